@@ -1,0 +1,1 @@
+"""The ops: each in plain Python over its kernel, with a plain-PyTorch reference."""

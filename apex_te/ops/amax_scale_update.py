@@ -1,0 +1,96 @@
+"""Delayed scaling's update: rolls amax histories and computes new scales, all in one launch."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import runtime
+from .registration import register
+
+_lib = runtime.ops("amax_scale_update")
+
+_FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def amax_scale_update(
+    histories: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    scale_invs: list[torch.Tensor],
+    fp8_max: list[float],
+    *,
+    margin: int = 0,
+    algo: str = "max",
+    pow2: bool = False,
+    nonfinite_count: torch.Tensor | None = None,
+) -> None:
+    """Updates every history, scale and scale_inv in place; one launch per 1,000 histories.
+
+    For each slot, with last = history[0]: a last of 0 or not finite clears staging and changes
+    nothing else (not finite also adds 1 to `nonfinite_count`). Otherwise amax = max(last,
+    history[1:]) or last, the history rolls by one row and takes last, and
+    scale = fp8_max * 2**-margin / amax, infinity becoming the largest float32.
+
+    Args:
+        histories: [length, slots] float32 each; row 0 is staging, the last row the newest amax.
+        scales: [slots] float32 each.
+        scale_invs: [slots] float32 each.
+        fp8_max: the format's largest value for each history, 448 (E4M3) or 57344 (E5M2).
+        margin: powers of two of headroom.
+        algo: "max" or "most_recent".
+        pow2: round the ratio down to a power of two.
+        nonfinite_count: one int32 element.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or list length that does not match.
+    """
+    if algo not in ("max", "most_recent"):
+        raise ValueError(f"amax_scale_update: algo must be 'max' or 'most_recent', got {algo!r}")
+    if not histories:
+        return
+    kernel = (
+        torch.ops.apex_te.amax_scale_update
+        if torch.compiler.is_compiling()
+        else _lib.amax_scale_update
+    )
+    kernel(
+        histories, scales, scale_invs, fp8_max, nonfinite_count, margin, algo == "most_recent", pow2
+    )
+
+
+def reference(
+    history: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_max: float,
+    *,
+    margin: int = 0,
+    algo: str = "max",
+    pow2: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The update of one history in plain PyTorch; returns the new (history, scale)."""
+    history, scale = history.clone(), scale.clone()
+    for slot in range(history.shape[1]):
+        column = history[:, slot].clone()
+        last = column[0].clone()
+        column[0] = 0
+        if last != 0 and torch.isfinite(last):
+            window = torch.cat([last.reshape(1), column[1:]]) if algo == "max" else last.reshape(1)
+            amax = window.max()
+            if len(column) > 1:
+                column[1:-1] = column[2:].clone()
+                column[-1] = last
+            limit = torch.tensor(fp8_max, dtype=torch.float32)
+            if pow2:
+                ratio = (limit / amax).clamp(max=_FLOAT_MAX)
+                exponent = torch.frexp(ratio).exponent - 1
+                scale[slot] = torch.ldexp(torch.tensor(1.0), exponent) * 2.0**-margin
+            else:
+                scale[slot] = (limit * 2.0**-margin / amax).clamp(max=_FLOAT_MAX)
+        history[:, slot] = column
+    return history, scale
+
+
+register(
+    "amax_scale_update(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!)[] scale_invs, "
+    "float[] fp8_max, Tensor(d!)? nonfinite_count, int margin, bool most_recent, bool pow2) -> ()",
+    lambda *args: _lib.amax_scale_update(*args),
+)

@@ -1,0 +1,108 @@
+"""Quantize a matrix to FP8 with a given scale: rowwise, transposed or both, in one pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .. import runtime
+from . import reference_codec
+from .registration import register
+
+_lib = runtime.ops("cast_transpose")
+
+# Rows that one line of the bias-gradient workspace sums (csrc/cast_transpose/cast_transpose.h).
+_TILE = 128
+
+
+class CastTransposeOutput(NamedTuple):
+    """What `cast_transpose` made; None where it was not asked for."""
+
+    rowwise: torch.Tensor | None
+    transposed: torch.Tensor | None
+    scale_inv: torch.Tensor
+    dbias: torch.Tensor | None
+
+
+def cast_transpose(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    with_dbias: bool = False,
+    noop: torch.Tensor | None = None,
+    out_rowwise: torch.Tensor | None = None,
+    out_transposed: torch.Tensor | None = None,
+) -> CastTransposeOutput:
+    """Quantizes q = saturating_cast(float(x) * scale), round to nearest even, NaN kept.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
+        scale: one float32 element on x's device.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make [rows, cols].
+        transposed: make [cols, rows].
+        amax: one float32 element, becomes max(amax, max |x|), unscaled; NaN counts as largest.
+        scale_inv: one float32 element to receive 1 / scale; a fresh one unless given.
+        with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
+        noop: one int32 element on the device; non-zero leaves every output unwritten.
+        out_rowwise: written instead of a new tensor.
+        out_transposed: written instead of a new tensor.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match.
+    """
+    if fp8_dtype is not torch.float8_e4m3fn and fp8_dtype is not torch.float8_e5m2:
+        raise TypeError(
+            f"cast_transpose: fp8_dtype must be float8_e4m3fn or float8_e5m2, got {fp8_dtype}"
+        )
+    if x.dim() != 2:
+        raise ValueError(f"cast_transpose: x must have 2 dimensions, got shape {list(x.shape)}")
+    x = x.contiguous()
+    rows, cols = x.shape
+    if rowwise and out_rowwise is None:
+        out_rowwise = torch.empty_like(x, dtype=fp8_dtype)
+    if transposed and out_transposed is None:
+        out_transposed = x.new_empty((cols, rows), dtype=fp8_dtype)
+    if scale_inv is None:
+        scale_inv = torch.empty_like(scale)
+    dbias = partial_sums = None
+    if with_dbias:
+        dbias = x.new_empty(cols)
+        partial_sums = x.new_empty((-(-rows // _TILE), cols), dtype=torch.float32)
+    kernel = torch.ops.apex_te.cast_transpose if torch.compiler.is_compiling() else _lib.cast_transpose
+    kernel(x, scale, out_rowwise, out_transposed, amax, scale_inv, dbias, partial_sums, noop)
+    return CastTransposeOutput(out_rowwise, out_transposed, scale_inv, dbias)
+
+
+def reference(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    amax: torch.Tensor | None = None,
+) -> CastTransposeOutput:
+    """`cast_transpose` in plain PyTorch with its own integer rounding; the specification."""
+    values = x.float()
+    codes = reference_codec.encode_fp8(values * scale, fp8_dtype)
+    if amax is not None:
+        bits = values.abs().reshape(-1).view(torch.int32)
+        found = bits.max() if bits.numel() else torch.zeros((), dtype=torch.int32)
+        current = amax.view(torch.int32)
+        current.copy_(torch.maximum(current, found.reshape(current.shape)))
+    dbias = x.double().sum(0).to(x.dtype)
+    return CastTransposeOutput(codes, codes.t().contiguous(), 1.0 / scale, dbias)
+
+
+register(
+    "cast_transpose(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, "
+    "Tensor(c!)? amax, Tensor(d!)? scale_inv, Tensor(e!)? dbias, Tensor(f!)? workspace, "
+    "Tensor? noop) -> ()",
+    lambda *args: _lib.cast_transpose(*args),
+)

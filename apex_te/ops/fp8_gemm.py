@@ -1,0 +1,180 @@
+"""FP8 matrix product with per-tensor scales: fprop, dgrad and wgrad of a linear layer."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .. import runtime
+from . import reference_codec
+from .registration import register
+
+_lib = runtime.ops("fp8_gemm")
+
+# What cuBLASLt's heuristic may use on Hopper; smaller workspaces rule out its split-K algorithms.
+_WORKSPACE_BYTES = 32 << 20
+# cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16.
+_MULTIPLE = 16
+
+_count = 0
+
+
+def fp8_gemm_count() -> int:
+    """Number of FP8 matrix products this process has issued."""
+    return _count
+
+
+def fp8_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    gelu: bool = False,
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv, then bias, then GELU.
+
+    Args:
+        a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: dy transposed.
+        b: [N, K] FP8, contiguous. fprop: weight; dgrad: weight transposed; wgrad: x transposed.
+        a_scale_inv: one float32 element on the device.
+        b_scale_inv: one float32 element on the device.
+        out: [M, N] to write; a new tensor unless given.
+        out_dtype: bfloat16, float16 or float32, of a new tensor.
+        bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
+        gelu: apply GELU (tanh) and return (out, aux), aux being its input.
+        accumulate: add to `out` instead of overwriting it.
+        use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
+
+    Raises:
+        TypeError, ValueError: an argument of another dtype, shape or device.
+        NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
+    """
+    global _count
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"fp8_gemm: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
+        )
+    rows, cols = a.shape[0], b.shape[0]
+    if out is None:
+        if accumulate:
+            raise ValueError("fp8_gemm: out must be given with accumulate, got None")
+        out = a.new_empty((rows, cols), dtype=out_dtype)
+    elif out.shape != (rows, cols):
+        raise ValueError(f"fp8_gemm: out must have shape {[rows, cols]}, got {list(out.shape)}")
+    if bias is not None:
+        bias = bias.to(torch.bfloat16 if out.dtype is torch.float32 else out.dtype)
+    aux = torch.empty_like(out) if gelu else None
+    _count += 1
+    if torch.compiler.is_compiling():
+        torch.ops.apex_te.fp8_gemm(
+            a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator
+        )
+    else:
+        _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator)
+    return out if aux is None else (out, aux)
+
+
+def _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
+    if a.shape[1] == 0 or out.numel() == 0:
+        _run_empty(out, bias, aux, accumulate)
+    elif not a.is_cuda:
+        _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate)
+    elif (a.shape[1] | b.shape[0]) % _MULTIPLE or (
+        a.data_ptr() | b.data_ptr() | out.data_ptr()
+    ) % _MULTIPLE:
+        _run_padded(
+            a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator
+        )
+    else:
+        _run_cuda(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator)
+
+
+def _run_cuda(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
+    scratch = runtime.workspace(a.device, _WORKSPACE_BYTES)
+    if aux is None:
+        _lib.fp8_gemm(
+            a, b, a_scale_inv, b_scale_inv, out, bias, None, scratch, accumulate,
+            use_split_accumulator,
+        )  # fmt: skip
+        return
+    try:
+        _lib.fp8_gemm(
+            a, b, a_scale_inv, b_scale_inv, out, bias, aux, scratch, False, use_split_accumulator
+        )
+    except NotImplementedError:
+        # cuBLASLt has no fused GELU for this combination of types: GEMM, then the activation.
+        _lib.fp8_gemm(
+            a, b, a_scale_inv, b_scale_inv, aux, bias, None, scratch, False, use_split_accumulator
+        )
+        out.copy_(F.gelu(aux, approximate="tanh"))
+
+
+def _run_padded(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
+    """Zero-pads K and N to what cuBLASLt takes; a zero adds nothing, so the result is unchanged."""
+    cols = b.shape[0]
+    pad_k, pad_n = -a.shape[1] % _MULTIPLE, -cols % _MULTIPLE
+
+    def padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+        return F.pad(x.view(torch.uint8), (0, pad_k, 0, rows)).view(x.dtype)
+
+    wide = out.new_empty((out.shape[0], cols + pad_n))
+    wide_aux = None if aux is None else torch.empty_like(wide)
+    wide_bias = None if bias is None else F.pad(bias, (0, pad_n))
+    if accumulate:
+        wide[:, :cols].copy_(out)
+        wide[:, cols:].zero_()
+    _run_cuda(
+        padded(a, 0), padded(b, pad_n), a_scale_inv, b_scale_inv, wide, wide_bias, wide_aux,
+        accumulate, use_split_accumulator,
+    )  # fmt: skip
+    out.copy_(wide[:, :cols])
+    if aux is not None and wide_aux is not None:
+        aux.copy_(wide_aux[:, :cols])
+
+
+def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate):
+    decoded = []
+    for operand in (a, b):
+        values = torch.empty(operand.shape, dtype=torch.float32)
+        _lib.fp8_decode(operand, values)
+        decoded.append(values)
+    product = torch.mm(decoded[0], decoded[1].t())
+    _lib.fp8_gemm_epilogue(product, a_scale_inv, b_scale_inv, out, bias, aux, accumulate)
+
+
+def _run_empty(out, bias, aux, accumulate):
+    """K = 0 or an empty out: the product is zero."""
+    if accumulate or out.numel() == 0:
+        return
+    value = torch.zeros_like(out) if bias is None else bias.to(out.dtype).expand_as(out)
+    if aux is not None:
+        aux.copy_(value)
+        value = F.gelu(value, approximate="tanh")
+    out.copy_(value)
+
+
+def reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product of the decoded operands in float64, [M, N]."""
+    product = reference_codec.decode_fp8(a).double() @ reference_codec.decode_fp8(b).double().t()
+    product = product * (a_scale_inv.double() * b_scale_inv.double())
+    return product if bias is None else product + bias.double()
+
+
+register(
+    "fp8_gemm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out, "
+    "Tensor? bias, Tensor(b!)? aux, bool accumulate, bool use_split_accumulator) -> ()",
+    _run,
+)

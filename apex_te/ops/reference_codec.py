@@ -1,0 +1,69 @@
+"""FP8 encode and decode in plain PyTorch integer arithmetic, independent of torch's own casts."""
+
+from __future__ import annotations
+
+import torch
+
+# (largest finite value's fp32 bits, smallest normal's fp32 bits, mantissa shift, exponent bias,
+# fp32 number whose ulp is the smallest subnormal)
+_FORMATS = {
+    torch.float8_e4m3fn: (0x43E00000, 0x3C800000, 20, 7, 2.0**14),
+    torch.float8_e5m2: (0x47600000, 0x38800000, 21, 15, 2.0**7),
+}
+
+
+def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
+    """Rounds float32 values to nearest even in an FP8 format; saturates, NaN becomes 0x7F.
+
+    Args:
+        values: any shape, float32.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+
+    Returns:
+        The same shape in `fp8_dtype`. Source: OCP OFP8 1.0, saturating mode.
+    """
+    max_bits, min_normal_bits, shift, bias, magic = _FORMATS[fp8_dtype]
+    bits = values.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    clamped = magnitude.clamp(max=max_bits)
+    half = (1 << (shift - 1)) - 1
+    normal = (clamped - ((127 - bias) << 23) + half + ((clamped >> shift) & 1)) >> shift
+    small = clamped.clamp(max=min_normal_bits).to(torch.int32).view(torch.float32).double()
+    # torch.round rounds half to even; one step is the smallest subnormal.
+    step = magic * 2.0**-23
+    subnormal = torch.round(small / step).to(torch.int64)
+    codes = torch.where(clamped < min_normal_bits, subnormal, normal) | sign
+    codes = torch.where(magnitude > 0x7F800000, torch.full_like(codes, 0x7F), codes)
+    return codes.to(torch.uint8).view(fp8_dtype)
+
+
+def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
+    """FP8 codes to float32, exact; through a table built from the format's definition.
+
+    Args:
+        codes: any shape, torch.float8_e4m3fn or torch.float8_e5m2.
+    """
+    return _table(codes.dtype).to(codes.device)[codes.view(torch.uint8).to(torch.int64)]
+
+
+def _table(fp8_dtype: torch.dtype) -> torch.Tensor:
+    is_e4m3 = fp8_dtype is torch.float8_e4m3fn
+    mantissa_bits, bias = (3, 7) if is_e4m3 else (2, 15)
+    values = []
+    for code in range(256):
+        exponent = (code & 0x7F) >> mantissa_bits
+        mantissa = code & ((1 << mantissa_bits) - 1)
+        if is_e4m3:
+            special = float("nan") if code & 0x7F == 0x7F else None
+        elif exponent == 31:
+            special = float("nan") if mantissa else float("inf")
+        else:
+            special = None
+        fraction = mantissa / (1 << mantissa_bits)
+        finite = (
+            (1 + fraction) * 2.0 ** (exponent - bias) if exponent else fraction * 2.0 ** (1 - bias)
+        )
+        magnitude = finite if special is None else special
+        values.append(-magnitude if code & 0x80 else magnitude)
+    return torch.tensor(values, dtype=torch.float32)

@@ -1,0 +1,149 @@
+"""Delayed scaling: casts with a scale computed from earlier steps and stages the amax for later."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..ops.cast_transpose import cast_transpose
+from ..scale_update import update_scales
+from ..tensor import QuantizedTensor
+from . import GemmQuantizers, QuantizerSets
+
+if TYPE_CHECKING:
+    from ..recipe import DelayedScaling
+    from ..state import FP8State
+
+__all__ = ["DelayedScalingQuantizer", "FirstStep", "build_quantizers"]
+
+# Slots of the state: forward input, weight, output; backward grad_output, grad_input.
+INPUT, WEIGHT = 0, 1
+GRAD_OUTPUT = 0
+
+
+class FirstStep:
+    """Computes a slot's scale from the first tensor that it records (``first_step="current"``)."""
+
+    __slots__ = ("due", "fp8_max", "index", "recipe", "scale", "scale_inv")
+
+    def __init__(
+        self,
+        due: list[bool],
+        index: int,
+        scale: torch.Tensor,
+        scale_inv: torch.Tensor,
+        fp8_max: float,
+        recipe: DelayedScaling,
+    ) -> None:
+        self.due = due
+        self.index = index
+        self.scale = scale
+        self.scale_inv = scale_inv
+        self.fp8_max = fp8_max
+        self.recipe = recipe
+
+    def run(self, x: torch.Tensor, dtype: torch.dtype) -> None:
+        """Set the scale from ``x`` [rows, cols] on the device; the slot is then done."""
+        self.due[self.index] = False
+        amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
+        cast_transpose(x, self.scale, dtype, rowwise=False, transposed=False, amax=amax[0])
+        # A history of one row is this tensor alone: the same formula and guards as an update.
+        update_scales([amax], [self.scale], [self.scale_inv], [self.fp8_max], self.recipe, None)
+
+
+class DelayedScalingQuantizer:
+    """Turns a matrix into FP8 with the scale of one state slot.
+
+    Args:
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        scale: fp32 ``[1]``, a view of the state.
+        amax: fp32 ``[1]`` staging slot that takes max |x|, or None to record nothing.
+        first: computes the first scale from the data, or None.
+    """
+
+    __slots__ = ("amax", "dtype", "first", "scale")
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        scale: torch.Tensor,
+        amax: torch.Tensor | None = None,
+        first: FirstStep | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.scale = scale
+        self.amax = amax
+        self.first = first
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        rowwise: bool = True,
+        transposed: bool = True,
+        with_dbias: bool = False,
+        noop: torch.Tensor | None = None,
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """FP8 copies of ``x`` [rows, cols] and, with ``with_dbias``, its column sums [cols].
+
+        ``x`` is contiguous fp32, fp16 or bf16; the sums have its dtype. ``noop`` is a device flag:
+        non-zero means that nothing is written.
+        """
+        first = self.first
+        if first is not None and first.due[first.index]:
+            first.run(x, self.dtype)
+        dtype = self.dtype
+        out = cast_transpose(
+            x,
+            self.scale,
+            dtype,
+            rowwise=rowwise,
+            transposed=transposed,
+            amax=self.amax,
+            with_dbias=with_dbias,
+            noop=noop,
+        )
+        return QuantizedTensor(out[0], out[1], out[2], dtype), out[3]
+
+    def record(self, x: torch.Tensor) -> None:
+        """Stage max |x| of ``x`` [rows, cols] without quantizing it."""
+        first = self.first
+        if first is not None and first.due[first.index]:
+            first.run(x, self.dtype)
+        if self.amax is not None:
+            cast_transpose(x, self.scale, self.dtype, rowwise=False, transposed=False, amax=self.amax)
+
+
+def build_quantizers(recipe: DelayedScaling, state: FP8State) -> QuantizerSets:
+    """The quantizers of one GEMM over the slots of ``state``; views are taken once, here."""
+    formats = recipe.fp8_format.value
+    fwd = (formats.fwd_dtype, formats.max_fwd, state.scale_fwd, state.scale_inv_fwd)
+    bwd = (formats.bwd_dtype, formats.max_bwd, state.scale_bwd, state.scale_inv_bwd)
+
+    def pair(
+        direction: tuple[torch.dtype, float, torch.Tensor, torch.Tensor],
+        history: torch.Tensor,
+        index: int,
+        flag: int,
+    ) -> tuple[DelayedScalingQuantizer, DelayedScalingQuantizer]:
+        dtype, fp8_max, scales, scale_invs = direction
+        scale = scales[index : index + 1]
+        first = None
+        if recipe.first_step == "current":
+            scale_inv = scale_invs[index : index + 1]
+            first = FirstStep(state.first_due, flag, scale, scale_inv, fp8_max, recipe)
+        recording = DelayedScalingQuantizer(dtype, scale, history[0, index : index + 1], first)
+        return recording, DelayedScalingQuantizer(dtype, scale)
+
+    inp, inp_frozen = pair(fwd, state.amax_history_fwd, INPUT, INPUT)
+    weight, weight_frozen = pair(fwd, state.amax_history_fwd, WEIGHT, WEIGHT)
+    forward_slots = state.scale_fwd.numel()
+    grad, grad_frozen = pair(bwd, state.amax_history_bwd, GRAD_OUTPUT, forward_slots + GRAD_OUTPUT)
+    hp_wgrad = recipe.override_linear_precision[2]
+    return QuantizerSets(
+        recording=GemmQuantizers(inp, weight, weight_frozen, grad, hp_wgrad),
+        recompute=GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad, hp_wgrad),
+        frozen=GemmQuantizers(
+            inp_frozen, weight_frozen, weight_frozen, grad_frozen, hp_wgrad
+        ),
+    )

@@ -1,0 +1,116 @@
+"""Binds the C functions of op libraries to Python callables, building what is missing on first use."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import threading
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from ..op_builder import get_builder
+from ..op_builder.core import CoreBuilder
+
+ABI = 1
+
+_lock = threading.RLock()
+_core: ModuleType | None = None
+_functions: dict[tuple[str, str], Any] = {}
+_handles: dict[tuple[str, str], int] = {}
+
+
+def core() -> ModuleType:
+    """The dispatcher's extension module `apex_te_core`, opened or built on the first call."""
+    global _core
+    if _core is None:
+        with _lock:
+            if _core is None:
+                opened = CoreBuilder().open("cpu")
+                loader = importlib.machinery.ExtensionFileLoader("apex_te_core", opened.proc_path)
+                spec = importlib.util.spec_from_loader("apex_te_core", loader)
+                assert spec is not None
+                module = importlib.util.module_from_spec(spec)
+                loader.exec_module(module)
+                _core = module
+    return _core
+
+
+def _open(op: str, device: str, device_index: int) -> int:
+    """dlopen handle of an op's library for a device type, checked for its ABI number."""
+    with _lock:
+        handle = _handles.get((op, device))
+        if handle is None:
+            capability = torch.cuda.get_device_capability(device_index) if device == "cuda" else None
+            opened = get_builder(op).open(device, capability)
+            dispatcher = core()
+            handle = dispatcher.open_library(opened.proc_path)
+            address = dispatcher.symbol(handle, "apex_te_abi")
+            abi = dispatcher.read_int32(address) if address else None
+            if abi != ABI:
+                raise ImportError(f"{op}: {opened.path} must have ABI {ABI}, got {abi}")
+            _handles[op, device] = handle
+        return handle
+
+
+def _resolve(op: str, name: str, signature: str, device: str, device_index: int) -> int:
+    dispatcher = core()
+    handle = _open(op, device, device_index)
+    address = dispatcher.symbol(handle, f"apex_te_{name}")
+    if not address:
+        raise NotImplementedError(f"{name}: {device} tensors are not supported by this function")
+    text = dispatcher.symbol(handle, f"apex_te_{name}_signature")
+    compiled = dispatcher.read_string(text) if text else None
+    if compiled != signature:
+        raise ImportError(
+            f"{name}: the compiled signature must be '{signature}', got '{compiled}'"
+        )
+    return address
+
+
+def function(op: str, name: str) -> Any:
+    """The callable of one C function of an op; its library is opened or built on the first call.
+
+    Args:
+        op: stem of the op, e.g. "cast_transpose".
+        name: a function its header declares.
+
+    Raises:
+        AttributeError: the op declares no such function.
+    """
+    bound = _functions.get((op, name))
+    if bound is None:
+        spec = get_builder(op).functions().get(name)
+        if spec is None:
+            raise AttributeError(f"op {op} has no function {name}")
+        signature = spec.signature
+        with _lock:
+            bound = _functions.setdefault(
+                (op, name),
+                core().Function(
+                    name,
+                    signature,
+                    lambda device, index: _resolve(op, name, signature, device, index),
+                ),
+            )
+    return bound
+
+
+class _Ops:
+    """The functions of one op as attributes, bound when first read."""
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        bound = function(self._op, name)
+        self.__dict__[name] = bound
+        return bound
+
+
+def ops(op: str) -> Any:
+    """Namespace of an op's functions; reading an attribute binds it, nothing happens before."""
+    return _Ops(op)

@@ -1,0 +1,197 @@
+"""The scale update of delayed scaling: reduce the staged amaxes over ranks, then new scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .ops.amax_scale_update import amax_scale_update
+
+if TYPE_CHECKING:
+    from .recipe import DelayedScaling
+    from .state import FP8State
+
+__all__ = ["UpdatePlan", "nonfinite_count", "update_scales"]
+
+_FLT_MAX = torch.finfo(torch.float32).max
+_nonfinite: dict[torch.device, torch.Tensor] = {}
+
+
+def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
+    """Number of amaxes that were Inf or NaN at an update: int32 ``[1]``, living on ``device``."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    count = _nonfinite.get(device)
+    if count is None:
+        with torch.inference_mode(False):
+            count = _nonfinite[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return count
+
+
+def update_scales(
+    histories: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    scale_invs: list[torch.Tensor],
+    fp8_max: list[float],
+    recipe: DelayedScaling,
+    nonfinite: torch.Tensor | None,
+) -> None:
+    """Roll the histories ``[length, slots]`` and set ``scales`` and ``scale_invs`` ``[slots]``."""
+    if not recipe.uses_callables:
+        amax_scale_update(
+            histories,
+            scales,
+            scale_invs,
+            fp8_max,
+            margin=recipe.margin,
+            algo=recipe.amax_compute_algo,
+            pow2=recipe.scaling_factor_compute_algo == "pow2",
+            nonfinite_count=nonfinite,
+        )
+        return
+    with torch.no_grad():
+        for history, scale, scale_inv, limit in zip(
+            histories, scales, scale_invs, fp8_max, strict=True
+        ):
+            _update_with_callables(history, scale, scale_inv, limit, recipe, nonfinite)
+
+
+def _update_with_callables(
+    history: torch.Tensor,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    fp8_max: float,
+    recipe: DelayedScaling,
+    nonfinite: torch.Tensor | None,
+) -> None:
+    """One history, with the user's functions and the guards of the kernel."""
+    last = history[0].clone()
+    finite = torch.isfinite(last)
+    valid = finite & (last != 0)
+    if nonfinite is not None:
+        nonfinite.add_((~finite).sum().to(torch.int32))
+    algo = recipe.amax_compute_algo
+    if callable(algo):
+        amax = _result("amax_compute_algo", algo(history.clone()), last)
+    else:
+        amax = last if algo == "most_recent" else history.amax(0)
+    new = _new_scale(amax, scale, fp8_max, recipe)
+    new = torch.where(torch.isinf(new), torch.full_like(new, _FLT_MAX), new)
+    keep = ~valid | ~torch.isfinite(amax) | (amax <= 0) | ~(new > 0)
+    scale.copy_(torch.where(keep, scale, new))
+    scale_inv.copy_(torch.where(keep, scale_inv, torch.reciprocal(new)))
+    if history.shape[0] > 1:
+        rolled = torch.cat([history[:1], history[2:], last[None]])
+        history.copy_(torch.where(valid, rolled, history))
+    history[0].zero_()
+
+
+def _new_scale(
+    amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling
+) -> torch.Tensor:
+    algo = recipe.scaling_factor_compute_algo
+    if callable(algo):
+        new = algo(amax, scale.clone(), fp8_max, recipe)
+        return _result("scaling_factor_compute_algo", new, amax)
+    # Not number / tensor, which torch computes as a reciprocal and a product, rounding twice.
+    if algo == "pow2":
+        ratio = (torch.full_like(amax, fp8_max) / amax).clamp(max=_FLT_MAX)
+        return (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-recipe.margin
+    return torch.full_like(amax, fp8_max * 2.0**-recipe.margin) / amax
+
+
+def _result(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
+    """Check what a user's function returned."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(
+            f"DelayedScaling: {name} must return a tensor, got {type(value).__name__}"
+        )
+    if value.shape != like.shape:
+        raise ValueError(
+            f"DelayedScaling: {name} must return shape {list(like.shape)}, got {list(value.shape)}"
+        )
+    return value.to(like)
+
+
+class _Group:
+    """Slots on one device that one call updates."""
+
+    def __init__(self, recipe: DelayedScaling) -> None:
+        self.recipe = recipe
+        self.histories: list[torch.Tensor] = []
+        self.scales: list[torch.Tensor] = []
+        self.scale_invs: list[torch.Tensor] = []
+        self.fp8_max: list[float] = []
+
+
+class UpdatePlan:
+    """The tensors of all states, grouped once and reused until a state changes."""
+
+    def __init__(self, states: Sequence[FP8State]) -> None:
+        self.groups: dict[tuple, _Group] = {}
+        self.staged: dict[torch.device, list[torch.Tensor]] = {}
+        self.finished: list[list[bool]] = []
+        for state in states:
+            recipe = state.recipe
+            if recipe is None or state.device.type == "meta":
+                continue
+            if recipe.reduce_amax:
+                rows = self.staged.setdefault(state.device, [])
+                rows += [state.amax_history_fwd[0], state.amax_history_bwd[0]]
+            if recipe.first_step == "scale_one":
+                self.finished.append(state.first_due)
+            self._add(state, recipe)
+
+    def _add(self, state: FP8State, recipe: DelayedScaling) -> None:
+        key: tuple = (state.device, recipe.margin, recipe.amax_compute_algo)
+        key += (recipe.scaling_factor_compute_algo,)
+        if recipe.uses_callables:
+            key += (recipe,)
+        group = self.groups.get(key)
+        if group is None:
+            group = self.groups[key] = _Group(recipe)
+        limits = recipe.fp8_format.value
+        group.histories += [state.amax_history_fwd, state.amax_history_bwd]
+        group.scales += [state.scale_fwd, state.scale_bwd]
+        group.scale_invs += [state.scale_inv_fwd, state.scale_inv_bwd]
+        group.fp8_max += [limits.max_fwd, limits.max_bwd]
+
+    def run(self, process_group: Any) -> None:
+        """Reduce over ``process_group`` where the recipes ask for it, then update every slot."""
+        if self.staged and _world_size(process_group) > 1:
+            for rows in self.staged.values():
+                _reduce_max(rows, process_group)
+        for (device, *_), group in self.groups.items():
+            update_scales(
+                group.histories,
+                group.scales,
+                group.scale_invs,
+                group.fp8_max,
+                group.recipe,
+                nonfinite_count(device),
+            )
+        for due in self.finished:
+            due[:] = [False] * len(due)
+
+
+def _world_size(group: Any) -> int:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size(group)
+
+
+def _reduce_max(rows: list[torch.Tensor], group: Any) -> None:
+    """MAX over ranks of all staged rows, in one collective.
+
+    The rows travel as the int32 bits of non-negative floats, which order as the floats do, with
+    Inf above every number and NaN above Inf: a NaN on one rank reaches all.
+    """
+    with torch.no_grad():
+        buffer = torch.cat(rows).view(torch.int32)
+        torch.distributed.all_reduce(buffer, op=torch.distributed.ReduceOp.MAX, group=group)
+        parts = list(buffer.view(torch.float32).split([row.numel() for row in rows]))
+        torch._foreach_copy_(rows, parts)

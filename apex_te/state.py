@@ -1,0 +1,262 @@
+"""FP8 state of a module (scales, amax histories) and the process-wide order in which it moves."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .recipe import DelayedScaling
+
+if TYPE_CHECKING:
+    from .quantizer import QuantizerSets
+    from .scale_update import UpdatePlan
+
+__all__ = ["FP8State", "flush_fp8_state", "init_fp8_state", "nonfinite_count", "registry"]
+
+FORWARD_SLOTS = 3  # input, weight, output
+BACKWARD_SLOTS = 2  # grad_output, grad_input
+TENSORS = (
+    "scale_fwd",
+    "scale_inv_fwd",
+    "amax_history_fwd",
+    "scale_bwd",
+    "scale_inv_bwd",
+    "amax_history_bwd",
+)
+_resized: set[tuple[int, int]] = set()
+
+
+class FP8State:
+    """Scales and amax histories of one module, fp32, allocated at its first FP8 forward.
+
+    Attributes (``L`` = history length; forward slots: input, weight, output; backward slots:
+    grad_output, grad_input):
+        scale_fwd, scale_inv_fwd: ``[3]``; scale_bwd, scale_inv_bwd: ``[2]``.
+        amax_history_fwd: ``[L, 3]``; amax_history_bwd: ``[L, 2]``. Row 0 is the staging row into
+            which casts write, row 1 the oldest, row ``L - 1`` the newest.
+        first_due: per slot, True while ``first_step="current"`` has still to set its scale.
+        recipe: the recipe of the last forward, or None.
+
+    The tensors keep their addresses from then on, until the module changes device or the
+    history its length.
+    """
+
+    scale_fwd: torch.Tensor
+    scale_inv_fwd: torch.Tensor
+    amax_history_fwd: torch.Tensor
+    scale_bwd: torch.Tensor
+    scale_inv_bwd: torch.Tensor
+    amax_history_bwd: torch.Tensor
+
+    def __init__(self) -> None:
+        self.allocated = False
+        self.device = torch.device("meta")
+        self.recipe: DelayedScaling | None = None
+        self.first_due = [True] * (FORWARD_SLOTS + BACKWARD_SLOTS)
+        self._sets: QuantizerSets | None = None
+        registry.add(self)
+
+    def quantizers(self, recipe: DelayedScaling, weight: torch.Tensor) -> QuantizerSets:
+        """The quantizers for ``recipe``; the state is first adapted to it where it is not yet."""
+        sets = self._sets
+        if sets is not None and self.recipe is recipe:
+            return sets
+        return self.adapt(recipe, weight.device)
+
+    def adapt(self, recipe: DelayedScaling, device: torch.device) -> QuantizerSets:
+        """Allocate on ``device`` or resize for ``recipe``, and rebuild the quantizers."""
+        from .quantizer import build_quantizers
+
+        if not self.allocated or self.device.type == "meta":
+            self.allocate(recipe.amax_history_len, device)
+        elif self.history_length != recipe.amax_history_len:
+            self.resize(recipe.amax_history_len)
+        if self._sets is None or self.recipe != recipe:
+            self._sets = build_quantizers(recipe, self)
+            registry.changed()
+        self.recipe = recipe
+        return self._sets
+
+    @property
+    def history_length(self) -> int:
+        """Rows of the amax histories, the staging row included."""
+        return self.amax_history_fwd.shape[0]
+
+    def allocate(self, length: int, device: torch.device) -> None:
+        """Give the state its initial values on ``device``: scales 1, histories 0."""
+
+        def ones(slots: int) -> torch.Tensor:
+            return torch.ones(slots, dtype=torch.float32, device=device)
+
+        def zeros(slots: int) -> torch.Tensor:
+            return torch.zeros(length, slots, dtype=torch.float32, device=device)
+
+        # Inference tensors could not be updated in a later training step.
+        with torch.inference_mode(False):
+            self.scale_fwd, self.scale_inv_fwd = ones(FORWARD_SLOTS), ones(FORWARD_SLOTS)
+            self.scale_bwd, self.scale_inv_bwd = ones(BACKWARD_SLOTS), ones(BACKWARD_SLOTS)
+            self.amax_history_fwd = zeros(FORWARD_SLOTS)
+            self.amax_history_bwd = zeros(BACKWARD_SLOTS)
+        self.first_due = [True] * (FORWARD_SLOTS + BACKWARD_SLOTS)
+        self.allocated = True
+        self._replaced()
+
+    def reset(self) -> None:
+        """Back to initial values, in place; nothing happens where nothing is allocated."""
+        if self.allocated:
+            with torch.no_grad():
+                for name in TENSORS:
+                    getattr(self, name).fill_(0.0 if "history" in name else 1.0)
+            self.first_due[:] = [True] * len(self.first_due)
+
+    def move(self, device: torch.device) -> None:
+        """Follow the module to ``device``; nothing is kept across the meta device."""
+        if not self.allocated or device == self.device:
+            return
+        if device.type == "meta" or self.device.type == "meta":
+            self.allocate(self.history_length, device)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for name in TENSORS:
+                setattr(self, name, getattr(self, name).to(device, copy=True))
+        self._replaced()
+
+    def resize(self, length: int) -> None:
+        """Trim or pad the histories to ``length`` rows, keeping the newest amaxes; warns once."""
+        old = self.history_length
+        if length == old:
+            return
+        warn_resized(old, length)
+        with torch.inference_mode(False), torch.no_grad():
+            for name in ("amax_history_fwd", "amax_history_bwd"):
+                setattr(self, name, resized_history(getattr(self, name), length))
+        self._replaced()
+
+    def _replaced(self) -> None:
+        """Tensors have new addresses: drop every view of the old ones."""
+        self.device = self.scale_fwd.device
+        self._sets = None
+        registry.changed()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {"allocated", "device", "recipe", "first_due", *TENSORS}
+        return {key: value for key, value in self.__dict__.items() if key in kept}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._sets = None
+        registry.add(self)
+
+
+def warn_resized(old: int, new: int) -> None:
+    """Say once per pair of lengths that histories change their length."""
+    if (old, new) not in _resized:
+        _resized.add((old, new))
+        what = "trimmed" if new < old else "padded"
+        warnings.warn(f"FP8State: amax history {what} from length {old} to {new}", stacklevel=3)
+
+
+def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
+    """A copy of ``history`` [old, slots] with ``length`` rows: staging row and newest rows kept."""
+    new = history.new_zeros(length, history.shape[1])
+    new[0] = history[0]
+    kept = min(history.shape[0], length) - 1
+    if kept:
+        new[-kept:] = history[-kept:]
+    return new
+
+
+class Registry:
+    """All states of the process, in the order of their construction, and the regions pending."""
+
+    def __init__(self) -> None:
+        self.pending = 0
+        self._states: dict[int, weakref.ref[FP8State]] = {}
+        self._next = 0
+        self._plan: UpdatePlan | None = None
+        # Reentrant: the garbage collector may drop a state while the lock is held.
+        self._lock = threading.RLock()
+
+    def add(self, state: FP8State) -> None:
+        """Register ``state``; it leaves by itself when it dies."""
+        with self._lock:
+            key = self._next
+            self._next += 1
+
+            def dropped(_: Any, key: int = key) -> None:
+                self._states.pop(key, None)
+                self._plan = None
+
+            self._states[key] = weakref.ref(state, dropped)
+            self._plan = None
+
+    def changed(self) -> None:
+        """A state was allocated, moved or given another recipe."""
+        self._plan = None
+
+    def enter_region(self, recipe: Any, group: Any, may_update: bool) -> None:
+        """Count a recorded region; before that, update once ``recipe.interval`` have passed."""
+        with self._lock:
+            if may_update and self.pending >= recipe.interval:
+                self._update(recipe, group)
+            self.pending += 1
+
+    def flush(self, group: Any) -> None:
+        """Apply the pending update, if any."""
+        with self._lock:
+            if self.pending:
+                self._update(None, group)
+
+    def _update(self, recipe: Any, group: Any) -> None:
+        plan = self._plan
+        if plan is None:
+            from .scale_update import UpdatePlan
+
+            states = [s for s in (ref() for ref in list(self._states.values())) if s is not None]
+            states = [s for s in states if s.allocated]
+            for state in states:
+                if state.recipe is None:  # loaded, with functions that no file can hold
+                    state.recipe = recipe
+            plan = self._plan = UpdatePlan(states)
+        plan.run(group)
+        self.pending = 0
+
+
+registry = Registry()
+
+
+def flush_fp8_state(group: Any = None) -> None:
+    """Apply a pending scale update now; collective over ``group`` (None: the whole world).
+
+    Scales otherwise move on entering the next ``fp8_autocast``. Call it before saving where every
+    rank must save the same scales. Does nothing when no region has run since the last update.
+    """
+    registry.flush(group)
+
+
+def init_fp8_state(model: torch.nn.Module, recipe: DelayedScaling | None = None) -> None:
+    """Allocate the FP8 state of every module in ``model`` now, before its first forward.
+
+    A distributed checkpoint needs it, because it loads only keys that the model already has.
+    State that exists is kept. ``recipe`` gives the history length, default ``DelayedScaling()``.
+    """
+    recipe = DelayedScaling() if recipe is None else recipe
+    if not isinstance(recipe, DelayedScaling):
+        raise TypeError(
+            f"init_fp8_state: recipe must be a DelayedScaling, got {type(recipe).__name__}"
+        )
+    for module in model.modules():
+        init = getattr(module, "_init_fp8_state", None)
+        if init is not None:
+            init(recipe)
+
+
+def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
+    """Number of amaxes that were Inf or NaN at an update: int32 ``[1]``, living on ``device``."""
+    from .scale_update import nonfinite_count as count
+
+    return count(device)

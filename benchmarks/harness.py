@@ -1,0 +1,141 @@
+"""Timing and reporting shared by the benchmarks.
+
+Kernel time: CUDA events around one call, L2 flushed before it (cold), median of many with p10 and
+p90. Pairs: two contenders alternate, so that clock drift hits both. Data is random normal. Every
+report carries GPU, driver, torch, commit, date and the SM clock before and after.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+_FLUSH_BYTES = 256 << 20
+_flush: torch.Tensor | None = None
+
+
+def _run(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def environment() -> dict[str, Any]:
+    """What a figure depends on."""
+    info = {
+        "date": datetime.date.today().isoformat(),
+        "commit": os.environ.get("APEX_TE_COMMIT") or _run("git", "rev-parse", "--short", "HEAD"),
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+    }
+    if torch.cuda.is_available():
+        info["gpu"] = torch.cuda.get_device_name()
+        info["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return info
+
+
+def sm_clock_mhz() -> str:
+    return _run("nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits")
+
+
+def _event_us(call: Callable[[], Any]) -> float:
+    global _flush
+    if _flush is None:
+        _flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    _flush.zero_()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
+
+
+def summary(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {
+        "us": statistics.median(ordered),
+        "p10": ordered[len(ordered) // 10],
+        "p90": ordered[len(ordered) * 9 // 10],
+    }
+
+
+def kernel_us(call: Callable[[], Any], repeats: int = 60, warmup: int = 5) -> dict[str, float]:
+    """Median, p10 and p90 of the GPU time of one call, cold L2, in microseconds."""
+    for _ in range(warmup):
+        call()
+    return summary([_event_us(call) for _ in range(repeats)])
+
+
+def paired_us(
+    calls: list[Callable[[], Any]], repeats: int = 20, warmup: int = 3
+) -> list[dict[str, float]]:
+    """The same for several contenders that take turns."""
+    for call in calls:
+        for _ in range(warmup):
+            call()
+    times: list[list[float]] = [[] for _ in calls]
+    for i in range(repeats):
+        order = range(len(calls)) if i % 2 == 0 else reversed(range(len(calls)))
+        for k in order:
+            times[k].append(_event_us(calls[k]))
+    return [summary(t) for t in times]
+
+
+def host_us(call: Callable[[], Any], calls: int = 200, rounds: int = 7, warmup: int = 20) -> float:
+    """Host time to issue one call: the median round's mean, the GPU drained between rounds."""
+    for _ in range(warmup):
+        call()
+    means = []
+    for _ in range(rounds):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        means.append((time.perf_counter() - begin) / calls * 1e6)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return statistics.median(means)
+
+
+def copy_us(num_bytes: int) -> dict[str, float]:
+    """Tensor.copy_ that reads and writes `num_bytes` in total: the ceiling for that size."""
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    return kernel_us(lambda: target.copy_(source))
+
+
+def terabytes_per_second(num_bytes: int, microseconds: float) -> float:
+    return num_bytes / microseconds / 1e6
+
+
+def report(name: str, rows: list[dict[str, Any]], **extra: Any) -> None:
+    """Prints a table and writes benchmarks/results/<name>.json (or below $OUT where that is set)."""
+    keys = list(dict.fromkeys(key for row in rows for key in row))
+    table = [keys] + [
+        [f"{row.get(k, ''):.4g}" if isinstance(row.get(k), float) else str(row.get(k, "")) for k in keys]
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in table) for i in range(len(keys))]
+    info = environment()
+    print(f"\n{name}: " + ", ".join(f"{k} {v}" for k, v in {**info, **extra}.items()))
+    for line in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+    folder = Path(os.environ.get("OUT") or Path(__file__).resolve().parent / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"environment": info, **extra, "rows": rows}, indent=1)
+    (folder / f"{name}.json").write_text(text + "\n")

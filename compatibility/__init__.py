@@ -1,0 +1,1 @@
+"""Loaders of the ops: real modules whose functions build their library when first called."""

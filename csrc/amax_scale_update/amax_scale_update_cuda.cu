@@ -1,0 +1,97 @@
+// CUDA kernel of amax_scale_update: one block a history, 1000 histories a launch, whose table
+// travels in the kernel's parameters (32,000 bytes), so that no copy to the device is needed.
+#include <vector>
+
+#include "amax_scale_update/amax_scale_update.h"
+#include "common/gpu.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kPerThread = 16;
+constexpr int kTableSize = 1000;
+
+struct Params {
+  AmaxHistory table[kTableSize];
+  int32_t* nonfinite_count;
+  float range_factor;
+  bool most_recent, pow2;
+};
+static_assert(sizeof(AmaxHistory) == 32 && sizeof(Params) <= 32764, "kernel parameter limit");
+
+thread_local std::vector<AmaxHistory> g_table;
+
+AmaxHistory* allocate(int count) {
+  g_table.resize(count);
+  return g_table.data();
+}
+
+__global__ void __launch_bounds__(kThreads)
+    amax_scale_update_kernel(const __grid_constant__ Params p) {
+  const AmaxHistory h = p.table[blockIdx.x];
+  const int slots = h.slots();
+  const int total = static_cast<int>(h.length()) * slots;  // below 2^30
+  __shared__ uint32_t amax[kMaxSlots];
+  __shared__ float last[kMaxSlots];
+  __shared__ bool rolls[kMaxSlots];
+  if (threadIdx.x < slots) {
+    const float staged = h.history[threadIdx.x];
+    const bool is_finite = magnitude_bits(staged) < 0x7F800000u;
+    last[threadIdx.x] = staged;
+    rolls[threadIdx.x] = is_finite && staged != 0.0f;
+    amax[threadIdx.x] = float_bits(staged);
+    h.history[threadIdx.x] = 0.0f;
+    if (!is_finite && p.nonfinite_count) atomicAdd(p.nonfinite_count, 1);
+  }
+  __syncthreads();
+  // Amaxes are never negative, so they order as integers and the maximum is exact in any order.
+  for (int begin = slots; begin < total; begin += kThreads * kPerThread) {
+    float next[kPerThread];
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const int i = begin + k * kThreads + threadIdx.x;
+      next[k] = i < total ? (i + slots < total ? h.history[i + slots] : last[i % slots]) : 0.0f;
+      if (i < total && !p.most_recent) {
+        // Row 1 leaves the window but still counts; later rows are seen as their successor's value.
+        const float seen = i < 2 * slots ? fmaxf(h.history[i], next[k]) : next[k];
+        if (rolls[i % slots]) atomicMax(&amax[i % slots], float_bits(seen));
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const int i = begin + k * kThreads + threadIdx.x;
+      if (i < total && rolls[i % slots]) h.history[i] = next[k];
+    }
+    __syncthreads();
+  }
+  if (threadIdx.x < slots && rolls[threadIdx.x]) {
+    const float scale = scale_from_amax(bits_float(amax[threadIdx.x]), h.fp8_max, p.range_factor,
+                                        p.pow2);
+    h.scale[threadIdx.x] = scale;
+    h.scale_inv[threadIdx.x] = 1.0f / scale;
+  }
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(amax_scale_update) {
+  using namespace apex_te;
+  const AmaxScaleUpdate u = check_amax_scale_update(args, allocate);
+  const DeviceGuard guard(args.device_id());
+  Params p;
+  p.nonfinite_count = u.nonfinite_count;
+  p.range_factor = u.range_factor;
+  p.most_recent = u.most_recent;
+  p.pow2 = u.pow2;
+  for (int begin = 0; begin < u.count; begin += kTableSize) {
+    const int count = u.count - begin < kTableSize ? u.count - begin : kTableSize;
+    memcpy(p.table, g_table.data() + begin, count * sizeof(AmaxHistory));
+    amax_scale_update_kernel<<<count, kThreads, 0, static_cast<cudaStream_t>(args.stream())>>>(p);
+    check_cuda(cudaGetLastError(), "amax_scale_update");
+  }
+}

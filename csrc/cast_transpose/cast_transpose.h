@@ -1,0 +1,71 @@
+// cast_transpose: quantize a matrix to FP8 with a given scale, rowwise and transposed, in one pass.
+//
+// q = satcast_rne(float(x) * scale). amax becomes max(amax, max |x|) with NaN above infinity;
+// scale_inv is set to 1 / scale; dbias to the column sums of x. A non-zero noop flag leaves every
+// output unwritten.
+#pragma once
+
+#include "common/op.h"
+
+// Rows summed into one line of the dbias workspace, and rows one thread sums in it: fixed, so that
+// both devices add in the same order.
+constexpr int64_t kCastTransposeTile = 128;
+constexpr int64_t kCastTransposeRowsPerThread = 8;
+
+APEX_TE_FUNCTION(cast_transpose,
+                 "x: Tensor, scale: Tensor, rowwise: Tensor?, transposed: Tensor?, amax: Tensor?, "
+                 "scale_inv: Tensor?, dbias: Tensor?, workspace: Tensor?, noop: Tensor?")
+
+namespace apex_te {
+
+struct CastTranspose {
+  TensorView x;
+  int64_t rows, cols;
+  DType fp8;  // kOther when only amax, scale_inv or dbias is wanted
+  const float* scale;
+  uint8_t *rowwise, *transposed;
+  float *amax, *scale_inv, *workspace;
+  TensorView dbias;
+  const int32_t* noop;
+};
+
+inline CastTranspose check_cast_transpose(Args& args) {
+  CastTranspose p;
+  p.x = args.tensor();
+  p.x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  p.rows = p.x.size(0);
+  p.cols = p.x.size(1);
+  p.scale = args.tensor().is_scalar(DType::kFloat32).data<float>();
+  const TensorView rowwise = args.optional_tensor();
+  const TensorView transposed = args.optional_tensor();
+  p.fp8 = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kOther;
+  if (rowwise)
+    rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.rows, p.cols}).is_dense();
+  if (transposed)
+    transposed.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
+  if (rowwise && transposed) transposed.has_dtype({p.fp8});
+  p.rowwise = rowwise.data<uint8_t>();
+  p.transposed = transposed.data<uint8_t>();
+  const TensorView amax = args.optional_tensor();
+  if (amax) amax.is_scalar(DType::kFloat32);
+  p.amax = amax.data<float>();
+  const TensorView scale_inv = args.optional_tensor();
+  if (scale_inv) scale_inv.is_scalar(DType::kFloat32);
+  p.scale_inv = scale_inv.data<float>();
+  p.dbias = args.optional_tensor();
+  const TensorView workspace = args.optional_tensor();
+  if (p.dbias) {
+    p.dbias.has_dtype({p.x.dtype()}).has_shape({p.cols}).is_dense();
+    const int64_t tiles = (p.rows + kCastTransposeTile - 1) / kCastTransposeTile;
+    if (!workspace)
+      fail(kApexTeValueError, "%s: workspace must be given with dbias, got None", args.name());
+    workspace.has_dtype({DType::kFloat32}).has_shape({tiles, p.cols}).is_dense();
+  }
+  p.workspace = workspace.data<float>();
+  const TensorView noop = args.optional_tensor();
+  if (noop) noop.is_scalar(DType::kInt32);
+  p.noop = noop.data<int32_t>();
+  return p;
+}
+
+}  // namespace apex_te

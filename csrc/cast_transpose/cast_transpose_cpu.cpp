@@ -1,0 +1,121 @@
+// CPU kernel of cast_transpose: tiles of 128 x 128, one thread each.
+#include "cast_transpose/cast_transpose.h"
+
+#include <algorithm>
+
+#include "common/codec.h"
+#include "common/cpu.h"
+#include "common/parallel.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+namespace {
+
+constexpr int64_t kTile = kCastTransposeTile;
+
+// One row of a tile: amax, codes, and the running column sums.
+template <typename T, typename Format>
+APEX_TE_INLINE uint32_t cast_row(const T* x, int64_t n, float scale, uint8_t* codes, float* sums) {
+  uint32_t amax = 0;
+  float values[kTile];
+  for (int64_t i = 0; i < n; ++i) values[i] = to_float(x[i]);
+  for (int64_t i = 0; i < n; ++i) {
+    const uint32_t a = magnitude_bits(values[i]);
+    amax = a > amax ? a : amax;
+  }
+  if (sums)
+    for (int64_t i = 0; i < n; ++i) sums[i] += values[i];
+  if (codes)
+    for (int64_t i = 0; i < n; ++i) codes[i] = encode_fp8<Format>(values[i] * scale);
+  return amax;
+}
+
+template <typename T, typename Format>
+APEX_TE_INLINE uint32_t cast_tile(const CastTranspose& p, float scale, int64_t row0, int64_t col0) {
+  const int64_t rows = std::min(kTile, p.rows - row0), cols = std::min(kTile, p.cols - col0);
+  const T* x = p.x.data<const T>() + row0 * p.cols + col0;
+  uint8_t codes[kTile * kTile];
+  float tile_sums[kTile] = {}, thread_sums[kTile];
+  const bool with_codes = p.rowwise || p.transposed;
+  uint32_t amax = 0;
+  for (int64_t r0 = 0; r0 < rows; r0 += kCastTransposeRowsPerThread) {
+    std::fill_n(thread_sums, kTile, 0.0f);
+    const int64_t r1 = std::min(rows, r0 + kCastTransposeRowsPerThread);
+    for (int64_t r = r0; r < r1; ++r) {
+      uint8_t* row_codes = with_codes ? codes + r * kTile : nullptr;
+      amax = std::max(amax, cast_row<T, Format>(x + r * p.cols, cols, scale, row_codes,
+                                                p.dbias ? thread_sums : nullptr));
+      if (p.rowwise) std::copy_n(row_codes, cols, p.rowwise + (row0 + r) * p.cols + col0);
+    }
+    if (p.dbias)
+      for (int64_t c = 0; c < cols; ++c) tile_sums[c] += thread_sums[c];
+  }
+  if (p.transposed)
+    for (int64_t c = 0; c < cols; ++c) {
+      uint8_t* out = p.transposed + (col0 + c) * p.rows + row0;
+      for (int64_t r = 0; r < rows; ++r) out[r] = codes[r * kTile + c];
+    }
+  if (p.dbias) std::copy_n(tile_sums, cols, p.workspace + row0 / kTile * p.cols + col0);
+  return amax;
+}
+
+template <typename T, typename Format>
+uint32_t cast_tile_portable(const CastTranspose& p, float scale, int64_t row0, int64_t col0) {
+  return cast_tile<T, Format>(p, scale, row0, col0);
+}
+template <typename T, typename Format>
+APEX_TE_TARGET_AVX2 uint32_t cast_tile_avx2(const CastTranspose& p, float scale, int64_t row0,
+                                            int64_t col0) {
+  return cast_tile<T, Format>(p, scale, row0, col0);
+}
+
+template <typename T>
+void sum_tiles(const CastTranspose& p) {
+  const int64_t tiles = (p.rows + kTile - 1) / kTile;
+  T* dbias = p.dbias.data<T>();
+  parallel_for((p.cols + 1023) / 1024, [&](int64_t chunk) {
+    const int64_t end = std::min(p.cols, (chunk + 1) * 1024);
+    for (int64_t c = chunk * 1024; c < end; ++c) {
+      float sum = 0.0f;
+      for (int64_t t = 0; t < tiles; ++t) sum += p.workspace[t * p.cols + c];
+      dbias[c] = from_float<T>(sum);
+    }
+  });
+}
+
+template <typename T, typename Format>
+void cast_all(const CastTranspose& p) {
+  const float scale = *p.scale;
+  const auto tile = use_avx2() ? cast_tile_avx2<T, Format> : cast_tile_portable<T, Format>;
+  const int64_t row_tiles = (p.rows + kTile - 1) / kTile, col_tiles = (p.cols + kTile - 1) / kTile;
+  std::atomic<uint32_t> amax{0};
+  parallel_for(row_tiles * col_tiles, [&](int64_t i) {
+    const uint32_t found = tile(p, scale, i / col_tiles * kTile, i % col_tiles * kTile);
+    uint32_t seen = amax.load(std::memory_order_relaxed);
+    while (found > seen && !amax.compare_exchange_weak(seen, found, std::memory_order_relaxed)) {
+    }
+  });
+  if (p.amax) *p.amax = bits_float(std::max(amax.load(), float_bits(*p.amax)));
+  if (p.scale_inv) *p.scale_inv = 1.0f / scale;
+  if (p.dbias) sum_tiles<T>(p);
+}
+
+template <typename T>
+void cast_format(const CastTranspose& p) {
+  p.fp8 == DType::kE5M2 ? cast_all<T, E5M2>(p) : cast_all<T, E4M3>(p);
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(cast_transpose) {
+  using namespace apex_te;
+  const CastTranspose p = check_cast_transpose(args);
+  if (p.noop && *p.noop != 0) return;
+  switch (p.x.dtype()) {
+    case DType::kFloat32: return cast_format<float>(p);
+    case DType::kFloat16: return cast_format<Half>(p);
+    default: return cast_format<BFloat16>(p);
+  }
+}

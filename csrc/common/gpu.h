@@ -1,0 +1,103 @@
+// Device code and launch helpers that differ by vendor or arch, each with a portable path.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "common/codec.h"
+#include "common/op.h"
+
+namespace apex_te {
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // clears a non-sticky error, so that the next call does not report it
+  if (error == cudaErrorInsufficientDriver)
+    fail(kApexTeRuntimeError,
+         "%s: the NVIDIA driver is too old for CUDA %d.%d, with which this op was compiled; update "
+         "the driver or compile with an older toolkit (APEX_TE_CUDA_HOME)",
+         what, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  fail(kApexTeRuntimeError, "%s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
+}
+
+// Makes the tensors' device current for a launch and restores the caller's.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check_cuda(cudaGetDevice(&previous_), "cudaGetDevice");
+    if (device == previous_) return;
+    check_cuda(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = true;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(previous_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int previous_ = 0;
+  bool changed_ = false;
+};
+
+inline int num_multiprocessors(int device) {
+  static int counts[64] = {};
+  if (device < 0 || device >= 64) return 1;
+  if (!counts[device])
+    check_cuda(
+        cudaDeviceGetAttribute(&counts[device], cudaDevAttrMultiProcessorCount, device),
+        "cudaDeviceGetAttribute");
+  return counts[device];
+}
+
+inline bool is_aligned(const void* pointer, size_t bytes) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
+#if defined(__CUDACC__)
+
+// Two floats to two FP8 codes, `low` in the lower byte: the cvt instruction from sm_89 on.
+template <typename Format>
+__device__ __forceinline__ uint32_t encode_fp8x2(float low, float high) {
+  return encode_fp8<Format>(low) | static_cast<uint32_t>(encode_fp8<Format>(high)) << 8;
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890 && !defined(APEX_TE_PORTABLE)
+template <>
+__device__ __forceinline__ uint32_t encode_fp8x2<E4M3>(float low, float high) {
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+template <>
+__device__ __forceinline__ uint32_t encode_fp8x2<E5M2>(float low, float high) {
+  uint16_t codes;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+  return codes;
+}
+#endif
+
+// Loads that bypass L1 for data read once, and stores of data not read again soon.
+__device__ __forceinline__ uint4 load_streaming(const uint4* p) { return __ldcs(p); }
+__device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
+__device__ __forceinline__ void store_streaming(uint2* p, uint2 v) { __stcs(p, v); }
+
+__device__ __forceinline__ uint32_t warp_max(uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xFFFFFFFFu, value);
+#else
+  for (int offset = 16; offset; offset /= 2)
+    value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, offset));
+  return value;
+#endif
+}
+
+// amax as bits: exact, order-independent, NaN above infinity.
+__device__ __forceinline__ void atomic_max_magnitude(float* amax, uint32_t bits) {
+  auto* word = reinterpret_cast<unsigned int*>(amax);
+  if (bits > *reinterpret_cast<volatile unsigned int*>(word)) atomicMax(word, bits);
+}
+
+#endif  // __CUDACC__
+
+}  // namespace apex_te

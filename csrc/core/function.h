@@ -1,0 +1,14 @@
+// The dispatcher's callable: a CPython vectorcall object that passes torch tensors to a C function.
+#pragma once
+
+#include <Python.h>
+
+namespace apex_te {
+
+// Creates the Function type; nullptr with a Python error set on failure.
+PyTypeObject* function_type();
+
+// Reads torch.Tensor.__dlpack_c_exchange_api__ once; false with a Python error set on failure.
+bool load_exchange_api();
+
+}  // namespace apex_te

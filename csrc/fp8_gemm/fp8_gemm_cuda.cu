@@ -1,0 +1,194 @@
+// CUDA side of fp8_gemm: cuBLASLt with a cached plan for each shape, layout and epilogue.
+//
+// A plan keeps the descriptors and the heuristic's first algorithm, so that a call sets a few
+// pointers and launches. cuBLAS is column-major: it computes out^T = b . a^T, so its A is b.
+#include <cstring>
+#include <mutex>
+#include <unordered_map>
+
+#include "fp8_gemm/fp8_gemm.h"
+#include "fp8_gemm/fp8_gemm_cublaslt.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+namespace {
+
+struct PlanKey {
+  int64_t m, n, k, workspace_bytes;
+  int32_t device, a_type, b_type, out_type, epilogue;
+  int32_t alignment_a, alignment_b, alignment_out;
+  int32_t split_accumulator, accumulate;
+  bool operator==(const PlanKey& o) const { return memcmp(this, &o, sizeof(*this)) == 0; }
+};
+static_assert(sizeof(PlanKey) == 4 * 8 + 10 * 4, "PlanKey is compared and hashed by its bytes");
+
+struct PlanHash {
+  size_t operator()(const PlanKey& key) const {
+    uint64_t hash = 1469598103934665603u;  // FNV-1a
+    const auto* bytes = reinterpret_cast<const unsigned char*>(&key);
+    for (size_t i = 0; i < sizeof(key); ++i) hash = (hash ^ bytes[i]) * 1099511628211u;
+    return hash;
+  }
+};
+
+struct Plan {
+  cublasLtMatmulDesc_t matmul = nullptr;
+  cublasLtMatrixLayout_t a = nullptr, b = nullptr, out = nullptr;
+  cublasLtMatmulAlgo_t algo;
+  size_t workspace_bytes = 0;
+};
+
+cudaDataType_t cuda_type(DType type) {
+  switch (type) {
+    case DType::kE4M3: return CUDA_R_8F_E4M3;
+    case DType::kE5M2: return CUDA_R_8F_E5M2;
+    case DType::kFloat16: return CUDA_R_16F;
+    case DType::kBFloat16: return CUDA_R_16BF;
+    default: return CUDA_R_32F;
+  }
+}
+
+int32_t alignment_of(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  for (int32_t bytes = 256; bytes > 1; bytes /= 2)
+    if (address % bytes == 0) return bytes;
+  return 1;
+}
+
+template <typename T>
+void set(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, const T& value) {
+  check_cublaslt(
+      CublasLt::get().cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof(value)),
+      "setting a matmul attribute");
+}
+
+cublasLtEpilogue_t epilogue_of(const Fp8Gemm& g) {
+  if (g.aux) return g.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+  return g.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+cublasLtHandle_t handle_of(int device) {
+  static cublasLtHandle_t handles[64] = {};
+  if (device < 0 || device >= 64)
+    fail(kApexTeUnsupported, "fp8_gemm: device index must be below 64, got %d", device);
+  if (!handles[device])
+    check_cublaslt(CublasLt::get().cublasLtCreate(&handles[device]), "cublasLtCreate");
+  return handles[device];
+}
+
+// The call's pointers, which a plan's descriptor holds only for one call.
+void set_pointers(const Plan& plan, const Fp8Gemm& g) {
+  set(plan.matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(g.b_scale_inv));
+  set(plan.matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(g.a_scale_inv));
+  if (g.bias) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias.data<const void>());
+  if (g.aux) set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux.data<void>());
+}
+
+Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
+  const CublasLt& lt = CublasLt::get();
+  Plan plan;
+  check_cublaslt(lt.cublasLtMatmulDescCreate(&plan.matmul, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+                 "cublasLtMatmulDescCreate");
+  set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+  set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
+  set(plan.matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM,
+      static_cast<int8_t>(g.use_split_accumulator ? 0 : 1));
+  set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(g));
+  if (g.bias) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(g.bias.dtype()));
+  if (g.aux) {
+    set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.n);
+    set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(g.aux.dtype()));
+  }
+  set_pointers(plan, g);
+  check_cublaslt(
+      lt.cublasLtMatrixLayoutCreate(&plan.a, cuda_type(g.b.dtype()), g.k, g.n, g.k), "layout of b");
+  check_cublaslt(
+      lt.cublasLtMatrixLayoutCreate(&plan.b, cuda_type(g.a.dtype()), g.k, g.m, g.k), "layout of a");
+  check_cublaslt(lt.cublasLtMatrixLayoutCreate(&plan.out, cuda_type(g.out.dtype()), g.n, g.m, g.n),
+                 "layout of out");
+
+  cublasLtMatmulPreference_t preference = nullptr;
+  check_cublaslt(lt.cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
+  const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    lt.cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value));
+  };
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(key.workspace_bytes));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.alignment_b));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.alignment_a));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.alignment_out));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.alignment_out));
+  cublasLtMatmulHeuristicResult_t found;
+  int count = 0;
+  const cublasStatus_t status =
+      lt.cublasLtMatmulAlgoGetHeuristic(handle_of(key.device), plan.matmul, plan.a, plan.b,
+                                        plan.out, plan.out, preference, 1, &found, &count);
+  lt.cublasLtMatmulPreferenceDestroy(preference);
+  if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
+    lt.cublasLtMatmulDescDestroy(plan.matmul);
+    for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.out})
+      lt.cublasLtMatrixLayoutDestroy(layout);
+    fail(kApexTeUnsupported,
+         "fp8_gemm: cuBLASLt has no algorithm for M=%lld N=%lld K=%lld, a %s, b %s, out %s, "
+         "epilogue %d: %s",
+         static_cast<long long>(g.m), static_cast<long long>(g.n), static_cast<long long>(g.k),
+         dtype_name(g.a.dtype()), dtype_name(g.b.dtype()), dtype_name(g.out.dtype()), key.epilogue,
+         lt.cublasLtGetStatusString(status));
+  }
+  plan.algo = found.algo;
+  plan.workspace_bytes = found.workspaceSize;
+  return plan;
+}
+
+// Descriptors are shared and hold a call's pointers, so a call owns them until it has launched.
+void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
+  static std::mutex mutex;
+  static std::unordered_map<PlanKey, Plan, PlanHash> plans;
+  PlanKey key;
+  memset(&key, 0, sizeof(key));
+  key.m = g.m;
+  key.n = g.n;
+  key.k = g.k;
+  key.workspace_bytes = g.workspace ? g.workspace.numel() : 0;
+  key.device = device;
+  key.a_type = static_cast<int32_t>(g.a.dtype());
+  key.b_type = static_cast<int32_t>(g.b.dtype());
+  key.out_type = static_cast<int32_t>(g.out.dtype());
+  key.epilogue = epilogue_of(g);
+  key.alignment_a = alignment_of(g.a.data<void>());
+  key.alignment_b = alignment_of(g.b.data<void>());
+  key.alignment_out = alignment_of(g.out.data<void>());
+  key.split_accumulator = g.use_split_accumulator;
+  key.accumulate = g.accumulate;
+
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto found = plans.find(key);
+  if (found == plans.end()) found = plans.emplace(key, make_plan(g, key)).first;
+  const Plan& plan = found->second;
+  set_pointers(plan, g);
+  const float alpha = 1.0f, beta = g.accumulate ? 1.0f : 0.0f;
+  void* out = g.out.data<void>();
+  check_cublaslt(CublasLt::get().cublasLtMatmul(
+                     handle_of(device), plan.matmul, &alpha, g.b.data<const void>(), plan.a,
+                     g.a.data<const void>(), plan.b, &beta, out, plan.out, out, plan.out,
+                     &plan.algo, g.workspace.data<void>(), plan.workspace_bytes, stream),
+                 "cublasLtMatmul");
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(fp8_gemm) {
+  using namespace apex_te;
+  const Fp8Gemm g = check_fp8_gemm(args);
+  if (g.m == 0 || g.n == 0) return;
+  if (g.k == 0 || g.k % 16 || g.n % 16)
+    fail(kApexTeValueError,
+         "fp8_gemm: K and N must be multiples of 16 above zero, got K=%lld and N=%lld",
+         static_cast<long long>(g.k), static_cast<long long>(g.n));
+  for (const TensorView& operand : {g.a, g.b, g.out})
+    if (!is_aligned(operand.data<void>(), 16))
+      operand.refuse(kApexTeValueError, "start on a 16-byte boundary", "a misaligned address");
+  const DeviceGuard guard(args.device_id());
+  matmul(g, args.device_id(), static_cast<cudaStream_t>(args.stream()));
+}

@@ -1,0 +1,15 @@
+"""Builder of fp8_gemm."""
+
+from .builder import CUDAOpBuilder
+from .jit import toolchain
+
+
+class Fp8GemmBuilder(CUDAOpBuilder):
+    """FP8 matrix products; the FP8 units it uses exist from arch 8.9 on, which it checks itself."""
+
+    NAME = "fp8_gemm"
+
+    def system_include_paths(self, device: str) -> list[str]:
+        if device != "cuda":
+            return []
+        return toolchain.find_header("cublasLt.h", "cublas", toolchain.find_nvcc())

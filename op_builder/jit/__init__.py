@@ -1,0 +1,1 @@
+"""Support code of the builders: cache, locks, toolchains, archs and the build itself."""

@@ -1,0 +1,69 @@
+"""Environment variables, read in one place."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeVar
+
+from .errors import SettingError
+
+_TRUE = frozenset(("1", "true", "yes", "on"))
+_FALSE = frozenset(("0", "false", "no", "off"))
+_Default = TypeVar("_Default", bool, None)
+
+
+def boolean(name: str, default: _Default) -> bool | _Default:
+    """The boolean in variable ``name``; ``default`` when it is unset or empty.
+
+    Raises SettingError for any other text.
+    """
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    lowered = text.lower()
+    if lowered in _TRUE:
+        return True
+    if lowered in _FALSE:
+        return False
+    raise SettingError(f"{name} must be one of 1/0, true/false, yes/no, on/off, got {text!r}")
+
+
+def number(name: str, default: int, minimum: int = 1) -> int:
+    """The integer in variable ``name``, at least ``minimum``; ``default`` when unset or empty."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = minimum - 1
+    if value < minimum:
+        raise SettingError(f"{name} must be an integer >= {minimum}, got {text!r}")
+    return value
+
+
+def jobs() -> int:
+    """How many compilers may run at once: MAX_JOBS, else the CPUs this process may use."""
+    available = getattr(os, "sched_getaffinity", None)
+    count = len(available(0)) if available else (os.cpu_count() or 1)
+    return number("MAX_JOBS", max(1, count))
+
+
+def jit_disabled() -> bool:
+    """Whether compiling is forbidden."""
+    return boolean("APEX_TE_DISABLE_JIT", False)
+
+
+def jit_verbose() -> bool:
+    """Whether the compiler commands are shown."""
+    return boolean("APEX_TE_JIT_VERBOSE", False)
+
+
+def jit_retry() -> bool:
+    """Whether a stored failure is ignored."""
+    return boolean("APEX_TE_JIT_RETRY", False)
+
+
+def lock_timeout() -> int:
+    """Seconds to wait for another process that builds the same library."""
+    return number("APEX_TE_LOCK_TIMEOUT", 1800)

@@ -1,0 +1,74 @@
+"""One error class per situation a build can end in; all are ``BuildError``."""
+
+from __future__ import annotations
+
+
+class BuildError(RuntimeError):
+    """An op library could not be found or built."""
+
+
+class SettingError(BuildError, ValueError):
+    """An environment variable holds a value that cannot be understood."""
+
+
+class UnknownOpError(BuildError, KeyError):
+    """No builder has this name, or the op has no sources for the device."""
+
+    def __str__(self) -> str:  # KeyError would show the repr of the text
+        return str(self.args[0]) if self.args else ""
+
+
+class CompilerNotFoundError(BuildError):
+    """There is no C++ compiler."""
+
+
+class NvccNotFoundError(BuildError):
+    """A CUDA library is needed and there is no nvcc."""
+
+
+class NinjaNotFoundError(BuildError):
+    """There is no ninja."""
+
+
+class HeaderNotFoundError(BuildError):
+    """A header outside the project (Python.h, pybind11, cuBLASLt) is missing."""
+
+
+class ArchError(BuildError, ValueError):
+    """A CUDA arch is unknown, unsupported, or none can be chosen."""
+
+
+class CacheError(BuildError):
+    """A cache folder is not usable or not safe."""
+
+
+class DiskFullError(BuildError):
+    """No space is left where a library is built."""
+
+
+class JitDisabledError(BuildError):
+    """A library is missing and APEX_TE_DISABLE_JIT forbids building it."""
+
+
+class LockTimeoutError(BuildError):
+    """Another process held the build lock for too long."""
+
+
+class BuildInterruptedError(BuildError):
+    """The compiler was stopped from outside (signal, out of memory); worth another try."""
+
+
+class ReentrantLoadError(BuildError):
+    """Loading a library led to loading the same library again in the same thread."""
+
+
+class CompileError(BuildError):
+    """The compiler refused the sources; carries the parts of its message."""
+
+    def __init__(
+        self, message: str, first_error: str = "", command: str = "", log: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.first_error = first_error
+        self.command = command
+        self.log = log

@@ -1,0 +1,107 @@
+"""Installation: pure Python by default; APEX_BUILD_* variables make libraries beforehand.
+
+Everything is built in a temporary folder, so that the checkout stays as it was, and torch is not
+imported.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+
+sys.dont_write_bytecode = True  # op_builder is imported from the checkout
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+
+from setuptools import Distribution, find_packages, setup  # noqa: E402
+from setuptools.command.build_py import build_py  # noqa: E402
+
+from op_builder import all_builders  # noqa: E402
+from op_builder.core import CoreBuilder  # noqa: E402
+from op_builder.jit import prebuild  # noqa: E402
+
+BUILDERS = all_builders()
+CHOSEN = prebuild.check_install(BUILDERS)
+SOURCE_ENDINGS = (".h", ".hpp", ".cuh", ".cpp", ".cu", ".LICENSE")
+
+WORK = tempfile.mkdtemp(prefix="apex_te-build-")
+atexit.register(shutil.rmtree, WORK, ignore_errors=True)
+
+
+class BuildPython(build_py):
+    """Copies the package, csrc beside it, and makes the libraries that were asked for."""
+
+    def run(self) -> None:
+        super().run()
+        package = os.path.join(self.build_lib, "apex_te")
+        editable = getattr(self, "editable_mode", False)
+        if not editable:
+            self._copy_sources(os.path.join(package, "csrc"))
+        if CHOSEN:
+            self._prebuild(None if editable else os.path.join(package, "prebuilt"))
+
+    def _copy_sources(self, target: str) -> None:
+        for folder, _, names in os.walk(os.path.join(HERE, "csrc")):
+            for name in sorted(names):
+                if name.endswith(SOURCE_ENDINGS):
+                    relative = os.path.relpath(folder, os.path.join(HERE, "csrc"))
+                    self.mkpath(os.path.join(target, relative))
+                    self.copy_file(os.path.join(folder, name), os.path.join(target, relative, name))
+
+    def _prebuild(self, target: str | None) -> None:
+        """Into the package; an editable install has none, there the user's cache takes them."""
+        builders = {**BUILDERS, "apex_te_core": CoreBuilder()}
+        chosen = [("apex_te_core", "cpu"), *CHOSEN]
+        if target is None:
+            for name, device in chosen:
+                builders[name].open(device)
+            return
+        for line in prebuild.prebuild(builders, chosen, os.path.abspath(target)):
+            print(f"apex_te: built {line}", flush=True)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """What was made beyond the modules belongs to the installation, too."""
+        outputs = list(super().get_outputs(include_bytecode))
+        for part in ("csrc", "prebuilt"):
+            for folder, _, names in os.walk(os.path.join(self.build_lib, "apex_te", part)):
+                outputs.extend(os.path.join(folder, name) for name in names)
+        return outputs
+
+
+class PrebuiltDistribution(Distribution):
+    """With libraries inside, the wheel serves one platform and one Python."""
+
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+def _packages() -> tuple[list[str], dict[str, str]]:
+    folders = {"apex_te": "apex_te"}
+    names = ["apex_te"]
+    names.extend(f"apex_te.{name}" for name in find_packages(os.path.join(HERE, "apex_te")))
+    for part in ("op_builder", "compatibility"):
+        folders[f"apex_te.{part}"] = part
+        names.append(f"apex_te.{part}")
+        names.extend(f"apex_te.{part}.{name}" for name in find_packages(os.path.join(HERE, part)))
+    return names, folders
+
+
+PACKAGES, FOLDERS = _packages()
+setup(
+    license="Apache-2.0",
+    packages=PACKAGES,
+    package_dir=FOLDERS,
+    package_data={"apex_te": ["py.typed"]},
+    include_package_data=False,
+    distclass=PrebuiltDistribution if CHOSEN else Distribution,
+    cmdclass={"build_py": BuildPython},
+    options={
+        "build": {"build_base": os.path.join(WORK, "build")},
+        "egg_info": {"egg_base": WORK},
+        "bdist_wheel": {"bdist_dir": os.path.join(WORK, "wheel")},
+    },
+    zip_safe=False,
+)

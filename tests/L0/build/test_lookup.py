@@ -1,0 +1,218 @@
+"""What is found without a compiler, and what counts as another library."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Tiny, TinyCuda, start, write_op
+
+from op_builder.jit import toolchain
+from op_builder.jit.cache import OpenedLibrary
+from op_builder.jit.errors import JitDisabledError, ReentrantLoadError, UnknownOpError
+
+
+def call(opened: OpenedLibrary) -> int:
+    return int(ctypes.CDLL(opened.proc_path).tiny())
+
+
+def test_build_then_find(root: Path, forget: Callable[[], None]) -> None:
+    builder = Tiny(root)
+    assert builder.find() is None
+    assert call(builder.open()) == 1
+    forget()
+    found = builder.find()
+    assert found is not None
+    assert found.kind == "cache"
+    assert os.path.samestat(os.fstat(found.fd), os.stat(found.path))
+
+
+def test_loaded_library_is_kept(root: Path) -> None:
+    builder = Tiny(root)
+    assert builder.open() is builder.open()
+    assert Tiny(root).open() is builder.open()
+
+
+def test_relocation_is_a_hit(root: Path, tmp_path: Path) -> None:
+    Tiny(root).open()
+    moved = tmp_path / "elsewhere" / "deep"
+    shutil.copytree(root, moved)
+    os.utime(moved / "csrc/tiny/tiny_cpu.cpp", (1, 1))
+    assert Tiny(moved).key("cpu") == Tiny(root).key("cpu")
+    assert Tiny(moved).find() is not None
+
+
+def test_header_change_is_a_miss(root: Path, forget: Callable[[], None]) -> None:
+    builder = Tiny(root)
+    assert call(builder.open()) == 1
+    write_op(root, value=22)
+    forget()
+    assert builder.find() is None
+    assert call(builder.open()) == 22
+
+
+def test_key_follows_flags_not_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Flagged(Tiny):
+        def cxx_args(self) -> list[str]:
+            return ["-DEXTRA"]
+
+    plain = Tiny(root).key("cpu")
+    assert Flagged(root).key("cpu") != plain
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    monkeypatch.setenv("CXX", "another-compiler")
+    assert Tiny(root).key("cpu") == plain
+    assert set(Tiny(root).compile_flags("cpu")) < set(Flagged(root).compile_flags("cpu"))
+
+
+def test_system_folders_are_not_in_the_key(root: Path) -> None:
+    class Wheel(Tiny):
+        def cxx_args(self) -> list[str]:
+            return ["-I/opt/a"]
+
+    class OtherWheel(Tiny):
+        def cxx_args(self) -> list[str]:
+            return ["-I/somewhere/b"]
+
+    assert Wheel(root).key("cpu") == OtherWheel(root).key("cpu")
+
+
+def test_hit_needs_no_path_and_no_writable_cache(root: Path, cache_dir: Path) -> None:
+    Tiny(root).open()
+    for folder, names, files in os.walk(cache_dir, topdown=False):
+        for name in (*names, *files):
+            os.chmod(os.path.join(folder, name), 0o500)
+    os.chmod(cache_dir, 0o500)
+    before = sorted(cache_dir.rglob("*"))
+    code = f"""
+        opened = Tiny({str(root)!r}).open()
+        import ctypes
+        print(ctypes.CDLL(opened.proc_path).tiny(), "subprocess" in sys.modules)
+    """
+    done = start(code, PATH="")
+    out, err = done.communicate(timeout=60)
+    assert (out.split(), err) == (["1", "False"], "")
+    assert sorted(cache_dir.rglob("*")) == before
+    os.chmod(cache_dir, 0o700)
+
+
+def test_lookup_is_fast(root: Path) -> None:
+    builder = Tiny(root)
+    os.close(os.dup(builder.open().fd))
+    times = []
+    for _ in range(20):
+        start_time = time.perf_counter()
+        found = builder.find()
+        times.append(time.perf_counter() - start_time)
+        assert found is not None
+        os.close(found.fd)
+    assert sorted(times)[len(times) // 2] < 1e-3
+
+
+def test_extra_read_only_cache(
+    root: Path, cache_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Tiny(root).open()
+    extra = tmp_path / "extra"
+    cache_dir.rename(extra)
+    extra.chmod(0o755)
+    monkeypatch.setenv("APEX_TE_CACHE_PATH", f"relative:/nowhere:{extra}")
+    found = Tiny(root).find()
+    assert found is not None
+    assert found.kind == "extra"
+
+
+def test_prebuilt_comes_first(root: Path, cache_dir: Path) -> None:
+    Tiny(root).open()
+    shutil.copytree(cache_dir, root / "prebuilt")
+    os.chmod(root / "prebuilt", 0o755)
+    found = Tiny(root).find()
+    assert found is not None
+    assert found.kind == "prebuilt"
+
+
+def test_truncated_library_is_not_loaded(root: Path, forget: Callable[[], None]) -> None:
+    builder = Tiny(root)
+    path = Path(builder.open().path)
+    path.write_bytes(path.read_bytes()[:1000])
+    forget()
+    assert builder.find() is None
+    assert call(builder.open()) == 1
+
+
+def test_broken_manifest_is_a_miss(root: Path, forget: Callable[[], None]) -> None:
+    builder = Tiny(root)
+    (Path(builder.open().path).parent / "manifest.json").write_text("{")
+    forget()
+    assert builder.find() is None
+    assert builder.open().fd >= 0
+
+
+def test_manifest(root: Path) -> None:
+    import hashlib
+    import json
+
+    opened = Tiny(root).open()
+    manifest = json.loads((Path(opened.path).parent / "manifest.json").read_text())
+    content = Path(opened.path).read_bytes()
+    assert manifest["key"] == Tiny(root).key("cpu")
+    assert manifest["sha256"] == hashlib.sha256(content).hexdigest()
+    assert (manifest["op"], manifest["device"], manifest["size"]) == ("tiny", "cpu", len(content))
+    assert manifest["compiler"] == toolchain.cxx_version()
+    assert manifest["archs"] == []
+    assert "-ffp-contract=off" in manifest["flags"]
+    assert manifest["seconds"] > 0
+
+
+def test_disabled_jit(
+    root: Path, monkeypatch: pytest.MonkeyPatch, forget: Callable[[], None]
+) -> None:
+    monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
+    with pytest.raises(JitDisabledError, match=r"(?s)tiny.*APEX_BUILD_TINY=1 pip install \."):
+        Tiny(root).open()
+    monkeypatch.setenv("APEX_TE_DISABLE_JIT", "0")
+    Tiny(root).open()
+    forget()
+    monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
+    assert call(Tiny(root).open()) == 1
+
+
+def test_jit_load_builds_again(root: Path, forget: Callable[[], None]) -> None:
+    from op_builder.jit.service import open_library
+
+    first = Path(Tiny(root).open().path)
+    inode = first.stat().st_ino
+    second = open_library(Tiny(root), "cpu", force=True)
+    assert Path(second.path) == first
+    assert os.fstat(second.fd).st_ino != inode
+    assert call(second) == 1
+
+
+def test_reentrant_load(root: Path) -> None:
+    class Loop(Tiny):
+        def cxx_args(self) -> list[str]:
+            self.open()
+            return []
+
+    with pytest.raises(ReentrantLoadError, match="asked for the same library again"):
+        Loop(root).open()
+
+
+def test_devices(root: Path) -> None:
+    with pytest.raises(UnknownOpError, match="device must be one of cpu, got 'cuda'"):
+        Tiny(root).open("cuda")
+    (root / "csrc/tiny/tiny_cuda.cu").unlink()
+    with pytest.raises(UnknownOpError, match="no cuda source"):
+        TinyCuda(root).open("cuda", (9, 0))
+
+
+def test_functions_are_read_from_the_header(root: Path) -> None:
+    functions = Tiny(root).functions()
+    assert functions == {
+        "tiny": ("x: Tensor, y: float -> int", ("cpu", "cuda")),
+        "tiny_cuda_only": ("x: Tensor", ("cuda",)),
+    }

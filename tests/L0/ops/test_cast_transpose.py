@@ -1,0 +1,278 @@
+"""cast_transpose against its plain-PyTorch reference, bit for bit, on each device."""
+
+import os
+import subprocess
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from apex_te.ops import cast_transpose as op
+from apex_te.ops.cast_transpose import cast_transpose
+
+FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [
+    (1, 1), (3, 7), (8, 15), (16, 16), (17, 128), (127, 129), (128, 128), (129, 1000),
+    (256, 384), (1000, 3), (144, 3584), (33, 4095),
+]  # fmt: skip
+
+
+def codes(tensor):
+    return tensor.view(torch.uint8).cpu()
+
+
+def one(value, device):
+    return torch.tensor([value], dtype=torch.float32, device=device)
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fwd(device, poison, shape, dtype, fp8):
+    x = (torch.randn(shape) * 30).to(dtype)
+    scale, amax = one(7.3, device), one(0, device)
+    out = cast_transpose(x.to(device), scale, fp8, amax=amax, with_dbias=True)
+    expected = op.reference(x, one(7.3, "cpu"), fp8)
+    assert torch.equal(codes(out.rowwise), codes(expected.rowwise))
+    assert torch.equal(codes(out.transposed), codes(expected.transposed))
+    assert amax.item() == x.float().abs().max().item()
+    assert out.scale_inv.item() == (1 / one(7.3, "cpu")).item()
+    exact = x.double().sum(0)
+    rounding = torch.finfo(dtype).eps * exact.abs() + 1e-6 * x.double().abs().sum(0)
+    assert ((out.dbias.cpu().double() - exact).abs() <= rounding).all()
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 3.0, 2.0**-12, 1.7e4])
+def test_fwd_all_16_bit_patterns(device, dtype, fp8, scale):
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).reshape(256, 256)
+    out = cast_transpose(x.to(device), one(scale, device), fp8)
+    expected = op.reference(x, one(scale, "cpu"), fp8)
+    assert torch.equal(codes(out.rowwise), codes(expected.rowwise))
+    assert torch.equal(codes(out.transposed), codes(expected.transposed))
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+def test_fwd_random_fp32_bits(device, fp8):
+    bits = torch.randint(-(2**31), 2**31, (512, 512), dtype=torch.int64).to(torch.int32)
+    x = bits.view(torch.float32)
+    out = cast_transpose(x.to(device), one(1.0, device), fp8)
+    assert torch.equal(codes(out.rowwise), codes(op.reference(x, one(1, "cpu"), fp8).rowwise))
+
+
+@pytest.mark.parametrize(
+    ("fp8", "other"),
+    [(torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn), (torch.float8_e5m2, ml_dtypes.float8_e5m2)],
+)
+def test_reference_rounds_like_ml_dtypes(fp8, other):
+    limit = torch.finfo(fp8).max
+    x = torch.cat([torch.randn(20000), torch.randn(20000) * 1e-3, torch.randn(20000) * limit / 4])
+    x = x.clamp(-limit, limit)
+    expected = torch.from_numpy(x.numpy().astype(other).view(np.uint8))
+    assert torch.equal(codes(op.reference(x[None], one(1, "cpu"), fp8).rowwise)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "e4m3", "e5m2"),
+    [
+        (float("nan"), 0x7F, 0x7F),
+        (-float("nan"), 0x7F, 0x7F),
+        (float("inf"), 0x7E, 0x7B),
+        (-float("inf"), 0xFE, 0xFB),
+        (1e30, 0x7E, 0x7B),
+        (464.0, 0x7E, 0x5F),
+        (-1e-30, 0x80, 0x80),
+        (0.0, 0x00, 0x00),
+        (2.0**-10, 0x00, 0x14),
+        (1.5 * 2.0**-9, 0x02, 0x1A),
+    ],
+)
+def test_special_values(device, value, e4m3, e5m2):
+    x = torch.tensor([[value]], device=device)
+    assert codes(cast_transpose(x, one(1, device), FORMATS[0]).rowwise).item() == e4m3
+    assert codes(cast_transpose(x, one(1, device), FORMATS[1]).rowwise).item() == e5m2
+
+
+@pytest.mark.parametrize("position", [(0, 0), (127, 127), (128, 0), (200, 256), (299, 319)])
+@pytest.mark.parametrize("value", [-1e6, float("inf"), float("nan")])
+def test_amax_finds_planted_value(device, position, value):
+    x = torch.randn(300, 320, device=device)
+    x[position] = value
+    for transposed in (False, True):
+        amax = one(2.0, device)
+        cast_transpose(x, one(1, device), FORMATS[0], transposed=transposed, amax=amax)
+        if value != value:
+            assert torch.isnan(amax).all()
+        else:
+            assert amax.item() == abs(value)
+
+
+def test_amax_accumulates_and_may_be_recorded_alone(device):
+    x = torch.randn(64, 48, device=device)
+    history = torch.zeros(4, 3, device=device)
+    slot = history[0, 1:2]
+    cast_transpose(x, one(1, device), FORMATS[0], rowwise=False, transposed=False, amax=slot)
+    cast_transpose(x / 2, one(1, device), FORMATS[0], rowwise=False, transposed=False, amax=slot)
+    assert history[0, 1] == x.abs().max()
+    assert history.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+def test_fwd_empty(device, shape):
+    out = cast_transpose(
+        torch.empty(shape, device=device), one(4, device), FORMATS[0], with_dbias=True
+    )
+    assert out.rowwise.shape == shape
+    assert out.transposed.shape == shape[::-1]
+    assert out.scale_inv.item() == 0.25
+    assert torch.equal(out.dbias.cpu(), torch.zeros(shape[1]))
+
+
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_fwd_misaligned(device, offset):
+    flat = torch.randn(64 * 256 + offset, device=device).bfloat16()
+    x = flat[offset:].view(64, 256)
+    storage = torch.zeros(2 * (64 * 256 + 8), dtype=torch.uint8, device=device)
+    row = storage[offset : offset + 64 * 256].view(64, 256).view(FORMATS[0])
+    col = storage[64 * 256 + 8 + offset :][: 64 * 256].view(256, 64).view(FORMATS[0])
+    cast_transpose(x, one(2, device), FORMATS[0], out_rowwise=row, out_transposed=col)
+    expected = op.reference(x.cpu(), one(2, "cpu"), FORMATS[0])
+    assert torch.equal(codes(row), codes(expected.rowwise))
+    assert torch.equal(codes(col), codes(expected.transposed))
+    assert storage[:offset].count_nonzero() == 0
+    assert storage[-(8 - offset) :].count_nonzero() == 0
+
+
+def test_fwd_non_contiguous(device):
+    x = torch.randn(96, 200, device=device)
+    for view in (x.t(), x[:, ::2], x[:1].expand(50, 200)):
+        out = cast_transpose(view, one(1, device), FORMATS[0])
+        expected = op.reference(view.cpu().contiguous(), one(1, "cpu"), FORMATS[0])
+        assert torch.equal(codes(out.rowwise), codes(expected.rowwise))
+
+
+def test_noop_flag_leaves_everything(device):
+    x = torch.randn(130, 144, device=device)
+    flag = torch.ones(1, dtype=torch.int32, device=device)
+    row = torch.full((130, 144), 3, dtype=torch.uint8, device=device).view(FORMATS[0])
+    amax, scale_inv = one(0, device), one(9, device)
+    for transposed in (False, True):
+        cast_transpose(
+            x, one(2, device), FORMATS[0], transposed=transposed, amax=amax, scale_inv=scale_inv,
+            noop=flag, out_rowwise=row,
+        )  # fmt: skip
+        assert (codes(row) == 3).all()
+        assert amax.item() == 0
+        assert scale_inv.item() == 9
+    flag.zero_()
+    cast_transpose(x, one(2, device), FORMATS[0], scale_inv=scale_inv, noop=flag, out_rowwise=row)
+    assert torch.equal(codes(row), codes(op.reference(x.cpu(), one(2, "cpu"), FORMATS[0]).rowwise))
+    assert scale_inv.item() == 0.5
+
+
+def test_repeatable_and_equal_on_devices(device):
+    x = torch.randn(1000, 264).bfloat16()
+    first = cast_transpose(x.to(device), one(3, device), FORMATS[1], with_dbias=True)
+    again = cast_transpose(x.to(device), one(3, device), FORMATS[1], with_dbias=True)
+    on_cpu = cast_transpose(x, one(3, "cpu"), FORMATS[1], with_dbias=True)
+    assert torch.equal(first.dbias, again.dbias)
+    assert torch.equal(first.dbias.cpu(), on_cpu.dbias)
+    assert torch.equal(codes(first.transposed), codes(on_cpu.transposed))
+
+
+def test_portable_path_gives_the_same_bits():
+    script = (
+        "import torch, hashlib; from apex_te.ops.cast_transpose import cast_transpose\n"
+        "torch.manual_seed(0); h = hashlib.sha256()\n"
+        "bits = torch.randint(-2**31, 2**31, (300, 300), dtype=torch.int64).to(torch.int32)\n"
+        "for x in (bits.view(torch.float32), bits.to(torch.int16).view(torch.float16)):\n"
+        "    for f in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
+        "        o = cast_transpose(x, torch.tensor([1.1]), f, amax=torch.zeros(1))\n"
+        "        h.update(o.rowwise.view(torch.uint8).numpy().tobytes())\n"
+        "print(h.hexdigest())\n"
+    )
+    digests = []
+    for isa in ("", "portable"):
+        env = dict(os.environ, APEX_TE_CPU_ISA=isa, PYTHONPATH=os.pathsep.join(sys.path))
+        run = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+        )
+        digests.append(run.stdout)
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 2, dtype=torch.float64)}, TypeError, "x must have dtype float32"),
+        ({"x": torch.zeros(2)}, ValueError, "x must have 2 dimensions"),
+        ({"scale": torch.zeros(2)}, ValueError, "scale must have one element, got [2]"),
+        ({"scale": torch.zeros(1).double()}, TypeError, "scale must have dtype float32"),
+        ({"scale": 1.0}, TypeError, "scale must be a torch.Tensor, got float"),
+        ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
+        ({"amax": torch.zeros(3)}, ValueError, "amax must have one element"),
+        (
+            {"out_rowwise": torch.zeros(2, 3, dtype=torch.uint8).view(FORMATS[0])},
+            ValueError,
+            "rowwise must have shape [2, 2], got [2, 3]",
+        ),
+        ({"noop": torch.zeros(1)}, TypeError, "noop must have dtype int32, got float32"),
+    ],
+)
+def test_rejects(change, error, message):
+    kwargs = {"x": torch.zeros(2, 2), "scale": torch.ones(1), "fp8_dtype": FORMATS[0], **change}
+    if isinstance(kwargs["scale"], float):
+        kwargs["scale_inv"] = torch.ones(1)
+    with pytest.raises(error) as raised:
+        cast_transpose(**kwargs)
+    assert message in str(raised.value)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+def test_device_mismatch_is_named():
+    with pytest.raises(ValueError, match="scale must be on cuda:0 like x, got cpu"):
+        cast_transpose(
+            torch.zeros(2, 2, device="cuda"), torch.ones(1), FORMATS[0],
+            scale_inv=torch.ones(1, device="cuda"),
+        )  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+def test_graph_capture_and_side_stream():
+    x = torch.randn(512, 512, device="cuda").bfloat16()
+    scale = one(1, "cuda")
+    expected = codes(cast_transpose(x, scale, FORMATS[0]).transposed)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        on_side = cast_transpose(x, scale, FORMATS[0])
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(codes(on_side.transposed), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cast_transpose(x, scale, FORMATS[0])
+    x.mul_(-1)
+    graph.replay()
+    assert torch.equal(codes(captured.transposed), codes(cast_transpose(x, scale, FORMATS[0])[1]))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+def test_more_than_2_to_31_elements():
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    rows, cols = 65552, 32784  # 2.149e9 elements
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    amax = one(0, "cuda")
+    out = cast_transpose(x, one(2, "cuda"), FORMATS[0], amax=amax)
+    assert amax.item() == max(part.abs().max().item() for part in x.split(8192))
+    for begin in (0, rows // 2, rows - 16):
+        expected = op.reference(x[begin : begin + 16].cpu(), one(2, "cpu"), FORMATS[0]).rowwise
+        assert torch.equal(codes(out.rowwise[begin : begin + 16]), codes(expected))
+        assert torch.equal(codes(out.transposed[:, begin : begin + 16].contiguous()).t(), codes(expected))

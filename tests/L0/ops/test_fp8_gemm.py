@@ -1,0 +1,128 @@
+"""fp8_gemm against the float64 product of the decoded operands."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from apex_te.ops import fp8_gemm as op
+from apex_te.ops.cast_transpose import cast_transpose
+from apex_te.ops.fp8_gemm import fp8_gemm, fp8_gemm_count
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPES = [(16, 16, 16), (1, 16, 32), (48, 80, 128), (7, 5, 3), (33, 100, 57), (128, 250, 257)]
+
+
+def operand(rows, cols, dtype, device):
+    out = cast_transpose(torch.randn(rows, cols), torch.tensor([50.0]), dtype, transposed=False)
+    return out.rowwise.to(device), out.scale_inv.to(device)
+
+
+def sqnr(reference, actual):
+    reference, actual = reference.double().cpu(), actual.double().cpu()
+    return 20 * torch.log10(reference.norm() / (reference - actual).norm()).item()
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("split", [False, True])
+def test_fwd(device, poison, shape, types, out_dtype, split):
+    m, n, k = shape
+    (a, sa), (b, sb) = operand(m, k, types[0], device), operand(n, k, types[1], device)
+    bias = torch.randn(n, device=device).to(torch.bfloat16).to(out_dtype)
+    out = fp8_gemm(a, b, sa, sb, out_dtype=out_dtype, bias=bias, use_split_accumulator=split)
+    assert out.dtype is out_dtype
+    expected = op.reference(a.cpu(), b.cpu(), sa.cpu(), sb.cpu(), bias=bias.cpu())
+    # Fast accumulation on Hopper keeps about 14 bits; the rest is the output's own rounding.
+    floor = {torch.float32: 60, torch.bfloat16: 48, torch.float16: 60}[out_dtype]
+    assert sqnr(expected, out) >= floor
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+def test_accumulate(device, shape, out_dtype):
+    m, n, k = shape
+    (a, sa), (b, sb) = operand(m, k, E5M2, device), operand(n, k, E4M3, device)
+    start = torch.randn(m, n, device=device).to(out_dtype)
+    out = start.clone()
+    result = fp8_gemm(a, b, sa, sb, out=out, accumulate=True, use_split_accumulator=True)
+    assert result is out
+    expected = op.reference(a.cpu(), b.cpu(), sa.cpu(), sb.cpu()) + start.double().cpu()
+    assert sqnr(expected, out) >= (80 if out_dtype is torch.float32 else 48)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("shape", [(48, 80, 128), (33, 100, 57)], ids=str)
+def test_gelu_with_aux(device, poison, shape, with_bias):
+    m, n, k = shape
+    (a, sa), (b, sb) = operand(m, k, E4M3, device), operand(n, k, E4M3, device)
+    bias = torch.randn(n, device=device).bfloat16() if with_bias else None
+    out, aux = fp8_gemm(a, b, sa, sb, bias=bias, gelu=True)
+    expected = op.reference(
+        a.cpu(), b.cpu(), sa.cpu(), sb.cpu(), bias=None if bias is None else bias.cpu()
+    )
+    assert sqnr(expected, aux) >= 48
+    assert sqnr(F.gelu(expected, approximate="tanh"), out) >= 42
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 32, 0)], ids=str)
+def test_fwd_empty(device, poison, shape):
+    m, n, k = shape
+    (a, sa), (b, sb) = operand(m, k, E4M3, device), operand(n, k, E4M3, device)
+    bias = torch.randn(n, device=device).bfloat16()
+    out = fp8_gemm(a, b, sa, sb, bias=bias)
+    assert torch.equal(out.cpu(), bias.cpu().expand(m, n))
+
+
+def test_three_products_of_a_linear_layer(device):
+    x, w, dy = torch.randn(48, 64), torch.randn(32, 64), torch.randn(48, 32)
+    one = torch.ones(1, device=device)
+    qx = cast_transpose(x.to(device), one * 64, E4M3)
+    qw = cast_transpose(w.to(device), one * 64, E4M3)
+    qd = cast_transpose(dy.to(device), one * 1024, E5M2)
+    y = fp8_gemm(qx.rowwise, qw.rowwise, qx.scale_inv, qw.scale_inv)
+    dx = fp8_gemm(qd.rowwise, qw.transposed, qd.scale_inv, qw.scale_inv)
+    dw = fp8_gemm(qd.transposed, qx.transposed, qd.scale_inv, qx.scale_inv)
+    assert sqnr(x @ w.t(), y) >= 25
+    assert sqnr(dy @ w, dx) >= 20
+    assert sqnr(dy.t() @ x, dw) >= 20
+
+
+def test_count_counts_products(device):
+    (a, sa), (b, sb) = operand(16, 16, E4M3, device), operand(16, 16, E4M3, device)
+    before = fp8_gemm_count()
+    fp8_gemm(a, b, sa, sb)
+    assert fp8_gemm_count() == before + 1
+
+
+def test_rejects():
+    (a, sa), (b, sb) = operand(16, 32, E4M3, "cpu"), operand(8, 32, E4M3, "cpu")
+    with pytest.raises(ValueError, match=r"a and b must be \[M, K\] and \[N, K\]"):
+        fp8_gemm(a, b[:, :16], sa, sb)
+    with pytest.raises(ValueError, match="out must have shape"):
+        fp8_gemm(a, b, sa, sb, out=torch.empty(16, 9))
+    with pytest.raises(ValueError, match="out must be given with accumulate"):
+        fp8_gemm(a, b, sa, sb, accumulate=True)
+    with pytest.raises(TypeError, match="codes must have dtype float8_e4m3fn"):
+        fp8_gemm(a.float(), b, sa, sb)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+def test_e5m2_by_e5m2_is_refused():
+    (a, sa), (b, sb) = operand(16, 32, E5M2, "cuda"), operand(16, 32, E5M2, "cuda")
+    with pytest.raises(NotImplementedError, match="one of a and b must have dtype float8_e4m3fn"):
+        fp8_gemm(a, b, sa, sb)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+def test_graph_capture():
+    (a, sa), (b, sb) = operand(256, 128, E4M3, "cuda"), operand(64, 128, E4M3, "cuda")
+    expected = fp8_gemm(a, b, sa, sb)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = fp8_gemm(a, b, sa, sb)
+    captured.zero_()
+    graph.replay()
+    assert torch.equal(captured, expected)

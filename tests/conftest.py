@@ -1,0 +1,49 @@
+"""Fixtures shared by all tests: the device under test and poisoned memory."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+try:
+    import apex_te  # noqa: F401
+except ModuleNotFoundError:  # an uninstalled checkout
+    sys.path.insert(0, str(ROOT))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "cuda: runs on a GPU")
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)],
+)
+def device(request):
+    """Each device in turn; the CUDA case is skipped, and says so, where there is no GPU."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU in this process")
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(1234)
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fills what torch.empty returns inside the package with NaN bytes, so unwritten outputs show."""
+
+    def fill(tensor):
+        if tensor.numel():
+            tensor.view(torch.uint8).fill_(0x7F) if tensor.element_size() == 1 else tensor.fill_(
+                float("nan") if tensor.is_floating_point() else -1
+            )
+        return tensor
+
+    empty, empty_like, new_empty = torch.empty, torch.empty_like, torch.Tensor.new_empty
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: fill(empty(*a, **k)))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: fill(empty_like(*a, **k)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *a, **k: fill(new_empty(*a, **k)))
