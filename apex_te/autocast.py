@@ -21,7 +21,7 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Region:
-    """One entered fp8_autocast; modules read ``enabled``, ``calibrating``, ``recipe``, ``records``."""
+    """One entered fp8_autocast, as the modules inside see it."""
 
     __slots__ = ("calibrating", "enabled", "grad", "in_fp8", "outer", "recipe", "records")
 
@@ -38,10 +38,12 @@ class Region:
         self.recipe = recipe
         # Grad mode counts where the outermost region was entered, not where a module runs:
         # a reentrant checkpoint runs its forward under no_grad.
-        self.grad = torch.is_grad_enabled() if outer is None else outer.grad
+        self.grad: bool = torch.is_grad_enabled() if outer is None else outer.grad
         outermost = outer is None or not outer.in_fp8
-        self.in_fp8 = enabled or calibrating or not outermost
-        self.records = (self.grad or calibrating) if outermost else outer.records  # type: ignore
+        self.in_fp8: bool = enabled or calibrating or not outermost
+        self.records: bool = self.grad or calibrating
+        if outer is not None and outer.in_fp8:
+            self.records = outer.records
 
 
 class _Local(threading.local):
@@ -81,9 +83,7 @@ class fp8_autocast:
             fp8_recipe, calibrating = None, fp8_recipe or calibrating
         for name, value in (("enabled", enabled), ("calibrating", calibrating)):
             if not isinstance(value, bool):
-                raise TypeError(
-                    f"fp8_autocast: {name} must be a bool, got {type(value).__name__}"
-                )
+                raise TypeError(f"fp8_autocast: {name} must be a bool, got {type(value).__name__}")
         if fp8_recipe is not None and not isinstance(fp8_recipe, Recipe):
             raise TypeError(
                 "fp8_autocast: fp8_recipe must be a recipe from apex_te.recipe, "

@@ -40,14 +40,15 @@ def update_scales(
     nonfinite: torch.Tensor | None,
 ) -> None:
     """Roll the histories ``[length, slots]`` and set ``scales`` and ``scale_invs`` ``[slots]``."""
-    if not recipe.uses_callables:
+    algo = recipe.amax_compute_algo
+    if isinstance(algo, str) and not recipe.uses_callables:
         amax_scale_update(
             histories,
             scales,
             scale_invs,
             fp8_max,
             margin=recipe.margin,
-            algo=recipe.amax_compute_algo,
+            algo=algo,
             pow2=recipe.scaling_factor_compute_algo == "pow2",
             nonfinite_count=nonfinite,
         )
@@ -106,9 +107,7 @@ def _new_scale(
 def _result(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
     """Check what a user's function returned."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(
-            f"DelayedScaling: {name} must return a tensor, got {type(value).__name__}"
-        )
+        raise TypeError(f"DelayedScaling: {name} must return a tensor, got {type(value).__name__}")
     if value.shape != like.shape:
         raise ValueError(
             f"DelayedScaling: {name} must return shape {list(like.shape)}, got {list(value.shape)}"

@@ -23,7 +23,11 @@ def builder_names() -> list[str]:
 
 @functools.cache
 def get_builder(name: str) -> OpBuilder:
-    """The builder of op ``name``. Raises UnknownOpError."""
+    """The builder of op ``name``, or of the dispatcher, "apex_te_core". Raises UnknownOpError."""
+    if name == "apex_te_core":
+        from .core import CoreBuilder
+
+        return CoreBuilder()
     if name not in builder_names():
         raise UnknownOpError(
             f"there is no op {name!r}; there are: {', '.join(builder_names()) or 'none'}"

@@ -14,7 +14,7 @@ class CoreBuilder(CPUOpBuilder):
     """``apex_te_core`` out of ``csrc/core/*.cpp``."""
 
     NAME = "apex_te_core"
-    BUILD_VAR = "APEX_BUILD_CORE"
+    BUILD_VAR = "APEX_BUILD_CPP_OPS"  # whatever is prebuilt, the dispatcher goes along
 
     def absolute_name(self) -> str:
         return self.NAME

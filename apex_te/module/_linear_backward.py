@@ -30,11 +30,12 @@ def _backward_fp8(ctx: Any, grad_output: torch.Tensor) -> tuple:
     quantizers = ctx.quantizers
     dy = as_matrix(grad_output)
     fp8_wgrad = need_weight and not quantizers.high_precision_wgrad
-    grad_input = grad_weight = grad_bias = quantized = None
+    quantized: Any = None
+    grad_input: Any = None
+    grad_weight: Any = None
+    grad_bias: torch.Tensor | None = None
     if need_input or fp8_wgrad:
-        quantized, grad_bias = quantizers.grad_output.quantize(
-            dy, need_input, fp8_wgrad, need_bias
-        )
+        quantized, grad_bias = quantizers.grad_output.quantize(dy, need_input, fp8_wgrad, need_bias)
     elif need_bias:
         grad_bias = dy.sum(0)
     if need_input:

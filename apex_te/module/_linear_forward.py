@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..ops.fp8_gemm import fp8_gemm
@@ -20,16 +21,16 @@ def forward_fp8(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     quantizers: GemmQuantizers,
-    cached: QuantizedTensor | None,
+    cached: Any,
     out_dtype: torch.dtype,
     keep_input: bool,
-) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
+) -> tuple[Any, torch.Tensor, QuantizedTensor]:
     """``inp @ weight.T + bias`` in FP8: the output [..., out], the input matrix and its FP8 form.
 
     ``keep_input`` asks for the transposed FP8 input, which the weight gradient needs.
     """
     x = as_matrix(inp)
-    quantized, _ = quantizers.input.quantize(x, True, keep_input)
+    quantized: Any = quantizers.input.quantize(x, True, keep_input)[0]
     if cached is None:
         cached, _ = quantizers.weight.quantize(weight.contiguous(), True, False)
     shape = inp.shape
@@ -62,7 +63,7 @@ class FP8LinearFunction(torch.autograd.Function):
     """FP8 Linear: three FP8 GEMMs, of the input only what the weight gradient needs is saved."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         inp: torch.Tensor,
         weight: torch.Tensor,
@@ -98,14 +99,17 @@ class FP8LinearFunction(torch.autograd.Function):
         ctx.parameter = weight if accumulate is not None and need_weight else None
         return out
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(backward_fp8))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        return backward_fp8(ctx, grad_output)
 
 
 class HighPrecisionLinearFunction(torch.autograd.Function):
     """Linear without FP8 whose weight gradient goes straight into ``weight.main_grad``."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         inp: torch.Tensor,
         weight: torch.Tensor,
@@ -122,4 +126,7 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
         ctx.parameter = weight if need_weight else None
         return functional.linear(x, w, None if bias is None else bias.to(out_dtype))
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(backward_high_precision))
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        return backward_high_precision(ctx, grad_output)

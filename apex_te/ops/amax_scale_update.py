@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .. import runtime
 from .registration import register
@@ -47,14 +48,12 @@ def amax_scale_update(
         raise ValueError(f"amax_scale_update: algo must be 'max' or 'most_recent', got {algo!r}")
     if not histories:
         return
-    kernel = (
-        torch.ops.apex_te.amax_scale_update
-        if torch.compiler.is_compiling()
-        else _lib.amax_scale_update
-    )
-    kernel(
-        histories, scales, scale_invs, fp8_max, nonfinite_count, margin, algo == "most_recent", pow2
-    )
+    args = (histories, scales, scale_invs, fp8_max, nonfinite_count, margin)
+    if torch.compiler.is_compiling():
+        torch.ops.apex_te.amax_scale_update(*args, algo == "most_recent", pow2)
+        return
+    _lib.amax_scale_update(*args, algo == "most_recent", pow2)
+    increment_version([*histories, *scales, *scale_invs])
 
 
 def reference(

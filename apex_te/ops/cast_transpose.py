@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .. import runtime
 from . import reference_codec
@@ -66,6 +67,7 @@ def cast_transpose(
         raise ValueError(f"cast_transpose: x must have 2 dimensions, got shape {list(x.shape)}")
     x = x.contiguous()
     rows, cols = x.shape
+    given = [t for t in (out_rowwise, out_transposed, scale_inv, amax) if t is not None]
     if rowwise and out_rowwise is None:
         out_rowwise = torch.empty_like(x, dtype=fp8_dtype)
     if transposed and out_transposed is None:
@@ -76,8 +78,13 @@ def cast_transpose(
     if with_dbias:
         dbias = x.new_empty(cols)
         partial_sums = x.new_empty((-(-rows // _TILE), cols), dtype=torch.float32)
-    kernel = torch.ops.apex_te.cast_transpose if torch.compiler.is_compiling() else _lib.cast_transpose
-    kernel(x, scale, out_rowwise, out_transposed, amax, scale_inv, dbias, partial_sums, noop)
+    args = (x, scale, out_rowwise, out_transposed, amax, scale_inv, dbias, partial_sums, noop)
+    if torch.compiler.is_compiling():
+        torch.ops.apex_te.cast_transpose(*args)
+    else:
+        _lib.cast_transpose(*args)
+        if given:
+            increment_version(given)
     return CastTransposeOutput(out_rowwise, out_transposed, scale_inv, dbias)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.graph import increment_version
 
 from .. import runtime
 from . import reference_codec
@@ -61,6 +62,7 @@ def fp8_gemm(
             f"fp8_gemm: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
         )
     rows, cols = a.shape[0], b.shape[0]
+    is_given = out is not None
     if out is None:
         if accumulate:
             raise ValueError("fp8_gemm: out must be given with accumulate, got None")
@@ -77,6 +79,8 @@ def fp8_gemm(
         )
     else:
         _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator)
+        if is_given:
+            increment_version(out)
     return out if aux is None else (out, aux)
 
 

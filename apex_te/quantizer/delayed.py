@@ -111,7 +111,9 @@ class DelayedScalingQuantizer:
         if first is not None and first.due[first.index]:
             first.run(x, self.dtype)
         if self.amax is not None:
-            cast_transpose(x, self.scale, self.dtype, rowwise=False, transposed=False, amax=self.amax)
+            cast_transpose(
+                x, self.scale, self.dtype, rowwise=False, transposed=False, amax=self.amax
+            )
 
 
 def build_quantizers(recipe: DelayedScaling, state: FP8State) -> QuantizerSets:
@@ -143,7 +145,5 @@ def build_quantizers(recipe: DelayedScaling, state: FP8State) -> QuantizerSets:
     return QuantizerSets(
         recording=GemmQuantizers(inp, weight, weight_frozen, grad, hp_wgrad),
         recompute=GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad, hp_wgrad),
-        frozen=GemmQuantizers(
-            inp_frozen, weight_frozen, weight_frozen, grad_frozen, hp_wgrad
-        ),
+        frozen=GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad_frozen, hp_wgrad),
     )

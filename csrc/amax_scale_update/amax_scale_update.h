@@ -58,9 +58,10 @@ inline AmaxScaleUpdate check_amax_scale_update(Args& args, AmaxHistory* (*alloca
   const int scale_invs = args.tensor_list(&p.scale_invs);
   const int values = args.float_list(&p.fp8_max);
   if (scales != p.count || scale_invs != p.count || values != p.count)
-    fail(kApexTeValueError,
-         "%s: scales, scale_invs and fp8_max must have %d entries like histories, got %d, %d and %d",
-         args.name(), p.count, scales, scale_invs, values);
+    fail(
+        kApexTeValueError,
+        "%s: scales, scale_invs and fp8_max must have %d entries like histories, got %d, %d and %d",
+        args.name(), p.count, scales, scale_invs, values);
   const TensorView nonfinite = args.optional_tensor();
   if (nonfinite) nonfinite.is_scalar(DType::kInt32);
   p.nonfinite_count = nonfinite.data<int32_t>();
@@ -83,8 +84,7 @@ inline AmaxScaleUpdate check_amax_scale_update(Args& args, AmaxHistory* (*alloca
     scale.has_dtype({DType::kFloat32}).has_shape({slots}).is_dense();
     scale_inv.has_dtype({DType::kFloat32}).has_shape({slots}).is_dense();
     table[i] = {history.data<float>(), scale.data<float>(), scale_inv.data<float>(),
-                static_cast<float>(p.fp8_max[i]),
-                static_cast<uint32_t>(length << 8 | slots)};
+                static_cast<float>(p.fp8_max[i]), static_cast<uint32_t>(length << 8 | slots)};
   }
   return p;
 }

@@ -1,7 +1,7 @@
 // CPU kernel of amax_scale_update.
-#include "amax_scale_update/amax_scale_update.h"
-
 #include <vector>
+
+#include "amax_scale_update/amax_scale_update.h"
 
 APEX_TE_LIBRARY()
 

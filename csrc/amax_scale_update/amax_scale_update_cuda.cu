@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
   }
   if (threadIdx.x < slots && rolls[threadIdx.x]) {
-    const float scale = scale_from_amax(bits_float(amax[threadIdx.x]), h.fp8_max, p.range_factor,
-                                        p.pow2);
+    const float scale =
+        scale_from_amax(bits_float(amax[threadIdx.x]), h.fp8_max, p.range_factor, p.pow2);
     h.scale[threadIdx.x] = scale;
     h.scale_inv[threadIdx.x] = 1.0f / scale;
   }

@@ -1,8 +1,7 @@
 // CPU kernel of cast_transpose: tiles of 128 x 128, one thread each.
-#include "cast_transpose/cast_transpose.h"
-
 #include <algorithm>
 
+#include "cast_transpose/cast_transpose.h"
 #include "common/codec.h"
 #include "common/cpu.h"
 #include "common/parallel.h"
@@ -114,8 +113,11 @@ APEX_TE_DEFINE(cast_transpose) {
   const CastTranspose p = check_cast_transpose(args);
   if (p.noop && *p.noop != 0) return;
   switch (p.x.dtype()) {
-    case DType::kFloat32: return cast_format<float>(p);
-    case DType::kFloat16: return cast_format<Half>(p);
-    default: return cast_format<BFloat16>(p);
+    case DType::kFloat32:
+      return cast_format<float>(p);
+    case DType::kFloat16:
+      return cast_format<Half>(p);
+    default:
+      return cast_format<BFloat16>(p);
   }
 }

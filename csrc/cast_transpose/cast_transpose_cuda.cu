@@ -1,10 +1,12 @@
 // CUDA kernels of cast_transpose.
 //
-// Rowwise only: one vector loop, 32 bytes in and 16 out a step. With the transposed copy: tiles of
-// 128 x 128; a thread loads 8 rows of 8 columns (16 bytes each, all in flight), encodes them, stores
-// the rows, transposes its 8 x 8 codes in registers and passes them through shared memory, so that
-// every row of the transposed output leaves as one full 128-byte line. The shared tile is swizzled:
-// both its sides are free of bank conflicts.
+// Rowwise only: vectors of 16 bytes in and 8 out, several in flight for each thread. With the
+// transposed copy: tiles of 128 x 128; a thread loads 8 rows of 8 columns (16 bytes each, all in
+// flight), encodes them, stores the rows, transposes its 8 x 8 codes in registers and passes them
+// through shared memory, so that every row of the transposed output leaves as one full 128-byte
+// line. The shared tile is swizzled: both its sides are free of bank conflicts.
+#include <type_traits>
+
 #include "cast_transpose/cast_transpose.h"
 #include "common/gpu.h"
 
@@ -15,9 +17,12 @@ namespace {
 
 constexpr int kTile = kCastTransposeTile;
 constexpr int kThreads = 256;
-constexpr int kVec = 8;                  // columns of one thread
-constexpr int kLanes = kTile / kVec;     // threads across a tile
+constexpr int kVec = 8;               // columns of one thread
+constexpr int kLanes = kTile / kVec;  // threads across a tile
 constexpr int kRows = kCastTransposeRowsPerThread;
+constexpr int kSteps = 2;  // vectors a thread of the rowwise kernel has in flight
+
+constexpr int kDbiasThreads = 64;
 
 struct Params {
   const void* x;
@@ -28,49 +33,101 @@ struct Params {
   const int32_t* noop;
 };
 
+// 8 consecutive elements as they were loaded: 16 bytes, 32 for float.
 template <typename T>
 struct Vec8 {
-  T values[kVec];
+  uint32_t words[2 * sizeof(T)];
 };
 
 template <typename T>
 __device__ __forceinline__ Vec8<T> load_vec(const T* p) {
   Vec8<T> v;
-  uint4* words = reinterpret_cast<uint4*>(v.values);
 #pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Vec8<T>) / 16); ++i)
-    words[i] = load_streaming(reinterpret_cast<const uint4*>(p) + i);
+  for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i) {
+    const uint4 w = reinterpret_cast<const uint4*>(p)[i];
+    v.words[4 * i] = w.x;
+    v.words[4 * i + 1] = w.y;
+    v.words[4 * i + 2] = w.z;
+    v.words[4 * i + 3] = w.w;
+  }
   return v;
 }
 
+// The first n of 8 elements, one by one; the rest are zero.
 template <typename T>
 __device__ __forceinline__ Vec8<T> load_partial(const T* p, int64_t n) {
-  Vec8<T> v;
+  Vec8<T> v = {};
+  using Bits = typename std::conditional<sizeof(T) == 4, uint32_t, uint16_t>::type;
+  const Bits* bits = reinterpret_cast<const Bits*>(p);
+  constexpr int kPerWord = 4 / sizeof(T);
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) v.values[i] = i < n ? p[i] : T{};
+  for (int i = 0; i < kVec; ++i)
+    if (i < n) v.words[i / kPerWord] |= static_cast<uint32_t>(bits[i]) << 16 * (i % kPerWord);
   return v;
 }
 
-__device__ __forceinline__ uint32_t block_max(uint32_t value) {
-  __shared__ uint32_t warps[kThreads / 32];
-  value = warp_max(value);
-  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  if (threadIdx.x < 32) value = warp_max(threadIdx.x < kThreads / 32 ? warps[threadIdx.x] : 0u);
-  return value;
+// Elements 2i and 2i + 1 as floats.
+__device__ __forceinline__ float2 pair_of(const Vec8<float>& v, int i) {
+  return make_float2(__uint_as_float(v.words[2 * i]), __uint_as_float(v.words[2 * i + 1]));
+}
+__device__ __forceinline__ float2 pair_of(const Vec8<BFloat16>& v, int i) {
+  return make_float2(__uint_as_float(v.words[i] << 16), __uint_as_float(v.words[i] & 0xFFFF0000u));
+}
+__device__ __forceinline__ float2 pair_of(const Vec8<Half>& v, int i) {
+  return make_float2(to_float(Half{static_cast<uint16_t>(v.words[i])}),
+                     to_float(Half{static_cast<uint16_t>(v.words[i] >> 16)}));
 }
 
-// Encodes 8 values to 8 bytes; folds their magnitudes into amax.
+// Running maximum of magnitudes, kept as the type's own bits: two at a time for 16-bit types, which
+// order like their values (NaN above infinity).
+template <typename T>
+__device__ __forceinline__ void fold_amax(const Vec8<T>& v, uint32_t& amax) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(2 * sizeof(T)); ++i)
+    amax = sizeof(T) == 4 ? max(amax, v.words[i] & 0x7FFFFFFFu)
+                          : max_u16x2(amax, v.words[i] & 0x7FFF7FFFu);
+}
+__device__ __forceinline__ uint32_t amax_bits(float, uint32_t amax) { return amax; }
+__device__ __forceinline__ uint32_t amax_bits(BFloat16, uint32_t amax) {
+  return max(amax << 16, amax & 0xFFFF0000u);
+}
+__device__ __forceinline__ uint32_t amax_bits(Half, uint32_t amax) {
+  const uint32_t bits = max(amax & 0xFFFFu, amax >> 16);
+  return float_bits(to_float(Half{static_cast<uint16_t>(bits)}));
+}
+
+// Encodes 8 values to 8 bytes and adds them to sums, if any.
 template <typename T, typename Format>
-__device__ __forceinline__ uint2 encode_vec(const Vec8<T>& v, float scale, uint32_t& amax) {
+__device__ __forceinline__ uint2 encode_vec(const Vec8<T>& v, float scale, float* sums = nullptr) {
   uint32_t pairs[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float low = to_float(v.values[2 * i]), high = to_float(v.values[2 * i + 1]);
-    amax = max(amax, max(magnitude_bits(low), magnitude_bits(high)));
-    pairs[i] = encode_fp8x2<Format>(low * scale, high * scale);
+    const float2 pair = pair_of(v, i);
+    pairs[i] = encode_fp8x2<Format>(pair.x * scale, pair.y * scale);
+    if (sums) {
+      sums[2 * i] += pair.x;
+      sums[2 * i + 1] += pair.y;
+    }
   }
   return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+}
+
+// Each warp leaves its amax; thread 0 folds them into the tensor's after a barrier. The atomic
+// comes last in a kernel: nothing waits for it.
+__device__ __forceinline__ void stage_amax(uint32_t amax, uint32_t* warps) {
+  amax = warp_max(amax);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = amax;
+}
+__device__ __forceinline__ void finish_scalars(const Params& p, float scale,
+                                               const uint32_t* warps) {
+  if (threadIdx.x != 0) return;
+  if (p.amax) {
+    uint32_t amax = 0;
+#pragma unroll
+    for (int i = 0; i < kThreads / 32; ++i) amax = max(amax, warps[i]);
+    atomic_max_magnitude(p.amax, amax);
+  }
+  if (blockIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
 }
 
 // Transposes 4 x 4 bytes held in four words.
@@ -92,10 +149,11 @@ __device__ __forceinline__ int chunk_of(int col, int row_chunk) {
 // kAligned: x, the outputs and both extents allow vector accesses without a bounds check inside
 // a vector. Otherwise every access is checked and done by element.
 template <typename T, typename Format, bool kAligned, bool kDbias>
-__global__ void __launch_bounds__(kThreads) cast_transpose_tile_kernel(const Params p) {
+__global__ void __launch_bounds__(kThreads, 4) cast_transpose_tile_kernel(const Params p) {
   if (p.noop && *p.noop != 0) return;
-  __shared__ uint2 tile[kTile * kTile / 8];
-  __shared__ float sums[kDbias ? kThreads / kLanes : 1][kDbias ? kTile : 1];
+  __shared__ uint32_t warp_amaxes[kThreads / 32];
+  __shared__ __align__(16) uint2 tile[kTile * kTile / 8];
+  __shared__ float sums[kDbias ? kTile / kRows : 1][kDbias ? kTile : 1];
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   const int64_t col_tiles = (p.cols + kTile - 1) / kTile;
   const int64_t row_tile = blockIdx.x / col_tiles;
@@ -115,17 +173,15 @@ __global__ void __launch_bounds__(kThreads) cast_transpose_tile_kernel(const Par
   const float scale = *p.scale;
   uint32_t amax = 0;
   uint2 codes[kRows];
+  float column_sums[kVec] = {};
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) codes[r] = encode_vec<T, Format>(in[r], scale, amax);
-
+  for (int r = 0; r < kRows; ++r) {
+    fold_amax(in[r], amax);
+    codes[r] = encode_vec<T, Format>(in[r], scale, kDbias ? column_sums : nullptr);
+  }
   if (kDbias) {
 #pragma unroll
-    for (int c = 0; c < kVec; ++c) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) sum += to_float(in[r].values[c]);
-      sums[group][lane * kVec + c] = sum;
-    }
+    for (int c = 0; c < kVec; ++c) sums[group][lane * kVec + c] = column_sums[c];
   }
   if (p.rowwise) {
     uint8_t* out = p.rowwise + row * p.cols + col;
@@ -133,12 +189,13 @@ __global__ void __launch_bounds__(kThreads) cast_transpose_tile_kernel(const Par
     for (int r = 0; r < kRows; ++r) {
       if (row + r >= p.rows) break;
       if (kAligned) {
-        if (col < p.cols) store_streaming(reinterpret_cast<uint2*>(out + r * p.cols), codes[r]);
+        if (col < p.cols) *reinterpret_cast<uint2*>(out + r * p.cols) = codes[r];
       } else {
 #pragma unroll
         for (int c = 0; c < kVec; ++c)
           if (col + c < p.cols)
-            out[r * p.cols + c] = static_cast<uint8_t>((c < 4 ? codes[r].x : codes[r].y) >> 8 * (c % 4));
+            out[r * p.cols + c] =
+                static_cast<uint8_t>((c < 4 ? codes[r].x : codes[r].y) >> 8 * (c % 4));
       }
     }
   }
@@ -152,11 +209,7 @@ __global__ void __launch_bounds__(kThreads) cast_transpose_tile_kernel(const Par
     for (int c = 0; c < kVec; ++c)
       tile[chunk_of(lane * kVec + c, group)] = make_uint2(low[c], high[c]);
   }
-  if (p.amax) {
-    amax = block_max(amax);
-    if (threadIdx.x == 0) atomic_max_magnitude(p.amax, amax);
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
+  stage_amax(amax_bits(T{}, amax), warp_amaxes);
   __syncthreads();
 
   if (p.transposed) {
@@ -171,7 +224,7 @@ __global__ void __launch_bounds__(kThreads) cast_transpose_tile_kernel(const Par
       const uint4 bytes = swizzle & 1 ? make_uint4(pair.z, pair.w, pair.x, pair.y) : pair;
       uint8_t* out = p.transposed + (col0 + c) * p.rows + row0 + part * 16;
       if (kAligned) {
-        if (row0 + part * 16 < p.rows) store_streaming(reinterpret_cast<uint4*>(out), bytes);
+        if (row0 + part * 16 < p.rows) *reinterpret_cast<uint4*>(out) = bytes;
       } else {
         const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
@@ -181,46 +234,49 @@ __global__ void __launch_bounds__(kThreads) cast_transpose_tile_kernel(const Par
       }
     }
   }
-  if (kDbias && threadIdx.x < kTile && col0 + threadIdx.x < p.cols) {
+  if (kDbias && row0 < p.rows && threadIdx.x < kTile && col0 + threadIdx.x < p.cols) {
     float sum = 0.0f;
 #pragma unroll
-    for (int g = 0; g < kThreads / kLanes; ++g) sum += sums[g][threadIdx.x];
+    for (int g = 0; g < kTile / kRows; ++g) sum += sums[g][threadIdx.x];
     p.workspace[row_tile * p.cols + col0 + threadIdx.x] = sum;
   }
+  finish_scalars(p, scale, warp_amaxes);
 }
 
-// Rowwise, or amax alone: no tile. A thread takes 16 elements a step.
+// Rowwise, or amax alone: no tile. A step is kSteps vectors a thread, all in flight.
 template <typename T, typename Format, bool kAligned>
 __global__ void __launch_bounds__(kThreads) cast_rowwise_kernel(const Params p) {
   if (p.noop && *p.noop != 0) return;
+  __shared__ uint32_t warp_amaxes[kThreads / 32];
   const int64_t numel = p.rows * p.cols;
-  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * 2 * kVec;
-  const float scale = *p.scale;
   const T* x = static_cast<const T*>(p.x);
   uint32_t amax = 0;
-  int64_t i = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * 2 * kVec;
-  for (; i < numel; i += step) {
-    const bool full = kAligned && i + 2 * kVec <= numel;
-    const Vec8<T> a = full ? load_vec(x + i) : load_partial(x + i, numel - i);
-    const Vec8<T> b = full ? load_vec(x + i + kVec) : load_partial(x + i + kVec, numel - i - kVec);
-    const uint2 first = encode_vec<T, Format>(a, scale, amax);
-    const uint2 second = encode_vec<T, Format>(b, scale, amax);
-    if (!p.rowwise) continue;
-    const uint4 bytes = make_uint4(first.x, first.y, second.x, second.y);
-    if (full) {
-      store_streaming(reinterpret_cast<uint4*>(p.rowwise + i), bytes);
-    } else {
-      const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+  const int64_t begin = (static_cast<int64_t>(blockIdx.x) * kThreads * kSteps + threadIdx.x) * kVec;
+  Vec8<T> in[kSteps];
 #pragma unroll
-      for (int k = 0; k < 16; ++k)
-        if (i + k < numel) p.rowwise[i + k] = static_cast<uint8_t>(words[k / 4] >> 8 * (k % 4));
+  for (int k = 0; k < kSteps; ++k) {
+    const int64_t i = begin + k * kThreads * kVec;
+    in[k] = kAligned && i + kVec <= numel ? load_vec(x + i) : load_partial(x + i, numel - i);
+  }
+  const float scale = *p.scale;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    const int64_t i = begin + k * kThreads * kVec;
+    fold_amax(in[k], amax);
+    const uint2 codes = encode_vec<T, Format>(in[k], scale);
+    if (!p.rowwise) continue;
+    if (kAligned && i + kVec <= numel) {
+      *reinterpret_cast<uint2*>(p.rowwise + i) = codes;
+    } else {
+#pragma unroll
+      for (int c = 0; c < kVec; ++c)
+        if (i + c < numel)
+          p.rowwise[i + c] = static_cast<uint8_t>((c < 4 ? codes.x : codes.y) >> 8 * (c % 4));
     }
   }
-  if (p.amax) {
-    amax = block_max(amax);
-    if (threadIdx.x == 0) atomic_max_magnitude(p.amax, amax);
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
+  stage_amax(amax_bits(T{}, amax), warp_amaxes);
+  __syncthreads();
+  finish_scalars(p, scale, warp_amaxes);
 }
 
 // Adds the tiles' sums of a column in order of rows.
@@ -228,49 +284,58 @@ template <typename T>
 __global__ void dbias_kernel(const float* sums, int64_t tiles, int64_t cols, T* dbias,
                              const int32_t* noop) {
   if (noop && *noop != 0) return;
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  constexpr int kInFlight = 16;
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * kDbiasThreads + threadIdx.x;
   if (c >= cols) return;
   float sum = 0.0f;
-#pragma unroll 8
-  for (int64_t t = 0; t < tiles; ++t) sum += sums[t * cols + c];
+  int64_t tile = 0;
+  for (; tile + kInFlight <= tiles; tile += kInFlight) {
+    float parts[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) parts[i] = sums[(tile + i) * cols + c];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) sum += parts[i];
+  }
+  for (; tile < tiles; ++tile) sum += sums[tile * cols + c];
   dbias[c] = from_float<T>(sum);
 }
 
 template <typename T, typename Format>
-void launch(const CastTranspose& c, const Params& p, int device, cudaStream_t stream) {
+void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
   const bool in_aligned = is_aligned(p.x, 16) && p.cols % kVec == 0;
-  if (!p.transposed && !p.workspace) {
-    const bool aligned = is_aligned(p.x, 16) && is_aligned(p.rowwise, 16);
-    const int64_t needed = (p.rows * p.cols + kThreads * 2 * kVec - 1) / (kThreads * 2 * kVec);
-    const int64_t most = static_cast<int64_t>(num_multiprocessors(device)) * 64;
+  if (!p.transposed && !c.dbias) {
+    const bool aligned = is_aligned(p.x, 16) && is_aligned(p.rowwise, 8);
+    constexpr int64_t kPerBlock = kThreads * kSteps * kVec;
+    const int64_t blocks = (p.rows * p.cols + kPerBlock - 1) / kPerBlock;
+    if (blocks > 0x7FFFFFFF)
+      fail(kApexTeUnsupported, "cast_transpose: x must have fewer than 2^44 elements");
     const auto kernel =
         aligned ? cast_rowwise_kernel<T, Format, true> : cast_rowwise_kernel<T, Format, false>;
-    kernel<<<static_cast<unsigned>(needed < most ? (needed ? needed : 1) : most), kThreads, 0,
-             stream>>>(p);
+    kernel<<<static_cast<unsigned>(blocks ? blocks : 1), kThreads, 0, stream>>>(p);
   } else {
     const int64_t tiles = ((p.rows + kTile - 1) / kTile) * ((p.cols + kTile - 1) / kTile);
     if (tiles > 0x7FFFFFFF)
       fail(kApexTeUnsupported, "cast_transpose: x must have fewer than 2^31 tiles of 128 x 128");
     const bool aligned = in_aligned && is_aligned(p.rowwise, 8) && is_aligned(p.transposed, 16) &&
-                         (!p.transposed || p.rows % 16 == 0);
-    const auto kernel = p.workspace ? (aligned ? cast_transpose_tile_kernel<T, Format, true, true>
-                                               : cast_transpose_tile_kernel<T, Format, false, true>)
-                                    : (aligned ? cast_transpose_tile_kernel<T, Format, true, false>
-                                               : cast_transpose_tile_kernel<T, Format, false, false>);
+                         (p.rows % 16 == 0 || !p.transposed);
+    const auto kernel = c.dbias ? (aligned ? cast_transpose_tile_kernel<T, Format, true, true>
+                                           : cast_transpose_tile_kernel<T, Format, false, true>)
+                                : (aligned ? cast_transpose_tile_kernel<T, Format, true, false>
+                                           : cast_transpose_tile_kernel<T, Format, false, false>);
     // An empty x has no tile, but scale_inv is still due: one block writes it.
     kernel<<<static_cast<unsigned>(tiles ? tiles : 1), kThreads, 0, stream>>>(p);
     check_cuda(cudaGetLastError(), "cast_transpose");
-    if (p.workspace && p.cols)
-      dbias_kernel<T><<<static_cast<unsigned>((p.cols + 63) / 64), 64, 0, stream>>>(
-          p.workspace, (p.rows + kTile - 1) / kTile, p.cols, c.dbias.data<T>(), p.noop);
+    if (c.dbias && p.cols)
+      dbias_kernel<T><<<static_cast<unsigned>((p.cols + kDbiasThreads - 1) / kDbiasThreads),
+                        kDbiasThreads, 0, stream>>>(p.workspace, (p.rows + kTile - 1) / kTile,
+                                                    p.cols, c.dbias.data<T>(), p.noop);
   }
   check_cuda(cudaGetLastError(), "cast_transpose");
 }
 
 template <typename T>
-void launch_format(const CastTranspose& c, const Params& p, int device, cudaStream_t stream) {
-  c.fp8 == DType::kE5M2 ? launch<T, E5M2>(c, p, device, stream)
-                        : launch<T, E4M3>(c, p, device, stream);
+void launch_format(const CastTranspose& c, const Params& p, cudaStream_t stream) {
+  c.fp8 == DType::kE5M2 ? launch<T, E5M2>(c, p, stream) : launch<T, E4M3>(c, p, stream);
 }
 
 }  // namespace
@@ -284,8 +349,11 @@ APEX_TE_DEFINE(cast_transpose) {
                  c.transposed,     c.amax, c.scale_inv, c.workspace, c.noop};
   const auto stream = static_cast<cudaStream_t>(args.stream());
   switch (c.x.dtype()) {
-    case DType::kFloat32: return launch_format<float>(c, p, args.device_id(), stream);
-    case DType::kFloat16: return launch_format<Half>(c, p, args.device_id(), stream);
-    default: return launch_format<BFloat16>(c, p, args.device_id(), stream);
+    case DType::kFloat32:
+      return launch_format<float>(c, p, stream);
+    case DType::kFloat16:
+      return launch_format<Half>(c, p, stream);
+    default:
+      return launch_format<BFloat16>(c, p, stream);
   }
 }

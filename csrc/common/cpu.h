@@ -1,7 +1,7 @@
 // Choice of the instruction set of a CPU kernel at run time.
 //
-// APEX_TE_CPU_VARIANTS(f) defines f_run(args...) from an always-inline template f: one copy compiled
-// for baseline, one for AVX2 + F16C. Contraction is off, so both give the same bits;
+// APEX_TE_CPU_VARIANTS(f) defines f_run(args...) from an always-inline template f: one copy
+// compiled for baseline, one for AVX2 + F16C. Contraction is off, so both give the same bits;
 // APEX_TE_CPU_ISA=portable in the environment forces the baseline (a test compares the two).
 #pragma once
 

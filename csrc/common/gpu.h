@@ -18,7 +18,8 @@ inline void check_cuda(cudaError_t error, const char* what) {
          "%s: the NVIDIA driver is too old for CUDA %d.%d, with which this op was compiled; update "
          "the driver or compile with an older toolkit (APEX_TE_CUDA_HOME)",
          what, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
-  fail(kApexTeRuntimeError, "%s: %s (%s)", what, cudaGetErrorString(error), cudaGetErrorName(error));
+  fail(kApexTeRuntimeError, "%s: %s (%s)", what, cudaGetErrorString(error),
+       cudaGetErrorName(error));
 }
 
 // Makes the tensors' device current for a launch and restores the caller's.
@@ -45,9 +46,8 @@ inline int num_multiprocessors(int device) {
   static int counts[64] = {};
   if (device < 0 || device >= 64) return 1;
   if (!counts[device])
-    check_cuda(
-        cudaDeviceGetAttribute(&counts[device], cudaDevAttrMultiProcessorCount, device),
-        "cudaDeviceGetAttribute");
+    check_cuda(cudaDeviceGetAttribute(&counts[device], cudaDevAttrMultiProcessorCount, device),
+               "cudaDeviceGetAttribute");
   return counts[device];
 }
 
@@ -77,11 +77,6 @@ __device__ __forceinline__ uint32_t encode_fp8x2<E5M2>(float low, float high) {
 }
 #endif
 
-// Loads that bypass L1 for data read once, and stores of data not read again soon.
-__device__ __forceinline__ uint4 load_streaming(const uint4* p) { return __ldcs(p); }
-__device__ __forceinline__ void store_streaming(uint4* p, uint4 v) { __stcs(p, v); }
-__device__ __forceinline__ void store_streaming(uint2* p, uint2 v) { __stcs(p, v); }
-
 __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_max_sync(0xFFFFFFFFu, value);
@@ -89,6 +84,16 @@ __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
   for (int offset = 16; offset; offset /= 2)
     value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, offset));
   return value;
+#endif
+}
+
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && !defined(APEX_TE_PORTABLE)
+  uint32_t result;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
+  return result;
+#else
+  return max(a & 0xFFFF0000u, b & 0xFFFF0000u) | max(a & 0xFFFFu, b & 0xFFFFu);
 #endif
 }
 

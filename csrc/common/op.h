@@ -62,28 +62,28 @@ typedef struct ApexTeCall {
 
 // Declares one function of an op in its header: name, signature and, optionally, the only device
 // that has it. The builders read this line as text; the dispatcher reads the exported signature.
-#define APEX_TE_FUNCTION(name, signature, ...)                       \
-  extern "C" APEX_TE_PUBLIC int32_t apex_te_##name(ApexTeCall*);     \
+#define APEX_TE_FUNCTION(name, signature, ...)                            \
+  extern "C" APEX_TE_PUBLIC int32_t apex_te_##name(ApexTeCall*);          \
   extern "C" APEX_TE_PUBLIC const char* const apex_te_##name##_signature; \
   constexpr const char kSignature_##name[] = signature;
 
 // Defines a declared function in a device's source file:
 //   APEX_TE_DEFINE(scale) { ... args.tensor() ... }
-#define APEX_TE_DEFINE(name)                                              \
-  static void name##_impl(apex_te::Args& args);                           \
-  extern "C" {                                                            \
-  const char* const apex_te_##name##_signature = kSignature_##name;       \
-  int32_t apex_te_##name(ApexTeCall* call) {                              \
-    return apex_te::run(call, #name, kSignature_##name, name##_impl);     \
-  }                                                                       \
-  }                                                                       \
+#define APEX_TE_DEFINE(name)                                          \
+  static void name##_impl(apex_te::Args& args);                       \
+  extern "C" {                                                        \
+  const char* const apex_te_##name##_signature = kSignature_##name;   \
+  int32_t apex_te_##name(ApexTeCall* call) {                          \
+    return apex_te::run(call, #name, kSignature_##name, name##_impl); \
+  }                                                                   \
+  }                                                                   \
   static void name##_impl(apex_te::Args& args)
 
 // Once per library.
-#define APEX_TE_LIBRARY()                                       \
-  extern "C" {                                                  \
-  extern APEX_TE_PUBLIC const int32_t apex_te_abi;              \
-  const int32_t apex_te_abi = APEX_TE_ABI;                      \
+#define APEX_TE_LIBRARY()                          \
+  extern "C" {                                     \
+  extern APEX_TE_PUBLIC const int32_t apex_te_abi; \
+  const int32_t apex_te_abi = APEX_TE_ABI;         \
   }
 
 namespace apex_te {
@@ -98,7 +98,7 @@ struct OpError : std::exception {
 };
 
 [[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(int32_t kind,
-                                                                   const char* format, ...) {
+                                                                    const char* format, ...) {
   va_list values;
   va_start(values, format);
   OpError error(kind, format, values);
@@ -122,23 +122,41 @@ inline DType dtype_of(const DLDataType& t) {
 
 inline const char* dtype_name(DType t) {
   switch (t) {
-    case DType::kFloat32: return "float32";
-    case DType::kFloat16: return "float16";
-    case DType::kBFloat16: return "bfloat16";
-    case DType::kE4M3: return "float8_e4m3fn";
-    case DType::kE5M2: return "float8_e5m2";
-    case DType::kInt32: return "int32";
-    case DType::kUInt8: return "uint8";
-    case DType::kOther: break;
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kE4M3:
+      return "float8_e4m3fn";
+    case DType::kE5M2:
+      return "float8_e5m2";
+    case DType::kInt32:
+      return "int32";
+    case DType::kUInt8:
+      return "uint8";
+    case DType::kOther:
+      break;
   }
   return "another dtype";
 }
 
-inline bool is_fp8(DType t) { return t == DType::kE4M3 || t == DType::kE5M2; }
-inline bool is_high_precision(DType t) {
-  return t == DType::kFloat32 || t == DType::kFloat16 || t == DType::kBFloat16;
+// A dtype no op takes, for an error: "float64", "int64", "bool".
+inline void format_dtype(char* out, size_t size, const DLDataType& t) {
+  const DType known = dtype_of(t);
+  const char* base = t.code == kDLInt     ? "int"
+                     : t.code == kDLUInt  ? "uint"
+                     : t.code == kDLFloat ? "float"
+                     : t.code == kDLBool  ? "bool"
+                                          : "dtype code ";
+  if (known != DType::kOther)
+    snprintf(out, size, "%s", dtype_name(known));
+  else if (t.code == kDLBool)
+    snprintf(out, size, "%s", base);
+  else
+    snprintf(out, size, "%s%d", base, t.code > kDLFloat ? int(t.code) : int(t.bits));
 }
-inline float fp8_max(DType t) { return t == DType::kE4M3 ? 448.0f : 57344.0f; }
 
 class Args;
 
@@ -184,8 +202,8 @@ class TensorView {
   const TensorView& has_dtype(std::initializer_list<DType> allowed) const;
   const TensorView& has_shape(std::initializer_list<int64_t> shape) const;
   const TensorView& has_ndim(int ndim) const;
-  const TensorView& is_dense() const;                // contiguous, row-major
-  const TensorView& is_scalar(DType dtype) const;    // one element of that dtype
+  const TensorView& is_dense() const;              // contiguous, row-major
+  const TensorView& is_scalar(DType dtype) const;  // one element of that dtype
   [[noreturn]] void refuse(int32_t kind, const char* expected, const char* actual) const;
 
  private:
@@ -282,8 +300,8 @@ inline void TensorView::refuse(int32_t kind, const char* expected, const char* a
 inline void format_shape(char* out, size_t size, const int64_t* shape, int ndim) {
   size_t used = static_cast<size_t>(snprintf(out, size, "["));
   for (int i = 0; i < ndim && used < size; ++i)
-    used += static_cast<size_t>(snprintf(out + used, size - used, i ? ", %lld" : "%lld",
-                                         static_cast<long long>(shape[i])));
+    used += static_cast<size_t>(
+        snprintf(out + used, size - used, i ? ", %lld" : "%lld", static_cast<long long>(shape[i])));
   if (used < size) snprintf(out + used, size - used, "]");
 }
 
@@ -297,7 +315,9 @@ inline const TensorView& TensorView::has_dtype(std::initializer_list<DType> allo
     strcat(expected, dtype_name(t));
     ++i;
   }
-  refuse(kApexTeTypeError, expected, dtype_name(dtype_));
+  char actual[32];
+  format_dtype(actual, sizeof(actual), tensor_->dtype);
+  refuse(kApexTeTypeError, expected, actual);
 }
 
 inline const TensorView& TensorView::has_shape(std::initializer_list<int64_t> shape) const {

@@ -43,14 +43,22 @@ inline std::string parse_signature(const std::string& text, Signature* out) {
     if (colon == std::string::npos) return "no type for '" + item + "'";
     Parameter p{trim(item.substr(0, colon)), kApexTeNone, false};
     const std::string type = trim(item.substr(colon + 1));
-    if (type == "Tensor") p.kind = kApexTeTensor;
-    else if (type == "Tensor?") p.kind = kApexTeTensor, p.is_optional = true;
-    else if (type == "Tensor[]") p.kind = kApexTeTensorList;
-    else if (type == "int") p.kind = kApexTeInt;
-    else if (type == "float") p.kind = kApexTeFloat;
-    else if (type == "float[]") p.kind = kApexTeFloatList;
-    else if (type == "bool") p.kind = kApexTeBool;
-    else return "unknown type '" + type + "'";
+    if (type == "Tensor")
+      p.kind = kApexTeTensor;
+    else if (type == "Tensor?")
+      p.kind = kApexTeTensor, p.is_optional = true;
+    else if (type == "Tensor[]")
+      p.kind = kApexTeTensorList;
+    else if (type == "int")
+      p.kind = kApexTeInt;
+    else if (type == "float")
+      p.kind = kApexTeFloat;
+    else if (type == "float[]")
+      p.kind = kApexTeFloatList;
+    else if (type == "bool")
+      p.kind = kApexTeBool;
+    else
+      return "unknown type '" + type + "'";
     out->parameters.push_back(p);
   }
   return "";

@@ -27,7 +27,9 @@ struct Fp8Epilogue {
 
 // The part of the contract that both devices share: out [M, N], bias [N], aux [M, N].
 inline void check_epilogue(const Fp8Epilogue& e, int64_t m, int64_t n) {
-  e.out.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_shape({m, n}).is_dense();
+  e.out.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+      .has_shape({m, n})
+      .is_dense();
   // The bias of a float32 output is bfloat16, as cuBLASLt has it.
   const DType bias = e.out.dtype() == DType::kFloat32 ? DType::kBFloat16 : e.out.dtype();
   if (e.bias) e.bias.has_dtype({bias}).has_shape({n}).is_dense();
@@ -51,8 +53,8 @@ inline Fp8Gemm check_fp8_gemm(Args& args) {
   g.n = g.b.size(0);
   g.b.has_shape({g.n, g.k}).is_dense();
   if (g.a.dtype() == DType::kE5M2 && g.b.dtype() == DType::kE5M2)
-    fail(kApexTeUnsupported, "%s: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice",
-         args.name());
+    fail(kApexTeUnsupported,
+         "%s: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice", args.name());
   g.a_scale_inv = args.tensor().is_scalar(DType::kFloat32).data<float>();
   g.b_scale_inv = args.tensor().is_scalar(DType::kFloat32).data<float>();
   g.out = args.tensor();

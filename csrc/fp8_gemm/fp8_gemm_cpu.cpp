@@ -1,12 +1,11 @@
 // CPU side of fp8_gemm: exact decode of the operands, and the epilogue of the fp32 product.
-#include "fp8_gemm/fp8_gemm.h"
-
 #include <algorithm>
 #include <cmath>
 
 #include "common/codec.h"
 #include "common/cpu.h"
 #include "common/parallel.h"
+#include "fp8_gemm/fp8_gemm.h"
 
 APEX_TE_LIBRARY()
 
@@ -104,8 +103,11 @@ APEX_TE_DEFINE(fp8_gemm_epilogue) {
   check_epilogue(e, e.rows, e.cols);
   e.accumulate = args.boolean();
   switch (e.out.dtype()) {
-    case DType::kFloat32: return finish<float, BFloat16>(e);
-    case DType::kFloat16: return finish<Half, Half>(e);
-    default: return finish<BFloat16, BFloat16>(e);
+    case DType::kFloat32:
+      return finish<float, BFloat16>(e);
+    case DType::kFloat16:
+      return finish<Half, Half>(e);
+    default:
+      return finish<BFloat16, BFloat16>(e);
   }
 }

@@ -11,12 +11,13 @@
 namespace apex_te {
 
 struct CublasLt {
-#define APEX_TE_CUBLASLT_FUNCTIONS(X)                                                         \
-  X(cublasLtCreate) X(cublasLtMatmul) X(cublasLtMatmulDescCreate)                             \
-  X(cublasLtMatmulDescSetAttribute) X(cublasLtMatrixLayoutCreate)                             \
-  X(cublasLtMatmulPreferenceCreate) X(cublasLtMatmulPreferenceDestroy)                        \
-  X(cublasLtMatmulPreferenceSetAttribute) X(cublasLtMatmulAlgoGetHeuristic)                   \
-  X(cublasLtMatmulDescDestroy) X(cublasLtMatrixLayoutDestroy) X(cublasLtGetStatusString)
+#define APEX_TE_CUBLASLT_FUNCTIONS(X)                                                \
+  X(cublasLtCreate)                                                                  \
+  X(cublasLtMatmul) X(cublasLtMatmulDescCreate) X(cublasLtMatmulDescSetAttribute)    \
+      X(cublasLtMatrixLayoutCreate) X(cublasLtMatmulPreferenceCreate)                \
+          X(cublasLtMatmulPreferenceDestroy) X(cublasLtMatmulPreferenceSetAttribute) \
+              X(cublasLtMatmulAlgoGetHeuristic) X(cublasLtMatmulDescDestroy)         \
+                  X(cublasLtMatrixLayoutDestroy) X(cublasLtGetStatusString)
 #define APEX_TE_POINTER(name) decltype(&::name) name = nullptr;
   APEX_TE_CUBLASLT_FUNCTIONS(APEX_TE_POINTER)
 #undef APEX_TE_POINTER
@@ -34,10 +35,11 @@ struct CublasLt {
     if (!handle) handle = dlopen(soname, RTLD_NOW | RTLD_LOCAL);
     if (!handle)
       fail(kApexTeRuntimeError,
-           "fp8_gemm: %s must be loadable (it comes with a CUDA %d build of torch or the toolkit): %s",
+           "fp8_gemm: %s must be loadable (it comes with a CUDA %d build of torch or the toolkit): "
+           "%s",
            soname, CUBLAS_VER_MAJOR, dlerror());
-#define APEX_TE_LOAD(name)                                                        \
-  name = reinterpret_cast<decltype(name)>(dlsym(handle, #name));                  \
+#define APEX_TE_LOAD(name)                                       \
+  name = reinterpret_cast<decltype(name)>(dlsym(handle, #name)); \
   if (!name) fail(kApexTeRuntimeError, "fp8_gemm: %s has no " #name, soname);
     APEX_TE_CUBLASLT_FUNCTIONS(APEX_TE_LOAD)
 #undef APEX_TE_LOAD

@@ -41,11 +41,16 @@ struct Plan {
 
 cudaDataType_t cuda_type(DType type) {
   switch (type) {
-    case DType::kE4M3: return CUDA_R_8F_E4M3;
-    case DType::kE5M2: return CUDA_R_8F_E5M2;
-    case DType::kFloat16: return CUDA_R_16F;
-    case DType::kBFloat16: return CUDA_R_16BF;
-    default: return CUDA_R_32F;
+    case DType::kE4M3:
+      return CUDA_R_8F_E4M3;
+    case DType::kE5M2:
+      return CUDA_R_8F_E5M2;
+    case DType::kFloat16:
+      return CUDA_R_16F;
+    case DType::kBFloat16:
+      return CUDA_R_16BF;
+    default:
+      return CUDA_R_32F;
   }
 }
 
@@ -101,10 +106,10 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
     set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(g.aux.dtype()));
   }
   set_pointers(plan, g);
-  check_cublaslt(
-      lt.cublasLtMatrixLayoutCreate(&plan.a, cuda_type(g.b.dtype()), g.k, g.n, g.k), "layout of b");
-  check_cublaslt(
-      lt.cublasLtMatrixLayoutCreate(&plan.b, cuda_type(g.a.dtype()), g.k, g.m, g.k), "layout of a");
+  check_cublaslt(lt.cublasLtMatrixLayoutCreate(&plan.a, cuda_type(g.b.dtype()), g.k, g.n, g.k),
+                 "layout of b");
+  check_cublaslt(lt.cublasLtMatrixLayoutCreate(&plan.b, cuda_type(g.a.dtype()), g.k, g.m, g.k),
+                 "layout of a");
   check_cublaslt(lt.cublasLtMatrixLayoutCreate(&plan.out, cuda_type(g.out.dtype()), g.n, g.m, g.n),
                  "layout of out");
 

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from . import env
 from .archs import Capability, covered
 from .errors import CacheError
 
@@ -333,6 +334,8 @@ def look_up(
             raise CacheError(
                 f"APEX_TE_CACHE_DIR={named_cache()} cannot be used: {problem}"
             ) from None
+        if location.kind == "cache" and not env.jit_disabled():
+            continue  # the build that follows falls back to another folder and says so
         if str(problem) not in _warned:
             _warned.add(str(problem))
             warnings.warn(f"apex_te: skipping a cache: {problem}", RuntimeWarning, stacklevel=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import re
 from collections.abc import Iterable, Sequence
 
@@ -82,7 +81,7 @@ def compute(
     """The key, 64 hexadecimal digits."""
     parts = closure(sources, include_paths)
     digest = hashlib.sha256()
-    head = [name, device, f"abi {OP_ABI}", platform.machine(), *normalise(flags, root), "", *extras]
+    head = [name, device, f"abi {OP_ABI}", os.uname().machine, *normalise(flags, root), "", *extras]
     digest.update("\0".join(head).encode())
     for relative, path in sorted((os.path.relpath(path, root), path) for path in parts):
         digest.update(b"\0\0" + relative.encode() + b"\0" + parts[path])

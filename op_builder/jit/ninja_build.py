@@ -29,8 +29,9 @@ _NO_SPACE = re.compile(
     r"No space left on device|Disk quota exceeded|File too large|file size limit", re.IGNORECASE
 )
 _STOPPED = re.compile(
-    r"^(?!\s).*\b(Killed|Terminated|died due to signal|out of memory|cannot allocate memory|bad_alloc"
-    r"|subcommand interrupted|interrupted by user|Segmentation fault|internal compiler error)\b",
+    r"^(?!\s).*\b(Killed|Terminated|died due to signal|out of memory|cannot allocate memory"
+    r"|bad_alloc|subcommand interrupted|interrupted by user|Segmentation fault"
+    r"|internal compiler error)\b",
     re.IGNORECASE | re.MULTILINE,  # a quoted source line starts with a blank
 )
 

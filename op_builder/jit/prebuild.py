@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -87,9 +88,20 @@ def _make_readable(target: str) -> None:
             os.chmod(os.path.join(folder, name), 0o644)
 
 
+def unknown_variables(builders: Mapping[str, OpBuilder]) -> list[str]:
+    """APEX_BUILD_* variables that no builder reads, such as a misspelt one."""
+    known = {builder.BUILD_VAR for builder in builders.values()}
+    known.update(("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS"))
+    return sorted(
+        name for name in os.environ if name.startswith("APEX_BUILD_") and name not in known
+    )
+
+
 def check_install(builders: Mapping[str, OpBuilder]) -> list[tuple[str, str]]:
     """``select``, refused early where compiling is forbidden."""
     chosen = select(builders)
+    for name in unknown_variables(builders):
+        print(f"apex_te: {name} is set and belongs to no op; it is ignored", file=sys.stderr)
     if chosen and env.jit_disabled():
         raise BuildError("APEX_TE_DISABLE_JIT is set together with a request to build libraries")
     return chosen

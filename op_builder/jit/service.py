@@ -75,11 +75,11 @@ def look_up(
 
 
 def _disabled(builder: OpBuilder, device: str) -> JitDisabledError:
+    code = f"from apex_te.op_builder import get_builder as b; b('{builder.NAME}').open('{device}')"
     return JitDisabledError(
         f"{builder.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
-        f" forbids building it; build it where that is allowed with"
-        f" `APEX_TE_DISABLE_JIT=0 python -m apex_te build {builder.NAME}`"
-        f" or install with `{builder.BUILD_VAR}=1 pip install .`"
+        f" forbids building it; install with `{builder.BUILD_VAR}=1 pip install .`,"
+        f' or fill the cache with `APEX_TE_DISABLE_JIT=0 python -c "{code}"`'
     )
 
 

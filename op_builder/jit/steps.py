@@ -25,7 +25,7 @@ def _includes(builder: OpBuilder, device: str) -> list[str]:
     folders = builder.system_include_paths(device)
     if builder.BINDING == "pybind11":
         folders = [*folders, *extension.torch_includes()]
-    system = [f"-isystem{path}" for path in folders]
+    system = [flag for path in folders for flag in ("-isystem", path)]
     return [*own, *system]
 
 

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 from typing import NamedTuple
 
 from .errors import (
@@ -141,6 +140,8 @@ def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
 
 def find_ninja() -> str:
     """ninja: the Python module's binary, else on PATH. Raises NinjaNotFoundError."""
+    import sysconfig  # here, because it is slow to import and a look-up does not need it
+
     spec = importlib.util.find_spec("ninja")
     if spec is not None and spec.origin is not None:
         package = os.path.dirname(spec.origin)
@@ -159,6 +160,8 @@ def find_ninja() -> str:
 
 def python_include() -> str:
     """Folder of Python.h. Raises HeaderNotFoundError."""
+    import sysconfig
+
     folder = sysconfig.get_paths()["include"]
     if not os.path.isfile(os.path.join(folder, "Python.h")):
         raise HeaderNotFoundError(

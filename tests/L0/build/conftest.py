@@ -1,64 +1,15 @@
-"""Small ops in temporary folders, which compile in a fraction of a second."""
+"""Fixtures of the builder tests: one small op, an empty cache, a clean environment."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_op import write_op
 
-CHECKOUT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(CHECKOUT))
-
-from op_builder import CPUOpBuilder, CUDAOpBuilder  # noqa: E402
-from op_builder.jit import cache, service  # noqa: E402
-
-PRELUDE = f"""
-import os, sys, time
-sys.path.insert(0, {str(CHECKOUT)!r})
-sys.dont_write_bytecode = True
-from op_builder import CPUOpBuilder, CUDAOpBuilder, BuildError
-class Tiny(CPUOpBuilder):
-    NAME = "tiny"
-class TinyCuda(CUDAOpBuilder):
-    NAME = "tiny"
-"""
-
-
-class Tiny(CPUOpBuilder):
-    """An op with a CPU source."""
-
-    NAME = "tiny"
-
-
-class TinyCuda(CUDAOpBuilder):
-    """An op with a CUDA source, too."""
-
-    NAME = "tiny"
-
-
-def write_op(root: Path, value: int = 1, body: str = "") -> Path:
-    """An op whose function returns ``value`` out of a header."""
-    folder = root / "csrc" / "tiny"
-    folder.mkdir(parents=True, exist_ok=True)
-    common = root / "csrc" / "common"
-    common.mkdir(exist_ok=True)
-    (common / "value.h").write_text(f"#pragma once\n#define VALUE {value}\n")
-    (folder / "tiny.h").write_text(
-        '#pragma once\n#include "common/value.h"\n'
-        '// APEX_TE_FUNCTION(no, "x: int")\n'
-        'APEX_TE_FUNCTION(tiny, "x: Tensor, "\n  "y: float -> int")\n'
-        'APEX_TE_FUNCTION(tiny_cuda_only, "x: Tensor", "cuda")\n'
-    )
-    define = '#define APEX_TE_FUNCTION(name, ...)\n#include "tiny.h"\n'
-    code = f'{define}extern "C" __attribute__((visibility("default"))) int tiny() {{'
-    (folder / "tiny_cpu.cpp").write_text(f"{code} {body} return VALUE; }}\n")
-    (folder / "tiny_cuda.cu").write_text(f"{code} return VALUE; }}\n")
-    return root
+from op_builder.jit import cache, service
 
 
 @pytest.fixture
@@ -86,25 +37,3 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Drops what this process has loaded, as if it had just started."""
     return lambda: monkeypatch.setattr(service, "_opened", {})
-
-
-def start(code: str, **environment: str) -> subprocess.Popen[str]:
-    """A Python process that knows the op ``tiny``."""
-    return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(code)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **environment},
-    )
-
-
-def logging_compiler(folder: Path, sleep: float = 0.0) -> tuple[Path, Path]:
-    """A C++ compiler that counts its compilations in a file; (compiler, file)."""
-    log, script = folder / "compilations", folder / "counting-cxx"
-    log.write_text("")
-    script.write_text(
-        f'#!/bin/sh\ncase " $* " in *" -c "*) echo x >> {log}; sleep {sleep};; esac\nexec g++ "$@"\n'
-    )
-    script.chmod(0o755)
-    return script, log

@@ -208,7 +208,11 @@ def test_portable_path_gives_the_same_bits():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"x": torch.zeros(2, 2, dtype=torch.float64)}, TypeError, "x must have dtype float32"),
+        (
+            {"x": torch.zeros(2, 2, dtype=torch.float64)},
+            TypeError,
+            "x must have dtype float32, float16 or bfloat16, got float64",
+        ),
         ({"x": torch.zeros(2)}, ValueError, "x must have 2 dimensions"),
         ({"scale": torch.zeros(2)}, ValueError, "scale must have one element, got [2]"),
         ({"scale": torch.zeros(1).double()}, TypeError, "scale must have dtype float32"),
@@ -276,3 +280,29 @@ def test_more_than_2_to_31_elements():
         expected = op.reference(x[begin : begin + 16].cpu(), one(2, "cpu"), FORMATS[0]).rowwise
         assert torch.equal(codes(out.rowwise[begin : begin + 16]), codes(expected))
         assert torch.equal(codes(out.transposed[:, begin : begin + 16].contiguous()).t(), codes(expected))
+
+
+def test_written_tensors_count_as_changed():
+    """autograd must notice that a saved tensor was overwritten."""
+    row = torch.empty(16, 16, dtype=FORMATS[0])
+    before = row._version
+    cast_transpose(torch.randn(16, 16), torch.ones(1), FORMATS[0], out_rowwise=row)
+    assert row._version > before
+
+
+@pytest.mark.parametrize("fp8", FORMATS)
+def test_opcheck_and_compile(fp8):
+    x, scale = torch.randn(48, 32), torch.tensor([2.0])
+    # torch's schema check cannot handle FP8 tensors, so only the scalars are written here.
+    args = (x, scale, None, None, torch.zeros(1), torch.zeros(1), None, None, None)
+    torch.library.opcheck(
+        torch.ops.apex_te.cast_transpose, args,
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x, scale):
+        return cast_transpose(x, scale, fp8)[:2]
+
+    for actual, expected in zip(compiled(x, scale), cast_transpose(x, scale, fp8)[:2], strict=True):
+        assert torch.equal(codes(actual), codes(expected))

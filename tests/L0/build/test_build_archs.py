@@ -93,8 +93,18 @@ def test_choice_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1", True), ("YES", True), ("on", True), ("true", True), ("0", False), ("no", False)]
-    + [("OFF", False), ("False", False), ("", None), (" ", None)],
+    [
+        ("1", True),
+        ("YES", True),
+        ("on", True),
+        ("true", True),
+        ("0", False),
+        ("no", False),
+        ("OFF", False),
+        ("False", False),
+        ("", None),
+        (" ", None),
+    ],
 )
 def test_booleans(text: str, expected: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_BUILD_SOMETHING", text)

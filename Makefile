@@ -1,0 +1,64 @@
+# `make demo` and `make test` need nothing but Python, a C++ compiler and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+TESTFLAGS ?= -n auto
+DEMOFLAGS ?=
+
+# Tools of the Python that the environment was made from are found, too, behind its own.
+BASE_BIN := $(dir $(shell command -v $(PYTHON)))
+export PATH := $(abspath $(VENV))/bin:$(BASE_BIN):$(PATH)
+PY := $(VENV)/bin/python
+
+SCRIPTS := scripts/*.py examples/char_gpt/*.py
+# dlpack.h is vendored and keeps its own format.
+CXX_FILES = $(shell find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
+	! -name dlpack.h | sort)
+
+.PHONY: help env demo test test-l1 bench lint cuda clean distclean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo       train a small GPT in fp32 and FP8 and compare them"
+	@echo "make test       unit tests and the C++ program"
+	@echo "make test-l1    convergence tests (minutes)"
+	@echo "make bench      benchmarks"
+	@echo "make lint       ruff, clang-format and mypy"
+	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
+	@echo "make clean      remove what the commands write, but not the environment"
+	@echo "make distclean  remove the environment, too"
+	@echo "PYTHON=...      the Python to use (default python3); its torch is used if it fits"
+
+env:
+	@$(PYTHON) scripts/environment.py $(VENV)
+
+demo: env
+	$(PY) examples/char_gpt/train.py --precision fp32 fp8 --out build/char_gpt $(DEMOFLAGS)
+
+test: env
+	$(PY) -m pytest $(TESTFLAGS) tests/L0
+	$(PY) tests/cpp/run.py
+
+test-l1: env
+	$(PY) -m pytest tests/L1
+
+bench: env
+	@set -e; for file in benchmarks/*/bench_*.py; do echo "== $$file"; $(PY) $$file; done
+
+lint: env
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run -Werror $(CXX_FILES)
+	$(PY) -m mypy
+	MYPYPATH=examples/char_gpt $(PY) -m mypy $(SCRIPTS)
+
+cuda: env
+	$(PY) scripts/check_cuda.py
+
+clean:
+	rm -rf build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -not -path './$(VENV)/*' -prune \
+		-exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

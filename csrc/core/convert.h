@@ -1,0 +1,59 @@
+// Turns a call's Python arguments into the tagged arguments of the C interface.
+#pragma once
+
+#include <Python.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/op.h"
+#include "core/signature.h"
+
+namespace apex_te {
+
+using OpFunction = int32_t (*)(ApexTeCall*);
+
+constexpr int kMaxParameters = 24;
+enum Target { kCpu, kCuda, kNumTargets };
+
+struct FunctionObject {
+  PyObject_HEAD vectorcallfunc vectorcall;
+  PyObject* name;
+  PyObject* signature_text;
+  PyObject* resolver;
+  Signature* signature;
+  OpFunction targets[kNumTargets];
+};
+
+// What one call needs beside the stack arrays: the tensors of list arguments.
+struct ListStorage {
+  std::vector<DLTensor> tensors;
+  std::vector<double> floats;
+};
+
+struct CallState {
+  FunctionObject* self;
+  std::array<ApexTeArg, kMaxParameters> args;
+  std::array<DLTensor, kMaxParameters> tensors;
+  std::array<std::unique_ptr<ListStorage>, kMaxParameters> lists;
+  bool has_device = false;
+  DLDevice device{kDLCPU, 0};
+  int device_parameter = 0;
+};
+
+const char* name_of(const FunctionObject* f);
+std::string device_name(DLDevice d);
+
+// Raises `type` with "<function>: <parameter> must <expected>, got <actual>" and returns false.
+bool refuse(PyObject* type, const CallState& state, int index, int item, const char* expected,
+            const std::string& actual);
+
+// Positional arguments straight from the vector, keywords by name, None for optionals left out.
+bool convert_all(CallState& state, PyObject* const* args, Py_ssize_t positional, PyObject* names);
+
+// torch's exchange table, once load_exchange_api() (function.h) has read it.
+const DLPackExchangeAPI* exchange_api();
+
+}  // namespace apex_te

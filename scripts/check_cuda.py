@@ -1,0 +1,112 @@
+"""Compiles every CUDA source of every op for every arch it is declared for; links and runs nothing.
+
+    python scripts/check_cuda.py [op ...]
+
+Needs nvcc but no GPU. Without nvcc it says so and succeeds, since there is nothing to check with.
+cuBLASLt's headers come from NVIDIA's wheel where the toolkit lacks them.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from apex_te.op_builder import OpBuilder, all_builders
+from apex_te.op_builder.jit import env, toolchain
+from apex_te.op_builder.jit.archs import Arch, own_arch
+from apex_te.op_builder.jit.errors import HeaderNotFoundError, NvccNotFoundError
+
+ROOT = Path(__file__).resolve().parents[1]
+# One arch per generation the project supports; a builder's min_arch cuts the list from below.
+ARCHS = (Arch(8, 0), Arch(8, 9), Arch(9, 0, "a"), Arch(10, 0, "a"))
+CUBLAS_WHEEL = "nvidia-cublas==13.1.0.3"
+CUBLAS_MAJOR = 13
+
+
+def declared_archs(builder: OpBuilder) -> list[Arch]:
+    """The archs a builder is checked for: the generations from ``min_arch`` on and its own files'."""
+    own = {arch for arch in map(own_arch, builder.sources()) if arch is not None}
+    common = {arch for arch in ARCHS if (arch.major, arch.minor) >= builder.min_arch}
+    return sorted(common | own)
+
+
+def provide_headers(builder: OpBuilder) -> None:
+    """Installs the wheel with cuBLASLt's headers into this environment if the builder lacks them."""
+    try:
+        builder.system_include_paths("cuda")
+        return
+    except HeaderNotFoundError as error:
+        if toolchain.nvcc_major() != CUBLAS_MAJOR:
+            raise
+        print(f"{error}\ninstalling {CUBLAS_WHEEL} (headers only are used)", flush=True)
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*command, "--no-deps", CUBLAS_WHEEL], check=True)
+    builder.system_include_paths("cuda")
+
+
+def commands(builder: OpBuilder, folder: Path) -> dict[str, tuple[str, ...]]:
+    """Compile commands by what they compile, such as ``csrc/op/op_cuda.cu for 9.0a``."""
+    found: dict[str, tuple[str, ...]] = {}
+    for arch in declared_archs(builder):
+        place = folder / f"{builder.NAME}_{arch.number}"
+        place.mkdir()
+        for step in builder.build_steps("cuda", [arch], str(place), str(place / "library.so")):
+            source = Path(step.inputs[0])
+            if source.suffix != ".cu":
+                continue  # the link
+            # A file of one arch is compiled for that arch alone, whatever was asked for.
+            target = own_arch(source.name) or arch
+            found.setdefault(f"{source.relative_to(builder.root)} for {target}", step.command)
+    return found
+
+
+def compile_one(job: tuple[str, tuple[str, ...]]) -> bool:
+    """Runs one command and prints its verdict; True when it compiled."""
+    label, command = job
+    start = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    verdict = "ok" if done.returncode == 0 else "FAILED"
+    text = f"{verdict}: {label} ({time.monotonic() - start:.1f} s)\n{done.stdout}{done.stderr}"
+    print(text.rstrip(), flush=True)
+    return done.returncode == 0
+
+
+def main(names: list[str]) -> int:
+    builders = {name: b for name, b in all_builders().items() if "cuda" in b.DEVICES}
+    unknown = sorted(set(names) - set(builders))
+    if unknown:
+        print(f"check_cuda: op must be one of {', '.join(builders)}, got {', '.join(unknown)}")
+        return 2
+    wanted = {name: b for name, b in builders.items() if not names or name in names}
+    try:
+        nvcc = toolchain.find_nvcc()
+    except NvccNotFoundError as error:
+        print(f"check_cuda: NOT CHECKED, no CUDA source was compiled: {error}")
+        return 0
+    print(f"check_cuda: {nvcc.path}, {toolchain.nvcc_version()}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="apex_te_check_cuda_") as folder:
+        jobs: dict[str, tuple[str, ...]] = {}
+        for builder in wanted.values():
+            toolchain.check_archs(nvcc, [arch.number for arch in declared_archs(builder)])
+            provide_headers(builder)
+            jobs |= commands(builder, Path(folder))
+        with ThreadPoolExecutor(env.jobs()) as pool:
+            verdicts = list(pool.map(compile_one, jobs.items()))
+    compiled = {label.partition(" for ")[0] for label in jobs}
+    missed: list[str] = []
+    if not names:  # a .cu that no builder names would otherwise never be compiled
+        sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cu")}
+        missed = sorted(sources - compiled)
+        for source in missed:
+            print(f"FAILED: {source} belongs to no builder")
+    failed = verdicts.count(False) + len(missed)
+    print(f"check_cuda: {verdicts.count(True)} compilations passed, {failed} failed")
+    return 1 if failed or not verdicts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

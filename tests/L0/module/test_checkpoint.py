@@ -1,0 +1,92 @@
+"""torch.utils.checkpoint gives bitwise the same loss, gradients and state as no checkpoint."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from apex_te import Linear, flush_fp8_state, fp8_autocast
+from apex_te.ops.fp8_gemm import fp8_gemm_count
+from apex_te.recipe import DelayedScaling
+from apex_te.state import TENSORS, registry
+
+
+def build(device):
+    torch.manual_seed(1)
+    return torch.nn.ModuleList([Linear(16, 32, device=device), Linear(32, 16, device=device)])
+
+
+def train(device, mode, recipe, inner=False, microbatch=False, calibrate=False, outside=False):
+    """Three steps; returns everything that must not depend on ``mode``."""
+    registry.pending = 0
+    model = build(device)
+    generator = torch.Generator().manual_seed(2)
+    seen = []
+
+    def block(x, first):
+        if inner:
+            with fp8_autocast(True, recipe):
+                return model[1](torch.relu(model[0](x, is_first_microbatch=first)))
+        return model[1](torch.relu(model[0](x, is_first_microbatch=first)))
+
+    for step in range(4):
+        x = torch.randn(4, 16, generator=generator).to(device).requires_grad_()
+        first = step % 2 == 0 if microbatch else None
+        with fp8_autocast(not calibrate, recipe, calibrating=calibrate):
+            for _ in range(2):  # the block runs twice: shared weights
+                if mode is None:
+                    out = block(x, first)
+                else:
+                    out = checkpoint(block, x, first, use_reentrant=mode)
+            loss = out.square().mean()
+            if not outside:
+                loss.backward()
+        if outside:
+            with torch.no_grad(), fp8_autocast(True, recipe):
+                block(100 * x, None)  # an evaluation before the backward
+            loss.backward()
+        seen += [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.sub_(0.1 * p.grad)
+        seen += [getattr(m._fp8, name).clone() for m in model for name in TENSORS]
+    return [*seen, torch.tensor(registry.pending)]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"inner": True},
+        {"microbatch": True},
+        {"calibrate": True},
+        {"outside": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("first_step", ["scale_one", "current"])
+def test_checkpoint_is_bitwise(reentrant, options, first_step, device):
+    recipe = DelayedScaling(amax_history_len=3, first_step=first_step)
+    plain = train(device, None, recipe, **options)
+    recomputed = train(device, reentrant, recipe, **options)
+    assert len(plain) == len(recomputed)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recompute_follows_the_last_forward(reentrant):
+    """FP8 in the forward means FP8 in the recompute, and none means none."""
+    module, x = Linear(16, 16), torch.randn(4, 16, requires_grad=True)
+    recipe = DelayedScaling()
+    before = fp8_gemm_count()
+    with fp8_autocast(True, recipe):
+        out = checkpoint(module, x, use_reentrant=reentrant)
+    out.sum().backward()
+    assert fp8_gemm_count() - before == 4
+    flush_fp8_state()
+    state = [getattr(module._fp8, name).clone() for name in TENSORS]
+    out = checkpoint(module, x, use_reentrant=reentrant)
+    with fp8_autocast(True, recipe):
+        out.sum().backward()
+    assert fp8_gemm_count() - before == 4
+    assert all(torch.equal(a, getattr(module._fp8, n)) for a, n in zip(state, TENSORS, strict=True))

@@ -1,0 +1,157 @@
+"""Gradient accumulation: the FP8 weight cache and main_grad."""
+
+import copy
+
+import pytest
+import torch
+
+from apex_te import Linear, fp8_autocast
+from apex_te.recipe import DelayedScaling
+
+RECIPE = DelayedScaling(amax_history_len=4, interval=2)
+
+
+def forward(module, x, first=None, fp8=True, recipe=RECIPE):
+    with fp8_autocast(fp8, recipe):
+        return module(x, is_first_microbatch=first)
+
+
+def quantizations(module, monkeypatch):
+    """Counts the casts of the weight."""
+    import apex_te.quantizer.delayed as delayed
+
+    calls, cast = [], delayed.cast_transpose
+
+    def counted(x, *args, **kwargs):
+        if x.shape == module.weight.shape and (kwargs["rowwise"] or kwargs["transposed"]):
+            calls.append(x)
+        return cast(x, *args, **kwargs)
+
+    monkeypatch.setattr(delayed, "cast_transpose", counted)
+    return calls
+
+
+def test_cached_weight_is_quantized_once(monkeypatch):
+    module, x = Linear(16, 8), torch.randn(4, 16, requires_grad=True)
+    calls = quantizations(module, monkeypatch)
+    for first in (True, False, False):
+        forward(module, x, first).sum().backward()
+    assert len(calls) == 1
+    forward(module, x, None).sum().backward()
+    assert len(calls) == 3  # rowwise in forward, transposed in backward
+
+
+def test_microbatches_equal_requantizing_each_time():
+    module = Linear(16, 8)
+    other = copy.deepcopy(module)
+    for i in range(4):
+        x, dy = torch.randn(4, 16), torch.randn(4, 8)
+        with fp8_autocast(True, RECIPE):
+            a, b = module(x, is_first_microbatch=i % 2 == 0), other(x)
+        a.backward(dy)
+        b.backward(dy)
+        assert torch.equal(a, b)
+    assert torch.equal(module.weight.grad, other.weight.grad)
+
+
+def test_cached_weight_keeps_its_scale_inv_while_the_live_scale_moves():
+    recipe = DelayedScaling(amax_history_len=2)  # interval 1: the scale moves every region
+    module, x = Linear(64, 32), torch.randn(16, 64)
+    exact = torch.nn.functional.linear(x, module.weight, module.bias)
+    first = forward(module, x, True, recipe=recipe)
+    for _ in range(3):
+        out = forward(module, x, False, recipe=recipe)
+        # with the live scale_inv the result would be wrong by the ratio of the scales
+        assert (out - exact).norm() < 1.1 * (first - exact).norm()
+    assert module._fp8.scale_fwd[1] > 100
+
+
+@pytest.mark.parametrize("change", ["in place", "load", "optimizer", "swap"])
+def test_changed_weight_is_quantized_again(change):
+    module, x = Linear(16, 8), torch.randn(4, 16)
+    forward(module, x, True).sum().backward()
+    with torch.no_grad():
+        if change == "in place":
+            module.weight.mul_(-2)
+        elif change == "load":
+            module.load_state_dict({k: v * -2 for k, v in module.named_parameters()})
+        elif change == "optimizer":
+            torch.optim.SGD(module.parameters(), lr=1.0).step()
+        else:
+            module.weight = torch.nn.Parameter(module.weight * -2)
+    fresh = copy.deepcopy(module)
+    with fp8_autocast(True, RECIPE):
+        assert torch.equal(module(x, is_first_microbatch=False), fresh(x))
+
+
+def test_cache_is_dropped_by_copies_and_moves():
+    module, x = Linear(16, 8), torch.randn(4, 16)
+    forward(module, x, True)
+    assert module._modes.weight_cache is not None
+    assert copy.deepcopy(module)._modes.weight_cache is None
+    assert not any("cache" in key for key in module.state_dict())
+    module.float()
+    assert module._modes.weight_cache is None
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+@pytest.mark.parametrize("hp_wgrad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_main_grad_equals_grad(fp8, hp_wgrad, dtype):
+    recipe = DelayedScaling(override_linear_precision=(False, False, hp_wgrad))
+    plain = Linear(16, 8, params_dtype=dtype)
+    fused = Linear(16, 8, params_dtype=dtype, fuse_wgrad_accumulation=True)
+    fused.load_state_dict(plain.state_dict())
+    fused.weight.main_grad = torch.full((8, 16), 7.0)  # overwritten by the first microbatch
+    tolerance = 1e-5 if dtype is torch.float32 else 0.03
+
+    def backward(first):
+        """Both modules in one region, so that both use the same scales."""
+        plain.zero_grad()
+        x, dy = torch.randn(2, 3, 16).to(dtype), torch.randn(2, 3, 8).to(dtype)
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        with fp8_autocast(fp8, recipe):
+            outs = [
+                module(inp, is_first_microbatch=first)
+                for module, inp in zip((plain, fused), inputs, strict=True)
+            ]
+        for out in outs:
+            out.backward(dy)
+        assert fused.weight.grad is None
+        assert torch.equal(inputs[0].grad, inputs[1].grad)
+        return plain.weight.grad.float()
+
+    total = torch.zeros(8, 16)
+    for first in (True, False, False):
+        total += backward(first)
+        assert torch.allclose(fused.weight.main_grad, total, atol=tolerance, rtol=tolerance)
+    fused.weight.overwrite_main_grad = True
+    last = backward(None)
+    assert torch.allclose(fused.weight.main_grad, last, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_none_accumulates_and_frameworks_get_a_dummy(fp8):
+    module = Linear(16, 8, fuse_wgrad_accumulation=True)
+    module.weight.main_grad = torch.zeros(8, 16)
+    module.weight.grad_added_to_main_grad = False
+    x = torch.randn(4, 16)
+    with fp8_autocast(fp8, DelayedScaling(interval=9)):
+        module(x).sum().backward()
+        once = module.weight.main_grad.clone()
+        assert module.weight.grad_added_to_main_grad
+        assert module.weight.grad.eq(0).all()
+        module.weight.grad = None
+        module(x).sum().backward()
+    assert once.abs().sum() > 0
+    assert torch.equal(module.weight.main_grad, 2 * once)
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_main_grad_is_checked(fp8):
+    module = Linear(16, 8, fuse_wgrad_accumulation=True)
+    with pytest.raises(ValueError, match=r"main_grad must be a preallocated tensor .* got None"):
+        forward(module, torch.randn(4, 16), fp8=fp8).sum().backward()
+    module.weight.main_grad = torch.zeros(8, 15)
+    with pytest.raises(ValueError, match=r"main_grad must be .* \[8, 16\], got \[8, 15\]"):
+        forward(module, torch.randn(4, 16), fp8=fp8).sum().backward()
