@@ -2,7 +2,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-TESTFLAGS ?= -n auto
+# In parallel where pytest-xdist is there.
+TESTFLAGS ?= $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 DEMOFLAGS ?=
 
 # Tools of the Python that the environment was made from are found, too, behind its own.

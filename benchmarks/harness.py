@@ -127,7 +127,10 @@ def report(name: str, rows: list[dict[str, Any]], **extra: Any) -> None:
     """Prints a table and writes benchmarks/results/<name>.json (or below $OUT where that is set)."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     table = [keys] + [
-        [f"{row.get(k, ''):.4g}" if isinstance(row.get(k), float) else str(row.get(k, "")) for k in keys]
+        [
+            f"{row.get(k, ''):.4g}" if isinstance(row.get(k), float) else str(row.get(k, ""))
+            for k in keys
+        ]
         for row in rows
     ]
     widths = [max(len(line[i]) for line in table) for i in range(len(keys))]

@@ -28,14 +28,14 @@ CUBLAS_MAJOR = 13
 
 
 def declared_archs(builder: OpBuilder) -> list[Arch]:
-    """The archs a builder is checked for: the generations from ``min_arch`` on and its own files'."""
+    """The archs a builder is checked for: generations from ``min_arch`` on, and its files' own."""
     own = {arch for arch in map(own_arch, builder.sources()) if arch is not None}
     common = {arch for arch in ARCHS if (arch.major, arch.minor) >= builder.min_arch}
     return sorted(common | own)
 
 
 def provide_headers(builder: OpBuilder) -> None:
-    """Installs the wheel with cuBLASLt's headers into this environment if the builder lacks them."""
+    """Installs the wheel with cuBLASLt's headers here if the builder lacks them."""
     try:
         builder.system_include_paths("cuda")
         return

@@ -185,7 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("path", type=Path, help="where the environment is or shall be")
     environment = Environment(parser.parse_args().path.absolute())
-    if sys.version_info < (3, 10):
+    if sys.version_info < (3, 10):  # noqa: UP036 - runs before anything checks it
         raise SystemExit(f"environment: Python must be 3.10 or later, got {sys.version.split()[0]}")
     if environment.path.exists() and not (environment.path / "pyvenv.cfg").exists():
         raise SystemExit(f"environment: {environment.path} exists and is no virtual environment")

@@ -14,7 +14,7 @@ from .registration import register
 _lib = runtime.ops("cast_transpose")
 
 # Rows that one line of the bias-gradient workspace sums (csrc/cast_transpose/cast_transpose.h).
-_TILE = 128
+_TILE_ROWS = 256
 
 
 class CastTransposeOutput(NamedTuple):
@@ -77,7 +77,7 @@ def cast_transpose(
     dbias = partial_sums = None
     if with_dbias:
         dbias = x.new_empty(cols)
-        partial_sums = x.new_empty((-(-rows // _TILE), cols), dtype=torch.float32)
+        partial_sums = x.new_empty((-(-rows // _TILE_ROWS), cols), dtype=torch.float32)
     args = (x, scale, out_rowwise, out_transposed, amax, scale_inv, dbias, partial_sums, noop)
     if torch.compiler.is_compiling():
         torch.ops.apex_te.cast_transpose(*args)

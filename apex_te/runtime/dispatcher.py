@@ -42,7 +42,9 @@ def _open(op: str, device: str, device_index: int) -> int:
     with _lock:
         handle = _handles.get((op, device))
         if handle is None:
-            capability = torch.cuda.get_device_capability(device_index) if device == "cuda" else None
+            capability = (
+                torch.cuda.get_device_capability(device_index) if device == "cuda" else None
+            )
             opened = get_builder(op).open(device, capability)
             dispatcher = core()
             handle = dispatcher.open_library(opened.proc_path)
@@ -63,9 +65,7 @@ def _resolve(op: str, name: str, signature: str, device: str, device_index: int)
     text = dispatcher.symbol(handle, f"apex_te_{name}_signature")
     compiled = dispatcher.read_string(text) if text else None
     if compiled != signature:
-        raise ImportError(
-            f"{name}: the compiled signature must be '{signature}', got '{compiled}'"
-        )
+        raise ImportError(f"{name}: the compiled signature must be '{signature}', got '{compiled}'")
     return address
 
 

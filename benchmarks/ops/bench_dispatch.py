@@ -51,7 +51,9 @@ def main() -> None:
             torch.add(other, other, out=gout)
 
         # The launch queue holds about 1,000: shorter rounds measure the host alone.
-        rows.append({"call": "cast_transpose with launch (cuda)", "us": harness.host_us(cast, 500, 21)})
+        rows.append(
+            {"call": "cast_transpose with launch (cuda)", "us": harness.host_us(cast, 500, 21)}
+        )
         rows.append({"call": "torch.add(out=) (cuda)", "us": harness.host_us(add, 500, 21)})
     harness.report("dispatch", rows)
 

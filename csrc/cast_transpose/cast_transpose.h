@@ -7,9 +7,9 @@
 
 #include "common/op.h"
 
-// Rows summed into one line of the dbias workspace, and rows one thread sums in it: fixed, so that
-// both devices add in the same order.
-constexpr int64_t kCastTransposeTile = 128;
+// dbias adds 8 rows, two such sums, the 16 pairs of 256 rows (one line of the workspace), and the
+// lines, each in order of rows: fixed, so that both devices give the same bits.
+constexpr int64_t kCastTransposeTileRows = 256;
 constexpr int64_t kCastTransposeRowsPerThread = 8;
 
 APEX_TE_FUNCTION(cast_transpose,
@@ -56,7 +56,7 @@ inline CastTranspose check_cast_transpose(Args& args) {
   const TensorView workspace = args.optional_tensor();
   if (p.dbias) {
     p.dbias.has_dtype({p.x.dtype()}).has_shape({p.cols}).is_dense();
-    const int64_t tiles = (p.rows + kCastTransposeTile - 1) / kCastTransposeTile;
+    const int64_t tiles = (p.rows + kCastTransposeTileRows - 1) / kCastTransposeTileRows;
     if (!workspace)
       fail(kApexTeValueError, "%s: workspace must be given with dbias, got None", args.name());
     workspace.has_dtype({DType::kFloat32}).has_shape({tiles, p.cols}).is_dense();

@@ -1,4 +1,4 @@
-// CPU kernel of cast_transpose: tiles of 128 x 128, one thread each.
+// CPU kernel of cast_transpose: tiles of 256 x 128, one thread each.
 #include <algorithm>
 
 #include "cast_transpose/cast_transpose.h"
@@ -11,13 +11,15 @@ APEX_TE_LIBRARY()
 namespace apex_te {
 namespace {
 
-constexpr int64_t kTile = kCastTransposeTile;
+constexpr int64_t kTileRows = kCastTransposeTileRows;
+constexpr int64_t kTileCols = 128;
+constexpr int64_t kRows = kCastTransposeRowsPerThread;
 
 // One row of a tile: amax, codes, and the running column sums.
 template <typename T, typename Format>
 APEX_TE_INLINE uint32_t cast_row(const T* x, int64_t n, float scale, uint8_t* codes, float* sums) {
   uint32_t amax = 0;
-  float values[kTile];
+  float values[kTileCols];
   for (int64_t i = 0; i < n; ++i) values[i] = to_float(x[i]);
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t a = magnitude_bits(values[i]);
@@ -32,30 +34,30 @@ APEX_TE_INLINE uint32_t cast_row(const T* x, int64_t n, float scale, uint8_t* co
 
 template <typename T, typename Format>
 APEX_TE_INLINE uint32_t cast_tile(const CastTranspose& p, float scale, int64_t row0, int64_t col0) {
-  const int64_t rows = std::min(kTile, p.rows - row0), cols = std::min(kTile, p.cols - col0);
+  const int64_t rows = std::min(kTileRows, p.rows - row0);
+  const int64_t cols = std::min(kTileCols, p.cols - col0);
   const T* x = p.x.data<const T>() + row0 * p.cols + col0;
-  uint8_t codes[kTile * kTile];
-  float tile_sums[kTile] = {}, thread_sums[kTile];
+  uint8_t codes[kTileRows * kTileCols];
+  float tile_sums[kTileCols] = {}, sums[2][kTileCols];
   const bool with_codes = p.rowwise || p.transposed;
   uint32_t amax = 0;
-  for (int64_t r0 = 0; r0 < rows; r0 += kCastTransposeRowsPerThread) {
-    std::fill_n(thread_sums, kTile, 0.0f);
-    const int64_t r1 = std::min(rows, r0 + kCastTransposeRowsPerThread);
-    for (int64_t r = r0; r < r1; ++r) {
-      uint8_t* row_codes = with_codes ? codes + r * kTile : nullptr;
-      amax = std::max(amax, cast_row<T, Format>(x + r * p.cols, cols, scale, row_codes,
-                                                p.dbias ? thread_sums : nullptr));
+  for (int64_t r0 = 0; r0 < rows; r0 += 2 * kRows) {
+    std::fill_n(sums[0], 2 * kTileCols, 0.0f);
+    for (int64_t r = r0; r < std::min(rows, r0 + 2 * kRows); ++r) {
+      uint8_t* row_codes = with_codes ? codes + r * kTileCols : nullptr;
+      float* row_sums = p.dbias ? sums[(r - r0) / kRows] : nullptr;
+      amax = std::max(amax, cast_row<T, Format>(x + r * p.cols, cols, scale, row_codes, row_sums));
       if (p.rowwise) std::copy_n(row_codes, cols, p.rowwise + (row0 + r) * p.cols + col0);
     }
     if (p.dbias)
-      for (int64_t c = 0; c < cols; ++c) tile_sums[c] += thread_sums[c];
+      for (int64_t c = 0; c < cols; ++c) tile_sums[c] += sums[0][c] + sums[1][c];
   }
   if (p.transposed)
     for (int64_t c = 0; c < cols; ++c) {
       uint8_t* out = p.transposed + (col0 + c) * p.rows + row0;
-      for (int64_t r = 0; r < rows; ++r) out[r] = codes[r * kTile + c];
+      for (int64_t r = 0; r < rows; ++r) out[r] = codes[r * kTileCols + c];
     }
-  if (p.dbias) std::copy_n(tile_sums, cols, p.workspace + row0 / kTile * p.cols + col0);
+  if (p.dbias) std::copy_n(tile_sums, cols, p.workspace + row0 / kTileRows * p.cols + col0);
   return amax;
 }
 
@@ -71,7 +73,7 @@ APEX_TE_TARGET_AVX2 uint32_t cast_tile_avx2(const CastTranspose& p, float scale,
 
 template <typename T>
 void sum_tiles(const CastTranspose& p) {
-  const int64_t tiles = (p.rows + kTile - 1) / kTile;
+  const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
   T* dbias = p.dbias.data<T>();
   parallel_for((p.cols + 1023) / 1024, [&](int64_t chunk) {
     const int64_t end = std::min(p.cols, (chunk + 1) * 1024);
@@ -87,10 +89,11 @@ template <typename T, typename Format>
 void cast_all(const CastTranspose& p) {
   const float scale = *p.scale;
   const auto tile = use_avx2() ? cast_tile_avx2<T, Format> : cast_tile_portable<T, Format>;
-  const int64_t row_tiles = (p.rows + kTile - 1) / kTile, col_tiles = (p.cols + kTile - 1) / kTile;
+  const int64_t row_tiles = (p.rows + kTileRows - 1) / kTileRows;
+  const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
   std::atomic<uint32_t> amax{0};
   parallel_for(row_tiles * col_tiles, [&](int64_t i) {
-    const uint32_t found = tile(p, scale, i / col_tiles * kTile, i % col_tiles * kTile);
+    const uint32_t found = tile(p, scale, i / col_tiles * kTileRows, i % col_tiles * kTileCols);
     uint32_t seen = amax.load(std::memory_order_relaxed);
     while (found > seen && !amax.compare_exchange_weak(seen, found, std::memory_order_relaxed)) {
     }

@@ -1,10 +1,10 @@
 // CUDA kernels of cast_transpose.
 //
-// Rowwise only: vectors of 16 bytes in and 8 out, several in flight for each thread. With the
-// transposed copy: tiles of 128 x 128; a thread loads 8 rows of 8 columns (16 bytes each, all in
-// flight), encodes them, stores the rows, transposes its 8 x 8 codes in registers and passes them
-// through shared memory, so that every row of the transposed output leaves as one full 128-byte
-// line. The shared tile is swizzled: both its sides are free of bank conflicts.
+// Rowwise only: vectors of 16 bytes in and 8 out, two in flight for each thread.
+// With the transposed copy: tiles of 256 x 128; a thread loads 8 rows of 8 columns (16 bytes each,
+// all in flight), encodes them, stores the rows, transposes its 8 x 8 codes in registers and passes
+// them through shared memory, so that every column of the tile leaves as 256 contiguous bytes. The
+// shared tile is swizzled: both its sides are free of bank conflicts.
 #include <type_traits>
 
 #include "cast_transpose/cast_transpose.h"
@@ -15,12 +15,14 @@ APEX_TE_LIBRARY()
 namespace apex_te {
 namespace {
 
-constexpr int kTile = kCastTransposeTile;
-constexpr int kThreads = 256;
-constexpr int kVec = 8;               // columns of one thread
-constexpr int kLanes = kTile / kVec;  // threads across a tile
+constexpr int kTileRows = kCastTransposeTileRows;
+constexpr int kTileCols = 128;
+constexpr int kVec = 8;                   // columns of one thread
+constexpr int kLanes = kTileCols / kVec;  // threads across a tile
 constexpr int kRows = kCastTransposeRowsPerThread;
-constexpr int kSteps = 2;  // vectors a thread of the rowwise kernel has in flight
+constexpr int kTileThreads = kLanes * kTileRows / kRows;
+constexpr int kThreads = 256;  // of the rowwise kernel
+constexpr int kSteps = 2;      // vectors a thread of the rowwise kernel has in flight
 
 constexpr int kDbiasThreads = 64;
 
@@ -112,21 +114,25 @@ __device__ __forceinline__ uint2 encode_vec(const Vec8<T>& v, float scale, float
   return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// Each warp leaves its amax; thread 0 folds them into the tensor's after a barrier. The atomic
-// comes last in a kernel: nothing waits for it.
+// The tensor's amax so far, read by thread 0 while the data loads. A later, larger value only makes
+// the atomic at the end superfluous.
+__device__ __forceinline__ uint32_t amax_so_far(const Params& p) {
+  return p.amax && threadIdx.x == 0 ? *reinterpret_cast<volatile uint32_t*>(p.amax) : 0u;
+}
+// Each warp leaves its amax; after a barrier thread 0 folds them into the tensor's. The atomic
+// comes last in a kernel and returns nothing: no thread waits for it.
 __device__ __forceinline__ void stage_amax(uint32_t amax, uint32_t* warps) {
   amax = warp_max(amax);
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = amax;
 }
-__device__ __forceinline__ void finish_scalars(const Params& p, float scale,
+template <int kBlock>
+__device__ __forceinline__ void finish_scalars(const Params& p, float scale, uint32_t seen,
                                                const uint32_t* warps) {
   if (threadIdx.x != 0) return;
-  if (p.amax) {
-    uint32_t amax = 0;
+  uint32_t amax = 0;
 #pragma unroll
-    for (int i = 0; i < kThreads / 32; ++i) amax = max(amax, warps[i]);
-    atomic_max_magnitude(p.amax, amax);
-  }
+  for (int i = 0; i < kBlock / 32; ++i) amax = max(amax, warps[i]);
+  if (p.amax && amax > seen) atomicMax(reinterpret_cast<unsigned int*>(p.amax), amax);
   if (blockIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
 }
 
@@ -143,34 +149,103 @@ __device__ __forceinline__ void transpose4(uint32_t a, uint32_t b, uint32_t c, u
 
 // Place of an 8-byte chunk (8 rows of one column) in the shared tile.
 __device__ __forceinline__ int chunk_of(int col, int row_chunk) {
-  return col * (kTile / 8) + (row_chunk ^ (col / kVec));
+  return col * (kTileRows / 8) + (row_chunk ^ (col / kVec));
+}
+
+// Where a thread works: its first row and column, and its tile's.
+struct Place {
+  int64_t row0, col0, row, col;
+  __device__ explicit Place(const Params& p) {
+    const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
+    const int64_t row_tile = blockIdx.x / col_tiles;
+    row0 = row_tile * kTileRows;
+    col0 = (blockIdx.x - row_tile * col_tiles) * kTileCols;
+    row = row0 + threadIdx.x / kLanes * kRows;
+    col = col0 + threadIdx.x % kLanes * kVec;
+  }
+};
+
+template <typename T, bool kAligned>
+__device__ __forceinline__ void load_tile(const Params& p, const Place& at, Vec8<T>* in) {
+  const T* x = static_cast<const T*>(p.x) + at.row * p.cols + at.col;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (kAligned) {
+      in[r] = at.row + r < p.rows && at.col < p.cols ? load_vec(x + r * p.cols) : Vec8<T>{};
+    } else {
+      in[r] = load_partial(x + r * p.cols, at.row + r < p.rows ? p.cols - at.col : 0);
+    }
+  }
+}
+
+template <bool kAligned>
+__device__ __forceinline__ void store_rows(const Params& p, const Place& at, const uint2* codes) {
+  uint8_t* out = p.rowwise + at.row * p.cols + at.col;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (at.row + r >= p.rows) break;
+    if (kAligned) {
+      if (at.col < p.cols) *reinterpret_cast<uint2*>(out + r * p.cols) = codes[r];
+    } else {
+#pragma unroll
+      for (int c = 0; c < kVec; ++c)
+        if (at.col + c < p.cols)
+          out[r * p.cols + c] =
+              static_cast<uint8_t>((c < 4 ? codes[r].x : codes[r].y) >> 8 * (c % 4));
+    }
+  }
+}
+
+// A thread's 8 x 8 codes, transposed, into the shared tile.
+__device__ __forceinline__ void stage_columns(const uint2* codes, uint2* tile) {
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  uint32_t low[kVec], high[kVec];  // of column c: rows 0-3 and 4-7
+  transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, low);
+  transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, low + 4);
+  transpose4(codes[4].x, codes[5].x, codes[6].x, codes[7].x, high);
+  transpose4(codes[4].y, codes[5].y, codes[6].y, codes[7].y, high + 4);
+#pragma unroll
+  for (int c = 0; c < kVec; ++c)
+    tile[chunk_of(lane * kVec + c, group)] = make_uint2(low[c], high[c]);
+}
+
+// The shared tile to the transposed output: 16 threads write the 256 bytes of one column.
+template <bool kAligned>
+__device__ __forceinline__ void store_columns(const Params& p, const Place& at, const uint2* tile) {
+  constexpr int kParts = kTileRows / 16;
+  const int part = threadIdx.x % kParts;
+#pragma unroll
+  for (int c = threadIdx.x / kParts; c < kTileCols; c += kTileThreads / kParts) {
+    if (at.col0 + c >= p.cols) break;
+    const int swizzle = c / kVec;
+    const uint4 pair = reinterpret_cast<const uint4*>(tile)[c * kParts + (part ^ (swizzle >> 1))];
+    const uint4 bytes = swizzle & 1 ? make_uint4(pair.z, pair.w, pair.x, pair.y) : pair;
+    uint8_t* out = p.transposed + (at.col0 + c) * p.rows + at.row0 + part * 16;
+    if (kAligned) {
+      if (at.row0 + part * 16 < p.rows) *reinterpret_cast<uint4*>(out) = bytes;
+    } else {
+      const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        if (at.row0 + part * 16 + i < p.rows)
+          out[i] = static_cast<uint8_t>(words[i / 4] >> 8 * (i % 4));
+    }
+  }
 }
 
 // kAligned: x, the outputs and both extents allow vector accesses without a bounds check inside
 // a vector. Otherwise every access is checked and done by element.
 template <typename T, typename Format, bool kAligned, bool kDbias>
-__global__ void __launch_bounds__(kThreads, 4) cast_transpose_tile_kernel(const Params p) {
+__global__ void __launch_bounds__(kTileThreads, 2) cast_transpose_tile_kernel(const Params p) {
   if (p.noop && *p.noop != 0) return;
-  __shared__ uint32_t warp_amaxes[kThreads / 32];
-  __shared__ __align__(16) uint2 tile[kTile * kTile / 8];
-  __shared__ float sums[kDbias ? kTile / kRows : 1][kDbias ? kTile : 1];
-  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-  const int64_t col_tiles = (p.cols + kTile - 1) / kTile;
-  const int64_t row_tile = blockIdx.x / col_tiles;
-  const int64_t row0 = row_tile * kTile, col0 = (blockIdx.x - row_tile * col_tiles) * kTile;
-  const int64_t row = row0 + group * kRows, col = col0 + lane * kVec;
-  const T* x = static_cast<const T*>(p.x) + row * p.cols + col;
-
+  __shared__ uint32_t warp_amaxes[kTileThreads / 32];
+  __shared__ __align__(16) uint2 tile[kTileRows * kTileCols / 8];
+  __shared__ float sums[kDbias ? kTileThreads / 32 : 1][kDbias ? kTileCols : 1];
+  const Place at(p);
   Vec8<T> in[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    if (kAligned) {
-      in[r] = row + r < p.rows && col < p.cols ? load_vec(x + r * p.cols) : Vec8<T>{};
-    } else {
-      in[r] = load_partial(x + r * p.cols, row + r < p.rows ? p.cols - col : 0);
-    }
-  }
+  load_tile<T, kAligned>(p, at, in);
   const float scale = *p.scale;
+  const uint32_t seen = amax_so_far(p);
   uint32_t amax = 0;
   uint2 codes[kRows];
   float column_sums[kVec] = {};
@@ -179,68 +254,26 @@ __global__ void __launch_bounds__(kThreads, 4) cast_transpose_tile_kernel(const 
     fold_amax(in[r], amax);
     codes[r] = encode_vec<T, Format>(in[r], scale, kDbias ? column_sums : nullptr);
   }
+  if (p.rowwise) store_rows<kAligned>(p, at, codes);
+  if (p.transposed) stage_columns(codes, tile);
   if (kDbias) {
 #pragma unroll
-    for (int c = 0; c < kVec; ++c) sums[group][lane * kVec + c] = column_sums[c];
-  }
-  if (p.rowwise) {
-    uint8_t* out = p.rowwise + row * p.cols + col;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      if (row + r >= p.rows) break;
-      if (kAligned) {
-        if (col < p.cols) *reinterpret_cast<uint2*>(out + r * p.cols) = codes[r];
-      } else {
-#pragma unroll
-        for (int c = 0; c < kVec; ++c)
-          if (col + c < p.cols)
-            out[r * p.cols + c] =
-                static_cast<uint8_t>((c < 4 ? codes[r].x : codes[r].y) >> 8 * (c % 4));
-      }
+    for (int c = 0; c < kVec; ++c) {
+      // The upper half of a warp holds the next rows of the same columns.
+      const float sum = column_sums[c] + __shfl_down_sync(0xFFFFFFFFu, column_sums[c], kLanes);
+      if (threadIdx.x % 32 < kLanes) sums[threadIdx.x / 32][threadIdx.x % kLanes * kVec + c] = sum;
     }
-  }
-  if (p.transposed) {
-    uint32_t low[kVec], high[kVec];  // of column c: rows 0-3 and 4-7
-    transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, low);
-    transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, low + 4);
-    transpose4(codes[4].x, codes[5].x, codes[6].x, codes[7].x, high);
-    transpose4(codes[4].y, codes[5].y, codes[6].y, codes[7].y, high + 4);
-#pragma unroll
-    for (int c = 0; c < kVec; ++c)
-      tile[chunk_of(lane * kVec + c, group)] = make_uint2(low[c], high[c]);
   }
   stage_amax(amax_bits(T{}, amax), warp_amaxes);
   __syncthreads();
-
-  if (p.transposed) {
-    // 8 threads write the 128 bytes of one column, 16 bytes each.
-    const int part = threadIdx.x % 8;
-#pragma unroll
-    for (int c = threadIdx.x / 8; c < kTile; c += kThreads / 8) {
-      if (col0 + c >= p.cols) break;
-      const int swizzle = c / kVec;
-      const uint4 pair =
-          reinterpret_cast<const uint4*>(tile)[c * (kTile / 16) + (part ^ (swizzle >> 1))];
-      const uint4 bytes = swizzle & 1 ? make_uint4(pair.z, pair.w, pair.x, pair.y) : pair;
-      uint8_t* out = p.transposed + (col0 + c) * p.rows + row0 + part * 16;
-      if (kAligned) {
-        if (row0 + part * 16 < p.rows) *reinterpret_cast<uint4*>(out) = bytes;
-      } else {
-        const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
-#pragma unroll
-        for (int i = 0; i < 16; ++i)
-          if (row0 + part * 16 + i < p.rows)
-            out[i] = static_cast<uint8_t>(words[i / 4] >> 8 * (i % 4));
-      }
-    }
-  }
-  if (kDbias && row0 < p.rows && threadIdx.x < kTile && col0 + threadIdx.x < p.cols) {
+  if (p.transposed) store_columns<kAligned>(p, at, tile);
+  if (kDbias && at.row0 < p.rows && threadIdx.x < kTileCols && at.col0 + threadIdx.x < p.cols) {
     float sum = 0.0f;
 #pragma unroll
-    for (int g = 0; g < kTile / kRows; ++g) sum += sums[g][threadIdx.x];
-    p.workspace[row_tile * p.cols + col0 + threadIdx.x] = sum;
+    for (int w = 0; w < kTileThreads / 32; ++w) sum += sums[w][threadIdx.x];
+    p.workspace[at.row0 / kTileRows * p.cols + at.col0 + threadIdx.x] = sum;
   }
-  finish_scalars(p, scale, warp_amaxes);
+  finish_scalars<kTileThreads>(p, scale, seen, warp_amaxes);
 }
 
 // Rowwise, or amax alone: no tile. A step is kSteps vectors a thread, all in flight.
@@ -259,6 +292,7 @@ __global__ void __launch_bounds__(kThreads) cast_rowwise_kernel(const Params p) 
     in[k] = kAligned && i + kVec <= numel ? load_vec(x + i) : load_partial(x + i, numel - i);
   }
   const float scale = *p.scale;
+  const uint32_t seen = amax_so_far(p);
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     const int64_t i = begin + k * kThreads * kVec;
@@ -276,7 +310,7 @@ __global__ void __launch_bounds__(kThreads) cast_rowwise_kernel(const Params p) 
   }
   stage_amax(amax_bits(T{}, amax), warp_amaxes);
   __syncthreads();
-  finish_scalars(p, scale, warp_amaxes);
+  finish_scalars<kThreads>(p, scale, seen, warp_amaxes);
 }
 
 // Adds the tiles' sums of a column in order of rows.
@@ -313,9 +347,10 @@ void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
         aligned ? cast_rowwise_kernel<T, Format, true> : cast_rowwise_kernel<T, Format, false>;
     kernel<<<static_cast<unsigned>(blocks ? blocks : 1), kThreads, 0, stream>>>(p);
   } else {
-    const int64_t tiles = ((p.rows + kTile - 1) / kTile) * ((p.cols + kTile - 1) / kTile);
+    const int64_t row_tiles = (p.rows + kTileRows - 1) / kTileRows;
+    const int64_t tiles = row_tiles * ((p.cols + kTileCols - 1) / kTileCols);
     if (tiles > 0x7FFFFFFF)
-      fail(kApexTeUnsupported, "cast_transpose: x must have fewer than 2^31 tiles of 128 x 128");
+      fail(kApexTeUnsupported, "cast_transpose: x must have fewer than 2^46 elements");
     const bool aligned = in_aligned && is_aligned(p.rowwise, 8) && is_aligned(p.transposed, 16) &&
                          (p.rows % 16 == 0 || !p.transposed);
     const auto kernel = c.dbias ? (aligned ? cast_transpose_tile_kernel<T, Format, true, true>
@@ -323,12 +358,12 @@ void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
                                 : (aligned ? cast_transpose_tile_kernel<T, Format, true, false>
                                            : cast_transpose_tile_kernel<T, Format, false, false>);
     // An empty x has no tile, but scale_inv is still due: one block writes it.
-    kernel<<<static_cast<unsigned>(tiles ? tiles : 1), kThreads, 0, stream>>>(p);
+    kernel<<<static_cast<unsigned>(tiles ? tiles : 1), kTileThreads, 0, stream>>>(p);
     check_cuda(cudaGetLastError(), "cast_transpose");
     if (c.dbias && p.cols)
-      dbias_kernel<T><<<static_cast<unsigned>((p.cols + kDbiasThreads - 1) / kDbiasThreads),
-                        kDbiasThreads, 0, stream>>>(p.workspace, (p.rows + kTile - 1) / kTile,
-                                                    p.cols, c.dbias.data<T>(), p.noop);
+      dbias_kernel<T>
+          <<<static_cast<unsigned>((p.cols + kDbiasThreads - 1) / kDbiasThreads), kDbiasThreads, 0,
+             stream>>>(p.workspace, row_tiles, p.cols, c.dbias.data<T>(), p.noop);
   }
   check_cuda(cudaGetLastError(), "cast_transpose");
 }

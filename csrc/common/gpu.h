@@ -97,12 +97,6 @@ __device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
 #endif
 }
 
-// amax as bits: exact, order-independent, NaN above infinity.
-__device__ __forceinline__ void atomic_max_magnitude(float* amax, uint32_t bits) {
-  auto* word = reinterpret_cast<unsigned int*>(amax);
-  if (bits > *reinterpret_cast<volatile unsigned int*>(word)) atomicMax(word, bits);
-}
-
 #endif  // __CUDACC__
 
 }  // namespace apex_te

@@ -111,8 +111,8 @@ bool convert_list(CallState& state, PyObject* object, int index, int32_t kind) {
                   Py_TYPE(object)->tp_name);
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(object);
   PyObject** items = PySequence_Fast_ITEMS(object);
-  state.lists[index] = std::make_unique<ListStorage>();
-  ListStorage& storage = *state.lists[index];
+  if (!state.lists) state.lists = std::make_unique<std::array<ListStorage, kMaxParameters>>();
+  ListStorage& storage = (*state.lists)[index];
   arg.kind = kind;
   arg.count = static_cast<int32_t>(count);
   if (kind == kApexTeTensorList) {

@@ -37,7 +37,7 @@ struct CallState {
   FunctionObject* self;
   std::array<ApexTeArg, kMaxParameters> args;
   std::array<DLTensor, kMaxParameters> tensors;
-  std::array<std::unique_ptr<ListStorage>, kMaxParameters> lists;
+  std::unique_ptr<std::array<ListStorage, kMaxParameters>> lists;  // made for the first list
   bool has_device = false;
   DLDevice device{kDLCPU, 0};
   int device_parameter = 0;

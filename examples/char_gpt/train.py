@@ -32,11 +32,31 @@ except ImportError:  # the bar is a convenience; the run does not depend on it
     tqdm = None
 
 PRESETS: dict[str, dict[str, float]] = {
-    "cpu": dict(steps=400, batch=16, context=128, layers=4, dim=128, heads=4, lr=4e-3,
-                eval_every=100, eval_batches=16, max_bytes=3_000_000),
-    "cuda": dict(steps=1000, batch=32, context=512, layers=8, dim=1024, heads=16, lr=6e-4,
-                 eval_every=100, eval_batches=16, max_bytes=20_000_000),
-}  # fmt: skip
+    "cpu": {
+        "steps": 400,
+        "batch": 16,
+        "context": 128,
+        "layers": 4,
+        "dim": 128,
+        "heads": 4,
+        "lr": 4e-3,
+        "eval_every": 100,
+        "eval_batches": 16,
+        "max_bytes": 3_000_000,
+    },
+    "cuda": {
+        "steps": 1000,
+        "batch": 32,
+        "context": 512,
+        "layers": 8,
+        "dim": 1024,
+        "heads": 16,
+        "lr": 6e-4,
+        "eval_every": 100,
+        "eval_batches": 16,
+        "max_bytes": 20_000_000,
+    },
+}
 LOG_EVERY = 10  # steps between readings of the loss, each of which waits for the device
 # What a resumed run must share with the run that was saved.
 RUN_SETTINGS = (
@@ -99,7 +119,7 @@ def make_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Every op here writes its whole output, so filling fresh memory first would only cost time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def make_optimizer(model: CharGPT, lr: float) -> torch.optim.AdamW:

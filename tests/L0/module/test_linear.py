@@ -57,15 +57,15 @@ def check_floors(module, x, grad, recipe=HYBRID):
 def test_sqnr_floors(dtype, fp8_format, bias, device):
     recipe = DelayedScaling(fp8_format=fp8_format, amax_history_len=4)
     module = Linear(64, 48, bias, params_dtype=dtype, device=device)
-    x = torch.randn(32, 64, device=device).to(dtype)
-    check_floors(module, x, torch.randn(32, 48, device=device).to(dtype), recipe)
+    x = torch.randn(32, 64).to(device).to(dtype)
+    check_floors(module, x, torch.randn(32, 48).to(device).to(dtype), recipe)
 
 
 @pytest.mark.parametrize("shape", [(64,), (1, 64), (3, 5, 64), (2, 1, 4, 64)])
 def test_leading_dimensions(shape, device):
     module = Linear(64, 16, device=device)
-    x = torch.randn(shape, device=device)
-    check_floors(module, x, torch.randn(*shape[:-1], 16, device=device))
+    x = torch.randn(shape).to(device)
+    check_floors(module, x, torch.randn(*shape[:-1], 16).to(device))
     with fp8_autocast(True, HYBRID):
         assert module(x).shape == (*shape[:-1], 16)
 
@@ -73,12 +73,12 @@ def test_leading_dimensions(shape, device):
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (7, 3), (17, 129), (127, 15)])
 def test_odd_sizes(k, n, device):
     module = Linear(k, n, device=device)
-    check_floors(module, torch.randn(9, k, device=device), torch.randn(9, n, device=device))
+    check_floors(module, torch.randn(9, k).to(device), torch.randn(9, n).to(device))
 
 
 def test_non_contiguous_input_and_gradient(device):
     module = Linear(32, 16, device=device)
-    wide, dy = torch.randn(32, 24, device=device), torch.randn(16, 24, device=device)
+    wide, dy = torch.randn(32, 24).to(device), torch.randn(16, 24).to(device)
     strided = run(module, wide.t(), dy.t()), module.weight.grad.clone()
     module._fp8.reset()
     packed = run(module, wide.t().contiguous(), dy.t().contiguous()), module.weight.grad
@@ -102,9 +102,9 @@ def test_zero_tokens(shape, enabled, device):
 def test_three_fp8_gemms_per_step(device):
     module = Linear(16, 32, device=device)
     before = fp8_gemm_count()
-    run(module, torch.randn(4, 16, device=device), torch.randn(4, 32, device=device))
+    run(module, torch.randn(4, 16).to(device), torch.randn(4, 32).to(device))
     assert fp8_gemm_count() - before == 3
-    run(module, torch.randn(4, 16, device=device), torch.randn(4, 32, device=device), enabled=False)
+    run(module, torch.randn(4, 16).to(device), torch.randn(4, 32).to(device), enabled=False)
     assert fp8_gemm_count() - before == 3
 
 

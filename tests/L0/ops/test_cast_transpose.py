@@ -279,7 +279,9 @@ def test_more_than_2_to_31_elements():
     for begin in (0, rows // 2, rows - 16):
         expected = op.reference(x[begin : begin + 16].cpu(), one(2, "cpu"), FORMATS[0]).rowwise
         assert torch.equal(codes(out.rowwise[begin : begin + 16]), codes(expected))
-        assert torch.equal(codes(out.transposed[:, begin : begin + 16].contiguous()).t(), codes(expected))
+        assert torch.equal(
+            codes(out.transposed[:, begin : begin + 16].contiguous()).t(), codes(expected)
+        )
 
 
 def test_written_tensors_count_as_changed():

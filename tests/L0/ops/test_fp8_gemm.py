@@ -48,7 +48,24 @@ def test_accumulate(device, shape, out_dtype):
     result = fp8_gemm(a, b, sa, sb, out=out, accumulate=True, use_split_accumulator=True)
     assert result is out
     expected = op.reference(a.cpu(), b.cpu(), sa.cpu(), sb.cpu()) + start.double().cpu()
-    assert sqnr(expected, out) >= (80 if out_dtype is torch.float32 else 48)
+    # The tensor cores add up to 128 products at about 14 bits before a split accumulator takes over.
+    exact = 80 if device.type == "cpu" else 60
+    assert sqnr(expected, out) >= (exact if out_dtype is torch.float32 else 48)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.parametrize("split", [False, True])
+def test_equals_scaled_mm(split):
+    """The same library underneath: accumulation adds one float32 rounding to torch's result."""
+    (a, sa), (b, sb) = operand(256, 512, E5M2, "cuda"), operand(128, 512, E4M3, "cuda")
+    peer = torch._scaled_mm(a, b.t(), sa, sb, out_dtype=torch.float32, use_fast_accum=not split)
+    out = fp8_gemm(a, b, sa, sb, out_dtype=torch.float32, use_split_accumulator=split)
+    assert sqnr(peer, out) >= 100
+    start = torch.randn(256, 128, device="cuda")
+    out = start.clone()
+    fp8_gemm(a, b, sa, sb, out=out, accumulate=True, use_split_accumulator=split)
+    assert sqnr(start + peer, out) >= 100
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
