@@ -124,7 +124,7 @@ def terabytes_per_second(num_bytes: int, microseconds: float) -> float:
 
 
 def report(name: str, rows: list[dict[str, Any]], **extra: Any) -> None:
-    """Prints a table and writes benchmarks/results/<name>.json (or below $OUT where that is set)."""
+    """Prints a table and writes benchmarks/results/<name>.json, or below $OUT where it is set."""
     keys = list(dict.fromkeys(key for row in rows for key in row))
     table = [keys] + [
         [

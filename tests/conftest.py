@@ -34,7 +34,7 @@ def _seed():
 
 @pytest.fixture
 def poison(monkeypatch):
-    """Fills what torch.empty returns inside the package with NaN bytes, so unwritten outputs show."""
+    """Fills what torch.empty returns with NaN bytes, so that unwritten outputs show."""
 
     def fill(tensor):
         if tensor.numel():

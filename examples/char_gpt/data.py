@@ -105,23 +105,24 @@ class Corpus:
 def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
     """Reads up to ``max_bytes`` of whole files under ``root`` (default: the standard library).
 
-    About every tenth file, chosen by the hash of its name, is held out for validation. Files that
-    are not UTF-8 are left out. ValueError when nothing remains on either side.
+    About every tenth file, chosen by the hash of its name, is held out for validation; a tenth of
+    ``max_bytes`` is theirs. Files that are not UTF-8 are left out. ValueError when nothing remains
+    on either side.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     texts: dict[bool, list[str]] = {False: [], True: []}
     files: dict[bool, list[str]] = {False: [], True: []}
-    room = max_bytes
+    room = {True: max_bytes // 10, False: max_bytes - max_bytes // 10}
     for name in list_sources(root):
         raw = (root / name).read_bytes()
-        if not raw or len(raw) > room:
+        held_out = is_held_out(name)
+        if not raw or len(raw) > room[held_out]:
             continue
         try:
             text = raw.decode("utf-8")
         except UnicodeDecodeError:
             continue
-        room -= len(raw)
-        held_out = is_held_out(name)
+        room[held_out] -= len(raw)
         texts[held_out].append(text.replace("\r\n", "\n"))
         files[held_out].append(name)
     if not texts[False] or not texts[True]:

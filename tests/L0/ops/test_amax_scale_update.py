@@ -44,9 +44,8 @@ def test_matches_reference(device, algo, pow2, margin):
 
 def test_window_by_hand(device):
     """numerics: L = 4, amaxes 8, 4, 3, 2 use 8 each time; the fifth drops the first."""
-    history, scale, inverse = (
-        torch.zeros(4, 1, device=device), torch.ones(1, device=device), torch.ones(1, device=device),
-    )  # fmt: skip
+    history = torch.zeros(4, 1, device=device)
+    scale, inverse = torch.ones(1, device=device), torch.ones(1, device=device)
     used = []
     for amax in (8.0, 4.0, 3.0, 2.0, 1.0, 1.0):
         history[0, 0] = amax

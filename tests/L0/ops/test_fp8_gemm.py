@@ -48,7 +48,7 @@ def test_accumulate(device, shape, out_dtype):
     result = fp8_gemm(a, b, sa, sb, out=out, accumulate=True, use_split_accumulator=True)
     assert result is out
     expected = op.reference(a.cpu(), b.cpu(), sa.cpu(), sb.cpu()) + start.double().cpu()
-    # The tensor cores add up to 128 products at about 14 bits before a split accumulator takes over.
+    # Tensor cores add up to 128 products at about 14 bits, also under a split accumulator.
     exact = 80 if device.type == "cpu" else 60
     assert sqnr(expected, out) >= (exact if out_dtype is torch.float32 else 48)
 
