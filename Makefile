@@ -6,8 +6,10 @@ VENV ?= .venv
 TESTFLAGS ?= $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 DEMOFLAGS ?=
 
+# Resolved before the environment's own python3 comes first on PATH: it must not make itself.
+BASE_PYTHON := $(shell command -v $(PYTHON))
 # Tools of the Python that the environment was made from are found, too, behind its own.
-BASE_BIN := $(dir $(shell command -v $(PYTHON)))
+BASE_BIN := $(dir $(BASE_PYTHON))
 export PATH := $(abspath $(VENV))/bin:$(BASE_BIN):$(PATH)
 PY := $(VENV)/bin/python
 
@@ -31,7 +33,7 @@ help:
 	@echo "PYTHON=...      the Python to use (default python3); its torch is used if it fits"
 
 env:
-	@$(PYTHON) scripts/environment.py $(VENV)
+	@$(BASE_PYTHON) scripts/environment.py $(VENV)
 
 demo: env
 	$(PY) examples/char_gpt/train.py --precision fp32 fp8 --out build/char_gpt $(DEMOFLAGS)

@@ -94,7 +94,7 @@ class Environment:
     def is_current(self) -> bool:
         return (
             self.stamp.exists()
-            and self.stamp.read_text(encoding="utf-8").strip() == self.key()
+            and self.stamp.read_text(encoding="utf-8").splitlines()[:1] == [self.key()]
             and output(self.python, INSTALLED) is not None
         )
 
@@ -178,13 +178,26 @@ class Environment:
         if output(self.python, "import torch, apex_te") is None:
             subprocess.run([str(self.python), "-c", "import apex_te"], check=False)
             raise SystemExit("environment: apex_te does not import in it, see above")
-        self.stamp.write_text(self.key() + "\n", encoding="utf-8")
+        self.stamp.write_text(f"{self.key()}\n{sys.executable}\n", encoding="utf-8")
+
+    def leave(self) -> None:
+        """Starts again with the Python it was made from where it is active: it must not make itself."""
+        if Path(sys.prefix).resolve() != self.path.resolve():
+            return
+        recorded = (
+            self.stamp.read_text(encoding="utf-8").splitlines() if self.stamp.exists() else []
+        )
+        base = recorded[1] if len(recorded) > 1 else getattr(sys, "_base_executable", "")
+        if not base or Path(base).parent == self.path / "bin":
+            raise SystemExit(f"environment: deactivate {self.path} and run this again")
+        os.execv(base, [base, *sys.argv])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("path", type=Path, help="where the environment is or shall be")
     environment = Environment(parser.parse_args().path.absolute())
+    environment.leave()
     if sys.version_info < (3, 10):  # noqa: UP036 - runs before anything checks it
         raise SystemExit(f"environment: Python must be 3.10 or later, got {sys.version.split()[0]}")
     if environment.path.exists() and not (environment.path / "pyvenv.cfg").exists():

@@ -1,4 +1,4 @@
-"""Binds the C functions of op libraries to Python callables; builds what is missing on first use."""
+"""Binds the C functions of op libraries to Python callables; builds what is missing on demand."""
 
 from __future__ import annotations
 

@@ -11,14 +11,21 @@
 namespace apex_te {
 
 struct CublasLt {
-#define APEX_TE_CUBLASLT_FUNCTIONS(X)                                                         \
-  X(cublasLtCreate)                                                                           \
-  X(cublasLtMatmul)                                                                           \
-  X(cublasLtMatmulDescCreate) X(cublasLtMatmulDescSetAttribute) X(cublasLtMatrixLayoutCreate) \
-      X(cublasLtMatmulPreferenceCreate) X(cublasLtMatmulPreferenceDestroy)                    \
-          X(cublasLtMatmulPreferenceSetAttribute) X(cublasLtMatmulAlgoGetHeuristic)           \
-              X(cublasLtMatmulDescDestroy) X(cublasLtMatrixLayoutDestroy)                     \
-                  X(cublasLtGetStatusString)
+  // clang-format off
+#define APEX_TE_CUBLASLT_FUNCTIONS(X) \
+  X(cublasLtCreate) \
+  X(cublasLtMatmul) \
+  X(cublasLtMatmulDescCreate) \
+  X(cublasLtMatmulDescSetAttribute) \
+  X(cublasLtMatrixLayoutCreate) \
+  X(cublasLtMatmulPreferenceCreate) \
+  X(cublasLtMatmulPreferenceDestroy) \
+  X(cublasLtMatmulPreferenceSetAttribute) \
+  X(cublasLtMatmulAlgoGetHeuristic) \
+  X(cublasLtMatmulDescDestroy) \
+  X(cublasLtMatrixLayoutDestroy) \
+  X(cublasLtGetStatusString)
+// clang-format on
 #define APEX_TE_POINTER(name) decltype(&::name) name = nullptr;
   APEX_TE_CUBLASLT_FUNCTIONS(APEX_TE_POINTER)
 #undef APEX_TE_POINTER
