@@ -181,7 +181,7 @@ class Environment:
         self.stamp.write_text(f"{self.key()}\n{sys.executable}\n", encoding="utf-8")
 
     def leave(self) -> None:
-        """Starts again with the Python it was made from where it is active: it must not make itself."""
+        """Where it is active, starts again with the Python it was made from: it cannot make itself."""
         if Path(sys.prefix).resolve() != self.path.resolve():
             return
         recorded = (
