@@ -181,7 +181,7 @@ class Environment:
         self.stamp.write_text(f"{self.key()}\n{sys.executable}\n", encoding="utf-8")
 
     def leave(self) -> None:
-        """Where it is active, starts again with the Python it was made from: it cannot make itself."""
+        """Where it is active, starts again with the Python that it was made from."""
         if Path(sys.prefix).resolve() != self.path.resolve():
             return
         recorded = (
