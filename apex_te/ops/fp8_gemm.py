@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import increment_version
 
 from .. import runtime
-from . import reference_codec
+from . import gemm_tuning, reference_codec
+from .cast_transpose import cast_transpose
 from .registration import register
 
 _lib = runtime.ops("fp8_gemm")
@@ -101,22 +104,77 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_a
 
 def _run_cuda(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
     scratch = runtime.workspace(a.device, _WORKSPACE_BYTES)
+    operands = (a, b, a_scale_inv, b_scale_inv)
+    index = 0
+    if gemm_tuning.is_active:
+        index = _tuned_algorithm(operands, out, bias, aux, accumulate, use_split_accumulator)
+    options = (scratch, accumulate, use_split_accumulator, index)
     if aux is None:
-        _lib.fp8_gemm(
-            a, b, a_scale_inv, b_scale_inv, out, bias, None, scratch, accumulate,
-            use_split_accumulator,
-        )  # fmt: skip
+        _lib.fp8_gemm(*operands, out, bias, None, *options)
         return
     try:
-        _lib.fp8_gemm(
-            a, b, a_scale_inv, b_scale_inv, out, bias, aux, scratch, False, use_split_accumulator
-        )
+        _lib.fp8_gemm(*operands, out, bias, aux, *options)
     except NotImplementedError:
         # cuBLASLt has no fused GELU for this combination of types: GEMM, then the activation.
-        _lib.fp8_gemm(
-            a, b, a_scale_inv, b_scale_inv, aux, bias, None, scratch, False, use_split_accumulator
-        )
+        _lib.fp8_gemm(*operands, aux, bias, None, scratch, False, use_split_accumulator, 0)
         out.copy_(F.gelu(aux, approximate="tanh"))
+
+
+def _tuned_algorithm(operands, out, bias, aux, accumulate, use_split_accumulator) -> int:
+    a, b = operands[:2]
+    key = (
+        f"{a.shape[0]}x{b.shape[0]}x{a.shape[1]} {a.dtype} {b.dtype} {out.dtype} "
+        f"bias={bias is not None} gelu={aux is not None} accumulate={accumulate} "
+        f"split={use_split_accumulator}"
+    )
+
+    def launch(index: int) -> None:
+        results = torch.empty_like(out), None if aux is None else torch.empty_like(aux)
+        scratch = runtime.workspace(a.device, _WORKSPACE_BYTES)
+        _lib.fp8_gemm(
+            *operands, results[0], bias, results[1], scratch, accumulate, use_split_accumulator,
+            index,
+        )  # fmt: skip
+
+    return gemm_tuning.algorithm(key, a.device, launch)
+
+
+def tune(
+    shapes: Iterable[tuple[int, int, int]],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    grad_dtype: torch.dtype = torch.float8_e5m2,
+    device: torch.device | str = "cuda",
+) -> None:
+    """Times cuBLASLt's algorithms for linear layers and uses the fastest from here on.
+
+    Args:
+        shapes: (tokens, in_features, out_features) of each layer.
+        dtype: of activations and outputs; wgrad is tuned for it and for accumulation into float32.
+        grad_dtype: FP8 dtype of output gradients, float8_e5m2 (HYBRID) or float8_e4m3fn.
+        device: a CUDA device.
+
+    Later processes take the choice from the cache when APEX_TE_GEMM_TUNE=1 is set.
+    """
+    gemm_tuning.is_active = True
+    e4m3 = torch.float8_e4m3fn
+    one = torch.ones(1, device=device)
+
+    def operand(rows: int, cols: int, fp8: torch.dtype) -> torch.Tensor:
+        x = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
+        codes = torch.empty_like(x, dtype=fp8)
+        cast_transpose(x, one * 64, fp8, transposed=False, out_rowwise=codes)
+        return codes
+
+    for tokens, inputs, outputs in shapes:
+        x, w = operand(tokens, inputs, e4m3), operand(outputs, inputs, e4m3)
+        fp8_gemm(x, w, one, one, out_dtype=dtype)
+        dy, wt = operand(tokens, outputs, grad_dtype), operand(inputs, outputs, e4m3)
+        fp8_gemm(dy, wt, one, one, out_dtype=dtype, use_split_accumulator=True)
+        dyt, xt = operand(outputs, tokens, grad_dtype), operand(inputs, tokens, e4m3)
+        fp8_gemm(dyt, xt, one, one, out_dtype=dtype, use_split_accumulator=True)
+        total = torch.zeros(outputs, inputs, device=device)
+        fp8_gemm(dyt, xt, one, one, out=total, accumulate=True, use_split_accumulator=True)
 
 
 def _run_padded(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):

@@ -10,8 +10,10 @@
 APEX_TE_FUNCTION(fp8_gemm,
                  "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, "
                  "bias: Tensor?, aux: Tensor?, workspace: Tensor?, accumulate: bool, "
-                 "use_split_accumulator: bool",
+                 "use_split_accumulator: bool, algorithm: int",
                  "cuda")
+// cuBLASLt's version on the machine; the tensor only names the device.
+APEX_TE_FUNCTION(cublaslt_version, "probe: Tensor -> int", "cuda")
 APEX_TE_FUNCTION(fp8_decode, "codes: Tensor, out: Tensor", "cpu")
 APEX_TE_FUNCTION(fp8_gemm_epilogue,
                  "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, "
@@ -19,6 +21,8 @@ APEX_TE_FUNCTION(fp8_gemm_epilogue,
                  "cpu")
 
 namespace apex_te {
+
+constexpr int kMaxAlgorithms = 16;
 
 struct Fp8Epilogue {
   TensorView out, bias, aux;
@@ -40,6 +44,7 @@ struct Fp8Gemm : Fp8Epilogue {
   TensorView a, b, workspace;
   int64_t m, n, k;
   bool accumulate, use_split_accumulator;
+  int64_t algorithm;  // place in the heuristic's list, 0 the first
 };
 
 inline Fp8Gemm check_fp8_gemm(Args& args) {
@@ -65,6 +70,10 @@ inline Fp8Gemm check_fp8_gemm(Args& args) {
   if (g.workspace) g.workspace.has_dtype({DType::kUInt8}).has_ndim(1).is_dense();
   g.accumulate = args.boolean();
   g.use_split_accumulator = args.boolean();
+  g.algorithm = args.integer();
+  if (g.algorithm < 0 || g.algorithm >= kMaxAlgorithms)
+    fail(kApexTeValueError, "%s: algorithm must be from 0 to %d, got %lld", args.name(),
+         kMaxAlgorithms - 1, static_cast<long long>(g.algorithm));
   if (g.accumulate && g.aux)
     fail(kApexTeValueError, "%s: accumulate must be false with aux, got true", args.name());
   return g;

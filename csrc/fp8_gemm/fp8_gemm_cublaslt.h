@@ -24,7 +24,8 @@ struct CublasLt {
   X(cublasLtMatmulAlgoGetHeuristic) \
   X(cublasLtMatmulDescDestroy) \
   X(cublasLtMatrixLayoutDestroy) \
-  X(cublasLtGetStatusString)
+  X(cublasLtGetStatusString) \
+  X(cublasLtGetVersion)
 // clang-format on
 #define APEX_TE_POINTER(name) decltype(&::name) name = nullptr;
   APEX_TE_CUBLASLT_FUNCTIONS(APEX_TE_POINTER)

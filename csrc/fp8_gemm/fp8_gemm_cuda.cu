@@ -1,7 +1,8 @@
 // CUDA side of fp8_gemm: cuBLASLt with a cached plan for each shape, layout and epilogue.
 //
-// A plan keeps the descriptors and the heuristic's first algorithm, so that a call sets a few
-// pointers and launches. cuBLAS is column-major: it computes out^T = b . a^T, so its A is b.
+// A plan keeps the descriptors and one algorithm of the heuristic's list (the first unless tuned),
+// so that a call sets a few pointers and launches. cuBLAS is column-major: it computes out^T = b .
+// a^T, so its A is b.
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
@@ -18,10 +19,11 @@ struct PlanKey {
   int64_t m, n, k, workspace_bytes;
   int32_t device, a_type, b_type, out_type, epilogue;
   int32_t alignment_a, alignment_b, alignment_out;
-  int32_t split_accumulator, accumulate;
+  int32_t split_accumulator, accumulate, algorithm;
+  int32_t unused;  // no padding bytes: the key is compared and hashed whole
   bool operator==(const PlanKey& o) const { return memcmp(this, &o, sizeof(*this)) == 0; }
 };
-static_assert(sizeof(PlanKey) == 4 * 8 + 10 * 4, "PlanKey is compared and hashed by its bytes");
+static_assert(sizeof(PlanKey) == 4 * 8 + 12 * 4, "PlanKey is compared and hashed by its bytes");
 
 struct PlanHash {
   size_t operator()(const PlanKey& key) const {
@@ -123,25 +125,25 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.alignment_a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.alignment_out));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.alignment_out));
-  cublasLtMatmulHeuristicResult_t found;
+  cublasLtMatmulHeuristicResult_t found[kMaxAlgorithms];
   int count = 0;
-  const cublasStatus_t status =
-      lt.cublasLtMatmulAlgoGetHeuristic(handle_of(key.device), plan.matmul, plan.a, plan.b,
-                                        plan.out, plan.out, preference, 1, &found, &count);
+  const cublasStatus_t status = lt.cublasLtMatmulAlgoGetHeuristic(
+      handle_of(key.device), plan.matmul, plan.a, plan.b, plan.out, plan.out, preference,
+      key.algorithm + 1, found, &count);
   lt.cublasLtMatmulPreferenceDestroy(preference);
-  if (status != CUBLAS_STATUS_SUCCESS || count == 0) {
+  if (status != CUBLAS_STATUS_SUCCESS || count <= key.algorithm) {
     lt.cublasLtMatmulDescDestroy(plan.matmul);
     for (cublasLtMatrixLayout_t layout : {plan.a, plan.b, plan.out})
       lt.cublasLtMatrixLayoutDestroy(layout);
     fail(kApexTeUnsupported,
-         "fp8_gemm: cuBLASLt has no algorithm for M=%lld N=%lld K=%lld, a %s, b %s, out %s, "
+         "fp8_gemm: cuBLASLt has no algorithm %d for M=%lld N=%lld K=%lld, a %s, b %s, out %s, "
          "epilogue %d: %s",
-         static_cast<long long>(g.m), static_cast<long long>(g.n), static_cast<long long>(g.k),
-         dtype_name(g.a.dtype()), dtype_name(g.b.dtype()), dtype_name(g.out.dtype()), key.epilogue,
-         lt.cublasLtGetStatusString(status));
+         key.algorithm, static_cast<long long>(g.m), static_cast<long long>(g.n),
+         static_cast<long long>(g.k), dtype_name(g.a.dtype()), dtype_name(g.b.dtype()),
+         dtype_name(g.out.dtype()), key.epilogue, lt.cublasLtGetStatusString(status));
   }
-  plan.algo = found.algo;
-  plan.workspace_bytes = found.workspaceSize;
+  plan.algo = found[key.algorithm].algo;
+  plan.workspace_bytes = found[key.algorithm].workspaceSize;
   return plan;
 }
 
@@ -165,6 +167,7 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   key.alignment_out = alignment_of(g.out.data<void>());
   key.split_accumulator = g.use_split_accumulator;
   key.accumulate = g.accumulate;
+  key.algorithm = static_cast<int32_t>(g.algorithm);
 
   const std::lock_guard<std::mutex> lock(mutex);
   auto found = plans.find(key);
@@ -196,4 +199,10 @@ APEX_TE_DEFINE(fp8_gemm) {
       operand.refuse(kApexTeValueError, "start on a 16-byte boundary", "a misaligned address");
   const DeviceGuard guard(args.device_id());
   matmul(g, args.device_id(), static_cast<cudaStream_t>(args.stream()));
+}
+
+APEX_TE_DEFINE(cublaslt_version) {
+  using namespace apex_te;
+  args.tensor();
+  args.set_result(static_cast<int64_t>(CublasLt::get().cublasLtGetVersion()));
 }

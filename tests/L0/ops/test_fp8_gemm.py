@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from apex_te.ops import fp8_gemm as op
+from apex_te.ops import gemm_tuning
 from apex_te.ops.cast_transpose import cast_transpose
 from apex_te.ops.fp8_gemm import fp8_gemm, fp8_gemm_count
 
@@ -143,3 +144,32 @@ def test_graph_capture():
     captured.zero_()
     graph.replay()
     assert torch.equal(captured, expected)
+
+
+def test_tuning_table_survives_and_ignores_nonsense(tmp_path):
+    path = tmp_path / "gemm" / "table.json"
+    gemm_tuning._store(path, "a", 3)
+    gemm_tuning._store(path, "b", 0)
+    assert gemm_tuning._load(path) == {"a": 3, "b": 0}
+    path.write_text('{"a": 99, "b": "x", "c": 1}')
+    assert gemm_tuning._load(path) == {"c": 1}
+    path.write_text("not json")
+    assert gemm_tuning._load(path) == {}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+def test_tuned_product_is_right_and_remembered(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    # The dispatcher and the op are loaded already; only the table goes to the named cache.
+    (a, sa), (b, sb) = operand(512, 256, E4M3, "cuda"), operand(384, 256, E4M3, "cuda")
+    plain = fp8_gemm(a, b, sa, sb, out_dtype=torch.float32, use_split_accumulator=True)
+    monkeypatch.setenv("APEX_TE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(gemm_tuning, "_tables", {})
+    monkeypatch.setattr(gemm_tuning, "is_active", False)
+    op.tune([(512, 256, 384)])
+    stored = next((tmp_path / "gemm").glob("*.json"))
+    assert len(gemm_tuning._load(stored)) == 4
+    tuned = fp8_gemm(a, b, sa, sb, out_dtype=torch.float32, use_split_accumulator=True)
+    assert sqnr(plain, tuned) >= 60
+    assert len(gemm_tuning._load(stored)) == 5
