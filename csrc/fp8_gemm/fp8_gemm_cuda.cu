@@ -92,7 +92,18 @@ void set_pointers(const Plan& plan, const Fp8Gemm& g) {
   if (g.aux) set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux.data<void>());
 }
 
+void check_arch(int device) {
+  int major = 0, minor = 0;
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "fp8_gemm");
+  check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "fp8_gemm");
+  if (major * 10 + minor < 89)
+    fail(kApexTeUnsupported,
+         "fp8_gemm: the GPU must be of arch 8.9 or later, which have FP8 matrix units, got %d.%d",
+         major, minor);
+}
+
 Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
+  check_arch(key.device);
   const CublasLt& lt = CublasLt::get();
   Plan plan;
   check_cublaslt(lt.cublasLtMatmulDescCreate(&plan.matmul, CUBLAS_COMPUTE_32F, CUDA_R_32F),
