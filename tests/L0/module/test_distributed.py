@@ -57,7 +57,9 @@ def _worker(rank, path):
         f"{path}.{rank}",
     )
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    # All is saved. Tearing gloo's threads down aborts now and then ("terminate called without an
+    # active exception"), which is torch's affair and not what is tested here.
+    os._exit(0)
 
 
 def test_ddp_scales_are_equal_over_ranks(tmp_path):
