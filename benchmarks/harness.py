@@ -73,11 +73,23 @@ def summary(times: list[float]) -> dict[str, float]:
     }
 
 
-def kernel_us(call: Callable[[], Any], repeats: int = 60, warmup: int = 5) -> dict[str, float]:
-    """Median, p10 and p90 of the GPU time of one call, cold L2, in microseconds."""
-    for _ in range(warmup):
-        call()
-    return summary([_event_us(call) for _ in range(repeats)])
+def kernel_us(
+    call: Callable[[], Any],
+    repeats: int = 60,
+    warmup: int = 5,
+    prepare: Callable[[], Any] = lambda: None,
+) -> dict[str, float]:
+    """Median, p10 and p90 of the GPU time of one call, cold L2, in microseconds.
+
+    `prepare` runs before each call, untimed: it restores what a call consumes.
+    """
+    times = []
+    for i in range(warmup + repeats):
+        prepare()
+        elapsed = _event_us(call)
+        if i >= warmup:
+            times.append(elapsed)
+    return summary(times)
 
 
 def paired_us(

@@ -42,15 +42,6 @@ class DeviceGuard {
   bool changed_ = false;
 };
 
-inline int num_multiprocessors(int device) {
-  static int counts[64] = {};
-  if (device < 0 || device >= 64) return 1;
-  if (!counts[device])
-    check_cuda(cudaDeviceGetAttribute(&counts[device], cudaDevAttrMultiProcessorCount, device),
-               "cudaDeviceGetAttribute");
-  return counts[device];
-}
-
 inline bool is_aligned(const void* pointer, size_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
