@@ -8,6 +8,7 @@ report carries GPU, driver, torch, commit, date and the SM clock before and afte
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import os
 import statistics
@@ -129,6 +130,75 @@ def copy_us(num_bytes: int) -> dict[str, float]:
     source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return kernel_us(lambda: target.copy_(source))
+
+
+@functools.cache
+def _ceiling_us(num_bytes: int) -> float:
+    return copy_us(num_bytes)["us"]
+
+
+def measure(
+    function: str,
+    shape: str,
+    num_bytes: int,
+    call: Callable[[], Any],
+    peers: dict[str, Callable[[], Any]] | None = None,
+    repeats: int = 40,
+    **extra: Any,
+) -> dict[str, Any]:
+    """One row of a results file: a call, cold L2, taking turns with its peers.
+
+    Args:
+        function: what runs, e.g. "swiglu_fwd"; rows of one function form one group of the chart.
+        shape: e.g. "16384x4096".
+        num_bytes: the fewest bytes the function must move: the floor, not what a kernel moves.
+        call: every output preallocated.
+        peers: other implementations of the same function by name, e.g. {"torch": ...}; one that
+            raises is reported as not run.
+    """
+    running, missing = {}, {}
+    for name, peer in (peers or {}).items():
+        try:
+            peer()
+            running[name] = peer
+        except Exception as error:  # a peer's own limits are its own
+            missing[f"{name} us"] = f"not run: {type(error).__name__}"
+    ours, *theirs = paired_us([call, *running.values()], repeats=repeats)
+    ceiling = _ceiling_us(num_bytes)
+    row = {"function": function, "shape": shape, **extra, **ours}
+    row |= {"TB/s": terabytes_per_second(num_bytes, ours["us"]), "of copy": ceiling / ours["us"]}
+    for name, times in zip(running, theirs, strict=True):
+        row |= {f"{name} us": times["us"], f"over {name}": times["us"] / ours["us"]}
+    return row | missing
+
+
+def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.compile of a plain formula: the cheapest strong peer."""
+    torch._dynamo.reset()
+    return torch.compile(formula, fullgraph=True, dynamic=False)
+
+
+def graph_us(call: Callable[[], Any], calls: int = 100) -> float:
+    """Time of one call inside a replayed CUDA graph of `calls`, warm L2, in microseconds."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    times = []
+    for i in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 2:
+            times.append(start.elapsed_time(end) * 1e3 / calls)
+    return statistics.median(times)
 
 
 def terabytes_per_second(num_bytes: int, microseconds: float) -> float:

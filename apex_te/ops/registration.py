@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .. import runtime
+
 _library = torch.library.Library("apex_te", "DEF")
 
 
@@ -20,3 +22,31 @@ def register(schema: str, call: Callable[..., Any]) -> None:
     for key in ("CPU", "CUDA"):
         _library.impl(name, call, key)
     torch.library.register_fake(f"apex_te::{name}", lambda *args: None, lib=_library)
+
+
+def bind(op: str, schema: str) -> Callable[..., None]:
+    """Registers a function of an op and returns what its Python calls.
+
+    Eager calls go straight to the library; under torch.compile they go through `torch.ops`.
+
+    Args:
+        op: stem of the op, whose library has the function.
+        schema: the function's torch.library schema; its name and the order of its arguments are
+            those of the C function.
+    """
+    name = schema.partition("(")[0]
+    lib = runtime.ops(op)
+
+    def in_library(*args: Any) -> None:
+        getattr(lib, name)(*args)
+
+    register(schema, in_library)
+    registered = getattr(torch.ops.apex_te, name)
+
+    def call(*args: Any) -> None:
+        if torch.compiler.is_compiling():
+            registered(*args)
+        else:
+            getattr(lib, name)(*args)
+
+    return call

@@ -2,8 +2,7 @@
 #include <algorithm>
 
 #include "cast_transpose/cast_transpose.h"
-#include "common/codec.h"
-#include "common/cpu.h"
+#include "common/cpu_vec.h"
 #include "common/parallel.h"
 
 APEX_TE_LIBRARY()
@@ -14,23 +13,6 @@ namespace {
 constexpr int64_t kTileRows = kCastTransposeTileRows;
 constexpr int64_t kTileCols = 128;
 constexpr int64_t kRows = kCastTransposeRowsPerThread;
-
-// One row of a tile: amax, codes, and the running column sums.
-template <typename T, typename Format>
-APEX_TE_INLINE uint32_t cast_row(const T* x, int64_t n, float scale, uint8_t* codes, float* sums) {
-  uint32_t amax = 0;
-  float values[kTileCols];
-  for (int64_t i = 0; i < n; ++i) values[i] = to_float(x[i]);
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t a = magnitude_bits(values[i]);
-    amax = a > amax ? a : amax;
-  }
-  if (sums)
-    for (int64_t i = 0; i < n; ++i) sums[i] += values[i];
-  if (codes)
-    for (int64_t i = 0; i < n; ++i) codes[i] = encode_fp8<Format>(values[i] * scale);
-  return amax;
-}
 
 template <typename T, typename Format>
 APEX_TE_INLINE uint32_t cast_tile(const CastTranspose& p, float scale, int64_t row0, int64_t col0) {
@@ -44,19 +26,23 @@ APEX_TE_INLINE uint32_t cast_tile(const CastTranspose& p, float scale, int64_t r
   for (int64_t r0 = 0; r0 < rows; r0 += 2 * kRows) {
     std::fill_n(sums[0], 2 * kTileCols, 0.0f);
     for (int64_t r = r0; r < std::min(rows, r0 + 2 * kRows); ++r) {
-      uint8_t* row_codes = with_codes ? codes + r * kTileCols : nullptr;
-      float* row_sums = p.dbias ? sums[(r - r0) / kRows] : nullptr;
-      amax = std::max(amax, cast_row<T, Format>(x + r * p.cols, cols, scale, row_codes, row_sums));
-      if (p.rowwise) std::copy_n(row_codes, cols, p.rowwise + (row0 + r) * p.cols + col0);
+      float values[kTileCols];
+      widen(x + r * p.cols, cols, values);
+      amax = std::max(amax, amax_of(values, cols));
+      if (p.dbias) {
+        float* row_sums = sums[(r - r0) / kRows];
+        for (int64_t c = 0; c < cols; ++c) row_sums[c] += values[c];
+      }
+      if (!with_codes) continue;
+      encode_row<Format>(values, cols, scale, codes + r * kTileCols);
+      if (p.rowwise)
+        std::copy_n(codes + r * kTileCols, cols, p.rowwise + (row0 + r) * p.cols + col0);
     }
     if (p.dbias)
       for (int64_t c = 0; c < cols; ++c) tile_sums[c] += sums[0][c] + sums[1][c];
   }
   if (p.transposed)
-    for (int64_t c = 0; c < cols; ++c) {
-      uint8_t* out = p.transposed + (col0 + c) * p.rows + row0;
-      for (int64_t r = 0; r < rows; ++r) out[r] = codes[r * kTileCols + c];
-    }
+    transpose_bytes(codes, kTileCols, rows, cols, p.transposed + col0 * p.rows + row0, p.rows);
   if (p.dbias) std::copy_n(tile_sums, cols, p.workspace + row0 / kTileRows * p.cols + col0);
   return amax;
 }
@@ -93,10 +79,7 @@ void cast_all(const CastTranspose& p) {
   const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
   std::atomic<uint32_t> amax{0};
   parallel_for(row_tiles * col_tiles, [&](int64_t i) {
-    const uint32_t found = tile(p, scale, i / col_tiles * kTileRows, i % col_tiles * kTileCols);
-    uint32_t seen = amax.load(std::memory_order_relaxed);
-    while (found > seen && !amax.compare_exchange_weak(seen, found, std::memory_order_relaxed)) {
-    }
+    fold_amax(amax, tile(p, scale, i / col_tiles * kTileRows, i % col_tiles * kTileCols));
   });
   if (p.amax) *p.amax = bits_float(std::max(amax.load(), float_bits(*p.amax)));
   if (p.scale_inv) *p.scale_inv = 1.0f / scale;

@@ -1,7 +1,8 @@
 // Bit-exact conversions between float and bf16, fp16, E4M3 and E5M2, for host and device.
 //
 // Rounding is to nearest even. FP8 encoding saturates: a finite overflow or an infinity gives the
-// largest finite value; NaN of either sign gives 0x7F. Formats: OCP OFP8 1.0 (e4m3fn, e5m2).
+// largest finite value; NaN of either sign gives 0x7F. A NaN becomes 0x7FFF in bf16 and fp16, as
+// the GPU's cvt gives it. Formats: OCP OFP8 1.0 (e4m3fn, e5m2).
 #pragma once
 
 #include <cstdint>
@@ -72,7 +73,7 @@ template <>
 APEX_TE_HD BFloat16 from_float<BFloat16>(float value) {
   const uint32_t bits = float_bits(value);
   const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-  return BFloat16{static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded)};
+  return BFloat16{static_cast<uint16_t>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FFFu : rounded)};
 }
 template <>
 APEX_TE_HD Half from_float<Half>(float value) {
@@ -84,8 +85,7 @@ APEX_TE_HD Half from_float<Half>(float value) {
   const uint32_t subnormal = float_bits(bits_float(a) + 0.5f) - float_bits(0.5f);
   uint32_t result = a < 0x38800000u ? subnormal : normal;
   result = a >= 0x477FF000u ? 0x7C00u : result;
-  result = a > 0x7F800000u ? 0x7E00u : result;
-  return Half{static_cast<uint16_t>(sign | result)};
+  return Half{static_cast<uint16_t>(a > 0x7F800000u ? 0x7FFFu : sign | result)};
 }
 
 struct E4M3 {

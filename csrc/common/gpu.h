@@ -68,6 +68,33 @@ __device__ __forceinline__ uint32_t encode_fp8x2<E5M2>(float low, float high) {
 }
 #endif
 
+// Two floats to two bf16 or fp16 in one word, `low` in the lower half; nearest even.
+__device__ __forceinline__ uint32_t bf16x2_of(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
+  uint32_t word;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  return from_float<BFloat16>(low).bits | static_cast<uint32_t>(from_float<BFloat16>(high).bits)
+                                              << 16;
+#endif
+}
+__device__ __forceinline__ uint32_t f16x2_of(float low, float high) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
+  uint32_t word;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+  return word;
+#else
+  return from_float<Half>(low).bits | static_cast<uint32_t>(from_float<Half>(high).bits) << 16;
+#endif
+}
+
+__device__ __forceinline__ float warp_sum(float value) {
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, offset);
+  return value;
+}
+
 __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   return __reduce_max_sync(0xFFFFFFFFu, value);

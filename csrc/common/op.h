@@ -106,7 +106,19 @@ struct OpError : std::exception {
   throw error;
 }
 
-enum class DType : int32_t { kFloat32, kFloat16, kBFloat16, kE4M3, kE5M2, kInt32, kUInt8, kOther };
+enum class DType : int32_t {
+  kFloat32,
+  kFloat16,
+  kBFloat16,
+  kE4M3,
+  kE5M2,
+  kE8M0,
+  kInt32,
+  kInt64,
+  kUInt8,
+  kBool,
+  kOther
+};
 
 inline DType dtype_of(const DLDataType& t) {
   if (t.lanes != 1) return DType::kOther;
@@ -115,7 +127,10 @@ inline DType dtype_of(const DLDataType& t) {
   if (t.code == kDLBfloat && t.bits == 16) return DType::kBFloat16;
   if (t.code == kDLFloat8_e4m3fn && t.bits == 8) return DType::kE4M3;
   if (t.code == kDLFloat8_e5m2 && t.bits == 8) return DType::kE5M2;
+  if (t.code == kDLFloat8_e8m0fnu && t.bits == 8) return DType::kE8M0;
   if (t.code == kDLInt && t.bits == 32) return DType::kInt32;
+  if (t.code == kDLInt && t.bits == 64) return DType::kInt64;
+  if (t.code == kDLBool && t.bits == 8) return DType::kBool;
   if (t.code == kDLUInt && t.bits == 8) return DType::kUInt8;
   return DType::kOther;
 }
@@ -132,8 +147,14 @@ inline const char* dtype_name(DType t) {
       return "float8_e4m3fn";
     case DType::kE5M2:
       return "float8_e5m2";
+    case DType::kE8M0:
+      return "float8_e8m0fnu";
     case DType::kInt32:
       return "int32";
+    case DType::kInt64:
+      return "int64";
+    case DType::kBool:
+      return "bool";
     case DType::kUInt8:
       return "uint8";
     case DType::kOther:
@@ -142,18 +163,15 @@ inline const char* dtype_name(DType t) {
   return "another dtype";
 }
 
-// A dtype no op takes, for an error: "float64", "int64", "bool".
+// A dtype for an error, also one that no op takes: "float64", "int16".
 inline void format_dtype(char* out, size_t size, const DLDataType& t) {
   const DType known = dtype_of(t);
   const char* base = t.code == kDLInt     ? "int"
                      : t.code == kDLUInt  ? "uint"
                      : t.code == kDLFloat ? "float"
-                     : t.code == kDLBool  ? "bool"
                                           : "dtype code ";
   if (known != DType::kOther)
     snprintf(out, size, "%s", dtype_name(known));
-  else if (t.code == kDLBool)
-    snprintf(out, size, "%s", base);
   else
     snprintf(out, size, "%s%d", base, t.code > kDLFloat ? int(t.code) : int(t.bits));
 }

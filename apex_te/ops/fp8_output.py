@@ -1,0 +1,41 @@
+"""What the ops that write FP8 have in common: their outputs and the checks of their options."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class FP8Output(NamedTuple):
+    """An FP8 matrix; None where it was not asked for."""
+
+    rowwise: torch.Tensor | None  # [rows, cols]
+    transposed: torch.Tensor | None  # [cols, rows]
+    scale_inv: torch.Tensor  # one float32 element
+
+
+def check_fp8_dtype(op: str, fp8_dtype: torch.dtype) -> None:
+    """Raises TypeError unless `fp8_dtype` is float8_e4m3fn or float8_e5m2."""
+    if fp8_dtype not in FP8_DTYPES:
+        raise TypeError(f"{op}: fp8_dtype must be float8_e4m3fn or float8_e5m2, got {fp8_dtype}")
+
+
+def allocate(
+    op: str,
+    like: torch.Tensor,
+    rows: int,
+    cols: int,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    transposed: bool,
+) -> FP8Output:
+    """Uninitialised outputs on `like`'s device; raises TypeError for another `fp8_dtype`."""
+    check_fp8_dtype(op, fp8_dtype)
+    return FP8Output(
+        like.new_empty((rows, cols), dtype=fp8_dtype) if rowwise else None,
+        like.new_empty((cols, rows), dtype=fp8_dtype) if transposed else None,
+        like.new_empty(1, dtype=torch.float32),
+    )

@@ -1,0 +1,142 @@
+"""Comparisons shared by the ops' tests: error bounds, FP8 codes, storage layouts, graphs."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DIMS = [0, 1, 3, 7, 8, 15, 16, 17, 127, 128, 129, 1000, 3584, 4095, 8192]
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+
+
+def codes(tensor):
+    """The bytes of an FP8 tensor, on the CPU."""
+    return tensor.view(torch.uint8).cpu()
+
+
+def assert_as_good_as_torch(actual, exact, same_dtype):
+    """max |actual - exact| <= 2 max |same_dtype - exact| + atol.
+
+    `exact` is the formula in float64, `same_dtype` PyTorch's formula in the op's dtype, atol two
+    roundings at each value. Where `exact` is NaN `actual` must be, where it is infinite in the
+    op's dtype `actual` must be not finite.
+    """
+    dtype = actual.dtype
+    actual, exact, same_dtype = (t.detach().cpu() for t in (actual, exact, same_dtype))
+    assert exact.dtype == torch.float64
+    assert same_dtype.dtype == dtype
+    assert actual.shape == exact.shape == same_dtype.shape
+    if not actual.numel():
+        return
+    rounded = exact.to(dtype)
+    assert not torch.isfinite(actual[~torch.isfinite(rounded)]).any(), "NaN or Inf was hidden"
+    assert torch.isnan(actual[torch.isnan(rounded)]).all(), "NaN is missing"
+    finite = torch.isfinite(rounded) & torch.isfinite(same_dtype)
+    if not finite.any():
+        return
+    exact, rounded = exact[finite], rounded[finite]
+    atol = 2 * ((rounded + 0.3 - 0.3).double() - rounded.double()).abs().max()
+    error = (actual[finite].double() - exact).abs().max()
+    bound = 2 * (same_dtype[finite].double() - exact).abs().max() + atol
+    assert error <= bound, f"error {error:.3e} must be at most {bound:.3e}"
+
+
+def assert_adjacent_codes(actual, expected, one_in=10_000):
+    """FP8 tensors whose differing codes are neighbours, at most one element in `one_in`."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    a, b = codes(actual).to(torch.int32), codes(expected).to(torch.int32)
+    differs = a != b
+    if not differs.any():
+        return
+    # Sign and magnitude to a number in order of value; -0 and 0 become neighbours.
+    a, b = (torch.where(t < 128, t, 127 - t)[differs] for t in (a, b))
+    assert (a - b).abs().max() <= 1, "codes differ by more than a step"
+    assert differs.sum() <= max(1, differs.numel() // one_in), f"{int(differs.sum())} codes differ"
+
+
+def assert_close_amax(actual, expected, ulps=4):
+    """Two float32 amaxes within `ulps`, both NaN, or both infinite."""
+    a, b = (t.detach().cpu().float().reshape(-1) for t in (actual, expected))
+    assert torch.equal(torch.isnan(a), torch.isnan(b))
+    keep = ~torch.isnan(a)
+    distance = (a[keep].view(torch.int32).long() - b[keep].view(torch.int32).long()).abs()
+    assert (distance <= ulps).all(), f"amax {actual} is not {expected}"
+
+
+def layouts(x):
+    """(name, tensor equal to the 2-dimensional x) in other storage: offset, sliced, transposed."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    offset = flat[1:].view(x.shape)
+    offset.copy_(x)
+    wide = torch.empty(x.shape[0], 2 * x.shape[1] + 1, dtype=x.dtype, device=x.device)
+    sliced = wide[:, 1 : 1 + x.shape[1]]
+    sliced.copy_(x)
+    strided = wide.clone()[:, : 2 * x.shape[1] : 2]
+    strided.copy_(x)
+    return [
+        ("offset", offset),
+        ("sliced", sliced),
+        ("strided", strided),
+        ("transposed", x.t().contiguous().t()),
+    ]
+
+
+def bits(tensors):
+    """The bytes of one tensor or of a sequence with None in it, for exact comparison."""
+    if isinstance(tensors, torch.Tensor):
+        tensors = [tensors]
+    return [t.detach().cpu().contiguous().view(torch.uint8) for t in tensors if t is not None]
+
+
+def assert_same_bits(actual, expected):
+    actual, expected = bits(actual), bits(expected)
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def assert_runs_in_graph_and_on_stream(call, inputs):
+    """`call(*inputs)` gives the same bits on a side stream and captured, replayed on new inputs."""
+    expected = bits(call(*inputs))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        on_side = call(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    assert_same_bits(on_side, expected)
+    static = [t.clone() for t in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(*static)
+    graph.replay()
+    assert_same_bits(captured, expected)
+    changed = [t.flip(0) for t in inputs]
+    for target, source in zip(static, changed, strict=True):
+        target.copy_(source)
+    graph.replay()
+    assert_same_bits(captured, call(*changed))
+
+
+def assert_portable_gives_same_bits(body):
+    """Runs `body`, which yields CPU tensors from `run()`, with and without AVX2 kernels."""
+    script = (
+        body
+        + "\nimport hashlib\nh = hashlib.sha256()\n"
+        + "for t in run():\n    h.update(t.contiguous().view(torch.uint8).numpy().tobytes())\n"
+        + "print(h.hexdigest())\n"
+    )
+    digests = []
+    for isa in ("", "portable"):
+        env = dict(os.environ, APEX_TE_CPU_ISA=isa, PYTHONPATH=os.pathsep.join(sys.path))
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        digests.append(done.stdout)
+    assert digests[0] == digests[1]
