@@ -21,7 +21,8 @@ from .jit.signatures import FunctionSpec, parse
 if TYPE_CHECKING:
     from .jit.ninja_build import Step
 
-# Numbers must not depend on the machine: no contraction, no fast-math, no -march=native.
+# Numbers must not depend on the machine: no contraction, no fast-math, no -march=native. Floating
+# point flags and errno are nobody's business here, and keeping them stops vectorization.
 # No -fopenmp: kernels reach the OpenMP runtime that torch has loaded through weak symbols.
 BASE_CXX_ARGS = [
     "-std=c++17",
@@ -29,6 +30,8 @@ BASE_CXX_ARGS = [
     "-fPIC",
     "-fvisibility=hidden",
     "-ffp-contract=off",
+    "-fno-trapping-math",
+    "-fno-math-errno",
     "-Wall",
     "-Wextra",
 ]

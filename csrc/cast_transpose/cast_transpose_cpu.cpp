@@ -1,9 +1,8 @@
-// CPU kernel of cast_transpose: tiles of 256 x 128, one thread each.
+// CPU kernel of cast_transpose: the loops of common/quantize_cpu.h, and column sums of their tiles.
 #include <algorithm>
 
 #include "cast_transpose/cast_transpose.h"
-#include "common/cpu_vec.h"
-#include "common/parallel.h"
+#include "common/quantize_cpu.h"
 
 APEX_TE_LIBRARY()
 
@@ -11,50 +10,37 @@ namespace apex_te {
 namespace {
 
 constexpr int64_t kTileRows = kCastTransposeTileRows;
-constexpr int64_t kTileCols = 128;
+constexpr int64_t kTileCols = kQuantizeTileCols;
 constexpr int64_t kRows = kCastTransposeRowsPerThread;
+static_assert(kTileRows == kQuantizeTileRows, "rows of a line of the bias sums' workspace");
 
-template <typename T, typename Format>
-APEX_TE_INLINE uint32_t cast_tile(const CastTranspose& p, float scale, int64_t row0, int64_t col0) {
+// Column sums of a tile into its line of the workspace.
+template <typename T>
+APEX_TE_INLINE void sum_tile(const CastTranspose& p, int64_t row0, int64_t col0) {
   const int64_t rows = std::min(kTileRows, p.rows - row0);
   const int64_t cols = std::min(kTileCols, p.cols - col0);
   const T* x = p.x.data<const T>() + row0 * p.cols + col0;
-  uint8_t codes[kTileRows * kTileCols];
   float tile_sums[kTileCols] = {}, sums[2][kTileCols];
-  const bool with_codes = p.rowwise || p.transposed;
-  uint32_t amax = 0;
   for (int64_t r0 = 0; r0 < rows; r0 += 2 * kRows) {
     std::fill_n(sums[0], 2 * kTileCols, 0.0f);
     for (int64_t r = r0; r < std::min(rows, r0 + 2 * kRows); ++r) {
       float values[kTileCols];
       widen(x + r * p.cols, cols, values);
-      amax = std::max(amax, amax_of(values, cols));
-      if (p.dbias) {
-        float* row_sums = sums[(r - r0) / kRows];
-        for (int64_t c = 0; c < cols; ++c) row_sums[c] += values[c];
-      }
-      if (!with_codes) continue;
-      encode_row<Format>(values, cols, scale, codes + r * kTileCols);
-      if (p.rowwise)
-        std::copy_n(codes + r * kTileCols, cols, p.rowwise + (row0 + r) * p.cols + col0);
+      float* row_sums = sums[(r - r0) / kRows];
+      for (int64_t c = 0; c < cols; ++c) row_sums[c] += values[c];
     }
-    if (p.dbias)
-      for (int64_t c = 0; c < cols; ++c) tile_sums[c] += sums[0][c] + sums[1][c];
+    for (int64_t c = 0; c < cols; ++c) tile_sums[c] += sums[0][c] + sums[1][c];
   }
-  if (p.transposed)
-    transpose_bytes(codes, kTileCols, rows, cols, p.transposed + col0 * p.rows + row0, p.rows);
-  if (p.dbias) std::copy_n(tile_sums, cols, p.workspace + row0 / kTileRows * p.cols + col0);
-  return amax;
+  std::copy_n(tile_sums, cols, p.workspace + row0 / kTileRows * p.cols + col0);
 }
 
-template <typename T, typename Format>
-uint32_t cast_tile_portable(const CastTranspose& p, float scale, int64_t row0, int64_t col0) {
-  return cast_tile<T, Format>(p, scale, row0, col0);
+template <typename T>
+void sum_tile_portable(const CastTranspose& p, int64_t row0, int64_t col0) {
+  sum_tile<T>(p, row0, col0);
 }
-template <typename T, typename Format>
-APEX_TE_TARGET_AVX2 uint32_t cast_tile_avx2(const CastTranspose& p, float scale, int64_t row0,
-                                            int64_t col0) {
-  return cast_tile<T, Format>(p, scale, row0, col0);
+template <typename T>
+APEX_TE_TARGET_AVX2 void sum_tile_avx2(const CastTranspose& p, int64_t row0, int64_t col0) {
+  sum_tile<T>(p, row0, col0);
 }
 
 template <typename T>
@@ -74,16 +60,22 @@ void sum_tiles(const CastTranspose& p) {
 template <typename T, typename Format>
 void cast_all(const CastTranspose& p) {
   const float scale = *p.scale;
-  const auto tile = use_avx2() ? cast_tile_avx2<T, Format> : cast_tile_portable<T, Format>;
-  const int64_t row_tiles = (p.rows + kTileRows - 1) / kTileRows;
-  const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
-  std::atomic<uint32_t> amax{0};
-  parallel_for(row_tiles * col_tiles, [&](int64_t i) {
-    fold_amax(amax, tile(p, scale, i / col_tiles * kTileRows, i % col_tiles * kTileCols));
-  });
-  if (p.amax) *p.amax = bits_float(std::max(amax.load(), float_bits(*p.amax)));
+  const Quantize q{p.x, p.rows, p.cols, p.fp8, p.rowwise, p.transposed};
+  const auto encode = [scale](const T* x, int64_t n, uint8_t* codes) {
+    return encode_row<Format>(x, n, scale, codes);
+  };
+  uint32_t amax;
+  if (p.dbias) {
+    const auto sum = use_avx2() ? sum_tile_avx2<T> : sum_tile_portable<T>;
+    amax = quantize_tiles<T>(q, encode, [&](int64_t row0, int64_t col0) { sum(p, row0, col0); });
+    sum_tiles<T>(p);
+  } else if (p.rowwise || p.transposed) {
+    amax = quantize_all<T>(q, encode);
+  } else {
+    amax = amax_of_tensor<T>(p.x);
+  }
+  if (p.amax) *p.amax = bits_float(std::max(amax, float_bits(*p.amax)));
   if (p.scale_inv) *p.scale_inv = 1.0f / scale;
-  if (p.dbias) sum_tiles<T>(p);
 }
 
 template <typename T>

@@ -57,7 +57,9 @@ APEX_TE_HD float to_float(Half x) {
   // A subnormal is normalised by a subtraction that is exact (no denormal operand: DAZ-safe).
   const uint32_t subnormal =
       float_bits(bits_float((magnitude << 13) + (113u << 23)) - bits_float(113u << 23));
-  const uint32_t special = (magnitude << 13) + (224u << 23);
+  // A signalling NaN becomes quiet, as every conversion instruction makes it.
+  const uint32_t special =
+      ((magnitude << 13) + (224u << 23)) | (magnitude > 0x7C00u ? 0x00400000u : 0u);
   const uint32_t bits = magnitude >= 0x7C00u ? special : (magnitude < 0x0400u ? subnormal : normal);
   return bits_float(sign | bits);
 #endif

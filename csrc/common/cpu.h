@@ -27,4 +27,23 @@ inline bool use_avx2() { return false; }
 #define APEX_TE_TARGET_AVX2
 #endif
 
+// For loops whose arithmetic, not memory, takes the time. Where it is true, so is use_avx2().
+// APEX_TE_CPU_ISA=avx2 forces it off.
+#if defined(__x86_64__)
+inline bool use_avx512() {
+  static const bool use = [] {
+    const char* forced = getenv("APEX_TE_CPU_ISA");
+    if (!use_avx2() || (forced && strcmp(forced, "avx2") == 0)) return false;
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }();
+  return use;
+}
+#define APEX_TE_TARGET_AVX512 \
+  __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#else
+inline bool use_avx512() { return false; }
+#define APEX_TE_TARGET_AVX512
+#endif
+
 }  // namespace apex_te

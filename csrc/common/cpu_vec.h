@@ -1,18 +1,23 @@
-// Row loops of CPU kernels: widening, narrowing, FP8 encoding and byte transposition.
+// Row loops of CPU kernels: widening, narrowing, FP8 encoding and decoding, byte transposition.
 //
-// All are always-inline templates that the compiler vectorizes for whichever instruction set the
-// calling function has (cpu.h); none changes a bit between them.
+// Always-inline templates that the compiler vectorizes for whichever instruction set the calling
+// function has (cpu.h), or calls to loops written for AVX2 (cpu_avx2.h) or AVX-512 (cpu_avx512.h);
+// no bit differs between them.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
 #include "common/codec.h"
 #include "common/cpu.h"
+#include "common/cpu_avx2.h"
+#include "common/cpu_avx512.h"
+#include "common/cpu_stream.h"
 
 namespace apex_te {
 
@@ -21,8 +26,23 @@ APEX_TE_INLINE void widen(const T* x, int64_t n, float* values) {
   for (int64_t i = 0; i < n; ++i) values[i] = to_float(x[i]);
 }
 
+template <>
+APEX_TE_INLINE void widen<Half>(const Half* x, int64_t n, float* values) {
+#if defined(__x86_64__)
+  if (use_avx512()) return avx512::widen(x, n, values);
+  if (use_avx2()) return avx2::widen(x, n, values);
+#endif
+  for (int64_t i = 0; i < n; ++i) values[i] = to_float(x[i]);
+}
+
 template <typename T>
 APEX_TE_INLINE void narrow(const float* values, int64_t n, T* y) {
+#if defined(__x86_64__)
+  if constexpr (sizeof(T) == 2) {
+    if (use_avx512()) return avx512::narrow(values, n, y);
+    if (use_avx2()) return avx2::narrow(values, n, y);
+  }
+#endif
   for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(values[i]);
 }
 
@@ -36,9 +56,58 @@ APEX_TE_INLINE uint32_t amax_of(const float* values, int64_t n) {
   return amax;
 }
 
+// Sum in fp32 by 16 lanes: the same order of additions whatever the instruction set.
+APEX_TE_INLINE float sum_of(const float* values, int64_t n) {
+  constexpr int64_t kLanes = 16;
+  float lanes[kLanes] = {};
+  const int64_t whole = n / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes)
+    for (int64_t k = 0; k < kLanes; ++k) lanes[k] += values[i + k];
+  for (int64_t i = whole; i < n; ++i) lanes[i - whole] += values[i];
+  for (int64_t width = kLanes / 2; width > 0; width /= 2)
+    for (int64_t k = 0; k < width; ++k) lanes[k] += lanes[k + width];
+  return lanes[0];
+}
+
+// Largest value; a NaN is passed over, since no comparison with it holds.
+APEX_TE_INLINE float max_of(const float* values, int64_t n) {
+  constexpr int64_t kLanes = 32;  // enough that no comparison waits for the one before
+  float lanes[kLanes];
+  for (float& lane : lanes) lane = -std::numeric_limits<float>::infinity();
+  const int64_t whole = n / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes)
+    for (int64_t k = 0; k < kLanes; ++k)
+      lanes[k] = values[i + k] > lanes[k] ? values[i + k] : lanes[k];
+  for (int64_t i = whole; i < n; ++i)
+    lanes[i - whole] = values[i] > lanes[i - whole] ? values[i] : lanes[i - whole];
+  for (int64_t width = kLanes / 2; width > 0; width /= 2)
+    for (int64_t k = 0; k < width; ++k)
+      lanes[k] = lanes[k + width] > lanes[k] ? lanes[k + width] : lanes[k];
+  return lanes[0];
+}
+
+// FP8 codes of x * scale; returns the largest magnitude of x as amax_of does.
+template <typename Format, typename T>
+APEX_TE_INLINE uint32_t encode_row(const T* x, int64_t n, float scale, uint8_t* codes) {
+#if defined(__x86_64__)
+  if (use_avx2()) return avx2::encode_row<avx2::FP8Encoder<Format>>(x, n, scale, codes);
+#endif
+  uint32_t amax = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const float value = to_float(x[i]);
+    amax = std::max(amax, magnitude_bits(value));
+    codes[i] = encode_fp8<Format>(value * scale);
+  }
+  return amax;
+}
+
+// FP8 codes to the values they stand for, exactly.
 template <typename Format>
-APEX_TE_INLINE void encode_row(const float* values, int64_t n, float scale, uint8_t* codes) {
-  for (int64_t i = 0; i < n; ++i) codes[i] = encode_fp8<Format>(values[i] * scale);
+APEX_TE_INLINE void decode_row(const uint8_t* codes, int64_t n, float* values) {
+#if defined(__x86_64__)
+  if (use_avx2()) return avx2::decode_row<Format>(codes, n, values);
+#endif
+  for (int64_t i = 0; i < n; ++i) values[i] = decode_fp8<Format>(codes[i]);
 }
 
 #if defined(__SSE2__)
@@ -59,16 +128,34 @@ APEX_TE_INLINE void transpose_16x16(const uint8_t* in, int64_t in_ld, uint8_t* o
 }
 #endif
 
-// out[c * out_ld + r] = in[r * in_ld + c].
+// out[c * out_ld + r] = in[r * in_ld + c]. With `streamed`, whole lines go past the caches; call
+// finish_stream() in the end.
 APEX_TE_INLINE void transpose_bytes(const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols,
-                                    uint8_t* out, int64_t out_ld) {
+                                    uint8_t* out, int64_t out_ld, bool streamed = false) {
   int64_t whole_rows = 0, whole_cols = 0;
 #if defined(__SSE2__)
+  // 64 rows at a time, so that whole cache lines are written: the columns of a matrix whose extent
+  // is a power of two lie in the same set of a cache, which holds fewer than 16 of them.
+  constexpr int64_t kLine = kLineBytes;
+  streamed = streamed && is_line_aligned(out, out_ld);
   whole_rows = rows / 16 * 16;
   whole_cols = cols / 16 * 16;
   for (int64_t c = 0; c < whole_cols; c += 16)
-    for (int64_t r = 0; r < whole_rows; r += 16)
-      transpose_16x16(in + r * in_ld + c, in_ld, out + c * out_ld + r, out_ld);
+    for (int64_t r = 0; r < whole_rows; r += kLine) {
+      const int64_t height = std::min(kLine, whole_rows - r);
+      alignas(64) uint8_t lines[16 * kLine];
+      for (int64_t part = 0; part < height; part += 16)
+        transpose_16x16(in + (r + part) * in_ld + c, in_ld, lines + part, kLine);
+      for (int64_t i = 0; i < 16; ++i) {
+        uint8_t* line = out + (c + i) * out_ld + r;
+        if (streamed && height == kLine)
+          stream_line(line, lines + i * kLine);
+        else if (height == kLine)
+          memcpy(line, lines + i * kLine, kLine);
+        else
+          memcpy(line, lines + i * kLine, height);
+      }
+    }
 #endif
   for (int64_t c = 0; c < cols; ++c)
     for (int64_t r = c < whole_cols ? whole_rows : 0; r < rows; ++r)

@@ -43,7 +43,27 @@ struct FP8Tile {
       row = row0 + threadIdx.x / kLanes * kRows;
       col = col0 + threadIdx.x % kLanes * kVec;
     }
+    // Of a tile of a grid(), for a thread that holds the columns of `lane` and rows of `group`.
+    __device__ Place(int64_t num_rows, int64_t num_cols, int lane, int group)
+        : rows(num_rows), cols(num_cols) {
+      row0 = block_row() * kTileRows;
+      col0 = static_cast<int64_t>(blockIdx.x) * kTileCols;
+      row = row0 + group * kRows;
+      col = col0 + lane * kVec;
+    }
+    __device__ bool is_whole() const {
+      return row0 + kTileRows <= rows && col0 + kTileCols <= cols;
+    }
+    // How many of a thread's rows there are; none where its columns lie past the last.
+    __device__ int rows_present() const {
+      const int64_t left = rows - row;
+      return col >= cols || left <= 0 ? 0 : left < kRows ? static_cast<int>(left) : kRows;
+    }
   };
+
+  static dim3 grid(int64_t rows, int64_t cols, const char* name) {
+    return grid_of((rows + kTileRows - 1) / kTileRows, (cols + kTileCols - 1) / kTileCols, name);
+  }
 
   static int64_t num_tiles(int64_t rows, int64_t cols) {
     return (rows + kTileRows - 1) / kTileRows * ((cols + kTileCols - 1) / kTileCols);
@@ -65,6 +85,30 @@ struct FP8Tile {
     }
   }
 
+  // The same, and the stores below, for aligned data of a whole tile: nothing is checked.
+  template <typename T>
+  static __device__ __forceinline__ void load_whole(const T* x, int64_t ld, const Place& at,
+                                                    Vec8<T>* in) {
+    const T* p = x + at.row * ld + at.col;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r, p += ld) in[r] = load_vec(p);
+  }
+  static __device__ __forceinline__ void store_rows_whole(uint8_t* out, int64_t ld, const Place& at,
+                                                          const uint2* codes) {
+    uint8_t* p = out + at.row * ld + at.col;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r, p += ld) *reinterpret_cast<uint2*>(p) = codes[r];
+  }
+  static __device__ __forceinline__ void store_columns_whole(uint8_t* out, int64_t ld,
+                                                             const Place& at, const uint2* tile) {
+    constexpr int kParts = kTileRows / 16, kStep = kThreads / kParts;
+    const int part = threadIdx.x % kParts, first = threadIdx.x / kParts;
+    uint8_t* p = out + (at.col0 + first) * ld + at.row0 + part * 16;
+#pragma unroll
+    for (int i = 0; i < kTileCols / kStep; ++i, p += kStep * ld)
+      *reinterpret_cast<uint4*>(p) = column_part(tile, first + i * kStep, part);
+  }
+
   template <bool kAligned>
   static __device__ __forceinline__ void store_rows(uint8_t* out, int64_t ld, const Place& at,
                                                     const uint2* codes) {
@@ -81,7 +125,11 @@ struct FP8Tile {
 
   // A thread's 8 x 8 codes, transposed, into the shared tile. A barrier must follow.
   static __device__ __forceinline__ void stage_columns(const uint2* codes, uint2* tile) {
-    const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+    stage_columns(codes, tile, threadIdx.x % kLanes, threadIdx.x / kLanes);
+  }
+  // The same for a thread that holds the columns of `lane` and the rows of `group`.
+  static __device__ __forceinline__ void stage_columns(const uint2* codes, uint2* tile, int lane,
+                                                       int group) {
     uint32_t low[kVec], high[kVec];  // of column c: rows 0-3 and 4-7
     transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, low);
     transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, low + 4);
@@ -102,9 +150,7 @@ struct FP8Tile {
 #pragma unroll
     for (int c = threadIdx.x / kParts; c < kTileCols; c += kThreads / kParts) {
       if (at.col0 + c >= at.cols) break;
-      const int swizzle = swizzle_of(c);
-      const uint4 pair = reinterpret_cast<const uint4*>(tile)[c * kParts + (part ^ (swizzle >> 1))];
-      const uint4 bytes = swizzle & 1 ? make_uint4(pair.z, pair.w, pair.x, pair.y) : pair;
+      const uint4 bytes = column_part(tile, c, part);
       uint8_t* p = out + (at.col0 + c) * ld + at.row0 + part * 16;
       if (kAligned) {
         if (at.row0 + part * 16 < at.rows) *reinterpret_cast<uint4*>(p) = bytes;
@@ -117,6 +163,13 @@ struct FP8Tile {
   }
 
  private:
+  // Rows 16 part to 16 part + 15 of a column of the shared tile.
+  static __device__ __forceinline__ uint4 column_part(const uint2* tile, int col, int part) {
+    const int swizzle = swizzle_of(col);
+    const uint4 pair =
+        reinterpret_cast<const uint4*>(tile)[col * (kTileRows / 16) + (part ^ (swizzle >> 1))];
+    return swizzle & 1 ? make_uint4(pair.z, pair.w, pair.x, pair.y) : pair;
+  }
   static __device__ __forceinline__ int swizzle_of(int col) { return col / kVec % (kTileRows / 8); }
   // Place of an 8-byte chunk (8 rows of one column) in the shared tile.
   static __device__ __forceinline__ int chunk_of(int col, int row_chunk) {

@@ -207,9 +207,9 @@ class TensorView {
                    : nullptr;
   }
   bool is_contiguous() const {
+    if (numel() == 0) return true;
     int64_t expected = 1;
     for (int i = tensor_->ndim - 1; i >= 0; --i) {
-      if (tensor_->shape[i] == 0) return true;
       if (tensor_->shape[i] != 1 && stride(i) != expected) return false;
       expected *= tensor_->shape[i];
     }

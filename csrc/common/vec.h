@@ -116,4 +116,42 @@ __device__ __forceinline__ void store_codes_partial(uint8_t* out, uint2 codes, i
     if (c < n) out[c] = static_cast<uint8_t>((c < 4 ? codes.x : codes.y) >> 8 * (c % 4));
 }
 
+// 8 values that need no scaling any more.
+template <typename Format>
+__device__ __forceinline__ uint2 encode_values(const float* values) {
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) pairs[i] = encode_fp8x2<Format>(values[2 * i], values[2 * i + 1]);
+  return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
+}
+
+// 8 FP8 codes to values.
+template <typename Format>
+__device__ __forceinline__ void decode_values(uint2 codes, float* values) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = decode_fp8x2<Format>((i < 2 ? codes.x : codes.y) >> 16 * (i % 2));
+    values[2 * i] = pair.x;
+    values[2 * i + 1] = pair.y;
+  }
+}
+
+// The first n of 8 codes, one by one; the rest are zero.
+__device__ __forceinline__ uint2 load_codes_partial(const uint8_t* p, int64_t n) {
+  uint32_t words[2] = {0u, 0u};
+#pragma unroll
+  for (int c = 0; c < kVec; ++c)
+    if (c < n) words[c / 4] |= static_cast<uint32_t>(p[c]) << 8 * (c % 4);
+  return make_uint2(words[0], words[1]);
+}
+
+// store_vec as whole stores of 16 bytes, for addresses at which nvcc splits those of store_vec.
+template <typename T>
+__device__ __forceinline__ void store_vec_whole(T* p, const Vec8<T>& v) {
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i)
+    store_16(reinterpret_cast<uint4*>(p) + i, make_uint4(v.words[4 * i], v.words[4 * i + 1],
+                                                         v.words[4 * i + 2], v.words[4 * i + 3]));
+}
+
 }  // namespace apex_te

@@ -45,6 +45,30 @@ def test_fwd(device, poison, shape, dtype, fp8):
     assert ((out.dbias.cpu().double() - exact).abs() <= rounding).all()
 
 
+@pytest.mark.parametrize("shape", [(2048, 2112), (2053, 2049)], ids=str)
+@pytest.mark.parametrize("offset", [0, 16])
+def test_fwd_larger_than_a_cache(device, shape, offset):
+    """On a CPU such codes go past the caches, in whole lines where they are aligned to them."""
+    x = torch.randn(shape, device=device).bfloat16()
+    storage = torch.zeros(2, x.numel() + 64, dtype=torch.uint8, device=device)
+    row, col = (s[offset : offset + x.numel()].view(FORMATS[0]) for s in storage)
+    row, col = row.view(shape), col.view(shape[::-1])
+    amax = one(0, device)
+    out = cast_transpose(
+        x, one(3.0, device), FORMATS[0], amax=amax, with_dbias=offset == 0,
+        out_rowwise=row, out_transposed=col,
+    )  # fmt: skip
+    expected = op.reference(x.cpu(), one(3.0, "cpu"), FORMATS[0])
+    assert torch.equal(codes(out.rowwise), codes(expected.rowwise))
+    assert torch.equal(codes(out.transposed), codes(expected.transposed))
+    assert amax.item() == x.abs().max().item()
+    assert not storage[:, :offset].any()
+    assert not storage[:, offset + x.numel() :].any()
+    row.view(torch.uint8).zero_()
+    cast_transpose(x, one(3.0, device), FORMATS[0], transposed=False, out_rowwise=row)
+    assert torch.equal(codes(row), codes(expected.rowwise))
+
+
 @pytest.mark.parametrize("fp8", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 3.0, 2.0**-12, 1.7e4])

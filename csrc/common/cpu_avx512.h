@@ -1,0 +1,51 @@
+// Row loops of cpu_vec.h in AVX-512: conversions between 16-bit formats and float.
+//
+// Each gives the bits of the portable loop of the same name and is called only where use_avx512().
+#pragma once
+
+#include "common/codec.h"
+#include "common/cpu.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#define APEX_TE_AVX512 APEX_TE_TARGET_AVX512 inline
+#define APEX_TE_AVX512_INLINE APEX_TE_TARGET_AVX512 APEX_TE_INLINE
+
+namespace apex_te {
+namespace avx512 {
+
+// Lanes of 16 for the elements from i on. Only masked forms of instructions follow: gcc 12 takes
+// the others for uses of uninitialised values.
+APEX_TE_AVX512_INLINE __mmask16 lanes_at(int64_t i, int64_t n) {
+  return static_cast<__mmask16>(n - i >= 16 ? 0xFFFF : (1 << (n - i)) - 1);
+}
+
+APEX_TE_AVX512 void widen(const Half* x, int64_t n, float* values) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = lanes_at(i, n);
+    const __m256i words = _mm256_maskz_loadu_epi16(lanes, x + i);
+    _mm512_mask_storeu_ps(values + i, lanes, _mm512_maskz_cvtph_ps(lanes, words));
+  }
+}
+
+APEX_TE_AVX512 void narrow(const float* values, int64_t n, Half* y) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = lanes_at(i, n);
+    const __m512 in = _mm512_maskz_loadu_ps(lanes, values + i);
+    const __m256i words =
+        _mm512_maskz_cvtps_ph(lanes, in, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(in, in, _CMP_UNORD_Q);
+    _mm256_mask_storeu_epi16(y + i, lanes,
+                             _mm256_mask_blend_epi16(is_nan, words, _mm256_set1_epi16(0x7FFF)));
+  }
+}
+
+// The compiler vectorizes this one as well as can be.
+APEX_TE_AVX512 void narrow(const float* values, int64_t n, BFloat16* y) {
+  for (int64_t i = 0; i < n; ++i) y[i] = from_float<BFloat16>(values[i]);
+}
+
+}  // namespace avx512
+}  // namespace apex_te
+#endif

@@ -1,0 +1,266 @@
+// CPU kernels of the norms: a row at a time in fp32, chunks of rows fixed by the shape.
+#pragma once
+
+#include <cmath>
+#include <memory>
+
+#include "common/cpu_vec.h"
+#include "common/norm.h"
+#include "common/parallel.h"
+
+namespace apex_te {
+namespace norm {
+
+constexpr int64_t kLanes = 32;         // of a sum, which a row's buffer is padded to with zeros
+constexpr int64_t kFP8ChunkRows = 64;  // a cache line of a transposed column
+constexpr int64_t kLineRows = 16;      // at least, for one line of partial weight gradients
+
+inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+
+using Buffer = std::unique_ptr<float[]>;
+inline Buffer make_buffer(int64_t n) {
+  Buffer buffer(new float[padded(n) + 1]);
+  std::fill(buffer.get() + n, buffer.get() + padded(n), 0.0f);
+  return buffer;
+}
+
+// Sum of a[i] * b[i], or of a[i] without b, over padded buffers: 32 sums of each kBlock elements,
+// added to 32 totals, so that a long row does not lose the small against the large.
+APEX_TE_INLINE double sum_of(const float* a, const float* b, int64_t n) {
+  typedef float Lanes8 __attribute__((vector_size(32)));
+  constexpr int64_t kBlock = 512;
+  const int64_t size = padded(n);
+  Lanes8 totals[4] = {};
+  for (int64_t block = 0; block < size; block += kBlock) {
+    Lanes8 sums[4] = {};
+    for (int64_t i = block; i < std::min(size, block + kBlock); i += kLanes) {
+      for (int k = 0; k < 4; ++k) {
+        Lanes8 x, y;
+        memcpy(&x, a + i + 8 * k, sizeof(x));
+        if (b) {
+          memcpy(&y, b + i + 8 * k, sizeof(y));
+          x *= y;
+        }
+        sums[k] += x;
+      }
+    }
+    for (int k = 0; k < 4; ++k) totals[k] += sums[k];
+  }
+  double total = 0.0;
+  for (int k = 0; k < 4; ++k)
+    for (int i = 0; i < 8; ++i) total += totals[k][i];
+  return total;
+}
+
+// Weight and bias as floats; empty where there is none.
+struct FloatParams {
+  Buffer gamma, bias;
+};
+
+template <typename T>
+Buffer float_param(const void* param, bool is_fp32, float offset, int64_t cols) {
+  if (!param) return nullptr;
+  Buffer buffer = make_buffer(cols);
+  if (is_fp32)
+    widen(static_cast<const float*>(param), cols, buffer.get());
+  else
+    widen(static_cast<const T*>(param), cols, buffer.get());
+  for (int64_t i = 0; i < cols; ++i) buffer[i] += offset;
+  return buffer;
+}
+
+template <typename T>
+FloatParams float_params(const NormParams& p, int64_t cols) {
+  return {float_param<T>(p.weight, p.is_fp32, p.gamma_offset, cols),
+          float_param<T>(p.bias, p.is_fp32, 0.0f, cols)};
+}
+
+// y of a row, in `values`, which has room for the padding; `other` is scratch of the same size.
+template <typename T, bool kLayerNorm>
+APEX_TE_INLINE void fwd_row(const NormFwd& p, const FloatParams& params, int64_t row, float* values,
+                            float* other) {
+  const int64_t n = p.cols;
+  widen(static_cast<const T*>(p.x) + row * n, n, values);
+  if (p.residual) {
+    T* total = static_cast<T*>(p.residual_sum) + row * n;
+    widen(static_cast<const T*>(p.residual) + row * n, n, other);
+    for (int64_t i = 0; i < n; ++i) values[i] += other[i];
+    narrow(values, n, total);
+    widen(total, n, values);
+  }
+  const double count = static_cast<double>(n);
+  if (kLayerNorm) {
+    const float mean = static_cast<float>(sum_of(values, nullptr, n) / count);
+    for (int64_t i = 0; i < n; ++i) values[i] -= mean;
+    p.mean[row] = mean;
+  }
+  const float rstd = static_cast<float>(1.0 / std::sqrt(sum_of(values, values, n) / count + p.eps));
+  p.rstd[row] = rstd;
+  const float *gamma = params.gamma.get(), *bias = params.bias.get();
+  for (int64_t i = 0; i < n; ++i) values[i] *= rstd;
+  if (gamma)
+    for (int64_t i = 0; i < n; ++i) values[i] *= gamma[i];
+  if (bias)
+    for (int64_t i = 0; i < n; ++i) values[i] += bias[i];
+}
+
+// Rows begin to end, which are at most kFP8ChunkRows for FP8; returns the bits of their amax.
+template <typename T, bool kLayerNorm>
+APEX_TE_INLINE uint32_t fwd_rows(const NormFwd& p, const FloatParams& params, int64_t begin,
+                                 int64_t end) {
+  const int64_t n = p.cols;
+  const Buffer values = make_buffer(n), other = make_buffer(n);
+  std::unique_ptr<uint8_t[]> scratch;
+  if (p.scale && !p.rowwise) scratch.reset(new uint8_t[kFP8ChunkRows * n + 1]);
+  uint8_t* codes = p.rowwise ? p.rowwise + begin * n : scratch.get();
+  uint32_t amax = 0;
+  for (int64_t row = begin; row < end; ++row) {
+    fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get());
+    if (!p.scale) {
+      narrow(values.get(), n, static_cast<T*>(p.y) + row * n);
+      continue;
+    }
+    uint8_t* to = codes + (row - begin) * n;
+    const uint32_t found = p.fp8 == DType::kE5M2 ? encode_row<E5M2>(values.get(), n, *p.scale, to)
+                                                 : encode_row<E4M3>(values.get(), n, *p.scale, to);
+    amax = std::max(amax, found);
+  }
+  if (p.transposed) transpose_bytes(codes, n, end - begin, n, p.transposed + begin, p.rows);
+  return amax;
+}
+
+// Rows begin to end; adds their weight gradients to a line, if any.
+template <typename T, bool kLayerNorm>
+APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_t begin,
+                             int64_t end, float* line) {
+  const int64_t n = p.cols;
+  const Buffer xhat_buffer = make_buffer(n), g_buffer = make_buffer(n), other = make_buffer(n);
+  float *xhat = xhat_buffer.get(), *g = g_buffer.get();
+  const float* gamma = params.gamma.get();
+  if (line) std::fill_n(line, (kLayerNorm ? 2 : 1) * n, 0.0f);
+  for (int64_t row = begin; row < end; ++row) {
+    widen(static_cast<const T*>(p.x) + row * n, n, xhat);
+    widen(static_cast<const T*>(p.dy) + row * n, n, g);
+    const float mean = kLayerNorm ? p.mean[row] : 0.0f, rstd = p.rstd[row];
+    if (kLayerNorm)
+      for (int64_t i = 0; i < n; ++i) xhat[i] = (xhat[i] - mean) * rstd;
+    else
+      for (int64_t i = 0; i < n; ++i) xhat[i] *= rstd;
+    if (line && p.dweight)
+      for (int64_t i = 0; i < n; ++i) line[i] += g[i] * xhat[i];
+    if (line && p.dbias)
+      for (int64_t i = 0; i < n; ++i) line[n + i] += g[i];
+    if (gamma)
+      for (int64_t i = 0; i < n; ++i) g[i] *= gamma[i];
+    const float mean_gx = static_cast<float>(sum_of(g, xhat, n) / static_cast<double>(n));
+    const float mean_g =
+        kLayerNorm ? static_cast<float>(sum_of(g, nullptr, n) / static_cast<double>(n)) : 0.0f;
+    for (int64_t i = 0; i < n; ++i) xhat[i] = (g[i] - mean_g - xhat[i] * mean_gx) * rstd;
+    if (p.d_residual) {
+      widen(static_cast<const T*>(p.d_residual) + row * n, n, other.get());
+      for (int64_t i = 0; i < n; ++i) xhat[i] += other[i];
+    }
+    narrow(xhat, n, static_cast<T*>(p.dx) + row * n);
+  }
+}
+
+template <typename T, bool kLayerNorm>
+uint32_t fwd_rows_portable(const NormFwd& p, const FloatParams& f, int64_t begin, int64_t end) {
+  return fwd_rows<T, kLayerNorm>(p, f, begin, end);
+}
+template <typename T, bool kLayerNorm>
+APEX_TE_TARGET_AVX2 uint32_t fwd_rows_avx2(const NormFwd& p, const FloatParams& f, int64_t begin,
+                                           int64_t end) {
+  return fwd_rows<T, kLayerNorm>(p, f, begin, end);
+}
+template <typename T, bool kLayerNorm>
+void bwd_rows_portable(const NormBwd& p, const FloatParams& f, int64_t begin, int64_t end,
+                       float* line) {
+  bwd_rows<T, kLayerNorm>(p, f, begin, end, line);
+}
+template <typename T, bool kLayerNorm>
+APEX_TE_TARGET_AVX2 void bwd_rows_avx2(const NormBwd& p, const FloatParams& f, int64_t begin,
+                                       int64_t end, float* line) {
+  bwd_rows<T, kLayerNorm>(p, f, begin, end, line);
+}
+
+template <typename T, bool kLayerNorm>
+void fwd_all(const NormFwd& p) {
+  const FloatParams params = float_params<T>(p.params, p.cols);
+  const auto rows_of = use_avx2() ? fwd_rows_avx2<T, kLayerNorm> : fwd_rows_portable<T, kLayerNorm>;
+  const int64_t share =
+      p.scale ? kFP8ChunkRows
+              : std::max<int64_t>(1, (int64_t{1} << 16) / std::max<int64_t>(p.cols, 1));
+  std::atomic<uint32_t> amax{0};
+  parallel_for((p.rows + share - 1) / share, [&](int64_t i) {
+    fold_amax(amax, rows_of(p, params, i * share, std::min(p.rows, (i + 1) * share)));
+  });
+  if (p.amax) *p.amax = bits_float(std::max(amax.load(), float_bits(*p.amax)));
+  if (p.scale_inv) *p.scale_inv = 1.0f / *p.scale;
+}
+
+template <typename T>
+void store_gradient(void* out, bool is_fp32, const float* values, int64_t n) {
+  if (is_fp32)
+    std::copy_n(values, n, static_cast<float*>(out));
+  else
+    narrow(values, n, static_cast<T*>(out));
+}
+
+template <typename T, bool kLayerNorm>
+void bwd_all(const NormBwd& p) {
+  const FloatParams params = float_params<T>(p.params, p.cols);
+  const auto rows_of = use_avx2() ? bwd_rows_avx2<T, kLayerNorm> : bwd_rows_portable<T, kLayerNorm>;
+  const int64_t share =
+      std::max(kLineRows, (p.rows + 1) / std::max<int64_t>(norm_bwd_lines(p.rows, p.cols), 1) + 1);
+  const int64_t lines = (p.rows + share - 1) / share;
+  const int64_t width = (kLayerNorm ? 2 : 1) * p.cols;
+  const bool with_lines = p.dweight || p.dbias;
+  parallel_for(lines, [&](int64_t i) {
+    rows_of(p, params, i * share, std::min(p.rows, (i + 1) * share),
+            with_lines ? p.workspace + i * width : nullptr);
+  });
+  if (!with_lines) return;
+  constexpr int64_t kCols = 1024;
+  parallel_for((p.cols + kCols - 1) / kCols, [&](int64_t chunk) {
+    const int64_t begin = chunk * kCols, n = std::min(kCols, p.cols - begin);
+    float sums[2][kCols] = {};
+    for (int64_t i = 0; i < lines; ++i)
+      for (int k = 0; k < (kLayerNorm ? 2 : 1); ++k)
+        for (int64_t c = 0; c < n; ++c)
+          sums[k][c] += p.workspace[i * width + k * p.cols + begin + c];
+    const int64_t size = p.params.is_fp32 ? 4 : sizeof(T);
+    if (p.dweight)
+      store_gradient<T>(static_cast<char*>(p.dweight) + begin * size, p.params.is_fp32, sums[0], n);
+    if (p.dbias)
+      store_gradient<T>(static_cast<char*>(p.dbias) + begin * size, p.params.is_fp32, sums[1], n);
+  });
+}
+
+}  // namespace norm
+
+template <bool kLayerNorm>
+void norm_fwd_cpu(const NormFwd& p) {
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return norm::fwd_all<float, kLayerNorm>(p);
+    case DType::kFloat16:
+      return norm::fwd_all<Half, kLayerNorm>(p);
+    default:
+      return norm::fwd_all<BFloat16, kLayerNorm>(p);
+  }
+}
+
+template <bool kLayerNorm>
+void norm_bwd_cpu(const NormBwd& p) {
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return norm::bwd_all<float, kLayerNorm>(p);
+    case DType::kFloat16:
+      return norm::bwd_all<Half, kLayerNorm>(p);
+    default:
+      return norm::bwd_all<BFloat16, kLayerNorm>(p);
+  }
+}
+
+}  // namespace apex_te

@@ -1,0 +1,53 @@
+// Which kernel a forward of the norms takes, a row at a time.
+#pragma once
+
+#include "common/norm_ring_cuda.h"
+
+namespace apex_te {
+
+#ifndef RING_COLS
+#define RING_COLS 1024
+#endif
+#ifndef RING_ROWS
+#define RING_ROWS 512
+#endif
+constexpr int64_t kMinRingCols = RING_COLS;  // shorter rows are many for the bookkeeping
+constexpr int64_t kMinRingRows = RING_ROWS;  // fewer do not repay the filling of the ring
+
+inline bool norm_fwd_aligned(const NormFwd& p) {
+  for (const void* q : {p.x, p.residual, p.params.weight, p.params.bias,
+                        static_cast<const void*>(p.y), static_cast<const void*>(p.residual_sum)})
+    if (!is_aligned(q, 16)) return false;
+  return p.cols % kVec == 0 && is_aligned(p.rowwise, 8);
+}
+
+template <typename T, bool kLayerNorm>
+void launch_norm_fwd_rows(const NormFwd& p, const char* op, int device, cudaStream_t stream) {
+  const bool aligned = norm_fwd_aligned(p);
+  RingPlan ring;
+  if (aligned && !p.residual && p.cols >= kMinRingCols && p.rows >= kMinRingRows &&
+      plan_norm_ring<T>(p, device, &ring))
+    return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
+  const int64_t pieces = (p.cols / kVec + kNormVecs<T> - 1) / kNormVecs<T>;
+  const int64_t ranks = pieces <= kMaxNormThreads ? 1 : (pieces + kRankThreads - 1) / kRankThreads;
+  const bool held = ranks == 1 || (ranks <= kMaxNormRanks && has_clusters(device));
+  if (aligned && p.cols && held) {
+    const int64_t threads = row_threads((pieces + ranks - 1) / ranks);
+    const int64_t rows_each = threads < kNormThreads ? kNormThreads / threads : 1;
+    const int64_t blocks = std::max<int64_t>((p.rows + rows_each - 1) / rows_each, 1) * ranks;
+    check_grid(blocks, op);
+    launch_cluster(norm_fwd_kernel<T, kLayerNorm>, blocks, static_cast<int>(threads * rows_each),
+                   static_cast<int>(ranks), 0, stream, p, static_cast<int>(threads));
+    return;
+  }
+  const int64_t blocks = std::max<int64_t>(p.rows, 1);
+  check_grid(blocks, op);
+  const int64_t threads = row_threads(std::max<int64_t>((p.cols + kVec - 1) / kVec, 32));
+  norm_fwd_loop_kernel<T, kLayerNorm>
+      <<<static_cast<unsigned>(blocks),
+         static_cast<unsigned>(std::min<int64_t>(threads, kMaxNormThreads)), 0, stream>>>(p,
+                                                                                          aligned);
+  check_cuda(cudaGetLastError(), op);
+}
+
+}  // namespace apex_te
