@@ -1,0 +1,102 @@
+"""cross_entropy: loss and gradient in one kernel, against the formulas that need more passes.
+
+Bytes counted: 4 an element for bf16 (read the logits once, write the gradient once), whether into
+new memory or over the logits; 2 for the loss alone.
+
+What did not help (16384x8192 to 2048x262144): a cluster of blocks that each keep a part of the row
+in registers, 2.3 to 2.9 TB/s; reading a long row again from L2 without keeping any of it, 2.9 to
+3.2 at 4096x128256 and 2.6 to 2.9 at 2048x262144; one block of 1024 threads a row, 2.1 to 2.8 at
+8192x32000, where four blocks of 256 reach 3.8; the ring for rows below 50,000 columns, 1.2 to 3.4,
+since every row waits for its reduction.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+
+from apex_te.ops import cross_entropy as op
+
+SHAPES = [(16384, 4096), (8192, 32000), (8192, 50257), (4096, 128256), (2048, 262144)]
+
+
+def loss_and_grad(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(F.cross_entropy(x, target), x)
+    return grad
+
+
+def liger(x: torch.Tensor, target: torch.Tensor) -> Any:
+    """liger-kernel's, which puts the gradient over the logits if these require one."""
+    from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+    return cross_entropy_forward(x, target, None, -100, 0.0, 0.0, "mean", None, False)
+
+
+def main() -> None:
+    rows = []
+    clock = harness.sm_clock_mhz()
+    for shape in SHAPES:
+        x = torch.randn(shape, device="cuda").bfloat16()
+        target = torch.randint(0, shape[1], shape[:1], device="cuda")
+        grad = torch.empty_like(x)
+        leaf, copy = x.clone().requires_grad_(), x.clone().requires_grad_()
+        compiled = harness.compiled(F.cross_entropy)
+
+        def compiled_step(compiled=compiled, leaf=leaf, target=target):
+            return torch.autograd.grad(compiled(leaf, target), leaf)
+
+        def ours(out: torch.Tensor | None, x=x, target=target) -> Any:
+            return op.cross_entropy_fwd(x, target, grad=out, num_valid=op.count_valid(target))
+
+        peers: dict[str, Callable[[], Any]] = {
+            "torch": lambda leaf=leaf, target=target: loss_and_grad(leaf, target),
+            "compile": compiled_step,
+            "liger": lambda copy=copy, target=target: liger(copy, target),
+        }
+        name = "x".join(map(str, shape))
+        rows.append(
+            harness.measure(
+                "cross_entropy fwd + bwd",
+                name,
+                x.numel() * 4,
+                lambda grad=grad, ours=ours: ours(grad),
+                peers,
+                repeats=20,
+            )
+        )
+        rows.append(
+            harness.measure(
+                "cross_entropy over the logits",
+                name,
+                x.numel() * 4,
+                lambda x=x, ours=ours: ours(x),
+                repeats=20,
+            )
+        )
+        rows.append(
+            harness.measure(
+                "cross_entropy loss only",
+                name,
+                x.numel() * 2,
+                lambda ours=ours: ours(None),
+                {"torch": lambda x=x, target=target: F.cross_entropy(x, target)},
+                repeats=20,
+            )
+        )
+    small = torch.randn(64, 4096, device="cuda").bfloat16()
+    target, grad = torch.randint(0, 4096, (64,), device="cuda"), torch.empty_like(small)
+    graph = harness.graph_us(lambda: op.cross_entropy_fwd(small, target, grad=grad))
+    rows.append({"function": "graph, warm, one launch", "shape": "64x4096", "us": graph})
+    harness.report("cross_entropy", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+// cross_entropy: softmax cross entropy of each row and its gradient, from one read of the logits.
+//
+// With p = softmax(x), t the target, V columns and e the label smoothing:
+//   loss = (1 - e) (lse(x) - x_t) + e (lse(x) - mean(x))
+//   grad_j = (p_j - (1 - e) [j == t] - e / V) / num_valid
+// A row whose target is ignore_index has loss 0 and gradient 0 and is not read. A target outside
+// [0, V) is an error on the CPU; on the GPU it makes the row's loss and gradient NaN.
+#pragma once
+
+#include "common/codec.h"
+#include "common/op.h"
+
+// loss: [rows] float32. grad: the logits' dtype, may be the logits themselves. num_valid: one
+// int32, divides the gradient.
+APEX_TE_FUNCTION(cross_entropy_fwd,
+                 "logits: Tensor, target: Tensor, loss: Tensor, grad: Tensor?, num_valid: Tensor?, "
+                 "ignore_index: int, label_smoothing: float")
+// num_valid = number of targets other than ignore_index.
+APEX_TE_FUNCTION(cross_entropy_count, "target: Tensor, num_valid: Tensor, ignore_index: int")
+// total = sum of the losses in a fixed order, over num_valid where it is given.
+APEX_TE_FUNCTION(cross_entropy_sum, "loss: Tensor, num_valid: Tensor?, total: Tensor")
+// grad *= grad_output (one element, or one a row) in place; a factor of 1 touches nothing.
+APEX_TE_FUNCTION(cross_entropy_bwd, "grad: Tensor, grad_output: Tensor")
+
+namespace apex_te {
+
+struct Targets {
+  const void* data;
+  bool is_64_bit;
+  int64_t rows, ignore_index;
+
+  APEX_TE_HD int64_t operator[](int64_t row) const {
+    return is_64_bit ? static_cast<const int64_t*>(data)[row]
+                     : static_cast<const int32_t*>(data)[row];
+  }
+};
+
+inline Targets read_targets(Args& args) {
+  const TensorView target = args.tensor();
+  target.has_dtype({DType::kInt64, DType::kInt32}).has_ndim(1).is_dense();
+  if (target.size(0) > 0x7FFFFFFF)
+    fail(kApexTeUnsupported, "%s: target must have fewer than 2^31 elements, got %lld", args.name(),
+         static_cast<long long>(target.size(0)));
+  return Targets{target.data<void>(), target.dtype() == DType::kInt64, target.size(0), 0};
+}
+
+struct CrossEntropy {
+  TensorView logits;
+  int64_t rows, cols;
+  Targets target;
+  float* loss;
+  TensorView grad;
+  const int32_t* num_valid;
+  float label_smoothing;
+};
+
+inline CrossEntropy check_cross_entropy_fwd(Args& args) {
+  CrossEntropy p;
+  p.logits = args.tensor();
+  p.logits.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  p.rows = p.logits.size(0);
+  p.cols = p.logits.size(1);
+  p.target = read_targets(args);
+  if (p.target.rows != p.rows)
+    fail(kApexTeValueError, "%s: target must have shape [%lld], got [%lld]", args.name(),
+         static_cast<long long>(p.rows), static_cast<long long>(p.target.rows));
+  p.loss = args.tensor().has_dtype({DType::kFloat32}).has_shape({p.rows}).is_dense().data<float>();
+  p.grad = args.optional_tensor();
+  if (p.grad) p.grad.has_dtype({p.logits.dtype()}).has_shape({p.rows, p.cols}).is_dense();
+  const TensorView num_valid = args.optional_tensor();
+  if (num_valid) num_valid.is_scalar(DType::kInt32);
+  p.num_valid = num_valid.data<int32_t>();
+  p.target.ignore_index = args.integer();
+  p.label_smoothing = static_cast<float>(args.floating());
+  if (!(p.label_smoothing >= 0.0f && p.label_smoothing <= 1.0f))
+    fail(kApexTeValueError, "%s: label_smoothing must be in [0, 1], got %g", args.name(),
+         p.label_smoothing);
+  if (p.rows && (!p.cols || p.cols > 0x7FFFFFFF - 4096))
+    fail(kApexTeValueError, "%s: logits must have 1 to 2^31 - 4097 columns, got %lld", args.name(),
+         static_cast<long long>(p.cols));
+  return p;
+}
+
+struct CrossEntropyCount {
+  Targets target;
+  int32_t* num_valid;
+};
+
+inline CrossEntropyCount check_cross_entropy_count(Args& args) {
+  CrossEntropyCount p;
+  p.target = read_targets(args);
+  p.num_valid = args.tensor().is_scalar(DType::kInt32).data<int32_t>();
+  p.target.ignore_index = args.integer();
+  return p;
+}
+
+struct CrossEntropySum {
+  const float* loss;
+  int64_t rows;
+  const int32_t* num_valid;
+  float* total;
+};
+
+inline CrossEntropySum check_cross_entropy_sum(Args& args) {
+  CrossEntropySum p;
+  const TensorView loss = args.tensor();
+  loss.has_dtype({DType::kFloat32}).has_ndim(1).is_dense();
+  p.loss = loss.data<float>();
+  p.rows = loss.size(0);
+  const TensorView num_valid = args.optional_tensor();
+  if (num_valid) num_valid.is_scalar(DType::kInt32);
+  p.num_valid = num_valid.data<int32_t>();
+  p.total = args.tensor().is_scalar(DType::kFloat32).data<float>();
+  return p;
+}
+
+struct CrossEntropyBwd {
+  TensorView grad;
+  int64_t rows, cols;
+  const float* grad_output;
+  bool per_row;
+};
+
+inline CrossEntropyBwd check_cross_entropy_bwd(Args& args) {
+  CrossEntropyBwd p;
+  p.grad = args.tensor();
+  p.grad.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  p.rows = p.grad.size(0);
+  p.cols = p.grad.size(1);
+  if (p.cols > 0x7FFFFFFF - 4096)
+    fail(kApexTeValueError, "%s: grad must have at most 2^31 - 4097 columns, got %lld", args.name(),
+         static_cast<long long>(p.cols));
+  const TensorView factor = args.tensor();
+  factor.has_dtype({DType::kFloat32}).is_dense();
+  p.per_row = factor.ndim() == 1 && factor.size(0) == p.rows && p.rows != 1;
+  if (!p.per_row) factor.is_scalar(DType::kFloat32);
+  p.grad_output = factor.data<float>();
+  return p;
+}
+
+}  // namespace apex_te

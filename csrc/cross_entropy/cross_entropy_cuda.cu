@@ -1,0 +1,278 @@
+// CUDA kernels of cross_entropy.
+//
+// A short row stays in the registers of a block between the reduction and the gradient. A longer
+// one goes to shared memory as it is read; several blocks share a multiprocessor, so that some read
+// while others write. Rows that only one block could hold (about 50,000 bf16 logits and more) take
+// the ring of cross_entropy_ring.h. What does not fit in shared memory is read twice, soon enough
+// to be still in L2.
+#include "cross_entropy/cross_entropy_ring.h"
+#include "cross_entropy/cross_entropy_row.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+namespace {
+
+// A row of at most kThreads * kVecs vectors; the gradient is aligned as the logits are.
+template <typename T, int kThreads, int kVecs>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+    cross_entropy_fwd_short_kernel(const Params p) {
+  __shared__ BlockScratch<kThreads> scratch;
+  const int64_t r = blockIdx.x, target = p.target[r];
+  if (target == p.target.ignore_index) return clear_row<T>(p, r, kThreads);
+  const Row<T> row(p.logits, r, p.cols);
+  const int end = row.num_vecs;
+  Vec8<T> in[kVecs];
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k)
+    in[k] = load_or_neutral(row.data + row.head, static_cast<int>(threadIdx.x) + k * kThreads, end);
+  const int edge = row.edge_col();
+  const float edge_logit = edge >= 0 ? row.at(edge) : -INFINITY;
+  const float target_logit = threadIdx.x == 0 ? target_logit_of(row, target) : 0.0f;
+  float max = fmaxf(edge_logit, -FLT_MAX);
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) max = fmaxf(max, max_of(in[k]));
+  Stats stats{block_max(max, scratch), 0.0f, 0.0f};
+  stats.exp_sum = fast_exp(edge_logit - stats.max);
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) add_exps(in[k], stats);
+  const uint32_t zero = hidden_zero(p);
+  const bool with_sum = p.label_smoothing != 0.0f;
+  if (with_sum) {
+    if (edge >= 0) stats.sum = edge_logit;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      read_anew(in[k], zero);
+      if (threadIdx.x + k * kThreads < end) stats.sum += sum_of(in[k]);
+    }
+  }
+  const RowGrad g =
+      finish_row(p, r, target, target_logit, block_sum(stats, with_sum, scratch), grad_factor(p));
+  if (!p.grad) return;
+  T* grad = static_cast<T*>(p.grad) + r * p.cols;
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    const int i = threadIdx.x + k * kThreads;
+    read_anew(in[k], zero);
+    if (i < end) store_grad<T, true>(grad, row.col(i), in[k], g);
+  }
+  if (edge >= 0) store_edge_grad(grad, edge, edge_logit, g);
+}
+
+// A row of any length, of which the first `kept` vectors stay in shared memory.
+template <typename T, int kThreads, bool kVectors>
+__global__ void __launch_bounds__(kThreads)
+    cross_entropy_fwd_loop_kernel(const Params p, const int kept) {
+  constexpr int kSteps = (kThreads <= 256 ? 8 : 4) * 2 / sizeof(T);
+  extern __shared__ __align__(16) unsigned char chunks[];
+  T* const kept_row = reinterpret_cast<T*>(chunks);
+  __shared__ BlockScratch<kThreads> scratch;
+  const int64_t r = blockIdx.x, target = p.target[r];
+  if (target == p.target.ignore_index) return clear_row<T>(p, r, kThreads);
+  const Row<T> row(p.logits, r, p.cols);
+  const int end = row.num_vecs, edge = row.edge_col();
+  const float edge_logit = edge >= 0 ? row.at(edge) : -INFINITY;
+  const float target_logit = threadIdx.x == 0 ? target_logit_of(row, target) : 0.0f;
+  const bool with_sum = p.label_smoothing != 0.0f;
+  Stats stats{fmaxf(edge_logit, -FLT_MAX), 0.0f, 0.0f};
+  stats.exp_sum = fast_exp(edge_logit - stats.max);
+  if (edge >= 0) stats.sum = edge_logit;
+  for (int begin = threadIdx.x; begin < end; begin += kThreads * kSteps) {
+    Vec8<T> in[kSteps];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+      in[k] = load_or_neutral(row.data + row.head, begin + k * kThreads, end);
+    float max = stats.max;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) max = fmaxf(max, max_of(in[k]));
+    stats.raise(max);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const int i = begin + k * kThreads;
+      if (p.grad && i < min(end, kept)) store_vec(kept_row + i * kVec, in[k]);
+      add_exps(in[k], stats);
+      if (with_sum && i < end) stats.sum += sum_of(in[k]);
+    }
+  }
+  stats.raise(block_max(stats.max, scratch));
+  const RowGrad g =
+      finish_row(p, r, target, target_logit, block_sum(stats, with_sum, scratch), grad_factor(p));
+  if (!p.grad) return;
+  T* grad = static_cast<T*>(p.grad) + r * p.cols;
+  // Each thread finds the vectors it kept itself, so no barrier is due. What was read last comes
+  // first: it is the likeliest to be still in L2.
+  const int first = static_cast<int>(threadIdx.x);
+  const int last = first < end ? (end - 1 - first) / kThreads * kThreads + first : -1;
+  for (int begin = last; begin >= kept; begin -= kThreads * kSteps) {
+    Vec8<T> in[kSteps];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+      if (begin - k * kThreads >= kept)
+        in[k] = load_or_neutral(row.data + row.head, begin - k * kThreads, end);
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+      if (begin - k * kThreads >= kept)
+        store_grad<T, kVectors>(grad, row.col(begin - k * kThreads), in[k], g);
+  }
+#pragma unroll 2
+  for (int i = threadIdx.x; i < min(end, kept); i += kThreads)
+    store_grad<T, kVectors>(grad, row.col(i), load_vec(kept_row + i * kVec), g);
+  if (edge >= 0) store_edge_grad(grad, edge, edge_logit, g);
+}
+
+// Shared memory for a row, in vectors, at most what a block of the device may have.
+template <typename T, int kThreads, bool kVectors>
+void launch_loop(const Params& p, cudaStream_t stream) {
+  const auto kernel = cross_entropy_fwd_loop_kernel<T, kThreads, kVectors>;
+  constexpr int kVecBytes = kVec * sizeof(T), kReserved = 1024;  // for the statistics
+  const int64_t wanted = p.grad ? p.cols / kVec * kVecBytes : 0;
+  const int64_t allowed = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kReserved;
+  const int kept = static_cast<int>(min(wanted, allowed)) / kVecBytes;
+  check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kept * kVecBytes),
+             "cudaFuncSetAttribute");
+  kernel<<<static_cast<unsigned>(p.rows), kThreads, kept * kVecBytes, stream>>>(p, kept);
+}
+
+template <typename T>
+void launch_fwd(const Params& p, cudaStream_t stream) {
+  if (!p.rows) return;
+  const auto blocks = static_cast<unsigned>(p.rows);
+  const int64_t vecs = p.cols / kVec, bytes = p.cols * sizeof(T);
+  const auto offset = reinterpret_cast<uintptr_t>(p.logits) - reinterpret_cast<uintptr_t>(p.grad);
+  if (p.grad && offset % (kVec * sizeof(T)))
+    launch_loop<T, 512, false>(p, stream);
+  else if (vecs <= 128)
+    cross_entropy_fwd_short_kernel<T, 128, 1><<<blocks, 128, 0, stream>>>(p);
+  else if (vecs <= 512)
+    cross_entropy_fwd_short_kernel<T, 128, 4><<<blocks, 128, 0, stream>>>(p);
+  else if (bytes <= 24 << 10)
+    launch_loop<T, 128, true>(p, stream);
+  else if (bytes <= 72 << 10)
+    launch_loop<T, 256, true>(p, stream);
+  else if (bytes <= 112 << 10)
+    launch_loop<T, 512, true>(p, stream);
+  else if (bytes <= 400 << 10)
+    launch_ring<T>(p, stream);
+  else
+    launch_loop<T, 1024, true>(p, stream);
+  check_cuda(cudaGetLastError(), "cross_entropy_fwd");
+}
+
+constexpr int kSumThreads = 1024;
+
+// The sum over a block of one value a thread, in a fixed order.
+template <typename V>
+__device__ __forceinline__ V sum_of_block(V value, V* shared) {
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, offset);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  V total = 0;
+  for (int w = 0; w < kSumThreads / 32; ++w) total += shared[w];
+  return total;
+}
+
+__global__ void __launch_bounds__(kSumThreads)
+    cross_entropy_count_kernel(const Targets target, int32_t* num_valid) {
+  __shared__ int32_t warps[kSumThreads / 32];
+  int32_t count = 0;
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < target.rows; i += kSumThreads)
+    count += target[i] != target.ignore_index;
+  count = sum_of_block(count, warps);
+  if (threadIdx.x == 0) *num_valid = count;
+}
+
+__global__ void __launch_bounds__(kSumThreads) cross_entropy_sum_kernel(const CrossEntropySum p) {
+  __shared__ double warps[kSumThreads / 32];
+  double sum = 0.0;
+#pragma unroll 8
+  for (int64_t i = threadIdx.x; i < p.rows; i += kSumThreads) sum += p.loss[i];
+  sum = sum_of_block(sum, warps);
+  if (threadIdx.x == 0) *p.total = static_cast<float>(p.num_valid ? sum / *p.num_valid : sum);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(256)
+    cross_entropy_bwd_kernel(T* grad, int64_t rows, int64_t cols, const float* grad_output,
+                             bool per_row) {
+  for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
+    const float factor = grad_output[per_row ? r : 0];
+    if (factor == 1.0f) continue;
+    const Row<T> row(grad, r, cols);
+    for (int i = threadIdx.x; i < row.num_vecs; i += blockDim.x) {
+      T* at = row.data + row.col(i);
+      float values[kVec];
+      unpack(load_vec(at), values);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) values[k] *= factor;
+      Vec8<T> v;
+      pack(values, &v);
+      store_vec(at, v);
+    }
+    const int edge = row.edge_col();
+    if (edge >= 0) row.data[edge] = from_float<T>(row.at(edge) * factor);
+  }
+}
+
+template <typename T>
+void launch_bwd(const CrossEntropyBwd& p, cudaStream_t stream) {
+  if (!p.rows || !p.cols) return;
+  const int64_t blocks = p.rows < 0x7FFFFFFF ? p.rows : 0x7FFFFFFF;
+  cross_entropy_bwd_kernel<T><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(
+      p.grad.data<T>(), p.rows, p.cols, p.grad_output, p.per_row);
+  check_cuda(cudaGetLastError(), "cross_entropy_bwd");
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(cross_entropy_fwd) {
+  using namespace apex_te;
+  const CrossEntropy c = check_cross_entropy_fwd(args);
+  const DeviceGuard guard(args.device_id());
+  const Params p{c.logits.data<void>(), c.grad.data<void>(), c.rows, c.cols, c.target, c.loss,
+                 c.num_valid,           c.label_smoothing};
+  const auto stream = static_cast<cudaStream_t>(args.stream());
+  switch (c.logits.dtype()) {
+    case DType::kFloat32:
+      return launch_fwd<float>(p, stream);
+    case DType::kFloat16:
+      return launch_fwd<Half>(p, stream);
+    default:
+      return launch_fwd<BFloat16>(p, stream);
+  }
+}
+
+APEX_TE_DEFINE(cross_entropy_count) {
+  using namespace apex_te;
+  const CrossEntropyCount p = check_cross_entropy_count(args);
+  const DeviceGuard guard(args.device_id());
+  cross_entropy_count_kernel<<<1, kSumThreads, 0, static_cast<cudaStream_t>(args.stream())>>>(
+      p.target, p.num_valid);
+  check_cuda(cudaGetLastError(), "cross_entropy_count");
+}
+
+APEX_TE_DEFINE(cross_entropy_sum) {
+  using namespace apex_te;
+  const CrossEntropySum p = check_cross_entropy_sum(args);
+  const DeviceGuard guard(args.device_id());
+  cross_entropy_sum_kernel<<<1, kSumThreads, 0, static_cast<cudaStream_t>(args.stream())>>>(p);
+  check_cuda(cudaGetLastError(), "cross_entropy_sum");
+}
+
+APEX_TE_DEFINE(cross_entropy_bwd) {
+  using namespace apex_te;
+  const CrossEntropyBwd p = check_cross_entropy_bwd(args);
+  const DeviceGuard guard(args.device_id());
+  const auto stream = static_cast<cudaStream_t>(args.stream());
+  switch (p.grad.dtype()) {
+    case DType::kFloat32:
+      return launch_bwd<float>(p, stream);
+    case DType::kFloat16:
+      return launch_bwd<Half>(p, stream);
+    default:
+      return launch_bwd<BFloat16>(p, stream);
+  }
+}

@@ -1,0 +1,9 @@
+"""Builder of cross_entropy."""
+
+from .builder import CUDAOpBuilder
+
+
+class CrossEntropyBuilder(CUDAOpBuilder):
+    """Softmax cross entropy and its gradient from one read of the logits."""
+
+    NAME = "cross_entropy"

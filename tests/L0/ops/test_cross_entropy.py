@@ -1,0 +1,306 @@
+"""cross_entropy against PyTorch's formula in float64, loss and gradient, on each device."""
+
+import checks
+import pytest
+import torch
+from checks import DTYPES, assert_as_good_as_torch, assert_same_bits, needs_cuda
+from torch.nn import functional as F
+
+from apex_te.ops import cross_entropy as op
+from apex_te.ops.cross_entropy import cross_entropy
+
+COLUMNS = [1, 3, 7, 8, 16, 17, 127, 129, 1000, 4095, 8192, 8200, 32000, 50257]
+
+
+def make(rows, cols, dtype, spread=3.0):
+    logits = (torch.randn(rows, cols) * spread).to(dtype)
+    return logits, torch.randint(0, cols, (rows,))
+
+
+def check_rows(device, logits, target, **options):
+    """Unreduced loss and gradient of the kernel, held against the formula."""
+    x, t = logits.to(device), target.to(device)
+    grad = torch.empty_like(x)
+    loss = op.cross_entropy_fwd(x, t, grad=grad, **options)
+    exact = op.reference(logits.double(), target, **options)
+    same = op.reference(logits, target, **options)
+    assert_as_good_as_torch(loss, exact[0], op.reference(logits.float(), target, **options)[0])
+    assert_as_good_as_torch(grad, exact[1], same[1])
+    # That bound is of the largest gradient; most are far smaller and must be right for themselves.
+    error = (grad.detach().cpu().double() - exact[1]).abs()
+    steps = {torch.float32: 2**-16, torch.float16: 2**-9, torch.bfloat16: 2**-7}
+    assert (error <= steps[grad.dtype] * exact[1].abs() + 1e-7).all()
+    return loss, grad
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", COLUMNS)
+def test_fwd(device, poison, cols, dtype):
+    # Enough rows that the largest error of either side is no accident.
+    logits, target = make(5 if cols > 8192 else 64, cols, dtype)
+    target[2] = -100
+    loss, grad = check_rows(device, logits, target)
+    assert loss[2] == 0
+    assert not grad[2].any()
+
+
+@pytest.mark.parametrize("cols", [5, 129, 33000])
+@pytest.mark.parametrize("smoothing", [0.1, 1.0])
+def test_fwd_label_smoothing(device, poison, cols, smoothing):
+    logits, target = make(4 if cols > 8192 else 64, cols, torch.float32)
+    check_rows(device, logits, target, label_smoothing=smoothing)
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", [32768, 32769, 65529, 128256, 131073, 262137, 262144, 300001])
+def test_fwd_long_rows(poison, cols, dtype):
+    """Each kernel, its limits, and rows of which a part is read twice."""
+    logits, target = make(12, cols, dtype)
+    check_rows(torch.device("cuda"), logits, target, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autograd(device, reduction, overwrite, dtype):
+    logits, target = make(24, 131, dtype)
+    target[::5] = 7
+    options = {"ignore_index": 7, "label_smoothing": 0.1, "reduction": reduction}
+
+    def run(x, t, function, **more):
+        x = x.clone().requires_grad_()
+        y = x * 1.0 if more else x
+        loss = function(y.view(4, 6, -1), t.view(4, 6), **options, **more)
+        weight = torch.arange(1.0, 25.0, device=loss.device).view(4, 6)
+        (loss * (weight if loss.dim() else 3.0)).sum().backward()
+        return loss.detach(), x.grad
+
+    def formula(x, t, **kwargs):
+        out = F.cross_entropy(x.reshape(24, -1), t.reshape(-1), **kwargs)
+        return out.view(4, 6) if out.dim() else out
+
+    actual = run(logits.to(device), target.to(device), cross_entropy, overwrite_logits=overwrite)
+    exact = run(logits.double(), target, formula)
+    same = run(logits, target, formula)
+    assert_as_good_as_torch(actual[0], exact[0], run(logits.float(), target, formula)[0])
+    assert_as_good_as_torch(actual[1], exact[1], same[1])
+
+
+def test_overwrite_puts_gradient_into_logits(device):
+    logits, target = make(6, 40, torch.bfloat16)
+    leaf = logits.to(device).requires_grad_()
+    shared = leaf * 1.0
+    loss = cross_entropy(shared, target.to(device), overwrite_logits=True)
+    version = shared._version
+    (grad,) = torch.autograd.grad(loss, shared)
+    assert grad.data_ptr() == shared.data_ptr()
+    assert version > 0
+    expected = cross_entropy(leaf, target.to(device))
+    (other,) = torch.autograd.grad(expected, leaf)
+    assert_same_bits(grad, other)
+
+
+def test_second_backward_is_refused(device):
+    logits, target = make(6, 40, torch.float32)
+    x = logits.to(device).requires_grad_()
+    loss = cross_entropy(x, target.to(device))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layouts(device, dtype):
+    logits, target = make(9, 203, dtype)
+    expected = cross_entropy(logits.to(device), target.to(device), reduction="none")
+    for name, x in checks.layouts(logits.to(device)):
+        x = x.requires_grad_()
+        loss = cross_entropy(x, target.to(device), reduction="none")
+        assert (loss - expected).abs().max() <= 4e-6
+        (grad,) = torch.autograd.grad(loss.sum(), x)
+        exact = op.reference(logits.double(), target)[1]
+        assert_as_good_as_torch(grad, exact, op.reference(logits, target)[1])
+        assert name
+
+
+@pytest.mark.parametrize("target_dtype", [torch.int32, torch.int64])
+def test_target_dtypes_and_expanded(device, target_dtype):
+    logits, target = make(6, 33, torch.float32)
+    x = logits[:1].expand(6, 33).to(device)
+    actual = cross_entropy(x, target.to(device, target_dtype), reduction="none")
+    expected = F.cross_entropy(logits[:1].expand(6, 33).double(), target, reduction="none")
+    assert (actual.cpu().double() - expected).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5)])
+def test_empty(device, shape):
+    x = torch.randn(shape, device=device, requires_grad=True)
+    target = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
+    for reduction in ("sum", "none"):
+        loss = cross_entropy(x, target, reduction=reduction)
+        loss.sum().backward()
+        assert loss.sum() == 0
+    assert torch.isnan(cross_entropy(x, target))
+
+
+def test_all_ignored_is_as_in_torch(device):
+    x = torch.randn(3, 9, device=device, requires_grad=True)
+    target = torch.full((3,), -100, device=device)
+    loss = cross_entropy(x, target)
+    loss.backward()
+    assert torch.isnan(loss)
+    assert not x.grad.any()
+
+
+@pytest.mark.parametrize("cols", [9, 2000, 40000])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_special_values(device, cols, value):
+    """NaN and +Inf make the row NaN; -Inf is a probability of 0; other rows are untouched."""
+    logits, target = make(3, cols, torch.float32)
+    target[:] = 1
+    logits[1, cols // 2] = value
+    x = logits.to(device)
+    grad = torch.empty_like(x)
+    loss = op.cross_entropy_fwd(x, target.to(device), grad=grad)
+    if value == float("-inf"):
+        expected = F.cross_entropy(logits.double(), target, reduction="none")
+        assert (loss.cpu().double() - expected).abs().max() < 1e-5
+        assert grad[1, cols // 2] == 0
+    else:
+        assert torch.isnan(loss[1])
+        assert torch.isnan(grad[1]).all()
+    assert torch.isfinite(loss[[0, 2]]).all()
+    assert torch.isfinite(grad[[0, 2]]).all()
+
+
+def test_large_logits(device):
+    logits = torch.tensor([[1e4, -1e4, 0.0], [3e38, 0.0, -3e38]], device=device)
+    loss = cross_entropy(logits, torch.tensor([1, 0], device=device), reduction="none")
+    assert loss.tolist() == [2e4, 0.0]
+
+
+def test_repeatable(device):
+    logits, target = make(17, 5000, torch.bfloat16)
+    x, t = logits.to(device), target.to(device)
+    results = []
+    for _ in range(2):
+        grad = torch.empty_like(x)
+        num_valid = op.count_valid(t)
+        loss = op.cross_entropy_fwd(x, t, grad=grad, num_valid=num_valid)
+        results.append((loss, grad, cross_entropy(x, t).reshape(1)))
+    assert_same_bits(*results)
+
+
+def test_portable_path_gives_the_same_bits():
+    checks.assert_portable_gives_same_bits(
+        "import torch\n"
+        "from apex_te.ops.cross_entropy import cross_entropy_fwd\n"
+        "def run():\n"
+        "    torch.manual_seed(0)\n"
+        "    for dtype in (torch.float32, torch.float16, torch.bfloat16):\n"
+        "        x = (torch.randn(9, 1003) * 4).to(dtype)\n"
+        "        grad = torch.empty_like(x)\n"
+        "        loss = cross_entropy_fwd(x, torch.arange(9), grad=grad, label_smoothing=0.1)\n"
+        "        yield from (loss, grad)\n"
+    )
+
+
+def test_target_out_of_range():
+    logits = torch.randn(3, 5)
+    with pytest.raises(ValueError, match=r"target\[1\] must be in \[0, 5\) or ignore_index -100"):
+        cross_entropy(logits, torch.tensor([0, 5, -100]))
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_target_out_of_range_is_nan_on_gpu():
+    x = torch.randn(3, 5, device="cuda", requires_grad=True)
+    loss = cross_entropy(x, torch.tensor([0, 5, -1], device="cuda"), reduction="none")
+    assert torch.isnan(loss).tolist() == [False, True, True]
+    loss.sum().backward()
+    assert torch.isnan(x.grad[1:]).all()
+    assert torch.isfinite(x.grad[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"logits": torch.zeros(2, 4).double()}, TypeError, "logits must have dtype float32"),
+        ({"target": torch.zeros(3, dtype=torch.int64)}, ValueError, "target must have the shape"),
+        ({"target": torch.zeros(2)}, TypeError, "target must have dtype int64 or int32"),
+        ({"reduction": "avg"}, ValueError, "reduction must be 'mean', 'sum' or 'none', got 'avg'"),
+        ({"label_smoothing": 1.5}, ValueError, "label_smoothing must be in [0, 1], got 1.5"),
+        (
+            {"logits": torch.zeros(2, 0)},
+            ValueError,
+            "logits must have 1 to 2^31 - 4097 columns, got 0",
+        ),
+        (
+            {"logits": torch.zeros(4, 2).t(), "overwrite_logits": True},
+            ValueError,
+            "logits must be contiguous to be overwritten",
+        ),
+    ],
+)
+def test_rejects(change, error, message):
+    kwargs = {"logits": torch.zeros(2, 4), "target": torch.zeros(2, dtype=torch.int64), **change}
+    with pytest.raises(error) as raised:
+        cross_entropy(**kwargs)
+    assert message in str(raised.value)
+
+
+def test_opcheck_and_compile():
+    logits, target = make(4, 33, torch.float32)
+    ops = torch.ops.apex_te
+    tests = ("test_schema", "test_faketensor")
+    grad, loss, count = torch.zeros_like(logits), torch.zeros(4), torch.ones(1, dtype=torch.int32)
+    torch.library.opcheck(
+        ops.cross_entropy_fwd, (logits, target, loss, grad, count, -100, 0.1), test_utils=tests
+    )
+    torch.library.opcheck(ops.cross_entropy_count, (target, count, -100), test_utils=tests)
+    torch.library.opcheck(ops.cross_entropy_sum, (loss, None, torch.zeros(1)), test_utils=tests)
+    torch.library.opcheck(ops.cross_entropy_bwd, (grad, torch.ones(1)), test_utils=tests)
+
+    def step(x, overwrite):
+        return cross_entropy(x * 2, target, label_smoothing=0.1, overwrite_logits=overwrite) * 3
+
+    for overwrite in (False, True):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        a, b = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+        actual, expected = compiled(a, overwrite), step(b, overwrite)
+        actual.backward()
+        expected.backward()
+        assert_same_bits((actual, a.grad), (expected, b.grad))
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("cols", [1000, 128256])
+def test_graph_and_stream(cols):
+    logits, target = make(8, cols, torch.bfloat16)
+
+    def call(x, t):
+        grad = torch.empty_like(x)
+        return op.cross_entropy_fwd(x, t, grad=grad, num_valid=op.count_valid(t)), grad
+
+    checks.assert_runs_in_graph_and_on_stream(call, [logits.cuda(), target.cuda()])
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_more_than_2_to_31_elements():
+    if torch.cuda.mem_get_info()[0] < 20 << 30:
+        pytest.skip("needs 20 GiB of free GPU memory")
+    rows, cols = 16500, 131072  # 2.163e9 elements
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.randint(0, cols, (rows,), device="cuda")
+    kept = [0, rows // 2, rows - 1]
+    before = x[kept].cpu()
+    loss = op.cross_entropy_fwd(x, target, grad=x)
+    exact = op.reference(before.double(), target[kept].cpu())
+    same = op.reference(before, target[kept].cpu())
+    assert_as_good_as_torch(x[kept], exact[1], same[1])
+    expected = op.reference(before.float(), target[kept].cpu())[0]
+    assert_as_good_as_torch(loss[kept], exact[0], expected)
