@@ -14,12 +14,12 @@ using ActivationTile = FP8Tile<kBwd ? kActivationTileRows : 128>;
 template <bool kBwd>
 constexpr int kActivationTileBlocks = kBwd ? 5 : 4;  // of a multiprocessor, wanted
 
-// All loads of a thread are in flight before it computes.
-template <Activation kKind, bool kBwd, bool kBias, bool kFP8>
+// All loads of a thread are in flight before it computes. kDbias: the sums of a tile's columns are
+// wanted too; without kFP8 the results go out in x's dtype.
+template <Activation kKind, bool kBwd, bool kBias, bool kFP8, bool kDbias>
 __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTileBlocks<kBwd>)
     activation_tile_kernel(const ActivationOp p) {
   using Tile = ActivationTile<kBwd>;
-  constexpr bool kDbias = kBwd && kBias;
   constexpr int kWarps = Tile::kThreads / 32, kLanes = Tile::kLanes, kRows = Tile::kRows;
   __shared__ uint32_t warp_amaxes[kWarps];
   __shared__ __align__(16) uint2 tile[kFP8 ? Tile::kSharedWords : 1];
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
   }
   if (kFP8 && p.rowwise) Tile::template store_rows<true>(p.rowwise, p.cols, at, codes);
   if (kFP8 && p.transposed) Tile::stage_columns(codes, tile);
-  if (kDbias && p.dbias) {
+  if (kDbias) {
     let_next_kernel_start();
 #pragma unroll
     for (int c = 0; c < kVec; ++c)
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
     else
       Tile::template store_columns<false>(p.transposed, p.rows, at, tile);
   }
-  if (kDbias && p.dbias && at.row0 < p.rows) {
+  if (kDbias && at.row0 < p.rows) {
     for (int c = threadIdx.x; c < Tile::kTileCols; c += Tile::kThreads) {
       if (at.col0 + c >= p.cols) break;
       float sum = 0.0f;
@@ -118,13 +118,14 @@ void launch_activation_tile(const ActivationOp& p, cudaStream_t stream) {
   const dim3 grid = Tile::grid(p.rows, p.cols, "activation");
   Kinds::choose(p.kind, [&](auto kind) {
     constexpr Activation kKind = decltype(kind)::value;
+    auto kernel = activation_tile_kernel<kKind, kBwd, Kinds::kBias, true, false>;
     if constexpr (kBwd && Kinds::kBias) {
-      if (p.out) {
-        activation_tile_kernel<kKind, kBwd, true, false><<<grid, Tile::kThreads, 0, stream>>>(p);
-        return;
-      }
+      if (p.out)
+        kernel = activation_tile_kernel<kKind, true, true, false, true>;
+      else if (p.dbias)
+        kernel = activation_tile_kernel<kKind, true, true, true, true>;
     }
-    activation_tile_kernel<kKind, kBwd, Kinds::kBias, true><<<grid, Tile::kThreads, 0, stream>>>(p);
+    kernel<<<grid, Tile::kThreads, 0, stream>>>(p);
   });
   check_cuda(cudaGetLastError(), "activation");
 }

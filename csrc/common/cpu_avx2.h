@@ -78,8 +78,10 @@ APEX_TE_AVX2_INLINE uint32_t largest(__m256i words) {
 // A maximum of load_wide as a float's bits.
 APEX_TE_AVX2_INLINE uint32_t amax_bits(float, __m256i amax) { return largest(amax); }
 APEX_TE_AVX2_INLINE uint32_t largest_half_word(__m256i amax) {
-  const __m256i low = _mm256_and_si256(amax, _mm256_set1_epi32(0xFFFF));
-  return largest(_mm256_max_epu32(low, _mm256_srli_epi32(amax, 16)));
+  const __m128i half =
+      _mm_max_epu16(_mm256_castsi256_si128(amax), _mm256_extracti128_si256(amax, 1));
+  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
+  return 0xFFFFu - static_cast<uint32_t>(_mm_extract_epi16(least, 0));
 }
 APEX_TE_AVX2_INLINE uint32_t amax_bits(BFloat16, __m256i amax) {
   return largest_half_word(amax) << 16;
@@ -105,6 +107,10 @@ struct FP8Encoder {
     return _mm256_min_epi16(_mm256_sub_epi16(codes, _mm256_set1_epi16(kBase)),
                             _mm256_set1_epi16(kMaxCode));
   }
+  // Codes with the signs in the top bits of `signs`.
+  static APEX_TE_AVX2_INLINE __m256i with_signs(__m256i codes, __m256i signs) {
+    return _mm256_or_si256(codes, signs);
+  }
   static uint8_t encode(float value) { return encode_fp8<Format>(value); }
 
  private:
@@ -119,14 +125,26 @@ struct FP8Encoder {
   }
 };
 
+// scales: of 8 elements each, in the order of load_wide.
+template <typename Encoder, typename T>
+APEX_TE_AVX2_INLINE __m256i encode32(const T* x, const __m256* scales, __m256i& amax) {
+  const __m256 one = _mm256_set1_ps(1.0f);
+  __m256i codes[2], signs[2];
+  for (int half = 0; half < 2; ++half) {
+    Wide in = load_wide(x + half * kStep / 2, amax);
+    in.a = _mm256_mul_ps(in.a, scales[2 * half]);
+    in.b = _mm256_mul_ps(in.b, scales[2 * half + 1]);
+    codes[half] = Encoder::template codes_of<T>(in, one);
+    signs[half] = in.signs;
+  }
+  const __m256i sign =
+      _mm256_and_si256(_mm256_packs_epi16(signs[0], signs[1]), _mm256_set1_epi8(int8_t(0x80)));
+  return in_order(T{}, Encoder::with_signs(_mm256_packus_epi16(codes[0], codes[1]), sign));
+}
 template <typename Encoder, typename T>
 APEX_TE_AVX2_INLINE __m256i encode32(const T* x, __m256 scale, __m256i& amax) {
-  const Wide first = load_wide(x, amax), second = load_wide(x + kStep / 2, amax);
-  const __m256i codes = _mm256_packus_epi16(Encoder::template codes_of<T>(first, scale),
-                                            Encoder::template codes_of<T>(second, scale));
-  const __m256i signs = _mm256_and_si256(_mm256_packs_epi16(first.signs, second.signs),
-                                         _mm256_set1_epi8(int8_t(0x80)));
-  return in_order(T{}, _mm256_or_si256(codes, signs));
+  const __m256 scales[4] = {scale, scale, scale, scale};
+  return encode32<Encoder>(x, scales, amax);
 }
 
 // Codes of x * scale; returns the largest magnitude of x as bits, NaN above infinity.

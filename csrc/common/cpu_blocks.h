@@ -1,8 +1,10 @@
 // Row loops of CPU kernels that quantize in blocks with a scale each.
 //
-// Scales come from the amaxes of what they scale, so that products are within the format's range
-// unless an amax is an infinity or NaN.
+// Scales come from the amaxes of what they scale, so products are below twice the format's largest
+// value unless an amax is an infinity or NaN.
 #pragma once
+
+#include <type_traits>
 
 #include "common/cpu_vec.h"
 
@@ -46,7 +48,8 @@ struct RawMagnitude<float> {
   static APEX_TE_INLINE uint32_t bits(Type a) { return static_cast<uint32_t>(a); }
 };
 
-constexpr uint32_t kInfinityBits = 0x7F800000u;
+// Below it no scale is so small that 2^-8 of it were subnormal, and there is no NaN or infinity.
+constexpr uint32_t kBoundBits = uint32_t(127 + 112) << 23;
 
 // Raises the columns' magnitudes to those of one more row.
 template <typename T>
@@ -57,24 +60,19 @@ APEX_TE_INLINE void fold_columns(const T* x, int64_t n, typename RawMagnitude<T>
   }
 }
 
+// Copies a row of a tile to panels of kPanel columns with `rows` rows each. Rows of a matrix whose
+// extent is a power of two share few sets of a cache, which would not hold a tile for a second
+// pass.
+template <typename T>
+APEX_TE_INLINE void copy_to_panels(const T* x, int64_t n, int64_t row, int64_t rows, T* panels) {
+  int64_t i = 0;
+  for (T* to = panels + row * kPanel; i + kPanel <= n; i += kPanel, to += rows * kPanel)
+    memcpy(to, x + i, kPanel * sizeof(T));
+  if (i < n) memcpy(panels + i * rows + row * kPanel, x + i, (n - i) * sizeof(T));
+}
+
 #if defined(__x86_64__)
 namespace avx2 {
-
-// Largest of 16 raw magnitudes of 16 bits: minpos finds the smallest of their complements.
-APEX_TE_AVX2_INLINE uint16_t largest_of(BFloat16, __m256i words) {
-  const __m128i half =
-      _mm_max_epu16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-  const __m128i least = _mm_minpos_epu16(_mm_xor_si128(half, _mm_set1_epi16(-1)));
-  return static_cast<uint16_t>(~_mm_extract_epi16(least, 0));
-}
-
-template <typename T>
-APEX_TE_AVX2_INLINE uint32_t amax_bits_of(__m256i amax) {
-  if constexpr (sizeof(T) == 2)
-    return float_bits(to_float(T{largest_of(BFloat16{}, amax)}));
-  else
-    return amax_bits(T{}, amax);
-}
 
 // Amaxes of n / kBlock blocks.
 template <int64_t kBlock, typename T>
@@ -87,23 +85,73 @@ APEX_TE_AVX2 void block_amaxes(const T* x, int64_t n, uint32_t* amaxes) {
       const __m256i a = _mm256_and_si256(load_words(x + b * kBlock + i), mask);
       amax = sizeof(T) == 2 ? _mm256_max_epu16(amax, a) : _mm256_max_epu32(amax, a);
     }
-    amaxes[b] = amax_bits_of<T>(amax);
+    amaxes[b] = amax_bits(T{}, amax);
   }
 }
 
+// Codes of 32 elements; `scales`, of 8 elements each, in the order of load_wide.
+template <typename Format, typename T>
+struct BlockEncoder {
+  static constexpr float kScale = 1.0f;
+  static APEX_TE_AVX2_INLINE __m256i encode(const T* x, const __m256* scales) {
+    __m256i amax = _mm256_setzero_si256();
+    return encode32<FP8Encoder<Format>>(x, scales, amax);
+  }
+};
+
+// The same for scales that are powers of two: the product has bf16's 8 significant bits. kScale
+// puts the format's subnormals where fp16's are, so the codes are the upper bits of the fp16 words,
+// which hold all but the last bits of values below the smallest step. These are rounded up: one
+// above half a step stays above it, one below becomes half a step at most, a tie that goes to zero.
+template <typename Format>
+struct PowerOfTwoEncoder {
+  static constexpr int kShift = Format::kShift - 13;
+  static constexpr float kScale = Format::kBias == 15 ? 1.0f : 1.0f / 256.0f;  // 2^(bias - 15)
+  static APEX_TE_AVX2_INLINE __m256i encode(const BFloat16* x, const __m256* scales) {
+    const __m256i in[2] = {load_words(x), load_words(x + kStep / 2)};
+    __m128i even[2], odd[2];
+    for (int half = 0; half < 2; ++half) {
+      const __m256i magnitude = _mm256_and_si256(in[half], _mm256_set1_epi16(0x7FFF));
+      even[half] = to_half(_mm256_slli_epi32(magnitude, 16), scales[2 * half]);
+      odd[half] = to_half(_mm256_and_si256(magnitude, _mm256_set1_epi32(int(0xFFFF0000u))),
+                          scales[2 * half + 1]);
+    }
+    const __m256i codes =
+        _mm256_or_si256(round(_mm256_set_m128i(even[1], even[0])),
+                        _mm256_slli_epi16(round(_mm256_set_m128i(odd[1], odd[0])), 8));
+    const __m256i signs =
+        _mm256_permute4x64_epi64(_mm256_packs_epi16(in[0], in[1]), _MM_SHUFFLE(3, 1, 2, 0));
+    return _mm256_or_si256(codes, _mm256_and_si256(signs, _mm256_set1_epi8(int8_t(0x80))));
+  }
+
+ private:
+  static APEX_TE_AVX2_INLINE __m128i to_half(__m256i magnitude, __m256 scale) {
+    return _mm256_cvtps_ph(_mm256_mul_ps(_mm256_castsi256_ps(magnitude), scale),
+                           _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+  }
+  static APEX_TE_AVX2_INLINE __m256i round(__m256i half) {
+    const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi16(half, kShift), _mm256_set1_epi16(1));
+    const __m256i up = _mm256_set1_epi16((1 << (kShift - 1)) - 1);
+    const __m256i sum = _mm256_add_epi16(_mm256_add_epi16(half, up), is_odd);
+    return _mm256_min_epu16(_mm256_srli_epi16(sum, kShift),
+                            _mm256_set1_epi16(FP8Encoder<Format>::kMaxCode));
+  }
+};
+
 template <typename Encoder, int64_t kBlock, typename T>
 APEX_TE_AVX2 void encode_blocks(const T* x, int64_t n, const float* scales, uint8_t* codes) {
-  __m256i amax = _mm256_setzero_si256();
+  const auto encode = [&](const T* in, uint8_t* out, float scale) APEX_TE_TARGET_AVX2 {
+    const __m256 s = _mm256_set1_ps(scale * Encoder::kScale);
+    const __m256 all[4] = {s, s, s, s};
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), Encoder::encode(in, all));
+  };
   int64_t i = 0;
-  for (; i + kStep <= n; i += kStep)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i),
-                        encode32<Encoder>(x + i, _mm256_broadcast_ss(scales + i / kBlock), amax));
+  for (; i + kStep <= n; i += kStep) encode(x + i, codes + i, scales[i / kBlock]);
   if (i == n) return;
   T rest[kStep] = {};
   uint8_t rest_codes[kStep];
   memcpy(rest, x + i, (n - i) * sizeof(T));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(rest_codes),
-                      encode32<Encoder>(rest, _mm256_broadcast_ss(scales + i / kBlock), amax));
+  encode(rest, rest_codes, scales[i / kBlock]);
   memcpy(codes + i, rest_codes, n - i);
 }
 
@@ -116,45 +164,42 @@ APEX_TE_AVX2 void decode_blocks(const uint8_t* codes, int64_t n, const float* sc
   }
 }
 
-// scales: as in_load_order arranges them.
-template <typename Encoder, typename T>
-APEX_TE_AVX2_INLINE __m256i encode32_columns(const T* x, const float* scales) {
-  __m256i amax = _mm256_setzero_si256(), codes[2], signs[2];
-  for (int half = 0; half < 2; ++half) {
-    Wide in = load_wide(x + half * kStep / 2, amax);
-    in.a = _mm256_mul_ps(in.a, _mm256_loadu_ps(scales + half * kStep / 2));
-    in.b = _mm256_mul_ps(in.b, _mm256_loadu_ps(scales + half * kStep / 2 + 8));
-    codes[half] = Encoder::template codes_of<T>(in, _mm256_set1_ps(1.0f));
-    signs[half] = in.signs;
-  }
-  const __m256i sign =
-      _mm256_and_si256(_mm256_packs_epi16(signs[0], signs[1]), _mm256_set1_epi8(int8_t(0x80)));
-  return in_order(T{}, _mm256_or_si256(_mm256_packus_epi16(codes[0], codes[1]), sign));
-}
+// scales: as prepare_columns leaves them.
 template <typename Encoder, typename T>
 APEX_TE_AVX2 void encode_columns(const T* x, int64_t n, const float* scales, uint8_t* codes) {
+  const auto encode = [&](const T* in, uint8_t* out, const float* s) APEX_TE_TARGET_AVX2 {
+    const __m256 by[4] = {_mm256_loadu_ps(s), _mm256_loadu_ps(s + 8), _mm256_loadu_ps(s + 16),
+                          _mm256_loadu_ps(s + 24)};
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), Encoder::encode(in, by));
+  };
   int64_t i = 0;
-  for (; i + kStep <= n; i += kStep)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes + i),
-                        encode32_columns<Encoder>(x + i, scales + i));
+  for (; i + kStep <= n; i += kStep) encode(x + i, codes + i, scales + i);
   if (i == n) return;
   T rest[kStep] = {};
   uint8_t rest_codes[kStep];
   memcpy(rest, x + i, (n - i) * sizeof(T));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(rest_codes),
-                      encode32_columns<Encoder>(rest, scales + i));
+  encode(rest, rest_codes, scales + i);
   memcpy(codes + i, rest_codes, n - i);
 }
 
-// Load_wide gives the even and the odd elements of 16 bf16.
-template <typename T>
-inline void in_load_order(float* scales, int64_t n) {
-  if (!std::is_same<T, BFloat16>::value) return;
+// Scales as encode_columns reads them: load_wide gives the even and the odd elements of 16 bf16.
+template <typename Encoder, typename T>
+inline void prepare_columns(float* scales, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) {
     float natural[16];
-    memcpy(natural, scales + i, sizeof(natural));
-    for (int64_t k = 0; k < 16; ++k) scales[i + k] = natural[k % 8 * 2 + k / 8];
+    for (int64_t k = 0; k < 16; ++k) natural[k] = scales[i + k] * Encoder::kScale;
+    for (int64_t k = 0; k < 16; ++k)
+      scales[i + k] = natural[std::is_same<T, BFloat16>::value ? k % 8 * 2 + k / 8 : k];
   }
+}
+
+// The encoder for elements of type T: is_pow2 tells that all scales are powers of two.
+template <typename Format, typename T, typename Use>
+APEX_TE_INLINE void with_encoder(bool is_pow2, const Use& use) {
+  if constexpr (std::is_same<T, BFloat16>::value) {
+    if (is_pow2) return use(PowerOfTwoEncoder<Format>{});
+  }
+  use(BlockEncoder<Format, T>{});
 }
 
 }  // namespace avx2
@@ -174,13 +219,21 @@ APEX_TE_INLINE void block_amaxes(const T* x, int64_t n, uint32_t* amaxes) {
     amaxes[i / kBlock] = amax_of_row(x + i, std::min(kBlock, n - i));
 }
 
+// What the scales of a row or panel have in common.
+struct ScaleTraits {
+  bool is_bounded;  // their blocks' amaxes are below kBoundBits
+  bool is_pow2;
+};
+
 // FP8 codes of a row, each block of kBlock elements times its scale.
 template <typename Format, int64_t kBlock, typename T>
-APEX_TE_INLINE void encode_blocks(const T* x, int64_t n, const float* scales, bool is_finite,
+APEX_TE_INLINE void encode_blocks(const T* x, int64_t n, const float* scales, ScaleTraits traits,
                                   uint8_t* codes) {
 #if defined(__x86_64__)
-  if (is_finite && use_avx2())
-    return avx2::encode_blocks<avx2::FP8Encoder<Format>, kBlock>(x, n, scales, codes);
+  if (traits.is_bounded && use_avx2())
+    return avx2::with_encoder<Format, T>(traits.is_pow2, [&](auto encoder) {
+      avx2::encode_blocks<decltype(encoder), kBlock>(x, n, scales, codes);
+    });
 #endif
   for (int64_t i = 0; i < n; ++i)
     codes[i] = encode_fp8<Format>(to_float(x[i]) * scales[i / kBlock]);
@@ -200,31 +253,34 @@ APEX_TE_INLINE void decode_blocks(const uint8_t* codes, int64_t n, const float* 
     y[i] = from_float<T>(decode_fp8<Format>(codes[i]) * scales[i / kBlock]);
 }
 
-// FP8 codes of x [rows, cols <= kPanel], each column times the scale of its block of `block_rows`
-// rows, to out[col * out_ld + row]. scales: [blocks][kPanel], which may be rearranged.
+// FP8 codes of a panel, rows of kPanel elements, each column times the scale of its block of
+// `block_rows` rows, to out[col * out_ld + row]. scales: [blocks][kPanel], which may be rearranged.
 template <typename Format, typename T>
-APEX_TE_INLINE void encode_transposed(const T* x, int64_t ld, int64_t rows, int64_t cols,
-                                      int64_t block_rows, float* scales, bool is_finite,
+APEX_TE_INLINE void encode_transposed(const T* panel, int64_t rows, int64_t cols,
+                                      int64_t block_rows, float* scales, ScaleTraits traits,
                                       uint8_t* out, int64_t out_ld) {
   constexpr int64_t kMaxRows = 128;
   uint8_t codes[kMaxRows * kPanel];
-#if defined(__x86_64__)
-  const bool is_fast = is_finite && use_avx2();
-  if (is_fast) avx2::in_load_order<T>(scales, (rows + block_rows - 1) / block_rows * kPanel);
-#endif
-  for (int64_t r = 0; r < rows; ++r) {
-    if (r < cols) prefetch_row(out + r * out_ld, rows);
-    const float* by = scales + r / block_rows * kPanel;
-#if defined(__x86_64__)
-    if (is_fast) {
-      avx2::encode_columns<avx2::FP8Encoder<Format>>(x + r * ld, cols, by, codes + r * kPanel);
-      continue;
+  const auto for_rows = [&](const auto& encode_row) {
+    for (int64_t r = 0; r < rows; ++r) {
+      if (r < cols) prefetch_row(out + r * out_ld, rows);
+      encode_row(panel + r * kPanel, scales + r / block_rows * kPanel, codes + r * kPanel);
     }
+    transpose_bytes(codes, kPanel, rows, cols, out, out_ld);
+  };
+#if defined(__x86_64__)
+  if (traits.is_bounded && use_avx2())
+    return avx2::with_encoder<Format, T>(traits.is_pow2, [&](auto encoder) {
+      using Encoder = decltype(encoder);
+      avx2::prepare_columns<Encoder, T>(scales, (rows + block_rows - 1) / block_rows * kPanel);
+      for_rows([&](const T* row, const float* by, uint8_t* out_codes) {
+        avx2::encode_columns<Encoder>(row, cols, by, out_codes);
+      });
+    });
 #endif
-    for (int64_t c = 0; c < cols; ++c)
-      codes[r * kPanel + c] = encode_fp8<Format>(to_float(x[r * ld + c]) * by[c]);
-  }
-  transpose_bytes(codes, kPanel, rows, cols, out, out_ld);
+  for_rows([&](const T* row, const float* by, uint8_t* out_codes) {
+    for (int64_t c = 0; c < cols; ++c) out_codes[c] = encode_fp8<Format>(to_float(row[c]) * by[c]);
+  });
 }
 
 }  // namespace apex_te

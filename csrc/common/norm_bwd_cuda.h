@@ -14,12 +14,9 @@
 
 namespace apex_te {
 
-constexpr int kBwdVecs = 2;    // vectors of a thread in a row
+constexpr int kBwdVecs = 2;  // vectors of a thread in a row
 #ifndef BWD_AHEAD_LN
 #define BWD_AHEAD_LN 0
-#endif
-#ifndef BWD_RMS
-#define BWD_RMS 1024
 #endif
 template <bool kLayerNorm>
 constexpr bool kBwdAhead = !kLayerNorm || BWD_AHEAD_LN;
@@ -27,10 +24,12 @@ template <bool kLayerNorm>
 constexpr int kBwdStages = kBwdAhead<kLayerNorm> ? 3 : 2;  // rows of a slot in shared memory
 constexpr int kMaxBwdCluster = 16;
 #ifndef BWD_LN
-#define BWD_LN 768
+#define BWD_LN 512
 #endif
 template <typename T, bool kLayerNorm>  // of a block, as registers allow
-constexpr int kBwdThreads = sizeof(T) == 4 ? 512 : kLayerNorm ? BWD_LN : BWD_RMS;
+constexpr int kBwdThreads = sizeof(T) == 4 ? 512
+                            : kLayerNorm   ? BWD_LN
+                                           : 1024;
 
 __device__ __forceinline__ void copy_async16(void* shared, const void* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
@@ -56,9 +55,9 @@ __device__ __forceinline__ void wait_copies() {
 }
 
 struct BwdShape {
-  int threads;     // of a row in a block
-  int slots;       // rows of a block at a time
-  int chunks;      // of shared memory: bwd_chunks
+  int threads;  // of a row in a block
+  int slots;    // rows of a block at a time
+  int chunks;   // of shared memory: bwd_chunks
 };
 
 // A chunk of shared memory has an array's vectors of the rows of all slots: dy and x for each
@@ -265,8 +264,7 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm>, 1)
         __syncthreads();
       take_sums(sums, shape.threads, ranks, parts + turn * parts_size);
       exchange_phase ^= turn;
-      if (more)
-        put_sums(next_sums, ranks, parts + (turn ^ 1) * parts_size, exchange + (turn ^ 1));
+      if (more) put_sums(next_sums, ranks, parts + (turn ^ 1) * parts_size, exchange + (turn ^ 1));
     }
     const float2 s = statistics[stage * statistics_size];
     const float mean_gx = sums[0] * inverse, mean_g = kLayerNorm ? sums[kSums - 1] * inverse : 0.0f;

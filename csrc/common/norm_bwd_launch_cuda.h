@@ -9,8 +9,8 @@ constexpr int kFinishRows = 16;  // partial sums of a column in the second kerne
 constexpr int kLoopThreads = 256;
 constexpr int kColumnRows = 8;  // rows of a block of the columns' kernel at a time
 
-// Adds the lines of each column, `kFinishRows` apart, then those sums in order; in double, since the
-// rounding of long sums would show in fp32 gradients.
+// Adds the lines of each column, `kFinishRows` apart, then those sums in order; in double, since
+// the rounding of long sums would show in fp32 gradients.
 template <typename T>
 __global__ void __launch_bounds__(32 * kFinishRows)
     norm_bwd_finish_kernel(const NormBwd p, const int64_t width, const int lines) {
@@ -138,15 +138,23 @@ bool plan_norm_bwd(const NormBwd& p, int device, BwdPlan* plan) {
     int64_t slots = std::min<int64_t>(kBwdThreads<T, kLayerNorm> / threads,
                                       (p.rows + processors - 1) / processors);
     slots = (slots + unit - 1) / unit * unit;
-    for (; slots > 0; slots -= unit) {
+    // Fewer slots where that leaves a multiprocessor fewer rows in its last, partial turn.
+    int64_t least = 0;
+    for (const int64_t most = slots; slots > 0 && (least == 0 || 2 * slots >= most);
+         slots -= unit) {
       const int64_t width = threads * slots;
+      const int64_t bytes = chunks * kBwdVecs * kVec * sizeof(T) * width +
+                            threads * kBwdVecs * kVec * 4 + 2 * ranks * (width / 32) * 8 + 16 +
+                            kBwdStages<kLayerNorm> * width / std::min(threads, 32) * 8;
+      const int64_t turn = std::max<int64_t>(processors / ranks, 1) * slots,
+                    rows = (p.rows + turn - 1) / turn * slots;
+      if (bytes > limit || (least != 0 && 100 * rows >= 99 * least)) continue;
+      least = rows;
       plan->shape = {threads, static_cast<int>(slots), chunks};
       plan->ranks = ranks;
-      plan->shared_bytes = chunks * kBwdVecs * kVec * sizeof(T) * width +
-                           threads * kBwdVecs * kVec * 4 + 2 * ranks * (width / 32) * 8 + 16 +
-                           kBwdStages<kLayerNorm> * width / std::min(threads, 32) * 8;
-      if (plan->shared_bytes <= limit) return true;
+      plan->shared_bytes = bytes;
     }
+    if (least != 0) return true;
   }
   return false;
 }

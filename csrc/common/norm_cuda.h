@@ -102,8 +102,7 @@ __device__ __forceinline__ void put_sums(const float (&values)[kCount], RowRanks
     return;
   }
   if (threadIdx.x == 0) barrier_expect(exchange, ranks.count * block_warps * 8);
-  if (lane < ranks.count)
-    store_remote_async(part, exchange, lane, values[0], values[kCount - 1]);
+  if (lane < ranks.count) store_remote_async(part, exchange, lane, values[0], values[kCount - 1]);
 }
 template <int kCount>
 __device__ __forceinline__ void take_sums(float (&values)[kCount], int threads, RowRanks ranks,

@@ -13,8 +13,8 @@ namespace apex_te {
 constexpr int kNormThreads = 128;     // of a block, where a row needs fewer
 constexpr int kMaxNormThreads = 512;  // of a row in one block
 constexpr int kMaxFinishThreads = 1024;
-constexpr int kRankThreads = 256;     // of a row in each block of a cluster
-constexpr int kMaxNormRanks = 16;     // blocks of a row
+constexpr int kRankThreads = 256;  // of a row in each block of a cluster
+constexpr int kMaxNormRanks = 16;  // blocks of a row
 template <typename T>
 constexpr int kNormVecs = 8 / sizeof(T);  // of a thread: 64 bytes of a row
 
@@ -47,7 +47,8 @@ __device__ __forceinline__ Vec8<T> add_residual(const Vec8<T>& x, const Vec8<T>&
   return sum;
 }
 
-// What a block of at most kMaxFinishThreads does last for FP8: its amax and, in the first, scale_inv.
+// What a block of at most kMaxFinishThreads does last for FP8: its amax and, in the first,
+// scale_inv.
 __device__ __forceinline__ void finish_fp8(const NormFwd& p, uint32_t amax, uint32_t seen) {
   constexpr int kWarps = kMaxFinishThreads / 32;
   __shared__ uint32_t warp_amaxes[kWarps];

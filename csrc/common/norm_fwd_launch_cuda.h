@@ -5,14 +5,16 @@
 
 namespace apex_te {
 
-#ifndef RING_COLS
-#define RING_COLS 1024
-#endif
-#ifndef RING_ROWS
-#define RING_ROWS 512
-#endif
-constexpr int64_t kMinRingCols = RING_COLS;  // shorter rows are many for the bookkeeping
-constexpr int64_t kMinRingRows = RING_ROWS;  // fewer do not repay the filling of the ring
+constexpr int64_t kMinRingCols = 1024;  // shorter rows are many for the bookkeeping
+constexpr int64_t kMinRingRows = 512;   // fewer do not repay the filling of the ring
+constexpr int64_t kPlainCols = 8192;    // rms_norm in x's dtype: little to compute until a load
+
+// Whether many rows should stream. A residual has loads enough in flight without it.
+template <bool kLayerNorm>
+bool wants_norm_ring(const NormFwd& p) {
+  if (p.residual || p.rows < kMinRingRows) return false;
+  return p.cols >= (kLayerNorm || p.scale ? kMinRingCols : kPlainCols + 1);
+}
 
 inline bool norm_fwd_aligned(const NormFwd& p) {
   for (const void* q : {p.x, p.residual, p.params.weight, p.params.bias,
@@ -25,8 +27,7 @@ template <typename T, bool kLayerNorm>
 void launch_norm_fwd_rows(const NormFwd& p, const char* op, int device, cudaStream_t stream) {
   const bool aligned = norm_fwd_aligned(p);
   RingPlan ring;
-  if (aligned && !p.residual && p.cols >= kMinRingCols && p.rows >= kMinRingRows &&
-      plan_norm_ring<T>(p, device, &ring))
+  if (aligned && wants_norm_ring<kLayerNorm>(p) && plan_norm_ring<T>(p, device, &ring))
     return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
   const int64_t pieces = (p.cols / kVec + kNormVecs<T> - 1) / kNormVecs<T>;
   const int64_t ranks = pieces <= kMaxNormThreads ? 1 : (pieces + kRankThreads - 1) / kRankThreads;

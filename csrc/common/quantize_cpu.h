@@ -98,13 +98,38 @@ uint32_t quantize_all(const Quantize& q, const EncodeRow& encode_row) {
   return amax.load();
 }
 
+// amax_of_row of many elements: in the compiler's own vector type, because it would widen
+// magnitudes of 16 bits, and from both halves at once, because a core reads two streams faster than
+// one.
+template <typename T>
+APEX_TE_INLINE uint32_t amax_of_range(const T* x, int64_t n) {
+  using Raw = RawMagnitude<T>;
+  using Type = typename Raw::Type;
+  typedef Type Vector __attribute__((vector_size(32)));
+  constexpr int64_t kWidth = sizeof(Vector) / sizeof(Type);
+  constexpr int kVectors = 4;  // of each half
+  Vector largest[2 * kVectors] = {};
+  const int64_t half = n / 2 / (kVectors * kWidth) * (kVectors * kWidth);
+  for (int64_t i = 0; i < half; i += kVectors * kWidth)
+    for (int k = 0; k < 2 * kVectors; ++k) {
+      Vector v;
+      memcpy(&v, x + (k < kVectors ? i : half + i) + k % kVectors * kWidth, sizeof(v));
+      v &= std::numeric_limits<Type>::max();
+      largest[k] = v > largest[k] ? v : largest[k];
+    }
+  Type lanes[2 * kVectors * kWidth], amax = 0;
+  memcpy(lanes, largest, sizeof(lanes));
+  for (Type lane : lanes) amax = std::max(amax, lane);
+  for (int64_t i = 2 * half; i < n; ++i) amax = std::max(amax, Raw::of(x[i]));
+  return Raw::bits(amax);
+}
 template <typename T>
 APEX_TE_TARGET_AVX2 inline uint32_t amax_of_chunk_avx2(const T* x, int64_t n) {
-  return amax_of_row(x, n);
+  return amax_of_range(x, n);
 }
 template <typename T>
 inline uint32_t amax_of_chunk(const T* x, int64_t n) {
-  return amax_of_row(x, n);
+  return amax_of_range(x, n);
 }
 
 // Bits of the largest magnitude of x, NaN above infinity.

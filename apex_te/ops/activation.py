@@ -1,0 +1,225 @@
+"""Activation functions of every element, forward and backward, also straight to FP8."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from . import fp8_output, reference_codec
+from .fp8_output import FP8Output
+from .registration import bind
+
+_fwd = bind("activation", "activation_fwd(Tensor x, Tensor(a!) y, int kind) -> ()")
+_bwd = bind("activation", "activation_bwd(Tensor dy, Tensor x, Tensor(a!) dx, int kind) -> ()")
+_fwd_fp8 = bind(
+    "activation",
+    "activation_fwd_fp8(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, "
+    "Tensor(c!)? amax, Tensor(d!)? scale_inv, int kind) -> ()",
+)
+_bwd_fp8 = bind(
+    "activation",
+    "activation_bwd_fp8(Tensor dy, Tensor x, Tensor scale, Tensor(a!)? rowwise, "
+    "Tensor(b!)? transposed, Tensor(c!)? amax, Tensor(d!)? scale_inv, int kind) -> ()",
+)
+
+# In the order of csrc/common/activation.h.
+KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
+
+
+def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """f(x) for every element, differentiable; arithmetic in float32.
+
+    NaN gives NaN, in the value and in the gradient. -Inf gives NaN, except 0 for relu and
+    squared_relu; where x is infinite the gradient is NaN, except for relu and squared_relu, whose
+    gradient is 0 where x <= 0, whatever the output's gradient.
+
+    Args:
+        x: any shape, float32, float16 or bfloat16; made contiguous if it is not.
+        kind: "gelu" (tanh form), "gelu_erf" (exact), "quick_gelu" (x sigmoid(1.702 x)), "relu",
+            "squared_relu" or "silu".
+
+    Returns:
+        x's shape and dtype. x is saved for backward.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a kind that is not listed.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Activation.apply(x, kind)
+    return activation_fwd(x, kind)
+
+
+def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`activation` without autograd; `out` is written instead of a new tensor and may be x."""
+    number = _number("activation_fwd", kind)
+    x = x.contiguous()
+    y = torch.empty_like(x) if out is None else out
+    _fwd(x, y, number)
+    note_written(out)
+    return y
+
+
+def activation_bwd(
+    grad_output: torch.Tensor, x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """grad_output * f'(x): the gradient with respect to x.
+
+    Args:
+        grad_output: x's shape and dtype.
+        x: as in the forward.
+        kind: as in the forward.
+        out: written instead of a new tensor; may be `grad_output`.
+    """
+    number = _number("activation_bwd", kind)
+    grad_output, x = grad_output.contiguous(), x.contiguous()
+    grad_input = torch.empty_like(x) if out is None else out
+    _bwd(grad_output, x, grad_input, number)
+    note_written(out)
+    return grad_input
+
+
+def activation_fwd_fp8(
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    out: FP8Output | None = None,
+) -> FP8Output:
+    """q = saturating_cast(f(x) * scale) from the float32 result, round to nearest even, NaN kept.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not. rows is the
+            product of its leading sizes.
+        kind: as for `activation`.
+        scale: one float32 element on x's device.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make [rows, cols].
+        transposed: make [cols, rows].
+        amax: one float32 element, becomes max(amax, max |f(x)|), unscaled; NaN counts as largest.
+        out: written instead of new tensors; rowwise and transposed are then ignored.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape, device or kind that does not match.
+    """
+    number = _number("activation_fwd_fp8", kind)
+    x = as_matrix("activation_fwd_fp8", x)
+    result = allocate_fp8("activation_fwd_fp8", x, fp8_dtype, rowwise, transposed, out)
+    _fwd_fp8(x, scale, result.rowwise, result.transposed, amax, result.scale_inv, number)
+    note_written(amax, *(out or ()))
+    return result
+
+
+def activation_bwd_fp8(
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    kind: str,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    out: FP8Output | None = None,
+) -> FP8Output:
+    """`activation_bwd`'s gradient straight to FP8; arguments as for `activation_fwd_fp8`."""
+    number = _number("activation_bwd_fp8", kind)
+    grad_output = as_matrix("activation_bwd_fp8", grad_output)
+    x = as_matrix("activation_bwd_fp8", x)
+    result = allocate_fp8("activation_bwd_fp8", x, fp8_dtype, rowwise, transposed, out)
+    _bwd_fp8(
+        grad_output, x, scale, result.rowwise, result.transposed, amax, result.scale_inv, number
+    )
+    note_written(amax, *(out or ()))
+    return result
+
+
+def as_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
+    """x as a contiguous [rows, cols], cols its last size."""
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got shape []")
+    return x.contiguous().view(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def allocate_fp8(
+    op: str,
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    rowwise: bool,
+    transposed: bool,
+    out: FP8Output | None,
+) -> FP8Output:
+    """`out`, or the FP8 outputs of a matrix of x's shape."""
+    if out is not None:
+        fp8_output.check_fp8_dtype(op, fp8_dtype)
+        return out
+    return fp8_output.allocate(op, x, x.shape[0], x.shape[1], fp8_dtype, rowwise, transposed)
+
+
+def note_written(*tensors: torch.Tensor | None) -> None:
+    """Tells autograd that the caller's tensors were overwritten."""
+    given = [t for t in tensors if t is not None]
+    if given and not torch.compiler.is_compiling():
+        increment_version(given)
+
+
+def _number(op: str, kind: str) -> int:
+    if kind not in KINDS:
+        raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    return KINDS.index(kind)
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x)
+        ctx.kind = kind
+        return activation_fwd(x, kind)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return activation_bwd(grad_output, x, ctx.kind), None
+
+
+def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """`activation` in plain PyTorch in x's dtype, differentiable; the specification."""
+    functional = torch.nn.functional
+    if kind in ("gelu", "gelu_erf"):
+        return reference_gelu(x, kind == "gelu")
+    if kind == "quick_gelu":
+        return x * torch.sigmoid(1.702 * x)
+    if kind == "silu":
+        return functional.silu(x)
+    positive = functional.relu(x)
+    return positive * positive if kind == "squared_relu" else positive
+
+
+def reference_gelu(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
+    """gelu in plain PyTorch; in float64 the tanh form keeps the digits of its negative tail."""
+    if is_tanh and x.dtype is torch.float64:
+        # (1 + tanh(u)) / 2 = sigmoid(2 u), where 1 + tanh(u) is 0 from u = -19 on.
+        return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return torch.nn.functional.gelu(x, approximate="tanh" if is_tanh else "none")
+
+
+def reference_fp8(
+    values: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
+) -> tuple[FP8Output, torch.Tensor]:
+    """FP8 outputs and amax of a float64 result [rows, cols]; what the FP8 functions make of it."""
+    rounded = values.float()
+    codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)
+    bits = rounded.abs().reshape(-1).view(torch.int32)
+    amax = bits.max() if bits.numel() else torch.zeros((), dtype=torch.int32, device=bits.device)
+    output = FP8Output(codes, codes.t().contiguous(), 1.0 / scale)
+    return output, amax.reshape(1).view(torch.float32)

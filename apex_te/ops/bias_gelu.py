@@ -1,0 +1,222 @@
+"""gelu(x + bias), forward and backward with the bias gradient, also straight to FP8."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from .activation import allocate_fp8, as_matrix, note_written, reference_gelu
+from .fp8_output import FP8Output
+from .registration import bind
+
+_FP8 = (
+    "Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(c!)? amax, "
+    "Tensor(d!)? scale_inv, "
+)
+_fwd = bind("bias_gelu", "bias_gelu_fwd(Tensor x, Tensor? bias, Tensor(a!) y, bool is_tanh) -> ()")
+_bwd = bind(
+    "bias_gelu",
+    "bias_gelu_bwd(Tensor dy, Tensor x, Tensor? bias, Tensor(a!) dx, Tensor(b!)? dbias, "
+    "Tensor(c!)? workspace, bool is_tanh) -> ()",
+)
+_fwd_fp8 = bind("bias_gelu", f"bias_gelu_fwd_fp8(Tensor x, Tensor? bias, {_FP8}bool is_tanh) -> ()")
+_bwd_fp8 = bind(
+    "bias_gelu",
+    f"bias_gelu_bwd_fp8(Tensor dy, Tensor x, Tensor? bias, {_FP8}Tensor(e!)? dbias, "
+    "Tensor(f!)? workspace, bool is_tanh) -> ()",
+)
+
+# Rows that one line of the bias-gradient workspace sums (csrc/common/activation_op.h).
+_TILE_ROWS = 64
+
+
+class BiasGeluGrads(NamedTuple):
+    """Gradients of `bias_gelu`."""
+
+    input: torch.Tensor
+    dbias: torch.Tensor | None  # [cols]; None where it was not asked for
+
+
+class BiasGeluFP8Grads(NamedTuple):
+    """Gradients of `bias_gelu`, the input's in FP8."""
+
+    output: FP8Output
+    dbias: torch.Tensor | None  # [cols] in x's dtype; None where it was not asked for
+
+
+def bias_gelu(
+    x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
+) -> torch.Tensor:
+    """gelu(x + bias), differentiable; the sum is not rounded to x's dtype.
+
+    Arithmetic is in float32. A NaN sum gives NaN, in the value and in the gradient; -Inf gives
+    NaN, and where the sum is infinite the gradient is NaN.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
+        bias: [cols] in x's dtype.
+        form: "tanh" or "erf" (exact).
+
+    Returns:
+        x's shape and dtype. x and bias are saved for backward.
+
+    Raises:
+        TypeError: a dtype that is not listed or differs.
+        ValueError: a shape, device or form that does not match.
+    """
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _BiasGelu.apply(x, bias, form)
+    return bias_gelu_fwd(x, bias, form=form)
+
+
+def bias_gelu_fwd(
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    form: str = "tanh",
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`bias_gelu` without autograd; `out` is written instead of a new tensor and may be x."""
+    is_tanh = _is_tanh("bias_gelu_fwd", form)
+    x = x.contiguous()
+    y = torch.empty_like(x) if out is None else out
+    _fwd(x, _dense(bias), y, is_tanh)
+    note_written(out)
+    return y
+
+
+def bias_gelu_bwd(
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    form: str = "tanh",
+    with_dbias: bool = False,
+    out: torch.Tensor | None = None,
+) -> BiasGeluGrads:
+    """Gradients of `bias_gelu`: grad_output * gelu'(x + bias) and its column sums.
+
+    Args:
+        grad_output: x's shape and dtype.
+        x, bias, form: as in the forward.
+        with_dbias: also return the column sums, added in float32 in a fixed order.
+        out: written instead of a new gradient; may be `grad_output`.
+    """
+    is_tanh = _is_tanh("bias_gelu_bwd", form)
+    grad_output, x = grad_output.contiguous(), x.contiguous()
+    grad_input = torch.empty_like(x) if out is None else out
+    dbias, workspace = _dbias(x) if with_dbias else (None, None)
+    _bwd(grad_output, x, _dense(bias), grad_input, dbias, workspace, is_tanh)
+    note_written(out)
+    return BiasGeluGrads(grad_input, dbias)
+
+
+def bias_gelu_fwd_fp8(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    form: str = "tanh",
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    out: FP8Output | None = None,
+) -> FP8Output:
+    """q = saturating_cast(gelu(x + bias) * scale) from the float32 result, to nearest even.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not. rows is the
+            product of its leading sizes.
+        bias: [cols] in x's dtype.
+        scale: one float32 element on x's device.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        form: "tanh" or "erf" (exact).
+        rowwise: make [rows, cols].
+        transposed: make [cols, rows].
+        amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
+        out: written instead of new tensors; rowwise and transposed are then ignored.
+
+    Raises:
+        TypeError: a dtype that is not listed or differs.
+        ValueError: a shape, device or form that does not match.
+    """
+    is_tanh = _is_tanh("bias_gelu_fwd_fp8", form)
+    x = as_matrix("bias_gelu_fwd_fp8", x)
+    result = allocate_fp8("bias_gelu_fwd_fp8", x, fp8_dtype, rowwise, transposed, out)
+    outputs = (result.rowwise, result.transposed, amax, result.scale_inv)
+    _fwd_fp8(x, _dense(bias), scale, *outputs, is_tanh)
+    note_written(amax, *(out or ()))
+    return result
+
+
+def bias_gelu_bwd_fp8(
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    form: str = "tanh",
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    with_dbias: bool = False,
+    out: FP8Output | None = None,
+) -> BiasGeluFP8Grads:
+    """`bias_gelu_bwd` with the gradient of x straight to FP8.
+
+    Arguments are those of `bias_gelu_fwd_fp8` and `bias_gelu_bwd`; dbias sums the float32 gradient.
+    """
+    is_tanh = _is_tanh("bias_gelu_bwd_fp8", form)
+    grad_output = as_matrix("bias_gelu_bwd_fp8", grad_output)
+    x = as_matrix("bias_gelu_bwd_fp8", x)
+    result = allocate_fp8("bias_gelu_bwd_fp8", x, fp8_dtype, rowwise, transposed, out)
+    dbias, workspace = _dbias(x) if with_dbias else (None, None)
+    outputs = (result.rowwise, result.transposed, amax, result.scale_inv)
+    _bwd_fp8(grad_output, x, _dense(bias), scale, *outputs, dbias, workspace, is_tanh)
+    note_written(amax, *(out or ()))
+    return BiasGeluFP8Grads(result, dbias)
+
+
+def _is_tanh(op: str, form: str) -> bool:
+    if form not in ("tanh", "erf"):
+        raise ValueError(f"{op}: form must be 'tanh' or 'erf', got {form!r}")
+    return form == "tanh"
+
+
+def _dense(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.contiguous()
+
+
+def _dbias(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cols = x.shape[-1]
+    rows = math.prod(x.shape[:-1])
+    return x.new_empty(cols), x.new_empty((-(-rows // _TILE_ROWS), cols), dtype=torch.float32)
+
+
+class _BiasGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, form: str) -> torch.Tensor:
+        x = x.contiguous()
+        ctx.save_for_backward(x, bias)
+        ctx.form = form
+        return bias_gelu_fwd(x, bias, form=form)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, bias = ctx.saved_tensors
+        grads = bias_gelu_bwd(
+            grad_output, x, bias, form=ctx.form, with_dbias=ctx.needs_input_grad[1]
+        )
+        return grads.input, grads.dbias, None
+
+
+def reference(
+    x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
+) -> torch.Tensor:
+    """`bias_gelu` in plain PyTorch in x's dtype, differentiable; the specification."""
+    return reference_gelu(x if bias is None else x + bias, form == "tanh")

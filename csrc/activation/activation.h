@@ -1,0 +1,28 @@
+// activation: gelu (tanh or exact), quick gelu, relu, squared relu or silu of every element, and
+// the gradients, in the input's dtype or straight to FP8 (common/activation_op.h).
+#pragma once
+
+#include "common/activation_op.h"
+
+APEX_TE_FUNCTION(activation_fwd, "x: Tensor, y: Tensor, kind: int")
+APEX_TE_FUNCTION(activation_bwd, "dy: Tensor, x: Tensor, dx: Tensor, kind: int")
+APEX_TE_FUNCTION(activation_fwd_fp8,
+                 "x: Tensor, scale: Tensor, rowwise: Tensor?, transposed: Tensor?, amax: Tensor?, "
+                 "scale_inv: Tensor?, kind: int")
+APEX_TE_FUNCTION(activation_bwd_fp8,
+                 "dy: Tensor, x: Tensor, scale: Tensor, rowwise: Tensor?, transposed: Tensor?, "
+                 "amax: Tensor?, scale_inv: Tensor?, kind: int")
+
+namespace apex_te {
+
+inline ActivationOp check_activation(Args& args, bool is_bwd, bool to_fp8) {
+  ActivationOp p = check_activation_op(args, false, is_bwd, to_fp8);
+  const int64_t kind = args.integer();
+  if (kind < 0 || kind > static_cast<int64_t>(Activation::kSilu))
+    fail(kApexTeValueError, "%s: kind must be 0 to 5, got %lld", args.name(),
+         static_cast<long long>(kind));
+  p.kind = static_cast<Activation>(kind);
+  return p;
+}
+
+}  // namespace apex_te

@@ -1,0 +1,33 @@
+// CPU kernels of activation: common/activation_cpu.h, without a bias.
+#include "common/activation_cpu.h"
+
+#include "activation/activation.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+
+using Kinds = ActivationKinds<Activation::kGelu, Activation::kGeluErf, Activation::kQuickGelu,
+                              Activation::kRelu, Activation::kSquaredRelu, Activation::kSilu>;
+
+}  // namespace apex_te
+
+APEX_TE_DEFINE(activation_fwd) {
+  using namespace apex_te;
+  run_activation<false, Kinds>(check_activation(args, false, false));
+}
+
+APEX_TE_DEFINE(activation_bwd) {
+  using namespace apex_te;
+  run_activation<true, Kinds>(check_activation(args, true, false));
+}
+
+APEX_TE_DEFINE(activation_fwd_fp8) {
+  using namespace apex_te;
+  run_activation<false, Kinds>(check_activation(args, false, true));
+}
+
+APEX_TE_DEFINE(activation_bwd_fp8) {
+  using namespace apex_te;
+  run_activation<true, Kinds>(check_activation(args, true, true));
+}

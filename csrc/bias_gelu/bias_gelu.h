@@ -1,0 +1,27 @@
+// bias_gelu: gelu(x + bias), in the tanh or the exact form, and the gradients of x and bias, in the
+// input's dtype or straight to FP8 (common/activation_op.h).
+#pragma once
+
+#include "common/activation_op.h"
+
+APEX_TE_FUNCTION(bias_gelu_fwd, "x: Tensor, bias: Tensor?, y: Tensor, is_tanh: bool")
+APEX_TE_FUNCTION(bias_gelu_bwd,
+                 "dy: Tensor, x: Tensor, bias: Tensor?, dx: Tensor, dbias: Tensor?, "
+                 "workspace: Tensor?, is_tanh: bool")
+APEX_TE_FUNCTION(bias_gelu_fwd_fp8,
+                 "x: Tensor, bias: Tensor?, scale: Tensor, rowwise: Tensor?, transposed: Tensor?, "
+                 "amax: Tensor?, scale_inv: Tensor?, is_tanh: bool")
+APEX_TE_FUNCTION(bias_gelu_bwd_fp8,
+                 "dy: Tensor, x: Tensor, bias: Tensor?, scale: Tensor, rowwise: Tensor?, "
+                 "transposed: Tensor?, amax: Tensor?, scale_inv: Tensor?, dbias: Tensor?, "
+                 "workspace: Tensor?, is_tanh: bool")
+
+namespace apex_te {
+
+inline ActivationOp check_bias_gelu(Args& args, bool is_bwd, bool to_fp8) {
+  ActivationOp p = check_activation_op(args, true, is_bwd, to_fp8);
+  p.kind = args.boolean() ? Activation::kGelu : Activation::kGeluErf;
+  return p;
+}
+
+}  // namespace apex_te

@@ -1,0 +1,396 @@
+"""activation against PyTorch's formulas in float64, on each device."""
+
+import pytest
+import torch
+from activation_cases import SHAPES, check_fp8, one
+from checks import (
+    DIMS,
+    DTYPES,
+    FP8,
+    assert_adjacent_codes,
+    assert_as_good_as_torch,
+    assert_portable_gives_same_bits,
+    assert_runs_in_graph_and_on_stream,
+    assert_same_bits,
+    codes,
+    layouts,
+    needs_cuda,
+)
+
+from apex_te.ops import activation as op
+from apex_te.ops.activation import (
+    KINDS,
+    activation,
+    activation_bwd,
+    activation_bwd_fp8,
+    activation_fwd,
+    activation_fwd_fp8,
+)
+
+INFINITE = [-torch.inf, torch.inf]
+
+
+def gradient(x, kind, grad):
+    """Value and gradient of the reference in x's dtype."""
+    x = x.detach().requires_grad_()
+    y = op.reference(x, kind)
+    (dx,) = torch.autograd.grad(y, x, grad)
+    return y.detach(), dx
+
+
+def assert_forward_and_gradient(x, kind, grad):
+    """The op on x's device against both precisions of the reference.
+
+    The bound is that of x and 2048 more values, which the op is not given: PyTorch's largest error
+    in a few elements may be none.
+    """
+    leaf = x.detach().requires_grad_()
+    y = activation(leaf, kind)
+    y.backward(grad)
+    more = [torch.randn(2048, device=x.device).to(x.dtype) for _ in range(2)]
+    x, grad = torch.cat([x.reshape(-1), 3 * more[0]]), torch.cat([grad.reshape(-1), more[1]])
+    exact = gradient(x.double(), kind, grad.double())
+    same_dtype = gradient(x, kind, grad)
+    for actual, wanted, plain in zip((y, leaf.grad), exact, same_dtype, strict=True):
+        padded = torch.cat([actual.detach().reshape(-1), plain[-2048:]])
+        assert_as_good_as_torch(padded, wanted, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fwd_bwd(device, poison, dtype, kind):
+    for shape in SHAPES:
+        x = (torch.randn(shape) * 3).to(dtype).to(device)
+        assert_forward_and_gradient(x, kind, torch.randn(shape).to(dtype).to(device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fwd_bwd_sizes(device, poison, dtype):
+    for size in DIMS:
+        x = torch.randn(size, device=device).to(dtype)
+        assert_forward_and_gradient(x, "gelu", torch.randn_like(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fwd_bwd_all_16_bit_values(device, dtype, kind):
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+    if kind == "relu":  # PyTorch's gradient is 1 at NaN; see test_nan_stays
+        x = x[~torch.isnan(x)]
+    y, dx = activation_fwd(x, kind), activation_bwd(torch.ones_like(x), x, kind)
+    exact = gradient(x.double(), kind, torch.ones_like(x, dtype=torch.float64))
+    same_dtype = gradient(x, kind, torch.ones_like(x))
+    assert_as_good_as_torch(y, exact[0], same_dtype[0])
+    assert_as_good_as_torch(dx, exact[1], same_dtype[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_float32_range(device, kind):
+    """Every exponent: nothing finite turns NaN; the negative tail keeps its digits."""
+    x = torch.exp2(torch.arange(-149, 128, dtype=torch.float64)).float()
+    x = torch.cat([x, -x, torch.linspace(-6, 6, 1001)]).to(device)
+    y, dx = activation_fwd(x, kind), activation_bwd(torch.ones_like(x), x, kind)
+    exact_y, exact_dx = gradient(x.double(), kind, torch.ones_like(x, dtype=torch.float64))
+    for actual, exact in ((y, exact_y), (dx, exact_dx)):
+        actual, exact = actual.cpu().double(), exact.cpu()
+        overflow = exact.abs() > torch.finfo(torch.float32).max
+        assert torch.equal(torch.isinf(actual), overflow)
+        error = (actual - exact)[~overflow].abs()
+        assert (error <= 1e-6 * exact[~overflow].abs().clamp(min=1)).all()
+    tail = (x < 0) & (x >= -6)
+    error = (y.double() - exact_y)[tail].abs()
+    assert (error <= 2e-5 * exact_y[tail].abs() + 1e-37).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nan_stays_and_infinities(device, kind):
+    x = torch.tensor([torch.nan, *INFINITE], device=device)
+    y = activation_fwd(x, kind).cpu()
+    dx = activation_bwd(torch.ones_like(x), x, kind).cpu()
+    assert torch.isnan(y[0])
+    assert torch.isnan(dx[0])
+    assert y[2] == torch.inf
+    if kind in ("relu", "squared_relu"):
+        assert y[1] == 0
+        assert dx[1] == 0
+        assert dx[2] == (1 if kind == "relu" else torch.inf)
+    else:
+        assert torch.isnan(y[1])
+        assert torch.isnan(dx[1:]).all()
+
+
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["both", "rowwise", "transposed"])
+def test_fp8(device, poison, dtype, fp8, layout):
+    wanted = {"rowwise": layout != "transposed", "transposed": layout != "rowwise"}
+    scale = 7.3
+    for index, shape in enumerate(SHAPES):
+        kind = KINDS[index % len(KINDS)]
+        x, grad = (torch.randn(shape) * 3).to(dtype), torch.randn(shape).to(dtype)
+        x[0, 0], grad[0, 0] = 6, 9  # the largest result: not one in which digits cancel
+        y, dx = gradient(x.double(), kind, grad.double())
+        x, grad = x.to(device), grad.to(device)
+        amax = one(0, device)
+        out = activation_fwd_fp8(x, kind, one(scale, device), fp8, amax=amax, **wanted)
+        assert [t is None for t in out[:2]] == [layout == "transposed", layout == "rowwise"]
+        check_fp8(out, amax, y, scale, fp8)
+        amax = one(0, device)
+        out = activation_bwd_fp8(grad, x, kind, one(scale, device), fp8, amax=amax, **wanted)
+        check_fp8(out, amax, dx, scale, fp8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_rate_of_differing_codes(device, kind):
+    x = (torch.randn(256, 1024) * 2).bfloat16()
+    grad = torch.randn(256, 1024).bfloat16()
+    y, dx = gradient(x.double(), kind, grad.double())
+    for fp8 in FP8:
+        scale = torch.finfo(fp8).max / 16
+        amax = one(0, device)
+        args = (kind, one(scale, device), fp8)
+        out = activation_fwd_fp8(x.to(device), *args, amax=amax)
+        check_fp8(out, amax, y, scale, fp8)
+        amax = one(0, device)
+        out = activation_bwd_fp8(grad.to(device), x.to(device), *args, amax=amax)
+        check_fp8(out, amax, dx, scale, fp8)
+
+
+@pytest.mark.parametrize("position", [(0, 0), (127, 127), (128, 0), (200, 256), (299, 319)])
+@pytest.mark.parametrize("value", [1e6, torch.inf, torch.nan])
+@pytest.mark.parametrize("rows", [300, 304])
+def test_fp8_amax_finds_planted_value(device, position, value, rows):
+    x = torch.randn(rows, 320, device=device).bfloat16()
+    x[position] = value
+    for layout in ({}, {"transposed": False}, {"rowwise": False, "transposed": False}):
+        amax = one(2, device)
+        activation_fwd_fp8(x, "silu", one(1, device), FP8[0], amax=amax, **layout)
+        expected = x[position].float().item()
+        assert torch.isnan(amax).all() if value != value else amax.item() == expected
+
+
+def test_fp8_amax_accumulates(device):
+    x = torch.randn(64, 48, device=device)
+    amax = one(100, device)
+    activation_fwd_fp8(x, "relu", one(1, device), FP8[0], amax=amax)
+    assert amax.item() == 100
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 16), (16, 0), (2, 0, 3)])
+def test_empty(device, shape):
+    x = torch.empty(shape, device=device)
+    assert activation_fwd(x, "gelu").shape == shape
+    assert activation_bwd(x, x, "gelu").shape == shape
+    amax = one(3, device)
+    out = activation_fwd_fp8(x, "gelu", one(4, device), FP8[0], amax=amax)
+    rows = x.shape[:-1].numel()
+    assert out.rowwise.shape == (rows, shape[-1])
+    assert out.transposed.shape == (shape[-1], rows)
+    assert out.scale_inv.item() == 0.25
+    assert amax.item() == 3
+
+
+def test_scalar(device):
+    x = torch.tensor(1.5, device=device)
+    assert torch.allclose(activation_fwd(x, "silu"), op.reference(x, "silu"))
+
+
+def test_layouts(device):
+    x, grad = torch.randn(80, 96, device=device), torch.randn(80, 96, device=device)
+    for dtype in DTYPES:
+        expected = activation_fwd(x.to(dtype), "gelu")
+        expected_dx = activation_bwd(grad.to(dtype), x.to(dtype), "gelu")
+        fp8 = activation_fwd_fp8(x.to(dtype), "gelu", one(1, device), FP8[0])
+        for (name, view), (_, grad_view) in zip(
+            layouts(x.to(dtype)), layouts(grad.to(dtype)), strict=True
+        ):
+            assert torch.allclose(activation_fwd(view, "gelu"), expected, rtol=1e-5), name
+            actual = activation_bwd(grad_view, view, "gelu")
+            assert torch.allclose(actual, expected_dx, rtol=1e-5, atol=1e-6), name
+            actual = activation_fwd_fp8(view, "gelu", one(1, device), FP8[0])
+            assert_adjacent_codes(actual.transposed, fp8.transposed)
+    expanded = x[:1].expand(50, 96)
+    assert_same_bits(activation_fwd(expanded, "gelu"), activation_fwd(expanded.clone(), "gelu"))
+
+
+def test_writes_given_outputs(device):
+    x = torch.randn(32, 64, device=device)
+    expected = activation_fwd(x, "silu")
+    grad = torch.randn_like(x)
+    expected_dx = activation_bwd(grad, x, "silu")
+    version = grad._version
+    activation_bwd(grad, x, "silu", out=grad)
+    assert grad._version > version
+    assert_same_bits(grad, expected_dx)
+    activation_fwd(x, "silu", out=x)
+    assert_same_bits(x, expected)
+
+
+def test_repeatable(device):
+    x = torch.randn(300, 264, device=device).bfloat16()
+    grad = torch.randn_like(x)
+    for kind in KINDS:
+        assert_same_bits(activation_bwd(grad, x, kind), activation_bwd(grad, x, kind))
+
+
+def test_portable_path_gives_the_same_bits():
+    assert_portable_gives_same_bits(
+        "import torch\n"
+        "from apex_te.ops.activation import *\n"
+        "from apex_te.ops import activation as op\n"
+        "def run():\n"
+        "    torch.manual_seed(0)\n"
+        "    bits = torch.randint(-2**31, 2**31, (133, 300), dtype=torch.int64).to(torch.int32)\n"
+        "    floats = bits.view(torch.float32)\n"
+        "    floats[torch.isnan(floats)] = 1.0  # the sign of a NaN means nothing\n"
+        "    for x in (floats, bits.to(torch.int16).view(torch.float16),\n"
+        "              torch.randn(133, 300) * 4, torch.randn(133, 300).bfloat16()):\n"
+        "        for kind in op.KINDS:\n"
+        "            grad = torch.randn(x.shape).to(x.dtype)\n"
+        "            yield op.activation_fwd(x, kind)\n"
+        "            yield op.activation_bwd(grad, x, kind)\n"
+        "            args = (kind, torch.tensor([3.0]), torch.float8_e5m2)\n"
+        "            yield op.activation_fwd_fp8(x, *args).transposed\n"
+        "            yield op.activation_bwd_fp8(grad, x, *args).rowwise\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"x": torch.zeros(2, 2, dtype=torch.float64)},
+            TypeError,
+            "x must have dtype float32, float16 or bfloat16, got float64",
+        ),
+        ({"kind": "tanh"}, ValueError, "kind must be one of gelu, gelu_erf"),
+        ({"scale": torch.zeros(2)}, ValueError, "scale must have one element, got [2]"),
+        ({"scale": torch.zeros(1).double()}, TypeError, "scale must have dtype float32"),
+        ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
+        ({"amax": torch.zeros(3)}, ValueError, "amax must have one element"),
+        ({"x": torch.tensor(1.0)}, ValueError, "x must have at least one dimension"),
+        (
+            {
+                "out": op.FP8Output(
+                    torch.zeros(2, 3, dtype=torch.uint8).view(FP8[0]), None, torch.zeros(1)
+                )
+            },
+            ValueError,
+            "rowwise must have shape [2, 2], got [2, 3]",
+        ),
+    ],
+)
+def test_fp8_rejects(change, error, message):
+    kwargs = {"x": torch.zeros(2, 2), "kind": "gelu", "scale": one(1), "fp8_dtype": FP8[0]}
+    with pytest.raises(error) as raised:
+        activation_fwd_fp8(**{**kwargs, **change})
+    assert message in str(raised.value)
+
+
+def test_bwd_rejects():
+    with pytest.raises(ValueError, match=r"dy must have x's shape \[2, 2\], got \[2, 3\]"):
+        activation_bwd(torch.zeros(2, 3), torch.zeros(2, 2), "gelu")
+    with pytest.raises(TypeError, match="dy must have dtype float32, got float16"):
+        activation_bwd(torch.zeros(2, 2).half(), torch.zeros(2, 2), "gelu")
+    with pytest.raises(ValueError, match=r"y must have x's shape"):
+        activation_fwd(torch.zeros(2, 2), "gelu", out=torch.zeros(4))
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_graph_capture_and_side_stream():
+    x, grad = (torch.randn(96, 512, device="cuda").bfloat16() for _ in range(2))
+    scale = one(2, "cuda")
+
+    def call(x, grad):
+        fp8 = activation_bwd_fp8(grad, x, "silu", scale, FP8[1])
+        both = activation_fwd_fp8(x, "gelu", scale, FP8[0])
+        return [activation_fwd(x, "gelu"), activation_bwd(grad, x, "gelu"), *fp8, *both]
+
+    assert_runs_in_graph_and_on_stream(call, [x, grad])
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_more_than_2_to_31_elements():
+    if torch.cuda.mem_get_info()[0] < 30 << 30:
+        pytest.skip("needs 30 GiB of free GPU memory")
+    rows, cols = 65552, 32784  # 2.149e9 elements
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    y = activation_fwd(x, "gelu")
+    amax = one(0, "cuda")
+    out = activation_bwd_fp8(y, x, "gelu", one(2, "cuda"), FP8[0], amax=amax)
+    largest = 0.0
+    for begin in (0, rows // 2, rows - 16):
+        part = slice(begin, begin + 16)
+        exact_y, _ = gradient(x[part].double(), "gelu", y[part].double())
+        assert_as_good_as_torch(y[part], exact_y, op.reference(x[part], "gelu"))
+        _, exact_dx = gradient(x[part].double(), "gelu", y[part].double())
+        expected, found = op.reference_fp8(exact_dx.cpu(), one(2), FP8[0])
+        largest = max(largest, found.item())
+        assert_adjacent_codes(out.rowwise[part], expected.rowwise)
+        assert_adjacent_codes(out.transposed[:, part].contiguous(), expected.transposed)
+    assert largest <= amax.item() < 1e3
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_more_row_tiles_than_a_grid_has_rows():
+    x, grad = (torch.randn(65536 * 128 + 208, 8, device="cuda").bfloat16() for _ in range(2))
+    last, args = slice(65536 * 128, None), ("silu", one(2, "cuda"), FP8[0])
+    for call, inputs in ((activation_fwd_fp8, (x,)), (activation_bwd_fp8, (grad, x))):
+        out = call(*inputs, *args)
+        of_last = call(*(t[last] for t in inputs), *args)
+        assert_same_bits(out.rowwise[last], of_last.rowwise)
+        assert_same_bits(out.transposed.t(), out.rowwise)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_and_compile(kind):
+    x, grad = torch.randn(48, 32), torch.randn(48, 32)
+    number = KINDS.index(kind)
+    torch.library.opcheck(
+        torch.ops.apex_te.activation_fwd, (x, torch.empty_like(x), number),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+    torch.library.opcheck(
+        torch.ops.apex_te.activation_bwd, (grad, x, torch.empty_like(x), number),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x):
+        return activation(x, kind) * 2
+
+    leaf = x.clone().requires_grad_()
+    y = compiled(leaf)
+    y.backward(grad)
+    assert_same_bits(y, activation_fwd(x, kind) * 2)
+    assert_same_bits(leaf.grad, activation_bwd(grad * 2, x, kind))
+
+
+def test_opcheck_and_compile_fp8():
+    x, grad, scale = torch.randn(48, 32), torch.randn(48, 32), one(2)
+    # torch's schema check cannot handle FP8 tensors, so only the scalars are written here.
+    torch.library.opcheck(
+        torch.ops.apex_te.activation_fwd_fp8, (x, scale, None, None, one(0), one(0), 0),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+    torch.library.opcheck(
+        torch.ops.apex_te.activation_bwd_fp8, (grad, x, scale, None, None, one(0), one(0), 0),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x, grad):
+        return (
+            *activation_fwd_fp8(x, "gelu", scale, FP8[0]),
+            *activation_bwd_fp8(grad, x, "gelu", scale, FP8[0]),
+        )
+
+    expected = (
+        *activation_fwd_fp8(x, "gelu", scale, FP8[0]),
+        *activation_bwd_fp8(grad, x, "gelu", scale, FP8[0]),
+    )
+    for actual, wanted in zip(compiled(x, grad), expected, strict=True):
+        assert torch.equal(codes(actual), codes(wanted))

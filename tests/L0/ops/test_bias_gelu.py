@@ -1,0 +1,393 @@
+"""bias_gelu against PyTorch's formulas in float64, on each device."""
+
+import pytest
+import torch
+from activation_cases import SHAPES, check_fp8, one
+from checks import (
+    DIMS,
+    DTYPES,
+    FP8,
+    assert_adjacent_codes,
+    assert_as_good_as_torch,
+    assert_close_amax,
+    assert_portable_gives_same_bits,
+    assert_runs_in_graph_and_on_stream,
+    assert_same_bits,
+    bits,
+    layouts,
+    needs_cuda,
+)
+
+from apex_te.ops import bias_gelu as op
+from apex_te.ops.activation import reference_fp8
+from apex_te.ops.bias_gelu import (
+    bias_gelu,
+    bias_gelu_bwd,
+    bias_gelu_bwd_fp8,
+    bias_gelu_fwd,
+    bias_gelu_fwd_fp8,
+)
+
+FORMS = ["tanh", "erf"]
+
+
+def inputs(shape, dtype, device):
+    x, grad = (torch.randn(shape) * 2).to(dtype), torch.randn(shape).to(dtype)
+    return x.to(device), torch.randn(shape[-1]).to(dtype).to(device), grad.to(device)
+
+
+def reference(x, bias, grad, form):
+    """Value and gradients of the reference in x's dtype; the bias' are zero without a bias."""
+    x = x.detach().requires_grad_()
+    b = torch.zeros_like(x[..., :0].sum(-1)) if bias is None else bias.detach().requires_grad_()
+    y = op.reference(x, None if bias is None else b, form=form)
+    if bias is None:
+        (dx,) = torch.autograd.grad(y, x, grad)
+        return y.detach(), dx, None
+    dx, db = torch.autograd.grad(y, (x, b), grad)
+    return y.detach(), dx, db
+
+
+def both_references(x, bias, grad, form):
+    exact = reference(x.double(), None if bias is None else bias.double(), grad.double(), form)
+    return exact, reference(x, bias, grad, form)
+
+
+def assert_forward_and_gradients(x, bias, grad, form):
+    """The op against both precisions of the reference.
+
+    The bound is that of the matrix and 512 more columns, which the op is not given: PyTorch's
+    largest error in a few elements may be none.
+    """
+    leaves = x.detach().requires_grad_(), bias.detach().requires_grad_()
+    y = bias_gelu(*leaves, form=form)
+    y.backward(grad)
+    more = inputs((*x.shape[:-1], 512), x.dtype, x.device)
+    wide = [torch.cat([t, m], -1) for t, m in zip((x, bias, grad), more, strict=True)]
+    exact, same_dtype = both_references(*wide, form)
+    actual = (y.detach(), *(t.grad for t in leaves))
+    for a, wanted, plain in zip(actual, exact, same_dtype, strict=True):
+        assert_as_good_as_torch(torch.cat([a, plain[..., -512:]], -1), wanted, plain)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fwd_bwd(device, poison, dtype, form):
+    for shape in SHAPES:
+        assert_forward_and_gradients(*inputs(shape, dtype, device), form)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 17])
+def test_fwd_bwd_sizes(device, poison, rows, dtype):
+    for cols in DIMS:
+        assert_forward_and_gradients(*inputs((rows, cols), dtype, device), "tanh")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_bias(device, poison, dtype):
+    x, _, grad = inputs((2, 3, 264), dtype, device)
+    exact, same_dtype = both_references(x, None, grad, "erf")
+    x.requires_grad_()
+    y = bias_gelu(x, form="erf")
+    y.backward(grad)
+    assert_as_good_as_torch(y, exact[0], same_dtype[0])
+    assert_as_good_as_torch(x.grad, exact[1], same_dtype[1])
+    x = x.detach()
+    plain, with_sums = bias_gelu_bwd(grad, x), bias_gelu_bwd(grad, x, with_dbias=True)
+    assert plain.dbias is None
+    rounding = torch.finfo(dtype).eps * plain.input.double().abs().sum((0, 1))
+    error = (with_sums.dbias.double() - plain.input.double().sum((0, 1))).abs()
+    assert (error <= rounding + 1e-6).all()
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("cols", [8, 136, 129])
+def test_dbias_of_many_rows(device, poison, rows, cols):
+    x, bias, grad = inputs((rows, cols), torch.float32, device)
+    more = inputs((rows, 512), torch.float32, device)  # as in assert_forward_and_gradients
+    wide = [torch.cat([t, m], -1) for t, m in zip((x, bias, grad), more, strict=True)]
+    exact, same_dtype = both_references(*wide, "tanh")
+    in_fp8 = bias_gelu_bwd_fp8(grad, x, bias, one(1, device), FP8[1], with_dbias=True)
+    for dbias in (bias_gelu_bwd(grad, x, bias, with_dbias=True).dbias, in_fp8.dbias):
+        padded = torch.cat([dbias, same_dtype[2][-512:]])
+        assert_as_good_as_torch(padded, exact[2], same_dtype[2])
+
+
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["both", "rowwise", "transposed"])
+def test_fp8(device, poison, dtype, fp8, layout):
+    wanted = {"rowwise": layout != "transposed", "transposed": layout != "rowwise"}
+    for index, shape in enumerate([*SHAPES, (144, 264), (72, 264)]):
+        x, bias, grad = inputs(shape, dtype, device)
+        x[0, 0], grad[0, 0] = 9, 9  # the largest result: not one in which digits cancel
+        bias = bias if index != 4 else None
+        form, scale, amax = FORMS[index % 2], 7.3, one(0, device)
+        exact, same_dtype = both_references(x, bias, grad, form)
+        out = bias_gelu_fwd_fp8(x, bias, one(scale, device), fp8, form=form, amax=amax, **wanted)
+        assert [t is None for t in out[:2]] == [layout == "transposed", layout == "rowwise"]
+        check_fp8(out, amax, exact[0], scale, fp8)
+        amax, has_bias = one(0, device), bias is not None
+        grads = bias_gelu_bwd_fp8(
+            grad, x, bias, one(scale, device), fp8, form=form, amax=amax, with_dbias=has_bias,
+            **wanted,
+        )  # fmt: skip
+        check_fp8(grads.output, amax, exact[1], scale, fp8)
+        if has_bias:
+            assert_as_good_as_torch(grads.dbias, exact[2], same_dtype[2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fp8_rate_of_differing_codes(device, form):
+    x, bias, grad = inputs((512, 1024), torch.bfloat16, device)
+    exact = reference(x.double(), bias.double(), grad.double(), form)
+    for fp8 in FP8:
+        scale, amax = torch.finfo(fp8).max / 16, one(0, device)
+        out = bias_gelu_fwd_fp8(x, bias, one(scale, device), fp8, form=form, amax=amax)
+        check_fp8(out, amax, exact[0], scale, fp8)
+        amax = one(0, device)
+        grads = bias_gelu_bwd_fp8(grad, x, bias, one(scale, device), fp8, form=form, amax=amax)
+        check_fp8(grads.output, amax, exact[1], scale, fp8)
+
+
+@pytest.mark.parametrize("rows", [48, 65, 200])
+def test_fp8_amax_is_of_existing_rows(device, rows):
+    """A tile's rows past the end would hold gelu(bias), which is larger than every result here."""
+    x = torch.full((rows, 128), -20.0, device=device).bfloat16()
+    bias = torch.full((128,), 19.0, device=device).bfloat16()
+    for layout in ({}, {"transposed": False}):
+        amax = one(0, device)
+        bias_gelu_fwd_fp8(x, bias, one(1, device), FP8[0], amax=amax, **layout)
+        expected = op.reference(torch.tensor(-1.0).double()).abs().float()
+        assert_close_amax(amax, expected)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("where", ["x", "bias", "grad"])
+def test_nan_and_inf_spread(device, value, where):
+    x, bias, grad = inputs((80, 128), torch.bfloat16, device)
+    {"x": x[70], "bias": bias, "grad": grad[70]}[where][9] = value
+    y = bias_gelu_fwd(x, bias)
+    grads = bias_gelu_bwd(grad, x, bias, with_dbias=True)
+    assert not torch.isfinite(grads.input[70, 9])
+    assert not torch.isfinite(grads.dbias[9])
+    assert torch.isfinite(grads.dbias).sum() == 127
+    assert torch.isfinite(y[70, 9]) == (where == "grad")
+    amax = one(0, device)
+    bias_gelu_bwd_fp8(grad, x, bias, one(1, device), FP8[0], amax=amax)
+    assert not torch.isfinite(amax).any()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 16), (16, 0), (2, 0, 3)])
+def test_empty(device, poison, shape):
+    x, bias = torch.zeros(shape, device=device), torch.zeros(shape[-1], device=device)
+    assert bias_gelu_fwd(x, bias).shape == shape
+    grads = bias_gelu_bwd(x, x, bias, with_dbias=True)
+    assert grads.input.shape == shape
+    assert torch.equal(grads.dbias, bias)
+    amax, scale = one(3, device), one(4, device)
+    out = bias_gelu_fwd_fp8(x, bias, scale, FP8[0], amax=amax)
+    fp8_grads = bias_gelu_bwd_fp8(x, x, bias, scale, FP8[0], amax=amax, with_dbias=True)
+    rows = x.shape[:-1].numel()
+    for fp8 in (out, fp8_grads.output):
+        assert fp8.rowwise.shape == (rows, shape[-1])
+        assert fp8.transposed.shape == (shape[-1], rows)
+        assert fp8.scale_inv.item() == 0.25
+    assert torch.equal(fp8_grads.dbias, bias)
+    assert amax.item() == 3
+
+
+def test_layouts(device):
+    for dtype in DTYPES:
+        x, bias, grad = inputs((80, 96), dtype, device)
+        expected = bias_gelu_fwd(x, bias)
+        expected_grads = bias_gelu_bwd(grad, x, bias, with_dbias=True)
+        eps = 2 * torch.finfo(dtype).eps
+        strided_bias = torch.stack([bias, bias], 1)[:, 0]
+        for (name, view), (_, grad_view) in zip(layouts(x), layouts(grad), strict=True):
+            y = bias_gelu_fwd(view, strided_bias)
+            assert torch.allclose(y, expected, rtol=eps), name
+            grads = bias_gelu_bwd(grad_view, view, strided_bias, with_dbias=True)
+            assert torch.allclose(grads.input, expected_grads.input, rtol=eps, atol=1e-6), name
+            assert torch.allclose(grads.dbias, expected_grads.dbias, rtol=eps, atol=1e-3), name
+
+
+def test_writes_given_outputs(device):
+    x, bias, grad = inputs((32, 64), torch.bfloat16, device)
+    expected, expected_dx = bias_gelu_fwd(x, bias), bias_gelu_bwd(grad, x, bias).input
+    version = grad._version
+    bias_gelu_bwd(grad, x, bias, out=grad)
+    assert grad._version > version
+    assert_same_bits(grad, expected_dx)
+    bias_gelu_fwd(x, bias, out=x)
+    assert_same_bits(x, expected)
+
+
+def test_repeatable(device):
+    x, bias, grad = inputs((1000, 264), torch.bfloat16, device)
+    for form in FORMS:
+        first, again = (
+            bias_gelu_bwd_fp8(grad, x, bias, one(3, device), FP8[1], form=form, with_dbias=True)
+            for _ in range(2)
+        )
+        assert_same_bits([*first.output, first.dbias], [*again.output, again.dbias])
+        plain, plain_again = (
+            bias_gelu_bwd(grad, x, bias, form=form, with_dbias=True) for _ in range(2)
+        )
+        assert_same_bits(plain, plain_again)
+        assert_same_bits(plain.dbias, first.dbias)
+
+
+def test_portable_path_gives_the_same_bits():
+    assert_portable_gives_same_bits(
+        "import torch\n"
+        "from apex_te.ops.bias_gelu import *\n"
+        "from apex_te.ops import bias_gelu as op\n"
+        "def run():\n"
+        "    torch.manual_seed(0)\n"
+        "    bits = torch.randint(-2**31, 2**31, (133, 300), dtype=torch.int64).to(torch.int32)\n"
+        "    floats = bits.view(torch.float32)\n"
+        "    floats[torch.isnan(floats)] = 1.0  # the sign of a NaN means nothing\n"
+        "    for x in (floats, bits.to(torch.int16).view(torch.float16),\n"
+        "              torch.randn(133, 300) * 4, torch.randn(133, 300).bfloat16()):\n"
+        "        for form in ('tanh', 'erf'):\n"
+        "            grad, bias = (torch.randn(s).to(x.dtype) for s in (x.shape, (300,)))\n"
+        "            yield op.bias_gelu_fwd(x, bias, form=form)\n"
+        "            yield from op.bias_gelu_bwd(grad, x, bias, form=form, with_dbias=True)\n"
+        "            args = (bias, torch.tensor([3.0]), torch.float8_e4m3fn)\n"
+        "            yield op.bias_gelu_fwd_fp8(x, *args, form=form).transposed\n"
+        "            grads = op.bias_gelu_bwd_fp8(grad, x, *args, form=form, with_dbias=True)\n"
+        "            yield from (grads.output.rowwise, grads.dbias)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"bias": torch.zeros(3)}, ValueError, "bias must have shape [2], got [3]"),
+        (
+            {"bias": torch.zeros(2).half()},
+            TypeError,
+            "bias must have dtype float32, got float16",
+        ),
+        ({"form": "none"}, ValueError, "form must be 'tanh' or 'erf', got 'none'"),
+        (
+            {"x": torch.zeros(2, 2, dtype=torch.int32)},
+            TypeError,
+            "x must have dtype float32, float16 or bfloat16, got int32",
+        ),
+        ({"scale": torch.zeros(2)}, ValueError, "scale must have one element, got [2]"),
+        ({"fp8_dtype": torch.int8}, TypeError, "fp8_dtype must be float8_e4m3fn"),
+        (
+            {"grad_output": torch.zeros(2, 3)},
+            ValueError,
+            "dy must have x's shape [2, 2], got [2, 3]",
+        ),
+    ],
+)
+def test_bwd_fp8_rejects(change, error, message):
+    kwargs = {
+        "grad_output": torch.zeros(2, 2), "x": torch.zeros(2, 2), "bias": torch.zeros(2),
+        "scale": one(1), "fp8_dtype": FP8[0], **change,
+    }  # fmt: skip
+    if kwargs["x"].dtype is torch.int32:
+        kwargs["grad_output"] = kwargs["x"]
+    with pytest.raises(error) as raised:
+        bias_gelu_bwd_fp8(**kwargs)
+    assert message in str(raised.value)
+
+
+def test_workspace_is_required_with_dbias():
+    x, bias = torch.zeros(2, 2), torch.zeros(2)
+    with pytest.raises(ValueError, match="workspace must be given with dbias, got None"):
+        op._bwd(x, x, bias, x, bias, None, True)
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_graph_capture_and_side_stream():
+    x, bias, grad = inputs((96, 512), torch.bfloat16, "cuda")
+    scale = one(2, "cuda")
+
+    def call(x, bias, grad):
+        fp8 = bias_gelu_bwd_fp8(grad, x, bias, scale, FP8[1], with_dbias=True)
+        grads = bias_gelu_bwd(grad, x, bias, with_dbias=True)
+        both = bias_gelu_fwd_fp8(x, bias, scale, FP8[0])
+        return [bias_gelu_fwd(x, bias), *grads, *fp8.output, fp8.dbias, *both]
+
+    assert_runs_in_graph_and_on_stream(call, [x, bias, grad])
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_more_than_2_to_31_elements():
+    if torch.cuda.mem_get_info()[0] < 30 << 30:
+        pytest.skip("needs 30 GiB of free GPU memory")
+    rows, cols = 65552, 32784  # 2.149e9 elements
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    bias = torch.randn(cols, device="cuda").bfloat16()
+    y = bias_gelu_fwd(x, bias)
+    grads = bias_gelu_bwd_fp8(y, x, bias, one(2, "cuda"), FP8[0], with_dbias=True)
+    sums = torch.zeros(cols, dtype=torch.float64, device="cuda")
+    for begin in range(0, rows, 4096):
+        part = slice(begin, begin + 4096)
+        sums += reference(x[part].float(), bias.float(), y[part].float(), "tanh")[1].double().sum(0)
+    assert ((grads.dbias.double() - sums).abs() <= 0.01 * sums.abs() + 0.1).all()
+    for begin in (0, rows // 2, rows - 16):
+        part = slice(begin, begin + 16)
+        exact, same_dtype = both_references(x[part], bias, y[part], "tanh")
+        assert_as_good_as_torch(y[part], exact[0], same_dtype[0])
+        expected, _ = reference_fp8(exact[1].cpu(), one(2), FP8[0])
+        assert_adjacent_codes(grads.output.rowwise[part], expected.rowwise)
+        assert_adjacent_codes(grads.output.transposed[:, part].contiguous(), expected.transposed)
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_more_row_tiles_than_a_grid_has_rows():
+    """Only the last rows have a gradient: dbias is theirs, added in the same order."""
+    first, rows = 65536 * 128, 208
+    x = torch.randn(first + rows, 8, device="cuda").bfloat16()
+    bias, grad = x[0].clone(), torch.zeros_like(x)
+    grad[first:].normal_()
+    grads = bias_gelu_bwd(grad, x, bias, with_dbias=True)
+    expected = bias_gelu_bwd(grad[first:], x[first:], bias, with_dbias=True)
+    assert_same_bits([grads.input[first:], grads.dbias], expected)
+    assert not grads.input[:first].any()
+
+
+def test_opcheck_and_compile():
+    x, bias, grad = inputs((48, 32), torch.float32, "cpu")
+    dbias, lines = torch.empty(32), torch.empty(1, 32)
+    # torch's schema check cannot handle FP8 tensors, so only the scalars are written here.
+    for name, args in (
+        ("fwd", (x, bias, torch.empty_like(x), True)),
+        ("bwd", (grad, x, bias, torch.empty_like(x), dbias, lines, True)),
+        ("fwd_fp8", (x, bias, one(2), None, None, one(0), one(0), True)),
+        ("bwd_fp8", (grad, x, bias, one(2), None, None, one(0), one(0), dbias, lines, True)),
+    ):
+        torch.library.opcheck(
+            getattr(torch.ops.apex_te, f"bias_gelu_{name}"), args,
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x, bias):
+        return bias_gelu(x, bias) * 2
+
+    leaves = x.clone().requires_grad_(), bias.clone().requires_grad_()
+    y = compiled(*leaves)
+    y.backward(grad)
+    assert_same_bits(y, bias_gelu_fwd(x, bias) * 2)
+    assert_same_bits([t.grad for t in leaves], bias_gelu_bwd(grad * 2, x, bias, with_dbias=True))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled_fp8(x, bias, grad):
+        scale = torch.ones(1)
+        grads = bias_gelu_bwd_fp8(grad, x, bias, scale, FP8[1], with_dbias=True)
+        return [*bias_gelu_fwd_fp8(x, bias, scale, FP8[0]), *grads.output, grads.dbias]
+
+    actual, expected = compiled_fp8(x, bias, grad), compiled_fp8.__wrapped__(x, bias, grad)
+    assert bits(actual)[0].numel() == 48 * 32
+    assert_same_bits(actual, expected)
