@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from . import runtime
 from .ops.amax_scale_update import amax_scale_update
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from .state import FP8State
 
 __all__ = ["UpdatePlan", "nonfinite_count", "update_scales"]
+
+Tensors = Sequence[torch.Tensor]
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _nonfinite: dict[torch.device, torch.Tensor] = {}
@@ -32,9 +35,9 @@ def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
 
 
 def update_scales(
-    histories: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    scale_invs: list[torch.Tensor],
+    histories: Tensors,
+    scales: Tensors,
+    scale_invs: Tensors,
     fp8_max: list[float],
     recipe: DelayedScaling,
     nonfinite: torch.Tensor | None,
@@ -124,6 +127,18 @@ class _Group:
         self.scales: list[torch.Tensor] = []
         self.scale_invs: list[torch.Tensor] = []
         self.fp8_max: list[float] = []
+        self._prepared: tuple[Tensors, Tensors, Tensors] | None = None
+
+    def lists(self) -> tuple[Tensors, Tensors, Tensors]:
+        """Histories, scales and their inverses, prepared once for the kernel's later calls."""
+        if self.recipe.uses_callables or torch.compiler.is_compiling():
+            return self.histories, self.scales, self.scale_invs
+        if self._prepared is None:
+            prepare = runtime.tensor_list
+            self._prepared = (
+                prepare(self.histories), prepare(self.scales), prepare(self.scale_invs)
+            )  # fmt: skip
+        return self._prepared
 
 
 class UpdatePlan:
@@ -164,14 +179,7 @@ class UpdatePlan:
             for rows in self.staged.values():
                 _reduce_max(rows, process_group)
         for (device, *_), group in self.groups.items():
-            update_scales(
-                group.histories,
-                group.scales,
-                group.scale_invs,
-                group.fp8_max,
-                group.recipe,
-                nonfinite_count(device),
-            )
+            update_scales(*group.lists(), group.fp8_max, group.recipe, nonfinite_count(device))
         for due in self.finished:
             due[:] = [False] * len(due)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.autograd.graph import increment_version
 
@@ -14,9 +16,9 @@ _FLOAT_MAX = torch.finfo(torch.float32).max
 
 
 def amax_scale_update(
-    histories: list[torch.Tensor],
-    scales: list[torch.Tensor],
-    scale_invs: list[torch.Tensor],
+    histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    scale_invs: Sequence[torch.Tensor],
     fp8_max: list[float],
     *,
     margin: int = 0,
@@ -33,6 +35,7 @@ def amax_scale_update(
 
     Args:
         histories: [length, slots] float32 each; row 0 is staging, the last row the newest amax.
+            This list and the next two may be prepared ones (`apex_te.runtime.tensor_list`).
         scales: [slots] float32 each.
         scale_invs: [slots] float32 each.
         fp8_max: the format's largest value for each history, 448 (E4M3) or 57344 (E5M2).

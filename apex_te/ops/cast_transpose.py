@@ -8,7 +8,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .. import runtime
-from . import reference_codec
+from . import reference_codec, tensor_scale
+from .fp8_output import check_fp8_dtype
 from .registration import register
 
 _lib = runtime.ops("cast_transpose")
@@ -59,13 +60,8 @@ def cast_transpose(
         TypeError: a dtype that is not listed.
         ValueError: a shape or device that does not match.
     """
-    if fp8_dtype is not torch.float8_e4m3fn and fp8_dtype is not torch.float8_e5m2:
-        raise TypeError(
-            f"cast_transpose: fp8_dtype must be float8_e4m3fn or float8_e5m2, got {fp8_dtype}"
-        )
-    if x.dim() != 2:
-        raise ValueError(f"cast_transpose: x must have 2 dimensions, got shape {list(x.shape)}")
-    x = x.contiguous()
+    check_fp8_dtype("cast_transpose", fp8_dtype)
+    x = tensor_scale.contiguous_matrix("cast_transpose", x)
     rows, cols = x.shape
     given = [t for t in (out_rowwise, out_transposed, scale_inv, amax) if t is not None]
     if rowwise and out_rowwise is None:
@@ -96,11 +92,9 @@ def reference(
     amax: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
     """`cast_transpose` in plain PyTorch with its own integer rounding; the specification."""
-    values = x.float()
-    codes = reference_codec.encode_fp8(values * scale, fp8_dtype)
+    codes = reference_codec.encode_fp8(x.float() * scale, fp8_dtype)
     if amax is not None:
-        bits = values.abs().reshape(-1).view(torch.int32)
-        found = bits.max() if bits.numel() else torch.zeros((), dtype=torch.int32)
+        found = tensor_scale.reference_amax(x).view(torch.int32)
         current = amax.view(torch.int32)
         current.copy_(torch.maximum(current, found.reshape(current.shape)))
     dbias = x.double().sum(0).to(x.dtype)

@@ -23,6 +23,19 @@ def check_fp8_dtype(op: str, fp8_dtype: torch.dtype) -> None:
         raise TypeError(f"{op}: fp8_dtype must be float8_e4m3fn or float8_e5m2, got {fp8_dtype}")
 
 
+def check_out_dtype(
+    op: str,
+    fp8_dtype: torch.dtype,
+    rowwise: torch.Tensor | None,
+    transposed: torch.Tensor | None,
+) -> None:
+    """Raises TypeError unless the outputs that a caller gives have `fp8_dtype`."""
+    for name, out in (("rowwise", rowwise), ("transposed", transposed)):
+        if out is not None and out.dtype is not fp8_dtype:
+            expected, actual = (str(d).removeprefix("torch.") for d in (fp8_dtype, out.dtype))
+            raise TypeError(f"{op}: {name} must have dtype {expected}, got {actual}")
+
+
 def allocate(
     op: str,
     like: torch.Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from .. import runtime
 
@@ -50,3 +51,10 @@ def bind(op: str, schema: str) -> Callable[..., None]:
             getattr(lib, name)(*args)
 
     return call
+
+
+def note_written(*tensors: torch.Tensor | None) -> None:
+    """Tells autograd that the caller's tensors were overwritten; torch.compile does so itself."""
+    given = [t for t in tensors if t is not None]
+    if given and not torch.compiler.is_compiling():
+        increment_version(given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import threading
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -95,6 +96,15 @@ def function(op: str, name: str) -> Any:
                 ),
             )
     return bound
+
+
+def tensor_list(tensors: Iterable[torch.Tensor]) -> Any:
+    """A prepared list: a sequence that ops take wherever they take a list of tensors.
+
+    Its tensors are checked in full once. Later calls read each one's address, shape and strides
+    again, which costs a fraction of a plain list. For eager calls: compiled regions want a list.
+    """
+    return core().TensorList(tensors)
 
 
 class _Ops:

@@ -1,6 +1,6 @@
 // The second step of a deterministic column sum (a bias or weight gradient): a kernel has left the
 // sums of each tile of rows in a line of fp32. Lines are added by 16, and those sums, in order of
-// rows: the same bits on both devices, and an error that grows with a sixteenth of the lines.
+// rows and in double, so that many lines cost no accuracy: the same bits on both devices.
 #pragma once
 
 #include "common/codec.h"
@@ -22,15 +22,16 @@ constexpr int kColumnSumGroups = 16;  // groups of 16 lines that a block adds at
 template <typename T>
 __global__ void __launch_bounds__(kColumnSumCols* kColumnSumGroups)
     column_sums_kernel(const float* lines, int64_t num_lines, int64_t cols, T* sums) {
-  __shared__ float parts[kColumnSumGroups][kColumnSumCols];
+  __shared__ double parts[kColumnSumGroups][kColumnSumCols];
   const int lane = threadIdx.x % kColumnSumCols, group = threadIdx.x / kColumnSumCols;
   const int groups = blockDim.x / kColumnSumCols;
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kColumnSumCols + lane;
   wait_for_previous_kernel();
-  float sum = 0.0f;
+  double sum = 0.0;
   for (int64_t begin = 0; begin < num_lines; begin += groups * kLinesAtOnce) {
     const int64_t line = begin + group * kLinesAtOnce;
-    float values[kLinesAtOnce], part = 0.0f;
+    float values[kLinesAtOnce];
+    double part = 0.0;
 #pragma unroll
     for (int i = 0; i < kLinesAtOnce; ++i)
       values[i] = c < cols && line + i < num_lines ? lines[(line + i) * cols + c] : 0.0f;
@@ -42,7 +43,7 @@ __global__ void __launch_bounds__(kColumnSumCols* kColumnSumGroups)
       for (int g = 0; g < groups; ++g) sum += parts[g][lane];
     __syncthreads();
   }
-  if (group == 0 && c < cols) sums[c] = from_float<T>(sum);
+  if (group == 0 && c < cols) sums[c] = from_float<T>(static_cast<float>(sum));
 }
 
 // lines: [num_lines, cols]; sums: [cols], zeros where there is no line. The kernel that wrote the
@@ -66,15 +67,16 @@ void add_lines(const float* lines, int64_t num_lines, int64_t cols, void* sums) 
   constexpr int64_t kChunk = 1024;
   parallel_for((cols + kChunk - 1) / kChunk, [&](int64_t chunk) {
     const int64_t begin = chunk * kChunk, n = cols - begin < kChunk ? cols - begin : kChunk;
-    float totals[kChunk] = {};
+    double totals[kChunk] = {};
     for (int64_t line = 0; line < num_lines; line += kLinesAtOnce) {
       const int64_t end = line + kLinesAtOnce < num_lines ? line + kLinesAtOnce : num_lines;
-      float parts[kChunk] = {};
+      double parts[kChunk] = {};
       for (int64_t i = line; i < end; ++i)
         for (int64_t c = 0; c < n; ++c) parts[c] += lines[i * cols + begin + c];
       for (int64_t c = 0; c < n; ++c) totals[c] += parts[c];
     }
-    for (int64_t c = 0; c < n; ++c) static_cast<T*>(sums)[begin + c] = from_float<T>(totals[c]);
+    for (int64_t c = 0; c < n; ++c)
+      static_cast<T*>(sums)[begin + c] = from_float<T>(static_cast<float>(totals[c]));
   });
 }
 

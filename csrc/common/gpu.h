@@ -186,6 +186,17 @@ __device__ __forceinline__ void store_16(uint4* p, uint4 v) {
 #endif
 }
 
+// The larger of a magnitude and |value|; a NaN is the largest.
+__device__ __forceinline__ float larger_magnitude(float magnitude, float value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(magnitude), "f"(fabsf(value)));
+  return result;
+#else
+  return bits_float(max(float_bits(magnitude), magnitude_bits(value)));
+#endif
+}
+
 #endif  // __CUDACC__
 
 }  // namespace apex_te

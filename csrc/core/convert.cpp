@@ -65,6 +65,21 @@ bool refuse_conversion(const CallState& state, int index, int item) {
   return refuse(PyExc_TypeError, state, index, item, "be a dense tensor with storage", reason);
 }
 
+// All tensors of a call stand on the first one's device.
+bool agree_on_device(CallState& state, DLDevice device, int index, int item) {
+  if (!state.has_device) {
+    state.has_device = true;
+    state.device = device;
+    state.device_parameter = index;
+    return true;
+  }
+  if (device.device_type == state.device.device_type && device.device_id == state.device.device_id)
+    return true;
+  const std::string expected =
+      "be on " + device_name(state.device) + " like " + place(state, state.device_parameter, -1);
+  return refuse(PyExc_ValueError, state, index, item, expected.c_str(), device_name(device));
+}
+
 bool convert_tensor(CallState& state, PyObject* object, DLTensor* out, int index, int item) {
   if (!is_tensor(object))
     return refuse(PyExc_TypeError, state, index, item, "be a torch.Tensor",
@@ -91,21 +106,59 @@ device:
       return refuse(PyExc_TypeError, state, index, item, "be resolved (call resolve_neg())",
                     "a neg view");
   }
-  if (!state.has_device) {
-    state.has_device = true;
-    state.device = out->device;
-    state.device_parameter = index;
-  } else if (out->device.device_type != state.device.device_type ||
-             out->device.device_id != state.device.device_id) {
-    const std::string expected =
-        "be on " + device_name(state.device) + " like " + place(state, state.device_parameter, -1);
-    return refuse(PyExc_ValueError, state, index, item, expected.c_str(), device_name(out->device));
+  return agree_on_device(state, out->device, index, item);
+}
+
+bool is_same_view(const DLTensor& a, const DLTensor& b) {
+  return a.data == b.data && a.byte_offset == b.byte_offset && a.ndim == b.ndim &&
+         a.shape == b.shape && a.strides == b.strides && a.dtype.code == b.dtype.code &&
+         a.dtype.bits == b.dtype.bits && a.device.device_type == b.device.device_type &&
+         a.device.device_id == b.device.device_id;
+}
+
+// A TensorList: each tensor is described again, but one found where it was needs no other check.
+// Extents are behind the view's pointers, in the tensor itself, so they are always the present
+// ones.
+bool refresh_list(CallState& state, TensorListObject* list, Views* held, int index) {
+  const Py_ssize_t count = PyTuple_GET_SIZE(list->tensors);
+  const bool is_first = !*list->views;
+  Views next = is_first ? std::make_shared<std::vector<DLTensor>>(count) : *list->views;
+  bool is_private = is_first;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const int item = static_cast<int>(i);
+    PyObject* object = PyTuple_GET_ITEM(list->tensors, i);
+    DLTensor now;
+    if (!is_first && g_api->dltensor_from_py_object_no_sync(object, &now) == 0 && now.data &&
+        is_same_view(now, (*next)[i])) {
+      if (!agree_on_device(state, now.device, index, item)) return false;
+      continue;
+    }
+    PyErr_Clear();
+    if (!convert_tensor(state, object, &now, index, item)) return false;
+    if (!is_first && is_same_view(now, (*next)[i])) continue;  // empty, without an address
+    if (!is_private) {  // a call on another thread may be reading the present ones
+      next = std::make_shared<std::vector<DLTensor>>(*next);
+      is_private = true;
+    }
+    (*next)[i] = now;
   }
+  *list->views = next;
+  *held = next;
   return true;
 }
 
 bool convert_list(CallState& state, PyObject* object, int index, int32_t kind) {
   ApexTeArg& arg = state.args[index];
+  if (kind == kApexTeTensorList && is_tensor_list(object)) {
+    if (!state.lists) state.lists = std::make_unique<std::array<ListStorage, kMaxParameters>>();
+    Views& views = (*state.lists)[index].prepared;
+    if (!refresh_list(state, reinterpret_cast<TensorListObject*>(object), &views, index))
+      return false;
+    arg.kind = kind;
+    arg.count = static_cast<int32_t>(views->size());
+    arg.value.tensors = views->data();
+    return true;
+  }
   if (!PyList_Check(object) && !PyTuple_Check(object))
     return refuse(PyExc_TypeError, state, index, -1, "be a list or tuple",
                   Py_TYPE(object)->tp_name);

@@ -10,6 +10,7 @@
 
 #include "common/op.h"
 #include "core/signature.h"
+#include "core/tensor_list.h"
 
 namespace apex_te {
 
@@ -30,6 +31,7 @@ struct FunctionObject {
 // What one call needs beside the stack arrays: the tensors of list arguments.
 struct ListStorage {
   std::vector<DLTensor> tensors;
+  Views prepared;  // a TensorList's, held while the call runs
   std::vector<double> floats;
 };
 

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/function.h"
+#include "core/tensor_list.h"
 
 namespace py = pybind11;
 
@@ -37,6 +38,9 @@ PYBIND11_MODULE(apex_te_core, m) {
   PyTypeObject* type = apex_te::function_type();
   if (!type) throw py::error_already_set();
   m.add_object("Function", reinterpret_cast<PyObject*>(type));
+  PyTypeObject* list = apex_te::tensor_list_type();
+  if (!list) throw py::error_already_set();
+  m.add_object("TensorList", reinterpret_cast<PyObject*>(list));
   m.def("open_library", &open_library, py::arg("path"), "dlopen; returns the handle.");
   m.def("symbol", &symbol, py::arg("handle"), py::arg("name"), "dlsym; 0 where it is absent.");
   m.def(

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from apex_te.ops.cast_transpose import cast_transpose
-from apex_te.runtime import core, function
+from apex_te.runtime import core, function, tensor_list
 
 E4M3 = torch.float8_e4m3fn
 
@@ -102,6 +102,102 @@ def test_kinds_of_scalars_and_lists():
         ({"pow2": 1}, "pow2 must be a bool, got int"),
     ):
         assert message in refusal(TypeError, update, **{**good, **change})
+
+
+def amaxes(tensors):
+    """max |x| of each tensor, through a call that takes one list."""
+    out = torch.zeros(len(tensors))
+    function("multi_tensor", "multi_tensor_amax")(tensors, out)
+    return out.tolist()
+
+
+def test_prepared_list_is_a_sequence():
+    tensors = [torch.ones(2), torch.zeros(3)]
+    prepared = tensor_list(iter(tensors))
+    assert len(prepared) == 2
+    assert prepared[1] is tensors[1]
+    assert prepared[-1] is tensors[1]
+    assert [t is u for t, u in zip(prepared, tensors, strict=True)] == [True, True]
+    assert tensor_list([]) is not None
+    assert not tensor_list([])
+    assert repr(prepared) == "<TensorList of 2 tensors>"
+    with pytest.raises(IndexError):
+        prepared[2]
+    with pytest.raises(TypeError, match="not iterable"):
+        tensor_list(3)
+
+
+def test_prepared_list_sees_tensors_as_they_are():
+    """New storage, other sizes and other strides between calls; no copy of an old address."""
+    x, empty = torch.full((4,), 2.0), torch.empty(0)
+    prepared = tensor_list([x, empty])
+    assert amaxes(prepared) == [2, 0]
+    x.fill_(3)
+    assert amaxes(prepared) == [3, 0]
+    x.data = torch.full((1000,), 5.0)
+    assert amaxes(prepared) == [5, 0]
+    x.resize_(2000).fill_(1)
+    x[-1] = 7
+    assert amaxes(prepared) == [7, 0]
+    x.data = torch.arange(8.0).bfloat16()[1:3]
+    empty.resize_(3).fill_(-1)
+    assert amaxes(prepared) == [2, 1]
+    x.data = torch.zeros(2, 2).t()
+    x.data[0, 1] = 4
+    message = refusal(ValueError, amaxes, prepared)
+    assert "tensors[0] must be contiguous, got strides [1, 2]" in message
+    x.data = x.data.contiguous()
+    assert amaxes(prepared) == [4, 1]
+
+
+def test_prepared_list_refuses_like_a_list():
+    good = torch.ones(2)
+    for bad in (1.0, torch.ones(2, dtype=torch.complex64), torch.ones(2).to("meta")):
+        messages = [refusal(TypeError, amaxes, kind([good, bad])) for kind in (list, tensor_list)]
+        assert messages[0] == messages[1]
+        assert "tensors[1] must" in messages[0]
+    complex_x = torch.ones(2, dtype=torch.complex64)
+    prepared = tensor_list([good, good.clone()])
+    assert amaxes(prepared) == [1, 1]
+    prepared[1].data = complex_x.conj().imag
+    assert "tensors[1] must be resolved" in refusal(TypeError, amaxes, prepared)
+    prepared[1].data = good.clone()
+    assert amaxes(prepared) == [1, 1]
+
+
+def test_prepared_list_in_many_threads():
+    """A call keeps what it reads while another thread's call finds tensors changed."""
+    tensors = [torch.ones(2000) for _ in range(50)]
+    prepared = tensor_list(tensors)
+    wrong = []
+
+    def work():
+        for _ in range(100):
+            if set(amaxes(prepared)) != {1.0}:
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    kept = []
+    for i in range(100):
+        kept.append(tensors[i % 50].data)
+        tensors[i % 50].data = torch.ones(2000)
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+def test_prepared_list_names_another_device():
+    prepared = tensor_list([torch.ones(2, device="cuda"), torch.ones(2)])
+    message = refusal(ValueError, amaxes, prepared)
+    assert "tensors[1] must be on cuda:0 like tensors, got cpu" in message
+    moved = tensor_list([torch.ones(2), torch.ones(2)])
+    assert amaxes(moved) == [1, 1]
+    moved[1].data = torch.ones(2, device="cuda")
+    assert "tensors[1] must be on cpu" in refusal(ValueError, amaxes, moved)
 
 
 def test_signature_is_checked():
