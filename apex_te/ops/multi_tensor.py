@@ -1,0 +1,244 @@
+"""One operation over a list of tensors in as few launches as their total allows.
+
+A launch takes up to 1,623 tensors (amax, l2norm), 1,159 (scale), 901 (axpby) or 624 (quantize), of
+any sizes and of mixed float32, float16 and bfloat16; empty ones may stand anywhere. Arithmetic is
+in float32. Wherever a list is taken, `apex_te.runtime.tensor_list(tensors)` is, too: a prepared
+list, whose conversion costs less. Tensors that are only read may be strided in a plain list; those
+in a prepared list and all that are written must be contiguous.
+
+The optimizer steps are in `multi_tensor_optim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.graph import increment_version
+
+from . import reference_codec, tensor_scale
+from .fp8_output import check_fp8_dtype
+from .registration import bind
+
+Tensors = Sequence[torch.Tensor]
+
+_amax = bind("multi_tensor", "multi_tensor_amax(Tensor[] tensors, Tensor(a!) amax) -> ()")
+_l2norm = bind(
+    "multi_tensor",
+    "multi_tensor_l2norm(Tensor[] tensors, Tensor(a!) total, Tensor(b!)? norms, "
+    "Tensor(c!) workspace) -> ()",
+)
+_scale = bind(
+    "multi_tensor",
+    "multi_tensor_scale(Tensor[] inputs, Tensor(a!)[] outputs, float factor, "
+    "Tensor? factor_tensor, Tensor(b!)? found_inf) -> ()",
+)
+_axpby = bind(
+    "multi_tensor",
+    "multi_tensor_axpby(Tensor[] xs, Tensor[] ys, Tensor(a!)[] outputs, float a, float b, "
+    "int check, Tensor(b!)? found_inf) -> ()",
+)
+_quantize = bind(
+    "multi_tensor",
+    "multi_tensor_quantize(Tensor[] tensors, Tensor(a!)[] outputs, Tensor[] scales, "
+    "Tensor(b!)[] amaxes, Tensor(c!)[] scale_invs) -> ()",
+)
+
+# csrc/multi_tensor/multi_tensor.h: chunks that may leave partial sums, beside one a tensor.
+_PARTIALS = 16384
+_CHECKS = {"result": -1, "x": 0, "y": 1}
+
+
+def dense(tensors: Tensors) -> Tensors:
+    """The tensors of a plain list made contiguous; a prepared list as it is."""
+    if not isinstance(tensors, (list, tuple)):
+        return tensors
+    try:
+        return [t.contiguous() for t in tensors]
+    except AttributeError:  # not a tensor: the kernel's own check names it
+        return tensors
+
+
+def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
+    """Scratch of a reduction with `sums` partial sums a chunk over `count` tensors."""
+    words = 4 + (2 * sums + 1) * count + sums * (_PARTIALS + count)
+    return torch.empty(words, dtype=torch.float32, device=like.device)
+
+
+def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The largest magnitude of each tensor; NaN counts as largest, an empty tensor gives 0.
+
+    Args:
+        tensors: float32, float16 or bfloat16, any shapes, on one device.
+        out: [len(tensors)] float32, becomes max(out, amax); a new tensor unless given.
+
+    Returns:
+        [len(tensors)] float32.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device that does not match.
+    """
+    if not len(tensors):
+        return torch.zeros(0) if out is None else out
+    result = out
+    if result is None:
+        result = torch.zeros(len(tensors), dtype=torch.float32, device=tensors[0].device)
+    _amax(dense(tensors), result)
+    if out is not None and not torch.compiler.is_compiling():
+        increment_version(out)
+    return result
+
+
+def l2norm(
+    tensors: Tensors, *, per_tensor: bool = False
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """sqrt(sum of squares) over all elements of all tensors, and of each tensor; deterministic.
+
+    Squares are added in float32, 2,048 elements or more at a time, these sums in float64: a
+    magnitude above 1.8e19 overflows to infinity.
+
+    Args:
+        tensors: float32, float16 or bfloat16, any shapes, on one device.
+        per_tensor: also return each tensor's norm.
+
+    Returns:
+        The total, a float32 scalar; with `per_tensor` also the norms, [len(tensors)] float32.
+
+    Raises:
+        TypeError, ValueError: a dtype or device that does not match.
+    """
+    count = len(tensors)
+    if not count:
+        return (torch.zeros(()), torch.zeros(0)) if per_tensor else torch.zeros(())
+    total = torch.empty((), dtype=torch.float32, device=tensors[0].device)
+    norms = torch.empty(count, dtype=torch.float32, device=total.device) if per_tensor else None
+    _l2norm(dense(tensors), total, norms, workspace(total, count, 1))
+    return total if norms is None else (total, norms)
+
+
+def scale(
+    inputs: Tensors,
+    outputs: Tensors,
+    factor: float | torch.Tensor,
+    *,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """output = input * factor for each pair; an output may be its input.
+
+    Args:
+        inputs: float32, float16 or bfloat16.
+        outputs: of the inputs' shapes; each of any of the three dtypes.
+        factor: a number, or one float32 element on the device, such as 1 / loss scale.
+        found_inf: one float32 or int32 element; becomes 1 if a result, as stored, is not finite,
+            and is left alone otherwise.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or length that does not match.
+    """
+    if not len(inputs) and not len(outputs):
+        return
+    is_tensor = isinstance(factor, torch.Tensor)
+    number, tensor = (1.0, factor) if is_tensor else (factor, None)
+    _scale(dense(inputs), outputs, number, tensor, found_inf)
+    mark_written(outputs, found_inf)
+
+
+def axpby(
+    xs: Tensors,
+    ys: Tensors,
+    outputs: Tensors,
+    a: float,
+    b: float,
+    *,
+    check: str = "result",
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """output = a * x + b * y for each triple; an output may be its x or its y.
+
+    Args:
+        xs: float32, float16 or bfloat16.
+        ys: of xs' shapes; each of any of the three dtypes.
+        outputs: likewise.
+        a: a number.
+        b: a number.
+        check: what must be finite: "result" (as stored), "x" or "y".
+        found_inf: one float32 or int32 element; becomes 1 if a checked value is not finite.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device, length or `check` that does not match.
+    """
+    if check not in _CHECKS:
+        raise ValueError(f"multi_tensor_axpby: check must be 'result', 'x' or 'y', got {check!r}")
+    if not len(xs) and not len(ys) and not len(outputs):
+        return
+    _axpby(dense(xs), dense(ys), outputs, a, b, _CHECKS[check], found_inf)
+    mark_written(outputs, found_inf)
+
+
+def quantize(
+    tensors: Tensors,
+    scales: Tensors,
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    amaxes: Tensors | None = None,
+    scale_invs: Tensors | None = None,
+    outputs: Tensors | None = None,
+) -> Tensors:
+    """q = saturating_cast(float(x) * scale) for each tensor, round to nearest even, NaN kept.
+
+    Args:
+        tensors: float32, float16 or bfloat16, any shapes.
+        scales: one float32 element for each tensor.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, of new outputs.
+        amaxes: one float32 element each, becomes max(amax, max |x|), unscaled; NaN is largest.
+        scale_invs: one float32 element each, receives 1 / scale.
+        outputs: FP8 tensors of the same shapes, of either format; new ones unless given.
+
+    Returns:
+        The outputs.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device or length that does not match.
+    """
+    check_fp8_dtype("multi_tensor_quantize", fp8_dtype)
+    made = outputs
+    if made is None:
+        made = [torch.empty(t.shape, dtype=fp8_dtype, device=t.device) for t in tensors]
+    if not len(tensors) and not len(made):
+        return made
+    _quantize(dense(tensors), made, scales, amaxes or [], scale_invs or [])
+    mark_written(outputs or [], None)
+    mark_written([*(amaxes or []), *(scale_invs or [])], None)
+    return made
+
+
+def mark_written(tensors: Tensors, flag: torch.Tensor | None) -> None:
+    """Tells autograd that tensors were overwritten; a compiled region knows it by itself."""
+    if not torch.compiler.is_compiling():
+        increment_version(tensors if flag is None else [*tensors, flag])
+
+
+def reference_amax(tensors: Tensors) -> torch.Tensor:
+    """`amax` in plain PyTorch."""
+    return torch.cat([tensor_scale.reference_amax(t) for t in tensors])
+
+
+def reference_l2norm(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """(total, norms) in the arithmetic of float32, or of float64 for float64 tensors."""
+    wide = [t if t.dtype is torch.float64 else t.float() for t in tensors]
+    norms = torch.stack([torch.linalg.vector_norm(t) for t in wide])
+    return torch.linalg.vector_norm(norms), norms
+
+
+def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> torch.Tensor:
+    """a * x + b * y of one pair, float32 inside, in x's dtype; float64 stays float64."""
+    if x.dtype is torch.float64:
+        return a * x + b * y
+    return (a * x.float() + b * y.float()).to(x.dtype)
+
+
+def reference_quantize(
+    x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
+) -> torch.Tensor:
+    """The codes of one tensor with the reference's own rounding; the specification."""
+    return reference_codec.encode_fp8(x.float() * scale, fp8_dtype)

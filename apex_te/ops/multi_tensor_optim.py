@@ -1,0 +1,303 @@
+"""Optimizer steps over lists of tensors: Adam / AdamW, SGD and LAMB, each in a few launches.
+
+Parameters and gradients are float32, float16 or bfloat16, mixed at will; moments and master weights
+are float32. With a master weight the parameter is only written: it becomes the rounded master.
+Gradients are only read. A launch takes up to 624 parameters; empty ones may stand anywhere.
+
+For a captured graph, what changes from step to step may be a tensor of one element on the device:
+`lr`, `step`, `inv_scale` and `found_inf`. A `found_inf` that is not zero makes the whole step a
+no-op, without the host knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .multi_tensor import Tensors, dense, l2norm, mark_written, workspace
+from .registration import bind
+
+_adam = bind(
+    "multi_tensor",
+    "multi_tensor_adam(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] masters, float lr, float beta1, float beta2, "
+    "float eps, float weight_decay, int step, bool adamw, bool bias_correction, bool maximize, "
+    "Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? found_inf) -> ()",
+)
+_sgd = bind(
+    "multi_tensor",
+    "multi_tensor_sgd(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentums, "
+    "Tensor(c!)[] masters, float lr, float momentum, float dampening, float weight_decay, "
+    "bool nesterov, bool first_step, bool maximize, Tensor? lr_tensor, Tensor? inv_scale, "
+    "Tensor? found_inf) -> ()",
+)
+_lamb = bind(
+    "multi_tensor",
+    "multi_tensor_lamb(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] masters, float lr, float beta1, float beta2, "
+    "float eps, float weight_decay, int step, bool adamw, bool bias_correction, "
+    "bool grad_averaging, bool nvlamb, float max_grad_norm, Tensor? grad_norm, "
+    "Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? found_inf, "
+    "Tensor(e!) workspace) -> ()",
+)
+
+
+def _number_or_tensor(value: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:
+    return (0, value) if isinstance(value, torch.Tensor) else (value, None)
+
+
+def _written(*lists: Tensors) -> None:
+    for tensors in lists:
+        mark_written(tensors, None)
+
+
+def adam(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    step: int | torch.Tensor,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    adamw: bool = True,
+    bias_correction: bool = True,
+    maximize: bool = False,
+    masters: Tensors | None = None,
+    inv_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """One step in place of AdamW (decoupled weight decay) or Adam (L2), as torch.optim computes it.
+
+    Args:
+        params: float32, float16 or bfloat16; only written where `masters` are given.
+        grads: of params' shapes; each of any of the three dtypes.
+        exp_avgs: float32, of params' shapes.
+        exp_avg_sqs: float32, of params' shapes.
+        step: the number of this update, 1 for the first; or one float32 or int32 element.
+        lr: learning rate; or one float32 element.
+        betas: decay of the two averages, each in [0, 1).
+        eps: added to the denominator.
+        weight_decay: coefficient.
+        adamw: decouple weight decay from the gradient.
+        bias_correction: divide the averages by 1 - beta**step.
+        maximize: follow the gradient up instead of down.
+        masters: float32, of params' shapes.
+        inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
+        found_inf: one float32 or int32 element; not zero skips the step.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device, length or option that does not match.
+    """
+    if not len(params) and not len(grads):
+        return
+    masters = [] if masters is None else masters
+    rate, rate_tensor = _number_or_tensor(lr)
+    count, count_tensor = _number_or_tensor(step)
+    _adam(
+        params, dense(grads), exp_avgs, exp_avg_sqs, masters, rate, *betas, eps, weight_decay,
+        count, adamw, bias_correction, maximize, rate_tensor, count_tensor, inv_scale, found_inf,
+    )  # fmt: skip
+    _written(params, exp_avgs, exp_avg_sqs, masters)
+
+
+def sgd(
+    params: Tensors,
+    grads: Tensors,
+    momentums: Tensors | None = None,
+    *,
+    lr: float | torch.Tensor,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first_step: bool = False,
+    maximize: bool = False,
+    masters: Tensors | None = None,
+    inv_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """One step of stochastic gradient descent as torch.optim.SGD computes it, in place.
+
+    Args:
+        params: float32, float16 or bfloat16; only written where `masters` are given.
+        grads: of params' shapes; each of any of the three dtypes.
+        momentums: float32, of params' shapes; needed where `momentum` is not 0.
+        lr: learning rate; or one float32 element.
+        momentum: factor of the momentum buffers.
+        dampening: of the gradient that enters them.
+        weight_decay: L2 coefficient.
+        nesterov: look ahead by one momentum step.
+        first_step: start the buffers with the gradient; what they hold is not read.
+        maximize: follow the gradient up instead of down.
+        masters: float32, of params' shapes.
+        inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
+        found_inf: one float32 or int32 element; not zero skips the step.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device, length or option that does not match.
+    """
+    if not len(params) and not len(grads):
+        return
+    momentums = [] if momentums is None or not momentum else momentums
+    masters = [] if masters is None else masters
+    rate, rate_tensor = _number_or_tensor(lr)
+    _sgd(
+        params, dense(grads), momentums, masters, rate, momentum, dampening, weight_decay,
+        nesterov, first_step, maximize, rate_tensor, inv_scale, found_inf,
+    )  # fmt: skip
+    _written(params, momentums, masters)
+
+
+def lamb(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    step: int | torch.Tensor,
+    lr: float | torch.Tensor,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    adamw: bool = True,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+    nvlamb: bool = False,
+    max_grad_norm: float = 0.0,
+    grad_norm: torch.Tensor | None = None,
+    masters: Tensors | None = None,
+    inv_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """One step of LAMB (arXiv 1904.00962) in place: Adam's update with a rate for each tensor.
+
+    The rate is lr * |param| / |update| where `weight_decay` is not 0 or `nvlamb` is set, and
+    neither norm is 0; lr elsewhere. Three launches, two more for the norm of the gradients.
+
+    Args:
+        params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
+        masters, inv_scale, found_inf: as for `adam`.
+        adamw: add weight decay to the update instead of the gradient.
+        grad_averaging: the gradient enters exp_avg with weight 1 - betas[0], else 1.
+        nvlamb: apply the trust ratio without weight decay, too.
+        max_grad_norm: clip the gradients' global norm, after `inv_scale`; 0 does not clip.
+        grad_norm: that norm before `inv_scale`, one float32 element; computed unless given.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape, device, length or option that does not match.
+    """
+    if not len(params) and not len(grads):
+        return
+    grads = dense(grads)
+    if max_grad_norm <= 0:
+        grad_norm = None
+    elif grad_norm is None:
+        norm = l2norm(grads)
+        assert isinstance(norm, torch.Tensor)
+        grad_norm = norm
+    masters = [] if masters is None else masters
+    rate, rate_tensor = _number_or_tensor(lr)
+    count, count_tensor = _number_or_tensor(step)
+    _lamb(
+        params, grads, exp_avgs, exp_avg_sqs, masters, rate, *betas, eps, weight_decay, count,
+        adamw, bias_correction, grad_averaging, nvlamb, max_grad_norm, grad_norm, rate_tensor,
+        count_tensor, inv_scale, found_inf, workspace(params[0], len(params), 2),
+    )  # fmt: skip
+    _written(params, exp_avgs, exp_avg_sqs, masters)
+
+
+def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
+    """float32 copies; float64 stays float64."""
+    return [t.clone() if t.dtype is torch.float64 else t.float().clone() for t in tensors]
+
+
+def reference_adam(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    adamw: bool = True,
+    bias_correction: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(param, exp_avg, exp_avg_sq) after `adam`, in plain PyTorch; float64 stays float64."""
+    p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
+    if adamw:
+        p = p * (1 - lr * weight_decay)
+    else:
+        g = g + weight_decay * p
+    m = m.lerp(g, 1 - betas[0])
+    v = v * betas[1] + (1 - betas[1]) * g * g
+    correction1 = 1 - betas[0] ** step if bias_correction else 1.0
+    correction2 = 1 - betas[1] ** step if bias_correction else 1.0
+    denominator = v.sqrt() / correction2**0.5 + eps
+    p = p - lr / correction1 * m / denominator
+    return p.to(param.dtype), m, v
+
+
+def reference_sgd(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    buffer: torch.Tensor,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first_step: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(param, momentum buffer) after `sgd`, in plain PyTorch; float64 stays float64."""
+    p, g, m = _wide(param, grad, buffer)
+    g = g + weight_decay * p
+    if momentum:
+        m = g.clone() if first_step else momentum * m + (1 - dampening) * g
+        g = g + momentum * m if nesterov else m
+    return (p - lr * g).to(param.dtype), m
+
+
+def reference_lamb(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    *,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    adamw: bool = True,
+    bias_correction: bool = True,
+    grad_averaging: bool = True,
+    nvlamb: bool = False,
+    clip: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(param, exp_avg, exp_avg_sq) after `lamb`, in plain PyTorch; float64 stays float64.
+
+    `clip` is what the gradient is multiplied with first.
+    """
+    p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
+    g = g * clip
+    if not adamw:
+        g = g + weight_decay * p
+    m = betas[0] * m + (1 - betas[0] if grad_averaging else 1.0) * g
+    v = v * betas[1] + (1 - betas[1]) * g * g
+    correction1 = 1 - betas[0] ** step if bias_correction else 1.0
+    correction2 = 1 - betas[1] ** step if bias_correction else 1.0
+    update = (m / correction1) / ((v / correction2).sqrt() + eps)
+    if adamw:
+        update = update + weight_decay * p
+    sizes = torch.linalg.vector_norm(p), torch.linalg.vector_norm(update)
+    has_ratio = (weight_decay or nvlamb) and sizes[0] and sizes[1]
+    ratio = sizes[0] / sizes[1] if has_ratio else 1.0
+    return (p - lr * ratio * update).to(param.dtype), m, v

@@ -1,0 +1,176 @@
+"""multi_tensor: reductions, maps and optimizer steps over lists, against torch's foreach and fused.
+
+Bytes of the floor for one element of a list of bf16 tensors: amax and l2norm 2; scale 4; quantize
+3; axpby 6; adam with float32 moments and master weights 28 (read gradient 2, moments 8, master 4;
+write parameter 2, moments 8, master 4); sgd with momentum and master 20; lamb reads moments and
+master twice: 40. torch's fused optimizers move the same bytes with float32 parameters and
+gradients. Lists are prepared ones; over 1000 small tensors the host's part is what is timed.
+
+What was tried on an H200 over 32 x [4096, 4096], TB/s: 16 loads a thread in flight for reductions
+(amax 4.37) or 4 (4.46) instead of 8 (4.46); 8 vectors for maps (quantize 3.39, axpby 3.69) or 2
+(4.01, 3.90) instead of 4 (4.16, 4.25); 4 for optimizers (adam 3.90) or 1 (3.96) instead of 2
+(3.89); chunks of 32,768 elements (scale 3.94) or 65,536 (3.90) instead of 16,384 (4.04), and of
+8,192 with fewer loads (scale 4.09, adam 4.02, but quantize 3.73); loads that the compiler cannot
+move (no difference).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+
+from apex_te.ops import multi_tensor as op
+from apex_te.ops import multi_tensor_optim as optim
+from apex_te.runtime import tensor_list
+
+Lists = tuple[list[torch.Tensor], ...]
+
+
+def random_list(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.randn(shape, device="cuda").to(dtype) for _ in range(count)]
+
+
+def optimizer_lists(count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Lists:
+    """Parameters, gradients, exp_avg, exp_avg_sq, master weights."""
+    return (
+        random_list(count, shape, dtype),
+        random_list(count, shape, dtype),
+        random_list(count, shape, torch.float32),
+        [t.abs_() for t in random_list(count, shape, torch.float32)],
+        random_list(count, shape, torch.float32) if dtype is not torch.float32 else [],
+    )
+
+
+def maps(xs: list[torch.Tensor]) -> dict[str, tuple[int, Callable[[], Any], dict[str, Any]]]:
+    """Function -> (bytes an element, call, peers)."""
+    outs = [torch.empty_like(x) for x in xs]
+    found = torch.zeros(len(xs), device="cuda")
+    flag = torch.zeros(1, device="cuda")
+    codes = [torch.empty_like(x, dtype=torch.float8_e4m3fn) for x in xs]
+    scales, amaxes, inverses = ([torch.ones(1, device="cuda") for _ in xs] for _ in range(3))
+
+    x, out, q, scale, top, inverse = map(tensor_list, (xs, outs, codes, scales, amaxes, inverses))
+
+    def torch_total() -> None:
+        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(xs)))
+
+    def torch_axpby() -> None:
+        torch._foreach_mul_(outs, 0.5)
+        torch._foreach_add_(outs, xs, alpha=0.5)
+
+    return {
+        "amax": (
+            2,
+            lambda: op.amax(x, out=found),
+            {"foreach": lambda: torch._foreach_norm(xs, float("inf"))},
+        ),
+        "l2norm": (2, lambda: op.l2norm(x, per_tensor=True), {"foreach": torch_total}),
+        "scale": (
+            4,
+            lambda: op.scale(x, x, 1.0, found_inf=flag),
+            {"foreach": lambda: torch._foreach_mul_(xs, 1.0)},
+        ),
+        "axpby": (6, lambda: op.axpby(x, out, out, 0.5, 0.5), {"foreach": torch_axpby}),
+        "quantize": (
+            3,
+            lambda: op.quantize(x, scale, amaxes=top, scale_invs=inverse, outputs=q),
+            {},
+        ),
+    }
+
+
+def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, dict[str, Any]]]:
+    p, g, m, v, masters = optimizer_lists(count, shape, torch.bfloat16)
+    wide_p, wide_g, wide_m, wide_v, _ = optimizer_lists(count, shape, torch.float32)
+    steps = [torch.ones((), device="cuda") for _ in wide_p]
+
+    def fused_adamw() -> None:
+        torch._fused_adamw_(
+            wide_p, wide_g, wide_m, wide_v, [], steps, lr=1e-3, beta1=0.9, beta2=0.999,
+            weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    def fused_sgd() -> None:
+        torch._fused_sgd_(
+            wide_p, wide_g, wide_m, weight_decay=0.1, momentum=0.9, lr=1e-3, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
+
+    low = [tensor_list(tensors) for tensors in (p, g, m, v)]
+    wide = [tensor_list(tensors) for tensors in (wide_p, wide_g, wide_m, wide_v)]
+    options = {"lr": 1e-3, "weight_decay": 0.1, "masters": tensor_list(masters)}
+    return {
+        "adam": (
+            28,
+            lambda: optim.adam(*low, step=5, **options),
+            {"fused fp32": fused_adamw},
+        ),
+        "adam fp32": (
+            28,
+            lambda: optim.adam(*wide, step=5, lr=1e-3, weight_decay=0.1),
+            {"fused": fused_adamw},
+        ),
+        "sgd": (
+            20,
+            lambda: optim.sgd(*low[:3], momentum=0.9, **options),
+            {"fused fp32": fused_sgd},
+        ),
+        "lamb": (40, lambda: optim.lamb(*low, step=5, **options), {}),
+    }
+
+
+def unscale(count: int, shape: tuple[int, ...], name: str) -> dict[str, Any]:
+    """`scale` in place of float32 gradients, against what torch's GradScaler calls."""
+    xs = random_list(count, shape, torch.float32)
+    prepared = tensor_list(xs)
+    flag, one = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")
+    return harness.measure(
+        "scale fp32", name, 8 * count * xs[0].numel(),
+        lambda: op.scale(prepared, prepared, one, found_inf=flag),
+        {"unscale": lambda: torch._amp_foreach_non_finite_check_and_unscale_(xs, flag, one)},
+    )  # fmt: skip
+
+
+def main() -> None:
+    rows = []
+    clock = harness.sm_clock_mhz()
+    for count, shape in ((32, (4096, 4096)), (1000, (16384,))):
+        name = f"{count}x[{','.join(map(str, shape))}]"
+        numel = count * torch.Size(shape).numel()
+        for function, (num_bytes, call, peers) in maps(
+            random_list(count, shape, torch.bfloat16)
+        ).items():
+            rows.append(harness.measure(function, name, numel * num_bytes, call, peers))
+        for function, (num_bytes, call, peers) in optimizers(count, shape).items():
+            rows.append(harness.measure(function, name, numel * num_bytes, call, peers, repeats=15))
+        rows.append(unscale(count, shape, name))
+    small = maps([torch.randn(64, 4096, device="cuda").bfloat16()])
+    small |= optimizers(1, (64, 4096))
+    for function, (_, call, peers) in small.items():
+        row = {"function": function, "shape": "64x4096 graph", "us": harness.graph_us(call)}
+        rows.append(row | {f"{n} us": harness.graph_us(peer) for n, peer in peers.items()})
+    p, g, m, v, masters = optimizer_lists(1000, (64,), torch.bfloat16)
+    lists = p, g, m, v, masters
+    for kind, used in (("list", lists), ("prepared", tuple(map(tensor_list, lists)))):
+        adam = functools.partial(optim.adam, *used[:4], step=1, lr=1e-3, masters=used[4])
+        for function, call in (("adam", adam), ("l2norm", functools.partial(op.l2norm, used[0]))):
+            rows.append(
+                {
+                    "function": function,
+                    "shape": f"1000x[64] {kind}",
+                    "host us": harness.host_us(call, 100),
+                }
+            )
+    harness.report("multi_tensor", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+
+
+if __name__ == "__main__":
+    main()

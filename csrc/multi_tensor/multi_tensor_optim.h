@@ -1,0 +1,269 @@
+// The optimizer steps of multi_tensor: options, argument checks and the arithmetic of one element,
+// which both devices share so that they give the same bits.
+//
+// Columns of a row: parameter, gradient, exp_avg or momentum, exp_avg_sq, master weight. Moments
+// and master weights are float32. With a master weight the parameter is only written: it becomes
+// the rounded master weight. A gradient is never written.
+#pragma once
+
+#include <cmath>
+
+#include "multi_tensor/multi_tensor.h"
+
+namespace apex_te {
+
+enum Column { kParam, kGrad, kExpAvg, kExpAvgSq, kMaster, kNumColumns };
+static_assert(kNumColumns == Row::kMaxLists, "a row holds every column");
+
+// What may live on the device, so that a captured graph can be replayed with other values.
+struct DeviceScalars {
+  const float *lr, *inv_scale, *grad_norm;
+  const void* step;
+  bool is_int_step;
+  Flag found_inf;
+};
+
+struct Moments {
+  float beta1, beta2, one_minus_beta1, one_minus_beta2, eps, weight_decay;
+  double log_beta1, log_beta2, lr;
+  int64_t step;
+  bool adamw, bias_correction, maximize;
+};
+
+// What one launch derives from Moments and DeviceScalars before its first element.
+struct StepScalars {
+  float lr, inv_scale, inv_bias_correction1, inv_sqrt_bias_correction2;
+  float decay;  // 1 - lr * weight_decay
+};
+
+#if defined(__CUDACC__)
+#define APEX_TE_STEP_HD __host__ __device__ inline
+#else
+#define APEX_TE_STEP_HD inline
+#endif
+
+// 1 - beta^step without cancellation.
+APEX_TE_STEP_HD double bias_correction(double log_beta, double step) {
+  return -expm1(step * log_beta);
+}
+
+APEX_TE_STEP_HD StepScalars step_scalars(const Moments& m, const DeviceScalars& d) {
+  StepScalars s;
+  const double lr = d.lr ? static_cast<double>(*d.lr) : m.lr;
+  double step = static_cast<double>(m.step);
+  if (d.step)
+    step = d.is_int_step ? static_cast<double>(*static_cast<const int32_t*>(d.step))
+                         : static_cast<double>(*static_cast<const float*>(d.step));
+  s.lr = static_cast<float>(lr);
+  s.inv_scale = d.inv_scale ? *d.inv_scale : 1.0f;
+  if (m.maximize) s.inv_scale = -s.inv_scale;
+  s.decay = static_cast<float>(1.0 - lr * static_cast<double>(m.weight_decay));
+  s.inv_bias_correction1 = s.inv_sqrt_bias_correction2 = 1.0f;
+  if (m.bias_correction) {
+    s.inv_bias_correction1 = static_cast<float>(1.0 / bias_correction(m.log_beta1, step));
+    s.inv_sqrt_bias_correction2 =
+        static_cast<float>(1.0 / sqrt(bias_correction(m.log_beta2, step)));
+  }
+  return s;
+}
+
+// Scalars for a launch whose options are all the host's; the rest is computed on the device.
+inline StepScalars host_scalars(const Moments& m, const DeviceScalars& d) {
+  return d.lr || d.step || d.inv_scale ? StepScalars() : step_scalars(m, d);
+}
+
+// New moments for a gradient g; returns the direction, before the learning rate.
+APEX_TE_HD void update_moments(const Moments& c, float weight_of_grad, float g, float* m,
+                               float* v) {
+  *m = c.beta1 * *m + weight_of_grad * g;
+  *v = c.beta2 * *v + c.one_minus_beta2 * g * g;
+}
+APEX_TE_HD float direction(const Moments& c, const StepScalars& s, float m, float v) {
+  return m * s.inv_bias_correction1 / (sqrtf(v) * s.inv_sqrt_bias_correction2 + c.eps);
+}
+
+APEX_TE_HD void adam_element(const Moments& c, const StepScalars& s, float g, float* p, float* m,
+                             float* v) {
+  g *= s.inv_scale;
+  float w = *p;
+  if (c.adamw)
+    w *= s.decay;
+  else
+    g += c.weight_decay * w;
+  update_moments(c, c.one_minus_beta1, g, m, v);
+  *p = w - s.lr * direction(c, s, *m, *v);
+}
+
+struct Adam {
+  const Rows* rows;
+  Moments moments;
+  DeviceScalars device;
+};
+
+struct Sgd {
+  const Rows* rows;
+  double lr;
+  float momentum, one_minus_dampening, weight_decay;
+  bool with_momentum, nesterov, first_step, maximize;
+  DeviceScalars device;
+};
+
+APEX_TE_HD float sgd_lr(const Sgd& c) {
+  return c.device.lr ? *c.device.lr : static_cast<float>(c.lr);
+}
+APEX_TE_HD float sgd_inv_scale(const Sgd& c) {
+  const float inv_scale = c.device.inv_scale ? *c.device.inv_scale : 1.0f;
+  return c.maximize ? -inv_scale : inv_scale;
+}
+APEX_TE_HD void sgd_element(const Sgd& c, float lr, float inv_scale, float g, float* p, float* m) {
+  g = g * inv_scale + c.weight_decay * *p;
+  if (c.with_momentum) {
+    *m = c.first_step ? g : c.momentum * *m + c.one_minus_dampening * g;
+    g = c.nesterov ? g + c.momentum * *m : *m;
+  }
+  *p -= lr * g;
+}
+
+struct Lamb {
+  const Rows* rows;
+  Moments moments;
+  DeviceScalars device;
+  float weight_of_grad, max_grad_norm;
+  bool with_ratio;  // trust ratios apply: weight decay or nvlamb
+  Partials partials;
+};
+
+// The factor of every gradient: unscaling, then clipping of the global norm.
+APEX_TE_STEP_HD float lamb_grad_factor(const Lamb& c, const StepScalars& s) {
+  if (!c.device.grad_norm) return s.inv_scale;
+  const float norm = *c.device.grad_norm * fabsf(s.inv_scale);
+  return norm > c.max_grad_norm ? s.inv_scale * (c.max_grad_norm / norm) : s.inv_scale;
+}
+APEX_TE_HD void lamb_moments(const Lamb& c, float factor, float g, float p, float* m, float* v) {
+  g *= factor;
+  if (!c.moments.adamw) g += c.moments.weight_decay * p;
+  update_moments(c.moments, c.weight_of_grad, g, m, v);
+}
+// From the moments alone, so that the second phase can compute it again instead of storing it.
+APEX_TE_HD float lamb_update(const Lamb& c, const StepScalars& s, float p, float m, float v) {
+  const float u = direction(c.moments, s, m, v);
+  return c.moments.adamw ? u + c.moments.weight_decay * p : u;
+}
+APEX_TE_STEP_HD float trust_ratio(const Lamb& c, double param_squares, double update_squares) {
+  const float p = static_cast<float>(sqrt(param_squares));
+  const float u = static_cast<float>(sqrt(update_squares));
+  return c.with_ratio && p != 0.0f && u != 0.0f ? p / u : 1.0f;
+}
+
+// Fills rows from the five lists; a list that may be empty leaves its column null. Rows without an
+// element are left out: there is nothing to update.
+inline Rows& fill_optimizer_rows(const Args& args, const List* lists, const int* columns, int count,
+                                 int num_required) {
+  const List& params = lists[0];
+  for (int k = 1; k < count; ++k)
+    if (k < num_required || lists[k].count) lists[k].check_count(args, params.count, "params");
+  Rows& rows = fresh_rows(params.count);
+  int used = 0;
+  for (int i = 0; i < params.count; ++i) {
+    Row& row = rows[used];
+    for (int k = 0; k < count; ++k)
+      if (lists[k].count) add_column(args, row, columns[k], lists[k], i, params, columns[k] >= 2);
+    used += row.numel != 0;
+  }
+  rows.resize(used);
+  return rows;
+}
+
+inline double take_beta(Args& args, const char* name) {
+  const double beta = args.floating();
+  if (!(beta >= 0.0 && beta < 1.0))
+    fail(kApexTeValueError, "%s: %s must be at least 0 and below 1, got %g", args.name(), name,
+         beta);
+  return beta;
+}
+
+// lr to bias_correction, as adam and lamb share them.
+inline Moments take_moments(Args& args) {
+  Moments m{};
+  m.lr = args.floating();
+  const double beta1 = take_beta(args, "beta1"), beta2 = take_beta(args, "beta2");
+  m.beta1 = static_cast<float>(beta1);
+  m.beta2 = static_cast<float>(beta2);
+  m.one_minus_beta1 = static_cast<float>(1.0 - beta1);
+  m.one_minus_beta2 = static_cast<float>(1.0 - beta2);
+  m.log_beta1 = std::log(beta1);
+  m.log_beta2 = std::log(beta2);
+  m.eps = static_cast<float>(args.floating());
+  m.weight_decay = static_cast<float>(args.floating());
+  m.step = args.integer();
+  m.adamw = args.boolean();
+  m.bias_correction = args.boolean();
+  return m;
+}
+
+inline void take_step_tensor(Args& args, const Moments& m, DeviceScalars* d) {
+  const TensorView step = args.optional_tensor();
+  if (step) {
+    step.has_dtype({DType::kFloat32, DType::kInt32}).is_scalar(step.dtype());
+    d->step = step.data();
+    d->is_int_step = step.dtype() == DType::kInt32;
+  } else if (m.bias_correction && m.step < 1) {
+    fail(kApexTeValueError, "%s: step must be at least 1, got %lld", args.name(),
+         static_cast<long long>(m.step));
+  }
+}
+
+inline Adam check_adam(Args& args) {
+  const List lists[] = {List(args), List(args), List(args), List(args), List(args)};
+  constexpr int kColumns[] = {kParam, kGrad, kExpAvg, kExpAvgSq, kMaster};
+  Adam p{};
+  p.rows = &fill_optimizer_rows(args, lists, kColumns, 5, 4);
+  p.moments = take_moments(args);
+  p.moments.maximize = args.boolean();
+  p.device.lr = take_scalar(args);
+  take_step_tensor(args, p.moments, &p.device);
+  p.device.inv_scale = take_scalar(args);
+  p.device.found_inf = take_flag(args);
+  return p;
+}
+
+inline Sgd check_sgd(Args& args) {
+  const List lists[] = {List(args), List(args), List(args), List(args)};
+  constexpr int kColumns[] = {kParam, kGrad, kExpAvg, kMaster};
+  Sgd p{};
+  p.rows = &fill_optimizer_rows(args, lists, kColumns, 4, 2);
+  p.lr = args.floating();
+  p.momentum = static_cast<float>(args.floating());
+  p.one_minus_dampening = static_cast<float>(1.0 - args.floating());
+  p.weight_decay = static_cast<float>(args.floating());
+  p.nesterov = args.boolean();
+  p.first_step = args.boolean();
+  p.maximize = args.boolean();
+  p.with_momentum = p.momentum != 0.0f;
+  if (p.with_momentum) lists[2].check_count(args, lists[0].count, "params");
+  p.device.lr = take_scalar(args);
+  p.device.inv_scale = take_scalar(args);
+  p.device.found_inf = take_flag(args);
+  return p;
+}
+
+inline Lamb check_lamb(Args& args) {
+  const List lists[] = {List(args), List(args), List(args), List(args), List(args)};
+  constexpr int kColumns[] = {kParam, kGrad, kExpAvg, kExpAvgSq, kMaster};
+  Lamb p{};
+  const Rows& rows = fill_optimizer_rows(args, lists, kColumns, 5, 4);
+  p.rows = &rows;
+  p.moments = take_moments(args);
+  p.weight_of_grad = args.boolean() ? p.moments.one_minus_beta1 : 1.0f;
+  p.with_ratio = args.boolean() || p.moments.weight_decay != 0.0f;
+  p.max_grad_norm = static_cast<float>(args.floating());
+  p.device.grad_norm = take_scalar(args);
+  p.device.lr = take_scalar(args);
+  take_step_tensor(args, p.moments, &p.device);
+  p.device.inv_scale = take_scalar(args);
+  p.device.found_inf = take_flag(args);
+  p.partials = split_workspace(args, args.tensor(), rows, 2);
+  return p;
+}
+
+}  // namespace apex_te
