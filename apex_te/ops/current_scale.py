@@ -1,0 +1,121 @@
+"""Quantize a matrix to FP8 with a scale computed from it: amax, scale and cast in two launches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from . import reference_codec, tensor_scale
+from .fp8_output import check_fp8_dtype
+from .registration import bind
+
+_TAIL = "Tensor(c!) scale, Tensor(d!) scale_inv"
+_fwd = bind(
+    "current_scale",
+    "current_scale_fwd(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(e!) amax, "
+    f"{_TAIL}, Tensor(f!) workspace, float eps, bool pow2) -> ()",
+)
+_cast = bind(
+    "current_scale",
+    "current_scale_cast(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor amax, "
+    f"{_TAIL}, float eps, bool pow2) -> ()",
+)
+_amax = bind(
+    "current_scale",
+    "current_scale_amax(Tensor x, Tensor(a!) amax, Tensor(b!) workspace) -> ()",
+)
+
+
+class CurrentScaleOutput(NamedTuple):
+    """What `current_scale` made; codes are None where they were not asked for."""
+
+    rowwise: torch.Tensor | None
+    transposed: torch.Tensor | None
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    amax: torch.Tensor
+
+
+def current_scale(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    eps: float = 0.0,
+    pow2: bool = False,
+    amax: torch.Tensor | None = None,
+    out_rowwise: torch.Tensor | None = None,
+    out_transposed: torch.Tensor | None = None,
+) -> CurrentScaleOutput:
+    """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
+
+    An amax below `eps` counts as `eps`; an amax of 0, infinity or NaN gives scale 1, so that an
+    infinity in x is visible in `amax` only (its codes are those of fp8_max); an infinite scale
+    becomes float32's largest number.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make [rows, cols].
+        transposed: make [cols, rows].
+        eps: smallest amax, zero or more.
+        pow2: round the scale down to a power of two.
+        amax: one float32 element to use instead of x's own, e.g. the maximum over ranks of what
+            `tensor_amax` gave; one launch then.
+        out_rowwise: written instead of a new tensor.
+        out_transposed: written instead of a new tensor.
+
+    Returns:
+        Codes, scale and scale_inv = 1 / scale (one float32 element each), and the amax used.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match, no output, a negative eps.
+    """
+    check_fp8_dtype("current_scale", fp8_dtype)
+    x = tensor_scale.contiguous_matrix("current_scale", x)
+    given = [t for t in (out_rowwise, out_transposed) if t is not None]
+    row, col = tensor_scale.outputs(
+        "current_scale", x, fp8_dtype, rowwise, transposed, out_rowwise, out_transposed
+    )
+    if amax is None:
+        amax, scale, scale_inv = tensor_scale.float_scalars(x, 3)
+        amaxes = x.new_empty(tensor_scale.MAX_AMAXES, dtype=torch.float32)
+        _fwd(x, row, col, amax, scale, scale_inv, amaxes, eps, pow2)
+    else:
+        scale, scale_inv = tensor_scale.float_scalars(x, 2)
+        _cast(x, row, col, amax, scale, scale_inv, eps, pow2)
+    if given and not torch.compiler.is_compiling():
+        increment_version(given)
+    return CurrentScaleOutput(row, col, scale, scale_inv, amax)
+
+
+def tensor_amax(x: torch.Tensor) -> torch.Tensor:
+    """max |x| as one float32 element; NaN counts above infinity, an empty x gives 0.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
+    """
+    x = tensor_scale.contiguous_matrix("current_scale", x)
+    (amax,) = tensor_scale.float_scalars(x, 1)
+    _amax(x, amax, x.new_empty(tensor_scale.MAX_AMAXES, dtype=torch.float32))
+    return amax
+
+
+def reference(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    eps: float = 0.0,
+    pow2: bool = False,
+    amax: torch.Tensor | None = None,
+) -> CurrentScaleOutput:
+    """`current_scale` in plain PyTorch with its own integer rounding; the specification."""
+    if amax is None:
+        amax = tensor_scale.reference_amax(x)
+    scale = tensor_scale.reference_scale(amax, torch.finfo(fp8_dtype).max, eps, pow2)
+    codes = reference_codec.encode_fp8(x.float() * scale, fp8_dtype)
+    return CurrentScaleOutput(codes, codes.t().contiguous(), scale, 1.0 / scale, amax)

@@ -1,0 +1,254 @@
+"""HiF8 (HiFloat8): encode, decode, and quantize a matrix with one scale.
+
+HiF8 codes are uint8 tensors. A code has 1 to 3 mantissa bits, most near 1: values of 2^-3 to 15
+keep 3. Largest finite value 32768, smallest 2^-22; no negative zero, one NaN (0x80).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import increment_version
+
+from . import tensor_scale
+from .registration import bind
+
+# Where MindSpeed scales amax to: inside the range of 3-bit mantissas, and of 2-bit ones.
+HIF8_15 = 15.0
+HIF8_224 = 224.0
+
+_OUT = "Tensor(a!)? rowwise, Tensor(b!)? transposed"
+_TAIL = "Tensor(c!) scale, Tensor(d!) scale_inv"
+_quantize = bind(
+    "hif8",
+    f"hif8_quantize(Tensor x, Tensor? scale, {_OUT}, Tensor(c!)? amax, Tensor(d!)? scale_inv, "
+    "bool saturate) -> ()",
+)
+_current = bind(
+    "hif8",
+    f"hif8_current(Tensor x, {_OUT}, Tensor(e!) amax, {_TAIL}, Tensor(f!) workspace, "
+    "float target, float eps, bool pow2, bool saturate) -> ()",
+)
+_cast = bind(
+    "hif8",
+    f"hif8_cast(Tensor x, {_OUT}, Tensor amax, {_TAIL}, "
+    "float target, float eps, bool pow2, bool saturate) -> ()",
+)
+_decode = bind("hif8", "hif8_decode(Tensor codes, Tensor? scale_inv, Tensor(a!) out) -> ()")
+
+
+class HiF8Output(NamedTuple):
+    """HiF8 codes; None where they were not asked for."""
+
+    rowwise: torch.Tensor | None  # [rows, cols] uint8
+    transposed: torch.Tensor | None  # [cols, rows] uint8
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    amax: torch.Tensor | None
+
+
+def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
+    """HiF8 codes of x without a scale, rounded half away from zero.
+
+    Args:
+        x: any shape, float32, float16 or bfloat16; made contiguous if it is not.
+        saturate: magnitudes of 40960 and above, also infinity, become 32768; else infinity.
+
+    Returns:
+        The same shape, uint8. NaN of either sign is 0x80, magnitudes below 2^-23 are 0x00.
+    """
+    matrix = x.contiguous().reshape(1, -1)
+    codes = torch.empty_like(matrix, dtype=torch.uint8)
+    _quantize(matrix, None, codes, None, None, None, saturate)
+    return codes.reshape(x.shape)
+
+
+def decode(
+    codes: torch.Tensor,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    scale_inv: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Values of HiF8 codes, exact in every dtype; with a scale, value * scale_inv rounded once.
+
+    Args:
+        codes: any shape, uint8; made contiguous if it is not.
+        dtype: float32, float16 or bfloat16.
+        scale_inv: one float32 element on the codes' device.
+        out: written instead of a new tensor, contiguous and of the codes' shape; its dtype counts.
+    """
+    given = out is not None
+    if out is None:
+        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    elif out.shape != codes.shape or not out.is_contiguous():
+        raise ValueError(
+            f"hif8_decode: out must be contiguous with shape {list(codes.shape)}, got shape "
+            f"{list(out.shape)} with strides {list(out.stride())}"
+        )
+    _decode(codes.contiguous().view(-1), scale_inv, out.view(-1))
+    if given and not torch.compiler.is_compiling():
+        increment_version([out])
+    return out
+
+
+def quantize(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    saturate: bool = True,
+    out_rowwise: torch.Tensor | None = None,
+    out_transposed: torch.Tensor | None = None,
+) -> HiF8Output:
+    """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
+        scale: one float32 element on x's device.
+        rowwise: make [rows, cols].
+        transposed: make [cols, rows].
+        amax: one float32 element, becomes max(amax, max |x|), unscaled; NaN counts as largest.
+        saturate: see `encode`.
+        out_rowwise: written instead of a new tensor.
+        out_transposed: written instead of a new tensor.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match, no output.
+    """
+    x = tensor_scale.contiguous_matrix("hif8_quantize", x)
+    given = [t for t in (out_rowwise, out_transposed, amax) if t is not None]
+    row, col = tensor_scale.outputs(
+        "hif8_quantize", x, torch.uint8, rowwise, transposed, out_rowwise, out_transposed
+    )
+    (scale_inv,) = tensor_scale.float_scalars(x, 1)
+    _quantize(x, scale, row, col, amax, scale_inv, saturate)
+    if given and not torch.compiler.is_compiling():
+        increment_version(given)
+    return HiF8Output(row, col, scale, scale_inv, amax)
+
+
+def quantize_current(
+    x: torch.Tensor,
+    target: float = HIF8_15,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    eps: float = 0.0,
+    pow2: bool = False,
+    amax: torch.Tensor | None = None,
+    saturate: bool = True,
+    out_rowwise: torch.Tensor | None = None,
+    out_transposed: torch.Tensor | None = None,
+) -> HiF8Output:
+    """Quantizes q = encode(float(x) * scale), scale = target / max |x|, in two launches.
+
+    The scale follows `current_scale`'s rules: an amax below `eps` counts as `eps`; 0, infinity and
+    NaN give scale 1; an infinite scale becomes float32's largest number.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
+        target: value that amax is scaled to: HIF8_15 for inputs and weights, HIF8_224 for
+            gradients.
+        rowwise: make [rows, cols].
+        transposed: make [cols, rows].
+        eps: smallest amax, zero or more.
+        pow2: round the scale down to a power of two.
+        amax: one float32 element to use instead of x's own; one launch then.
+        saturate: see `encode`.
+        out_rowwise: written instead of a new tensor.
+        out_transposed: written instead of a new tensor.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match, no output, a target or eps out of range.
+    """
+    x = tensor_scale.contiguous_matrix("hif8_current", x)
+    given = [t for t in (out_rowwise, out_transposed) if t is not None]
+    row, col = tensor_scale.outputs(
+        "hif8_current", x, torch.uint8, rowwise, transposed, out_rowwise, out_transposed
+    )
+    if amax is None:
+        amax, scale, scale_inv = tensor_scale.float_scalars(x, 3)
+        amaxes = x.new_empty(tensor_scale.MAX_AMAXES, dtype=torch.float32)
+        _current(x, row, col, amax, scale, scale_inv, amaxes, target, eps, pow2, saturate)
+    else:
+        scale, scale_inv = tensor_scale.float_scalars(x, 2)
+        _cast(x, row, col, amax, scale, scale_inv, target, eps, pow2, saturate)
+    if given and not torch.compiler.is_compiling():
+        increment_version(given)
+    return HiF8Output(row, col, scale, scale_inv, amax)
+
+
+def reference_encode(values: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
+    """`encode` of float32 values in plain PyTorch, by nearest value with ties away from zero."""
+    table = _values().to(values.device)
+    # Positive finite values in order, their codes, and the midpoints between neighbours: a value
+    # at a midpoint or above belongs to the upper one.
+    magnitudes, codes = table[:128].sort()
+    midpoints = (magnitudes[:-2].double() + magnitudes[1:-1].double()) / 2
+    a = values.abs().double()
+    index = torch.bucketize(a, midpoints, right=True)
+    result = codes[index]
+    result = torch.where(a >= 40960, torch.full_like(result, 0x6E if saturate else 0x6F), result)
+    result = torch.where((values < 0) & (result != 0), result | 0x80, result)
+    return torch.where(torch.isnan(values), torch.full_like(result, 0x80), result).to(torch.uint8)
+
+
+def reference_decode(codes: torch.Tensor) -> torch.Tensor:
+    """Float32 values of HiF8 codes, through a table built from the format's definition."""
+    return _values().to(codes.device)[codes.to(torch.int64)]
+
+
+def reference_quantize(
+    x: torch.Tensor, scale: torch.Tensor, *, saturate: bool = True
+) -> HiF8Output:
+    """`quantize` in plain PyTorch; the specification."""
+    codes = reference_encode(x.float() * scale, saturate=saturate)
+    amax = tensor_scale.reference_amax(x)
+    return HiF8Output(codes, codes.t().contiguous(), scale, 1.0 / scale, amax)
+
+
+def reference_quantize_current(
+    x: torch.Tensor,
+    target: float = HIF8_15,
+    *,
+    eps: float = 0.0,
+    pow2: bool = False,
+    amax: torch.Tensor | None = None,
+    saturate: bool = True,
+) -> HiF8Output:
+    """`quantize_current` in plain PyTorch; the specification."""
+    if amax is None:
+        amax = tensor_scale.reference_amax(x)
+    scale = tensor_scale.reference_scale(amax, target, eps, pow2)
+    return reference_quantize(x, scale, saturate=saturate)._replace(amax=amax)
+
+
+def _values() -> torch.Tensor:
+    """The value of each of the 256 codes."""
+    # (prefix in the 7 bits below the sign, its length, exponent bits)
+    zones = [(0b11, 2, 4), (0b10, 2, 3), (0b01, 2, 2), (0b001, 3, 1), (0b0001, 4, 0)]
+    values = []
+    for p in range(128):
+        value = 2.0 ** (p - 23) if p else 0.0
+        for prefix, length, exponent_bits in zones:
+            if p >> (7 - length) != prefix:
+                continue
+            mantissa_bits = 7 - length - exponent_bits
+            field = p >> mantissa_bits & ((1 << exponent_bits) - 1)
+            exponent = 0
+            if exponent_bits:
+                top = 1 << (exponent_bits - 1)
+                magnitude = top | (field & (top - 1))
+                exponent = -magnitude if field & top else magnitude
+            fraction = (p & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+            value = (1 + fraction) * 2.0**exponent
+        values.append(float("inf") if p == 0x6F else value)
+    negative = [-v for v in values]
+    negative[0] = float("nan")
+    return torch.tensor(values + negative, dtype=torch.float32)

@@ -1,0 +1,58 @@
+"""What the quantizers with one scale for the tensor have in common, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+# Partial amaxes that a kernel leaves at most (csrc/common/quantize.h).
+MAX_AMAXES = 1024
+
+_FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+def contiguous_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
+    """`x`, contiguous; raises ValueError unless it has two dimensions."""
+    if x.dim() != 2:
+        raise ValueError(f"{op}: x must have 2 dimensions, got shape {list(x.shape)}")
+    return x.contiguous()
+
+
+def float_scalars(like: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Uninitialised float32 tensors of one element on `like`'s device."""
+    return [like.new_empty(1, dtype=torch.float32) for _ in range(count)]
+
+
+def outputs(
+    op: str,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    rowwise: bool,
+    transposed: bool,
+    out_rowwise: torch.Tensor | None,
+    out_transposed: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The given outputs, or fresh ones of those that were asked for."""
+    if rowwise and out_rowwise is None:
+        out_rowwise = torch.empty_like(x, dtype=dtype)
+    if transposed and out_transposed is None:
+        out_transposed = x.new_empty(x.shape[::-1], dtype=dtype)
+    if out_rowwise is None and out_transposed is None:
+        raise ValueError(f"{op}: rowwise or transposed must be True, got False for both")
+    return out_rowwise, out_transposed
+
+
+def reference_amax(x: torch.Tensor) -> torch.Tensor:
+    """max |x| as one float32 element, NaN above infinity; 0 for an empty x."""
+    bits = x.float().abs().reshape(-1).view(torch.int32)
+    found = bits.max() if bits.numel() else torch.zeros((), dtype=torch.int32, device=x.device)
+    return found.reshape(1).view(torch.float32)
+
+
+def reference_scale(amax: torch.Tensor, target: float, eps: float, pow2: bool) -> torch.Tensor:
+    """target / amax in float32; the rule of csrc/common/scaling.h."""
+    amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
+    scale = (torch.full_like(amax, target) / amax).clamp(max=_FLOAT_MAX)
+    if pow2:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    usable = torch.isfinite(amax) & (amax != 0)
+    return torch.where(usable, scale, torch.ones_like(scale))

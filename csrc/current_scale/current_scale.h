@@ -1,0 +1,55 @@
+// current_scale: quantize a matrix to FP8 with a scale computed from its own amax.
+//
+// amax = max |x| with NaN above infinity; scale = fp8_max / amax by the rule of common/scaling.h;
+// q = satcast_rne(float(x) * scale); scale_inv = 1 / scale.
+#pragma once
+
+#include "common/quantize.h"
+#include "common/scaling.h"
+
+// Two launches: amax, then scale and cast.
+APEX_TE_FUNCTION(current_scale_fwd,
+                 "x: Tensor, rowwise: Tensor?, transposed: Tensor?, amax: Tensor, scale: Tensor, "
+                 "scale_inv: Tensor, workspace: Tensor, eps: float, pow2: bool")
+// The second alone, for an amax that is known.
+APEX_TE_FUNCTION(current_scale_cast,
+                 "x: Tensor, rowwise: Tensor?, transposed: Tensor?, amax: Tensor, scale: Tensor, "
+                 "scale_inv: Tensor, eps: float, pow2: bool")
+// amax alone.
+APEX_TE_FUNCTION(current_scale_amax, "x: Tensor, amax: Tensor, workspace: Tensor")
+
+namespace apex_te {
+
+struct CurrentScaleCall {
+  Quantize q;
+  float *amax, *scale, *scale_inv;
+  uint32_t* amaxes;  // the workspace; null where amax is given
+  ScaleRule rule;
+};
+
+inline CurrentScaleCall check_current_scale(Args& args, bool has_workspace) {
+  CurrentScaleCall p;
+  p.q = check_quantize(args, args.tensor(), {DType::kE4M3, DType::kE5M2});
+  p.amax = float_scalar(args.tensor());
+  p.scale = float_scalar(args.tensor());
+  p.scale_inv = float_scalar(args.tensor());
+  p.amaxes = has_workspace ? check_amaxes(args.tensor()) : nullptr;
+  p.rule = check_scale_rule(args, p.q.codes == DType::kE5M2 ? E5M2::kMax : E4M3::kMax);
+  return p;
+}
+
+struct CurrentScaleAmax {
+  TensorView x;
+  float* amax;
+  uint32_t* amaxes;
+};
+
+inline CurrentScaleAmax check_current_scale_amax(Args& args) {
+  CurrentScaleAmax p;
+  p.x = check_quantize_input(args.tensor());
+  p.amax = float_scalar(args.tensor());
+  p.amaxes = check_amaxes(args.tensor());
+  return p;
+}
+
+}  // namespace apex_te

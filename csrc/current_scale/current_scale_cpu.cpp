@@ -1,0 +1,68 @@
+// CPU kernel of current_scale: amax in chunks, then the loops of common/quantize_cpu.h.
+#include "common/quantize_cpu.h"
+#include "current_scale/current_scale.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+namespace {
+
+template <typename T>
+void cast(const CurrentScaleCall& p, uint32_t amax) {
+  const float scale = p.rule.scale_of(amax & 0x7FFFFFFFu);
+  *p.scale = scale;
+  *p.scale_inv = 1.0f / scale;
+  if (p.q.codes == DType::kE5M2)
+    quantize_all<T>(p.q, [scale](const T* x, int64_t n, uint8_t* codes) {
+      return encode_row<E5M2>(x, n, scale, codes);
+    });
+  else
+    quantize_all<T>(p.q, [scale](const T* x, int64_t n, uint8_t* codes) {
+      return encode_row<E4M3>(x, n, scale, codes);
+    });
+}
+
+uint32_t amax_of_any(const TensorView& x) {
+  switch (x.dtype()) {
+    case DType::kFloat32:
+      return amax_of_tensor<float>(x);
+    case DType::kFloat16:
+      return amax_of_tensor<Half>(x);
+    default:
+      return amax_of_tensor<BFloat16>(x);
+  }
+}
+
+void cast_any(const CurrentScaleCall& p, uint32_t amax) {
+  switch (p.q.x.dtype()) {
+    case DType::kFloat32:
+      return cast<float>(p, amax);
+    case DType::kFloat16:
+      return cast<Half>(p, amax);
+    default:
+      return cast<BFloat16>(p, amax);
+  }
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(current_scale_fwd) {
+  using namespace apex_te;
+  const CurrentScaleCall p = check_current_scale(args, true);
+  const uint32_t amax = amax_of_any(p.q.x);
+  *p.amax = bits_float(amax);
+  cast_any(p, amax);
+}
+
+APEX_TE_DEFINE(current_scale_cast) {
+  using namespace apex_te;
+  const CurrentScaleCall p = check_current_scale(args, false);
+  cast_any(p, float_bits(*p.amax));
+}
+
+APEX_TE_DEFINE(current_scale_amax) {
+  using namespace apex_te;
+  const CurrentScaleAmax p = check_current_scale_amax(args);
+  *p.amax = bits_float(amax_of_any(p.x));
+}

@@ -1,0 +1,74 @@
+// CUDA launches of current_scale; the kernels are those of common/quantize_cuda.h.
+#include "common/quantize_cuda.h"
+#include "current_scale/current_scale.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+namespace {
+
+template <typename Format>
+struct FP8Encoder {
+  struct Table {};
+  __device__ __forceinline__ void stage(Table&) const {}
+  static __device__ __forceinline__ uint2 encode(const float* values, float scale, const Table&) {
+    return encode_values<Format>(values, scale);
+  }
+};
+
+// The partial amaxes folded into one.
+__global__ void fold_amaxes_kernel(const uint32_t* amaxes, int num_amaxes, float* amax) {
+  wait_for_previous_kernel();
+  uint32_t found = 0;
+  for (int i = threadIdx.x; i < num_amaxes; i += 32)
+    found = max(found, *const_cast<const volatile uint32_t*>(amaxes + i));
+  found = warp_max(found);
+  if (threadIdx.x == 0) *amax = __uint_as_float(found);
+}
+
+template <typename T>
+void launch(const CurrentScaleCall& p, cudaStream_t stream) {
+  const CurrentScale source = launch_current_scale<T>(p, stream);
+  if (p.q.codes == DType::kE5M2)
+    launch_quantize<T>(p.q, source, FP8Encoder<E5M2>{}, stream);
+  else
+    launch_quantize<T>(p.q, source, FP8Encoder<E4M3>{}, stream);
+}
+
+void launch_dtype(const CurrentScaleCall& p, Args& args) {
+  const DeviceGuard guard(args.device_id());
+  const auto stream = static_cast<cudaStream_t>(args.stream());
+  switch (p.q.x.dtype()) {
+    case DType::kFloat32:
+      return launch<float>(p, stream);
+    case DType::kFloat16:
+      return launch<Half>(p, stream);
+    default:
+      return launch<BFloat16>(p, stream);
+  }
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(current_scale_fwd) {
+  using namespace apex_te;
+  launch_dtype(check_current_scale(args, true), args);
+}
+
+APEX_TE_DEFINE(current_scale_cast) {
+  using namespace apex_te;
+  launch_dtype(check_current_scale(args, false), args);
+}
+
+APEX_TE_DEFINE(current_scale_amax) {
+  using namespace apex_te;
+  const CurrentScaleAmax p = check_current_scale_amax(args);
+  const DeviceGuard guard(args.device_id());
+  const auto stream = static_cast<cudaStream_t>(args.stream());
+  const int found = p.x.dtype() == DType::kFloat32   ? launch_amax<float>(p.x, p.amaxes, stream)
+                    : p.x.dtype() == DType::kFloat16 ? launch_amax<Half>(p.x, p.amaxes, stream)
+                                                     : launch_amax<BFloat16>(p.x, p.amaxes, stream);
+  launch_dependent(fold_amaxes_kernel, 1, 32, stream, static_cast<const uint32_t*>(p.amaxes), found,
+                   p.amax);
+}
