@@ -1,0 +1,164 @@
+"""MXFP8: quantize a matrix to FP8 with one power-of-two scale for every 32 elements."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import reference_codec
+from .fp8_output import check_fp8_dtype, check_out_dtype
+from .registration import bind
+
+_quantize = bind(
+    "mx_quantize",
+    "mx_quantize(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_scale, Tensor(c!)? transposed, "
+    "Tensor(d!)? transposed_scale, bool use_floor) -> ()",
+)
+_dequantize = bind("mx_quantize", "mx_dequantize(Tensor codes, Tensor scale, Tensor(a!) out) -> ()")
+
+_BLOCK = 32
+_SCALE_DTYPE = torch.float8_e8m0fnu
+
+
+class MXQuantized(NamedTuple):
+    """What `mx_quantize` made; None where it was not asked for."""
+
+    rowwise: torch.Tensor | None  # [rows, cols]
+    rowwise_scale: torch.Tensor | None  # [rows, ceil(cols / 32)] float8_e8m0fnu
+    transposed: torch.Tensor | None  # [cols, rows]
+    transposed_scale: torch.Tensor | None  # [cols, ceil(rows / 32)] float8_e8m0fnu
+
+
+def mx_quantize(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    rounding: str = "up",
+    out: MXQuantized | None = None,
+) -> MXQuantized:
+    """Quantizes q = saturating_cast(float(x) / 2^e), e of each 32 elements of a row (a column).
+
+    "up": the smallest 2^e with amax / fp8_max <= 2^e (in float32), so that nothing saturates;
+    "floor" (OCP MX v1.0, section 6.3): 2^(floor(log2 amax) - 8) for E4M3, - 15 for E5M2, which
+    saturates an amax just below a power of two. A block with a NaN has the scale NaN (0xFF), one
+    with an infinity 2^127 (0xFE), one of zeros 2^-127 (0x00). Both copies are quantized from x.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not. Extents need not
+            be multiples of 32: the last block is of what is there.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make [rows, cols], blocks along cols, and its scales.
+        transposed: make [cols, rows], blocks along rows of x, and its scales.
+        rounding: "up" or "floor".
+        out: written instead of new tensors.
+
+    Returns:
+        Codes, and scales as float8_e8m0fnu, row-major, one for each block: not the tiled order that
+        the matrix units of sm_100 read.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape, device or rounding that does not fit.
+    """
+    check_fp8_dtype("mx_quantize", fp8_dtype)
+    if rounding not in ("up", "floor"):
+        raise ValueError(f"mx_quantize: rounding must be 'up' or 'floor', got {rounding!r}")
+    if x.dim() != 2:
+        raise ValueError(f"mx_quantize: x must have 2 dimensions, got shape {list(x.shape)}")
+    if out is not None:
+        check_out_dtype("mx_quantize", fp8_dtype, out.rowwise, out.transposed)
+    elif not (rowwise or transposed):
+        raise ValueError("mx_quantize: rowwise or transposed must be asked for")
+    else:
+        rows, cols = x.shape
+
+        def pair(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+            return (
+                x.new_empty((rows, cols), dtype=fp8_dtype),
+                x.new_empty((rows, -(-cols // _BLOCK)), dtype=_SCALE_DTYPE),
+            )
+
+        out = MXQuantized(
+            *(pair(rows, cols) if rowwise else (None, None)),
+            *(pair(cols, rows) if transposed else (None, None)),
+        )
+    _quantize(x.contiguous(), *out, rounding == "floor")
+    return out
+
+
+def mx_dequantize(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """float(code) * 2^e of its block, rounded to nearest even; exact unless out of dtype's range.
+
+    Args:
+        codes: [rows, cols] FP8; of either layout: a transposed copy gives x transposed.
+        scale: [rows, ceil(cols / 32)] float8_e8m0fnu.
+        dtype: float32, float16 or bfloat16, of a new tensor.
+        out: [rows, cols] to write.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device that does not match.
+    """
+    if out is None:
+        out = torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
+    _dequantize(codes.contiguous(), scale, out)
+    return out
+
+
+def reference(
+    x: torch.Tensor, fp8_dtype: torch.dtype = torch.float8_e4m3fn, *, rounding: str = "up"
+) -> MXQuantized:
+    """`mx_quantize` in plain PyTorch with its own integer rounding; the specification."""
+    rowwise = _reference_rowwise(x, fp8_dtype, rounding)
+    return MXQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, rounding))
+
+
+def _reference_rowwise(
+    x: torch.Tensor, fp8_dtype: torch.dtype, rounding: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, cols = x.shape
+    blocks = F.pad(x.float(), (0, -cols % _BLOCK))
+    blocks = blocks.reshape(rows, blocks.shape[1] // _BLOCK, _BLOCK)
+    # Magnitudes compare as integers, NaN above infinity.
+    bits = blocks.abs().view(torch.int32)
+    amax = bits.amax(2) if bits.numel() else bits.new_zeros(bits.shape[:2])
+    fp8_max = torch.finfo(fp8_dtype).max
+    if rounding == "floor":
+        largest_exponent = 8 if fp8_dtype is torch.float8_e4m3fn else 15
+        code = ((amax >> 23) - largest_exponent).clamp(min=0)
+    else:
+        ratio = amax.view(torch.float32) * (1 / torch.tensor(fp8_max, device=x.device))
+        bits = ratio.view(torch.int32)
+        exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+        is_above = torch.where(exponent > 0, mantissa > 0, mantissa > 0x400000)
+        code = (exponent + is_above).clamp(max=254)
+    infinity = 0x7F800000
+    code = torch.where(amax == infinity, 254, torch.where(amax > infinity, 255, code))
+    # ldexp in float64 is exact over the whole range; the product in float32 rounds once.
+    multiplier = torch.ldexp(torch.ones_like(code, dtype=torch.float64), 127 - code).float()
+    multiplier = torch.where(code == 255, float("nan"), multiplier)
+    codes = reference_codec.encode_fp8(blocks * multiplier[..., None], fp8_dtype)
+    codes = (
+        codes.view(torch.uint8).reshape(rows, -1)[:, :cols]
+        if codes.numel()
+        else codes.view(torch.uint8).reshape(rows, cols)
+    )
+    return codes.contiguous().view(fp8_dtype), code.to(torch.uint8).view(_SCALE_DTYPE)
+
+
+def reference_dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """`mx_dequantize` in plain PyTorch, float32."""
+    code = scale.view(torch.uint8).to(torch.int32)
+    factor = torch.ldexp(torch.ones_like(code, dtype=torch.float64), code - 127).float()
+    factor = torch.where(code == 255, float("nan"), factor)
+    factor = factor.repeat_interleave(_BLOCK, 1)[:, : codes.shape[1]]
+    return reference_codec.decode_fp8(codes) * factor

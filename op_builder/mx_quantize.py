@@ -1,0 +1,9 @@
+"""Builder of mx_quantize."""
+
+from .builder import CUDAOpBuilder
+
+
+class MxQuantizeBuilder(CUDAOpBuilder):
+    """Quantize to MXFP8, rowwise and columnwise in one pass."""
+
+    NAME = "mx_quantize"

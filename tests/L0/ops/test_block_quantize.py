@@ -1,0 +1,314 @@
+"""block_quantize against its plain-PyTorch reference, bit for bit, on each device."""
+
+import pytest
+import torch
+from checks import (
+    DTYPES,
+    FP8,
+    assert_portable_gives_same_bits,
+    assert_runs_in_graph_and_on_stream,
+    assert_same_bits,
+    codes,
+    layouts,
+    needs_cuda,
+)
+
+from apex_te.ops import block_quantize as op
+from apex_te.ops.block_quantize import block_dequantize, block_quantize
+
+E4M3 = torch.float8_e4m3fn
+SHAPES = [
+    (1, 1), (3, 7), (8, 15), (16, 17), (127, 129), (128, 128), (129, 1000), (256, 384), (1000, 3),
+    (17, 3584), (9, 4095),
+]  # fmt: skip
+NAN, INF = float("nan"), float("inf")
+
+
+def spread(shape, dtype):
+    """Normal values whose size changes over five decades from block to block."""
+    decades = torch.randint(-3, 3, (shape[0], -(-shape[1] // 16))).repeat_interleave(16, 1)
+    return (torch.randn(shape) * 10.0 ** decades[:, : shape[1]]).to(dtype)
+
+
+@pytest.mark.parametrize("block_rows", [1, 128])
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fwd(device, poison, shape, dtype, fp8, block_rows):
+    x = spread(shape, dtype)
+    for options in ({"pow2": True}, {"pow2": False, "eps": 0.01}):
+        amax = torch.zeros(1, device=device)
+        out = block_quantize(x.to(device), fp8, block_rows=block_rows, amax=amax, **options)
+        assert_same_bits(out, op.reference(x, fp8, block_rows=block_rows, **options))
+        assert amax.item() == x.float().abs().max().item()
+
+
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_one_layout_at_a_time(device, poison, block_rows):
+    x = torch.randn(200, 264, device=device).bfloat16()
+    both = block_quantize(x, E4M3, block_rows=block_rows)
+    row = block_quantize(x, E4M3, block_rows=block_rows, transposed=False)
+    col = block_quantize(x, E4M3, block_rows=block_rows, rowwise=False)
+    assert row.transposed is None
+    assert col.rowwise_scale_inv is None
+    assert_same_bits([*row[:2], *col[2:]], both)
+    amax = torch.ones(1, device=device)
+    block_quantize(x * 9, E4M3, block_rows=block_rows, rowwise=False, transposed=False, amax=amax)
+    assert amax.item() == (x * 9).abs().max().item()
+
+
+def test_transposed_is_the_quantization_of_the_transpose(device):
+    x = torch.randn(300, 200, device=device)
+    for block_rows in (1, 128):
+        there = block_quantize(x, E4M3, block_rows=block_rows)
+        back = block_quantize(x.t(), E4M3, block_rows=block_rows)
+        assert_same_bits(there[2:], back[:2])
+    assert torch.equal(codes(there.rowwise).t(), codes(there.transposed))
+
+
+@pytest.mark.parametrize("block_rows", [1, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_all_16_bit_patterns(device, dtype, block_rows):
+    """Neighbouring patterns share blocks; then every pattern beside a 1, at the scale of 448."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    bounded = torch.where(every.abs() <= 1, every, torch.tensor(1.0, dtype=dtype)).reshape(512, 128)
+    bounded[:, 0] = 1
+    for x in (every.reshape(512, 128), bounded):
+        for fp8 in FP8:
+            for pow2 in (False, True):
+                out = block_quantize(x.to(device), fp8, block_rows=block_rows, pow2=pow2)
+                expected = op.reference(x, fp8, block_rows=block_rows, pow2=pow2)
+                assert_same_bits(out, expected)
+                back = block_dequantize(*out[:2], block_rows=block_rows, dtype=torch.float32)
+                exact = op.reference_dequantize(*expected[:2], block_rows=block_rows)
+                assert torch.equal(torch.isnan(back).cpu(), torch.isnan(exact))
+                assert torch.equal(back.cpu().nan_to_num(), exact.nan_to_num())
+
+
+def test_random_fp32_bits(device):
+    bits = torch.randint(-(2**31), 2**31, (256, 512), dtype=torch.int64).to(torch.int32)
+    # One exponent within a block, so that its codes use the whole range.
+    shared = bits[:, :1] & 0x7F800000
+    for x in (bits.view(torch.float32), ((bits & -0x7F800001) | shared).view(torch.float32)):
+        for block_rows in (1, 128):
+            out = block_quantize(x.to(device), E4M3, block_rows=block_rows, pow2=False)
+            assert_same_bits(out, op.reference(x, E4M3, block_rows=block_rows, pow2=False))
+
+
+@pytest.mark.parametrize(
+    ("amax", "options", "scale"),
+    [
+        (0.0, {}, 1.0),
+        (INF, {}, 1.0),
+        (NAN, {}, 1.0),
+        (0.0, {"eps": 1.0}, 256.0),
+        (448.0, {}, 1.0),
+        (449.0, {}, 0.5),
+        (449.0, {"pow2": False}, (torch.tensor(448.0) / 449).item()),
+        (1e-3, {"eps": 2.0, "pow2": False}, 224.0),
+        (2.0**-140, {"pow2": False}, torch.finfo(torch.float32).max),
+        (2.0**-140, {}, 2.0**127),
+    ],
+)
+def test_scale_of_a_block(device, amax, options, scale):
+    x = torch.zeros(130, 256)
+    x[129, 130] = -amax
+    for block_rows in (1, 128):
+        out = block_quantize(x.to(device), E4M3, block_rows=block_rows, **options)
+        found = out.rowwise_scale_inv[(1, 129) if block_rows == 1 else (1, 1)]
+        assert found.item() == (1 / torch.tensor(scale)).item()
+        found = out.transposed_scale_inv[(1, 130) if block_rows == 1 else (1, 1)]
+        assert found.item() == (1 / torch.tensor(scale)).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinite_scale_becomes_the_input_dtypes_largest(device, dtype):
+    x = torch.full((1, 8), torch.finfo(dtype).tiny, dtype=dtype)
+    out = block_quantize(x.to(device), torch.float8_e5m2, pow2=False)
+    assert out.rowwise_scale_inv[0, 0].item() == (1 / torch.tensor(torch.finfo(dtype).max)).item()
+
+
+@pytest.mark.parametrize("position", [(0, 0), (127, 127), (128, 0), (200, 256), (299, 319)])
+@pytest.mark.parametrize("value", [-1e6, INF, NAN])
+def test_planted_values(device, position, value):
+    x = torch.randn(300, 320)
+    x[position] = value
+    for block_rows in (1, 128):
+        amax = torch.zeros(1, device=device)
+        out = block_quantize(x.to(device), E4M3, block_rows=block_rows, amax=amax)
+        assert_same_bits(out, op.reference(x, E4M3, block_rows=block_rows))
+        assert amax.isnan().item() if value != value else amax.item() == abs(value)
+        back = block_dequantize(*out[:2], block_rows=block_rows, dtype=torch.float32)
+        if value != value:
+            assert back.isnan().nonzero().tolist() == [list(position)]
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+def test_empty(device, poison, shape):
+    x = torch.empty(shape, device=device)
+    for block_rows in (1, 128):
+        out = block_quantize(x, E4M3, block_rows=block_rows)
+        assert_same_bits(out, op.reference(x.cpu(), E4M3, block_rows=block_rows))
+        assert block_dequantize(*out[:2], block_rows=block_rows).shape == shape
+
+
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_layouts(device, poison, block_rows):
+    x = torch.randn(136, 272, device=device).bfloat16()
+    expected = op.reference(x.cpu(), E4M3, block_rows=block_rows)
+    for _, view in layouts(x):
+        assert_same_bits(block_quantize(view, E4M3, block_rows=block_rows), expected)
+    flat = torch.zeros(2, x.numel() + 16, dtype=torch.uint8, device=device).view(E4M3)
+    row = flat[0, 3 : 3 + x.numel()].view(136, 272)
+    col = flat[1, 5 : 5 + x.numel()].view(272, 136)
+    out = block_quantize(x, E4M3, block_rows=block_rows)
+    block_quantize(x, E4M3, block_rows=block_rows, out=out._replace(rowwise=row, transposed=col))
+    assert_same_bits([row, col], [expected.rowwise, expected.transposed])
+    assert codes(flat).view(-1)[:3].count_nonzero() == 0
+    assert codes(flat)[1, 5 + x.numel() :].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("block_rows", [1, 128])
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (130, 257), (9, 4104), (256, 128)], ids=str)
+def test_dequantize(device, poison, shape, dtype, fp8, block_rows):
+    x = spread(shape, dtype)
+    out = block_quantize(x.to(device), fp8, block_rows=block_rows, pow2=False)
+    for quantized in (out[:2], out[2:]):
+        back = block_dequantize(*quantized, block_rows=block_rows, dtype=dtype)
+        exact = op.reference_dequantize(*(t.cpu() for t in quantized), block_rows=block_rows)
+        assert_same_bits(back, exact.to(dtype))
+    unaligned = torch.empty(x.numel() + 1, dtype=dtype, device=device)[1:].view(shape[::-1])
+    block_dequantize(*quantized, block_rows=block_rows, out=unaligned)
+    assert_same_bits(unaligned, back)
+
+
+def test_every_code_dequantizes(device):
+    every = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    scale_inv = torch.tensor([[0.75, 2.0**-126, 1.0, 1.0]])
+    for fp8 in FP8:
+        c = every.view(fp8)
+        exact = op.reference_dequantize(c, scale_inv)
+        for dtype in DTYPES:
+            back = block_dequantize(c.to(device), scale_inv.to(device), dtype=dtype).cpu()
+            assert torch.equal(back.isnan(), exact.isnan())
+            assert torch.equal(back.nan_to_num(), exact.to(dtype).nan_to_num())
+
+
+def test_repeatable_and_portable(device):
+    x = torch.randn(1000, 264, device=device).bfloat16()
+    assert_same_bits(block_quantize(x, E4M3), block_quantize(x, E4M3))
+    if device.type == "cpu":
+        assert_portable_gives_same_bits(
+            "import torch; from apex_te.ops.block_quantize import *\n"
+            "torch.manual_seed(0)\n"
+            "def run():\n"
+            "    for x in (torch.randn(300, 300), torch.randn(300, 300).half()):\n"
+            "        for fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
+            "            for b in (1, 128):\n"
+            "                q = block_quantize(x, fp8, block_rows=b, pow2=False)\n"
+            "                yield from q\n"
+            "                yield block_dequantize(*q[:2], block_rows=b)\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 2).double()}, TypeError, "x must have dtype float32, float16"),
+        ({"x": torch.zeros(2)}, ValueError, "block_quantize: x must have 2 dimensions"),
+        ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
+        ({"block_rows": 64}, ValueError, "block_rows must be 1 or 128, got 64"),
+        ({"eps": -1.0}, ValueError, "eps must be zero or more and finite, got -1"),
+        ({"eps": NAN}, ValueError, "eps must be zero or more and finite"),
+        ({"amax": torch.zeros(3)}, ValueError, "amax must have one element"),
+        (
+            {"out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), None, None, None)},
+            ValueError,
+            "each of rowwise and transposed must be given with its scale_inv",
+        ),
+        (
+            {"out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(1, 2), None, None)},
+            ValueError,
+            "rowwise_scale_inv must have shape [1, 4], got [1, 2]",
+        ),
+        (
+            {
+                "out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(1, 4), None, None),
+                "fp8_dtype": torch.float8_e5m2,
+            },
+            TypeError,
+            "rowwise must have dtype float8_e5m2, got float8_e4m3fn",
+        ),
+        (
+            {"rowwise": False, "transposed": False},
+            ValueError,
+            "rowwise, transposed or amax must be asked for",
+        ),
+    ],
+)
+def test_rejects(change, error, message):
+    with pytest.raises(error) as raised:
+        block_quantize(**{"x": torch.zeros(2, 2), "fp8_dtype": E4M3, **change})
+    assert message in str(raised.value)
+
+
+def test_dequantize_rejects():
+    c, scale_inv = torch.zeros(2, 2).to(E4M3), torch.ones(1, 4)
+    with pytest.raises(TypeError, match="codes must have dtype float8_e4m3fn or float8_e5m2"):
+        block_dequantize(c.float(), scale_inv)
+    with pytest.raises(ValueError, match=r"scale_inv must have shape \[1, 4\], got \[2, 4\]"):
+        block_dequantize(c, torch.ones(2, 4))
+    with pytest.raises(TypeError, match="out must have dtype float32, float16 or bfloat16"):
+        block_dequantize(c, scale_inv, dtype=torch.float64)
+
+
+def test_opcheck_and_compile(device):
+    x = torch.randn(48, 160, device=device)
+    # torch's schema check cannot handle FP8 tensors, so only amax is written here.
+    args = (x, None, None, None, None, torch.zeros(1, device=device), 1, 0.0, True)
+    torch.library.opcheck(
+        torch.ops.apex_te.block_quantize, args, test_utils=("test_schema", "test_faketensor")
+    )
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x):
+        out = block_quantize(x, E4M3)
+        return *out, block_dequantize(out.rowwise, out.rowwise_scale_inv)
+
+    plain = block_quantize(x, E4M3)
+    assert_same_bits(compiled(x), [*plain, block_dequantize(*plain[:2])])
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("block_rows", [1, 128])
+def test_graph_and_stream(block_rows):
+    x = torch.randn(512, 520, device="cuda").bfloat16()
+
+    def call(x):
+        out = block_quantize(x, E4M3, block_rows=block_rows)
+        return *out, block_dequantize(*out[:2], block_rows=block_rows)
+
+    assert_runs_in_graph_and_on_stream(call, [x])
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_more_than_2_to_31_elements():
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    rows, cols = 65552, 32784  # 2.149e9 elements
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    out = block_quantize(x, E4M3)
+    end = (rows - 1) // 128 * 128
+    back = block_dequantize(*out[:2])
+    for begin in (0, rows // 256 * 128, end):
+        part = slice(begin, begin + 128)
+        expected = op.reference(x[part].cpu(), E4M3)
+        assert_same_bits([out.rowwise[part], out.transposed[:, part]], expected[::2])
+        block = begin // 128
+        assert_same_bits(out.transposed_scale_inv[block : block + 1], expected[3])
+        exact = op.reference_dequantize(*expected[:2]).bfloat16()
+        assert_same_bits(back[part], exact)

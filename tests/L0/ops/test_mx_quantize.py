@@ -1,0 +1,288 @@
+"""mx_quantize against its plain-PyTorch reference, bit for bit, on each device."""
+
+import pytest
+import torch
+from checks import (
+    DTYPES,
+    FP8,
+    assert_portable_gives_same_bits,
+    assert_runs_in_graph_and_on_stream,
+    assert_same_bits,
+    codes,
+    layouts,
+    needs_cuda,
+)
+
+from apex_te.ops import mx_quantize as op
+from apex_te.ops.mx_quantize import mx_dequantize, mx_quantize
+
+E4M3, E5M2 = FP8
+SHAPES = [
+    (1, 1), (3, 7), (8, 15), (16, 33), (31, 32), (127, 129), (128, 128), (129, 1000), (256, 384),
+    (1000, 3), (17, 3584), (9, 4095),
+]  # fmt: skip
+NAN, INF = float("nan"), float("inf")
+
+
+def spread(shape, dtype):
+    """Normal values whose size changes over five decades from block to block."""
+    decades = torch.randint(-3, 3, (shape[0], -(-shape[1] // 16))).repeat_interleave(16, 1)
+    return (torch.randn(shape) * 10.0 ** decades[:, : shape[1]]).to(dtype)
+
+
+def assert_same_values(actual, expected):
+    """Equal with NaN in the same places, whatever its bits."""
+    actual, expected = actual.cpu(), expected.cpu()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fwd(device, poison, shape, dtype, fp8, rounding):
+    x = spread(shape, dtype)
+    out = mx_quantize(x.to(device), fp8, rounding=rounding)
+    assert_same_bits(out, op.reference(x, fp8, rounding=rounding))
+
+
+def test_one_layout_at_a_time(device, poison):
+    x = torch.randn(200, 264, device=device).bfloat16()
+    both = mx_quantize(x)
+    row, col = mx_quantize(x, transposed=False), mx_quantize(x, rowwise=False)
+    assert row.transposed is None
+    assert col.rowwise_scale is None
+    assert_same_bits([*row[:2], *col[2:]], both)
+    assert_same_bits(both[2:], mx_quantize(x.t(), transposed=False)[:2])
+
+
+@pytest.mark.parametrize("rounding", ["up", "floor"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_all_16_bit_patterns(device, dtype, rounding):
+    """Each pattern in a block of its neighbours, and beside a 1."""
+    every = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(dtype)
+    neighbours = every.reshape(512, 128)
+    small = torch.where(every.abs() <= 1, every, torch.tensor(1.0, dtype=dtype)).reshape(512, 128)
+    small[:, ::32] = 1
+    for x in (neighbours, small):
+        for fp8 in FP8:
+            out = mx_quantize(x.to(device), fp8, rounding=rounding)
+            expected = op.reference(x, fp8, rounding=rounding)
+            assert_same_bits(out, expected)
+            back = mx_dequantize(*out[:2], dtype=torch.float32)
+            assert_same_values(back, op.reference_dequantize(*expected[:2]))
+
+
+def test_random_fp32_bits(device):
+    bits = torch.randint(-(2**31), 2**31, (256, 512), dtype=torch.int64).to(torch.int32)
+    # One exponent within a block, so that its codes use the whole range.
+    shared = bits[:, :1] & 0x7F800000
+    for x in (bits.view(torch.float32), ((bits & -0x7F800001) | shared).view(torch.float32)):
+        for rounding in ("up", "floor"):
+            out = mx_quantize(x.to(device), rounding=rounding)
+            assert_same_bits(out, op.reference(x, rounding=rounding))
+
+
+@pytest.mark.parametrize(
+    ("amax", "up", "floor"),
+    [
+        (0.0, 0x00, 0x00),
+        (INF, 0xFE, 0xFE),
+        (NAN, 0xFF, 0xFF),
+        (448.0, 127, 127),
+        (449.0, 128, 127),
+        (511.0, 128, 127),
+        (512.0, 128, 128),
+        (1.0, 119, 119),
+        (2.0**-118, 1, 1),
+        (1.75 * 2.0**-119, 0, 0),
+        (1.8 * 2.0**-119, 1, 0),
+        (2.0**-149, 0, 0),
+        (torch.finfo(torch.float32).max, 247, 246),
+    ],
+)
+def test_scale_of_a_block(device, amax, up, floor):
+    """E4M3: up to 448 stands at 2^0; half of the smallest normal scale is 2^-127, code 0."""
+    x = torch.zeros(40, 100)
+    x[39, 70] = -amax
+    for rounding, code in (("up", up), ("floor", floor)):
+        out = mx_quantize(x.to(device), E4M3, rounding=rounding)
+        assert codes(out.rowwise_scale)[39, 2].item() == code
+        assert codes(out.transposed_scale)[70, 1].item() == code
+        assert codes(out.rowwise_scale).sum().item() == code
+
+
+def test_special_blocks(device):
+    """NaN takes its whole block; infinity stays infinite, the rest of its block vanishes."""
+    x = torch.ones(2, 64, device=device)
+    x[0, 3], x[1, 40] = NAN, -INF
+    out = mx_quantize(x, transposed=False)
+    back = mx_dequantize(*out[:2], dtype=torch.float32).cpu()
+    assert back[0, :32].isnan().all()
+    assert (codes(out.rowwise)[0, :32] == 0x7F).all()
+    assert (back[0, 32:] == 1).all()
+    assert back[1, 40] == -INF
+    assert back[1, 32:].count_nonzero() == 1
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
+def test_empty(device, poison, shape):
+    out = mx_quantize(torch.empty(shape, device=device))
+    assert out.rowwise.shape == shape
+    assert out.rowwise_scale.shape == (shape[0], -(-shape[1] // 32))
+    assert out.transposed_scale.shape == (shape[1], -(-shape[0] // 32))
+    assert mx_dequantize(*out[:2]).shape == shape
+
+
+def test_layouts(device, poison):
+    x = torch.randn(136, 272, device=device).bfloat16()
+    expected = op.reference(x.cpu())
+    for _, view in layouts(x):
+        assert_same_bits(mx_quantize(view), expected)
+    flat = torch.zeros(4, x.numel() + 16, dtype=torch.uint8, device=device)
+    e8m0 = torch.float8_e8m0fnu
+
+    def place(line, begin, like):
+        return flat[line, begin : begin + like.numel()].view(like.dtype).view(like.shape)
+
+    out = op.MXQuantized(*(place(i, i + 1, t) for i, t in enumerate(expected)))
+    assert out.rowwise_scale.dtype is e8m0
+    mx_quantize(x, out=out)
+    assert_same_bits(out, expected)
+    for i, t in enumerate(expected):
+        assert flat[i, : i + 1].count_nonzero() == 0
+        assert flat[i, i + 1 + t.numel() :].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("fp8", FP8)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (130, 257), (9, 4104), (256, 128)], ids=str)
+def test_dequantize(device, poison, shape, dtype, fp8):
+    out = mx_quantize(spread(shape, dtype).to(device), fp8)
+    for quantized in (out[:2], out[2:]):
+        back = mx_dequantize(*quantized, dtype=dtype)
+        exact = op.reference_dequantize(*(t.cpu() for t in quantized))
+        assert_same_bits(back, exact.to(dtype))
+    unaligned = torch.empty(back.numel() + 1, dtype=dtype, device=device)[1:].view(back.shape)
+    mx_dequantize(*quantized, out=unaligned)
+    assert_same_bits(unaligned, back)
+
+
+def test_every_code_at_every_scale_dequantizes(device):
+    c = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
+    scale = torch.arange(256, dtype=torch.uint8)[:, None].repeat(1, 8).view(torch.float8_e8m0fnu)
+    for fp8 in FP8:
+        exact = op.reference_dequantize(c.view(fp8), scale)
+        for dtype in DTYPES:
+            back = mx_dequantize(c.view(fp8).to(device), scale.to(device), dtype=dtype)
+            assert_same_values(back, exact.to(dtype))
+
+
+def test_repeatable_and_portable(device):
+    x = torch.randn(1000, 264, device=device).bfloat16()
+    assert_same_bits(mx_quantize(x), mx_quantize(x))
+    if device.type == "cpu":
+        assert_portable_gives_same_bits(
+            "import torch; from apex_te.ops.mx_quantize import *\n"
+            "torch.manual_seed(0)\n"
+            "bits = torch.randint(-2**31, 2**31, (300, 300), dtype=torch.int64).to(torch.int32)\n"
+            "def run():\n"
+            "    for x in (torch.randn(300, 300).half(), bits.view(torch.float32)):\n"
+            "        for fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
+            "            q = mx_quantize(x, fp8)\n"
+            "            yield from q\n"
+            "            yield mx_dequantize(*q[:2])\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": torch.zeros(2, 2).double()}, TypeError, "x must have dtype float32, float16"),
+        ({"x": torch.zeros(2)}, ValueError, "mx_quantize: x must have 2 dimensions"),
+        ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
+        ({"rounding": "even"}, ValueError, "rounding must be 'up' or 'floor', got 'even'"),
+        (
+            {"out": op.MXQuantized(torch.zeros(2, 2).to(E4M3), None, None, None)},
+            ValueError,
+            "each of rowwise and transposed must be given with its scale",
+        ),
+        (
+            {"out": op.MXQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(2, 1), None, None)},
+            TypeError,
+            "rowwise_scale must have dtype float8_e8m0fnu, got float32",
+        ),
+        (
+            {"out": op.MXQuantized(None, None, torch.zeros(2, 2).to(E5M2), torch.zeros(2, 1))},
+            TypeError,
+            "transposed must have dtype float8_e4m3fn, got float8_e5m2",
+        ),
+        (
+            {"rowwise": False, "transposed": False},
+            ValueError,
+            "rowwise or transposed must be asked for",
+        ),
+    ],
+)
+def test_rejects(change, error, message):
+    with pytest.raises(error) as raised:
+        mx_quantize(**{"x": torch.zeros(2, 2), **change})
+    assert message in str(raised.value)
+
+
+def test_dequantize_rejects():
+    c = torch.zeros(2, 33).to(E4M3)
+    scale = torch.zeros(2, 1, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    with pytest.raises(ValueError, match=r"scale must have shape \[2, 2\], got \[2, 1\]"):
+        mx_dequantize(c, scale)
+    with pytest.raises(TypeError, match="codes must have dtype float8_e4m3fn or float8_e5m2"):
+        mx_dequantize(c.float(), scale)
+
+
+def test_opcheck_and_compile(device):
+    x = torch.randn(48, 160, device=device)
+    # torch's schema check cannot handle FP8 tensors, so none is written here.
+    torch.library.opcheck(
+        torch.ops.apex_te.mx_quantize,
+        (x, None, None, None, None, False),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(x):
+        out = mx_quantize(x)
+        return *out, mx_dequantize(out.rowwise, out.rowwise_scale)
+
+    plain = mx_quantize(x)
+    assert_same_bits(compiled(x), [*plain, mx_dequantize(*plain[:2])])
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_graph_and_stream():
+    x = torch.randn(512, 520, device="cuda").bfloat16()
+
+    def call(x):
+        out = mx_quantize(x)
+        return *out, mx_dequantize(*out[:2])
+
+    assert_runs_in_graph_and_on_stream(call, [x])
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_more_than_2_to_31_elements():
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    rows, cols = 65552, 32784  # 2.149e9 elements
+    x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    out = mx_quantize(x)
+    back = mx_dequantize(*out[:2])
+    for begin in (0, rows // 64 * 32, rows - 16):
+        part = slice(begin, begin + 32)
+        expected = op.reference(x[part].cpu())
+        assert_same_bits([out.rowwise[part], out.transposed[:, part]], expected[::2])
+        block = begin // 32
+        assert_same_bits(out.transposed_scale[:, block : block + 1], expected[3])
+        assert_same_bits(back[part], op.reference_dequantize(*expected[:2]).bfloat16())
