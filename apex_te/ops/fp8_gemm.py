@@ -1,4 +1,4 @@
-"""FP8 matrix product with per-tensor scales: fprop, dgrad and wgrad of a linear layer."""
+"""FP8 matrix products with scales per tensor or block: fprop, dgrad, wgrad of a linear layer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ _lib = runtime.ops("fp8_gemm")
 _WORKSPACE_BYTES = 32 << 20
 # cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16.
 _MULTIPLE = 16
+# It reads the scales of 1x128 blocks in 16-byte units along M.
+_MULTIPLE_OF_M = 4
+_SLICE = 128
 
 _count = 0
 
@@ -59,23 +62,9 @@ def fp8_gemm(
         TypeError, ValueError: an argument of another dtype, shape or device.
         NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
     """
-    global _count
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
-        raise ValueError(
-            f"fp8_gemm: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
-        )
-    rows, cols = a.shape[0], b.shape[0]
     is_given = out is not None
-    if out is None:
-        if accumulate:
-            raise ValueError("fp8_gemm: out must be given with accumulate, got None")
-        out = a.new_empty((rows, cols), dtype=out_dtype)
-    elif out.shape != (rows, cols):
-        raise ValueError(f"fp8_gemm: out must have shape {[rows, cols]}, got {list(out.shape)}")
-    if bias is not None:
-        bias = bias.to(torch.bfloat16 if out.dtype is torch.float32 else out.dtype)
+    out, bias = _prepare("fp8_gemm", a, b, out, out_dtype, bias, accumulate)
     aux = torch.empty_like(out) if gelu else None
-    _count += 1
     if torch.compiler.is_compiling():
         torch.ops.apex_te.fp8_gemm(
             a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator
@@ -85,6 +74,77 @@ def fp8_gemm(
         if is_given:
             increment_version(out)
     return out if aux is None else (out, aux)
+
+
+def block_scaled_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    a_block_rows: int = 1,
+    b_block_rows: int = 128,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """out[M, N] = sum over slices of 128 along K of (a @ b.T) * a_scale_inv * b_scale_inv, + bias.
+
+    Operands and scales are what `block_quantize` makes. fprop: x 1x128, weight 128x128; dgrad: dy
+    1x128, weight transposed 128x128; wgrad: dy and x transposed, both 1x128. The sums of slices are
+    kept in float32.
+
+    Args:
+        a: [M, K] FP8, contiguous.
+        b: [N, K] FP8, contiguous.
+        a_scale_inv: float32 of shape block_quantize.scale_shape(M, K, a_block_rows).
+        b_scale_inv: float32 of shape block_quantize.scale_shape(N, K, b_block_rows).
+        a_block_rows: 1 (blocks of 1x128) or 128 (128x128).
+        b_block_rows: 1 or 128; not both may be 128.
+        out: [M, N] to write; a new tensor unless given.
+        out_dtype: bfloat16, float16 or float32, of a new tensor.
+        bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
+        accumulate: add to `out` instead of overwriting it.
+
+    Raises:
+        TypeError, ValueError: an argument of another dtype, shape or device.
+        NotImplementedError: E5M2 x E5M2, 128x128 x 128x128, or a GPU other than sm_90.
+    """
+    is_given = out is not None
+    out, bias = _prepare("block_scaled_gemm", a, b, out, out_dtype, bias, accumulate)
+    args = (a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate)
+    if torch.compiler.is_compiling():
+        torch.ops.apex_te.fp8_gemm_block(*args)
+    else:
+        _run_block(*args)
+        if is_given:
+            increment_version(out)
+    return out
+
+
+def _prepare(name, a, b, out, out_dtype, bias, accumulate):
+    """The output and the bias in its dtype, after the checks that no kernel makes."""
+    global _count
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
+        )
+    if a.dtype is torch.float8_e5m2 and b.dtype is torch.float8_e5m2:
+        raise NotImplementedError(
+            f"{name}: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice"
+        )
+    rows, cols = a.shape[0], b.shape[0]
+    if out is None:
+        if accumulate:
+            raise ValueError(f"{name}: out must be given with accumulate, got None")
+        out = a.new_empty((rows, cols), dtype=out_dtype)
+    elif out.shape != (rows, cols):
+        raise ValueError(f"{name}: out must have shape {[rows, cols]}, got {list(out.shape)}")
+    if bias is not None:
+        bias = bias.to(torch.bfloat16 if out.dtype is torch.float32 else out.dtype)
+    _count += 1
+    return out, bias
 
 
 def _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
@@ -120,11 +180,18 @@ def _run_cuda(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_sp
         out.copy_(F.gelu(aux, approximate="tanh"))
 
 
-def _tuned_algorithm(operands, out, bias, aux, accumulate, use_split_accumulator) -> int:
+def _key(operands, out, bias, accumulate) -> str:
     a, b = operands[:2]
-    key = (
+    return (
         f"{a.shape[0]}x{b.shape[0]}x{a.shape[1]} {a.dtype} {b.dtype} {out.dtype} "
-        f"bias={bias is not None} gelu={aux is not None} accumulate={accumulate} "
+        f"bias={bias is not None} accumulate={accumulate}"
+    )
+
+
+def _tuned_algorithm(operands, out, bias, aux, accumulate, use_split_accumulator) -> int:
+    a = operands[0]
+    key = (
+        f"{_key(operands, out, bias, accumulate)} gelu={aux is not None} "
         f"split={use_split_accumulator}"
     )
 
@@ -177,14 +244,15 @@ def tune(
         fp8_gemm(dyt, xt, one, one, out=total, accumulate=True, use_split_accumulator=True)
 
 
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """FP8 codes with `rows` zero rows more and K filled up to what cuBLASLt takes."""
+    return F.pad(x.view(torch.uint8), (0, -x.shape[1] % _MULTIPLE, 0, rows)).view(x.dtype)
+
+
 def _run_padded(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
     """Zero-pads K and N to what cuBLASLt takes; a zero adds nothing, so the result is unchanged."""
     cols = b.shape[0]
-    pad_k, pad_n = -a.shape[1] % _MULTIPLE, -cols % _MULTIPLE
-
-    def padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-        return F.pad(x.view(torch.uint8), (0, pad_k, 0, rows)).view(x.dtype)
-
+    pad_n = -cols % _MULTIPLE
     wide = out.new_empty((out.shape[0], cols + pad_n))
     wide_aux = None if aux is None else torch.empty_like(wide)
     wide_bias = None if bias is None else F.pad(bias, (0, pad_n))
@@ -192,7 +260,7 @@ def _run_padded(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_
         wide[:, :cols].copy_(out)
         wide[:, cols:].zero_()
     _run_cuda(
-        padded(a, 0), padded(b, pad_n), a_scale_inv, b_scale_inv, wide, wide_bias, wide_aux,
+        _padded(a, 0), _padded(b, pad_n), a_scale_inv, b_scale_inv, wide, wide_bias, wide_aux,
         accumulate, use_split_accumulator,
     )  # fmt: skip
     out.copy_(wide[:, :cols])
@@ -200,14 +268,79 @@ def _run_padded(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_
         aux.copy_(wide_aux[:, :cols])
 
 
+def _decoded(codes: torch.Tensor) -> torch.Tensor:
+    values = torch.empty(codes.shape, dtype=torch.float32)
+    _lib.fp8_decode(codes, values)
+    return values
+
+
 def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate):
-    decoded = []
-    for operand in (a, b):
-        values = torch.empty(operand.shape, dtype=torch.float32)
-        _lib.fp8_decode(operand, values)
-        decoded.append(values)
-    product = torch.mm(decoded[0], decoded[1].t())
+    product = torch.mm(_decoded(a), _decoded(b).t())
     _lib.fp8_gemm_epilogue(product, a_scale_inv, b_scale_inv, out, bias, aux, accumulate)
+
+
+def _run_block(a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate):
+    operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
+    if a.shape[1] == 0 or out.numel() == 0:
+        _run_empty(out, bias, None, accumulate)
+    elif not a.is_cuda:
+        _run_block_cpu(operands, out, bias, blocks, accumulate)
+    elif (a.shape[1] | b.shape[0]) % _MULTIPLE or a.shape[0] % _MULTIPLE_OF_M or (
+        a.data_ptr() | b.data_ptr() | out.data_ptr() | a_scale_inv.data_ptr()
+        | b_scale_inv.data_ptr()
+    ) % _MULTIPLE:  # fmt: skip
+        _run_block_padded(operands, out, bias, blocks, accumulate)
+    else:
+        _run_block_cuda(operands, out, bias, blocks, accumulate)
+
+
+def _run_block_cuda(operands, out, bias, blocks, accumulate):
+    def launch(index: int, result: torch.Tensor = out) -> None:
+        scratch = runtime.workspace(out.device, _WORKSPACE_BYTES)
+        _lib.fp8_gemm_block(*operands, result, bias, scratch, *blocks, accumulate, index)
+
+    index = 0
+    if gemm_tuning.is_active:
+        key = f"{_key(operands, out, bias, accumulate)} blocks={blocks}"
+        index = gemm_tuning.algorithm(
+            key, out.device, lambda index: launch(index, torch.empty_like(out))
+        )
+    launch(index)
+
+
+def _run_block_padded(operands, out, bias, blocks, accumulate):
+    """Zero-pads all three extents; blocks of zeros add nothing, whatever their scale."""
+    a, b, a_scale_inv, b_scale_inv = operands
+    rows, cols = out.shape
+    pad_m, pad_n = -rows % _MULTIPLE, -cols % _MULTIPLE
+
+    def scales(scale_inv: torch.Tensor, rows: int, block_rows: int) -> torch.Tensor:
+        missing = rows - scale_inv.shape[1] if block_rows == 1 else 0
+        return F.pad(scale_inv, (0, missing)).clone()
+
+    wide = out.new_zeros((rows + pad_m, cols + pad_n))
+    if accumulate:
+        wide[:rows, :cols].copy_(out)
+    padded = (
+        _padded(a, pad_m),
+        _padded(b, pad_n),
+        scales(a_scale_inv, rows + pad_m, blocks[0]),
+        scales(b_scale_inv, cols + pad_n, blocks[1]),
+    )
+    wide_bias = None if bias is None else F.pad(bias, (0, pad_n))
+    _run_block_cuda(padded, wide, wide_bias, blocks, accumulate)
+    out.copy_(wide[:rows, :cols])
+
+
+def _run_block_cpu(operands, out, bias, blocks, accumulate):
+    a, b = (_decoded(codes) for codes in operands[:2])
+    total = out.new_zeros(out.shape, dtype=torch.float32)
+    for i in range(-(-a.shape[1] // _SLICE)):
+        part = slice(i * _SLICE, (i + 1) * _SLICE)
+        product = torch.mm(a[:, part], b[:, part].t())
+        _lib.fp8_block_accumulate(product, *operands[2:], total, *blocks, a.shape[1], i)
+    one = torch.ones(1)
+    _lib.fp8_gemm_epilogue(total, one, one, out, bias, None, accumulate)
 
 
 def _run_empty(out, bias, aux, accumulate):
@@ -239,4 +372,9 @@ register(
     "fp8_gemm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out, "
     "Tensor? bias, Tensor(b!)? aux, bool accumulate, bool use_split_accumulator) -> ()",
     _run,
+)
+register(
+    "fp8_gemm_block(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out, "
+    "Tensor? bias, int a_block_rows, int b_block_rows, bool accumulate) -> ()",
+    _run_block,
 )

@@ -5,6 +5,7 @@
 // fp8_gemm_epilogue stand around an fp32 product of the caller's.
 #pragma once
 
+#include "common/block_scale.h"
 #include "common/op.h"
 
 APEX_TE_FUNCTION(fp8_gemm,
@@ -12,12 +13,26 @@ APEX_TE_FUNCTION(fp8_gemm,
                  "bias: Tensor?, aux: Tensor?, workspace: Tensor?, accumulate: bool, "
                  "use_split_accumulator: bool, algorithm: int",
                  "cuda")
+// The same with one scale for each block of 1 x 128 (block_rows 1) or 128 x 128 elements, laid out
+// as in common/block_scale.h: out = sum over slices of 128 along K of (a . b^T) * a_scale *
+// b_scale, partial sums in float32.
+APEX_TE_FUNCTION(fp8_gemm_block,
+                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, "
+                 "bias: Tensor?, workspace: Tensor?, a_block_rows: int, b_block_rows: int, "
+                 "accumulate: bool, algorithm: int",
+                 "cuda")
 // cuBLASLt's version on the machine; the tensor only names the device.
 APEX_TE_FUNCTION(cublaslt_version, "probe: Tensor -> int", "cuda")
 APEX_TE_FUNCTION(fp8_decode, "codes: Tensor, out: Tensor", "cpu")
 APEX_TE_FUNCTION(fp8_gemm_epilogue,
                  "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, "
                  "bias: Tensor?, aux: Tensor?, accumulate: bool",
+                 "cpu")
+// sum = fma(product * a_scale, b_scale, sum), elementwise, for one slice of K: `product` is its
+// matrix product, the scales those of the whole operands, which have extent `k`.
+APEX_TE_FUNCTION(fp8_block_accumulate,
+                 "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, sum: Tensor, "
+                 "a_block_rows: int, b_block_rows: int, k: int, slice: int",
                  "cpu")
 
 namespace apex_te {
@@ -44,22 +59,35 @@ struct Fp8Gemm : Fp8Epilogue {
   TensorView a, b, workspace;
   int64_t m, n, k;
   bool accumulate, use_split_accumulator;
-  int64_t algorithm;  // place in the heuristic's list, 0 the first
+  int64_t algorithm;                           // place in the heuristic's list, 0 the first
+  int64_t a_block_rows = 0, b_block_rows = 0;  // 0: one scale for the whole operand
 };
+
+inline void check_operands(Args& args, Fp8Gemm* g) {
+  g->a = args.tensor();
+  g->b = args.tensor();
+  g->a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
+  g->m = g->a.size(0);
+  g->k = g->a.size(1);
+  g->b.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2);
+  g->n = g->b.size(0);
+  g->b.has_shape({g->n, g->k}).is_dense();
+  if (g->a.dtype() == DType::kE5M2 && g->b.dtype() == DType::kE5M2)
+    fail(kApexTeUnsupported,
+         "%s: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice", args.name());
+}
+
+inline int64_t check_algorithm(Args& args) {
+  const int64_t algorithm = args.integer();
+  if (algorithm < 0 || algorithm >= kMaxAlgorithms)
+    fail(kApexTeValueError, "%s: algorithm must be from 0 to %d, got %lld", args.name(),
+         kMaxAlgorithms - 1, static_cast<long long>(algorithm));
+  return algorithm;
+}
 
 inline Fp8Gemm check_fp8_gemm(Args& args) {
   Fp8Gemm g;
-  g.a = args.tensor();
-  g.b = args.tensor();
-  g.a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
-  g.m = g.a.size(0);
-  g.k = g.a.size(1);
-  g.b.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2);
-  g.n = g.b.size(0);
-  g.b.has_shape({g.n, g.k}).is_dense();
-  if (g.a.dtype() == DType::kE5M2 && g.b.dtype() == DType::kE5M2)
-    fail(kApexTeUnsupported,
-         "%s: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice", args.name());
+  check_operands(args, &g);
   g.a_scale_inv = args.tensor().is_scalar(DType::kFloat32).data<float>();
   g.b_scale_inv = args.tensor().is_scalar(DType::kFloat32).data<float>();
   g.out = args.tensor();
@@ -70,12 +98,37 @@ inline Fp8Gemm check_fp8_gemm(Args& args) {
   if (g.workspace) g.workspace.has_dtype({DType::kUInt8}).has_ndim(1).is_dense();
   g.accumulate = args.boolean();
   g.use_split_accumulator = args.boolean();
-  g.algorithm = args.integer();
-  if (g.algorithm < 0 || g.algorithm >= kMaxAlgorithms)
-    fail(kApexTeValueError, "%s: algorithm must be from 0 to %d, got %lld", args.name(),
-         kMaxAlgorithms - 1, static_cast<long long>(g.algorithm));
+  g.algorithm = check_algorithm(args);
   if (g.accumulate && g.aux)
     fail(kApexTeValueError, "%s: accumulate must be false with aux, got true", args.name());
+  return g;
+}
+
+inline void refuse_two_square_blocks(Args& args, int64_t a_block_rows, int64_t b_block_rows) {
+  if (a_block_rows == kBlock && b_block_rows == kBlock)
+    fail(kApexTeUnsupported, "%s: one of a_block_rows and b_block_rows must be 1, got 128 twice",
+         args.name());
+}
+
+inline Fp8Gemm check_fp8_gemm_block(Args& args) {
+  Fp8Gemm g;
+  check_operands(args, &g);
+  const TensorView a_scale_inv = args.tensor(), b_scale_inv = args.tensor();
+  g.out = args.tensor();
+  g.bias = args.optional_tensor();
+  check_epilogue(g, g.m, g.n);
+  g.workspace = args.optional_tensor();
+  if (g.workspace) g.workspace.has_dtype({DType::kUInt8}).has_ndim(1).is_dense();
+  g.a_block_rows = check_block_rows(args);
+  g.b_block_rows = check_block_rows(args);
+  refuse_two_square_blocks(args, g.a_block_rows, g.b_block_rows);
+  check_block_scales(a_scale_inv, g.m, g.k, g.a_block_rows);
+  check_block_scales(b_scale_inv, g.n, g.k, g.b_block_rows);
+  g.a_scale_inv = a_scale_inv.data<float>();
+  g.b_scale_inv = b_scale_inv.data<float>();
+  g.accumulate = args.boolean();
+  g.use_split_accumulator = true;
+  g.algorithm = check_algorithm(args);
   return g;
 }
 

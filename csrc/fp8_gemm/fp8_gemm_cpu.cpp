@@ -72,8 +72,84 @@ void finish(const Epilogue& e) {
   });
 }
 
+struct BlockAccumulate {
+  const float* product;
+  float* sum;
+  int64_t rows, cols;
+  const float *a_scale_inv, *b_scale_inv;  // of the slice's first row
+  int64_t a_step, b_step;                  // from a row's (128 rows') scale to the next one's
+  bool a_is_square, b_is_square;
+};
+
+// Products of floats are exact in double, so the sum is rounded as a fused multiply-add's but for
+// ties of the double's own rounding.
+APEX_TE_INLINE void accumulate_rows(const BlockAccumulate& p, int64_t begin, int64_t end) {
+  for (int64_t r = begin; r < end; ++r) {
+    const float a = p.a_scale_inv[(p.a_is_square ? r / kBlock : r) * p.a_step];
+    const float* product = p.product + r * p.cols;
+    float* sum = p.sum + r * p.cols;
+    for (int64_t c0 = 0; c0 < p.cols; c0 += kBlock) {
+      const int64_t c_end = std::min(p.cols, c0 + kBlock);
+      const float square = p.b_scale_inv[p.b_is_square ? c0 / kBlock * p.b_step : 0];
+      if (p.b_is_square)
+        for (int64_t c = c0; c < c_end; ++c)
+          sum[c] = static_cast<float>(static_cast<double>(product[c] * a) * square + sum[c]);
+      else if (p.a_is_square)
+        for (int64_t c = c0; c < c_end; ++c)
+          sum[c] =
+              static_cast<float>(static_cast<double>(product[c] * p.b_scale_inv[c]) * a + sum[c]);
+      else
+        for (int64_t c = c0; c < c_end; ++c)
+          sum[c] =
+              static_cast<float>(static_cast<double>(product[c] * a) * p.b_scale_inv[c] + sum[c]);
+    }
+  }
+}
+void accumulate_portable(const BlockAccumulate& p, int64_t begin, int64_t end) {
+  accumulate_rows(p, begin, end);
+}
+APEX_TE_TARGET_AVX2 void accumulate_avx2(const BlockAccumulate& p, int64_t begin, int64_t end) {
+  accumulate_rows(p, begin, end);
+}
+
 }  // namespace
 }  // namespace apex_te
+
+APEX_TE_DEFINE(fp8_block_accumulate) {
+  using namespace apex_te;
+  BlockAccumulate p;
+  const TensorView product = args.tensor();
+  product.has_dtype({DType::kFloat32}).has_ndim(2).is_dense();
+  p.product = product.data<float>();
+  p.rows = product.size(0);
+  p.cols = product.size(1);
+  const TensorView a_scale_inv = args.tensor(), b_scale_inv = args.tensor();
+  p.sum = args.tensor()
+              .has_dtype({DType::kFloat32})
+              .has_shape({p.rows, p.cols})
+              .is_dense()
+              .data<float>();
+  p.a_is_square = check_block_rows(args) == kBlock;
+  p.b_is_square = check_block_rows(args) == kBlock;
+  refuse_two_square_blocks(args, p.a_is_square ? kBlock : 1, p.b_is_square ? kBlock : 1);
+  const int64_t k = args.integer(), slice = args.integer(), slices = num_blocks(k);
+  if (slice < 0 || slice >= slices)
+    fail(kApexTeValueError, "%s: slice must be from 0 to %lld, got %lld", args.name(),
+         static_cast<long long>(slices - 1), static_cast<long long>(slice));
+  // Scales of 1 x 128 lie [slice, row], of 128 x 128 [row block, slice].
+  const auto first = [&](const TensorView& scales, int64_t rows, bool is_square, int64_t* step) {
+    check_block_scales(scales, rows, k, is_square ? kBlock : 1);
+    *step = is_square ? padded_to_4(slices) : 1;
+    return scales.data<const float>() + slice * (is_square ? 1 : padded_to_4(rows));
+  };
+  p.a_scale_inv = first(a_scale_inv, p.rows, p.a_is_square, &p.a_step);
+  p.b_scale_inv = first(b_scale_inv, p.cols, p.b_is_square, &p.b_step);
+  const auto accumulate = use_avx2() ? accumulate_avx2 : accumulate_portable;
+  const int64_t rows_per_chunk = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, p.cols));
+  parallel_for((p.rows + rows_per_chunk - 1) / rows_per_chunk, [&](int64_t chunk) {
+    accumulate(p, chunk * rows_per_chunk, std::min(p.rows, (chunk + 1) * rows_per_chunk));
+  });
+}
 
 APEX_TE_DEFINE(fp8_decode) {
   using namespace apex_te;

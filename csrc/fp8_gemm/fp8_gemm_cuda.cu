@@ -20,10 +20,11 @@ struct PlanKey {
   int32_t device, a_type, b_type, out_type, epilogue;
   int32_t alignment_a, alignment_b, alignment_out;
   int32_t split_accumulator, accumulate, algorithm;
+  int32_t a_block_rows, b_block_rows;
   int32_t unused;  // no padding bytes: the key is compared and hashed whole
   bool operator==(const PlanKey& o) const { return memcmp(this, &o, sizeof(*this)) == 0; }
 };
-static_assert(sizeof(PlanKey) == 4 * 8 + 12 * 4, "PlanKey is compared and hashed by its bytes");
+static_assert(sizeof(PlanKey) == 4 * 8 + 14 * 4, "PlanKey is compared and hashed by its bytes");
 
 struct PlanHash {
   size_t operator()(const PlanKey& key) const {
@@ -92,6 +93,28 @@ void set_pointers(const Plan& plan, const Fp8Gemm& g) {
   if (g.aux) set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux.data<void>());
 }
 
+// Scales of blocks: cuBLASLt from 12.9 on.
+void set_scale_mode(const Plan& plan, cublasLtMatmulDescAttributes_t attribute,
+                    int64_t block_rows) {
+  if (block_rows == 0) return;
+#if CUBLAS_VERSION >= 120900
+  set(plan.matmul, attribute,
+      block_rows == 1 ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
+                      : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
+#else
+  fail(kApexTeUnsupported,
+       "fp8_gemm_block: cuBLAS must be 12.9 or later when the op is compiled, got %d",
+       CUBLAS_VERSION);
+#endif
+}
+#if CUBLAS_VERSION >= 120900
+constexpr auto kScaleModeA = CUBLASLT_MATMUL_DESC_A_SCALE_MODE;
+constexpr auto kScaleModeB = CUBLASLT_MATMUL_DESC_B_SCALE_MODE;
+#else
+constexpr auto kScaleModeA = CUBLASLT_MATMUL_DESC_A_SCALE_POINTER;
+constexpr auto kScaleModeB = CUBLASLT_MATMUL_DESC_B_SCALE_POINTER;
+#endif
+
 void check_arch(int device) {
   int major = 0, minor = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "fp8_gemm");
@@ -118,6 +141,8 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
     set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, g.n);
     set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, cuda_type(g.aux.dtype()));
   }
+  set_scale_mode(plan, kScaleModeA, g.b_block_rows);
+  set_scale_mode(plan, kScaleModeB, g.a_block_rows);
   set_pointers(plan, g);
   check_cublaslt(lt.cublasLtMatrixLayoutCreate(&plan.a, cuda_type(g.b.dtype()), g.k, g.n, g.k),
                  "layout of b");
@@ -179,6 +204,8 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   key.split_accumulator = g.use_split_accumulator;
   key.accumulate = g.accumulate;
   key.algorithm = static_cast<int32_t>(g.algorithm);
+  key.a_block_rows = static_cast<int32_t>(g.a_block_rows);
+  key.b_block_rows = static_cast<int32_t>(g.b_block_rows);
 
   const std::lock_guard<std::mutex> lock(mutex);
   auto found = plans.find(key);
@@ -194,22 +221,34 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
                  "cublasLtMatmul");
 }
 
-}  // namespace
-}  // namespace apex_te
-
-APEX_TE_DEFINE(fp8_gemm) {
-  using namespace apex_te;
-  const Fp8Gemm g = check_fp8_gemm(args);
+// What both functions do once their arguments are checked.
+void launch(const Fp8Gemm& g, Args& args) {
   if (g.m == 0 || g.n == 0) return;
   if (g.k == 0 || g.k % 16 || g.n % 16)
-    fail(kApexTeValueError,
-         "fp8_gemm: K and N must be multiples of 16 above zero, got K=%lld and N=%lld",
-         static_cast<long long>(g.k), static_cast<long long>(g.n));
+    fail(kApexTeValueError, "%s: K and N must be multiples of 16 above zero, got K=%lld and N=%lld",
+         args.name(), static_cast<long long>(g.k), static_cast<long long>(g.n));
   for (const TensorView& operand : {g.a, g.b, g.out})
     if (!is_aligned(operand.data<void>(), 16))
       operand.refuse(kApexTeValueError, "start on a 16-byte boundary", "a misaligned address");
   const DeviceGuard guard(args.device_id());
   matmul(g, args.device_id(), static_cast<cudaStream_t>(args.stream()));
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(fp8_gemm) {
+  using namespace apex_te;
+  launch(check_fp8_gemm(args), args);
+}
+
+APEX_TE_DEFINE(fp8_gemm_block) {
+  using namespace apex_te;
+  const Fp8Gemm g = check_fp8_gemm_block(args);
+  if (g.m % 4)
+    fail(kApexTeValueError, "fp8_gemm_block: M must be a multiple of 4, got %lld",
+         static_cast<long long>(g.m));
+  launch(g, args);
 }
 
 APEX_TE_DEFINE(cublaslt_version) {

@@ -1,0 +1,122 @@
+"""Matrix products of formats without matrix units of their own (MXFP8 before sm_100, HiF8).
+
+Operands are decoded to bfloat16, in which their values are exact, and multiplied by torch.mm; on
+the CPU, where products in bfloat16 are slow, to float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import hif8
+from .mx_quantize import mx_dequantize
+
+_OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def mx_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """out[M, N] = a @ b.T of MXFP8 operands as `mx_quantize` makes them, then bias.
+
+    Args:
+        a: [M, K] FP8. fprop: x; dgrad: dy; wgrad: dy transposed.
+        b: [N, K] FP8. fprop: weight; dgrad: weight transposed; wgrad: x transposed.
+        a_scale: [M, ceil(K / 32)] float8_e8m0fnu.
+        b_scale: [N, ceil(K / 32)] float8_e8m0fnu.
+        out: [M, N] to write; a new tensor unless given.
+        out_dtype: of a new tensor.
+        bias: [N].
+        accumulate: add to `out` instead of overwriting it.
+
+    A value below 2^-126 (the smallest normal number) may be rounded by its decoding.
+
+    Raises:
+        TypeError, ValueError: an argument of another dtype, shape or device.
+    """
+    _check("mx_gemm", a, b, out, out_dtype, bias, accumulate)
+    dtype = _dtype(a)
+    operands = mx_dequantize(a, a_scale, dtype=dtype), mx_dequantize(b, b_scale, dtype=dtype)
+    return _multiply(operands, None, out, out_dtype, bias, accumulate)
+
+
+def hif8_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv of HiF8 codes, then bias.
+
+    Args:
+        a: [M, K] uint8 HiF8 codes. fprop: x; dgrad: dy; wgrad: dy transposed.
+        b: [N, K] uint8. fprop: weight; dgrad: weight transposed; wgrad: x transposed.
+        a_scale_inv: one float32 element on the device.
+        b_scale_inv: one float32 element on the device.
+        out: [M, N] to write; a new tensor unless given.
+        out_dtype: of a new tensor.
+        bias: [N].
+        accumulate: add to `out` instead of overwriting it.
+
+    Raises:
+        TypeError, ValueError: an argument of another dtype, shape or device.
+    """
+    _check("hif8_gemm", a, b, out, out_dtype, bias, accumulate)
+    for name, scale_inv in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
+        if scale_inv.numel() != 1:
+            raise ValueError(
+                f"hif8_gemm: {name} must have one element, got {list(scale_inv.shape)}"
+            )
+    dtype = _dtype(a)
+    operands = hif8.decode(a, dtype), hif8.decode(b, dtype)
+    return _multiply(operands, a_scale_inv * b_scale_inv, out, out_dtype, bias, accumulate)
+
+
+def _check(name, a, b, out, out_dtype, bias, accumulate):
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
+        )
+    shape = [a.shape[0], b.shape[0]]
+    if out is None and accumulate:
+        raise ValueError(f"{name}: out must be given with accumulate, got None")
+    if out is not None and list(out.shape) != shape:
+        raise ValueError(f"{name}: out must have shape {shape}, got {list(out.shape)}")
+    dtype = out_dtype if out is None else out.dtype
+    if dtype not in _OUT_DTYPES:
+        actual = str(dtype).removeprefix("torch.")
+        raise TypeError(f"{name}: out must have dtype float32, float16 or bfloat16, got {actual}")
+    if bias is not None and list(bias.shape) != shape[1:]:
+        raise ValueError(f"{name}: bias must have shape {shape[1:]}, got {list(bias.shape)}")
+
+
+def _dtype(a: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if a.is_cuda else torch.float32
+
+
+def _multiply(operands, scale, out, out_dtype, bias, accumulate):
+    a, b = operands
+    if out is None:
+        out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    if out.dtype is a.dtype and scale is None and bias is None and not accumulate:
+        return torch.mm(a, b.t(), out=out)
+    # Whatever follows the product works on its float32 sums, which are rounded once.
+    product = torch.mm(a, b.t(), out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b.t())
+    if scale is not None:
+        product.mul_(scale)
+    if bias is not None:
+        product.add_(bias)
+    return out.add_(product) if accumulate else out.copy_(product)

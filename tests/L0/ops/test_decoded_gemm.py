@@ -1,0 +1,109 @@
+"""Products of MXFP8 and HiF8 operands against the float64 product of what they stand for."""
+
+import pytest
+import torch
+
+from apex_te.ops import hif8, mx_quantize
+from apex_te.ops.decoded_gemm import hif8_gemm, mx_gemm
+
+SHAPES = [(16, 16, 128), (144, 272, 384), (1, 16, 32), (7, 5, 3), (33, 100, 57)]
+
+
+def sqnr(reference, actual):
+    reference, actual = reference.double().cpu(), actual.double().cpu()
+    return 20 * torch.log10(reference.norm() / (reference - actual).norm()).item()
+
+
+def mx_operand(rows, cols, device):
+    x = torch.randn(rows, cols) * 10.0 ** torch.randint(-2, 2, (rows, 1))
+    codes, scale = mx_quantize.mx_quantize(x, transposed=False)[:2]
+    exact = mx_quantize.reference_dequantize(codes, scale).double()
+    return codes.to(device), scale.to(device), exact
+
+
+def hif8_operand(rows, cols, device):
+    x = torch.randn(rows, cols) * 3
+    codes = hif8.encode(x)
+    scale_inv = torch.rand(1) + 0.5
+    exact = hif8.decode(codes, torch.float32).double() * scale_inv.double()
+    return codes.to(device), scale_inv.to(device), exact
+
+
+CASES = [(mx_gemm, mx_operand), (hif8_gemm, hif8_operand)]
+
+
+@pytest.mark.parametrize(("gemm", "operand"), CASES, ids=["mx", "hif8"])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fwd(device, poison, shape, out_dtype, gemm, operand):
+    m, n, k = shape
+    a, sa, exact_a = operand(m, k, device)
+    b, sb, exact_b = operand(n, k, device)
+    exact = exact_a @ exact_b.t()
+    floor = 100 if out_dtype is torch.float32 else 48
+    out = gemm(a, b, sa, sb, out_dtype=out_dtype)
+    assert out.dtype is out_dtype
+    assert sqnr(exact, out) >= floor
+    bias = torch.randn(n, device=device)
+    assert sqnr(exact + bias.double().cpu(), gemm(a, b, sa, sb, bias=bias)) >= 48
+    start = torch.randn(m, n, device=device).to(out_dtype)
+    total = start.clone()
+    assert gemm(a, b, sa, sb, out=total, accumulate=True) is total
+    assert sqnr(exact + start.double().cpu(), total) >= floor
+
+
+@pytest.mark.parametrize(("gemm", "operand"), CASES, ids=["mx", "hif8"])
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 32, 0)], ids=str)
+def test_empty(device, poison, shape, gemm, operand):
+    m, n, k = shape
+    a, sa, _ = operand(m, k, device)
+    b, sb, _ = operand(n, k, device)
+    assert torch.equal(gemm(a, b, sa, sb).cpu(), torch.zeros(m, n, dtype=torch.bfloat16))
+
+
+def test_three_products_of_a_linear_layer(device):
+    x, w, dy = torch.randn(160, 256), torch.randn(128, 256), torch.randn(160, 128)
+    qx, qw, qd = (mx_quantize.mx_quantize(t.to(device)) for t in (x, w, dy))
+    y = mx_gemm(qx.rowwise, qw.rowwise, qx.rowwise_scale, qw.rowwise_scale)
+    dx = mx_gemm(qd.rowwise, qw.transposed, qd.rowwise_scale, qw.transposed_scale)
+    dw = mx_gemm(qd.transposed, qx.transposed, qd.transposed_scale, qx.transposed_scale)
+    assert sqnr(x @ w.t(), y) >= 25
+    assert sqnr(dy @ w, dx) >= 25
+    assert sqnr(dy.t() @ x, dw) >= 25
+
+
+def test_compile(device):
+    a, sa, _ = mx_operand(32, 256, device)
+    b, sb, _ = mx_operand(64, 256, device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(a, b, sa, sb):
+        return mx_gemm(a, b, sa, sb)
+
+    assert torch.equal(compiled(a, b, sa, sb), mx_gemm(a, b, sa, sb))
+
+
+@pytest.mark.parametrize(("gemm", "operand"), CASES, ids=["mx", "hif8"])
+def test_rejects(gemm, operand):
+    a, sa, _ = operand(16, 64, "cpu")
+    b, sb, _ = operand(8, 64, "cpu")
+    with pytest.raises(ValueError, match=r"a and b must be \[M, K\] and \[N, K\]"):
+        gemm(a, b[:, :32], sa, sb)
+    with pytest.raises(ValueError, match="out must have shape"):
+        gemm(a, b, sa, sb, out=torch.empty(16, 9))
+    with pytest.raises(ValueError, match="out must be given with accumulate"):
+        gemm(a, b, sa, sb, accumulate=True)
+    with pytest.raises(TypeError, match="codes must have dtype"):
+        gemm(a.float(), b, sa, sb)
+    with pytest.raises(
+        TypeError, match="out must have dtype float32, float16 or bfloat16, got int"
+    ):
+        gemm(a, b, sa, sb, out_dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"bias must have shape \[8\], got \[3\]"):
+        gemm(a, b, sa, sb, bias=torch.zeros(3))
+
+
+def test_hif8_rejects_a_scale_of_rows():
+    a, sa, _ = hif8_operand(16, 64, "cpu")
+    with pytest.raises(ValueError, match="b_scale_inv must have one element"):
+        hif8_gemm(a, a, sa, torch.ones(16))

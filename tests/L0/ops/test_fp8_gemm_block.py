@@ -1,0 +1,193 @@
+"""Block-scaled matrix products against the float64 product of the dequantized operands."""
+
+import pytest
+import torch
+from checks import assert_runs_in_graph_and_on_stream, assert_same_bits, needs_cuda
+
+from apex_te.ops import block_quantize as blocks
+from apex_te.ops import fp8_gemm as op
+from apex_te.ops.block_quantize import block_quantize
+from apex_te.ops.fp8_gemm import block_scaled_gemm
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MODES = [(1, 128), (1, 1), (128, 1)]
+SHAPES = [
+    (16, 16, 128), (144, 272, 384), (1, 16, 32), (7, 5, 3), (130, 250, 257), (64, 144, 144),
+    (20, 272, 400),
+]  # fmt: skip
+
+
+def sqnr(reference, actual):
+    reference, actual = reference.double().cpu(), actual.double().cpu()
+    return 20 * torch.log10(reference.norm() / (reference - actual).norm()).item()
+
+
+def operand(rows, cols, dtype, block_rows, device):
+    """Codes, scales and what they stand for in float64; the size changes from block to block."""
+    sizes = 10.0 ** torch.randint(-1, 2, (-(-rows // 32), -(-cols // 128)))
+    sizes = sizes.repeat_interleave(32, 0).repeat_interleave(128, 1)[:rows, :cols]
+    x = torch.randn(rows, cols) * sizes
+    codes, scale_inv = block_quantize(
+        x, dtype, block_rows=block_rows, transposed=False, pow2=False
+    )[:2]
+    exact = blocks.reference_dequantize(codes, scale_inv, block_rows=block_rows).double()
+    return codes.to(device), scale_inv.to(device), exact
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_fwd(device, poison, mode, shape, types, out_dtype):
+    m, n, k = shape
+    a, sa, exact_a = operand(m, k, types[0], mode[0], device)
+    b, sb, exact_b = operand(n, k, types[1], mode[1], device)
+    out = block_scaled_gemm(
+        a, b, sa, sb, a_block_rows=mode[0], b_block_rows=mode[1], out_dtype=out_dtype
+    )
+    assert out.dtype is out_dtype
+    # Tensor cores add up to 128 products at about 14 bits; the rest is the output's rounding.
+    exact = 80 if device.type == "cpu" else 60
+    floor = {torch.float32: exact, torch.bfloat16: 48, torch.float16: 55}[out_dtype]
+    assert sqnr(exact_a @ exact_b.t(), out) >= floor
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("shape", [(256, 384, 512), (20, 272, 400), (130, 250, 257)], ids=str)
+def test_accumulate_and_bias(device, mode, shape):
+    m, n, k = shape
+    a, sa, exact_a = operand(m, k, E4M3, mode[0], device)
+    b, sb, exact_b = operand(n, k, E4M3, mode[1], device)
+    exact = exact_a @ exact_b.t()
+    start = torch.randn(m, n, device=device) * exact.std()
+    out = start.clone()
+    options = {"a_block_rows": mode[0], "b_block_rows": mode[1]}
+    result = block_scaled_gemm(a, b, sa, sb, out=out, accumulate=True, **options)
+    assert result is out
+    floor = 80 if device.type == "cpu" else 60
+    assert sqnr(exact + start.double().cpu(), out) >= floor
+    bias = (torch.randn(n, device=device) * exact.std()).bfloat16()
+    biased = block_scaled_gemm(a, b, sa, sb, bias=bias, **options)
+    assert sqnr(exact + bias.double().cpu(), biased) >= 48
+
+
+def test_three_products_of_a_linear_layer(device):
+    x, w, dy = torch.randn(160, 256), torch.randn(128, 256), torch.randn(160, 128)
+    qx, qd = (block_quantize(t.to(device), E4M3) for t in (x, dy))
+    qw = block_quantize(w.to(device), E4M3, block_rows=128)
+    y = block_scaled_gemm(qx.rowwise, qw.rowwise, qx.rowwise_scale_inv, qw.rowwise_scale_inv)
+    dx = block_scaled_gemm(qd.rowwise, qw.transposed, qd.rowwise_scale_inv, qw.transposed_scale_inv)
+    total = torch.zeros(128, 256, device=device)
+    for _ in range(2):
+        block_scaled_gemm(
+            qd.transposed, qx.transposed, qd.transposed_scale_inv, qx.transposed_scale_inv,
+            b_block_rows=1, out=total, accumulate=True,
+        )  # fmt: skip
+    assert sqnr(x @ w.t(), y) >= 25
+    assert sqnr(dy @ w, dx) >= 25
+    assert sqnr(2 * dy.t() @ x, total) >= 25
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 32, 0)], ids=str)
+def test_fwd_empty(device, poison, shape):
+    m, n, k = shape
+    a, sa, _ = operand(m, k, E4M3, 1, device)
+    b, sb, _ = operand(n, k, E4M3, 128, device)
+    bias = torch.randn(n, device=device).bfloat16()
+    out = block_scaled_gemm(a, b, sa, sb, bias=bias)
+    assert torch.equal(out.cpu(), bias.cpu().expand(m, n))
+
+
+def test_nan_reaches_its_row(device):
+    x = torch.randn(32, 256)
+    x[3, 200] = float("nan")
+    qx = block_quantize(x.to(device), E4M3)
+    qw = block_quantize(torch.randn(16, 256, device=device), E4M3, block_rows=128)
+    out = block_scaled_gemm(qx.rowwise, qw.rowwise, qx.rowwise_scale_inv, qw.rowwise_scale_inv)
+    assert out[3].isnan().all()
+    assert out.isnan().sum() == 16
+
+
+def test_misaligned_and_repeatable(device):
+    a, sa, exact_a = operand(48, 256, E4M3, 1, device)
+    b, sb, exact_b = operand(64, 256, E4M3, 128, device)
+    flat = torch.empty(a.numel() + 1, dtype=torch.uint8, device=device)
+    flat[1:] = a.view(torch.uint8).reshape(-1)
+    out = block_scaled_gemm(flat[1:].view(E4M3).view(48, 256), b, sa, sb)
+    assert sqnr(exact_a @ exact_b.t(), out) >= 48
+    assert_same_bits(block_scaled_gemm(a, b, sa, sb), block_scaled_gemm(a, b, sa, sb))
+
+
+def test_rejects(device):
+    a, sa, _ = operand(16, 256, E4M3, 1, device)
+    b, sb, _ = operand(32, 256, E4M3, 128, device)
+    with pytest.raises(ValueError, match=r"block_scaled_gemm: a and b must be \[M, K\]"):
+        block_scaled_gemm(a, b[:, :16], sa, sb)
+    with pytest.raises(ValueError, match="out must be given with accumulate"):
+        block_scaled_gemm(a, b, sa, sb, accumulate=True)
+    with pytest.raises(NotImplementedError, match="one of a_block_rows and b_block_rows must be 1"):
+        block_scaled_gemm(a, b, sa, sb, a_block_rows=128)
+    with pytest.raises(ValueError, match="b_block_rows must be 1 or 128, got 64"):
+        block_scaled_gemm(a, b, sa, sb, b_block_rows=64)
+    with pytest.raises(ValueError, match="a_scale_inv must have shape"):
+        block_scaled_gemm(a, b, sa.t().contiguous(), sb)
+    with pytest.raises(ValueError, match=r"b_scale_inv must have shape \[2, 32\], got \[1, 4\]"):
+        block_scaled_gemm(a, b, sa, sb, b_block_rows=1)
+    with pytest.raises(NotImplementedError, match="one of a and b must have dtype float8_e4m3fn"):
+        block_scaled_gemm(a.view(E5M2), b.view(E5M2), sa, sb)
+    with pytest.raises(TypeError, match="must have dtype float8_e4m3fn"):
+        block_scaled_gemm(a.float(), b, sa, sb)
+    with pytest.raises(TypeError, match="b_scale_inv must have dtype float32"):
+        block_scaled_gemm(a, b, sa, sb.double())
+
+
+def test_compile(device):
+    a, sa, _ = operand(32, 256, E4M3, 1, device)
+    b, sb, _ = operand(64, 256, E4M3, 128, device)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(a, b, sa, sb):
+        return block_scaled_gemm(a, b, sa, sb)
+
+    assert_same_bits(compiled(a, b, sa, sb), block_scaled_gemm(a, b, sa, sb))
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_graph_and_stream():
+    a, sa, _ = operand(256, 256, E4M3, 1, "cuda")
+    b, sb, _ = operand(128, 256, E4M3, 128, "cuda")
+    assert_runs_in_graph_and_on_stream(
+        lambda a, b, sa: block_scaled_gemm(a, b, sa, sb), [a.view(torch.uint8).view(E4M3), b, sa]
+    )
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_equals_scaled_mm(mode):
+    """The same library underneath."""
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    a, sa, _ = operand(256, 512, E4M3, mode[0], "cuda")
+    b, sb, _ = operand(384, 512, E4M3, mode[1], "cuda")
+    types = [ScalingType.BlockWise1x128 if r == 1 else ScalingType.BlockWise128x128 for r in mode]
+    peer = scaled_mm(a, b.t(), sa.t(), types[0], sb.t(), types[1], output_dtype=torch.float32)
+    out = block_scaled_gemm(
+        a, b, sa, sb, a_block_rows=mode[0], b_block_rows=mode[1], out_dtype=torch.float32
+    )
+    assert sqnr(peer, out) >= 100
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_tuned_product_is_right(tmp_path, monkeypatch):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("APEX_TE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(op.gemm_tuning, "_tables", {})
+    a, sa, exact_a = operand(256, 512, E4M3, 1, "cuda")
+    b, sb, exact_b = operand(384, 512, E4M3, 128, "cuda")
+    block_scaled_gemm(a, b, sa, sb)
+    monkeypatch.setattr(op.gemm_tuning, "is_active", True)
+    assert sqnr(exact_a @ exact_b.t(), block_scaled_gemm(a, b, sa, sb)) >= 48
+    assert "blocks=(1, 128)" in next((tmp_path / "gemm").glob("*.json")).read_text()
