@@ -1,0 +1,146 @@
+"""Softmax of scaled attention scores, with a mask or causal, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .registration import bind, note_written
+
+_fwd = bind(
+    "scaled_softmax",
+    "scaled_softmax_fwd(Tensor x, Tensor? mask, Tensor(a!) y, float scale, int causal) -> ()",
+)
+_bwd = bind(
+    "scaled_softmax",
+    "scaled_softmax_bwd(Tensor dy, Tensor y, Tensor(a!) dx, float scale, int causal) -> ()",
+)
+
+_CAUSAL = {None: 0, "upper_left": 1, "bottom_right": 2}
+
+
+def scaled_softmax(
+    x: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    *,
+    causal: str | None = None,
+) -> torch.Tensor:
+    """softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
+
+    Arithmetic is in float32. Hidden elements have no influence, whatever stands there. A row that
+    sees nothing, or only -Inf, gives zeros and a zero gradient, as scaled_dot_product_attention
+    does. A NaN or +Inf (with a negative scale -Inf) that a row sees makes its visible elements
+    NaN, as torch.softmax does.
+
+    Args:
+        x: [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16; made contiguous if it is not.
+        scale: multiplies x.
+        mask: bool, True = masked out; x's shape, with 1 for any extent that it broadcasts over.
+        causal: "upper_left" hides column > row, and needs Sq == Sk; "bottom_right" hides
+            column > row + Sk - Sq. Hidden elements are not read.
+
+    Returns:
+        x's shape and dtype. Only this output is saved for backward.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape, device or option that does not match.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _ScaledSoftmax.apply(x, mask, scale, causal)
+    return scaled_softmax_fwd(x, scale, mask, causal=causal)
+
+
+def scaled_softmax_fwd(
+    x: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    *,
+    causal: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`scaled_softmax` without autograd; `out` is written instead of a new tensor."""
+    mode = _causal_mode("scaled_softmax_fwd", causal)
+    x = x.contiguous()
+    if mask is not None and mask.dim() == x.dim():
+        if mask.shape[-1] == 1 != x.shape[-1]:
+            mask = mask.expand(*mask.shape[:-1], x.shape[-1])
+        if mask.stride(-1) != 1:
+            mask = mask.contiguous()
+    y = torch.empty_like(x) if out is None else out
+    _fwd(x, mask, y, scale, mode)
+    note_written(out)
+    return y
+
+
+def scaled_softmax_bwd(
+    dy: torch.Tensor,
+    y: torch.Tensor,
+    scale: float,
+    *,
+    causal: str | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """scale * y * (dy - sum(dy * y)): the gradient with respect to x, from the output y.
+
+    Where y is 0 the gradient is 0 and dy is not used: no mask is needed.
+
+    Args:
+        dy: gradient of the output; y's shape and dtype.
+        y: what `scaled_softmax` returned.
+        scale: as in the forward.
+        causal: as in the forward; hidden elements are not read.
+        out: written instead of a new tensor; may be `dy`.
+    """
+    mode = _causal_mode("scaled_softmax_bwd", causal)
+    dy, y = dy.contiguous(), y.contiguous()
+    dx = torch.empty_like(dy) if out is None else out
+    _bwd(dy, y, dx, scale, mode)
+    note_written(out)
+    return dx
+
+
+def _causal_mode(op: str, causal: str | None) -> int:
+    if causal not in _CAUSAL:
+        raise ValueError(
+            f"{op}: causal must be None, 'upper_left' or 'bottom_right', got {causal!r}"
+        )
+    return _CAUSAL[causal]
+
+
+class _ScaledSoftmax(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: str | None
+    ) -> torch.Tensor:
+        y = scaled_softmax_fwd(x, scale, mask, causal=causal)
+        ctx.save_for_backward(y)
+        ctx.scale, ctx.causal = scale, causal
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (y,) = ctx.saved_tensors
+        return scaled_softmax_bwd(grad_output, y, ctx.scale, causal=ctx.causal), None, None, None
+
+
+def reference(
+    x: torch.Tensor,
+    scale: float,
+    mask: torch.Tensor | None = None,
+    *,
+    causal: str | None = None,
+) -> torch.Tensor:
+    """`scaled_softmax` in plain PyTorch in x's dtype, differentiable; the specification."""
+    queries, cols = x.shape[-2:]
+    hidden = torch.zeros(1, 1, dtype=torch.bool, device=x.device) if mask is None else mask
+    if causal is not None:
+        row = torch.arange(queries, device=x.device).unsqueeze(-1)
+        hidden = hidden | (torch.arange(cols, device=x.device) > row + cols - queries)
+    scores = (x * scale).masked_fill(hidden, -torch.inf)
+    sees_nothing = (scores == -torch.inf).all(-1, keepdim=True)
+    y = torch.softmax(scores.masked_fill(sees_nothing, 0.0), dim=-1)
+    return y.masked_fill(hidden | sees_nothing, 0.0)

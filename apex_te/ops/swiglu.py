@@ -1,0 +1,373 @@
+"""Gated activations act(gate) * up: SwiGLU, GeGLU, ReGLU and GLU, also straight to FP8."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from . import reference_codec
+from .fp8_output import FP8Output, allocate
+from .registration import bind, note_written
+
+_INPUTS = "Tensor input, Tensor? up, Tensor? bias, Tensor? up_bias, "
+_FP8 = (
+    "Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(c!)? amax, "
+    "Tensor(d!)? scale_inv, "
+)
+_fwd = bind("swiglu", f"swiglu_fwd({_INPUTS}Tensor(a!) out, int activation) -> ()")
+_fwd_fp8 = bind("swiglu", f"swiglu_fwd_fp8({_INPUTS}{_FP8}int activation) -> ()")
+_bwd = bind(
+    "swiglu",
+    f"swiglu_bwd(Tensor grad_output, {_INPUTS}Tensor(a!) grad_input, Tensor(b!)? grad_up, "
+    "Tensor(c!)? dbias, Tensor(d!)? workspace, int activation) -> ()",
+)
+_bwd_fp8 = bind(
+    "swiglu",
+    f"swiglu_bwd_fp8(Tensor grad_output, {_INPUTS}{_FP8}Tensor(e!)? dbias, "
+    "Tensor(f!)? workspace, int activation) -> ()",
+)
+
+# Names of act and its number in csrc/common/activation.h.
+ACTIVATIONS = {"silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6}
+
+# Rows that one line of the bias-gradient workspace sums (csrc/swiglu/swiglu.h).
+_TILE_ROWS = 64
+
+
+class SwigluGrads(NamedTuple):
+    """Gradients of `swiglu`; None where there is no such input or it was not asked for."""
+
+    input: torch.Tensor
+    up: torch.Tensor | None
+    dbias: torch.Tensor | None  # [2F]
+
+
+class SwigluFP8Grads(NamedTuple):
+    """Gradients of `swiglu` in FP8."""
+
+    output: FP8Output  # of the [M, 2F] matrix, gate first
+    dbias: torch.Tensor | None  # [2F]
+
+
+def swiglu(
+    input: torch.Tensor,
+    up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """Gated activation act(gate) * up in fp32 arithmetic, differentiable once.
+
+    Args:
+        input: gate [..., F], or without `up` gate and up in one: [..., 2F], gate first. float32,
+            float16 or bfloat16; rows may be apart, other strides are made contiguous.
+        up: like the gate.
+        bias: added to the input, [2F], or [F] with `up_bias`; same dtype.
+        up_bias: added to up, [F].
+        activation: "silu" (SwiGLU), "gelu" (GeGLU, tanh form), "gelu_erf", "relu" (ReGLU) or
+            "sigmoid" (GLU).
+
+    Returns:
+        [..., F] in the input's dtype. NaN gives NaN; infinities act as in csrc/common/activation.h.
+
+    Raises:
+        TypeError: a dtype that is not listed or differs.
+        ValueError: a shape, device or activation that does not match.
+    """
+    if torch.is_grad_enabled() and _any_requires_grad(input, up, bias, up_bias):
+        return _Swiglu.apply(input, up, bias, up_bias, activation)
+    return swiglu_fwd(input, up, bias, up_bias, activation=activation)
+
+
+def swiglu_fwd(
+    input: torch.Tensor,
+    up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """`swiglu` without autograd."""
+    code = _activation_code("swiglu_fwd", activation)
+    matrix, up_matrix = _matrices("swiglu_fwd", input, up)
+    rows, cols = _extents(matrix, up_matrix)
+    out = matrix.new_empty((rows, cols))
+    _fwd(matrix, up_matrix, bias, up_bias, out, code)
+    return out if input.dim() == 2 else out.view(*input.shape[:-1], cols)
+
+
+def swiglu_fwd_fp8(
+    input: torch.Tensor,
+    up: torch.Tensor | None,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+) -> FP8Output:
+    """`swiglu` quantized from its fp32 result: q = saturating_cast(y * scale), nearest even.
+
+    Args:
+        input, up, bias, up_bias, activation: as in `swiglu`; M is the product of leading sizes.
+        scale: one float32 element on the input's device.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make [M, F].
+        transposed: make [F, M].
+        amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
+
+    Raises:
+        TypeError, ValueError: as `swiglu`.
+    """
+    code = _activation_code("swiglu_fwd_fp8", activation)
+    matrix, up_matrix = _matrices("swiglu_fwd_fp8", input, up)
+    rows, cols = _extents(matrix, up_matrix)
+    out = allocate("swiglu_fwd_fp8", matrix, rows, cols, fp8_dtype, rowwise, transposed)
+    _fwd_fp8(
+        matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.transposed, amax, out.scale_inv,
+        code,
+    )  # fmt: skip
+    note_written(amax)
+    return out
+
+
+def swiglu_bwd(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    with_dbias: bool = False,
+) -> SwigluGrads:
+    """Gradients of `swiglu` from that of its output, [..., F].
+
+    Args:
+        with_dbias: also return the column sums of both halves, [2F] in the input's dtype, added in
+            fp32 in a fixed order. They need no bias to be given.
+    """
+    code = _activation_code("swiglu_bwd", activation)
+    matrix, up_matrix = _matrices("swiglu_bwd", input, up)
+    rows, cols = _extents(matrix, up_matrix)
+    grad_matrix = _grad_matrix("swiglu_bwd", grad_output, input, cols)
+    grad_input = matrix.new_empty(matrix.shape)
+    grad_up = None if up_matrix is None else up_matrix.new_empty(up_matrix.shape)
+    dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
+    _bwd(grad_matrix, matrix, up_matrix, bias, up_bias, grad_input, grad_up, dbias, workspace, code)
+    return SwigluGrads(
+        grad_input.view(input.shape), None if grad_up is None else grad_up.view(input.shape), dbias
+    )
+
+
+def swiglu_bwd_fp8(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    up: torch.Tensor | None,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    with_dbias: bool = False,
+) -> SwigluFP8Grads:
+    """Gradient of the [M, 2F] input, gate first, quantized from its fp32 values.
+
+    With `up` given the result is still that of both inputs side by side. Arguments as in
+    `swiglu_bwd` and `swiglu_fwd_fp8`; rowwise makes [M, 2F], transposed [2F, M].
+    """
+    code = _activation_code("swiglu_bwd_fp8", activation)
+    matrix, up_matrix = _matrices("swiglu_bwd_fp8", input, up)
+    rows, cols = _extents(matrix, up_matrix)
+    grad_matrix = _grad_matrix("swiglu_bwd_fp8", grad_output, input, cols)
+    out = allocate("swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, transposed)
+    dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
+    _bwd_fp8(
+        grad_matrix, matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.transposed, amax,
+        out.scale_inv, dbias, workspace, code,
+    )  # fmt: skip
+    note_written(amax)
+    return SwigluFP8Grads(out, dbias)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        up: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        up_bias: torch.Tensor | None,
+        activation: str,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input, up, bias, up_bias)
+        ctx.activation = activation
+        return swiglu_fwd(input, up, bias, up_bias, activation=activation)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, up, bias, up_bias = ctx.saved_tensors
+        with_dbias = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        grads = swiglu_bwd(
+            grad_output, input, up, bias, up_bias,
+            activation=ctx.activation, with_dbias=with_dbias,
+        )  # fmt: skip
+        dbias, dup_bias = grads.dbias, None
+        if dbias is not None and up_bias is not None:
+            dbias, dup_bias = dbias.split(up_bias.shape[0])
+        return grads.input, grads.up, dbias, dup_bias, None
+
+
+def reference(
+    input: torch.Tensor,
+    up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """`swiglu` in plain PyTorch, computed in the dtype of what it is given."""
+    gate, up = _gate_and_up(input, up, bias, up_bias)
+    functional = torch.nn.functional
+    if activation == "gelu":
+        return functional.gelu(gate, approximate="tanh") * up
+    if activation == "gelu_erf":
+        return functional.gelu(gate) * up
+    acts: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": functional.silu,
+        "relu": functional.relu,
+        "sigmoid": torch.sigmoid,
+    }
+    return acts[activation](gate) * up
+
+
+def reference_bwd(
+    grad_output: torch.Tensor,
+    input: torch.Tensor,
+    up: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+) -> torch.Tensor:
+    """Gradient of the [..., 2F] input in plain PyTorch, in the dtype of what it is given."""
+    gate, up = _gate_and_up(input, up, bias, up_bias)
+    if activation == "relu":
+        dgate = torch.where(gate <= 0, 0.0, grad_output * up * torch.where(gate > 0, 1.0, gate))
+        return torch.cat([dgate, grad_output * torch.relu(gate)], dim=-1)
+    if activation == "gelu_erf":
+        cdf = torch.special.erfc(-gate * math.sqrt(0.5)) / 2
+        slope = cdf + gate * torch.exp(-gate * gate / 2) / math.sqrt(2 * math.pi)
+        value = gate * cdf
+    elif activation == "gelu":
+        factor = 2 * math.sqrt(2 / math.pi)
+        s = torch.sigmoid(factor * gate * (1 + 0.044715 * gate * gate))
+        slope = s + gate * s * (1 - s) * factor * (1 + 3 * 0.044715 * gate * gate)
+        value = gate * s
+    else:
+        s = torch.sigmoid(gate)
+        slope = s * (1 - s) if activation == "sigmoid" else s + gate * s * (1 - s)
+        value = s if activation == "sigmoid" else gate * s
+    return torch.cat([grad_output * up * slope, grad_output * value], dim=-1)
+
+
+def reference_fp8(
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    amax: torch.Tensor | None = None,
+) -> FP8Output:
+    """What the ops to FP8 make of an exact result or gradient, [M, N]; plain PyTorch."""
+    rounded = values.float()
+    codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)
+    if amax is not None and values.numel():
+        found = rounded.abs().reshape(-1).view(torch.int32).max().reshape(amax.shape)
+        amax.view(torch.int32).copy_(torch.maximum(amax.view(torch.int32), found))
+    return FP8Output(codes, codes.t().contiguous(), 1.0 / scale)
+
+
+def _gate_and_up(
+    input: torch.Tensor,
+    up: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    up_bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both with their biases added."""
+    if up is not None and bias is not None and up_bias is None:
+        bias, up_bias = bias.chunk(2)
+    input = input if bias is None else input + bias
+    if up is None:
+        gate, up = input.chunk(2, dim=-1)
+        return gate, up
+    return input, up if up_bias is None else up + up_bias
+
+
+def _any_requires_grad(*tensors: torch.Tensor | None) -> bool:
+    return any(t is not None and t.requires_grad for t in tensors)
+
+
+def _activation_code(op: str, activation: str) -> int:
+    code = ACTIVATIONS.get(activation)
+    if code is None:
+        raise ValueError(
+            f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
+        )
+    return code
+
+
+def _matrices(
+    op: str, input: torch.Tensor, up: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The inputs as matrices with contiguous rows, without a copy where strides allow."""
+    if input.dim() == 0:
+        raise ValueError(f"{op}: input must have at least 1 dimension, got shape []")
+    if up is not None and up.shape != input.shape:
+        raise ValueError(
+            f"{op}: up must have the shape of input, {list(input.shape)}, got {list(up.shape)}"
+        )
+    return _matrix(input), None if up is None else _matrix(up)
+
+
+def _matrix(x: torch.Tensor) -> torch.Tensor:
+    matrix = x if x.dim() == 2 else x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _extents(matrix: torch.Tensor, up_matrix: torch.Tensor | None) -> tuple[int, int]:
+    """M and F."""
+    rows, cols = matrix.shape
+    return rows, cols // 2 if up_matrix is None else cols
+
+
+def _grad_matrix(
+    op: str, grad_output: torch.Tensor, input: torch.Tensor, cols: int
+) -> torch.Tensor:
+    expected = (*input.shape[:-1], cols)
+    if grad_output.shape != expected:
+        raise ValueError(
+            f"{op}: grad_output must have shape {list(expected)}, got {list(grad_output.shape)}"
+        )
+    return grad_output.reshape(math.prod(expected[:-1]), cols).contiguous()
+
+
+def _dbias(
+    matrix: torch.Tensor, rows: int, cols: int, with_dbias: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The bias gradient and the workspace of its sums."""
+    if not with_dbias:
+        return None, None
+    lines = -(-rows // _TILE_ROWS)
+    return matrix.new_empty(2 * cols), matrix.new_empty((lines, 2 * cols), dtype=torch.float32)

@@ -1,0 +1,207 @@
+// swiglu: act(gate) * up and its gradients, in the inputs' dtype or straight to FP8.
+//
+//   out = act(gate) * up, dgate = grad_output * up * act'(gate), dup = grad_output * act(gate)
+//
+// The input is one [M, 2F] matrix, gate in its first F columns and up in its last, or two [M, F]
+// matrices; rows are contiguous and may be apart. bias is added to it first: [2F], or [F] with an
+// up_bias of [F]. The gradient to FP8 is that of the [M, 2F] matrix in either case.
+// FP8: q = satcast_rne(y * scale) from the fp32 result y; amax becomes max(amax, max |y|) with NaN
+// above infinity, scale_inv 1 / scale. dbias is the column sums of the fp32 gradient, [2F].
+#pragma once
+
+#include "common/activation.h"
+#include "common/op.h"
+
+// Rows that one line of the workspace of dbias sums.
+constexpr int64_t kSwigluTileRows = 64;
+
+APEX_TE_FUNCTION(swiglu_fwd,
+                 "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, out: Tensor, "
+                 "activation: int")
+APEX_TE_FUNCTION(swiglu_fwd_fp8,
+                 "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, scale: Tensor, "
+                 "rowwise: Tensor?, transposed: Tensor?, amax: Tensor?, scale_inv: Tensor?, "
+                 "activation: int")
+APEX_TE_FUNCTION(swiglu_bwd,
+                 "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
+                 "up_bias: Tensor?, grad_input: Tensor, grad_up: Tensor?, dbias: Tensor?, "
+                 "workspace: Tensor?, activation: int")
+APEX_TE_FUNCTION(swiglu_bwd_fp8,
+                 "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
+                 "up_bias: Tensor?, scale: Tensor, rowwise: Tensor?, transposed: Tensor?, "
+                 "amax: Tensor?, scale_inv: Tensor?, dbias: Tensor?, workspace: Tensor?, "
+                 "activation: int")
+
+namespace apex_te {
+
+template <Activation kAct>
+APEX_TE_HD float gated(float gate, float up) {
+  return activate<kAct>(gate) * up;
+}
+
+// Where relu's derivative is 0 so is dgate, whatever the rest.
+template <Activation kAct>
+APEX_TE_HD void gated_gradient(float gate, float up, float grad, float* dgate, float* dup) {
+  float slope;
+  const float value = activate<kAct>(gate, &slope);
+  const float product = grad * up * slope;
+  *dgate = kAct == Activation::kRelu && slope == 0.0f ? 0.0f : product;
+  *dup = grad * value;
+}
+
+// Checked arguments; what a call does not have is null. Plain data, so kernels take it whole.
+struct Swiglu {
+  Activation activation;
+  DType dtype;         // of inputs, biases, out, gradients and dbias
+  int64_t rows, cols;  // M and F
+  const void *gate, *up;
+  int64_t gate_ld, up_ld;  // distances of rows, in elements
+  const void *gate_bias, *up_bias;
+  const void* grad_output;
+  void* out;
+  void *dgate, *dup;
+  int64_t grad_ld;  // of dgate and dup
+  DType fp8;        // kOther without FP8 outputs
+  const float* scale;
+  uint8_t *rowwise, *transposed;
+  float *amax, *scale_inv;
+  void* dbias;
+  float* workspace;
+};
+
+// The matrix's rows must be contiguous; returns their distance in elements.
+inline int64_t row_distance(const TensorView& x) {
+  if (x.numel() && x.size(1) > 1 && x.stride(1) != 1) {
+    const int64_t strides[2] = {x.stride(0), x.stride(1)};
+    char actual[96] = "strides ";
+    format_shape(actual + 8, sizeof(actual) - 8, strides, 2);
+    x.refuse(kApexTeValueError, "have contiguous rows", actual);
+  }
+  return x.size(0) > 1 ? x.stride(0) : x.size(1);
+}
+
+// Where the second half of a row begins.
+inline void* second_half(const void* first, int64_t half, DType dtype) {
+  const int64_t bytes = dtype == DType::kFloat32 ? 4 : 2;
+  return first ? static_cast<char*>(const_cast<void*>(first)) + half * bytes : nullptr;
+}
+
+inline void check_swiglu_input(Args& args, Swiglu& p) {
+  const TensorView input = args.tensor();
+  const TensorView up = args.optional_tensor();
+  input.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2);
+  p.dtype = input.dtype();
+  p.rows = input.size(0);
+  p.gate = input.data<void>();
+  p.gate_ld = row_distance(input);
+  if (up) {
+    p.cols = input.size(1);
+    p.up = up.has_dtype({p.dtype}).has_shape({p.rows, p.cols}).data<void>();
+    p.up_ld = row_distance(up);
+  } else {
+    if (input.size(1) % 2) {
+      char actual[96];
+      const int64_t shape[2] = {input.size(0), input.size(1)};
+      format_shape(actual, sizeof(actual), shape, 2);
+      input.refuse(kApexTeValueError, "have an even number of columns without up", actual);
+    }
+    p.cols = input.size(1) / 2;
+    p.up = second_half(p.gate, p.cols, p.dtype);
+    p.up_ld = p.gate_ld;
+  }
+  const TensorView bias = args.optional_tensor();
+  const TensorView up_bias = args.optional_tensor();
+  if (up_bias) {
+    if (!bias)
+      fail(kApexTeValueError, "%s: bias must be given with up_bias, got None", args.name());
+    up_bias.has_dtype({p.dtype}).has_shape({p.cols}).is_dense();
+  }
+  if (bias) bias.has_dtype({p.dtype}).has_shape({up_bias ? p.cols : 2 * p.cols}).is_dense();
+  p.gate_bias = bias.data<void>();
+  p.up_bias = up_bias ? up_bias.data<void>() : second_half(p.gate_bias, p.cols, p.dtype);
+}
+
+// rows x cols: the shape of the FP8 result.
+inline void check_swiglu_fp8(Args& args, Swiglu& p, int64_t rows, int64_t cols) {
+  p.scale = args.tensor().is_scalar(DType::kFloat32).data<float>();
+  const TensorView rowwise = args.optional_tensor();
+  const TensorView transposed = args.optional_tensor();
+  p.fp8 = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kE4M3;
+  if (rowwise) rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({rows, cols}).is_dense();
+  if (transposed)
+    transposed.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({cols, rows}).is_dense();
+  if (rowwise && transposed) transposed.has_dtype({p.fp8});
+  p.rowwise = rowwise.data<uint8_t>();
+  p.transposed = transposed.data<uint8_t>();
+  const TensorView amax = args.optional_tensor();
+  if (amax) amax.is_scalar(DType::kFloat32);
+  p.amax = amax.data<float>();
+  const TensorView scale_inv = args.optional_tensor();
+  if (scale_inv) scale_inv.is_scalar(DType::kFloat32);
+  p.scale_inv = scale_inv.data<float>();
+}
+
+inline void check_swiglu_dbias(Args& args, Swiglu& p) {
+  const TensorView dbias = args.optional_tensor();
+  const TensorView workspace = args.optional_tensor();
+  if (!dbias) return;
+  p.dbias = dbias.has_dtype({p.dtype}).has_shape({2 * p.cols}).is_dense().data<void>();
+  if (!workspace)
+    fail(kApexTeValueError, "%s: workspace must be given with dbias, got None", args.name());
+  const int64_t tiles = (p.rows + kSwigluTileRows - 1) / kSwigluTileRows;
+  workspace.has_dtype({DType::kFloat32}).has_shape({tiles, 2 * p.cols}).is_dense();
+  p.workspace = workspace.data<float>();
+}
+
+inline void check_swiglu_activation(Args& args, Swiglu& p) {
+  const int64_t value = args.integer();
+  p.activation = static_cast<Activation>(value);
+  switch (p.activation) {
+    case Activation::kSilu:
+    case Activation::kGelu:
+    case Activation::kGeluErf:
+    case Activation::kRelu:
+    case Activation::kSigmoid:
+      return;
+    default:
+      fail(kApexTeValueError, "%s: activation must be 0, 1, 3, 5 or 6, got %lld", args.name(),
+           static_cast<long long>(value));
+  }
+}
+
+inline Swiglu check_swiglu_fwd(Args& args, bool to_fp8) {
+  Swiglu p = {};
+  p.fp8 = DType::kOther;
+  check_swiglu_input(args, p);
+  if (to_fp8)
+    check_swiglu_fp8(args, p, p.rows, p.cols);
+  else
+    p.out = args.tensor().has_dtype({p.dtype}).has_shape({p.rows, p.cols}).is_dense().data<void>();
+  check_swiglu_activation(args, p);
+  return p;
+}
+
+inline Swiglu check_swiglu_bwd(Args& args, bool to_fp8) {
+  Swiglu p = {};
+  p.fp8 = DType::kOther;
+  const TensorView grad_output = args.tensor();
+  check_swiglu_input(args, p);
+  grad_output.has_dtype({p.dtype}).has_shape({p.rows, p.cols}).is_dense();
+  p.grad_output = grad_output.data<void>();
+  if (to_fp8) {
+    check_swiglu_fp8(args, p, p.rows, 2 * p.cols);
+  } else {
+    const TensorView grad_input = args.tensor();
+    const TensorView grad_up = args.optional_tensor();
+    p.grad_ld = grad_up ? p.cols : 2 * p.cols;
+    grad_input.has_dtype({p.dtype}).has_shape({p.rows, p.grad_ld}).is_dense();
+    if (grad_up) grad_up.has_dtype({p.dtype}).has_shape({p.rows, p.cols}).is_dense();
+    p.dgate = grad_input.data<void>();
+    p.dup = grad_up ? grad_up.data<void>() : second_half(p.dgate, p.cols, p.dtype);
+  }
+  check_swiglu_dbias(args, p);
+  check_swiglu_activation(args, p);
+  return p;
+}
+
+}  // namespace apex_te

@@ -1,0 +1,223 @@
+// CPU kernel of swiglu: chunks of whole rows, or with a transposed output or dbias tiles of
+// 64 x 1024; one thread each, row after row in fp32.
+#include <algorithm>
+#include <type_traits>
+
+#include "common/column_sums.h"
+#include "common/cpu_vec.h"
+#include "swiglu/swiglu.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+namespace {
+
+constexpr int64_t kTileRows = kSwigluTileRows;
+constexpr int64_t kTileCols = 1024;
+constexpr int64_t kBlockElements = 1 << 14;  // of a block of whole rows: a thread's share at a time
+
+// A row's arithmetic: forward into `first`; backward, dgate into `first` and dup into `second`.
+using RowLoop = void (*)(const float* gate, const float* up, const float* grad, int64_t n,
+                         float* first, float* second);
+
+template <Activation kAct, bool kBwd>
+APEX_TE_INLINE void row_loop(const float* __restrict__ gate, const float* __restrict__ up,
+                             const float* __restrict__ grad, int64_t n, float* __restrict__ first,
+                             float* __restrict__ second) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (kBwd)
+      gated_gradient<kAct>(gate[i], up[i], grad[i], &first[i], &second[i]);
+    else
+      first[i] = gated<kAct>(gate[i], up[i]);
+  }
+}
+template <Activation kAct, bool kBwd>
+void row_portable(const float* gate, const float* up, const float* grad, int64_t n, float* first,
+                  float* second) {
+  row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
+}
+template <Activation kAct, bool kBwd>
+APEX_TE_TARGET_AVX2 void row_avx2(const float* gate, const float* up, const float* grad, int64_t n,
+                                  float* first, float* second) {
+  row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
+}
+template <Activation kAct, bool kBwd>
+APEX_TE_TARGET_AVX512 void row_avx512(const float* gate, const float* up, const float* grad,
+                                      int64_t n, float* first, float* second) {
+  row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
+}
+
+template <Activation kAct, bool kBwd>
+RowLoop row_loop_of() {
+  return use_avx512() ? row_avx512<kAct, kBwd>
+         : use_avx2() ? row_avx2<kAct, kBwd>
+                      : row_portable<kAct, kBwd>;
+}
+template <bool kBwd>
+RowLoop row_loop_of(Activation activation) {
+  switch (activation) {
+    case Activation::kGelu:
+      return row_loop_of<Activation::kGelu, kBwd>();
+    case Activation::kGeluErf:
+      return row_loop_of<Activation::kGeluErf, kBwd>();
+    case Activation::kRelu:
+      return row_loop_of<Activation::kRelu, kBwd>();
+    case Activation::kSigmoid:
+      return row_loop_of<Activation::kSigmoid, kBwd>();
+    default:
+      return row_loop_of<Activation::kSilu, kBwd>();
+  }
+}
+
+// A part of a row as floats, with the bias added: where it lies, or in `values`.
+template <typename T>
+APEX_TE_INLINE const float* read_row(const void* matrix, int64_t offset, const float* bias,
+                                     int64_t n, float* values) {
+  const T* from = static_cast<const T*>(matrix) + offset;
+  if constexpr (std::is_same_v<T, float>)
+    if (!bias) return from;
+  widen(from, n, values);
+  if (bias)
+    for (int64_t c = 0; c < n; ++c) values[c] += bias[c];
+  return values;
+}
+
+// Adds a row to the part's sums, and at the part's end those to the tile's.
+APEX_TE_INLINE void add_row(const float* values, int64_t n, bool is_last, float* part_sums,
+                            float* sums) {
+  for (int64_t c = 0; c < n; ++c) part_sums[c] += values[c];
+  if (!is_last) return;
+  for (int64_t c = 0; c < n; ++c) sums[c] += part_sums[c];
+  std::fill_n(part_sums, n, 0.0f);
+}
+
+// Returns the amax.
+template <typename T>
+APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_t rows,
+                             int64_t col0, int64_t cols) {
+  const int halves = p.grad_output ? 2 : 1;
+  uint8_t codes[2][kTileRows * kTileCols];
+  float gate[kTileCols], up[kTileCols], grad[kTileCols], results[2][kTileCols];
+  float gate_bias[kTileCols], up_bias[kTileCols];
+  float sums[2][kTileCols], part_sums[2][kTileCols];  // of the tile, of its last 8 rows
+  if (p.dbias) {
+    std::fill_n(sums[0], 2 * kTileCols, 0.0f);
+    std::fill_n(part_sums[0], 2 * kTileCols, 0.0f);
+  }
+  if (p.gate_bias) {
+    widen(static_cast<const T*>(p.gate_bias) + col0, cols, gate_bias);
+    widen(static_cast<const T*>(p.up_bias) + col0, cols, up_bias);
+  }
+  uint32_t amax = 0;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t row = row0 + r;
+    const float* first_bias = p.gate_bias ? gate_bias : nullptr;
+    const float* second_bias = p.gate_bias ? up_bias : nullptr;
+    const float* g = read_row<T>(p.gate, row * p.gate_ld + col0, first_bias, cols, gate);
+    const float* u = read_row<T>(p.up, row * p.up_ld + col0, second_bias, cols, up);
+    const float* d = grad;
+    if (p.grad_output) d = read_row<T>(p.grad_output, row * p.cols + col0, nullptr, cols, grad);
+    void* out[2] = {p.grad_output ? p.dgate : p.out, p.dup};
+    const int64_t at = row * (p.grad_output ? p.grad_ld : p.cols) + col0;
+    float* made[2];
+    for (int h = 0; h < 2; ++h)
+      made[h] = std::is_same_v<T, float> && out[h] ? static_cast<float*>(out[h]) + at : results[h];
+    loop(g, u, d, cols, made[0], made[1]);
+    for (int h = 0; h < halves; ++h) {
+      if (p.dbias) add_row(made[h], cols, r % 8 == 7 || r + 1 == rows, part_sums[h], sums[h]);
+      if (p.scale) {
+        uint8_t* row_codes = codes[h] + r * kTileCols;
+        const uint32_t row_amax = p.fp8 == DType::kE5M2
+                                      ? encode_row<E5M2>(made[h], cols, *p.scale, row_codes)
+                                      : encode_row<E4M3>(made[h], cols, *p.scale, row_codes);
+        amax = std::max(amax, row_amax);
+        if (p.rowwise) std::copy_n(row_codes, cols, p.rowwise + (row * halves + h) * p.cols + col0);
+      } else if (!std::is_same_v<T, float>) {
+        narrow(made[h], cols, static_cast<T*>(out[h]) + at);
+      }
+    }
+  }
+  for (int h = 0; h < halves; ++h) {
+    if (p.transposed)
+      transpose_bytes(codes[h], kTileCols, rows, cols,
+                      p.transposed + (h * p.cols + col0) * p.rows + row0, p.rows);
+    if (p.dbias)
+      std::copy_n(sums[h], cols, p.workspace + (row0 / kTileRows * 2 + h) * p.cols + col0);
+  }
+  return amax;
+}
+
+// A block of rows x cols in tiles of at most `tile_rows` rows.
+template <typename T>
+APEX_TE_INLINE uint32_t block(const Swiglu& p, RowLoop loop, int64_t tile_rows, int64_t row0,
+                              int64_t row_end, int64_t col0, int64_t col_end) {
+  uint32_t amax = 0;
+  for (int64_t row = row0; row < row_end; row += tile_rows)
+    for (int64_t col = col0; col < col_end; col += kTileCols)
+      amax = std::max(amax, tile<T>(p, loop, row, std::min(tile_rows, row_end - row), col,
+                                    std::min(kTileCols, col_end - col)));
+  return amax;
+}
+template <typename T>
+uint32_t block_portable(const Swiglu& p, RowLoop loop, int64_t tile_rows, int64_t row0,
+                        int64_t row_end, int64_t col0, int64_t col_end) {
+  return block<T>(p, loop, tile_rows, row0, row_end, col0, col_end);
+}
+template <typename T>
+APEX_TE_TARGET_AVX2 uint32_t block_avx2(const Swiglu& p, RowLoop loop, int64_t tile_rows,
+                                        int64_t row0, int64_t row_end, int64_t col0,
+                                        int64_t col_end) {
+  return block<T>(p, loop, tile_rows, row0, row_end, col0, col_end);
+}
+template <typename T>
+APEX_TE_TARGET_AVX512 uint32_t block_avx512(const Swiglu& p, RowLoop loop, int64_t tile_rows,
+                                            int64_t row0, int64_t row_end, int64_t col0,
+                                            int64_t col_end) {
+  return block<T>(p, loop, tile_rows, row0, row_end, col0, col_end);
+}
+
+template <typename T>
+void run_all(const Swiglu& p) {
+  const RowLoop loop =
+      p.grad_output ? row_loop_of<true>(p.activation) : row_loop_of<false>(p.activation);
+  const auto run_block = use_avx512() ? block_avx512<T>
+                         : use_avx2() ? block_avx2<T>
+                                      : block_portable<T>;
+  // Whole rows suit the memory best; columns are only summed or transposed in tiles.
+  const bool in_tiles = p.transposed || p.dbias;
+  const int64_t block_cols = in_tiles ? kTileCols : std::min<int64_t>(p.cols, 16384);
+  const int64_t block_rows =
+      in_tiles ? kTileRows
+               : std::max<int64_t>(1, kBlockElements / std::max<int64_t>(1, block_cols));
+  const int64_t row_blocks = (p.rows + block_rows - 1) / block_rows;
+  const int64_t col_blocks = block_cols ? (p.cols + block_cols - 1) / block_cols : 0;
+  std::atomic<uint32_t> amax{0};
+  parallel_for(row_blocks * col_blocks, [&](int64_t i) {
+    const int64_t row = i / col_blocks * block_rows, col = i % col_blocks * block_cols;
+    fold_amax(amax,
+              run_block(p, loop, in_tiles ? kTileRows : 1, row, std::min(p.rows, row + block_rows),
+                        col, std::min(p.cols, col + block_cols)));
+  });
+  if (p.amax) *p.amax = bits_float(std::max(amax.load(), float_bits(*p.amax)));
+  if (p.scale_inv) *p.scale_inv = 1.0f / *p.scale;
+  if (p.dbias) add_lines<T>(p.workspace, row_blocks, 2 * p.cols, p.dbias);
+}
+
+void run_swiglu(const Swiglu& p) {
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return run_all<float>(p);
+    case DType::kFloat16:
+      return run_all<Half>(p);
+    default:
+      return run_all<BFloat16>(p);
+  }
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(swiglu_fwd) { apex_te::run_swiglu(apex_te::check_swiglu_fwd(args, false)); }
+APEX_TE_DEFINE(swiglu_fwd_fp8) { apex_te::run_swiglu(apex_te::check_swiglu_fwd(args, true)); }
+APEX_TE_DEFINE(swiglu_bwd) { apex_te::run_swiglu(apex_te::check_swiglu_bwd(args, false)); }
+APEX_TE_DEFINE(swiglu_bwd_fp8) { apex_te::run_swiglu(apex_te::check_swiglu_bwd(args, true)); }

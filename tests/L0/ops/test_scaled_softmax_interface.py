@@ -1,0 +1,304 @@
+"""scaled_softmax's storage, errors, autograd, torch.compile, graphs and sizes."""
+
+import pytest
+import torch
+from checks import (
+    assert_portable_gives_same_bits,
+    assert_runs_in_graph_and_on_stream,
+    assert_same_bits,
+    layouts,
+    needs_cuda,
+)
+from scaled_softmax_cases import random_mask
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from apex_te.ops.scaled_softmax import scaled_softmax, scaled_softmax_bwd, scaled_softmax_fwd
+
+
+def test_layouts(device, poison):
+    x = torch.randn(12, 48, device=device)
+    dy = torch.randn(12, 48, device=device)
+    y = scaled_softmax_fwd(x[None], 0.5)
+    dx = scaled_softmax_bwd(dy[None], y, 0.5)
+    for (name, view), (_, dy_view) in zip(layouts(x), layouts(dy), strict=True):
+        assert torch.allclose(scaled_softmax_fwd(view[None], 0.5), y, rtol=2e-6, atol=0), name
+        got = scaled_softmax_bwd(dy_view[None], y, 0.5)
+        assert torch.allclose(got, dx, rtol=1e-5, atol=1e-8), name
+    expanded = x[:1].expand(12, 48)[None]
+    assert_same_bits(scaled_softmax_fwd(expanded, 0.5), scaled_softmax_fwd(expanded.clone(), 0.5))
+
+
+@pytest.mark.parametrize("offsets", [(0, 1), (1, 0), (1, 1), (3, 2), (8, 4)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offset_storage(device, dtype, offsets):
+    """Input and output at other alignments; nothing outside the output is written."""
+
+    def at(offset, values):
+        flat = torch.full((values.numel() + 16,), 7.0, dtype=dtype, device=device)
+        view = flat[offset : offset + values.numel()].view(values.shape)
+        view.copy_(values)
+        return flat, view
+
+    x = torch.randn(1, 3, 5, 136).to(dtype).to(device)
+    expected = scaled_softmax_fwd(x, 0.5)
+    _, source = at(offsets[0], x)
+    flat, target = at(offsets[1], x)
+    assert scaled_softmax_fwd(source, 0.5, out=target) is target
+    rtol = 4 * torch.finfo(dtype).eps
+    assert torch.allclose(target, expected, rtol=rtol, atol=0)
+    assert (flat[: offsets[1]] == 7).all()
+    assert (flat[offsets[1] + x.numel() :] == 7).all()
+    y = expected
+    _, source = at(offsets[0], x)
+    flat, target = at(offsets[1], x)
+    scaled_softmax_bwd(source, y, 0.5, out=target)
+    expected = scaled_softmax_bwd(x, y, 0.5)
+    assert torch.allclose(target, expected, rtol=rtol, atol=1e-6)
+    assert (flat[: offsets[1]] == 7).all()
+    assert (flat[offsets[1] + x.numel() :] == 7).all()
+
+
+def test_mask_layouts(device):
+    x = torch.randn(2, 3, 16, 24, device=device)
+    mask = random_mask(2, 1, 16, 24).to(device)
+    y = scaled_softmax_fwd(x, 0.5, mask)
+    wide = random_mask(2, 2, 17, 49).to(device)
+    wide[:, 1:, 1:, 1:25] = mask
+    flat = torch.zeros(mask.numel() + 1, dtype=torch.bool, device=device)
+    flat[1:] = mask.reshape(-1)
+    strided = torch.zeros(2, 1, 16, 48, dtype=torch.bool, device=device)
+    strided[..., ::2] = mask
+    for view in (
+        wide[:, 1:, 1:, 1:25],
+        mask.expand(2, 3, 16, 24),
+        flat[1:].view(mask.shape),
+        strided[..., ::2],
+        mask.transpose(2, 3).contiguous().transpose(2, 3),
+    ):
+        assert torch.allclose(scaled_softmax_fwd(x, 0.5, view), y, rtol=2e-6, atol=0)
+    queries = random_mask(2, 1, 16, 1).to(device)
+    assert_same_bits(
+        scaled_softmax_fwd(x, 0.5, queries),
+        scaled_softmax_fwd(x, 0.5, queries.expand(2, 1, 16, 24)),
+    )
+
+
+@pytest.mark.parametrize("cols", [64, 33, 40000])
+def test_bwd_in_place(device, cols):
+    dy = torch.randn(1, 2, 7, cols, device=device).bfloat16()
+    y = scaled_softmax_fwd(torch.randn_like(dy), 0.5, causal="bottom_right")
+    expected = scaled_softmax_bwd(dy, y, 0.5, causal="bottom_right")
+    version = dy._version
+    assert scaled_softmax_bwd(dy, y, 0.5, causal="bottom_right", out=dy) is dy
+    assert dy._version > version
+    assert_same_bits(dy, expected)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0), (0, 4, 4)]
+)
+def test_empty(device, shape):
+    x = torch.empty(shape, device=device, requires_grad=True)
+    mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    for causal in (None, "bottom_right"):
+        y = scaled_softmax(x, 1.0, mask, causal=causal)
+        assert y.shape == shape
+        y.sum().backward()
+        assert x.grad.shape == shape
+
+
+def test_repeatable(device):
+    x = torch.randn(2, 4, 65, 1000, device=device).bfloat16()
+    mask = random_mask(2, 1, 65, 1000).to(device)
+    y = scaled_softmax_fwd(x, 0.5, mask)
+    assert_same_bits(scaled_softmax_fwd(x, 0.5, mask), y)
+    assert_same_bits(scaled_softmax_bwd(x, y, 0.5), scaled_softmax_bwd(x, y, 0.5))
+
+
+def test_saves_only_its_output():
+    x = torch.randn(2, 2, 8, 8, requires_grad=True)
+    y = scaled_softmax(x, 0.5, random_mask(2, 1, 8, 8))
+    (saved,) = y.grad_fn.saved_tensors
+    assert saved.data_ptr() == y.data_ptr()
+    y.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_portable_path_gives_the_same_bits():
+    assert_portable_gives_same_bits(
+        "import torch\n"
+        "from apex_te.ops.scaled_softmax import scaled_softmax_bwd, scaled_softmax_fwd\n"
+        "def run():\n"
+        "    torch.manual_seed(0)\n"
+        "    for dtype in (torch.float32, torch.float16, torch.bfloat16):\n"
+        "        for cols in (3, 37, 1029, 3000):\n"
+        "            x = (torch.randn(2, 2, 9, cols) * 4).to(dtype)\n"
+        "            x[0, 0, 0, 0], x[1, 1, 1, 2] = float('nan'), float('inf')\n"
+        "            mask = torch.rand(2, 1, 9, cols) < 0.3\n"
+        "            y = scaled_softmax_fwd(x, -0.7, mask)\n"
+        "            yield y\n"
+        "            yield scaled_softmax_bwd(torch.randn(x.shape).to(dtype), y, 0.3)\n"
+        "            y = scaled_softmax_fwd(x, 1.1, causal='bottom_right')\n"
+        "            yield y\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"x": torch.zeros(1, 1, 2, 2).double()},
+            TypeError,
+            "x must have dtype float32, float16 or bfloat16, got float64",
+        ),
+        ({"x": torch.zeros(2, 2)}, ValueError, "x must have 4 dimensions, got [2, 2]"),
+        (
+            {"mask": torch.zeros(1, 1, 2, 2)},
+            TypeError,
+            "mask must have dtype bool, got float32",
+        ),
+        ({"mask": torch.zeros(2, 2) > 0}, ValueError, "mask must have 4 dimensions, got [2, 2]"),
+        (
+            {"mask": torch.zeros(1, 1, 3, 2) > 0},
+            ValueError,
+            "mask must broadcast over any dimension but the last to [1, 1, 2, 2], got [1, 1, 3, 2]",
+        ),
+        (
+            {"x": torch.zeros(1, 1, 2, 3), "causal": "upper_left"},
+            ValueError,
+            "x must have as many rows as columns to be causal from the upper left, "
+            "got shape [1, 1, 2, 3]",
+        ),
+        ({"causal": "lower"}, ValueError, "causal must be None, 'upper_left' or 'bottom_right'"),
+        ({"scale": "1"}, TypeError, "scale must be"),
+        (
+            {"out": torch.zeros(1, 1, 2, 2).half()},
+            TypeError,
+            "y must have dtype float32, got float16",
+        ),
+        (
+            {"out": torch.zeros(1, 1, 2, 3)},
+            ValueError,
+            "y must have shape [1, 1, 2, 2], got [1, 1, 2, 3]",
+        ),
+        ({"out": torch.zeros(1, 1, 2, 4)[..., ::2]}, ValueError, "y must be contiguous"),
+    ],
+)
+def test_fwd_rejects(change, error, message):
+    with pytest.raises(error) as raised:
+        scaled_softmax_fwd(**{"x": torch.zeros(1, 1, 2, 2), "scale": 1.0, **change})
+    assert message in str(raised.value)
+
+
+def test_bwd_rejects():
+    dy = torch.zeros(1, 1, 2, 2)
+    with pytest.raises(ValueError, match=r"y must have shape \[1, 1, 2, 2\], got \[1, 2, 2\]"):
+        scaled_softmax_bwd(dy, dy[0], 1.0)
+    with pytest.raises(TypeError, match="y must have dtype float32, got float16"):
+        scaled_softmax_bwd(dy, dy.half(), 1.0)
+    x = torch.randn(1, 1, 2, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad(scaled_softmax(x, 1.0).pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_device_mismatch_is_named():
+    with pytest.raises(ValueError, match="mask must be on cuda:0 like x, got cpu"):
+        scaled_softmax_fwd(torch.zeros(1, 1, 2, 2, device="cuda"), 1.0, torch.ones(1, 1, 2, 2) > 0)
+
+
+def test_opcheck_and_compile():
+    x, mask = torch.randn(2, 3, 8, 8), random_mask(2, 1, 8, 8)
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    y, ops = torch.empty_like(x), torch.ops.apex_te
+    torch.library.opcheck(ops.scaled_softmax_fwd, (x, mask, y, 0.5, 0), test_utils=tests)
+    torch.library.opcheck(ops.scaled_softmax_fwd, (x, None, y, 0.5, 1), test_utils=tests)
+    torch.library.opcheck(
+        ops.scaled_softmax_bwd, (x, y, torch.empty_like(x), 0.5, 2), test_utils=tests
+    )
+
+    def loss(x, causal):
+        return (scaled_softmax(x, 0.5, mask, causal=causal) * torch.arange(8.0)).sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for causal in (None, "upper_left"):
+        ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+        value, expected = compiled(ours, causal), loss(theirs, causal)
+        assert_same_bits(value, expected)
+        value.backward()
+        expected.backward()
+        assert_same_bits(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("causal", [None, "bottom_right"])
+def test_compile_with_dynamic_shapes(causal):
+    def function(x):
+        return scaled_softmax(x, 0.5, causal=causal)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for queries, cols in ((8, 12), (24, 31), (5, 130)):
+        x = torch.randn(2, 3, queries, cols)
+        ours, theirs = (x.clone().requires_grad_() for _ in range(2))
+        assert_same_bits(compiled(ours), function(theirs))
+        compiled(ours).square().sum().backward()
+        function(theirs).square().sum().backward()
+        assert_same_bits(ours.grad, theirs.grad)
+    assert counter.frame_count == 1
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("cols", [96, 2048, 4100])
+def test_graph_and_side_stream(cols):
+    def call(x, dy):
+        y = scaled_softmax_fwd(x, 0.5, causal="bottom_right")
+        return y, scaled_softmax_bwd(dy, y, 0.5, causal="bottom_right")
+
+    x, dy = (torch.randn(2, 3, 64, cols, device="cuda").bfloat16() for _ in range(2))
+    assert_runs_in_graph_and_on_stream(call, [x, dy])
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("cols", [8200, 8193])
+def test_more_than_2_to_31_elements(cols):
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GiB of free GPU memory")
+    rows = 2**31 // cols + 70
+    x = torch.empty(1, rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
+    mask = torch.zeros(1, 1, cols, dtype=torch.bool, device="cuda")
+    mask[..., ::3] = True
+    y = scaled_softmax_fwd(x, 0.5, mask)
+    dx = scaled_softmax_bwd(x, y, 0.5)
+    for begin in (0, rows // 2, rows - 9):
+        part = x[:, begin : begin + 9].clone()
+        expected = scaled_softmax_fwd(part, 0.5, mask)
+        # Odd rows may lie elsewhere between 16-byte boundaries and be summed in another order.
+        torch.testing.assert_close(y[:, begin : begin + 9], expected, rtol=1e-2, atol=1e-7)
+        torch.testing.assert_close(
+            dx[:, begin : begin + 9], scaled_softmax_bwd(part, expected, 0.5), rtol=2e-2, atol=1e-7
+        )
+    del mask, dx, y
+    x = x[:, : 2**16].reshape(-1)[: 2**29].view(2, 2**14, 2**14)
+    y = scaled_softmax_fwd(x, 0.5, causal="upper_left")
+    assert_same_bits(y[1, -1], scaled_softmax_fwd(x[1:, -1:], 0.5)[0, 0])
+
+
+@needs_cuda
+@pytest.mark.cuda
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("cols", [8192, 8193])
+def test_heads_take_turns_over_a_large_mask(cols, batches):
+    x = torch.randn(2, 3, 1030, cols, device="cuda").bfloat16()
+    mask = torch.rand(batches, 1, 1030, cols, device="cuda") < 0.3
+    y = scaled_softmax_fwd(x, 0.5, mask)
+    for batch in range(2):
+        of_batch = mask[batch % batches]
+        for head in range(3):
+            alone = scaled_softmax_fwd(x[batch, head : head + 1].clone(), 0.5, of_batch)
+            torch.testing.assert_close(y[batch, head : head + 1], alone, rtol=1e-2, atol=1e-7)
