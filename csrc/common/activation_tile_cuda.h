@@ -62,7 +62,8 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
       if (kFP8)
         fold_amax(values, amax);
       else
-        store_vec(static_cast<BFloat16*>(p.out) + first + r * p.cols, pack16(values, is_half));
+        store_vec_whole(static_cast<BFloat16*>(p.out) + first + r * p.cols,
+                        pack16(values, is_half));
     }
     if (kFP8)
       codes[r] = is_e5m2 ? encode_values<E5M2>(values, scale) : encode_values<E4M3>(values, scale);

@@ -65,8 +65,9 @@ __device__ __forceinline__ void store_remote(float* shared, uint32_t rank, float
 #endif
 }
 
-// Writes two values to the block `rank`'s copy of `shared`, where `barrier` counts 8 bytes when they
-// are there. No fence is needed, which a cluster_arrive after stores to global memory waits for.
+// Writes two values to the block `rank`'s copy of `shared`, where `barrier` counts 8 bytes when
+// they are there. No fence is needed, which a cluster_arrive after stores to global memory waits
+// for.
 __device__ __forceinline__ void store_remote_async(float2* shared, uint64_t* barrier, uint32_t rank,
                                                    float x, float y) {
 #if APEX_TE_HAS_CLUSTERS

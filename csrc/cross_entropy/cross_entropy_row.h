@@ -189,19 +189,6 @@ __device__ __forceinline__ RowGrad finish_row(const Params& p, int64_t row, int6
                  (1.0f - smoothing) * factor, target};
 }
 
-// store_vec to global memory. In kernels as long as these the compiler would split the store of a
-// vector into words.
-template <typename T>
-__device__ __forceinline__ void store_whole(T* p, const Vec8<T>& v) {
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i)
-    asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(
-                     __cvta_generic_to_global(reinterpret_cast<uint4*>(p) + i)),
-                 "r"(v.words[4 * i]), "r"(v.words[4 * i + 1]), "r"(v.words[4 * i + 2]),
-                 "r"(v.words[4 * i + 3])
-                 : "memory");
-}
-
 // The gradient of the vector at `col`; kVectors: the gradient is aligned as the logits are.
 template <typename T, bool kVectors>
 __device__ __forceinline__ void store_grad(T* grad, int col, const Vec8<T>& v, const RowGrad& g) {
@@ -218,7 +205,7 @@ __device__ __forceinline__ void store_grad(T* grad, int col, const Vec8<T>& v, c
   if (kVectors) {
     Vec8<T> out;
     pack(values, &out);
-    store_whole(grad + col, out);
+    store_vec_whole(grad + col, out);
   } else {
 #pragma unroll
     for (int k = 0; k < kVec; ++k) grad[col + k] = from_float<T>(values[k]);
@@ -251,7 +238,7 @@ __device__ __forceinline__ void clear_row(const Params& p, int64_t row, int thre
   if (!p.grad) return;
   const Row<T> grad(p.grad, row, p.cols);
   for (int i = threadIdx.x; i < grad.num_vecs; i += threads)
-    store_whole(grad.data + grad.col(i), Vec8<T>{});
+    store_vec_whole(grad.data + grad.col(i), Vec8<T>{});
   const int edge = grad.edge_col();
   if (edge >= 0) grad.data[edge] = from_float<T>(0.0f);
 }

@@ -151,8 +151,8 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_bwd_tile_kerne
         }
         if (!is_fp8) {
           const int64_t offset = (at.row + r0 + r) * p.grad_ld + at.col;
-          store_vec(static_cast<BFloat16*>(p.dgate) + offset, pack16(g, is_half));
-          store_vec(static_cast<BFloat16*>(p.dup) + offset, pack16(u, is_half));
+          store_vec_whole(static_cast<BFloat16*>(p.dgate) + offset, pack16(g, is_half));
+          store_vec_whole(static_cast<BFloat16*>(p.dup) + offset, pack16(u, is_half));
         }
       }
       gate_codes[r0 + r] = encode(g, scale, is_e5m2);
