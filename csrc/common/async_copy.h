@@ -66,7 +66,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity)
   } while (!done);
 }
 
-// By a whole warp that has read a chunk, to let it be written again; `barrier` counts warps. The
+// By each thread that has read a chunk, to let it be written again; `barrier` counts threads. The
 // fence waits for the reads: an arrival may overtake loads that queue behind stores.
 __device__ __forceinline__ void release_chunk(uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -74,8 +74,7 @@ __device__ __forceinline__ void release_chunk(uint64_t* barrier) {
 #else
   asm volatile("fence.acq_rel.cta;" ::: "memory");
 #endif
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
+  barrier_arrive(barrier);
 }
 
 // By a whole warp: `bytes` from `source` to `chunk` of shared memory, both addresses and the size

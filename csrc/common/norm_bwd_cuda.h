@@ -3,9 +3,9 @@
 // A persistent grid of one block a multiprocessor: `slots` rows at a time, a thread owns the same
 // columns of all its rows, whose weight gradients it keeps in registers. Coming rows are on their
 // way to shared memory (cp.async; a thread reads only what it copied, so no barrier), and the sums
-// of the next rows are taken before the current ones are written, so that nothing waits for the
-// exchange of sums. Rows longer than a block go to a cluster. The blocks' sums of weight gradients
-// meet in a workspace, which a second kernel adds in a fixed order.
+// of rms_norm's next rows are taken before the current ones are written, so that nothing waits for
+// the exchange of sums. Rows longer than a block go to a cluster. The blocks' sums of weight
+// gradients meet in a workspace, which a second kernel adds in a fixed order.
 #pragma once
 
 #include "common/async_copy.h"
@@ -15,21 +15,13 @@
 namespace apex_te {
 
 constexpr int kBwdVecs = 2;  // vectors of a thread in a row
-#ifndef BWD_AHEAD_LN
-#define BWD_AHEAD_LN 0
-#endif
-template <bool kLayerNorm>
-constexpr bool kBwdAhead = !kLayerNorm || BWD_AHEAD_LN;
+template <bool kLayerNorm>   // whether sums are taken a row ahead: layer_norm lacks the registers
+constexpr bool kBwdAhead = !kLayerNorm;
 template <bool kLayerNorm>
 constexpr int kBwdStages = kBwdAhead<kLayerNorm> ? 3 : 2;  // rows of a slot in shared memory
 constexpr int kMaxBwdCluster = 16;
-#ifndef BWD_LN
-#define BWD_LN 512
-#endif
 template <typename T, bool kLayerNorm>  // of a block, as registers allow
-constexpr int kBwdThreads = sizeof(T) == 4 ? 512
-                            : kLayerNorm   ? BWD_LN
-                                           : 1024;
+constexpr int kBwdThreads = sizeof(T) == 4 || kLayerNorm ? 512 : 1024;
 
 __device__ __forceinline__ void copy_async16(void* shared, const void* global) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)

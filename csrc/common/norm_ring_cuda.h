@@ -19,7 +19,6 @@ constexpr int kRingThreads = kRingWarps * 32;
 constexpr int kMaxRingSlots = 8;
 template <typename T, bool kTiles>  // of a thread: 64 registers, or half where codes need memory
 constexpr int kRingVecs = (kTiles ? 16 : 32) / sizeof(T);
-
 constexpr int kTileRows = 32;  // whose transposed codes are whole sectors
 
 struct RingShape {
@@ -36,8 +35,7 @@ __host__ __device__ inline int tile_pitch(int block_vecs) { return (block_vecs |
 // and 4 below each other, so that 32 bytes of a column leave together.
 __device__ __forceinline__ void store_tile(const unsigned char* tile, int pitch, int vecs,
                                            uint8_t* out, int64_t rows, int64_t row0) {
-  const int lane = threadIdx.x % 32;
-  const int down = lane / 8;
+  const int lane = threadIdx.x % 32, down = lane / 8;
   if (row0 + down * 8 >= rows) return;
   for (int v = threadIdx.x / 32 * 8 + lane % 8; v < vecs; v += blockDim.x / 4) {
     uint2 codes[8];
@@ -54,13 +52,6 @@ __device__ __forceinline__ void store_tile(const unsigned char* tile, int pitch,
     for (int c = 0; c < kVec; ++c, to += rows)
       *reinterpret_cast<uint2*>(to) = make_uint2(low[c], high[c]);
   }
-}
-
-// The larger of two magnitudes; NaN is the largest.
-__device__ __forceinline__ float larger(float amax, float value) {
-  float result;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(amax), "f"(fabsf(value)));
-  return result;
 }
 
 // kTiles: with transposed codes, and a residual where there is one.
@@ -101,16 +92,11 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   const int turns = kTiles ? (tile_rows + groups - 1) / groups : 1;
   const int64_t line = blockIdx.x / ranks.count, lines = gridDim.x / ranks.count;
   const int64_t stride = lines * tile_rows, col0 = static_cast<int64_t>(part) * shape.vecs * kVec;
-#ifndef RING_FAR
-#define RING_FAR 0
-#endif
-  const int64_t apart = kTiles || !RING_FAR ? 1 : lines;
-  const int64_t first = kTiles || !RING_FAR ? line * tile_rows : line;
   const auto row_of = [&](int64_t base, int of_tile) {
     const int r = of_tile * groups + group;
-    return r < tile_rows && group < groups ? base + r * apart : p.rows;
+    return r < tile_rows && group < groups ? base + r : p.rows;
   };
-  int64_t coming = first;  // the tile and its row that are copied next
+  int64_t coming = line * tile_rows;  // the tile and its row that are copied next
   int coming_turn = 0;
   const auto refill = [&](int slot) {
     int64_t from = p.rows;
@@ -162,7 +148,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   float amax = 0.0f;
   int slot = 0, turn = 0;
   unsigned phase = 0, exchange_phase = 0;
-  for (int64_t base = first; base < p.rows; base += stride) {
+  for (int64_t base = line * tile_rows; base < p.rows; base += stride) {
     for (int of_tile = 0; of_tile < turns; ++of_tile) {
       const int64_t row = row_of(base, of_tile);
       if (row >= p.rows) continue;
@@ -271,7 +257,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
           store_vec(static_cast<T*>(p.y) + begin + k * 32 * kVec, out);
         } else {
 #pragma unroll
-          for (int i = 0; i < kVec; ++i) amax = larger(amax, values[i]);
+          for (int i = 0; i < kVec; ++i) amax = larger_magnitude(amax, values[i]);
           const uint2 codes = encode_as(p.fp8, values, scale);
           if (p.rowwise) *reinterpret_cast<uint2*>(p.rowwise + begin + k * 32 * kVec) = codes;
           if (kTiles) *reinterpret_cast<uint2*>(tile + (row - base) * pitch + at * kVec) = codes;

@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kRingThreads + 32)
   __shared__ RingShared shared;
   if (threadIdx.x < static_cast<unsigned>(ring.slots)) {
     barrier_init(&shared.full[threadIdx.x], kCopyArrivals);
-    barrier_init(&shared.empty[threadIdx.x], kRingWarps);
+    barrier_init(&shared.empty[threadIdx.x], kRingThreads);
   }
   __syncthreads();
   if (threadIdx.x >= kRingThreads)
