@@ -1,0 +1,242 @@
+"""Layer normalisation over the last dimension, also with a residual and straight to FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from . import norm_common
+from .norm_common import NormFP8Output, NormGradients, NormOutput
+from .registration import bind
+
+_fwd = bind(
+    "layer_norm",
+    "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!) y, "
+    "Tensor(b!)? residual_sum, Tensor(c!) mean, Tensor(d!) rstd, float eps, "
+    "bool zero_centered_gamma) -> ()",
+)
+_fwd_fp8 = bind(
+    "layer_norm",
+    "layer_norm_fwd_fp8(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor scale, "
+    "Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(c!)? amax, Tensor(d!)? scale_inv, "
+    "Tensor(e!)? residual_sum, Tensor(f!) mean, Tensor(g!) rstd, float eps, "
+    "bool zero_centered_gamma) -> ()",
+)
+_bwd = bind(
+    "layer_norm",
+    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+    "Tensor? d_residual, Tensor(a!) dx, Tensor(b!)? dweight, Tensor(c!)? dbias, "
+    "Tensor(d!)? workspace, bool zero_centered_gamma) -> ()",
+)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Normalises (x - mean) / sqrt(variance + eps) * gamma + bias over the last dimension.
+
+    Differentiable. Statistics and arithmetic are float32; the variance is that of the centred
+    values. A row with a NaN or an infinity becomes NaN.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
+        weight: [cols] in x's dtype or float32; None stands for ones.
+        bias: [cols] in the weight's dtype; None stands for zeros.
+        eps: added to the variance.
+        zero_centered_gamma: gamma is 1 + weight instead of weight.
+        residual: x's shape and dtype; x + residual, rounded to that dtype, is normalised instead
+            of x and returned too. Backward, which has only the rounded sum, is then consistent.
+
+    Returns:
+        y in x's shape and dtype; with a residual (y, x + residual).
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match.
+    """
+    if residual is None:
+        return _LayerNorm.apply(x, weight, bias, eps, zero_centered_gamma)
+    return _LayerNormResidual.apply(x, weight, bias, residual, eps, zero_centered_gamma)
+
+
+def layer_norm_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor | None = None,
+) -> NormOutput:
+    """`layer_norm` without autograd for x of [rows, cols], with the statistics backward needs."""
+    x = x.contiguous()
+    out = NormOutput(
+        torch.empty_like(x),
+        norm_common.statistic(x),
+        norm_common.statistic(x),
+        None if residual is None else torch.empty_like(x),
+    )
+    weight, bias = norm_common.contiguous(weight), norm_common.contiguous(bias)
+    residual = norm_common.contiguous(residual)
+    _fwd(
+        x, weight, bias, residual, out.y, out.residual_sum, out.mean, out.rstd, float(eps),
+        zero_centered_gamma,
+    )  # fmt: skip
+    return out
+
+
+def layer_norm_fwd_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor | None = None,
+) -> NormFP8Output:
+    """`layer_norm_fwd` whose float32 result is quantized: q = saturating_cast(y * scale).
+
+    Args:
+        x: [rows, cols], as weight, bias, eps, zero_centered_gamma and residual in `layer_norm`.
+        scale: one float32 element on x's device.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make [rows, cols].
+        transposed: make [cols, rows].
+        amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
+        scale_inv: one float32 element to receive 1 / scale; a fresh one unless given.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match.
+    """
+    x = x.contiguous()
+    y = norm_common.allocate_fp8("layer_norm", x, fp8_dtype, rowwise, transposed, scale_inv)
+    mean, rstd = norm_common.statistic(x), norm_common.statistic(x)
+    total = None if residual is None else torch.empty_like(x)
+    weight, bias = norm_common.contiguous(weight), norm_common.contiguous(bias)
+    residual = norm_common.contiguous(residual)
+    _fwd_fp8(
+        x, weight, bias, residual, scale, y.rowwise, y.transposed, amax, y.scale_inv, total, mean,
+        rstd, float(eps), zero_centered_gamma,
+    )  # fmt: skip
+    given = [t for t in (amax, scale_inv) if t is not None]
+    if given and not torch.compiler.is_compiling():
+        increment_version(given)
+    return NormFP8Output(y, mean, rstd, total)
+
+
+def layer_norm_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    mean: torch.Tensor,
+    rstd: torch.Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+    d_residual: torch.Tensor | None = None,
+    with_dweight: bool = True,
+    with_dbias: bool = True,
+) -> NormGradients:
+    """Gradients of `layer_norm_fwd`; deterministic.
+
+    Args:
+        dy: [rows, cols], y's gradient.
+        x: [rows, cols], what was normalised: the residual sum where there was a residual.
+        weight: as in the forward.
+        mean: [rows] float32, of the forward.
+        rstd: [rows] float32, of the forward.
+        zero_centered_gamma: as in the forward.
+        d_residual: [rows, cols], the residual sum's own gradient; dx += d_residual.
+        with_dweight: make the weight's gradient, in its dtype (x's where weight is None).
+        with_dbias: make the bias's gradient, in the weight's dtype.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match.
+    """
+    dy, x, weight = dy.contiguous(), x.contiguous(), norm_common.contiguous(weight)
+    like = x if weight is None else weight
+    dx = torch.empty_like(x)
+    dweight = like.new_empty(x.shape[1]) if with_dweight else None
+    dbias = like.new_empty(x.shape[1]) if with_dbias else None
+    workspace = norm_common.bwd_workspace(x, 2) if with_dweight or with_dbias else None
+    d_residual = norm_common.contiguous(d_residual)
+    _bwd(dy, x, weight, mean, rstd, d_residual, dx, dweight, dbias, workspace, zero_centered_gamma)
+    return NormGradients(dx, dweight, dbias)
+
+
+def _backward(ctx: Any, dy: torch.Tensor, d_residual: torch.Tensor | None) -> NormGradients:
+    x, weight, mean, rstd = ctx.saved_tensors
+    rows = norm_common.as_rows("layer_norm", "dy", dy)
+    other = None if d_residual is None else d_residual.reshape(rows.shape)
+    grads = layer_norm_bwd(
+        rows, x, weight, mean, rstd,
+        zero_centered_gamma=ctx.zero_centered_gamma, d_residual=other,
+        with_dweight=ctx.needs_input_grad[1], with_dbias=ctx.needs_input_grad[2],
+    )  # fmt: skip
+    return grads._replace(dx=grads.dx.view(dy.shape))
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps, zero_centered_gamma):
+        rows = norm_common.as_rows("layer_norm", "x", x)
+        out = layer_norm_fwd(rows, weight, bias, eps, zero_centered_gamma=zero_centered_gamma)
+        ctx.save_for_backward(rows, weight, out.mean, out.rstd)
+        ctx.zero_centered_gamma = zero_centered_gamma
+        return out.y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_backward(ctx, dy, None), None, None
+
+
+class _LayerNormResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual, eps, zero_centered_gamma):
+        rows = norm_common.as_rows("layer_norm", "x", x)
+        out = layer_norm_fwd(
+            rows, weight, bias, eps, zero_centered_gamma=zero_centered_gamma,
+            residual=norm_common.as_rows("layer_norm", "residual", residual, like=x),
+        )  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out.residual_sum, weight, out.mean, out.rstd)
+        ctx.zero_centered_gamma = zero_centered_gamma
+        return tuple(t.view(x.shape) for t in (out.y, out.residual_sum) if t is not None)
+
+    @staticmethod
+    def backward(ctx, dy, d_sum):
+        if dy is None:
+            return d_sum, None, None, d_sum, None, None
+        dx, dweight, dbias = _backward(ctx, dy, d_sum)
+        return dx, dweight, dbias, dx, None, None
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor | None = None,
+) -> NormOutput:
+    """`layer_norm_fwd` in plain PyTorch, differentiable; the specification."""
+    return norm_common.reference(
+        x, weight, bias, eps, centre=True, zero_centered_gamma=zero_centered_gamma,
+        residual=residual,
+    )  # fmt: skip

@@ -1,0 +1,230 @@
+"""RMS normalisation over the last dimension, also with a residual and straight to FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from . import norm_common
+from .norm_common import NormFP8Output, NormGradients, NormOutput
+from .registration import bind
+
+_fwd = bind(
+    "rms_norm",
+    "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? residual, Tensor(a!) y, "
+    "Tensor(b!)? residual_sum, Tensor(c!) rstd, float eps, "
+    "bool zero_centered_gamma) -> ()",
+)
+_fwd_fp8 = bind(
+    "rms_norm",
+    "rms_norm_fwd_fp8(Tensor x, Tensor? weight, Tensor? residual, Tensor scale, "
+    "Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(c!)? amax, Tensor(d!)? scale_inv, "
+    "Tensor(e!)? residual_sum, Tensor(f!) rstd, float eps, "
+    "bool zero_centered_gamma) -> ()",
+)
+_bwd = bind(
+    "rms_norm",
+    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, "
+    "Tensor? d_residual, Tensor(a!) dx, Tensor(b!)? dweight, "
+    "Tensor(c!)? workspace, bool zero_centered_gamma) -> ()",
+)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float = 1e-5,
+    *,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Normalises x / sqrt(mean(x^2) + eps) * gamma over the last dimension.
+
+    Differentiable. Statistics and arithmetic are float32. A row with a NaN becomes NaN; in a row
+    with an infinity that element becomes NaN and the finite ones zero.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
+        weight: [cols] in x's dtype or float32; None stands for ones.
+        eps: added to the mean square.
+        zero_centered_gamma: gamma is 1 + weight instead of weight.
+        residual: x's shape and dtype; x + residual, rounded to that dtype, is normalised instead
+            of x and returned too. Backward, which has only the rounded sum, is then consistent.
+
+    Returns:
+        y in x's shape and dtype; with a residual (y, x + residual).
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match.
+    """
+    if residual is None:
+        return _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
+    return _RMSNormResidual.apply(x, weight, residual, eps, zero_centered_gamma)
+
+
+def rms_norm_fwd(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor | None = None,
+) -> NormOutput:
+    """`rms_norm` without autograd for x of [rows, cols], with the statistics backward needs."""
+    x = x.contiguous()
+    out = NormOutput(
+        torch.empty_like(x),
+        None,
+        norm_common.statistic(x),
+        None if residual is None else torch.empty_like(x),
+    )
+    weight, residual = norm_common.contiguous(weight), norm_common.contiguous(residual)
+    _fwd(
+        x, weight, residual, out.y, out.residual_sum, out.rstd, float(eps),
+        zero_centered_gamma,
+    )  # fmt: skip
+    return out
+
+
+def rms_norm_fwd_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor | None = None,
+) -> NormFP8Output:
+    """`rms_norm_fwd` whose float32 result is quantized: q = saturating_cast(y * scale).
+
+    Args:
+        x: [rows, cols], as weight, eps, zero_centered_gamma and residual in `rms_norm`.
+        scale: one float32 element on x's device.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make [rows, cols].
+        transposed: make [cols, rows].
+        amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
+        scale_inv: one float32 element to receive 1 / scale; a fresh one unless given.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match.
+    """
+    x = x.contiguous()
+    y = norm_common.allocate_fp8("rms_norm", x, fp8_dtype, rowwise, transposed, scale_inv)
+    rstd = norm_common.statistic(x)
+    total = None if residual is None else torch.empty_like(x)
+    weight, residual = norm_common.contiguous(weight), norm_common.contiguous(residual)
+    _fwd_fp8(
+        x, weight, residual, scale, y.rowwise, y.transposed, amax, y.scale_inv, total, rstd,
+        float(eps), zero_centered_gamma,
+    )  # fmt: skip
+    given = [t for t in (amax, scale_inv) if t is not None]
+    if given and not torch.compiler.is_compiling():
+        increment_version(given)
+    return NormFP8Output(y, None, rstd, total)
+
+
+def rms_norm_bwd(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    rstd: torch.Tensor,
+    *,
+    zero_centered_gamma: bool = False,
+    d_residual: torch.Tensor | None = None,
+    with_dweight: bool = True,
+) -> NormGradients:
+    """Gradients of `rms_norm_fwd`; deterministic.
+
+    Args:
+        dy: [rows, cols], y's gradient.
+        x: [rows, cols], what was normalised: the residual sum where there was a residual.
+        weight: as in the forward.
+        rstd: [rows] float32, of the forward.
+        zero_centered_gamma: as in the forward.
+        d_residual: [rows, cols], the residual sum's own gradient; dx += d_residual.
+        with_dweight: make the weight's gradient, in its dtype (x's where weight is None).
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or device that does not match.
+    """
+    dy, x, weight = dy.contiguous(), x.contiguous(), norm_common.contiguous(weight)
+    like = x if weight is None else weight
+    dx = torch.empty_like(x)
+    dweight = like.new_empty(x.shape[1]) if with_dweight else None
+    workspace = norm_common.bwd_workspace(x, 1) if with_dweight else None
+    d_residual = norm_common.contiguous(d_residual)
+    _bwd(dy, x, weight, rstd, d_residual, dx, dweight, workspace, zero_centered_gamma)
+    return NormGradients(dx, dweight, None)
+
+
+def _backward(ctx: Any, dy: torch.Tensor, d_residual: torch.Tensor | None) -> NormGradients:
+    x, weight, rstd = ctx.saved_tensors
+    rows = norm_common.as_rows("rms_norm", "dy", dy)
+    other = None if d_residual is None else d_residual.reshape(rows.shape)
+    grads = rms_norm_bwd(
+        rows, x, weight, rstd,
+        zero_centered_gamma=ctx.zero_centered_gamma, d_residual=other,
+        with_dweight=ctx.needs_input_grad[1],
+    )  # fmt: skip
+    return grads._replace(dx=grads.dx.view(dy.shape))
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, zero_centered_gamma):
+        rows = norm_common.as_rows("rms_norm", "x", x)
+        out = rms_norm_fwd(rows, weight, eps, zero_centered_gamma=zero_centered_gamma)
+        ctx.save_for_backward(rows, weight, out.rstd)
+        ctx.zero_centered_gamma = zero_centered_gamma
+        return out.y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return *_backward(ctx, dy, None)[:2], None, None
+
+
+class _RMSNormResidual(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, residual, eps, zero_centered_gamma):
+        rows = norm_common.as_rows("rms_norm", "x", x)
+        out = rms_norm_fwd(
+            rows, weight, eps, zero_centered_gamma=zero_centered_gamma,
+            residual=norm_common.as_rows("rms_norm", "residual", residual, like=x),
+        )  # fmt: skip
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out.residual_sum, weight, out.rstd)
+        ctx.zero_centered_gamma = zero_centered_gamma
+        return tuple(t.view(x.shape) for t in (out.y, out.residual_sum) if t is not None)
+
+    @staticmethod
+    def backward(ctx, dy, d_sum):
+        if dy is None:
+            return d_sum, None, d_sum, None, None
+        dx, dweight, _ = _backward(ctx, dy, d_sum)
+        return dx, dweight, dx, None, None
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    *,
+    zero_centered_gamma: bool = False,
+    residual: torch.Tensor | None = None,
+) -> NormOutput:
+    """`rms_norm_fwd` in plain PyTorch, differentiable; the specification."""
+    return norm_common.reference(
+        x, weight, None, eps, centre=False, zero_centered_gamma=zero_centered_gamma,
+        residual=residual,
+    )  # fmt: skip

@@ -1,0 +1,163 @@
+"""What bench_layer_norm and bench_rms_norm measure: every function of a norm, with its peers.
+
+What did not help on an H200 (16384 x 4096, bf16, TB/s over the floor's bytes):
+
+- Rows in groups of 4 warps whose statistics are exchanged behind a barrier a row ahead, all of it
+  read from shared memory: layer_norm forward 2.3 and to FP8 rowwise 1.7, where a warp that has its
+  row in registers gets 3.5 and 3.3. Parts of 4 KB or 2 KB in 16 to 32 warps: 3.1 to 3.4 and 2.3 to
+  2.7.
+- An exchange of statistics between blocks through the cluster's barrier, which waits for all
+  stores before it: a cluster for each row of 4096 ran at a fifth of the speed.
+- Both FP8 layouts from 8 x 8 codes of a thread in a cluster that holds 32 to 128 rows: 2.1 to 2.6
+  (rms_norm 2.6 to 2.9); tiles of 64 or 128 rows instead of 32: 2.9 and 1.8.
+- Streaming rms_norm's forward in x's dtype at 4096 columns: 3.7, a block for each row 3.8.
+- Backward, layer_norm: 768 threads, whose weight gradients leave too few registers: 3.0, 512
+  threads 3.35; 8 columns of a thread instead of 16: 2.4 (rms_norm 2.8).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import harness
+import torch
+from torch.nn import functional as F
+
+SHAPES = [
+    (16384, 4096), (65536, 4096), (16384, 3584), (262144, 256), (65536, 1024), (8192, 8192),
+    (4096, 16384), (2048, 32768), (512, 131072), (16383, 4095),
+]  # fmt: skip
+EPS = 1e-5
+FP8 = torch.float8_e4m3fn
+Calls = dict[str, Callable[[], Any]]
+
+
+class Case:
+    """Random tensors of one shape for one op, and its functions as calls."""
+
+    def __init__(self, op: ModuleType, shape: tuple[int, int]) -> None:
+        self.name = op.__name__.rpartition(".")[2]
+        self.centres = self.name == "layer_norm"
+        self.fwd, self.fp8, self.bwd = (
+            getattr(op, self.name + suffix) for suffix in ("_fwd", "_fwd_fp8", "_bwd")
+        )
+        self.cols = shape[1]
+        # Each input its own: one that is read twice comes from L2 the second time.
+        self.x, self.dy, self.residual = (
+            torch.randn(shape, device="cuda").bfloat16() for _ in range(3)
+        )
+        self.params = [
+            torch.randn(self.cols, device="cuda").bfloat16() for _ in range(1 + self.centres)
+        ]
+        out = self.fwd(self.x, *self.params, EPS)
+        self.rest = [self.params[0], *(t for t in (out.mean, out.rstd) if t is not None)]
+        self.one, self.amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
+
+    def quantize(self, **options: Any) -> Any:
+        return self.fp8(
+            self.x, *self.params, EPS, self.one, FP8, amax=self.amax, scale_inv=self.one, **options
+        )
+
+    def formula(self, x: torch.Tensor, *params: torch.Tensor) -> torch.Tensor:
+        norm = F.layer_norm if self.centres else F.rms_norm
+        return norm(x, (self.cols,), *params, eps=EPS)
+
+    def fwd_peers(self) -> Calls:
+        compiled = harness.compiled(self.formula)
+        return {
+            "torch": lambda: self.formula(self.x, *self.params),
+            "compile": lambda: compiled(self.x, *self.params),
+            "liger": self.liger_fwd,
+        }
+
+    def bwd_peers(self) -> Calls:
+        def gradients(call: Callable[..., torch.Tensor]) -> Callable[[], Any]:
+            leaves = [t.clone().requires_grad_() for t in (self.x, *self.params)]
+            y = call(*leaves)
+            return lambda: torch.autograd.grad(y, leaves, self.dy, retain_graph=True)
+
+        peers = {"torch": gradients(self.formula)}
+        try:
+            peers["compile"] = gradients(harness.compiled(self.formula))
+            peers["liger"] = self.liger_bwd()
+        except Exception as error:  # a peer's own limits are its own
+            print(f"{self.name} bwd: a peer was not run: {error!r:.200}")
+        return peers
+
+    def liger_fwd(self) -> Any:
+        if self.centres:
+            from liger_kernel.ops.layer_norm import layer_norm_forward
+
+            return layer_norm_forward(self.x, *self.params, EPS)
+        from liger_kernel.ops.rms_norm import rms_norm_forward
+
+        return rms_norm_forward(self.x, *self.params, EPS, 0.0, "llama", None)
+
+    def liger_bwd(self) -> Callable[[], Any]:
+        if self.centres:
+            from liger_kernel.ops.layer_norm import layer_norm_backward
+
+            _, x, mean, rstd, *_ = self.liger_fwd()
+            return lambda: layer_norm_backward(self.dy, x, *self.params, mean, rstd)
+        from liger_kernel.ops.rms_norm import rms_norm_backward
+
+        _, x, rstd, block, warps, mode = self.liger_fwd()
+        return lambda: rms_norm_backward(
+            self.dy, x, *self.params, rstd, 0.0, mode, block, warps, False, None
+        )
+
+    def fp8_peers(self, transposed: bool) -> Calls:
+        def formula(x: torch.Tensor, *params: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = self.formula(x.float(), *(p.float() for p in params))
+            codes = (y * self.one).clamp(-448, 448).to(FP8)
+            return codes, y.abs().amax(), *([codes.t().contiguous()] if transposed else [])
+
+        compiled = harness.compiled(formula)
+        return {"compile": lambda: compiled(self.x, *self.params)}
+
+    def functions(self, with_peers: bool) -> list[tuple[str, int, Callable[[], Any], Calls]]:
+        """(function, bytes of an element, call, peers)."""
+        residual = self.residual
+        none: Calls = {}
+        return [
+            ("fwd", 4, lambda: self.fwd(self.x, *self.params, EPS),
+             self.fwd_peers() if with_peers else none),
+            ("bwd", 6, lambda: self.bwd(self.dy, self.x, *self.rest),
+             self.bwd_peers() if with_peers else none),
+            ("fwd to FP8 rowwise", 3, lambda: self.quantize(transposed=False),
+             self.fp8_peers(False) if with_peers else none),
+            ("fwd to FP8 both", 4, self.quantize, self.fp8_peers(True) if with_peers else none),
+            ("residual fwd", 8, lambda: self.fwd(self.x, *self.params, EPS, residual=residual),
+             none),
+            ("residual bwd", 8,
+             lambda: self.bwd(self.dy, self.x, *self.rest, d_residual=residual), none),
+            ("residual fwd to FP8 both", 8, lambda: self.quantize(residual=residual), none),
+        ]  # fmt: skip
+
+
+def run(op: ModuleType) -> None:
+    """Measures an op and writes its results file."""
+    rows = []
+    clock = harness.sm_clock_mhz()
+    for shape in SHAPES:
+        case = Case(op, shape)
+        size = "x".join(map(str, shape))
+        for function, element_bytes, call, peers in case.functions(shape[1] in (3584, 4096, 16384)):
+            name = f"{case.name} {function}"
+            rows.append(
+                harness.measure(name, size, case.x.numel() * element_bytes, call, peers, repeats=20)
+            )
+    small = Case(op, (64, 4096))
+    for function, _, call, _ in small.functions(with_peers=False):
+        two = "bwd" in function or "both" in function  # few tiles: statistics first
+        launches = "two launches" if two else "one launch"
+        rows.append(
+            {
+                "function": f"{small.name} {function}, graph, warm, {launches}",
+                "shape": "64x4096",
+                "us": harness.graph_us(call),
+            }
+        )
+    harness.report(small.name, rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")

@@ -1,0 +1,27 @@
+// CUDA side of layer_norm: its kernels are the instances of common/norm_*_cuda.h.
+#include "common/norm_bwd_launch_cuda.h"
+#include "common/norm_fp8_cuda.h"
+#include "layer_norm/layer_norm.h"
+
+APEX_TE_LIBRARY()
+
+APEX_TE_DEFINE(layer_norm_fwd) {
+  using namespace apex_te;
+  const NormFwd p = check_norm_fwd<true>(args, false);
+  const DeviceGuard guard(args.device_id());
+  launch_norm_fwd<true>(p, args.name(), args.device_id(), args.stream());
+}
+
+APEX_TE_DEFINE(layer_norm_fwd_fp8) {
+  using namespace apex_te;
+  const NormFwd p = check_norm_fwd<true>(args, true);
+  const DeviceGuard guard(args.device_id());
+  launch_norm_fwd<true>(p, args.name(), args.device_id(), args.stream());
+}
+
+APEX_TE_DEFINE(layer_norm_bwd) {
+  using namespace apex_te;
+  const NormBwd p = check_norm_bwd<true>(args);
+  const DeviceGuard guard(args.device_id());
+  launch_norm_bwd<true>(p, args.name(), args.device_id(), args.stream());
+}

@@ -1,0 +1,504 @@
+"""The tests that layer_norm and rms_norm have in common; each op's file has a class of them."""
+
+import math
+
+import checks
+import pytest
+import torch
+from checks import DTYPES, FP8, assert_as_good_as_torch, assert_same_bits, needs_cuda
+
+from apex_te.ops.reference_codec import encode_fp8
+
+EPS = 1e-5
+SHAPES = [
+    (1, 1), (37, 7), (65, 8), (60, 15), (17, 127), (8, 128), (129, 129), (33, 256), (40, 1000),
+    (64, 3584), (17, 4095), (48, 4096), (2, 8192), (2, 16392), (2, 32768), (1, 131072),
+    (530, 1032), (515, 3584),
+]  # fmt: skip
+FP8_SHAPES = [
+    (1, 1), (17, 129), (64, 8), (48, 256), (144, 3584), (128, 4096), (16, 4095), (32, 8192),
+    (16, 16384), (16, 16392), (7, 1000), (528, 1536),
+]  # fmt: skip
+
+
+def one(value, device):
+    return torch.tensor([value], dtype=torch.float32, device=device)
+
+
+def optional(t, device):
+    return None if t is None else t.to(device)
+
+
+class NormCases:
+    """`op` is the op's module, `has_bias` whether it centres and has a bias."""
+
+    op = None
+    has_bias = False
+
+    @property
+    def name(self):
+        return self.op.__name__.rpartition(".")[2]
+
+    def function(self, suffix=""):
+        return getattr(self.op, self.name + suffix)
+
+    def make(self, rows, cols, dtype, param_dtype=None):
+        """x, weight and, if the op has one, bias."""
+        x = (torch.randn(rows, cols) * 2 + 0.5).to(dtype)
+        params = [torch.randn(cols).to(param_dtype or dtype) for _ in range(1 + self.has_bias)]
+        return x, *params
+
+    def exact(self, x, *params, **options):
+        return self.op.reference(
+            x.double(), *(None if p is None else p.double() for p in params), EPS, **options
+        )
+
+    def check_fwd(self, device, x, *params, **options):
+        out = self.function("_fwd")(
+            x.to(device), *(optional(p, device) for p in params), EPS, **options
+        )
+        exact = self.exact(x, *params, **options)
+        same = self.op.reference(x, *params, EPS, **options)
+        assert_as_good_as_torch(out.y, exact.y, same.y)
+        self.check_statistics(out, x, exact)
+        return out
+
+    def check_statistics(self, out, x, exact):
+        """rstd to a few roundings; the mean to that of the values it is the sum of."""
+        checks.assert_close_amax(out.rstd, exact.rstd)
+        if self.has_bias:
+            rounding = 2.0**-22 * x.double().abs().amax(-1)
+            assert ((out.mean.cpu().double() - exact.mean).abs() <= rounding).all()
+
+    def check_grads(self, device, x, *params, residual=None, zero_centered_gamma=False):
+        """Every gradient of the public function, with the residual's own if there is one."""
+        inputs = [x, *params] + ([] if residual is None else [residual])
+        dy, d_sum = torch.randn_like(x), torch.randn_like(x)
+        options = {"zero_centered_gamma": zero_centered_gamma}
+
+        def leaves(tensors):
+            return [t.detach().clone().requires_grad_() for t in tensors]
+
+        ours = leaves([t.to(device) for t in inputs])
+        if residual is None:
+            y = self.function()(*ours, EPS, **options)
+            grads = torch.autograd.grad(y, ours, dy.to(device))
+        else:
+            y, total = self.function()(*ours[:-1], EPS, residual=ours[-1], **options)
+            expected = (x.float() + residual.float()).to(x.dtype)
+            assert torch.equal(total.cpu(), expected)
+            grads = torch.autograd.grad((y, total), ours, (dy.to(device), d_sum.to(device)))
+            x = expected  # what backward has
+        found = []
+        for cast in (torch.float64, None):
+            args = leaves([t if cast is None else t.to(cast) for t in (x, *params)])
+            y = self.op.reference(*args, EPS, **options).y
+            dx, *others = torch.autograd.grad(y, args, dy.to(y.dtype))
+            if residual is not None:
+                dx = (dx.to(cast or torch.float32) + d_sum).to(y.dtype)
+                others.append(dx)
+            found.append([dx, *others])
+        for actual, exact, same in zip(grads, *found, strict=True):
+            assert_as_good_as_torch(actual, exact, same)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_fwd(self, device, poison, shape, dtype):
+        self.check_fwd(device, *self.make(*shape, dtype))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_bwd(self, device, poison, shape, dtype):
+        self.check_grads(device, *self.make(*shape, dtype))
+
+    @pytest.mark.cuda
+    @needs_cuda
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("cols", [5128, 12288, 32768, 131072])
+    def test_many_long_rows(self, poison, cols, dtype):
+        x, *params = self.make(16, cols, dtype, torch.float32)
+        exact, same = self.exact(x, *params), self.op.reference(x, *params, EPS)
+        many, params = x.cuda().repeat(40, 1), [p.cuda() for p in params]
+        for options in ({}, {"residual": torch.zeros_like(many)}):
+            out = self.function("_fwd")(many, *params, EPS, **options)
+            first = [None if t is None else t[:16] for t in out]
+            assert_as_good_as_torch(first[0], exact.y, same.y)
+            assert all(
+                t is None or torch.equal(t, f.repeat(40, *[1] * (t.dim() - 1)))
+                for t, f in zip(out, first, strict=True)
+            )
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("shape", [(40, 1000), (9, 129)], ids=str)
+    def test_fp32_params(self, device, poison, shape, dtype):
+        self.check_fwd(device, *self.make(*shape, dtype, torch.float32))
+        self.check_grads(device, *self.make(*shape, dtype, torch.float32))
+
+    @pytest.mark.parametrize("shape", [(40, 1000), (9, 129), (16, 4096)], ids=str)
+    def test_zero_centered_gamma(self, device, shape):
+        case = self.make(*shape, torch.bfloat16)
+        self.check_fwd(device, *case, zero_centered_gamma=True)
+        self.check_grads(device, *case, zero_centered_gamma=True)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        "shape", [(37, 7), (129, 129), (40, 1000), (48, 4096), (3, 8192), (2, 16392), (4, 24576)],
+        ids=str,
+    )  # fmt: skip
+    def test_residual(self, device, poison, shape, dtype):
+        x, *params = self.make(*shape, dtype)
+        residual = torch.randn(shape).to(dtype)
+        out = self.function("_fwd")(
+            x.to(device), *(p.to(device) for p in params), EPS, residual=residual.to(device)
+        )
+        total = (x.float() + residual.float()).to(dtype)
+        assert_same_bits(out.residual_sum, total)
+        same = self.op.reference(total, *params, EPS)
+        assert_as_good_as_torch(out.y, self.exact(total, *params).y, same.y)
+        self.check_grads(device, x, *params, residual=residual)
+
+    def test_only_one_output_used(self, device):
+        x, *params = (t.to(device) for t in self.make(6, 64, torch.float32))
+        residual = torch.randn_like(x, requires_grad=True)
+        y, total = self.function()(x, *params, EPS, residual=residual)
+        (grad,) = torch.autograd.grad(total, residual, torch.ones_like(x), retain_graph=True)
+        assert torch.equal(grad, torch.ones_like(x))
+        (grad,) = torch.autograd.grad(y, residual, torch.ones_like(x))
+        alone = self.function("_bwd")(
+            torch.ones_like(x), total.detach(), *self.statistics(total.detach(), params)
+        )
+        assert torch.equal(grad, alone.dx)
+
+    def statistics(self, x, params):
+        """The arguments of backward that follow x."""
+        out = self.function("_fwd")(x, *params, EPS)
+        return (params[0], out.mean, out.rstd) if self.has_bias else (params[0], out.rstd)
+
+    def test_no_params_and_frozen_params(self, device):
+        x, *params = self.make(20, 264, torch.bfloat16)
+        self.check_fwd(device, x, *[None] * len(params))
+        x, *params = (t.to(device) for t in (x, *params))
+        x.requires_grad_()
+        full = self.function("_bwd")(x.detach(), x.detach(), *self.statistics(x.detach(), params))
+        y = self.function()(x, *params, EPS)
+        (dx,) = torch.autograd.grad(y, x, x.detach())
+        assert torch.equal(dx, full.dx)
+
+    def test_leading_dims_and_layouts(self, device):
+        x, *params = self.make(24, 136, torch.float32)
+        exact = self.exact(x, *params).y
+        same = self.op.reference(x, *params, EPS).y
+        params = [p.to(device) for p in params]
+        for _, view in checks.layouts(x.to(device)):
+            y = self.function()(view, *params, EPS)
+            assert y.is_contiguous()
+            assert_as_good_as_torch(y, exact, same)
+        y = self.function()(x.to(device).view(2, 3, 4, 136).transpose(0, 1), *params, EPS)
+        expected = exact.view(2, 3, 4, 136).transpose(0, 1)
+        assert_as_good_as_torch(y, expected, same.view(2, 3, 4, 136).transpose(0, 1))
+        y = self.function()(x[:1].to(device).expand(5, 136), *params, EPS)
+        assert_as_good_as_torch(y, exact[:1].expand(5, 136), same[:1].expand(5, 136))
+        y = self.function()(x[0].to(device), *params, EPS)
+        assert_as_good_as_torch(y, exact[0], same[0])
+        offset = torch.empty(137, device=device)[1:].copy_(params[0])
+        y = self.function()(x.to(device), offset, *params[1:], EPS)
+        assert_as_good_as_torch(y, exact, same)
+
+    def test_bwd_offset_storage(self, device):
+        x, *params = self.make(50, 264, torch.bfloat16)
+        exact = x.double().requires_grad_()
+        same = x.clone().requires_grad_()
+        dy = torch.randn_like(x)
+        for leaf in (exact, same):
+            options = [p.to(leaf.dtype) for p in params]
+            self.op.reference(leaf, *options, EPS).y.backward(dy.to(leaf.dtype))
+        x, dy, *params = (t.to(device) for t in (x, dy, *params))
+        shifted = torch.empty(dy.numel() + 1, dtype=dy.dtype, device=device)[1:].view(dy.shape)
+        shifted.copy_(dy)
+        out = self.function("_bwd")(shifted, x, *self.statistics(x, params))
+        assert_as_good_as_torch(out.dx, exact.grad, same.grad)
+
+    @pytest.mark.parametrize("fp8", FP8)
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("shape", FP8_SHAPES, ids=str)
+    def test_fwd_fp8(self, device, poison, shape, dtype, fp8):
+        x, *params = self.make(*shape, dtype)
+        expected = self.op.reference(x.float(), *(p.float() for p in params), EPS)
+        codes = encode_fp8(expected.y * 3.5, fp8)
+        exact = self.exact(x, *params)
+        x, *params = (t.to(device) for t in (x, *params))
+        for rowwise, transposed in ((True, True), (True, False), (False, True), (False, False)):
+            amax = one(0, device)
+            out = self.function("_fwd_fp8")(
+                x, *params, EPS, one(3.5, device), fp8, rowwise=rowwise, transposed=transposed,
+                amax=amax,
+            )  # fmt: skip
+            checks.assert_close_amax(amax, expected.y.abs().max())
+            assert out.y.scale_inv.item() == (1 / one(3.5, "cpu")).item()
+            assert (out.y.rowwise is None, out.y.transposed is None) == (
+                not rowwise,
+                not transposed,
+            )
+            if rowwise:
+                checks.assert_adjacent_codes(out.y.rowwise, codes)
+            if transposed:
+                checks.assert_adjacent_codes(out.y.transposed, codes.t().contiguous())
+            if rowwise and transposed:
+                assert torch.equal(checks.codes(out.y.rowwise).t(), checks.codes(out.y.transposed))
+            self.check_statistics(out, x.cpu(), exact)
+
+    @pytest.mark.parametrize("shape", [(48, 1024), (32, 4096), (5, 129)], ids=str)
+    def test_fwd_fp8_residual(self, device, poison, shape):
+        x, *params = self.make(*shape, torch.bfloat16, torch.float32)
+        residual = torch.randn(shape).bfloat16()
+        total = (x.float() + residual.float()).bfloat16()
+        expected = self.op.reference(total.float(), *params, EPS, zero_centered_gamma=True).y
+        args = [t.to(device) for t in (x, *params)]
+        for transposed in (True, False):
+            amax, scale_inv = one(2.0**40, device), one(0, device)
+            out = self.function("_fwd_fp8")(
+                *args, EPS, one(2, device), FP8[0], transposed=transposed, amax=amax,
+                scale_inv=scale_inv, zero_centered_gamma=True, residual=residual.to(device),
+            )  # fmt: skip
+            assert_same_bits(out.residual_sum, total)
+            codes = encode_fp8(expected * 2, FP8[0])
+            checks.assert_adjacent_codes(out.y.rowwise, codes)
+            if transposed:
+                checks.assert_adjacent_codes(out.y.transposed, codes.t().contiguous())
+            assert amax.item() == 2.0**40  # accumulated, not replaced
+            assert out.y.scale_inv is scale_inv
+            assert scale_inv.item() == 0.5
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+    @pytest.mark.parametrize("cols", [64, 4096, 129, 16392])
+    def test_nan_and_inf_stay_in_their_row(self, device, value, cols):
+        clean, *params = (t.to(device) for t in self.make(48, cols, torch.float32))
+        x = clean.clone()
+        x[17, cols // 2] = value
+        others = torch.arange(48, device=device) != 17
+        before, after = (self.function("_fwd")(t, *params, EPS).y for t in (clean, x))
+        assert_same_bits(after[others], before[others])
+        keeps_rest = math.isinf(value) and not self.has_bias
+        bad = torch.isnan(after[17])
+        assert bad[cols // 2]
+        assert keeps_rest or bad.all()
+        assert not keeps_rest or after[17].nan_to_num().count_nonzero() == 0
+        amax = one(0, device)
+        out = self.function("_fwd_fp8")(x, *params, EPS, one(1, device), FP8[0], amax=amax)
+        assert torch.isnan(amax).all()
+        assert torch.equal(checks.codes(out.y.rowwise)[17] == 0x7F, bad.cpu())
+        dx = self.function("_bwd")(clean, x, *self.statistics(x, params)).dx
+        assert torch.isnan(dx[17, cols // 2])
+        assert torch.isfinite(dx[others]).all()
+
+    @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0), (0, 129), (2, 0, 3)], ids=str)
+    def test_empty(self, device, shape):
+        cols = shape[-1]
+        x = torch.empty(shape, device=device, requires_grad=True)
+        params = [
+            torch.ones(cols, device=device, requires_grad=True) for _ in range(1 + self.has_bias)
+        ]
+        y = self.function()(x, *params, EPS)
+        assert y.shape == shape
+        y.sum().backward()
+        assert x.grad.shape == shape
+        assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in params)
+        rows, amax = x.detach().flatten(0, -2), one(3, device)
+        for transposed in (True, False):
+            out = self.function("_fwd_fp8")(
+                rows, *params, EPS, one(4, device), FP8[0], transposed=transposed, amax=amax
+            )
+            assert out.y.rowwise.shape == rows.shape
+            assert out.y.scale_inv.item() == 0.25
+            assert amax.item() == 3
+
+    def test_repeatable(self, device):
+        x, *params = (t.to(device) for t in self.make(1000, 1032, torch.bfloat16))
+        dy = torch.randn_like(x)
+
+        def call():
+            out = self.function("_fwd")(x, *params, EPS)
+            fp8 = self.function("_fwd_fp8")(x, *params, EPS, one(2, device), FP8[1]).y
+            return *out, *fp8, *self.function("_bwd")(dy, x, *self.statistics(x, params))
+
+        assert_same_bits(call(), call())
+
+    def test_written_tensors_count_as_changed(self):
+        x, *params = self.make(16, 16, torch.float32)
+        amax, scale_inv = one(0, "cpu"), one(0, "cpu")
+        before = amax._version, scale_inv._version
+        self.function("_fwd_fp8")(
+            x, *params, EPS, one(1, "cpu"), FP8[0], amax=amax, scale_inv=scale_inv
+        )
+        assert amax._version > before[0]
+        assert scale_inv._version > before[1]
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"x": torch.zeros(2, 4).double()}, TypeError,
+             "x must have dtype float32, float16 or bfloat16, got float64"),
+            ({"x": torch.zeros(())}, ValueError, "x must have at least 1 dimension, got shape []"),
+            ({"weight": torch.zeros(5)}, ValueError, "weight must have shape [4], got [5]"),
+            ({"weight": torch.zeros(4).half()}, TypeError,
+             "weight must have dtype float32, got float16"),
+            ({"weight": 1.0}, TypeError, "weight must be a torch.Tensor, got float"),
+            ({"residual": torch.zeros(2, 5)}, ValueError,
+             "residual must have shape [2, 4], got [2, 5]"),
+            ({"residual": torch.zeros(2, 4).half()}, TypeError,
+             "residual must have dtype float32, got float16"),
+        ],
+    )  # fmt: skip
+    def test_rejects(self, change, error, message):
+        args = {"x": torch.zeros(2, 4), "weight": torch.zeros(4), "residual": None, **change}
+        bias = [torch.zeros(4)] if self.has_bias else []
+        with pytest.raises(error) as raised:
+            self.function()(args["x"], args["weight"], *bias, EPS, residual=args["residual"])
+        assert message in str(raised.value)
+
+    @pytest.mark.parametrize(
+        ("change", "error", "message"),
+        [
+            ({"fp8_dtype": torch.bfloat16}, TypeError, "fp8_dtype must be float8_e4m3fn"),
+            ({"scale": torch.ones(2)}, ValueError, "scale must have one element, got [2]"),
+            ({"amax": torch.ones(1).double()}, TypeError, "amax must have dtype float32"),
+        ],
+    )
+    def test_fwd_fp8_rejects(self, change, error, message):
+        x, *params = self.make(2, 4, torch.float32)
+        options = {"scale": torch.ones(1), "fp8_dtype": FP8[0], **change}
+        with pytest.raises(error) as raised:
+            self.function("_fwd_fp8")(x, *params, EPS, **options)
+        assert message in str(raised.value)
+
+    def test_bwd_rejects(self):
+        x, *params = self.make(3, 4, torch.float32)
+        rest = self.statistics(x, params)
+        with pytest.raises(ValueError, match=r"x must have shape \[2, 4\], got \[3, 4\]"):
+            self.function("_bwd")(x[:2], x, *rest)
+        with pytest.raises(ValueError, match=r"rstd must have shape \[3\], got \[2\]"):
+            self.function("_bwd")(x, x, *rest[:-1], rest[-1][:2])
+        with pytest.raises(TypeError, match="d_residual must have dtype float32, got float16"):
+            self.function("_bwd")(x, x, *rest, d_residual=x.half())
+
+    def test_opcheck_and_compile(self):
+        x, *params = self.make(12, 40, torch.float32)
+        ops, tests = torch.ops.apex_te, ("test_schema", "test_faketensor")
+        stats = [torch.zeros(12) for _ in range(1 + self.has_bias)]
+        like, grads = torch.zeros_like(x), [torch.zeros(40) for _ in range(1 + self.has_bias)]
+        torch.library.opcheck(
+            getattr(ops, self.name + "_fwd").default,
+            (x, *params, x, torch.zeros_like(x), like, *stats, EPS, False), test_utils=tests,
+        )  # fmt: skip
+        # torch's schema check cannot handle FP8 tensors, so only the scalars are written here.
+        torch.library.opcheck(
+            getattr(ops, self.name + "_fwd_fp8").default,
+            (x, *params, x, torch.ones(1), None, None, torch.zeros(1), torch.zeros(1), like,
+             *stats, EPS, True), test_utils=tests,
+        )  # fmt: skip
+        workspace = torch.zeros(12, 40 * (1 + self.has_bias))
+        torch.library.opcheck(
+            getattr(ops, self.name + "_bwd").default,
+            (x, x, params[0], *[s + 1 for s in stats], x, like, *grads, workspace, False),
+            test_utils=tests,
+        )  # fmt: skip
+
+        def step(x, residual, *params):
+            y, total = self.function()(x * 2, *params, EPS, residual=residual)
+            return self.function()(y, *params, EPS) * 3 + total
+
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        results = []
+        for call in (compiled, step):
+            leaves = [t.clone().requires_grad_() for t in (x, torch.ones_like(x), *params)]
+            y = call(*leaves)
+            y.square().sum().backward()
+            results.append((y, *(t.grad for t in leaves)))
+        assert_same_bits(*results)
+
+        def quantize(x, scale, amax):
+            return self.function("_fwd_fp8")(x, *params, EPS, scale, FP8[0], amax=amax).y[:2]
+
+        compiled = torch.compile(quantize, fullgraph=True, backend="aot_eager")
+        amaxes = [one(0, "cpu"), one(0, "cpu")]
+        actual = compiled(x, one(2, "cpu"), amaxes[0])
+        assert_same_bits(actual, quantize(x, one(2, "cpu"), amaxes[1]))
+        assert_same_bits(*amaxes)
+
+    def test_portable_gives_same_bits(self):
+        call = f"""
+import torch
+from apex_te.ops import {self.name} as op
+has_bias = {self.has_bias}
+def run():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        torch.manual_seed(0)
+        x, dy = torch.randn(70, 203).to(dtype), torch.randn(70, 203).to(dtype)
+        params = [torch.randn(203).to(dtype) for _ in range(1 + has_bias)]
+        out = op.{self.name}_fwd(x, *params, 1e-5, residual=dy)
+        yield from (t for t in out if t is not None)
+        for fp8 in (torch.float8_e4m3fn, torch.float8_e5m2):
+            out8 = op.{self.name}_fwd_fp8(x, *params, 1e-5, torch.ones(1), fp8)
+            yield from out8.y
+        stats = (out.mean, out.rstd) if has_bias else (out.rstd,)
+        grads = op.{self.name}_bwd(dy, out.residual_sum, params[0], *stats, d_residual=x)
+        yield from (t for t in grads if t is not None)
+"""
+        checks.assert_portable_gives_same_bits(call)
+
+    @pytest.mark.cuda
+    @needs_cuda
+    def test_graph_and_stream(self):
+        def call(x, dy, *params):
+            out = self.function("_fwd")(x, *params, EPS, residual=dy)
+            fp8 = self.function("_fwd_fp8")(x, *params, EPS, scale, FP8[0]).y
+            rest = self.statistics(x, params)
+            return *out, *fp8, *self.function("_bwd")(dy, x, *rest, d_residual=x)
+
+        scale = one(2, "cuda")
+        for cols in (1024, 24576):
+            x, *params = (t.cuda() for t in self.make(128, cols, torch.bfloat16))
+            checks.assert_runs_in_graph_and_on_stream(call, [x, torch.randn_like(x), *params])
+
+    @pytest.mark.cuda
+    @needs_cuda
+    def test_device_mismatch_is_named(self):
+        x, *params = self.make(2, 8, torch.float32)
+        with pytest.raises(ValueError, match="weight must be on cuda:0 like x, got cpu"):
+            self.function("_fwd")(x.cuda(), *params, EPS)
+
+    @pytest.mark.cuda
+    @needs_cuda
+    @pytest.mark.parametrize("shape", [(524304, 4096), (65552, 32784)], ids=str)
+    def test_more_than_2_to_31_elements(self, shape):
+        if torch.cuda.mem_get_info()[0] < 32 << 30:
+            pytest.skip("needs 32 GiB of free GPU memory")
+        rows, cols = shape
+        x = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+        params = [torch.randn(cols, device="cuda").bfloat16() for _ in range(1 + self.has_bias)]
+        ends = [slice(b, b + 16) for b in (0, rows // 2, rows - 16)]
+        on_cpu = [p.cpu() for p in params]
+        out = self.function("_fwd")(x, *params, EPS)
+        for part in ends:
+            exact = self.exact(x[part].cpu(), *on_cpu).y
+            same = self.op.reference(x[part].cpu(), *on_cpu, EPS).y
+            assert_as_good_as_torch(out.y[part], exact, same)
+        rest = self.statistics(x, params)
+        grads = self.function("_bwd")(out.y, x, *rest)
+        for part in ends:
+            dy, leaf = out.y[part].cpu(), x[part].cpu()
+            found = []
+            for dtype in (torch.float64, torch.bfloat16):
+                t = leaf.to(dtype).requires_grad_()
+                y = self.op.reference(t, *(p.to(dtype) for p in on_cpu), EPS).y
+                found.append(torch.autograd.grad(y, t, dy.to(dtype))[0])
+            assert_as_good_as_torch(grads.dx[part], *found)
+        del grads, out
+        fp8 = self.function("_fwd_fp8")(x, *params, EPS, one(2, "cuda"), FP8[0]).y
+        for part in ends:
+            floats = [p.float() for p in on_cpu]
+            y = self.op.reference(x[part].float().cpu(), *floats, EPS).y
+            codes = encode_fp8(y * 2, FP8[0])
+            checks.assert_adjacent_codes(fp8.rowwise[part], codes)
+            columns = fp8.transposed.view(torch.uint8)[:, part].contiguous().view(FP8[0])
+            checks.assert_adjacent_codes(columns, codes.t().contiguous())
