@@ -1,0 +1,225 @@
+"""Bias, dropout and residual addition in one pass.
+
+Randomness: a call draws one int64 from a generator of the device with torch.randint, on the device,
+and the kernel makes the mask from it with Philox4x32-10. Of the ways to reach the generator's state
+this one is right everywhere: torch.manual_seed governs it; the checkpoint's saved state of the
+default generator brings back the same mask; a captured CUDA graph draws anew in each replay (from a
+generator of one's own if graph.register_generator_state(generator) was called before the capture,
+without which PyTorch refuses to draw); compiled code traces it. Reading the state's offset on the
+host and advancing it would save one small launch, but is refused during capture and not traceable;
+philox_cuda_state needs torch's C++ headers.
+
+For backward a GPU keeps the 8 bytes and computes the mask again, under the loads: a bit for each
+element would be 1/8 byte to write and to read beside 6 and 4. A CPU, for which the mask is most of
+the work, keeps the bits.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .registration import bind
+
+# Rows that one line of the bias-gradient workspace sums (bias_dropout_add.h).
+_TILE_ROWS = 64
+
+_fwd = bind(
+    "bias_dropout_add",
+    "bias_dropout_add_fwd(Tensor x, Tensor? bias, Tensor residual, Tensor? seed, Tensor(a!) out, "
+    "Tensor(b!)? mask, float p) -> ()",
+)
+_bwd = bind(
+    "bias_dropout_add",
+    "bias_dropout_add_bwd(Tensor dout, Tensor? seed, Tensor? mask, Tensor(a!)? dx, "
+    "Tensor(b!)? dbias, Tensor(c!)? workspace, float p) -> ()",
+)
+
+
+def bias_dropout_add(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    p: float,
+    training: bool = True,
+    *,
+    seed: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Computes residual + dropout(x + bias, p) in float32, rounded once.
+
+    An element is dropped (multiplied by 0, so NaN and infinity show as NaN) with probability q, p
+    to the nearest of 1/65536 to 65535/65536; the others are multiplied by 1 / (1 - q), so that the
+    expectation is exact. p = 0 and training=False draw no random numbers; neither does p = 1, which
+    drops everything. Gradients: x and bias through the same mask, residual's as it comes. bias's is
+    a deterministic sum.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
+        bias: [cols] of x's dtype or float32, or None.
+        residual: x's shape, of x's dtype or float32; made contiguous if it is not.
+        p: probability of an element to be dropped, 0 to 1.
+        training: False is p = 0.
+        seed: one int64 on x's device that determines the mask; drawn unless given.
+        generator: of x's device, to draw from; the device's default one unless given.
+            torch.utils.checkpoint restores only the default one, and none while a CUDA graph is
+            captured: there draw the seed outside of the checkpointed function and pass it.
+
+    Returns:
+        A contiguous tensor of x's shape and residual's dtype.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or p that does not fit; both seed and generator.
+    """
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"bias_dropout_add: p must be from 0 to 1, got {p}")
+    if x.dim() == 0:
+        raise ValueError("bias_dropout_add: x must have at least 1 dimension, got shape []")
+    if residual.shape != x.shape:
+        raise ValueError(
+            f"bias_dropout_add: residual must have shape {list(x.shape)}, "
+            f"got {list(residual.shape)}"
+        )
+    if seed is not None and generator is not None:
+        raise ValueError("bias_dropout_add: generator must be None where seed is given")
+    p = float(p) if training else 0.0
+    if not 0.0 < p < 1.0:
+        seed = None
+    elif seed is None:
+        seed = torch.randint(
+            0, 2**63 - 1, (1,), dtype=torch.int64, device=x.device, generator=generator
+        )
+    return _BiasDropoutAdd.apply(x, bias, residual, seed, p)
+
+
+def bias_dropout_add_bwd(
+    dout: torch.Tensor,
+    seed: torch.Tensor | None,
+    p: float,
+    *,
+    x_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None = None,
+    mask: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of `bias_dropout_add` with respect to x and bias; residual's is dout.
+
+    Args:
+        dout: [..., cols], the gradient of the output, in its dtype; made contiguous if it is not.
+        seed: of the forward call; None for p = 0 and p = 1.
+        p: of the forward call.
+        x_dtype: of dx, which is computed unless it is None.
+        bias_dtype: of dbias, which is computed unless it is None.
+        mask: on the CPU, the bits that the forward call has kept, uint8 [rows, ceil(cols / 8)];
+            computed from seed if it is None.
+
+    Returns:
+        dx of dout's shape and dbias [cols], summed in a fixed order; None where not computed.
+    """
+    dense = _rows(dout)
+    rows, cols = dense.shape
+    dx = dbias = workspace = None
+    if x_dtype is not None:
+        dx = torch.empty_like(dense, dtype=x_dtype)
+    if bias_dtype is not None:
+        dbias = dense.new_empty(cols, dtype=bias_dtype)
+        workspace = dense.new_empty((-(-rows // _TILE_ROWS), cols), dtype=torch.float32)
+    if dx is not None or dbias is not None:
+        _bwd(dense, seed, mask, dx, dbias, workspace, p)
+    return (dx.view(dout.shape) if dx is not None else None), dbias
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
+
+
+def _mask_like(x: torch.Tensor) -> torch.Tensor:
+    rows = math.prod(x.shape[:-1])
+    return torch.empty((rows, -(-x.shape[-1] // 8)), dtype=torch.uint8, device=x.device)
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, bias, residual, seed, p):
+        mask = None
+        if seed is not None and x.device.type == "cpu" and any(ctx.needs_input_grad[:2]):
+            mask = _mask_like(x)
+        ctx.save_for_backward(seed, mask)
+        ctx.p, ctx.x_dtype = p, x.dtype
+        ctx.bias_dtype = bias.dtype if bias is not None else None
+        out = residual.new_empty(residual.shape)
+        bias = bias.contiguous() if bias is not None else None
+        _fwd(_rows(x), bias, _rows(residual), seed, _rows(out), mask, p)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        seed, mask = ctx.saved_tensors
+        needs_x, needs_bias = ctx.needs_input_grad[:2]
+        passes_dout = ctx.p == 0.0 and dout.dtype == ctx.x_dtype
+        dx, dbias = bias_dropout_add_bwd(
+            dout,
+            seed,
+            ctx.p,
+            x_dtype=ctx.x_dtype if needs_x and not passes_dout else None,
+            bias_dtype=ctx.bias_dtype if needs_bias else None,
+            mask=mask,
+        )
+        return dout if needs_x and passes_dout else dx, dbias, dout, None, None
+
+
+def reference(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    p: float,
+    seed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The function in plain PyTorch, every step in residual's dtype; the specification."""
+    y = x.to(residual.dtype)
+    if bias is not None:
+        y = y + bias.to(residual.dtype)
+    if p == 1.0:
+        y = y * 0.0
+    elif p > 0.0:
+        assert seed is not None
+        kept = keep_mask(seed, math.prod(x.shape[:-1]), x.shape[-1], p).view(x.shape)
+        y = y * kept * (1.0 / (1.0 - drop_threshold(p) / 65536))
+    return residual + y
+
+
+def drop_threshold(p: float) -> int:
+    """Of 65536 equally likely values, how many drop an element, for p above 0 and below 1."""
+    return min(max(math.floor(p * 65536 + 0.5), 1), 65535)
+
+
+def keep_mask(seed: torch.Tensor, rows: int, cols: int, p: float) -> torch.Tensor:
+    """The mask of [rows, cols], True where an element is kept, on seed's device."""
+    row = torch.arange(rows, device=seed.device)[:, None]
+    vec = torch.arange(-(-cols // 8), device=seed.device)
+    row, vec = torch.broadcast_tensors(row, vec)
+    counter = (vec & _LOW, row & _LOW, row >> 32, vec >> 32)
+    key = (seed & _LOW, seed >> 32 & _LOW)
+    words = torch.stack(philox4x32(counter, key), -1)
+    halves = torch.stack((words & 0xFFFF, words >> 16), -1).reshape(rows, -1)
+    return halves[:, :cols] >= drop_threshold(p)
+
+
+_LOW = 0xFFFFFFFF
+
+Words4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox4x32(counter: Words4, key: tuple[torch.Tensor, torch.Tensor]) -> Words4:
+    """Philox4x32-10 (Salmon et al., SC 2011) of 32-bit words in int64 tensors."""
+    x, y, z, w = counter
+    low, high = key
+    for _ in range(10):
+        # A product wraps as an int64, which leaves its 64 bits right.
+        a, b = x * 0xD2511F53, z * 0xCD9E8D57
+        x, y, z, w = (b >> 32 & _LOW) ^ y ^ low, b & _LOW, (a >> 32 & _LOW) ^ w ^ high, a & _LOW
+        low, high = low + 0x9E3779B9 & _LOW, high + 0xBB67AE85 & _LOW
+    return x, y, z, w

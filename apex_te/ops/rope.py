@@ -1,0 +1,169 @@
+"""Rotary position embedding: pairs of a head's elements rotated by angles of their position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .registration import bind
+
+_LAYOUTS = ("sbhd", "bshd", "thd")
+
+_SCHEMA = (
+    "(Tensor x, Tensor? freqs, Tensor? cos, Tensor? sin, Tensor? starts, Tensor? cu_seqlens, "
+    "Tensor(a!) out, int rotary_dim, int start, int layout, bool interleaved) -> ()"
+)
+_fwd = bind("rope", "rope_fwd" + _SCHEMA)
+_bwd = bind("rope", "rope_bwd" + _SCHEMA)
+
+
+def rope(
+    x: torch.Tensor,
+    freqs: torch.Tensor | None = None,
+    *,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    layout: str = "sbhd",
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    start: int = 0,
+    starts: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """Rotates each pair (a, b) to (a cos t - b sin t, b cos t + a sin t), t its position's angle.
+
+    Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) where `interleaved`;
+    elements from rotary_dim on are copied. Arithmetic is float32, rounded once; angles of any size
+    are reduced exactly. The gradient of x is the rotation by -t; the angles get none. A position
+    outside the table gives NaN; a thd token of no sequence is rotated by 0.
+
+    Args:
+        x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or
+            [t, h, d] (thd), of any strides but a dense last dimension: views of a fused qkv
+            tensor are read where they are.
+        freqs: angles in radians, float32 [max_seq, c] or [max_seq, 1, 1, c]: a column for each
+            element, of which the first of a pair is read (the other must be equal), or, with
+            c = rotary_dim / 2, for each pair.
+        cos, sin: instead of freqs, of the same layout.
+        layout: "sbhd", "bshd" or "thd".
+        rotary_dim: even, at most d and 8192; c unless given.
+        start: position of each sequence's first token.
+        starts: int32 or int64 [batch], added to `start` for each sequence.
+        cu_seqlens: int32 [batch + 1], ascending, for thd: sequence i is tokens cu_seqlens[i] to
+            cu_seqlens[i + 1]; positions restart in each.
+        inplace: overwrite x.
+
+    Returns:
+        A contiguous tensor of x's shape and dtype, or x.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape, layout or position that does not fit.
+        NotImplementedError: angles that require a gradient.
+    """
+    if layout not in _LAYOUTS:
+        raise ValueError(f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}")
+    freqs, cos, sin = _table("freqs", freqs), _table("cos", cos), _table("sin", sin)
+    if rotary_dim is None:
+        table = freqs if freqs is not None else cos
+        rotary_dim = table.shape[-1] if table is not None else 0
+    if x.dim() and x.shape[-1] > 1 and x.stride(-1) != 1:
+        if inplace:
+            raise ValueError(
+                "rope: x must be dense in its last dimension to be overwritten, "
+                f"got strides {list(x.stride())}"
+            )
+        x = x.contiguous()
+    options = (rotary_dim, start, _LAYOUTS.index(layout), interleaved)
+    return _Rope.apply(x, freqs, cos, sin, starts, cu_seqlens, options, False, inplace)
+
+
+def _table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
+    """[max_seq, columns] of a table that may have dimensions of extent 1 between."""
+    if table is None:
+        return None
+    if table.requires_grad:
+        raise NotImplementedError(f"rope: {name} must not require a gradient: none is computed")
+    if table.dim() > 2 and all(extent == 1 for extent in table.shape[1:-1]):
+        table = table.reshape(table.shape[0], table.shape[-1])
+    return table.contiguous()
+
+
+class _Rope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, freqs, cos, sin, starts, cu_seqlens, options, is_backward, inplace):
+        ctx.save_for_backward(freqs, cos, sin, starts, cu_seqlens)
+        ctx.options, ctx.is_backward = options, is_backward
+        out = x if inplace else x.new_empty(x.shape)
+        call = _bwd if is_backward else _fwd
+        call(x, freqs, cos, sin, starts, cu_seqlens, out, *options)
+        if inplace:
+            ctx.mark_dirty(x)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        if grad.shape[-1] > 1 and grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        saved = ctx.saved_tensors
+        dx = _Rope.apply(grad, *saved, ctx.options, not ctx.is_backward, False)
+        return dx, None, None, None, None, None, None, None, None
+
+
+def reference(
+    x: torch.Tensor,
+    freqs: torch.Tensor | None = None,
+    *,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    layout: str = "sbhd",
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    start: int = 0,
+    starts: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`rope` in plain PyTorch, every step in x's dtype (float64 too); the specification."""
+    table: Any = freqs if freqs is not None else cos
+    dim = table.shape[-1] if rotary_dim is None else rotary_dim
+    position = torch.arange(x.shape[0 if layout != "bshd" else 1], device=x.device)
+    if cu_seqlens is not None:
+        begins = cu_seqlens.long()
+        sequence = torch.searchsorted(begins, position, right=True) - 1
+        is_outside = (sequence < 0) | (sequence >= len(begins) - 1)
+        sequence = sequence.clamp(0, max(len(begins) - 2, 0))
+        position = position - begins[sequence] + start
+        if starts is not None and len(starts):
+            position = position + starts.long()[sequence]
+    else:
+        is_outside = torch.zeros_like(position, dtype=torch.bool)
+        added = torch.zeros(1, dtype=torch.int64, device=x.device) if starts is None else starts
+        position, added = position + start, added.long()
+        if layout == "sbhd":
+            position, is_outside = position[:, None] + added, is_outside[:, None]
+        else:
+            position = position + added[:, None]
+
+    def columns(table: torch.Tensor) -> torch.Tensor:
+        """[rows, 1, pairs] of a table in float64, NaN outside it."""
+        table = table.reshape(table.shape[0], -1).double()
+        if table.shape[1] == dim:
+            table = table[:, ::2] if interleaved else table[:, : dim // 2]
+        rows = table[position.clamp(0, max(len(table) - 1, 0))]
+        is_missing = (position < 0) | (position >= len(table))
+        return rows.masked_fill(is_missing[..., None], float("nan"))[..., None, :]
+
+    is_zero = is_outside[..., None, None]
+    cosines = columns(freqs).cos() if freqs is not None else columns(cos)  # type: ignore[arg-type]
+    sines = columns(freqs).sin() if freqs is not None else columns(sin)  # type: ignore[arg-type]
+    cosines, sines = cosines.masked_fill(is_zero, 1).to(x), sines.masked_fill(is_zero, 0).to(x)
+    rotated, rest = x[..., :dim], x[..., dim:]
+    if interleaved:
+        a, b = rotated[..., ::2], rotated[..., 1::2]
+    else:
+        a, b = rotated.split(dim // 2, -1) if dim else (rotated, rotated)
+    a, b = a * cosines - b * sines, b * cosines + a * sines
+    rotated = torch.stack((a, b), -1).flatten(-2) if interleaved else torch.cat((a, b), -1)
+    return torch.cat((rotated, rest), -1)

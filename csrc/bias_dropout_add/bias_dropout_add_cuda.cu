@@ -1,0 +1,231 @@
+// CUDA kernels of bias_dropout_add.
+//
+// A thread has 8 columns of some rows, a warp 256 columns, a block some rows for each warp. The
+// loads come first; the mask, a bit for each element, is computed while they are under way.
+#include "bias_dropout_add/bias_dropout_add.h"
+#include "common/column_sums.h"
+#include "common/vec.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+namespace {
+
+constexpr int kLanes = 32;        // threads of one row
+constexpr int kVecsInFlight = 4;  // of x and of residual, 16 bytes each, of a thread of forward
+constexpr int kThreads = 256, kBlocks = 4;  // of forward; blocks of a multiprocessor
+
+constexpr int kBwdBlocks = 3;
+constexpr int kBwdRows = kBiasDropoutAddRowsPerThread;
+constexpr int kBwdThreads = kBiasDropoutAddTileRows / kBwdRows * kLanes;
+constexpr int kBwdCols = kLanes * kVec;
+static_assert(kBwdThreads >= kBwdCols, "a thread for each column sum");
+
+// One bit for each of the 8 elements: set if it is kept.
+__device__ __forceinline__ uint32_t keep_bits(uint64_t seed, int64_t row, int64_t v,
+                                              uint32_t threshold) {
+  const Philox4 r = dropout_bits(seed, row, v);
+  const uint32_t words[4] = {r.x, r.y, r.z, r.w};
+  const uint32_t high = threshold << 16;  // a high half is compared together with the low one
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    bits |= words[i] << 16 >= high ? 1u << 2 * i : 0u;
+    bits |= words[i] >= high ? 2u << 2 * i : 0u;
+  }
+  return bits;
+}
+
+template <bool kAligned, typename T>
+__device__ __forceinline__ Vec8<T> load(const T* p, int64_t n) {
+  if (!kAligned) return load_partial(p, n);
+  if (n > 0) return load_vec(p);
+  return {};
+}
+template <bool kAligned, typename T>
+__device__ __forceinline__ void store(T* p, const Vec8<T>& v, int64_t n) {
+  if (!kAligned)
+    store_partial(p, v, n);
+  else if (n > 0)
+    store_vec_whole(p, v);
+}
+
+template <typename T, typename Wide, bool kAligned>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    fwd_kernel(const BiasDropoutAdd p, int64_t col_tiles) {
+  constexpr int kRows = sizeof(Wide) == 4 ? kVecsInFlight / 2 : kVecsInFlight;
+  const int64_t v = blockIdx.x % static_cast<uint32_t>(col_tiles) * kLanes + threadIdx.x % kLanes;
+  const int64_t row0 = (blockIdx.x / static_cast<uint32_t>(col_tiles) * int64_t{kThreads / kLanes} +
+                        threadIdx.x / kLanes) *
+                       kRows;
+  const int64_t n = p.cols - v * kVec;
+  if (n <= 0) return;
+  const int64_t at = row0 * p.cols + v * kVec;
+  Vec8<T> x[kRows];
+  Vec8<Wide> residual[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int64_t left = row0 + r < p.rows ? n : 0;
+    x[r] = load<kAligned>(static_cast<const T*>(p.x) + at + r * p.cols, left);
+    residual[r] = load<kAligned>(static_cast<const Wide*>(p.residual) + at + r * p.cols, left);
+  }
+  float bias[kVec] = {};
+  if (p.bias) {
+    if (p.bias_dtype == DType::kFloat32)
+      unpack(load<kAligned>(static_cast<const float*>(p.bias) + v * kVec, n), bias);
+    else
+      unpack(load<kAligned>(static_cast<const T*>(p.bias) + v * kVec, n), bias);
+  }
+  uint32_t keep[kRows];
+  if (p.dropout.is_random) {
+    const uint64_t seed = *p.seed;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) keep[r] = keep_bits(seed, row0 + r, v, p.dropout.threshold);
+  } else {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) keep[r] = 0xFFu;
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    if (row0 + r >= p.rows) break;
+    float values[kVec], added[kVec];
+    unpack(x[r], values);
+    unpack(residual[r], added);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float factor = keep[r] >> i & 1 ? p.dropout.scale : 0.0f;
+      const float sum = p.bias ? values[i] + bias[i] : values[i];
+      values[i] = added[i] + sum * factor;
+    }
+    Vec8<Wide> out;
+    pack(values, &out);
+    store<kAligned>(static_cast<Wide*>(p.out) + at + r * p.cols, out, n);
+  }
+}
+
+template <typename T, typename Wide, bool kAligned>
+__global__ void __launch_bounds__(kBwdThreads, kBwdBlocks)
+    bwd_kernel(const BiasDropoutAdd p, int64_t col_tiles) {
+  constexpr int kRows = sizeof(Wide) == 4 ? kBwdRows / 2 : kBwdRows;  // whose loads are in flight
+  __shared__ float sums[kBwdThreads / kLanes][kBwdCols];
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  const int64_t tile = blockIdx.x / static_cast<uint32_t>(col_tiles);
+  const int64_t col0 = blockIdx.x % static_cast<uint32_t>(col_tiles) * int64_t{kBwdCols};
+  const int64_t v = col0 / kVec + lane, n = p.cols - v * kVec;
+  int64_t row = tile * kBiasDropoutAddTileRows + group * kBwdRows;
+  float column_sums[kVec] = {};
+#pragma unroll
+  for (int step = 0; step < kBwdRows / kRows; ++step, row += kRows) {
+    const int64_t at = row * p.cols + v * kVec;
+    Vec8<Wide> dout[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      dout[r] = load<kAligned>(static_cast<const Wide*>(p.dout) + at + r * p.cols,
+                               row + r < p.rows ? n : 0);
+    uint32_t keep[kRows];
+    if (p.dropout.is_random) {
+      const uint64_t seed = *p.seed;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) keep[r] = keep_bits(seed, row + r, v, p.dropout.threshold);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) keep[r] = 0xFFu;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float values[kVec];
+      unpack(dout[r], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        values[i] *= keep[r] >> i & 1 ? p.dropout.scale : 0.0f;
+        column_sums[i] += values[i];
+      }
+      if (!p.dx || row + r >= p.rows) continue;
+      Vec8<T> dx;
+      pack(values, &dx);
+      store<kAligned>(static_cast<T*>(p.dx) + at + r * p.cols, dx, n);
+    }
+  }
+  if (!p.dbias) return;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) sums[group][lane * kVec + i] = column_sums[i];
+  __syncthreads();
+  if (threadIdx.x >= kBwdCols || col0 + threadIdx.x >= p.cols) return;
+  float sum = 0.0f;
+#pragma unroll
+  for (int g = 0; g < kBwdThreads / kLanes; ++g) sum += sums[g][threadIdx.x];
+  p.workspace[tile * p.cols + col0 + threadIdx.x] = sum;
+}
+
+unsigned grid_of(int64_t row_tiles, int64_t col_tiles) {
+  if (row_tiles > 0x7FFFFFFF / col_tiles)
+    fail(kApexTeUnsupported, "bias_dropout_add: x must need fewer than 2^31 blocks");
+  return static_cast<unsigned>(row_tiles * col_tiles);
+}
+
+template <typename T, typename Wide>
+void launch_fwd(const BiasDropoutAdd& p, cudaStream_t stream) {
+  constexpr int64_t kRows = sizeof(Wide) == 4 ? kVecsInFlight / 2 : kVecsInFlight;
+  constexpr int64_t kTileRows = kThreads / kLanes * kRows, kTileCols = kLanes * kVec;
+  const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
+  const bool aligned = p.cols % kVec == 0 && is_aligned(p.x, 16) && is_aligned(p.bias, 16) &&
+                       is_aligned(p.residual, 16) && is_aligned(p.out, 16);
+  const auto kernel = aligned ? fwd_kernel<T, Wide, true> : fwd_kernel<T, Wide, false>;
+  kernel<<<grid_of((p.rows + kTileRows - 1) / kTileRows, col_tiles), kThreads, 0, stream>>>(
+      p, col_tiles);
+  check_cuda(cudaGetLastError(), "bias_dropout_add_fwd");
+}
+
+template <typename T, typename Wide>
+void launch_bwd(const BiasDropoutAdd& p, cudaStream_t stream) {
+  const int64_t col_tiles = (p.cols + kBwdCols - 1) / kBwdCols;
+  const int64_t row_tiles = (p.rows + kBiasDropoutAddTileRows - 1) / kBiasDropoutAddTileRows;
+  const bool aligned = p.cols % kVec == 0 && is_aligned(p.dout, 16) && is_aligned(p.dx, 16);
+  const auto kernel = aligned ? bwd_kernel<T, Wide, true> : bwd_kernel<T, Wide, false>;
+  kernel<<<grid_of(row_tiles, col_tiles), kBwdThreads, 0, stream>>>(p, col_tiles);
+  check_cuda(cudaGetLastError(), "bias_dropout_add_bwd");
+}
+
+template <typename T, typename Wide>
+void launch(const BiasDropoutAdd& p, cudaStream_t stream) {
+  p.out ? launch_fwd<T, Wide>(p, stream) : launch_bwd<T, Wide>(p, stream);
+}
+
+void run_dtypes(const BiasDropoutAdd& p, cudaStream_t stream) {
+  if (p.mask || p.kept)
+    fail(kApexTeUnsupported, "bias_dropout_add: mask must be None on CUDA, got a tensor");
+  if (p.rows == 0 || p.cols == 0) return;
+  if (p.dtype == DType::kFloat32) return launch<float, float>(p, stream);
+  const bool is_wide = p.wide == DType::kFloat32;
+  if (p.dtype == DType::kFloat16)
+    return is_wide ? launch<Half, float>(p, stream) : launch<Half, Half>(p, stream);
+  return is_wide ? launch<BFloat16, float>(p, stream) : launch<BFloat16, BFloat16>(p, stream);
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(bias_dropout_add_fwd) {
+  using namespace apex_te;
+  const BiasDropoutAdd p = check_bias_dropout_add_fwd(args);
+  const DeviceGuard guard(args.device_id());
+  run_dtypes(p, static_cast<cudaStream_t>(args.stream()));
+}
+
+APEX_TE_DEFINE(bias_dropout_add_bwd) {
+  using namespace apex_te;
+  const BiasDropoutAdd p = check_bias_dropout_add_bwd(args);
+  const DeviceGuard guard(args.device_id());
+  const auto stream = static_cast<cudaStream_t>(args.stream());
+  run_dtypes(p, stream);
+  if (!p.dbias) return;
+  const int64_t lines = (p.rows + kBiasDropoutAddTileRows - 1) / kBiasDropoutAddTileRows;
+  switch (p.bias_dtype) {
+    case DType::kFloat32:
+      return launch_column_sums<float>(p.workspace, lines, p.cols, p.dbias, stream);
+    case DType::kFloat16:
+      return launch_column_sums<Half>(p.workspace, lines, p.cols, p.dbias, stream);
+    default:
+      return launch_column_sums<BFloat16>(p.workspace, lines, p.cols, p.dbias, stream);
+  }
+}

@@ -1,0 +1,9 @@
+"""Builder of bias_dropout_add."""
+
+from .builder import CUDAOpBuilder
+
+
+class BiasDropoutAddBuilder(CUDAOpBuilder):
+    """Bias, dropout and residual addition in one pass."""
+
+    NAME = "bias_dropout_add"

@@ -1,0 +1,9 @@
+"""Builder of rope."""
+
+from .builder import CUDAOpBuilder
+
+
+class RopeBuilder(CUDAOpBuilder):
+    """Rotary position embedding."""
+
+    NAME = "rope"
