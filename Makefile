@@ -25,7 +25,7 @@ help:
 	@echo "make demo       train a small GPT in fp32 and FP8 and compare them"
 	@echo "make test       unit tests and the C++ program"
 	@echo "make test-l1    convergence tests (minutes)"
-	@echo "make bench      benchmarks"
+	@echo "make bench      benchmarks, their tables and charts"
 	@echo "make lint       ruff, clang-format and mypy"
 	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
 	@echo "make clean      remove what the commands write, but not the environment"
@@ -45,8 +45,15 @@ test: env
 test-l1: env
 	$(PY) -m pytest tests/L1
 
+# Without a GPU: what can be measured on a CPU.
 bench: env
-	@set -e; for file in benchmarks/*/bench_*.py; do echo "== $$file"; $(PY) $$file; done
+	@set -e; \
+	if $(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		files="benchmarks/*/bench_*.py benchmarks/summary.py"; \
+	else \
+		files="benchmarks/build/bench_*.py benchmarks/ops/bench_dispatch.py benchmarks/cpu.py"; \
+	fi; \
+	for file in $$files; do echo "== $$file"; $(PY) $$file; done
 
 lint: env
 	ruff check .
