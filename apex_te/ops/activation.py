@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from . import fp8_output, reference_codec
 from .fp8_output import FP8Output
-from .registration import bind
+from .registration import bind, note_written
 
 _fwd = bind("activation", "activation_fwd(Tensor x, Tensor(a!) y, int kind) -> ()")
 _bwd = bind("activation", "activation_bwd(Tensor dy, Tensor x, Tensor(a!) dx, int kind) -> ()")
@@ -162,13 +161,6 @@ def allocate_fp8(
         fp8_output.check_fp8_dtype(op, fp8_dtype)
         return out
     return fp8_output.allocate(op, x, x.shape[0], x.shape[1], fp8_dtype, rowwise, transposed)
-
-
-def note_written(*tensors: torch.Tensor | None) -> None:
-    """Tells autograd that the caller's tensors were overwritten."""
-    given = [t for t in tensors if t is not None]
-    if given and not torch.compiler.is_compiling():
-        increment_version(given)
 
 
 def _number(op: str, kind: str) -> int:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .activation import allocate_fp8, as_matrix, note_written, reference_gelu
+from .activation import allocate_fp8, as_matrix, reference_gelu
 from .fp8_output import FP8Output
-from .registration import bind
+from .registration import bind, note_written
 
 _FP8 = (
     "Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(c!)? amax, "

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
-from .registration import bind
+from .registration import bind, note_written
 
 _fwd = bind(
     "cross_entropy",
@@ -98,8 +97,7 @@ def cross_entropy_fwd(
     """
     loss = logits.new_empty(target.shape, dtype=torch.float32)
     _fwd(logits, target, loss, grad, num_valid, ignore_index, label_smoothing)
-    if grad is not None and not torch.compiler.is_compiling():
-        increment_version(grad)
+    note_written(grad)
     return loss
 
 
@@ -152,8 +150,7 @@ class _CrossEntropy(torch.autograd.Function):
         (grad,) = ctx.saved_tensors
         _bwd(grad, grad_output.reshape(-1).contiguous())
         # A second backward would multiply again: autograd sees the change and refuses.
-        if not torch.compiler.is_compiling():
-            increment_version(grad)
+        note_written(grad)
         return grad.view(ctx.shape), None, None, None, None, None
 
 

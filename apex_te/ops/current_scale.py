@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
 from . import reference_codec, tensor_scale
 from .fp8_output import check_fp8_dtype
-from .registration import bind
+from .registration import bind, note_written
 
 _TAIL = "Tensor(c!) scale, Tensor(d!) scale_inv"
 _fwd = bind(
@@ -88,8 +87,7 @@ def current_scale(
     else:
         scale, scale_inv = tensor_scale.float_scalars(x, 2)
         _cast(x, row, col, amax, scale, scale_inv, eps, pow2)
-    if given and not torch.compiler.is_compiling():
-        increment_version(given)
+    note_written(*given)
     return CurrentScaleOutput(row, col, scale, scale_inv, amax)
 
 

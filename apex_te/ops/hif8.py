@@ -9,10 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
 from . import tensor_scale
-from .registration import bind
+from .registration import bind, note_written
 
 # Where MindSpeed scales amax to: inside the range of 3-bit mantissas, and of 2-bit ones.
 HIF8_15 = 15.0
@@ -88,8 +87,8 @@ def decode(
             f"{list(out.shape)} with strides {list(out.stride())}"
         )
     _decode(codes.contiguous().view(-1), scale_inv, out.view(-1))
-    if given and not torch.compiler.is_compiling():
-        increment_version([out])
+    if given:
+        note_written(out)
     return out
 
 
@@ -127,8 +126,7 @@ def quantize(
     )
     (scale_inv,) = tensor_scale.float_scalars(x, 1)
     _quantize(x, scale, row, col, amax, scale_inv, saturate)
-    if given and not torch.compiler.is_compiling():
-        increment_version(given)
+    note_written(*given)
     return HiF8Output(row, col, scale, scale_inv, amax)
 
 
@@ -179,8 +177,7 @@ def quantize_current(
     else:
         scale, scale_inv = tensor_scale.float_scalars(x, 2)
         _cast(x, row, col, amax, scale, scale_inv, target, eps, pow2, saturate)
-    if given and not torch.compiler.is_compiling():
-        increment_version(given)
+    note_written(*given)
     return HiF8Output(row, col, scale, scale_inv, amax)
 
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from . import reference_codec, tensor_scale
 from .fp8_output import check_fp8_dtype
-from .registration import bind
+from .registration import bind, note_written
 
 Tensors = Sequence[torch.Tensor]
 
@@ -84,8 +84,7 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
     if result is None:
         result = torch.zeros(len(tensors), dtype=torch.float32, device=tensors[0].device)
     _amax(dense(tensors), result)
-    if out is not None and not torch.compiler.is_compiling():
-        increment_version(out)
+    note_written(out)
     return result
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from . import norm_common
 from .norm_common import NormFP8Output, NormGradients, NormOutput
-from .registration import bind
+from .registration import bind, note_written
 
 _fwd = bind(
     "rms_norm",
@@ -127,9 +126,7 @@ def rms_norm_fwd_fp8(
         x, weight, residual, scale, y.rowwise, y.transposed, amax, y.scale_inv, total, rstd,
         float(eps), zero_centered_gamma,
     )  # fmt: skip
-    given = [t for t in (amax, scale_inv) if t is not None]
-    if given and not torch.compiler.is_compiling():
-        increment_version(given)
+    note_written(amax, scale_inv)
     return NormFP8Output(y, None, rstd, total)
 
 

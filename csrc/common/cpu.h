@@ -1,8 +1,8 @@
 // Choice of the instruction set of a CPU kernel at run time.
 //
-// APEX_TE_CPU_VARIANTS(f) defines f_run(args...) from an always-inline template f: one copy
-// compiled for baseline, one for AVX2 + F16C. Contraction is off, so both give the same bits;
-// APEX_TE_CPU_ISA=portable in the environment forces the baseline (a test compares the two).
+// An always-inline loop is compiled into one function for each instruction set. Contraction is off,
+// so all give the same bits; APEX_TE_CPU_ISA in the environment forces a lower one, portable or
+// avx2 (tests compare them).
 #pragma once
 
 #include <cstdlib>

@@ -56,9 +56,10 @@ APEX_TE_INLINE uint32_t amax_of(const float* values, int64_t n) {
   return amax;
 }
 
-// Sum in fp32 by 16 lanes: the same order of additions whatever the instruction set.
+// Sum in fp32 by 64 lanes: the same order of additions whatever the instruction set, and enough
+// lanes that no addition waits for the one before.
 APEX_TE_INLINE float sum_of(const float* values, int64_t n) {
-  constexpr int64_t kLanes = 16;
+  constexpr int64_t kLanes = 64;
   float lanes[kLanes] = {};
   const int64_t whole = n / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes)

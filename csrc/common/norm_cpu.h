@@ -75,10 +75,10 @@ FloatParams float_params(const NormParams& p, int64_t cols) {
           float_param<T>(p.bias, p.is_fp32, 0.0f, cols)};
 }
 
-// y of a row, in `values`, which has room for the padding; `other` is scratch of the same size.
+// y of a row, in `out`; `values` and `other` are scratch with room for the padding.
 template <typename T, bool kLayerNorm>
 APEX_TE_INLINE void fwd_row(const NormFwd& p, const FloatParams& params, int64_t row, float* values,
-                            float* other) {
+                            float* other, float* out) {
   const int64_t n = p.cols;
   widen(static_cast<const T*>(p.x) + row * n, n, values);
   if (p.residual) {
@@ -97,11 +97,14 @@ APEX_TE_INLINE void fwd_row(const NormFwd& p, const FloatParams& params, int64_t
   const float rstd = static_cast<float>(1.0 / std::sqrt(sum_of(values, values, n) / count + p.eps));
   p.rstd[row] = rstd;
   const float *gamma = params.gamma.get(), *bias = params.bias.get();
-  for (int64_t i = 0; i < n; ++i) values[i] *= rstd;
-  if (gamma)
-    for (int64_t i = 0; i < n; ++i) values[i] *= gamma[i];
-  if (bias)
-    for (int64_t i = 0; i < n; ++i) values[i] += bias[i];
+  if (gamma && bias)
+    for (int64_t i = 0; i < n; ++i) out[i] = values[i] * rstd * gamma[i] + bias[i];
+  else if (gamma)
+    for (int64_t i = 0; i < n; ++i) out[i] = values[i] * rstd * gamma[i];
+  else if (bias)
+    for (int64_t i = 0; i < n; ++i) out[i] = values[i] * rstd + bias[i];
+  else
+    for (int64_t i = 0; i < n; ++i) out[i] = values[i] * rstd;
 }
 
 // Rows begin to end, which are at most kFP8ChunkRows for FP8; returns the bits of their amax.
@@ -115,11 +118,17 @@ APEX_TE_INLINE uint32_t fwd_rows(const NormFwd& p, const FloatParams& params, in
   uint8_t* codes = p.rowwise ? p.rowwise + begin * n : scratch.get();
   uint32_t amax = 0;
   for (int64_t row = begin; row < end; ++row) {
-    fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get());
     if (!p.scale) {
-      narrow(values.get(), n, static_cast<T*>(p.y) + row * n);
+      T* y = static_cast<T*>(p.y) + row * n;
+      if constexpr (sizeof(T) == sizeof(float)) {
+        fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get(), y);
+      } else {
+        fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get(), values.get());
+        narrow(values.get(), n, y);
+      }
       continue;
     }
+    fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get(), values.get());
     uint8_t* to = codes + (row - begin) * n;
     const uint32_t found = p.fp8 == DType::kE5M2 ? encode_row<E5M2>(values.get(), n, *p.scale, to)
                                                  : encode_row<E4M3>(values.get(), n, *p.scale, to);
@@ -142,16 +151,24 @@ APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_
     widen(static_cast<const T*>(p.x) + row * n, n, xhat);
     widen(static_cast<const T*>(p.dy) + row * n, n, g);
     const float mean = kLayerNorm ? p.mean[row] : 0.0f, rstd = p.rstd[row];
-    if (kLayerNorm)
-      for (int64_t i = 0; i < n; ++i) xhat[i] = (xhat[i] - mean) * rstd;
-    else
-      for (int64_t i = 0; i < n; ++i) xhat[i] *= rstd;
-    if (line && p.dweight)
-      for (int64_t i = 0; i < n; ++i) line[i] += g[i] * xhat[i];
-    if (line && p.dbias)
-      for (int64_t i = 0; i < n; ++i) line[n + i] += g[i];
-    if (gamma)
-      for (int64_t i = 0; i < n; ++i) g[i] *= gamma[i];
+    // The usual case in one pass, with the same operations of each element.
+    if (gamma && line && p.dweight && (!kLayerNorm || p.dbias)) {
+      for (int64_t i = 0; i < n; ++i) {
+        const float grad = g[i], hat = (kLayerNorm ? xhat[i] - mean : xhat[i]) * rstd;
+        line[i] += grad * hat;
+        if (kLayerNorm) line[n + i] += grad;
+        g[i] = grad * gamma[i];
+        xhat[i] = hat;
+      }
+    } else {
+      for (int64_t i = 0; i < n; ++i) xhat[i] = (kLayerNorm ? xhat[i] - mean : xhat[i]) * rstd;
+      if (line && p.dweight)
+        for (int64_t i = 0; i < n; ++i) line[i] += g[i] * xhat[i];
+      if (line && p.dbias)
+        for (int64_t i = 0; i < n; ++i) line[n + i] += g[i];
+      if (gamma)
+        for (int64_t i = 0; i < n; ++i) g[i] *= gamma[i];
+    }
     const float mean_gx = static_cast<float>(sum_of(g, xhat, n) / static_cast<double>(n));
     const float mean_g =
         kLayerNorm ? static_cast<float>(sum_of(g, nullptr, n) / static_cast<double>(n)) : 0.0f;
@@ -174,6 +191,11 @@ APEX_TE_TARGET_AVX2 uint32_t fwd_rows_avx2(const NormFwd& p, const FloatParams& 
   return fwd_rows<T, kLayerNorm>(p, f, begin, end);
 }
 template <typename T, bool kLayerNorm>
+APEX_TE_TARGET_AVX512 uint32_t fwd_rows_avx512(const NormFwd& p, const FloatParams& f,
+                                               int64_t begin, int64_t end) {
+  return fwd_rows<T, kLayerNorm>(p, f, begin, end);
+}
+template <typename T, bool kLayerNorm>
 void bwd_rows_portable(const NormBwd& p, const FloatParams& f, int64_t begin, int64_t end,
                        float* line) {
   bwd_rows<T, kLayerNorm>(p, f, begin, end, line);
@@ -185,9 +207,17 @@ APEX_TE_TARGET_AVX2 void bwd_rows_avx2(const NormBwd& p, const FloatParams& f, i
 }
 
 template <typename T, bool kLayerNorm>
+APEX_TE_TARGET_AVX512 void bwd_rows_avx512(const NormBwd& p, const FloatParams& f, int64_t begin,
+                                           int64_t end, float* line) {
+  bwd_rows<T, kLayerNorm>(p, f, begin, end, line);
+}
+
+template <typename T, bool kLayerNorm>
 void fwd_all(const NormFwd& p) {
   const FloatParams params = float_params<T>(p.params, p.cols);
-  const auto rows_of = use_avx2() ? fwd_rows_avx2<T, kLayerNorm> : fwd_rows_portable<T, kLayerNorm>;
+  const auto rows_of = use_avx512() ? fwd_rows_avx512<T, kLayerNorm>
+                       : use_avx2() ? fwd_rows_avx2<T, kLayerNorm>
+                                    : fwd_rows_portable<T, kLayerNorm>;
   const int64_t share =
       p.scale ? kFP8ChunkRows
               : std::max<int64_t>(1, (int64_t{1} << 16) / std::max<int64_t>(p.cols, 1));
@@ -210,7 +240,9 @@ void store_gradient(void* out, bool is_fp32, const float* values, int64_t n) {
 template <typename T, bool kLayerNorm>
 void bwd_all(const NormBwd& p) {
   const FloatParams params = float_params<T>(p.params, p.cols);
-  const auto rows_of = use_avx2() ? bwd_rows_avx2<T, kLayerNorm> : bwd_rows_portable<T, kLayerNorm>;
+  const auto rows_of = use_avx512() ? bwd_rows_avx512<T, kLayerNorm>
+                       : use_avx2() ? bwd_rows_avx2<T, kLayerNorm>
+                                    : bwd_rows_portable<T, kLayerNorm>;
   const int64_t share =
       std::max(kLineRows, (p.rows + 1) / std::max<int64_t>(norm_bwd_lines(p.rows, p.cols), 1) + 1);
   const int64_t lines = (p.rows + share - 1) / share;

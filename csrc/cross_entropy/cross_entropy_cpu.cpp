@@ -31,18 +31,19 @@ APEX_TE_INLINE float row_loss_and_grad(const CrossEntropy& p, int64_t row, int64
   const float max = max_of(values, n);
   for (int64_t i = 0; i < n; ++i) values[i] = exp_fast(values[i] - max);
   const float exp_sum = sum_of(values, n);
-  const float lse = max + std::log(exp_sum);
+  // The loss is a difference of larger numbers, and a sum of losses adds up their rounding.
+  const double lse = max + std::log(static_cast<double>(exp_sum));
   if (p.grad) {
     const float inv_sum = 1.0f / exp_sum, smooth = f.smoothing / static_cast<float>(n);
     const float p_target = values[target];
     T* grad = p.grad.data<T>() + row * n;
-    for (int64_t i = 0; i < n; ++i)
-      grad[i] = from_float<T>((values[i] * inv_sum - smooth) * f.factor);
+    for (int64_t i = 0; i < n; ++i) values[i] = (values[i] * inv_sum - smooth) * f.factor;
+    narrow(values, n, grad);
     grad[target] = from_float<T>((p_target * inv_sum - smooth - (1.0f - f.smoothing)) * f.factor);
   }
-  float loss = (1.0f - f.smoothing) * (lse - target_logit);
-  if (f.smoothing != 0.0f) loss += f.smoothing * (lse - total / static_cast<float>(n));
-  return loss;
+  double loss = (1.0 - f.smoothing) * (lse - target_logit);
+  if (f.smoothing != 0.0f) loss += f.smoothing * (lse - total / static_cast<double>(n));
+  return static_cast<float>(loss);
 }
 
 template <typename T>
@@ -57,6 +58,12 @@ APEX_TE_TARGET_AVX2 float row_avx2(const CrossEntropy& p, int64_t row, int64_t t
 }
 
 template <typename T>
+APEX_TE_TARGET_AVX512 float row_avx512(const CrossEntropy& p, int64_t row, int64_t target,
+                                       const RowFactors& f, float* values) {
+  return row_loss_and_grad<T>(p, row, target, f, values);
+}
+
+template <typename T>
 void fwd(const CrossEntropy& p) {
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t t = p.target[row];
@@ -66,7 +73,7 @@ void fwd(const CrossEntropy& p) {
            static_cast<long long>(row), static_cast<long long>(p.cols),
            static_cast<long long>(p.target.ignore_index), static_cast<long long>(t));
   }
-  const auto run_row = use_avx2() ? row_avx2<T> : row_portable<T>;
+  const auto run_row = use_avx512() ? row_avx512<T> : use_avx2() ? row_avx2<T> : row_portable<T>;
   const RowFactors f{p.label_smoothing,
                      p.num_valid ? 1.0f / static_cast<float>(*p.num_valid) : 1.0f};
   parallel_for((p.rows + kRowsPerChunk - 1) / kRowsPerChunk, [&](int64_t chunk) {
