@@ -53,18 +53,6 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// Writes `value` to the block `rank`'s copy of a shared variable, seen there after a cluster_sync.
-// A block must not end while others may still write to it: a cluster_sync comes in between.
-__device__ __forceinline__ void store_remote(float* shared, uint32_t rank, float value) {
-#if APEX_TE_HAS_CLUSTERS
-  uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(rank));
-  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-#else
-  *shared = value;
-#endif
-}
-
 // Writes two values to the block `rank`'s copy of `shared`, where `barrier` counts 8 bytes when
 // they are there. No fence is needed, which a cluster_arrive after stores to global memory waits
 // for.
