@@ -21,10 +21,12 @@ _extend_package_path(__path__)
 
 from . import recipe  # noqa: E402
 from .autocast import fp8_autocast, is_fp8_enabled  # noqa: E402
-from .module import Linear  # noqa: E402
+from .module import LayerNormLinear, LayerNormMLP, Linear  # noqa: E402
 from .state import flush_fp8_state, init_fp8_state  # noqa: E402
 
 __all__ = [
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
     "__version__",
     "flush_fp8_state",

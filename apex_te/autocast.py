@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from .recipe import DelayedScaling, Recipe
-from .state import registry
+from .state import intern, registry
 
 __all__ = ["fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
 
@@ -23,7 +23,9 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 class Region:
     """One entered fp8_autocast, as the modules inside see it."""
 
-    __slots__ = ("calibrating", "enabled", "grad", "in_fp8", "outer", "recipe", "records")
+    __slots__ = (
+        "calibrating", "enabled", "grad", "in_fp8", "outer", "recipe", "recipe_key", "records",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -35,7 +37,8 @@ class Region:
         self.outer = outer
         self.enabled = enabled
         self.calibrating = calibrating
-        self.recipe = recipe
+        # Interned: a compiled region is bound to a recipe's value, not to one of equal objects.
+        self.recipe_key, self.recipe = intern(recipe)
         # Grad mode counts where the outermost region was entered, not where a module runs:
         # a reentrant checkpoint runs its forward under no_grad.
         self.grad: bool = torch.is_grad_enabled() if outer is None else outer.grad

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-__all__ = ["DelayedScaling", "Format", "Recipe"]
+__all__ = [
+    "BlockScaling",
+    "CurrentScaling",
+    "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
+    "Format",
+    "MXFP8BlockScaling",
+    "MXFP8Scaling",
+    "Recipe",
+    "make_recipe",
+]
+
+# Split accumulation of (fprop, dgrad, wgrad).
+GemmFlags = tuple[bool, bool, bool]
 
 
 class FormatValue(NamedTuple):
-    """Largest finite values and element types of a format, forward and backward."""
+    """What an amax is scaled to and the element types of a format, forward and backward."""
 
     max_fwd: float
     max_bwd: float
@@ -22,29 +36,95 @@ class FormatValue(NamedTuple):
 
 
 class Format(enum.Enum):
-    """FP8 element format of a recipe.
+    """Element format of a recipe.
 
     ``E4M3``: E4M3 everywhere; ``E5M2``: E5M2 everywhere; ``HYBRID``: E4M3 for activations and
-    weights, E5M2 for gradients. ``.value.max_fwd`` and ``.value.max_bwd`` are the largest finite
-    values (448 or 57344), ``.value.fwd_dtype`` and ``.value.bwd_dtype`` the torch dtypes.
+    weights, E5M2 for gradients; ``HIF8``: HiFloat8 everywhere, with one scale a tensor.
+    ``.value.max_fwd`` and ``.value.max_bwd`` are what an amax is scaled to: the largest finite
+    value (448 or 57344), for HiF8 15 and 224, which its 3-bit and 2-bit mantissas reach.
+    ``.value.fwd_dtype`` and ``.value.bwd_dtype`` are the torch dtypes of the codes.
     """
 
     E4M3 = FormatValue(448.0, 448.0, torch.float8_e4m3fn, torch.float8_e4m3fn)
     E5M2 = FormatValue(57344.0, 57344.0, torch.float8_e5m2, torch.float8_e5m2)
     HYBRID = FormatValue(448.0, 57344.0, torch.float8_e4m3fn, torch.float8_e5m2)
+    HIF8 = FormatValue(15.0, 224.0, torch.uint8, torch.uint8)
 
 
+@dataclass(frozen=True)
 class Recipe:
-    """Base of all recipes; ``quantizer`` names the module of ``apex_te.quantizer`` to use."""
+    """What all recipes share.
+
+    ``quantizer`` names the module of ``apex_te.quantizer`` to use; ``keeps_state`` says whether
+    scales live on from one region to the next.
+    """
 
     quantizer: ClassVar[str]
+    keeps_state: ClassVar[bool] = False
+    formats: ClassVar[tuple[Format, ...]] = (Format.HYBRID, Format.E4M3)
 
+    def _check_shared(self, fp8_dpa: bool, fp8_mha: bool) -> None:
+        """Checks the arguments that every recipe has."""
+        values: Any = self
+        for name, value in (("fp8_dpa", fp8_dpa), ("fp8_mha", fp8_mha)):
+            if value:
+                raise NotImplementedError(
+                    f"{self._name}: {name} must be False (FP8 attention is not available), "
+                    f"got {value!r}"
+                )
+        self._check_int("interval", values.interval, 1)
+        self._check_format(values.fp8_format)
+        override = self._flags("override_linear_precision")
+        if override not in ((False, False, False), (False, False, True)):
+            raise ValueError(
+                f"{self._name}: override_linear_precision must be (False, False, False) or "
+                f"(False, False, True), got {override}"
+            )
+        self._flags("use_split_accumulator")
 
-def _check_int(name: str, value: object, minimum: int | None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"DelayedScaling: {name} must be an int, got {type(value).__name__}")
-    if minimum is not None and value < minimum:
-        raise ValueError(f"DelayedScaling: {name} must be at least {minimum}, got {value}")
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _check_int(self, name: str, value: object, minimum: int | None) -> None:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{self._name}: {name} must be an int, got {type(value).__name__}")
+        if minimum is not None and value < minimum:
+            raise ValueError(f"{self._name}: {name} must be at least {minimum}, got {value}")
+
+    def _check_bool(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise TypeError(f"{self._name}: {name} must be a bool, got {type(value).__name__}")
+
+    def _check_eps(self, value: object) -> None:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{self._name}: eps must be a float, got {type(value).__name__}")
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(f"{self._name}: eps must be finite and at least 0, got {value}")
+
+    def _check_format(self, value: object) -> None:
+        if not isinstance(value, Format):
+            raise TypeError(
+                f"{self._name}: fp8_format must be a recipe.Format, got {type(value).__name__}"
+            )
+        if value not in self.formats:
+            wanted = " or ".join(f"Format.{f.name}" for f in self.formats)
+            why = " (pure E5M2 training is not supported)" if value is Format.E5M2 else ""
+            raise ValueError(
+                f"{self._name}: fp8_format must be {wanted}{why}, got Format.{value.name}"
+            )
+
+    def _flags(self, name: str) -> GemmFlags:
+        """The three bools of an argument, stored as a tuple."""
+        value: Any = getattr(self, name)
+        if not isinstance(value, (tuple, list)) or not all(isinstance(v, bool) for v in value):
+            raise TypeError(f"{self._name}: {name} must be a tuple of three bools, got {value!r}")
+        if len(value) != 3:
+            raise ValueError(f"{self._name}: {name} must have three bools, got {value!r}")
+        value = tuple(value)
+        object.__setattr__(self, name, value)
+        return value
 
 
 @dataclass(frozen=True)
@@ -66,6 +146,8 @@ class DelayedScaling(Recipe):
         reduce_amax: MAX-reduce the amaxes over the FP8 group before an update.
         first_step: ``"scale_one"`` starts with scale 1; ``"current"`` takes the first scale of
             each tensor from that tensor itself.
+        use_split_accumulator: keep partial sums in fp32 in (fprop, dgrad, wgrad), the opposite of
+            cuBLASLt's fast accumulation.
         fp8_dpa, fp8_mha: not available yet; True raises.
 
     Errors: TypeError for a wrong type or an unknown argument, ValueError for a wrong value,
@@ -78,76 +160,190 @@ class DelayedScaling(Recipe):
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[[torch.Tensor], torch.Tensor] = "max"
     scaling_factor_compute_algo: str | Callable[..., torch.Tensor] | None = None
-    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    override_linear_precision: GemmFlags = (False, False, False)
     reduce_amax: bool = True
     first_step: str = "scale_one"
+    use_split_accumulator: GemmFlags = (False, True, True)
     fp8_dpa: InitVar[bool] = False
     fp8_mha: InitVar[bool] = False
 
     quantizer: ClassVar[str] = "delayed"
+    keeps_state: ClassVar[bool] = True
 
     def __post_init__(self, fp8_dpa: bool, fp8_mha: bool) -> None:
-        for name, value in (("fp8_dpa", fp8_dpa), ("fp8_mha", fp8_mha)):
-            if value:
-                raise NotImplementedError(
-                    f"DelayedScaling: {name} must be False (FP8 attention is not available), "
-                    f"got {value!r}"
-                )
-        _check_int("margin", self.margin, None)
-        _check_int("interval", self.interval, 1)
-        _check_int("amax_history_len", self.amax_history_len, 1)
-        if not isinstance(self.fp8_format, Format):
-            raise TypeError(
-                "DelayedScaling: fp8_format must be a recipe.Format, "
-                f"got {type(self.fp8_format).__name__}"
-            )
-        if self.fp8_format is Format.E5M2:
-            raise ValueError(
-                "DelayedScaling: fp8_format must be Format.HYBRID or Format.E4M3 "
-                "(pure E5M2 training is not supported), got Format.E5M2"
-            )
-        _check_algo("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
+        self._check_shared(fp8_dpa, fp8_mha)
+        self._check_int("margin", self.margin, None)
+        self._check_int("amax_history_len", self.amax_history_len, 1)
+        self._check_algo("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         if self.scaling_factor_compute_algo is not None:
-            _check_algo("scaling_factor_compute_algo", self.scaling_factor_compute_algo, ("pow2",))
-        object.__setattr__(self, "override_linear_precision", self._override())
-        if not isinstance(self.reduce_amax, bool):
-            raise TypeError(
-                f"DelayedScaling: reduce_amax must be a bool, got {type(self.reduce_amax).__name__}"
-            )
+            name = "scaling_factor_compute_algo"
+            self._check_algo(name, self.scaling_factor_compute_algo, ("pow2",))
+        self._check_bool("reduce_amax")
         if self.first_step not in ("scale_one", "current"):
             raise ValueError(
                 'DelayedScaling: first_step must be "scale_one" or "current", '
                 f"got {self.first_step!r}"
             )
 
-    def _override(self) -> tuple[bool, bool, bool]:
-        value: Any = self.override_linear_precision
-        if not isinstance(value, (tuple, list)) or not all(isinstance(v, bool) for v in value):
-            raise TypeError(
-                "DelayedScaling: override_linear_precision must be a tuple of three bools, "
-                f"got {value!r}"
-            )
-        value = tuple(value)
-        if value not in ((False, False, False), (False, False, True)):
-            raise ValueError(
-                "DelayedScaling: override_linear_precision must be (False, False, False) or "
-                f"(False, False, True), got {value}"
-            )
-        return value
-
     @property
     def uses_callables(self) -> bool:
         """True when a user's function takes part in the scale update."""
         return callable(self.amax_compute_algo) or callable(self.scaling_factor_compute_algo)
 
+    @staticmethod
+    def _check_algo(name: str, value: object, names: tuple[str, ...]) -> None:
+        if callable(value):
+            return
+        wanted = " or ".join(f'"{n}"' for n in names)
+        if not isinstance(value, str):
+            raise TypeError(
+                f"DelayedScaling: {name} must be {wanted} or a callable, got {type(value).__name__}"
+            )
+        if value not in names:
+            raise ValueError(
+                f"DelayedScaling: {name} must be {wanted} or a callable, got {value!r}"
+            )
 
-def _check_algo(name: str, value: object, names: tuple[str, ...]) -> None:
-    if callable(value):
-        return
-    wanted = " or ".join(f'"{n}"' for n in names)
-    if not isinstance(value, str):
-        raise TypeError(
-            f"DelayedScaling: {name} must be {wanted} or a callable, got {type(value).__name__}"
-        )
-    if value not in names:
-        raise ValueError(f"DelayedScaling: {name} must be {wanted} or a callable, got {value!r}")
+
+@dataclass(frozen=True)
+class CurrentScaling(Recipe):
+    """Scales each tensor by its own largest magnitude: ``scale = fp8_max / max |x|`` (tensorwise).
+
+    Args:
+        fp8_format: ``Format.HYBRID``, ``Format.E4M3`` or ``Format.HIF8``.
+        pow2: round scales down to powers of two.
+        eps: smallest amax.
+        override_linear_precision, use_split_accumulator, fp8_dpa, fp8_mha: as in
+            ``DelayedScaling``.
+        interval: accepted for interface compatibility; these scales have no interval.
+
+    Errors: as ``DelayedScaling``.
+    """
+
+    _: KW_ONLY
+    fp8_format: Format = Format.HYBRID
+    pow2: bool = False
+    eps: float = 0.0
+    override_linear_precision: GemmFlags = (False, False, False)
+    use_split_accumulator: GemmFlags = (False, True, True)
+    interval: int = 1
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+
+    formats: ClassVar[tuple[Format, ...]] = (Format.HYBRID, Format.E4M3, Format.HIF8)
+
+    def __post_init__(self, fp8_dpa: bool, fp8_mha: bool) -> None:
+        self._check_shared(fp8_dpa, fp8_mha)
+        self._check_bool("pow2")
+        self._check_eps(self.eps)
+
+    @property
+    def quantizer(self) -> str:  # type: ignore[override]
+        """The scaling scheme's file."""
+        return "hif8" if self.fp8_format is Format.HIF8 else "current"
+
+
+@dataclass(frozen=True)
+class BlockScaling(Recipe):
+    """Scales blocks: 1x128 of activations and gradients, 128x128 of weights (DeepSeek-V3).
+
+    Args:
+        fp8_format: ``Format.E4M3`` or ``Format.HYBRID``.
+        pow2: round scales down to powers of two.
+        eps: smallest amax.
+        use_split_accumulator: must stay True; the sums of blocks are always kept in fp32.
+        override_linear_precision, interval, fp8_dpa, fp8_mha: as in ``CurrentScaling``.
+
+    Errors: as ``DelayedScaling``.
+    """
+
+    _: KW_ONLY
+    fp8_format: Format = Format.E4M3
+    pow2: bool = True
+    eps: float = 0.0
+    override_linear_precision: GemmFlags = (False, False, False)
+    use_split_accumulator: GemmFlags = (True, True, True)
+    interval: int = 1
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+
+    quantizer: ClassVar[str] = "block"
+
+    def __post_init__(self, fp8_dpa: bool, fp8_mha: bool) -> None:
+        self._check_shared(fp8_dpa, fp8_mha)
+        self._check_bool("pow2")
+        self._check_eps(self.eps)
+        if self.use_split_accumulator != (True, True, True):
+            raise ValueError(
+                "BlockScaling: use_split_accumulator must be (True, True, True), "
+                f"got {self.use_split_accumulator}"
+            )
+
+
+@dataclass(frozen=True)
+class MXFP8Scaling(Recipe):
+    """Scales every 32 elements along a product's inner dimension by a power of two (OCP MX v1.0).
+
+    Args:
+        fp8_format: ``Format.E4M3`` or ``Format.HYBRID``.
+        rounding: of the scale's exponent: ``"up"`` (nothing saturates) or ``"floor"`` (OCP's).
+        override_linear_precision, use_split_accumulator, interval, fp8_dpa, fp8_mha: as in
+            ``CurrentScaling``.
+
+    Errors: as ``DelayedScaling``.
+    """
+
+    _: KW_ONLY
+    fp8_format: Format = Format.E4M3
+    rounding: str = "up"
+    override_linear_precision: GemmFlags = (False, False, False)
+    use_split_accumulator: GemmFlags = (False, True, True)
+    interval: int = 1
+    fp8_dpa: InitVar[bool] = False
+    fp8_mha: InitVar[bool] = False
+
+    quantizer: ClassVar[str] = "mx"
+
+    def __post_init__(self, fp8_dpa: bool, fp8_mha: bool) -> None:
+        self._check_shared(fp8_dpa, fp8_mha)
+        if self.rounding not in ("up", "floor"):
+            raise ValueError(
+                f'MXFP8Scaling: rounding must be "up" or "floor", got {self.rounding!r}'
+            )
+
+
+Float8CurrentScaling = CurrentScaling
+Float8BlockScaling = BlockScaling
+MXFP8BlockScaling = MXFP8Scaling
+
+_RECIPES: dict[str, type[Recipe]] = {
+    "delayed": DelayedScaling,
+    "tensorwise": CurrentScaling,
+    "blockwise": BlockScaling,
+    "mxfp8": MXFP8Scaling,
+}
+
+
+def make_recipe(name: str, fp8_format: str | None = None, **options: Any) -> Recipe:
+    """A recipe by its command-line names.
+
+    Args:
+        name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"`` or ``"mxfp8"``.
+        fp8_format: ``"e4m3"``, ``"hybrid"`` or ``"hif8"`` (tensorwise only); None: the recipe's own
+            default.
+        options: further arguments of the recipe.
+
+    Errors: ValueError for an unknown name or a format that the recipe does not have.
+    """
+    if name not in _RECIPES:
+        raise ValueError(f"make_recipe: name must be one of {', '.join(_RECIPES)}, got {name!r}")
+    kind = _RECIPES[name]
+    if fp8_format is not None:
+        names = {f.name.lower(): f for f in kind.formats}
+        if fp8_format not in names:
+            raise ValueError(
+                f"make_recipe: fp8_format must be one of {', '.join(names)} with {name!r}, "
+                f"got {fp8_format!r}"
+            )
+        options["fp8_format"] = names[fp8_format]
+    return kind(**options)

@@ -5,18 +5,26 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from .recipe import DelayedScaling
+from .recipe import DelayedScaling, Recipe
 
 if TYPE_CHECKING:
     from .quantizer import QuantizerSets
     from .scale_update import UpdatePlan
 
-__all__ = ["FP8State", "flush_fp8_state", "init_fp8_state", "nonfinite_count", "registry"]
+__all__ = [
+    "FP8State",
+    "flush_fp8_state",
+    "init_fp8_state",
+    "intern",
+    "nonfinite_count",
+    "registry",
+]
 
+# Slots of each GEMM.
 FORWARD_SLOTS = 3  # input, weight, output
 BACKWARD_SLOTS = 2  # grad_output, grad_input
 TENSORS = (
@@ -28,18 +36,38 @@ TENSORS = (
     "amax_history_bwd",
 )
 _resized: set[tuple[int, int]] = set()
+_interned: dict[Recipe, tuple[str, Recipe]] = {}
+_by_key: dict[str, Recipe] = {}
+
+
+def intern(recipe: Recipe) -> tuple[str, Recipe]:
+    """A name for ``recipe``, the same for equal ones, and the first of them."""
+    found = _interned.get(recipe)
+    if found is None:
+        key = f"recipe{len(_interned)}"
+        found = _interned[recipe] = (key, recipe)
+        _by_key[key] = recipe
+    return found
+
+
+@torch._dynamo.assume_constant_result
+def _prepare(state: str, recipe: str, device: str, index: int | None) -> bool:
+    """Adapt a state while torch.compile traces, which could not trace the allocations itself."""
+    where = torch.device(device) if index is None else torch.device(device, index)
+    registry.find(state).adapt(recipe, _by_key[recipe], where)
+    return True
 
 
 class FP8State:
     """Scales and amax histories of one module, fp32, allocated at its first FP8 forward.
 
-    Attributes (``L`` = history length; forward slots: input, weight, output; backward slots:
-    grad_output, grad_input):
-        scale_fwd, scale_inv_fwd: ``[3]``; scale_bwd, scale_inv_bwd: ``[2]``.
-        amax_history_fwd: ``[L, 3]``; amax_history_bwd: ``[L, 2]``. Row 0 is the staging row into
-            which casts write, row 1 the oldest, row ``L - 1`` the newest.
+    Attributes (``L`` = history length, ``G`` = GEMMs of the module; forward slots of a GEMM: input,
+    weight, output; backward slots: grad_output, grad_input):
+        scale_fwd, scale_inv_fwd: ``[3 G]``; scale_bwd, scale_inv_bwd: ``[2 G]``.
+        amax_history_fwd: ``[L, 3 G]``; amax_history_bwd: ``[L, 2 G]``. Row 0 is the staging row
+            into which casts write, row 1 the oldest, row ``L - 1`` the newest.
         first_due: per slot, True while ``first_step="current"`` has still to set its scale.
-        recipe: the recipe of the last forward, or None.
+        recipe: the recipe of the last forward that keeps state, or None.
 
     The tensors keep their addresses from then on, until the module changes device or the
     history its length.
@@ -52,34 +80,57 @@ class FP8State:
     scale_inv_bwd: torch.Tensor
     amax_history_bwd: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, gemms: int = 1) -> None:
+        self.gemms = gemms
         self.allocated = False
         self.device = torch.device("meta")
         self.recipe: DelayedScaling | None = None
-        self.first_due = [True] * (FORWARD_SLOTS + BACKWARD_SLOTS)
-        self._sets: QuantizerSets | None = None
-        registry.add(self)
+        self.first_due = [True] * self.slots
+        self.forget()
+        self.key = registry.add(self)
 
-    def quantizers(self, recipe: DelayedScaling, weight: torch.Tensor) -> QuantizerSets:
-        """The quantizers for ``recipe``; the state is first adapted to it where it is not yet."""
-        sets = self._sets
-        if sets is not None and self.recipe is recipe:
-            return sets
-        return self.adapt(recipe, weight.device)
+    def forget(self) -> None:
+        """Drop the quantizers, which hold views of the tensors and know their device."""
+        self._sets: dict[str, QuantizerSets] = {}
+        self._active_key = ""
+        self._active: QuantizerSets | None = None
 
-    def adapt(self, recipe: DelayedScaling, device: torch.device) -> QuantizerSets:
-        """Allocate on ``device`` or resize for ``recipe``, and rebuild the quantizers."""
+    @property
+    def slots(self) -> int:
+        """Scales of the module, forward and backward."""
+        return (FORWARD_SLOTS + BACKWARD_SLOTS) * self.gemms
+
+    def quantizers(self, key: str, recipe: Recipe, device: torch.device) -> QuantizerSets:
+        """The quantizers for ``recipe``, interned as ``key``; the state is first adapted to it."""
+        if torch.compiler.is_compiling():
+            _prepare(self.key, key, device.type, device.index)
+            return self._sets[key]
+        active = self._active
+        if active is not None and self._active_key == key:
+            return active
+        return self.adapt(key, recipe, device)
+
+    def adapt(self, key: str, recipe: Recipe, device: torch.device) -> QuantizerSets:
+        """Allocate on ``device`` or resize for ``recipe``, and build quantizers it has not yet."""
         from .quantizer import build_quantizers
 
+        if recipe.keeps_state:
+            self._fit(cast(DelayedScaling, recipe), device)
+        sets = self._sets.get(key)
+        if sets is None:
+            sets = self._sets[key] = build_quantizers(recipe, self, device)
+        self._active_key, self._active = key, sets
+        return sets
+
+    def _fit(self, recipe: DelayedScaling, device: torch.device) -> None:
+        """Have tensors of the size that ``recipe`` needs."""
         if not self.allocated or self.device.type == "meta":
             self.allocate(recipe.amax_history_len, device)
         elif self.history_length != recipe.amax_history_len:
             self.resize(recipe.amax_history_len)
-        if self._sets is None or self.recipe != recipe:
-            self._sets = build_quantizers(recipe, self)
+        if self.recipe != recipe:
             registry.changed()
         self.recipe = recipe
-        return self._sets
 
     @property
     def history_length(self) -> int:
@@ -96,12 +147,13 @@ class FP8State:
             return torch.zeros(length, slots, dtype=torch.float32, device=device)
 
         # Inference tensors could not be updated in a later training step.
+        forward, backward = FORWARD_SLOTS * self.gemms, BACKWARD_SLOTS * self.gemms
         with torch.inference_mode(False):
-            self.scale_fwd, self.scale_inv_fwd = ones(FORWARD_SLOTS), ones(FORWARD_SLOTS)
-            self.scale_bwd, self.scale_inv_bwd = ones(BACKWARD_SLOTS), ones(BACKWARD_SLOTS)
-            self.amax_history_fwd = zeros(FORWARD_SLOTS)
-            self.amax_history_bwd = zeros(BACKWARD_SLOTS)
-        self.first_due = [True] * (FORWARD_SLOTS + BACKWARD_SLOTS)
+            self.scale_fwd, self.scale_inv_fwd = ones(forward), ones(forward)
+            self.scale_bwd, self.scale_inv_bwd = ones(backward), ones(backward)
+            self.amax_history_fwd = zeros(forward)
+            self.amax_history_bwd = zeros(backward)
+        self.first_due = [True] * self.slots
         self.allocated = True
         self._replaced()
 
@@ -115,6 +167,7 @@ class FP8State:
 
     def move(self, device: torch.device) -> None:
         """Follow the module to ``device``; nothing is kept across the meta device."""
+        self.forget()
         if not self.allocated or device == self.device:
             return
         if device.type == "meta" or self.device.type == "meta":
@@ -139,17 +192,17 @@ class FP8State:
     def _replaced(self) -> None:
         """Tensors have new addresses: drop every view of the old ones."""
         self.device = self.scale_fwd.device
-        self._sets = None
+        self.forget()
         registry.changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"allocated", "device", "recipe", "first_due", *TENSORS}
+        kept = {"gemms", "allocated", "device", "recipe", "first_due", *TENSORS}
         return {key: value for key, value in self.__dict__.items() if key in kept}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
-        self._sets = None
-        registry.add(self)
+        self.forget()
+        self.key = registry.add(self)
 
 
 def warn_resized(old: int, new: int) -> None:
@@ -181,8 +234,8 @@ class Registry:
         # Reentrant: the garbage collector may drop a state while the lock is held.
         self._lock = threading.RLock()
 
-    def add(self, state: FP8State) -> None:
-        """Register ``state``; it leaves by itself when it dies."""
+    def add(self, state: FP8State) -> str:
+        """Register ``state``, which leaves by itself when it dies; the key that finds it."""
         with self._lock:
             key = self._next
             self._next += 1
@@ -193,6 +246,13 @@ class Registry:
 
             self._states[key] = weakref.ref(state, dropped)
             self._plan = None
+        return str(key)
+
+    def find(self, key: str) -> FP8State:
+        """The living state that ``add`` gave ``key``."""
+        state = self._states[int(key)]()
+        assert state is not None
+        return state
 
     def changed(self) -> None:
         """A state was allocated, moved or given another recipe."""
@@ -200,6 +260,8 @@ class Registry:
 
     def enter_region(self, recipe: Any, group: Any, may_update: bool) -> None:
         """Count a recorded region; before that, update once ``recipe.interval`` have passed."""
+        if not recipe.keeps_state:
+            return
         with self._lock:
             if may_update and self.pending >= recipe.interval:
                 self._update(recipe, group)
@@ -238,16 +300,18 @@ def flush_fp8_state(group: Any = None) -> None:
     registry.flush(group)
 
 
-def init_fp8_state(model: torch.nn.Module, recipe: DelayedScaling | None = None) -> None:
+def init_fp8_state(model: torch.nn.Module, recipe: Recipe | None = None) -> None:
     """Allocate the FP8 state of every module in ``model`` now, before its first forward.
 
     A distributed checkpoint needs it, because it loads only keys that the model already has.
-    State that exists is kept. ``recipe`` gives the history length, default ``DelayedScaling()``.
+    State that exists is kept. ``recipe`` gives the history length, default ``DelayedScaling()``;
+    one that keeps no state allocates nothing.
     """
     recipe = DelayedScaling() if recipe is None else recipe
-    if not isinstance(recipe, DelayedScaling):
+    if not isinstance(recipe, Recipe):
         raise TypeError(
-            f"init_fp8_state: recipe must be a DelayedScaling, got {type(recipe).__name__}"
+            "init_fp8_state: recipe must be a recipe from apex_te.recipe, "
+            f"got {type(recipe).__name__}"
         )
     for module in model.modules():
         init = getattr(module, "_init_fp8_state", None)

@@ -21,7 +21,9 @@ from .state import (
 __all__ = ["load_state", "save_state"]
 
 VERSION = 1
-HEADER_BYTES = 512  # fixed, so that checkpoints of one model always have the same shapes
+# Fixed for a number of GEMMs, so that checkpoints of one model always have the same shapes.
+HEADER_BYTES = 512
+HEADER_BYTES_PER_SLOT = 6
 NAMES = (*TENSORS, "header")
 
 
@@ -31,7 +33,8 @@ def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> Non
         return
     for name in TENSORS:
         destination[prefix + name] = getattr(state, name).detach().clone()
-    destination[prefix + "header"] = _encode(_header(state))
+    size = HEADER_BYTES + HEADER_BYTES_PER_SLOT * state.slots
+    destination[prefix + "header"] = _encode(_header(state), size)
 
 
 def _header(state: FP8State) -> dict[str, Any]:
@@ -56,8 +59,8 @@ def _header(state: FP8State) -> dict[str, Any]:
     return header
 
 
-def _encode(header: dict[str, Any]) -> torch.Tensor:
-    text = json.dumps(header, separators=(",", ":")).encode().ljust(HEADER_BYTES)
+def _encode(header: dict[str, Any], size: int) -> torch.Tensor:
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
@@ -78,12 +81,11 @@ def _decode(blob: torch.Tensor) -> dict[str, Any]:
     return header
 
 
-def _read(header: dict[str, Any]) -> tuple[int, list[bool], DelayedScaling | None]:
+def _read(header: dict[str, Any], slots: int) -> tuple[int, list[bool], DelayedScaling | None]:
     """Pending regions, first steps to come and the recipe, all checked."""
     pending, due = header.get("pending"), header.get("first_due")
     if type(pending) is not int or pending < 0:
         raise ValueError(f"pending must be a count, got {pending!r}")
-    slots = FORWARD_SLOTS + BACKWARD_SLOTS
     if not isinstance(due, list) or len(due) != slots or not all(type(d) is bool for d in due):
         raise ValueError(f"first_due must be {slots} bools, got {due!r}")
     kept = header.get("recipe")
@@ -126,8 +128,8 @@ def load_state(
         missing_keys.extend(absent)
         return
     try:
-        pending, due, recipe = _read(_decode(found["header"]))
-        length = _check_shapes(found)
+        pending, due, recipe = _read(_decode(found["header"]), state.slots)
+        length = _check_shapes(found, state.gemms)
     except ValueError as error:
         error_msgs.append(f"FP8State: {prefix}{error}")
         return
@@ -151,12 +153,12 @@ def load_state(
     registry.pending = pending
 
 
-def _check_shapes(found: dict[str, Any]) -> int:
+def _check_shapes(found: dict[str, Any], gemms: int) -> int:
     """History length of a loaded state whose shapes fit together."""
     history = found["amax_history_fwd"]
     length = history.shape[0] if isinstance(history, torch.Tensor) and history.dim() else 0
     for name in TENSORS:
-        slots = FORWARD_SLOTS if name.endswith("fwd") else BACKWARD_SLOTS
+        slots = gemms * (FORWARD_SLOTS if name.endswith("fwd") else BACKWARD_SLOTS)
         shape = [length, slots] if "history" in name else [slots]
         value = found[name]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():

@@ -1,4 +1,4 @@
-"""QuantizedTensor: FP8 copies of one matrix with the inverse scale that belongs to them."""
+"""QuantizedTensor: low-precision copies of one matrix with the scales that belong to them."""
 
 from __future__ import annotations
 
@@ -8,39 +8,33 @@ __all__ = ["QuantizedTensor"]
 
 
 class QuantizedTensor:
-    """Plain holder of an FP8 matrix; never crosses a public boundary and is no torch.Tensor.
+    """Plain holder of a quantized matrix; never crosses a public boundary and is no torch.Tensor.
 
     Attributes:
-        rowwise: ``[rows, cols]`` in ``dtype``, or None.
-        transposed: ``[cols, rows]`` in ``dtype``, or None.
-        scale_inv: fp32 ``[1]``; value = code * scale_inv. Written with the data, never shared with
-            the live scale, so a later scale update cannot change what the codes mean.
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        rowwise: codes ``[rows, cols]`` in ``dtype``, or None.
+        rowwise_scale_inv: its inverse scales, in the shape of its scaling scheme: value = code *
+            scale_inv. Written with the data, never shared with the live scale, so a later scale
+            update cannot change what the codes mean.
+        transposed: codes ``[cols, rows]`` in ``dtype``, or None.
+        transposed_scale_inv: its inverse scales; the same tensor where one scale serves both.
+        dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.uint8`` (HiF8).
     """
 
-    __slots__ = ("dtype", "rowwise", "scale_inv", "transposed")
+    __slots__ = ("dtype", "rowwise", "rowwise_scale_inv", "transposed", "transposed_scale_inv")
 
     def __init__(
         self,
         rowwise: torch.Tensor | None,
+        rowwise_scale_inv: torch.Tensor | None,
         transposed: torch.Tensor | None,
-        scale_inv: torch.Tensor,
+        transposed_scale_inv: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> None:
         self.rowwise = rowwise
+        self.rowwise_scale_inv = rowwise_scale_inv
         self.transposed = transposed
-        self.scale_inv = scale_inv
+        self.transposed_scale_inv = transposed_scale_inv
         self.dtype = dtype
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """The values as ``[rows, cols]`` in ``dtype``."""
-        if self.rowwise is not None:
-            codes = self.rowwise
-        elif self.transposed is not None:
-            codes = self.transposed.t()
-        else:
-            raise ValueError("QuantizedTensor: rowwise or transposed must be present, got neither")
-        return (codes.to(torch.float32) * self.scale_inv).to(dtype)
 
     def __repr__(self) -> str:
         rowwise = None if self.rowwise is None else tuple(self.rowwise.shape)

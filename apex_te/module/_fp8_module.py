@@ -6,14 +6,18 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
 from ..autocast import graph_task_id, local
-from ..state import FP8State
+from ..state import FP8State, intern
 from ..state_io import NAMES, load_state, save_state
+from ..tensor import QuantizedTensor
+from ._gemm import GemmOptions, as_matrix
+from ._linear_function import HighPrecisionLinearFunction
 
 if TYPE_CHECKING:
-    from ..quantizer import GemmQuantizers, QuantizerSets
-    from ..recipe import DelayedScaling
+    from ..quantizer import GemmQuantizers
+    from ..recipe import Recipe
 
 __all__ = ["FP8Module"]
 
@@ -24,69 +28,183 @@ class Modes:
     """Per-module memory between forwards; slots, because nn.Module's setattr is slow.
 
     ``recompute`` and ``recompute_fp8`` describe the last recorded forward; ``weight_cache`` holds
-    the FP8 weight of ``is_first_microbatch``.
+    the FP8 weights of ``is_first_microbatch`` by GEMM; ``delayed`` the weight gradients to come.
     """
 
-    __slots__ = ("recompute", "recompute_fp8", "weight_cache")
+    __slots__ = ("delayed", "recompute", "recompute_fp8", "weight_cache")
 
     def __init__(self) -> None:
-        self.recompute: GemmQuantizers | None = None
+        self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
-        self.weight_cache: Any = None
+        self.weight_cache: dict[int, tuple[tuple, QuantizedTensor]] = {}
+        self.delayed: list[Callable[[], None]] = []
 
 
 class FP8Module(torch.nn.Module):
-    """Mixin that owns one FP8 state (one GEMM)."""
+    """Mixin that owns one FP8 state for the GEMMs of a module."""
 
     _fp8: FP8State
     _modes: Modes
+    fuse_wgrad_accumulation = False
+    delay_wgrad_compute = False
+    save_original_input = False
 
-    def _make_fp8_state(self) -> None:
+    def _make_fp8_state(self, gemms: int = 1) -> None:
         # Plain attributes, not buffers: DDP would broadcast buffers and half() would cast them.
-        self._fp8 = FP8State()
+        self._fp8 = FP8State(gemms)
         self._modes = Modes()
 
     def _state_device(self) -> torch.device:
-        raise NotImplementedError
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                return parameter.device
+        return self._fp8.device if self._fp8.allocated else torch.device("cpu")
 
-    def _init_fp8_state(self, recipe: DelayedScaling) -> None:
-        if not self._fp8.allocated:
-            self._fp8.adapt(recipe, self._state_device())
+    def _init_fp8_state(self, recipe: Recipe) -> None:
+        if recipe.keeps_state and not self._fp8.allocated:
+            self._fp8.adapt(*intern(recipe), self._state_device())
 
-    def _select(self, weight: torch.Tensor) -> tuple[GemmQuantizers | None, bool, bool]:
+    def _select(self, device: torch.device) -> tuple[tuple[GemmQuantizers, ...] | None, bool, bool]:
         """Quantizers of this forward (None: none), whether it runs in FP8, and if it is recomputed.
 
         Quantizers without FP8 mean calibration: amaxes are staged, the maths stay as they are.
         """
+        compiling = torch.compiler.is_compiling()
         modes = self._modes
-        if graph_task_id() != -1:
+        if not compiling and graph_task_id() != -1:
             return modes.recompute, modes.recompute_fp8, True
         region = local.region
         if region is None:
-            modes.recompute = None
-            modes.recompute_fp8 = False
-            return None, False, False
-        fp8 = region.enabled
-        if not fp8 and not region.calibrating:
-            if region.records:
+            if not compiling:
                 modes.recompute = None
                 modes.recompute_fp8 = False
             return None, False, False
-        sets: QuantizerSets = self._fp8.quantizers(region.recipe, weight)  # type: ignore[arg-type]
+        fp8 = region.enabled
+        if not fp8 and not region.calibrating:
+            if region.records and not compiling:
+                modes.recompute = None
+                modes.recompute_fp8 = False
+            return None, False, False
+        sets = self._fp8.quantizers(region.recipe_key, region.recipe, device)
         if region.records:
-            modes.recompute = sets.recompute
-            modes.recompute_fp8 = fp8
+            if not compiling:
+                modes.recompute = sets.recompute
+                modes.recompute_fp8 = fp8
             return sets.recording, fp8, False
         return (sets.frozen if fp8 else None), fp8, False
 
+    def _compute_dtype(
+        self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
+    ) -> torch.dtype:
+        """The dtype to compute in: torch.autocast's, else that of ``inp`` and of the parameters.
+
+        Raises:
+            TypeError: they differ. ValueError: ``inp`` has not ``features`` columns.
+        """
+        shape = inp.shape
+        if not shape or shape[-1] != features:
+            raise ValueError(
+                f"{type(self).__name__}: inp must have a last dimension of {features}, "
+                f"got {list(shape)}"
+            )
+        device_type = inp.device.type
+        if torch.is_autocast_enabled(device_type):
+            return torch.get_autocast_dtype(device_type)
+        dtype = inp.dtype
+        for parameter in parameters:
+            if parameter is not None and parameter.dtype is not dtype:
+                raise TypeError(
+                    f"{type(self).__name__}: inp must have the dtype of the parameters outside "
+                    f"torch.autocast, {parameter.dtype}, got {dtype}"
+                )
+        return dtype
+
+    def _options(self, is_first_microbatch: bool | None) -> GemmOptions:
+        """How this forward wants its GEMMs."""
+        accumulate = None
+        if self.fuse_wgrad_accumulation:
+            accumulate = is_first_microbatch is not True
+        delayed = self._modes.delayed.append if self.delay_wgrad_compute else None
+        return GemmOptions(accumulate, self.save_original_input, delayed)
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that ``delay_wgrad_compute=True`` left out of backward."""
+        waiting, self._modes.delayed = self._modes.delayed, []
+        for compute in waiting:
+            compute()
+
+    def _linear(
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        options: GemmOptions,
+        quantizers: GemmQuantizers | None,
+    ) -> torch.Tensor:
+        """A plain linear layer; with ``quantizers`` the amaxes are staged (calibration)."""
+        if quantizers is not None:
+            with torch.no_grad():
+                quantizers.input.record(as_matrix(inp))
+                quantizers.weight.record(weight.contiguous())
+        own_wgrad = options.accumulate is not None or options.delayed is not None
+        if own_wgrad and weight.requires_grad and torch.is_grad_enabled():
+            out = HighPrecisionLinearFunction.apply(inp, weight, bias, dtype, options)
+        else:
+            inp, weight = inp.to(dtype), weight.to(dtype)
+            out = functional.linear(inp, weight, None if bias is None else bias.to(dtype))
+        if quantizers is not None and out.requires_grad:
+            grad_output = quantizers.grad_output
+            out.register_hook(lambda grad: grad_output.record(as_matrix(grad.detach())))
+        return out
+
+    def _cached_weight(
+        self, weight: torch.Tensor, quantizers: GemmQuantizers, fill: bool, gemm: int = 0
+    ) -> QuantizedTensor:
+        """Both FP8 copies of ``weight``, made again when asked for or when the weight changed."""
+        sources = self._weight_sources(weight)
+        versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in sources]
+        key = (*versions, type(quantizers.weight), quantizers.weight.dtype)
+        cache = self._modes.weight_cache.get(gemm)
+        if not fill and cache is not None and cache[0] == key:
+            return cache[1]
+        # A later training step may need what an evaluation in inference mode cached.
+        with torch.inference_mode(False), torch.no_grad():
+            quantized, _ = quantizers.weight.quantize(weight.contiguous(), True, True)
+        self._modes.weight_cache[gemm] = (key, quantized)
+        return quantized
+
+    def _weight_sources(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parameters that ``weight`` is made of."""
+        return (weight,)
+
+    def _cached_weights(
+        self,
+        weights: tuple[torch.Tensor, ...],
+        quantizers: tuple[GemmQuantizers, ...],
+        is_first_microbatch: bool | None,
+        recomputed: bool,
+    ) -> tuple[QuantizedTensor | None, ...]:
+        """The cached FP8 copies of each GEMM's weight; None where the user declared no cache."""
+        if is_first_microbatch is None:
+            return (None,) * len(weights)
+        # A recompute repeats the forward that filled the cache.
+        fill = is_first_microbatch and not recomputed
+        return tuple(
+            self._cached_weight(weight, quantizers[gemm], fill, gemm)
+            for gemm, weight in enumerate(weights)
+        )
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
-        self._modes.weight_cache = None
+        self._modes.weight_cache.clear()
         state = self._fp8
         if state.allocated:
-            weight = self._parameters.get("weight")
+            owned = any(p is not None for p in self._parameters.values())
             # Without a parameter the state itself tells where fn sends tensors; dtype never counts.
-            state.move(fn(state.scale_fwd).device if weight is None else weight.device)
+            state.move(self._state_device() if owned else fn(state.scale_fwd).device)
+        else:
+            state.forget()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,7 +236,7 @@ class FP8Module(torch.nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        self._modes.weight_cache = None
+        self._modes.weight_cache.clear()
         own = {prefix + STATE_PREFIX + name for name in NAMES}
         unexpected_keys[:] = [key for key in unexpected_keys if key not in own]
         if not any(key.startswith(prefix) for key in state_dict):

@@ -103,6 +103,29 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     return amax
 
 
+def scale_of(
+    amax: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    *,
+    eps: float = 0.0,
+    pow2: bool = False,
+) -> None:
+    """Writes the scale that `current_scale` takes for `amax`, and its inverse.
+
+    Args:
+        amax, scale, scale_inv: one float32 element each, on one device.
+        fp8_dtype, eps, pow2: as in `current_scale`.
+    """
+    check_fp8_dtype("current_scale", fp8_dtype)
+    # A cast of nothing has no codes to write, but its scale.
+    nothing = amax.new_empty((0, 0))
+    codes = amax.new_empty((0, 0), dtype=fp8_dtype)
+    _cast(nothing, codes, None, amax, scale, scale_inv, eps, pow2)
+    note_written(scale, scale_inv)
+
+
 def reference(
     x: torch.Tensor,
     fp8_dtype: torch.dtype,

@@ -1,4 +1,6 @@
-"""Matrix products of formats without matrix units of their own (MXFP8 before sm_100, HiF8).
+"""Matrix products of formats for which the hardware has no matrix units.
+
+MXFP8 before sm_100, HiF8, and FP8 on GPUs before sm_89 or, in blocks, other than sm_90.
 
 Operands are decoded to bfloat16, in which their values are exact, and multiplied by torch.mm; on
 the CPU, where products in bfloat16 are slow, to float32.
@@ -8,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from . import hif8
+from . import hif8, product_count
+from .block_quantize import block_dequantize
 from .mx_quantize import mx_dequantize
 
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -85,6 +88,45 @@ def hif8_gemm(
     return _multiply(operands, a_scale_inv * b_scale_inv, out, out_dtype, bias, accumulate)
 
 
+def decoded_fp8_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """`fp8_gemm` without FP8 matrix units; arguments, result and errors as there."""
+    _check("decoded_fp8_gemm", a, b, out, out_dtype, bias, accumulate)
+    operands = a.to(_dtype(a)), b.to(_dtype(b))
+    return _multiply(operands, a_scale_inv * b_scale_inv, out, out_dtype, bias, accumulate)
+
+
+def decoded_block_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    a_block_rows: int = 1,
+    b_block_rows: int = 128,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """`block_scaled_gemm` without its matrix units, in float32; arguments and errors as there."""
+    _check("decoded_block_gemm", a, b, out, out_dtype, bias, accumulate)
+    operands = (
+        block_dequantize(a, a_scale_inv, block_rows=a_block_rows, dtype=torch.float32),
+        block_dequantize(b, b_scale_inv, block_rows=b_block_rows, dtype=torch.float32),
+    )
+    return _multiply(operands, None, out, out_dtype, bias, accumulate)
+
+
 def _check(name, a, b, out, out_dtype, bias, accumulate):
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -108,13 +150,17 @@ def _dtype(a: torch.Tensor) -> torch.dtype:
 
 
 def _multiply(operands, scale, out, out_dtype, bias, accumulate):
+    product_count.add()
     a, b = operands
     if out is None:
         out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
     if out.dtype is a.dtype and scale is None and bias is None and not accumulate:
         return torch.mm(a, b.t(), out=out)
     # Whatever follows the product works on its float32 sums, which are rounded once.
-    product = torch.mm(a, b.t(), out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b.t())
+    if a.dtype is torch.float32:
+        product = torch.mm(a, b.t())
+    else:
+        product = torch.mm(a, b.t(), out_dtype=torch.float32)
     if scale is not None:
         product.mul_(scale)
     if bias is not None:

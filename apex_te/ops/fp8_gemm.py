@@ -6,12 +6,11 @@ from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.graph import increment_version
 
 from .. import runtime
-from . import gemm_tuning, reference_codec
+from . import gemm_tuning, product_count, reference_codec
 from .cast_transpose import cast_transpose
-from .registration import register
+from .registration import note_written, register
 
 _lib = runtime.ops("fp8_gemm")
 
@@ -22,13 +21,6 @@ _MULTIPLE = 16
 # It reads the scales of 1x128 blocks in 16-byte units along M.
 _MULTIPLE_OF_M = 4
 _SLICE = 128
-
-_count = 0
-
-
-def fp8_gemm_count() -> int:
-    """Number of FP8 matrix products this process has issued."""
-    return _count
 
 
 def fp8_gemm(
@@ -72,7 +64,7 @@ def fp8_gemm(
     else:
         _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator)
         if is_given:
-            increment_version(out)
+            note_written(out)
     return out if aux is None else (out, aux)
 
 
@@ -119,13 +111,12 @@ def block_scaled_gemm(
     else:
         _run_block(*args)
         if is_given:
-            increment_version(out)
+            note_written(out)
     return out
 
 
 def _prepare(name, a, b, out, out_dtype, bias, accumulate):
     """The output and the bias in its dtype, after the checks that no kernel makes."""
-    global _count
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
@@ -143,11 +134,11 @@ def _prepare(name, a, b, out, out_dtype, bias, accumulate):
         raise ValueError(f"{name}: out must have shape {[rows, cols]}, got {list(out.shape)}")
     if bias is not None:
         bias = bias.to(torch.bfloat16 if out.dtype is torch.float32 else out.dtype)
-    _count += 1
     return out, bias
 
 
 def _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
+    product_count.add()
     if a.shape[1] == 0 or out.numel() == 0:
         _run_empty(out, bias, aux, accumulate)
     elif not a.is_cuda:
@@ -280,6 +271,7 @@ def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate):
 
 
 def _run_block(a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate):
+    product_count.add()
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
     if a.shape[1] == 0 or out.numel() == 0:
         _run_empty(out, bias, None, accumulate)

@@ -6,14 +6,17 @@ import importlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import torch
+
     from ..recipe import Recipe
     from ..state import FP8State
+    from .products import Products
 
 __all__ = ["GemmQuantizers", "QuantizerSets", "build_quantizers"]
 
 
 class GemmQuantizers(NamedTuple):
-    """The quantizers of one GEMM and its gradients.
+    """The quantizers of one GEMM and its gradients, and the products of what they make.
 
     ``weight_again`` records nothing: it casts a weight whose amax was staged in the forward.
     """
@@ -22,22 +25,29 @@ class GemmQuantizers(NamedTuple):
     weight: Any
     weight_again: Any
     grad_output: Any
+    products: Products
     high_precision_wgrad: bool
 
 
 class QuantizerSets(NamedTuple):
-    """The three ways in which a module may quantize.
+    """The three ways in which a module may quantize; one entry for each of its GEMMs.
 
     ``recording`` stages every amax; ``recompute`` repeats a recorded forward, so that only its
     gradients are new; ``frozen`` stages nothing.
     """
 
-    recording: GemmQuantizers
-    recompute: GemmQuantizers
-    frozen: GemmQuantizers
+    recording: tuple[GemmQuantizers, ...]
+    recompute: tuple[GemmQuantizers, ...]
+    frozen: tuple[GemmQuantizers, ...]
 
 
-def build_quantizers(recipe: Recipe, state: FP8State) -> QuantizerSets:
-    """Quantizers of ``recipe`` over the tensors of ``state``."""
+def build_quantizers(recipe: Recipe, state: FP8State, device: torch.device) -> QuantizerSets:
+    """Quantizers of ``recipe`` on ``device``, over the tensors of ``state`` if it keeps any."""
     scheme = importlib.import_module(f"{__name__}.{recipe.quantizer}")
-    return scheme.build_quantizers(recipe, state)
+    return scheme.build_quantizers(recipe, state, device)
+
+
+def stateless_sets(quantizers: GemmQuantizers, gemms: int) -> QuantizerSets:
+    """Sets of a scheme that records nothing: the same quantizers for every GEMM and use."""
+    same = (quantizers,) * gemms
+    return QuantizerSets(same, same, same)

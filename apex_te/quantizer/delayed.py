@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..ops.cast_transpose import cast_transpose
 from ..scale_update import update_scales
+from ..state import BACKWARD_SLOTS, FORWARD_SLOTS
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets
+from .base import Producer, Quantizer, shared_scale
+from .products import FP8Products
 
 if TYPE_CHECKING:
     from ..recipe import DelayedScaling
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DelayedScalingQuantizer", "FirstStep", "build_quantizers"]
 
-# Slots of the state: forward input, weight, output; backward grad_output, grad_input.
+# Slots of a GEMM in the state: forward input, weight, output; backward grad_output, grad_input.
 INPUT, WEIGHT = 0, 1
 GRAD_OUTPUT = 0
 
@@ -43,16 +47,16 @@ class FirstStep:
         self.fp8_max = fp8_max
         self.recipe = recipe
 
-    def run(self, x: torch.Tensor, dtype: torch.dtype) -> None:
-        """Set the scale from ``x`` [rows, cols] on the device; the slot is then done."""
+    def run(self, measure: Callable[[torch.Tensor], object]) -> None:
+        """Set the scale from the amax that ``measure`` writes; the slot is then done."""
         self.due[self.index] = False
-        amax = torch.zeros(1, 1, dtype=torch.float32, device=x.device)
-        cast_transpose(x, self.scale, dtype, rowwise=False, transposed=False, amax=amax[0])
+        amax = torch.zeros(1, 1, dtype=torch.float32, device=self.scale.device)
+        measure(amax[0])
         # A history of one row is this tensor alone: the same formula and guards as an update.
         update_scales([amax], [self.scale], [self.scale_inv], [self.fp8_max], self.recipe, None)
 
 
-class DelayedScalingQuantizer:
+class DelayedScalingQuantizer(Quantizer):
     """Turns a matrix into FP8 with the scale of one state slot.
 
     Args:
@@ -62,7 +66,7 @@ class DelayedScalingQuantizer:
         first: computes the first scale from the data, or None.
     """
 
-    __slots__ = ("amax", "dtype", "first", "scale")
+    __slots__ = ("amax", "first", "scale")
 
     def __init__(
         self,
@@ -84,14 +88,13 @@ class DelayedScalingQuantizer:
         with_dbias: bool = False,
         noop: torch.Tensor | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """FP8 copies of ``x`` [rows, cols] and, with ``with_dbias``, its column sums [cols].
+        """As ``Quantizer.quantize``.
 
-        ``x`` is contiguous fp32, fp16 or bf16; the sums have its dtype. ``noop`` is a device flag:
-        non-zero means that nothing is written.
+        ``noop`` is a device flag: non-zero means that nothing is written.
         """
         first = self.first
         if first is not None and first.due[first.index]:
-            first.run(x, self.dtype)
+            first.run(lambda amax: self._measure(x, amax))
         dtype = self.dtype
         out = cast_transpose(
             x,
@@ -103,21 +106,52 @@ class DelayedScalingQuantizer:
             with_dbias=with_dbias,
             noop=noop,
         )
-        return QuantizedTensor(out[0], out[1], out[2], dtype), out[3]
+        scale_inv = out[2]
+        return QuantizedTensor(out[0], scale_inv, out[1], scale_inv, dtype), out[3]
+
+    def produce(
+        self, producer: Producer, rowwise: bool = True, transposed: bool = True
+    ) -> QuantizedTensor:
+        if not producer.can_fuse:
+            return super().produce(producer, rowwise, transposed)
+        first, scale, dtype = self.first, self.scale, self.dtype
+        if first is not None and first.due[first.index]:
+            first.run(lambda amax: producer.fp8(scale, dtype, False, False, amax))
+        return shared_scale(producer.fp8(scale, dtype, rowwise, transposed, self.amax), dtype)
 
     def record(self, x: torch.Tensor) -> None:
         """Stage max |x| of ``x`` [rows, cols] without quantizing it."""
         first = self.first
         if first is not None and first.due[first.index]:
-            first.run(x, self.dtype)
+            first.run(lambda amax: self._measure(x, amax))
         if self.amax is not None:
-            cast_transpose(
-                x, self.scale, self.dtype, rowwise=False, transposed=False, amax=self.amax
-            )
+            self._measure(x, self.amax)
+
+    def snapshot(self) -> torch.Tensor:
+        return self.scale.clone()
+
+    def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
+        assert snapshot is not None
+        return DelayedScalingQuantizer(self.dtype, snapshot).quantize(x, False, True)[0]
+
+    def _measure(self, x: torch.Tensor, amax: torch.Tensor) -> None:
+        cast_transpose(x, self.scale, self.dtype, rowwise=False, transposed=False, amax=amax)
 
 
-def build_quantizers(recipe: DelayedScaling, state: FP8State) -> QuantizerSets:
-    """The quantizers of one GEMM over the slots of ``state``; views are taken once, here."""
+def build_quantizers(
+    recipe: DelayedScaling, state: FP8State, device: torch.device
+) -> QuantizerSets:
+    """The quantizers over the slots of ``state``; views are taken once, here."""
+    products = FP8Products(recipe.use_split_accumulator, device)
+    gemms = [_build_gemm(recipe, state, products, gemm) for gemm in range(state.gemms)]
+    recording, recompute, frozen = zip(*gemms, strict=True)
+    return QuantizerSets(recording, recompute, frozen)
+
+
+def _build_gemm(
+    recipe: DelayedScaling, state: FP8State, products: FP8Products, gemm: int
+) -> tuple[GemmQuantizers, GemmQuantizers, GemmQuantizers]:
+    """Recording, recompute and frozen quantizers of one GEMM."""
     formats = recipe.fp8_format.value
     fwd = (formats.fwd_dtype, formats.max_fwd, state.scale_fwd, state.scale_inv_fwd)
     bwd = (formats.bwd_dtype, formats.max_bwd, state.scale_bwd, state.scale_inv_bwd)
@@ -137,13 +171,14 @@ def build_quantizers(recipe: DelayedScaling, state: FP8State) -> QuantizerSets:
         recording = DelayedScalingQuantizer(dtype, scale, history[0, index : index + 1], first)
         return recording, DelayedScalingQuantizer(dtype, scale)
 
-    inp, inp_frozen = pair(fwd, state.amax_history_fwd, INPUT, INPUT)
-    weight, weight_frozen = pair(fwd, state.amax_history_fwd, WEIGHT, WEIGHT)
-    forward_slots = state.scale_fwd.numel()
-    grad, grad_frozen = pair(bwd, state.amax_history_bwd, GRAD_OUTPUT, forward_slots + GRAD_OUTPUT)
-    hp_wgrad = recipe.override_linear_precision[2]
-    return QuantizerSets(
-        recording=GemmQuantizers(inp, weight, weight_frozen, grad, hp_wgrad),
-        recompute=GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad, hp_wgrad),
-        frozen=GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad_frozen, hp_wgrad),
+    forward, backward = FORWARD_SLOTS * gemm, BACKWARD_SLOTS * gemm
+    inp, inp_frozen = pair(fwd, state.amax_history_fwd, forward + INPUT, forward + INPUT)
+    weight, weight_frozen = pair(fwd, state.amax_history_fwd, forward + WEIGHT, forward + WEIGHT)
+    slot = backward + GRAD_OUTPUT
+    grad, grad_frozen = pair(bwd, state.amax_history_bwd, slot, state.scale_fwd.numel() + slot)
+    rest = (products, recipe.override_linear_precision[2])
+    return (
+        GemmQuantizers(inp, weight, weight_frozen, grad, *rest),
+        GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad, *rest),
+        GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad_frozen, *rest),
     )

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import apex_te
 from apex_te import recipe
-from apex_te.ops.fp8_gemm import fp8_gemm_count
+from apex_te.ops.product_count import fp8_gemm_count
 
 try:
     from tqdm import tqdm

@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
-from apex_te.ops.fp8_gemm import fp8_gemm_count
+from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling
 from apex_te.state import TENSORS, registry
 

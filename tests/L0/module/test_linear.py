@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from apex_te import Linear, fp8_autocast
-from apex_te.ops.fp8_gemm import fp8_gemm_count
+from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Format
 
 HYBRID = DelayedScaling(amax_history_len=4)

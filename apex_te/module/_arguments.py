@@ -1,0 +1,112 @@
+"""Constructor arguments that several modules share: dtypes, initialisation, parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "INIT_STD",
+    "fill",
+    "parameter",
+    "params_dtype_of",
+    "refuse_parallelism",
+    "split_names",
+]
+
+INIT_STD = 0.023
+_DEFAULTS: dict[str, Any] = {
+    "sequence_parallel": False,
+    "tp_group": None,
+    "tp_size": 1,
+    "get_rng_state_tracker": None,
+    "rng_tracker_name": None,
+    "parallel_mode": None,
+    "set_parallel_mode": False,
+}
+
+
+def refuse_parallelism(owner: str, **arguments: Any) -> None:
+    """Raises NotImplementedError for anything but the default of a parallelism argument."""
+    mode = arguments.get("parallel_mode")
+    if mode not in (None, "column", "row", "Column", "Row"):
+        raise ValueError(f"{owner}: parallel_mode must be None, 'column' or 'row', got {mode!r}")
+    for name, value in arguments.items():
+        default = _DEFAULTS[name]
+        if value is not default and value != default:
+            raise NotImplementedError(
+                f"{owner}: {name} must be {default!r} (parallelism is not available), got {value!r}"
+            )
+
+
+def params_dtype_of(
+    owner: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
+) -> torch.dtype:
+    """The dtype of parameters; ``dtype`` is another name of ``params_dtype``."""
+    if params_dtype is not None and dtype is not None and params_dtype != dtype:
+        raise ValueError(f"{owner}: dtype must equal params_dtype, got {dtype} and {params_dtype}")
+    chosen = params_dtype if params_dtype is not None else dtype
+    chosen = torch.get_default_dtype() if chosen is None else chosen
+    if not isinstance(chosen, torch.dtype):
+        raise TypeError(f"{owner}: params_dtype must be a dtype, got {type(chosen).__name__}")
+    return chosen
+
+
+def parameter(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | int | None
+) -> torch.nn.Parameter:
+    """A parameter with no values yet."""
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def fill(weight: torch.Tensor | None, init_method: Callable[[torch.Tensor], Any] | None) -> None:
+    """Fill a weight by ``init_method``, default N(0, 0.023)."""
+    if weight is None:
+        return
+    with torch.no_grad():
+        if init_method is None:
+            torch.nn.init.normal_(weight, 0.0, INIT_STD)
+        else:
+            init_method(weight)
+
+
+def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[str, int] | None:
+    """Names and rows of the parts of a weight, from names (equal parts) or a dict name -> rows.
+
+    Raises:
+        TypeError: neither names nor a dict. ValueError: the rows do not add up.
+    """
+    if parameters_split is None:
+        return None
+    if isinstance(parameters_split, dict):
+        parts = dict(parameters_split)
+        if not all(isinstance(n, int) and n > 0 for n in parts.values()):
+            raise ValueError(
+                f"{owner}: parameters_split must map names to rows above 0, got {parts}"
+            )
+    elif isinstance(parameters_split, (tuple, list)) and parameters_split:
+        names = list(parameters_split)
+        if len(set(names)) != len(names):
+            raise ValueError(f"{owner}: parameters_split must have unique names, got {names}")
+        rows, rest = divmod(out_features, len(names))
+        if rest:
+            raise ValueError(
+                f"{owner}: parameters_split must divide out_features={out_features}, "
+                f"got {len(names)} names"
+            )
+        parts = dict.fromkeys(names, rows)
+    else:
+        raise TypeError(
+            f"{owner}: parameters_split must be names or a dict of name to rows, "
+            f"got {type(parameters_split).__name__}"
+        )
+    if not all(isinstance(name, str) and name.isidentifier() for name in parts):
+        raise ValueError(f"{owner}: parameters_split must have identifiers, got {list(parts)}")
+    if sum(parts.values()) != out_features:
+        raise ValueError(
+            f"{owner}: parameters_split must have out_features={out_features} rows, "
+            f"got {sum(parts.values())}"
+        )
+    return parts

@@ -1,0 +1,164 @@
+"""The autograd function of a norm and a linear layer in FP8: the norm writes FP8 itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..quantizer import GemmQuantizers
+from ..tensor import QuantizedTensor
+from . import _gemm
+from ._gemm import SAVED, GemmOptions, as_matrix
+from ._linear_function import shaped_output, without_autocast
+from ._producers import NormForward, norm_backward
+
+__all__ = [
+    "LayerNormLinearFunction",
+    "NormOptions",
+    "norm_gradients",
+    "normalized",
+    "residual_output",
+    "saved_norm",
+    "without_autograd",
+]
+
+
+class NormOptions(NamedTuple):
+    """How a module normalises, and what it returns besides its output."""
+
+    is_rms: bool
+    eps: float
+    zero_centered_gamma: bool
+    return_norm: bool  # the norm's result, in high precision
+    return_residual: bool  # what was normalised: the input, or the sum with the residual
+
+
+def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> tuple:
+    """The outputs of ``function.forward`` where no gradient is wanted."""
+    return function.forward(_NoContext(len(inputs)), *inputs, *rest)
+
+
+class _NoContext:
+    """Stands for autograd's ctx: what is saved is dropped."""
+
+    def __init__(self, inputs: int) -> None:
+        self.needs_input_grad = (False,) * inputs
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+def normalized(
+    norm: NormForward, quantizers: GemmQuantizers, keep: bool, options: NormOptions, plain: bool
+) -> tuple[QuantizedTensor, torch.Tensor | None]:
+    """The quantized norm, and the norm in high precision where it is returned or ``plain``."""
+    if not options.return_norm and not plain:
+        return quantizers.input.produce(norm, True, keep), None
+    y = norm.plain()
+    return quantizers.input.quantize(y, True, keep)[0], y
+
+
+def saved_norm(norm: NormForward) -> tuple[torch.Tensor | None, ...]:
+    """What the norm's backward needs."""
+    x = norm.x if norm.residual_sum is None else norm.residual_sum
+    return x, norm.weight, norm.mean, norm.rstd
+
+
+def norm_gradients(
+    ctx: Any, saved: tuple, d_norm: torch.Tensor, extra: Any, d_residual: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the norm's input (in the input's shape), weight and bias.
+
+    ``extra`` is the gradient of the returned norm, ``d_residual`` that of the returned residual.
+    """
+    x, weight, mean, rstd = saved
+    if extra is not None:
+        d_norm = d_norm + extra.reshape(d_norm.shape)
+    if d_residual is not None:
+        d_residual = d_residual.reshape(x.shape)
+    dx, dweight, dbias = norm_backward(
+        d_norm, x, weight, mean, rstd, ctx.norm.zero_centered_gamma, d_residual, *ctx.needs_norm
+    )
+    return dx.view(ctx.input_shape), dweight, dbias
+
+
+def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
+    """What was normalised, in the input's shape, as an output of its own."""
+    if norm.residual_sum is None:
+        return inp.view_as(inp)
+    return norm.residual_sum if inp.dim() == 2 else norm.residual_sum.view(inp.shape)
+
+
+class LayerNormLinearFunction(torch.autograd.Function):
+    """``norm(inp [+ residual]) @ weight.T + bias``; gives (out, norm or None, residual or None)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm_options: NormOptions,
+        quantizers: GemmQuantizers,
+        cached: QuantizedTensor | None,
+        options: GemmOptions,
+    ) -> tuple[torch.Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        need_norm = needs[0] or needs[1] or needs[2] or needs[3]
+        plan = _gemm.gemm_plan(quantizers, weight, need_norm, needs[4], options, cached)
+        rest = None if residual is None else as_matrix(residual)
+        norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
+        needs_plain = needs[4] and not _gemm.keeps_input(plan)
+        quantized, y = normalized(
+            norm, quantizers, _gemm.keeps_input(plan), norm_options, needs_plain
+        )
+        features, rows = weight.shape[0], norm.x.shape[0]
+        out = shaped_output(inp, features, inp.dtype)
+        flat = None if out is None else out.view(rows, features)
+        result = _gemm.multiply(quantizers, quantized, weight, cached, bias, inp.dtype, flat)
+        norm_saved = saved_norm(norm) if need_norm else (None,) * 4
+        ctx.save_for_backward(*_gemm.saved_by(plan, y, quantized, weight, cached), *norm_saved)
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.norm = plan, norm_options
+        ctx.needs_norm = (needs[2], needs[3])
+        ctx.bias_dtype = bias.dtype if bias is not None and needs[5] else None
+        ctx.has_residual = residual is not None
+        ctx.input_shape, ctx.input_dtype = inp.shape, inp.dtype
+        ctx.output_shape = (*inp.shape[:-1], features)
+        ctx.device_type = inp.device.type
+        returned = None
+        if norm_options.return_norm and y is not None:
+            returned = y if inp.dim() == 2 else y.view(inp.shape)
+        total = residual_output(inp, norm) if norm_options.return_residual else None
+        return result if out is None else out, returned, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        return without_autocast(_backward, ctx, *grads)
+
+
+def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
+    plan, saved = ctx.plan, ctx.saved_tensors
+    saved_gemm, saved_norm_tensors = saved[:SAVED], saved[SAVED:]
+    if grad_output is None:
+        grad_output = saved_norm_tensors[0].new_zeros(ctx.output_shape)
+    quantized, grad_weight, grad_bias = _gemm.output_gradients(
+        plan, saved_gemm, as_matrix(grad_output), ctx.bias_dtype
+    )
+    dx = d_gamma = d_beta = None
+    if plan.need_input:
+        d_norm = _gemm.input_gradient(plan, saved_gemm, quantized, ctx.input_dtype)
+        dx, d_gamma, d_beta = norm_gradients(
+            ctx, saved_norm_tensors, d_norm, grad_norm, grad_residual
+        )
+    d_residual = dx if ctx.has_residual else None
+    return dx, d_residual, d_gamma, d_beta, grad_weight, grad_bias, None, None, None, None

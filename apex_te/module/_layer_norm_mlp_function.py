@@ -1,0 +1,153 @@
+"""The autograd function of LayerNormMLP in FP8: no GEMM's FP8 input is written in high precision.
+
+That holds where the scaling scheme knows its scale before the data (delayed scaling) or finds it in
+a pass of its own (current scaling); block scales are found in the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..quantizer import GemmQuantizers
+from ..tensor import QuantizedTensor
+from . import _gemm
+from ._gemm import SAVED, GemmOptions, as_matrix
+from ._layer_norm_linear_function import (
+    NormOptions,
+    norm_gradients,
+    normalized,
+    residual_output,
+    saved_norm,
+)
+from ._linear_function import shaped_output, without_autocast
+from ._producers import ActivationBackward, ActivationForward, NormForward
+
+__all__ = ["LayerNormMLPFunction", "MLPOptions"]
+
+
+class MLPOptions(NamedTuple):
+    """How LayerNormMLP computes, besides its norm."""
+
+    activation: str
+    gemm: GemmOptions
+
+
+class LayerNormMLPFunction(torch.autograd.Function):
+    """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2``.
+
+    Gives (out, norm or None, residual or None).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        w1: torch.Tensor,
+        b1: torch.Tensor | None,
+        w2: torch.Tensor,
+        b2: torch.Tensor | None,
+        norm_options: NormOptions,
+        quantizers: tuple[GemmQuantizers, ...],
+        cached: tuple[QuantizedTensor | None, ...],
+        options: MLPOptions,
+    ) -> tuple[torch.Tensor | None, ...]:
+        needs, dtype = ctx.needs_input_grad, inp.dtype
+        need_norm = needs[0] or needs[1] or needs[2] or needs[3]
+        need_hidden = need_norm or needs[4] or needs[5]
+        (q1, q2), (cached1, cached2) = quantizers, cached
+        plan1 = _gemm.gemm_plan(q1, w1, need_norm, needs[4], options.gemm, cached1)
+        plan2 = _gemm.gemm_plan(q2, w2, need_hidden, needs[6], options.gemm, cached2)
+        keep1, keep2 = _gemm.keeps_input(plan1), _gemm.keeps_input(plan2)
+
+        rest = None if residual is None else as_matrix(residual)
+        norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
+        quantized, y = normalized(norm, q1, keep1, norm_options, needs[4] and not keep1)
+        hidden = _gemm.multiply(q1, quantized, w1, cached1, b1, dtype)
+        saved1 = _gemm.saved_by(plan1, y, quantized, w1, cached1)
+        del quantized
+
+        act = ActivationForward(options.activation, hidden)
+        plain = None
+        if needs[6] and not keep2:
+            plain = act.plain()
+            quantized = q2.input.quantize(plain, True, False)[0]
+        else:
+            quantized = q2.input.produce(act, True, keep2)
+        features, rows = w2.shape[0], norm.x.shape[0]
+        out = shaped_output(inp, features, dtype)
+        flat = None if out is None else out.view(rows, features)
+        result = _gemm.multiply(q2, quantized, w2, cached2, b2, dtype, flat)
+
+        ctx.save_for_backward(
+            *saved1,
+            *_gemm.saved_by(plan2, plain, quantized, w2, cached2),
+            *(saved_norm(norm) if need_norm else (None,) * 4),
+            hidden if need_hidden else None,
+        )
+        ctx.set_materialize_grads(False)
+        ctx.plans, ctx.norm, ctx.activation = (plan1, plan2), norm_options, options.activation
+        ctx.needs_norm = (needs[2], needs[3])
+        ctx.bias_dtypes = (
+            b1.dtype if b1 is not None and needs[5] else None,
+            b2.dtype if b2 is not None and needs[7] else None,
+        )
+        ctx.has_residual = residual is not None
+        ctx.input_shape, ctx.input_dtype = inp.shape, dtype
+        ctx.output_shape = (*inp.shape[:-1], features)
+        ctx.device_type = inp.device.type
+        returned = None
+        if norm_options.return_norm and y is not None:
+            returned = y if inp.dim() == 2 else y.view(inp.shape)
+        total = residual_output(inp, norm) if norm_options.return_residual else None
+        return result if out is None else out, returned, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        return without_autocast(_backward, ctx, *grads)
+
+
+def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
+    saved = ctx.saved_tensors
+    saved1, saved2 = saved[:SAVED], saved[SAVED : 2 * SAVED]
+    norm, hidden = saved[2 * SAVED : -1], saved[-1]
+    (plan1, plan2), (b1_dtype, b2_dtype) = ctx.plans, ctx.bias_dtypes
+    if grad_output is None:
+        grad_output = norm[0].new_zeros(ctx.output_shape)
+    dy = as_matrix(grad_output)
+    quantized, d_w2, d_b2 = _gemm.output_gradients(plan2, saved2, dy, b2_dtype)
+    d_w1 = d_b1 = dx = d_gamma = d_beta = None
+    if plan2.need_input:
+        d_act = _gemm.input_gradient(plan2, saved2, quantized, ctx.input_dtype)
+        d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
+        quantized, plain = _quantized_hidden(plan1, d_hidden)
+        d_b1 = d_hidden.dbias
+        del d_act, d_hidden  # memory: the weight gradients come next
+        if plan1.need_weight:
+            d_w1 = _gemm.weight_gradient(plan1, saved1, plain, quantized)
+        if plan1.need_input:
+            d_norm = _gemm.input_gradient(plan1, saved1, quantized, ctx.input_dtype)
+            dx, d_gamma, d_beta = norm_gradients(ctx, norm, d_norm, grad_norm, grad_residual)
+    if d_b1 is not None and d_b1.dtype is not b1_dtype:
+        d_b1 = d_b1.to(b1_dtype)
+    d_residual = dx if ctx.has_residual else None
+    return dx, d_residual, d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2, None, None, None, None
+
+
+def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
+    """The quantized gradient of the first GEMM's output, and the plain one where it is needed."""
+    quantizer = plan.quantizers.grad_output
+    if not plan.quantizers.high_precision_wgrad:
+        return quantizer.produce(d_hidden, plan.need_input, plan.need_weight), None
+    plain = d_hidden.plain()
+    if d_hidden.with_dbias and d_hidden.dbias is None:
+        d_hidden.dbias = plain.sum(0)
+    if not plan.need_input:
+        return None, plain
+    return quantizer.quantize(plain, True, False)[0], plain

@@ -1,0 +1,167 @@
+"""LayerNormLinear: a norm and a linear layer; in FP8 the norm writes the GEMM's FP8 input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _arguments
+from ._layer_norm_linear_function import LayerNormLinearFunction, without_autograd
+from ._linear_parameters import LinearParameters
+from ._norm_parameters import NormedModule
+
+__all__ = ["LayerNormLinear"]
+
+
+class LayerNormLinear(NormedModule, LinearParameters):
+    """``y = norm(x) @ weight.T + bias``, in FP8 inside an enabled ``fp8_autocast`` region.
+
+    Args:
+        in_features, out_features: sizes; any, multiples of 16 are fastest.
+        eps: added to the variance (the mean square).
+        bias: learn a bias ``[out_features]``.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        zero_centered_gamma: gamma is ``1 + layer_norm_weight``, which starts at 0.
+        return_layernorm_output: return the norm's result too, in the compute dtype.
+        return_bias: return the bias instead of adding it.
+        fuse_wgrad_accumulation, init_method, params_dtype, dtype, parameters_split,
+            delay_wgrad_compute, name, device: as in ``Linear``.
+        sequence_parallel, tp_group, tp_size, get_rng_state_tracker, rng_tracker_name,
+            parallel_mode: not available yet; anything but the default raises NotImplementedError.
+
+    Parameters: ``layer_norm_weight``, ``layer_norm_bias`` ``[in_features]``, ``weight``
+    ``[out_features, in_features]``, ``bias`` ``[out_features]``.
+    Interface and defaults follow TransformerEngine's LayerNormLinear.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        parameters_split: Any = None,
+        delay_wgrad_compute: bool = False,
+        name: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _arguments.refuse_parallelism(
+            "LayerNormLinear",
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            parallel_mode=parallel_mode,
+        )
+        wanted = _arguments.params_dtype_of("LayerNormLinear", params_dtype, dtype)
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bool(bias)
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.init_method = init_method
+        self.name = name
+        self._make_fp8_state()
+        self._make_norm(
+            in_features, eps, normalization, zero_centered_gamma, return_layernorm_output,
+            wanted, device,
+        )  # fmt: skip
+        self._make_linear(parameters_split, wanted, device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gamma 1, beta 0, the weight by ``init_method`` (default N(0, 0.023)), the bias 0."""
+        self.reset_layer_norm_parameters()
+        self._reset_linear()
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Not available yet: raises NotImplementedError for anything but None."""
+        _arguments.refuse_parallelism("LayerNormLinear", tp_group=tp_group)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}, normalization={self.normalization}, eps={self.eps}"
+        )
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Apply the layer to ``inp`` [..., in_features]; gives [..., out_features].
+
+        dtypes and ``is_first_microbatch`` as in ``Linear.forward``. Returns ``out``,
+        ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with ``return_layernorm_output``,
+        ``(out, bias, norm)`` with both.
+
+        Errors: TypeError for a dtype, ValueError for a shape.
+        """
+        return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
+
+    def forward_with_residual(
+        self,
+        inp: torch.Tensor,
+        residual: torch.Tensor | None,
+        is_first_microbatch: bool | None = None,
+        return_residual: bool = True,
+    ) -> tuple[Any, torch.Tensor | None]:
+        """``forward`` of ``inp + residual``, and that sum (``inp`` itself without a residual).
+
+        The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
+        """
+        weight, bias = self._linear_operands()
+        dtype = self._compute_dtype(
+            inp, self.in_features, (self._parameters["layer_norm_weight"], weight, bias)
+        )
+        device_type = inp.device.type
+        applied = None if self.return_bias else bias
+        args = (inp, residual, weight, applied, dtype, is_first_microbatch, return_residual)
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                out, norm, total = self._run(*args)
+        else:
+            out, norm, total = self._run(*args)
+        return self._returned(out, bias, dtype, norm), total
+
+    def _run(
+        self,
+        inp: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        is_first_microbatch: bool | None,
+        return_residual: bool,
+    ) -> tuple[Any, Any, Any]:
+        """The output, the norm's result and what was normalised; None where not asked for."""
+        inp = inp.to(dtype)
+        residual = None if residual is None else residual.to(dtype)
+        sets, fp8, recomputed = self._select(weight.device)
+        options = self._options(is_first_microbatch)
+        if sets is None or not fp8:
+            norm, total = self._plain_norm(inp, residual)
+            quantizers = None if sets is None else sets[0]
+            return self._linear(norm, weight, bias, dtype, options, quantizers), norm, total
+        (cached,) = self._cached_weights((weight,), sets, is_first_microbatch, recomputed)
+        tensors = (inp, residual, *self._norm_operands(dtype), weight, bias)
+        rest = (self._norm_options[return_residual], sets[0], cached, options)
+        if torch.is_grad_enabled():
+            return LayerNormLinearFunction.apply(*tensors, *rest)
+        return without_autograd(LayerNormLinearFunction, tensors, *rest)

@@ -1,0 +1,197 @@
+"""LayerNormMLP: a norm, a linear layer, an activation and a second linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import _arguments
+from ._layer_norm_linear_function import without_autograd
+from ._layer_norm_mlp_function import LayerNormMLPFunction, MLPOptions
+from ._norm_parameters import NormedModule
+from ._producers import ACTIVATIONS, activate, is_gated
+
+__all__ = ["LayerNormMLP"]
+
+_LINEAR = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+
+
+class LayerNormMLP(NormedModule):
+    """``act(norm(x) @ fc1.T + b1) @ fc2.T + b2``, in FP8 inside an enabled ``fp8_autocast`` region.
+
+    Args:
+        hidden_size: features of the input and of the output.
+        ffn_hidden_size: features between the two GEMMs; a gated activation makes FC1 twice as wide.
+        eps: added to the variance (the mean square).
+        bias: learn both biases.
+        normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: ``"gelu"`` (tanh form), ``"qgelu"``, ``"relu"``, ``"srelu"``, ``"silu"``, or
+            gated: ``"geglu"``, ``"glu"``, ``"reglu"``, ``"swiglu"``.
+        init_method, output_layer_init_method: fill FC1's and FC2's weight; default N(0, 0.023).
+        zero_centered_gamma, return_layernorm_output: as in ``LayerNormLinear``.
+        return_bias: return FC2's bias instead of adding it.
+        fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
+            ``Linear``.
+        seq_length, micro_batch_size: accepted for interface compatibility; nothing is warmed up.
+        set_parallel_mode, sequence_parallel, tp_group, tp_size, get_rng_state_tracker: not
+            available yet; anything but the default raises NotImplementedError.
+
+    Parameters: ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight`` ``[ffn (or 2 ffn),
+    hidden]`` (gate first), ``fc1_bias``, ``fc2_weight`` ``[hidden, ffn]``, ``fc2_bias``.
+    Interface and defaults follow TransformerEngine's LayerNormMLP.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[torch.Tensor], Any] | None = None,
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        return_bias: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        params_dtype: torch.dtype | None = None,
+        delay_wgrad_compute: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        set_parallel_mode: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        name: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _arguments.refuse_parallelism(
+            "LayerNormMLP",
+            set_parallel_mode=set_parallel_mode,
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+        )
+        if activation not in ACTIVATIONS:
+            raise ValueError(
+                f"LayerNormMLP: activation must be one of {', '.join(ACTIVATIONS)}, "
+                f"got {activation!r}"
+            )
+        wanted = _arguments.params_dtype_of("LayerNormMLP", params_dtype, dtype)
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.activation = activation
+        self.use_bias = bool(bias)
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.init_method = init_method
+        self.output_layer_init_method = output_layer_init_method
+        self.name = name
+        self._make_fp8_state(gemms=2)
+        self._make_norm(
+            hidden_size, eps, normalization, zero_centered_gamma, return_layernorm_output,
+            wanted, device,
+        )  # fmt: skip
+        inner = ffn_hidden_size * (2 if is_gated(activation) else 1)
+        shapes = ((inner, hidden_size), (inner,), (hidden_size, ffn_hidden_size), (hidden_size,))
+        for parameter, shape in zip(_LINEAR, shapes, strict=True):
+            own = self.use_bias or parameter.endswith("weight")
+            value = _arguments.parameter(shape, wanted, device) if own else None
+            self.register_parameter(parameter, value)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Gamma 1, beta 0, the weights by their init methods (default N(0, 0.023)), biases 0."""
+        self.reset_layer_norm_parameters()
+        _arguments.fill(self._parameters["fc1_weight"], self.init_method)
+        _arguments.fill(self._parameters["fc2_weight"], self.output_layer_init_method)
+        for name in ("fc1_bias", "fc2_bias"):
+            bias = self._parameters[name]
+            if bias is not None:
+                torch.nn.init.zeros_(bias)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Not available yet: raises NotImplementedError for anything but None."""
+        _arguments.refuse_parallelism("LayerNormMLP", tp_group=tp_group)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}, "
+            f"bias={self.use_bias}, normalization={self.normalization}, "
+            f"activation={self.activation}, eps={self.eps}"
+        )
+
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Apply the block to ``inp`` [..., hidden_size]; gives the same shape.
+
+        dtypes and ``is_first_microbatch`` as in ``Linear.forward``. Returns ``out``,
+        ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with ``return_layernorm_output``,
+        ``(out, bias, norm)`` with both.
+
+        Errors: TypeError for a dtype, ValueError for a shape.
+        """
+        return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
+
+    def forward_with_residual(
+        self,
+        inp: torch.Tensor,
+        residual: torch.Tensor | None,
+        is_first_microbatch: bool | None = None,
+        return_residual: bool = True,
+    ) -> tuple[Any, torch.Tensor | None]:
+        """``forward`` of ``inp + residual``, and that sum (``inp`` itself without a residual).
+
+        The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
+        """
+        parameters = self._parameters
+        linear = tuple(getattr(self, name) for name in _LINEAR)
+        dtype = self._compute_dtype(
+            inp, self.hidden_size, (parameters["layer_norm_weight"], *linear)
+        )
+        device_type = inp.device.type
+        args = (inp, residual, linear, dtype, is_first_microbatch, return_residual)
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                out, norm, total = self._run(*args)
+        else:
+            out, norm, total = self._run(*args)
+        return self._returned(out, linear[3], dtype, norm), total
+
+    def _run(
+        self,
+        inp: torch.Tensor,
+        residual: torch.Tensor | None,
+        linear: tuple[Any, ...],
+        dtype: torch.dtype,
+        is_first_microbatch: bool | None,
+        return_residual: bool,
+    ) -> tuple[Any, Any, Any]:
+        """The output, the norm's result and what was normalised; None where not asked for."""
+        w1, b1, w2, b2 = linear
+        b2 = None if self.return_bias else b2
+        inp = inp.to(dtype)
+        residual = None if residual is None else residual.to(dtype)
+        sets, fp8, recomputed = self._select(w1.device)
+        options = self._options(is_first_microbatch)
+        if sets is None or not fp8:
+            q1, q2 = (None, None) if sets is None else sets
+            norm, total = self._plain_norm(inp, residual)
+            hidden = self._linear(norm, w1, b1, dtype, options, q1)
+            hidden = activate(self.activation, hidden)
+            return self._linear(hidden, w2, b2, dtype, options, q2), norm, total
+        cached = self._cached_weights((w1, w2), sets, is_first_microbatch, recomputed)
+        tensors = (inp, residual, *self._norm_operands(dtype), w1, b1, w2, b2)
+        mlp = MLPOptions(self.activation, options)
+        rest = (self._norm_options[return_residual], sets, cached, mlp)
+        if torch.is_grad_enabled():
+            return LayerNormMLPFunction.apply(*tensors, *rest)
+        return without_autograd(LayerNormMLPFunction, tensors, *rest)

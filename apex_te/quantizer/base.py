@@ -1,0 +1,105 @@
+"""What the quantizers have in common: how they take an op's result, and their defaults."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from ..ops.fp8_output import FP8Output
+from ..tensor import QuantizedTensor
+
+__all__ = ["Producer", "Quantizer", "shared_scale"]
+
+
+class Producer(Protocol):
+    """An op whose result is to be quantized.
+
+    Attributes:
+        can_fuse: ``fp8`` exists; otherwise only ``plain``.
+        with_dbias: the column sums of the result are wanted in ``dbias``.
+        dbias: set by ``plain`` or ``fp8`` where the op can, else by the quantizer.
+    """
+
+    can_fuse: bool
+    with_dbias: bool
+    dbias: torch.Tensor | None
+
+    def scalars(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Three fp32 elements on the op's device: a zero, and two without values."""
+
+    def plain(self) -> torch.Tensor:
+        """The result [rows, cols] in high precision."""
+
+    def fp8(
+        self,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        rowwise: bool,
+        transposed: bool,
+        amax: torch.Tensor | None,
+    ) -> FP8Output:
+        """The result quantized with ``scale``; without any output only ``amax`` is folded."""
+
+
+class Quantizer:
+    """Base of the quantizers; a subclass defines ``quantize``."""
+
+    __slots__ = ("dtype",)
+
+    dtype: torch.dtype
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        rowwise: bool = True,
+        transposed: bool = True,
+        with_dbias: bool = False,
+        noop: torch.Tensor | None = None,
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        """Low-precision copies of ``x`` [rows, cols] and, if asked for, its column sums [cols].
+
+        ``x`` is contiguous fp32, fp16 or bf16; the sums have its dtype.
+        """
+        raise NotImplementedError
+
+    def produce(
+        self, producer: Producer, rowwise: bool = True, transposed: bool = True
+    ) -> QuantizedTensor:
+        """Low-precision copies of an op's result, written by the op itself where it can."""
+        x = producer.plain()
+        sums = producer.with_dbias and producer.dbias is None
+        quantized, dbias = self.quantize(x, rowwise, transposed, sums)
+        if sums:
+            producer.dbias = dbias
+        return quantized
+
+    def record(self, x: torch.Tensor) -> None:
+        """Stage what a later scale needs of ``x`` without quantizing it; nothing by default."""
+
+    def dequantize(
+        self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """The values of ``quantized`` [rows, cols] in ``dtype``, from the copy that it has."""
+        if quantized.rowwise is not None:
+            return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
+        if quantized.transposed is None:
+            raise ValueError("dequantize: rowwise or transposed must be present, got neither")
+        return self._decode(quantized.transposed, quantized.transposed_scale_inv, dtype).t()
+
+    def _decode(self, codes: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Values of codes; here with one scale for all."""
+        return (codes.to(torch.float32) * scale_inv).to(dtype)
+
+    def snapshot(self) -> torch.Tensor | None:
+        """What ``requantize`` needs to repeat a cast later; None where the data are enough."""
+        return None
+
+    def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
+        """The transposed copy of ``x`` as ``quantize`` made it when ``snapshot`` was taken."""
+        return self.quantize(x, False, True)[0]
+
+
+def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
+    """Copies of an op's output that has one scale for both layouts."""
+    return QuantizedTensor(out.rowwise, out.scale_inv, out.transposed, out.scale_inv, dtype)
