@@ -50,7 +50,9 @@ class Region:
 
 
 class _Local(threading.local):
-    region: Region | None = None
+    def __init__(self) -> None:
+        # Not a class attribute, which torch.compile would take for a constant.
+        self.region: Region | None = None
 
 
 local = _Local()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..parameter import FP8Parameter, held_copies, plain_values
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 
@@ -19,8 +20,8 @@ __all__ = [
     "input_gradient",
     "keeps_input",
     "multiply",
-    "output_gradients",
     "plain_weight_gradient",
+    "quantized_gradient",
     "saved_by",
     "weight_gradient",
 ]
@@ -96,8 +97,20 @@ def multiply(
 ) -> torch.Tensor:
     """``x @ weight.T + bias``, [rows, out]; the weight is quantized unless ``cached`` is given."""
     if cached is None:
-        cached = quantizers.weight.quantize(weight.contiguous(), True, False)[0]
+        cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
     return quantizers.products.fprop(x, cached, out_dtype, bias, out)
+
+
+def _quantized_weight(
+    quantizers: GemmQuantizers, quantizer: Any, weight: torch.Tensor, transposed: bool
+) -> QuantizedTensor:
+    """One copy of a weight: what it holds if the products read that, else quantized now."""
+    if type(weight) is FP8Parameter:
+        held = held_copies(weight, quantizers, transposed)
+        if held is not None:
+            return held
+    weight = plain_values(weight).contiguous()
+    return quantizer.quantize(weight, not transposed, transposed)[0]
 
 
 def saved_by(
@@ -130,14 +143,19 @@ def saved_by(
 def input_gradient(
     plan: GemmPlan, saved: tuple, dy: QuantizedTensor, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """``dy @ weight``, [rows, in]; ``saved`` is what ``saved_by`` gave."""
+    """``dy @ weight``, [rows, in]; ``saved`` is what ``saved_by`` gave.
+
+    Takes the rowwise copy of ``dy``, whose memory the weight gradient may then have.
+    """
     _, _, w, w_scale = saved
     quantizers = plan.quantizers
     if plan.weight_cached:
         weight = QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
     else:
-        weight = quantizers.weight_again.quantize(w.contiguous(), False, True)[0]
-    return quantizers.products.dgrad(dy, weight, out_dtype)
+        weight = _quantized_weight(quantizers, quantizers.weight_again, w, True)
+    grad = quantizers.products.dgrad(dy, weight, out_dtype)
+    dy.rowwise = None
+    return grad
 
 
 def weight_gradient(
@@ -152,28 +170,26 @@ def weight_gradient(
     )
 
 
-def output_gradients(
-    plan: GemmPlan, saved: tuple, dy: torch.Tensor, bias_dtype: torch.dtype | None
-) -> tuple[Any, torch.Tensor | None, torch.Tensor | None]:
-    """The quantized gradient of a GEMM's output ``dy`` [rows, out], and its weight's and bias's.
+def quantized_gradient(
+    plan: GemmPlan, dy: torch.Tensor, bias_dtype: torch.dtype | None
+) -> tuple[Any, torch.Tensor | None]:
+    """The gradient of a GEMM's output ``dy`` [rows, out], quantized, and that of its bias.
 
     ``bias_dtype`` None: the bias needs none.
     """
     fp8_wgrad = plan.need_weight and not plan.quantizers.high_precision_wgrad
     need_bias = bias_dtype is not None
     quantized: Any = None
-    grad_weight = grad_bias = None
+    grad_bias: torch.Tensor | None = None
     if plan.need_input or fp8_wgrad:
         quantized, grad_bias = plan.quantizers.grad_output.quantize(
             dy, plan.need_input, fp8_wgrad, need_bias
         )
     elif need_bias:
         grad_bias = dy.sum(0)
-    if plan.need_weight:
-        grad_weight = weight_gradient(plan, saved, dy, quantized)
     if grad_bias is not None and grad_bias.dtype is not bias_dtype:
         grad_bias = grad_bias.to(bias_dtype)
-    return quantized, grad_weight, grad_bias
+    return quantized, grad_bias
 
 
 def plain_weight_gradient(

@@ -151,14 +151,15 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     saved_gemm, saved_norm_tensors = saved[:SAVED], saved[SAVED:]
     if grad_output is None:
         grad_output = saved_norm_tensors[0].new_zeros(ctx.output_shape)
-    quantized, grad_weight, grad_bias = _gemm.output_gradients(
-        plan, saved_gemm, as_matrix(grad_output), ctx.bias_dtype
-    )
-    dx = d_gamma = d_beta = None
+    dy = as_matrix(grad_output)
+    quantized, grad_bias = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
+    grad_weight = dx = d_gamma = d_beta = None
     if plan.need_input:
         d_norm = _gemm.input_gradient(plan, saved_gemm, quantized, ctx.input_dtype)
         dx, d_gamma, d_beta = norm_gradients(
             ctx, saved_norm_tensors, d_norm, grad_norm, grad_residual
         )
+    if plan.need_weight:
+        grad_weight = _gemm.weight_gradient(plan, saved_gemm, dy, quantized)
     d_residual = dx if ctx.has_residual else None
     return dx, d_residual, d_gamma, d_beta, grad_weight, grad_bias, None, None, None, None

@@ -121,19 +121,24 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     if grad_output is None:
         grad_output = norm[0].new_zeros(ctx.output_shape)
     dy = as_matrix(grad_output)
-    quantized, d_w2, d_b2 = _gemm.output_gradients(plan2, saved2, dy, b2_dtype)
-    d_w1 = d_b1 = dx = d_gamma = d_beta = None
+    d_out, d_b2 = _gemm.quantized_gradient(plan2, dy, b2_dtype)
+    d_w1 = d_b1 = d_w2 = dx = d_gamma = d_beta = None
+    # Input gradients first: the weights' are made when what they do not need has been freed.
     if plan2.need_input:
-        d_act = _gemm.input_gradient(plan2, saved2, quantized, ctx.input_dtype)
+        d_act = _gemm.input_gradient(plan2, saved2, d_out, ctx.input_dtype)
         d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
         quantized, plain = _quantized_hidden(plan1, d_hidden)
         d_b1 = d_hidden.dbias
-        del d_act, d_hidden  # memory: the weight gradients come next
-        if plan1.need_weight:
-            d_w1 = _gemm.weight_gradient(plan1, saved1, plain, quantized)
+        del d_act, d_hidden
         if plan1.need_input:
             d_norm = _gemm.input_gradient(plan1, saved1, quantized, ctx.input_dtype)
             dx, d_gamma, d_beta = norm_gradients(ctx, norm, d_norm, grad_norm, grad_residual)
+            del d_norm
+        if plan1.need_weight:
+            d_w1 = _gemm.weight_gradient(plan1, saved1, plain, quantized)
+        del quantized, plain
+    if plan2.need_weight:
+        d_w2 = _gemm.weight_gradient(plan2, saved2, dy, d_out)
     if d_b1 is not None and d_b1.dtype is not b1_dtype:
         d_b1 = d_b1.to(b1_dtype)
     d_residual = dx if ctx.has_residual else None

@@ -90,14 +90,15 @@ class LinearFunction(torch.autograd.Function):
 
 def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     plan, saved = ctx.plan, ctx.saved_tensors
-    quantized, grad_weight, grad_bias = _gemm.output_gradients(
-        plan, saved, as_matrix(grad_output), ctx.bias_dtype
-    )
-    grad_input = None
+    dy = as_matrix(grad_output)
+    quantized, grad_bias = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
+    grad_input = grad_weight = None
     if plan.need_input:
         grad_input = _gemm.input_gradient(plan, saved, quantized, ctx.input_dtype)
         if len(ctx.input_shape) != 2:
             grad_input = grad_input.view(ctx.input_shape)
+    if plan.need_weight:
+        grad_weight = _gemm.weight_gradient(plan, saved, dy, quantized)
     return grad_input, grad_weight, grad_bias, None, None, None, None
 
 

@@ -161,7 +161,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
             return self._linear(norm, weight, bias, dtype, options, quantizers), norm, total
         (cached,) = self._cached_weights((weight,), sets, is_first_microbatch, recomputed)
         tensors = (inp, residual, *self._norm_operands(dtype), weight, bias)
-        rest = (self._norm_options[return_residual], sets[0], cached, options)
+        rest = (self._norm_options[1 if return_residual else 0], sets[0], cached, options)
         if torch.is_grad_enabled():
             return LayerNormLinearFunction.apply(*tensors, *rest)
         return without_autograd(LayerNormLinearFunction, tensors, *rest)

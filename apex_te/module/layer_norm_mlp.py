@@ -191,7 +191,7 @@ class LayerNormMLP(NormedModule):
         cached = self._cached_weights((w1, w2), sets, is_first_microbatch, recomputed)
         tensors = (inp, residual, *self._norm_operands(dtype), w1, b1, w2, b2)
         mlp = MLPOptions(self.activation, options)
-        rest = (self._norm_options[return_residual], sets, cached, mlp)
+        rest = (self._norm_options[1 if return_residual else 0], sets, cached, mlp)
         if torch.is_grad_enabled():
             return LayerNormMLPFunction.apply(*tensors, *rest)
         return without_autograd(LayerNormMLPFunction, tensors, *rest)

@@ -3,7 +3,7 @@
 MXFP8 before sm_100, HiF8, and FP8 on GPUs before sm_89 or, in blocks, other than sm_90.
 
 Operands are decoded to bfloat16, in which their values are exact, and multiplied by torch.mm; on
-the CPU, where products in bfloat16 are slow, to float32.
+the CPU, where products in bfloat16 are slow, and blocks, whose scales may be any, to float32.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from . import hif8, product_count
 from .block_quantize import block_dequantize
 from .mx_quantize import mx_dequantize
+from .registration import register
 
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -45,10 +46,8 @@ def mx_gemm(
     Raises:
         TypeError, ValueError: an argument of another dtype, shape or device.
     """
-    _check("mx_gemm", a, b, out, out_dtype, bias, accumulate)
-    dtype = _dtype(a)
-    operands = mx_dequantize(a, a_scale, dtype=dtype), mx_dequantize(b, b_scale, dtype=dtype)
-    return _multiply(operands, None, out, out_dtype, bias, accumulate)
+    out = _prepare("mx_gemm", a, b, out, out_dtype, bias, accumulate)
+    return _issue("mx", a, b, a_scale, b_scale, out, bias, accumulate)
 
 
 def hif8_gemm(
@@ -77,15 +76,13 @@ def hif8_gemm(
     Raises:
         TypeError, ValueError: an argument of another dtype, shape or device.
     """
-    _check("hif8_gemm", a, b, out, out_dtype, bias, accumulate)
+    out = _prepare("hif8_gemm", a, b, out, out_dtype, bias, accumulate)
     for name, scale_inv in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
         if scale_inv.numel() != 1:
             raise ValueError(
                 f"hif8_gemm: {name} must have one element, got {list(scale_inv.shape)}"
             )
-    dtype = _dtype(a)
-    operands = hif8.decode(a, dtype), hif8.decode(b, dtype)
-    return _multiply(operands, a_scale_inv * b_scale_inv, out, out_dtype, bias, accumulate)
+    return _issue("hif8", a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
 def decoded_fp8_gemm(
@@ -100,9 +97,8 @@ def decoded_fp8_gemm(
     accumulate: bool = False,
 ) -> torch.Tensor:
     """`fp8_gemm` without FP8 matrix units; arguments, result and errors as there."""
-    _check("decoded_fp8_gemm", a, b, out, out_dtype, bias, accumulate)
-    operands = a.to(_dtype(a)), b.to(_dtype(b))
-    return _multiply(operands, a_scale_inv * b_scale_inv, out, out_dtype, bias, accumulate)
+    out = _prepare("decoded_fp8_gemm", a, b, out, out_dtype, bias, accumulate)
+    return _issue("fp8", a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
 def decoded_block_gemm(
@@ -119,15 +115,13 @@ def decoded_block_gemm(
     accumulate: bool = False,
 ) -> torch.Tensor:
     """`block_scaled_gemm` without its matrix units, in float32; arguments and errors as there."""
-    _check("decoded_block_gemm", a, b, out, out_dtype, bias, accumulate)
-    operands = (
-        block_dequantize(a, a_scale_inv, block_rows=a_block_rows, dtype=torch.float32),
-        block_dequantize(b, b_scale_inv, block_rows=b_block_rows, dtype=torch.float32),
-    )
-    return _multiply(operands, None, out, out_dtype, bias, accumulate)
+    out = _prepare("decoded_block_gemm", a, b, out, out_dtype, bias, accumulate)
+    kind = f"block {a_block_rows} {b_block_rows}"
+    return _issue(kind, a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
-def _check(name, a, b, out, out_dtype, bias, accumulate):
+def _prepare(name, a, b, out, out_dtype, bias, accumulate):
+    """The output, after the checks that are the same for all formats."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
@@ -143,19 +137,42 @@ def _check(name, a, b, out, out_dtype, bias, accumulate):
         raise TypeError(f"{name}: out must have dtype float32, float16 or bfloat16, got {actual}")
     if bias is not None and list(bias.shape) != shape[1:]:
         raise ValueError(f"{name}: bias must have shape {shape[1:]}, got {list(bias.shape)}")
+    return a.new_empty(shape, dtype=dtype) if out is None else out
 
 
-def _dtype(a: torch.Tensor) -> torch.dtype:
-    return torch.bfloat16 if a.is_cuda else torch.float32
+def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
+    """Run the product; under torch.compile as one op, so that its rounding stays what it is."""
+    if torch.compiler.is_compiling():
+        if kind == "mx":  # inductor knows no float8_e8m0fnu
+            a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
+        torch.ops.apex_te.decoded_gemm(kind, a, b, a_scale, b_scale, out, bias, accumulate)
+    else:
+        _run(kind, a, b, a_scale, b_scale, out, bias, accumulate)
+    return out
 
 
-def _multiply(operands, scale, out, out_dtype, bias, accumulate):
+def _run(kind, a, b, a_scale, b_scale, out, bias, accumulate):
     product_count.add()
-    a, b = operands
-    if out is None:
-        out = a.new_empty((a.shape[0], b.shape[0]), dtype=out_dtype)
+    # A product in bfloat16 would be slow on the CPU, and in blocks inexact for any scale.
+    dtype = torch.bfloat16 if a.is_cuda else torch.float32
+    scale = None
+    if kind == "mx":
+        a, b = (
+            mx_dequantize(x, s.view(torch.float8_e8m0fnu), dtype=dtype)
+            for x, s in ((a, a_scale), (b, b_scale))
+        )
+    elif kind.startswith("block"):
+        rows = (int(n) for n in kind.split()[1:])
+        a, b = (
+            block_dequantize(x, s, block_rows=n, dtype=torch.float32)
+            for x, s, n in zip((a, b), (a_scale, b_scale), rows, strict=True)
+        )
+    else:
+        scale = a_scale * b_scale
+        a, b = (hif8.decode(x, dtype) if kind == "hif8" else x.to(dtype) for x in (a, b))
     if out.dtype is a.dtype and scale is None and bias is None and not accumulate:
-        return torch.mm(a, b.t(), out=out)
+        torch.mm(a, b.t(), out=out)
+        return
     # Whatever follows the product works on its float32 sums, which are rounded once.
     if a.dtype is torch.float32:
         product = torch.mm(a, b.t())
@@ -165,4 +182,14 @@ def _multiply(operands, scale, out, out_dtype, bias, accumulate):
         product.mul_(scale)
     if bias is not None:
         product.add_(bias)
-    return out.add_(product) if accumulate else out.copy_(product)
+    if accumulate:
+        out.add_(product)
+    else:
+        out.copy_(product)
+
+
+register(
+    "decoded_gemm(str kind, Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor(a!) out, "
+    "Tensor? bias, bool accumulate) -> ()",
+    _run,
+)

@@ -7,17 +7,12 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .. import runtime
 from . import reference_codec
 from .fp8_output import check_fp8_dtype, check_out_dtype
-from .registration import bind
+from .registration import register
 
-_quantize = bind(
-    "mx_quantize",
-    "mx_quantize(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_scale, Tensor(c!)? transposed, "
-    "Tensor(d!)? transposed_scale, bool use_floor) -> ()",
-)
-_dequantize = bind("mx_quantize", "mx_dequantize(Tensor codes, Tensor scale, Tensor(a!) out) -> ()")
-
+_lib = runtime.ops("mx_quantize")
 _BLOCK = 32
 _SCALE_DTYPE = torch.float8_e8m0fnu
 
@@ -75,19 +70,45 @@ def mx_quantize(
         raise ValueError("mx_quantize: rowwise or transposed must be asked for")
     else:
         rows, cols = x.shape
+        # Ops of a compiled region see scales as bytes: inductor knows no float8_e8m0fnu.
+        scale_dtype = torch.uint8 if torch.compiler.is_compiling() else _SCALE_DTYPE
 
         def pair(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
             return (
                 x.new_empty((rows, cols), dtype=fp8_dtype),
-                x.new_empty((rows, -(-cols // _BLOCK)), dtype=_SCALE_DTYPE),
+                x.new_empty((rows, -(-cols // _BLOCK)), dtype=scale_dtype),
             )
 
         out = MXQuantized(
             *(pair(rows, cols) if rowwise else (None, None)),
             *(pair(cols, rows) if transposed else (None, None)),
         )
-    _quantize(x.contiguous(), *out, rounding == "floor")
+    x, use_floor = x.contiguous(), rounding == "floor"
+    if not torch.compiler.is_compiling():
+        _lib.mx_quantize(x, *out, use_floor)
+    else:
+        row, row_scale, col, col_scale = out
+        torch.ops.apex_te.mx_quantize(
+            x, row, _as(row_scale, torch.uint8), col, _as(col_scale, torch.uint8), use_floor
+        )
+        out = MXQuantized(row, _as(row_scale, _SCALE_DTYPE), col, _as(col_scale, _SCALE_DTYPE))
     return out
+
+
+def _as(scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    return None if scale is None else scale.view(dtype)
+
+
+def _quantize_to_bytes(x, rowwise, rowwise_scale, transposed, transposed_scale, use_floor):
+    row_scale, col_scale = (_as(s, _SCALE_DTYPE) for s in (rowwise_scale, transposed_scale))
+    _lib.mx_quantize(x, rowwise, row_scale, transposed, col_scale, use_floor)
+
+
+register(
+    "mx_quantize(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_scale, Tensor(c!)? transposed, "
+    "Tensor(d!)? transposed_scale, bool use_floor) -> ()",
+    _quantize_to_bytes,
+)
 
 
 def mx_dequantize(
@@ -110,8 +131,18 @@ def mx_dequantize(
     """
     if out is None:
         out = torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
-    _dequantize(codes.contiguous(), scale, out)
+    if torch.compiler.is_compiling():
+        torch.ops.apex_te.mx_dequantize(codes.contiguous(), scale.view(torch.uint8), out)
+    else:
+        _lib.mx_dequantize(codes.contiguous(), scale, out)
     return out
+
+
+def _dequantize_bytes(codes, scale, out):
+    _lib.mx_dequantize(codes, scale.view(_SCALE_DTYPE), out)
+
+
+register("mx_dequantize(Tensor codes, Tensor scale, Tensor(a!) out) -> ()", _dequantize_bytes)
 
 
 def reference(

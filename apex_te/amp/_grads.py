@@ -1,0 +1,80 @@
+"""Unscaling of gradients, on their device."""
+
+from __future__ import annotations
+
+import torch
+
+from ..ops import multi_tensor
+from ..optimizers._bucket import dense_order
+
+__all__ = ["Flags", "move_grads", "unscale_grads"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Flags:
+    """The scale's inverse, and a flag for each device where gradients are; 1: one is not finite."""
+
+    def __init__(self, inv_scale: torch.Tensor | None) -> None:
+        self._inv_scale = inv_scale
+        self._flags: dict[torch.device, torch.Tensor] = {}
+
+    def scale(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        """output = input / scale for each pair; without a scale only the dtype changes."""
+        by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for x, out in zip(inputs, outputs, strict=True):
+            if x.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"amp.scale_loss: gradients must be dense, got one of layout {x.layout}"
+                )
+            order = dense_order(out)
+            if order is not None:
+                x, out = x.permute(order), out.permute(order)
+            lists = by_device.setdefault(x.device, ([], []))
+            lists[0].append(x)
+            lists[1].append(out)
+        for device, (xs, outs) in by_device.items():
+            if self._inv_scale is None:
+                multi_tensor.scale(xs, outs, 1.0)
+                continue
+            if device not in self._flags:
+                self._flags[device] = torch.zeros((), dtype=torch.float32, device=device)
+            factor = self._inv_scale.to(device, non_blocking=True)
+            multi_tensor.scale(xs, outs, factor, found_inf=self._flags[device])
+
+    def combined(self, device: torch.device) -> torch.Tensor:
+        """One flag on ``device`` for all."""
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        for flag in self._flags.values():
+            total = torch.maximum(total, flag.to(device, non_blocking=True))
+        return total
+
+
+def move_grads(pairs: list[Pair], flags: Flags) -> None:
+    """Unscale each parameter's gradient into its master's, which it is added to; none is left."""
+    pairs = [(param, master) for param, master in pairs if param.grad is not None]
+    grads = [param.grad for param, _ in pairs]
+    fresh = [torch.empty_like(master) for _, master in pairs]
+    flags.scale(grads, fresh)  # type: ignore[arg-type]
+    for (param, master), grad in zip(pairs, fresh, strict=True):
+        param.grad = None
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
+
+
+def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], flags: Flags) -> None:
+    """Unscale gradients in place and add the unscaled ones of before, ``kept`` by id."""
+    grads = []
+    for param in params:
+        if param.grad is not None:
+            if param.grad.layout is torch.strided and not _is_dense(param.grad):
+                param.grad = param.grad.contiguous()
+            grads.append(param.grad)
+    flags.scale(grads, grads)
+    for param in params:
+        before = kept.get(id(param))
+        if before is not None:
+            param.grad = before if param.grad is None else before.add_(param.grad)
+
+
+def _is_dense(grad: torch.Tensor) -> bool:
+    return grad.is_contiguous() or dense_order(grad) is not None

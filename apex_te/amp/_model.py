@@ -1,0 +1,140 @@
+"""What a level does to a model: its forward on the instance, its dtype, its state dict."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from ..autocast import fp8_autocast
+from ..recipe import Recipe
+from .levels import Properties
+
+__all__ = ["prepare_model", "release_model"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """What happens around a forward; None: nothing."""
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+    autocast: torch.dtype | None
+    recipe: Recipe | None
+
+
+class AmpForward:
+    """A model's ``forward`` with casts around it; follows the model into copies and pickles."""
+
+    __slots__ = ("__weakref__", "casts", "handles", "inner", "model", "probe")
+
+    def __init__(self, model: torch.nn.Module, casts: Casts) -> None:
+        self.model = model
+        self.casts = casts
+        # A forward that somebody else had put on the instance.
+        self.inner: Callable[..., Any] | None = model.__dict__.get("forward")
+        self.probe = next(model.parameters(), None)
+        self.handles: list[Any] = []
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self._forward())
+
+    def _forward(self) -> Callable[..., Any]:
+        if self.inner is not None:
+            return self.inner
+        model = self.model
+        return type(model).forward.__get__(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        casts = self.casts
+        if casts.inputs is not None:
+            args = _cast(args, casts.inputs)
+            kwargs = _cast(kwargs, casts.inputs)
+        forward = self._forward()
+        if casts.autocast is not None:
+            device_type = "cpu" if self.probe is None else self.probe.device.type
+            with torch.autocast(device_type, dtype=casts.autocast):
+                out = forward(*args, **kwargs)
+        elif casts.recipe is not None:
+            with fp8_autocast(True, casts.recipe):
+                out = forward(*args, **kwargs)
+        else:
+            out = forward(*args, **kwargs)
+        return out if casts.outputs is None else _cast(out, casts.outputs)
+
+
+def _cast(values: Any, dtype: torch.dtype) -> Any:
+    """``values`` with every floating-point tensor in them in ``dtype``; FP8 stays."""
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.element_size() > 1 else x
+
+    return tree_map_only(torch.Tensor, cast, values)
+
+
+def prepare_model(model: torch.nn.Module, chosen: Properties) -> torch.nn.Module:
+    """Convert, cast and wrap ``model`` in place as ``chosen`` says; returns it."""
+    release_model(model)
+    recipe = None if chosen.make_recipe is None else chosen.make_recipe()
+    if recipe is not None:
+        from ..integrations import from_torch  # not needed otherwise
+
+        model = from_torch(model)
+    dtype, outputs = chosen.cast_model_type, chosen.cast_model_outputs
+    if dtype is not None:
+        _cast_model(model, dtype, bool(chosen.keep_batchnorm_fp32))
+    autocast = chosen.autocast_type if chosen.patch_torch_functions else None
+    casts = Casts(dtype, outputs, autocast, recipe)
+    if casts == Casts(None, None, None, None):
+        return model
+    forward = AmpForward(model, casts)
+    if dtype is not None and dtype is not torch.float32:
+        for module in model.modules():
+            forward.handles.append(module.register_state_dict_post_hook(_float32_state_dict))
+    model.forward = forward
+    return model
+
+
+def release_model(model: torch.nn.Module) -> None:
+    """Take off what an earlier ``prepare_model`` put around ``model``; its dtype stays."""
+    forward = model.__dict__.get("forward")
+    if not isinstance(forward, AmpForward):
+        return
+    for handle in forward.handles:
+        handle.remove()
+    if forward.inner is None:
+        del model.forward
+    else:
+        model.forward = forward.inner
+
+
+def _cast_model(model: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
+    batch_norm = torch.nn.modules.batchnorm._BatchNorm
+
+    def cast(x: torch.Tensor) -> torch.Tensor:
+        return x.to(dtype) if x.is_floating_point() and x.element_size() > 1 else x
+
+    for module in model.modules():
+        if keep_batchnorm and isinstance(module, batch_norm):
+            module._apply(lambda x: x.float() if x.is_floating_point() else x, recurse=False)
+        else:
+            module._apply(cast, recurse=False)
+
+
+def _float32_state_dict(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """State dict hook: 16-bit parameters and buffers leave as float32, FP8 ones as they are."""
+    for name in (*module._parameters, *module._buffers):
+        value = state_dict.get(prefix + name)
+        # A Parameter means keep_vars=True, whose caller wants the very object.
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            is_half = value.dtype in (torch.float16, torch.bfloat16)
+            if is_half and not is_traceable_wrapper_subclass(value):
+                state_dict[prefix + name] = value.float()

@@ -1,0 +1,152 @@
+"""amp.initialize: prepare models and optimizers for mixed precision by one level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ._model import prepare_model, release_model
+from ._optimizer import prepare_optimizer, release_optimizer
+from .levels import Properties, choose, describe
+from .loss import as_optimizers, state
+from .scaler import LossScaler
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    models: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+    *,
+    hysteresis: int = 1,
+) -> Any:
+    """Make models and optimizers compute in mixed precision, in place; ``levels`` has the table.
+
+    Call it once, with the models on their device, before wrapping them in DDP and before loading
+    a checkpoint. A second call replaces the first; weights keep the dtype that they have, unless
+    the level casts them.
+
+    Args:
+        models: a module or a list of modules.
+        optimizers: an optimizer, a list or None.
+        enabled: False leaves everything as it is, and ``scale_loss`` gives the loss itself.
+        opt_level: "O0" to "O7".
+        cast_model_type: dtype of parameters, buffers and inputs.
+        patch_torch_functions: run the forward under torch.autocast; only False overrides.
+        keep_batchnorm_fp32: batch norms keep float32 parameters and buffers; "True" and "False"
+            count as bools.
+        master_weights: the optimizers update float32 copies of 16-bit parameters: their own where
+            they are apex_te's, else copies in their param_groups. Both are in the optimizer's
+            state dict as ``master_param``.
+        loss_scale: "dynamic" or a number, which may come as a string.
+        cast_model_outputs: dtype of floating-point outputs; float32 for a model that is cast.
+        num_losses: how many loss scalers to make, for ``scale_loss(loss_id=...)``.
+        verbosity: 1 prints the chosen properties, 0 nothing.
+        min_loss_scale: floor of a dynamic scale; None is 2**-24.
+        max_loss_scale: its cap.
+        hysteresis: non-finite steps in a row from which on a dynamic scale is halved.
+
+    Returns:
+        ``models`` and, if given, ``optimizers``, each in the form it came.
+
+    Errors: TypeError for a wrong type, ValueError for a value or a combination.
+    """
+    all_models = _as_models(models)
+    all_optimizers = [] if optimizers is None else as_optimizers("amp.initialize", optimizers)
+    _check_count("num_losses", num_losses, 1)
+    _check_count("verbosity", verbosity, 0)
+    if not isinstance(enabled, bool):
+        raise TypeError(f"amp.initialize: enabled must be a bool, got {type(enabled).__name__}")
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+        "cast_model_outputs": cast_model_outputs,
+    }
+    chosen = choose(opt_level, overrides)
+    scalers = [
+        LossScaler(
+            chosen.loss_scale,
+            min_loss_scale=min_loss_scale,
+            max_loss_scale=max_loss_scale,
+            hysteresis=hysteresis,
+        )
+        for _ in range(num_losses)
+    ]
+    if not enabled:
+        for optimizer in all_optimizers:
+            release_optimizer(optimizer)
+        for model in all_models:
+            release_model(model)
+        state.scalers = []
+        return models if optimizers is None else (models, optimizers)
+    _check_params(all_models, opt_level, chosen)
+    if verbosity and _is_first_rank():
+        print(describe(opt_level, chosen))
+    for optimizer in all_optimizers:
+        release_optimizer(optimizer)
+    prepared = [prepare_model(model, chosen) for model in all_models]
+    for optimizer in all_optimizers:
+        prepare_optimizer(optimizer, bool(chosen.master_weights))
+    state.scalers = scalers
+    result = prepared if isinstance(models, (list, tuple)) else prepared[0]
+    return result if optimizers is None else (result, optimizers)
+
+
+def _as_models(models: Any) -> list[torch.nn.Module]:
+    many = list(models) if isinstance(models, (list, tuple)) else [models]
+    for model in many:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"amp.initialize: models must be torch.nn.Module objects, got "
+                f"{type(model).__name__}"
+            )
+        if isinstance(model, (torch.nn.DataParallel, torch.nn.parallel.DistributedDataParallel)):
+            raise ValueError(
+                "amp.initialize: models must be wrapped for data parallelism afterwards, got "
+                f"{type(model).__name__}"
+            )
+    return many
+
+
+def _check_params(models: list[torch.nn.Module], opt_level: str, chosen: Properties) -> None:
+    """A model that the level does not cast must be in float32 already."""
+    if chosen.cast_model_type is not None:
+        return
+    for model in models:
+        for name, param in model.named_parameters():
+            if param.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(
+                    f"amp.initialize: parameters must be float32 with opt_level {opt_level}, got "
+                    f"{param.dtype} for {name}"
+                )
+
+
+def _check_count(name: str, value: Any, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"amp.initialize: {name} must be an int, got {type(value).__name__}")
+    if value < minimum:
+        raise ValueError(f"amp.initialize: {name} must be at least {minimum}, got {value}")
+
+
+def _is_first_rank() -> bool:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return True
+    return distributed.get_rank() == 0

@@ -1,0 +1,226 @@
+"""scale_loss, the state of all loss scalers, and master_params."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..optimizers._base import FusedOptimizer
+from ._grads import Flags, move_grads, unscale_grads
+from ._optimizer import OptimizerAmp, amp_of
+from .scaler import LossScaler
+
+__all__ = ["load_state_dict", "master_params", "scale_loss", "state_dict"]
+
+_PREFIX = "loss_scaler"
+
+
+class _State:
+    """All that is global: the loss scalers of the last ``initialize``; None before it."""
+
+    scalers: list[LossScaler] | None = None
+
+
+state = _State()
+
+
+@contextlib.contextmanager
+def scale_loss(
+    loss: torch.Tensor,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    loss_id: int = 0,
+    model: torch.nn.Module | None = None,
+    delay_unscale: bool = False,
+    delay_overflow_check: bool = False,
+) -> Iterator[torch.Tensor]:
+    """Gives ``loss.float() * scale``; on exit unscales the gradients and moves the scale.
+
+    Gradients are unscaled in float32 into the master weights' where there are such, else in place,
+    and added to those of before. Where one is not finite the next step of all ``optimizers`` is
+    skipped, on the device: ``optimizer.found_inf`` says so to the fused optimizers and to torch's
+    with ``fused=True``; for others the host reads it in ``step``, and waits for the device there.
+
+    Args:
+        loss: a float tensor of one element.
+        optimizers: all those whose parameters the loss reaches.
+        loss_id: which of ``num_losses`` scalers to use.
+        model: not used, as in apex.
+        delay_unscale: leave the gradients scaled; the next block of the same loss unscales them.
+        delay_overflow_check: leave the scale where it is; what was found counts in the next block
+            of the same loss.
+
+    Errors: RuntimeError before ``amp.initialize``, or for an optimizer that it was not given;
+    TypeError for a wrong type, ValueError for an unknown ``loss_id``.
+    """
+    scaler, all_optimizers = _arguments(loss, optimizers, loss_id, model)
+    if scaler is None:
+        yield loss
+        return
+    kept: dict[int, torch.Tensor] = {}
+    amps = [(optimizer, _amp(optimizer)) for optimizer in all_optimizers]
+    for optimizer, amp in amps:
+        _enter(optimizer, amp, scaler, kept)
+    try:
+        yield scaler.scale(loss)
+    except BaseException:
+        for param in (p for o in all_optimizers for g in o.param_groups for p in g["params"]):
+            if id(param) in kept:
+                param.grad = kept[id(param)]
+        raise
+    if delay_unscale:
+        for _, amp in amps:
+            amp.scaled = not scaler.is_one
+        return
+    flags = Flags(None if scaler.is_one else scaler.inv_scale())
+    with torch.no_grad():
+        for optimizer, amp in amps:
+            _unscale(optimizer, amp, scaler, kept, flags)
+        if scaler.dynamic:
+            _report(scaler, all_optimizers, flags.combined(loss.device), delay_overflow_check)
+
+
+def _enter(
+    optimizer: torch.optim.Optimizer,
+    amp: OptimizerAmp,
+    scaler: LossScaler,
+    kept: dict[int, torch.Tensor],
+) -> None:
+    """Put unscaled gradients of before aside, so that the exit unscales new ones alone."""
+    if amp.scaled or (scaler.is_one and not amp.pairs):
+        return
+    amp.refresh()
+    pairs, own = amp.split(optimizer)
+    move_grads(pairs, Flags(None))
+    if scaler.is_one:
+        return
+    for param in own:
+        if param.grad is not None:
+            kept[id(param)] = param.grad
+            param.grad = None
+
+
+def _unscale(
+    optimizer: torch.optim.Optimizer,
+    amp: OptimizerAmp,
+    scaler: LossScaler,
+    kept: dict[int, torch.Tensor],
+    flags: Flags,
+) -> None:
+    amp.scaled = False
+    # A fused optimizer reads gradients that need no unscaling where they are.
+    if scaler.is_one and not amp.pairs:
+        return
+    pairs, own = amp.split(optimizer)
+    move_grads(pairs, flags)
+    if not scaler.is_one:
+        unscale_grads(own, kept, flags)
+
+
+def _report(
+    scaler: LossScaler,
+    optimizers: list[torch.optim.Optimizer],
+    found_inf: torch.Tensor,
+    delayed: bool,
+) -> None:
+    """Hand what was found to the optimizers and, unless delayed, to the scaler."""
+    for optimizer in optimizers:
+        before = getattr(optimizer, "found_inf", None)
+        total = found_inf if before is None else torch.maximum(before, found_inf)
+        optimizer.found_inf = total  # type: ignore[attr-defined]
+    if delayed:
+        scaler.hold(found_inf)
+    else:
+        scaler.update(found_inf)
+
+
+def _arguments(
+    loss: Any, optimizers: Any, loss_id: Any, model: Any
+) -> tuple[LossScaler | None, list[torch.optim.Optimizer]]:
+    if state.scalers is None:
+        raise RuntimeError("amp.scale_loss: amp.initialize must be called before")
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(f"amp.scale_loss: loss must be a tensor, got {type(loss).__name__}")
+    if model is not None and not isinstance(model, torch.nn.Module):
+        raise TypeError(f"amp.scale_loss: model must be a Module, got {type(model).__name__}")
+    if not state.scalers:  # initialize(enabled=False)
+        return None, []
+    if isinstance(loss_id, bool) or not isinstance(loss_id, int):
+        raise TypeError(f"amp.scale_loss: loss_id must be an int, got {type(loss_id).__name__}")
+    if not 0 <= loss_id < len(state.scalers):
+        raise ValueError(
+            f"amp.scale_loss: loss_id must be below num_losses {len(state.scalers)}, got {loss_id}"
+        )
+    return state.scalers[loss_id], as_optimizers("amp.scale_loss", optimizers)
+
+
+def as_optimizers(caller: str, optimizers: Any) -> list[torch.optim.Optimizer]:
+    """A list of optimizers from one or several.
+
+    Errors: TypeError for anything else.
+    """
+    many = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in many:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{caller}: optimizers must be torch.optim.Optimizer objects, "
+                f"got {type(optimizer).__name__}"
+            )
+    return many
+
+
+def _amp(optimizer: torch.optim.Optimizer) -> OptimizerAmp:
+    amp = amp_of(optimizer)
+    if amp is None:
+        raise RuntimeError("amp.scale_loss: optimizers must have gone through amp.initialize")
+    return amp
+
+
+def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """The tensors whose ``.grad`` the next step reads, to clip their gradients, say.
+
+    A master weight where the gradient went to one, else the parameter.
+
+    Errors: TypeError for anything but an optimizer.
+    """
+    (one,) = as_optimizers("amp.master_params", optimizer)
+    for group in one.param_groups:
+        for param in group["params"]:
+            master = one.master_weight(param) if isinstance(one, FusedOptimizer) else None
+            yield param if master is None or master.grad is None else master
+
+
+def state_dict() -> dict[str, Any]:
+    """``{"loss_scaler0": {...}, ...}``: the state of every loss scaler, as numbers.
+
+    Errors: RuntimeError before ``amp.initialize``.
+    """
+    return {f"{_PREFIX}{i}": s.state_dict() for i, s in enumerate(_scalers("state_dict"))}
+
+
+def load_state_dict(state_dict: dict[str, Any]) -> None:
+    """Load what ``state_dict()`` gave, in order; another number of scalers is said, not refused.
+
+    Errors: RuntimeError for unknown keys or before ``amp.initialize``.
+    """
+    scalers = _scalers("load_state_dict")
+    unknown = [key for key in state_dict if _PREFIX not in key]
+    if unknown:
+        raise RuntimeError(
+            f"amp.load_state_dict: state_dict has unexpected keys {', '.join(map(str, unknown))}"
+        )
+    if len(state_dict) != len(scalers):
+        print(
+            f"apex_te.amp: state_dict has {len(state_dict)} loss scalers, num_losses is "
+            f"{len(scalers)}; the first {min(len(state_dict), len(scalers))} are loaded"
+        )
+    for scaler, saved in zip(scalers, state_dict.values(), strict=False):
+        scaler.load_state_dict(saved)
+
+
+def _scalers(function: str) -> list[LossScaler]:
+    if state.scalers is None:
+        raise RuntimeError(f"amp.{function}: amp.initialize must be called before")
+    return state.scalers

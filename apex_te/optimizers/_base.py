@@ -1,0 +1,354 @@
+"""What the fused optimizers share: states, master weights, device scalars, saving and loading."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from ._bucket import MASTER, STEP, Bucket, State, empty_state, has_master, needs_copy, new_master
+from ._bucket import partition as _partition
+from ._scalars import Scalars
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+_OPTIONS = ("capturable", "master_weights", "set_grad_none", "_moment_dtypes")
+
+
+class Work(NamedTuple):
+    """One launch of a step."""
+
+    group: dict[str, Any]
+    bucket: Bucket
+    grads: list[torch.Tensor]
+
+
+class _Kept:
+    """A tensor on its way through ``Optimizer.load_state_dict``, which would cast a bare one."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of the fused optimizers; see ``FusedAdam`` for what the arguments mean."""
+
+    # torch.amp.GradScaler leaves unscaling and skipping to step(), so nothing waits for the device.
+    _step_supports_amp_scaling = True
+    _required_state: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        capturable: bool,
+        master_weights: bool,
+        master_weight_dtype: torch.dtype,
+        set_grad_none: bool,
+        moment_dtypes: dict[str, torch.dtype],
+    ) -> None:
+        self._check("master_weight_dtype", master_weight_dtype, (torch.float32,))
+        for name, dtype in moment_dtypes.items():
+            self._check(f"{name}_dtype", dtype, _MOMENT_DTYPES)
+        self.capturable = capturable
+        self.master_weights = master_weights
+        self.set_grad_none = set_grad_none
+        self._moment_dtypes = moment_dtypes
+        self._plans: dict[int, Any] = {}
+        super().__init__(params, defaults)
+
+    # What each optimizer defines.
+
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the moments that a group keeps."""
+        return tuple(self._moment_dtypes)
+
+    def _counts_steps(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        for name in ("lr", "weight_decay", "eps"):
+            if name in group and not isinstance(group[name], torch.Tensor):
+                self._at_least_zero(name, group[name])
+        for beta in group.get("betas", ()):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"{self._name}: betas must be at least 0 and below 1, got {beta}")
+
+    def _update(self, work: list[Work], scalars: Scalars) -> None:
+        raise NotImplementedError
+
+    # The step.
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Update the parameters that have a gradient; the same for every fused optimizer.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scaler: keyword only; a ``torch.amp.GradScaler`` whose scale divides the gradients
+                and whose finding of non-finite ones skips the step, both on the device.
+                ``scaler.step(optimizer)`` does the same.
+
+        Returns:
+            What ``closure`` returned, else None.
+
+        Errors: NotImplementedError for a sparse gradient; TypeError for an unknown argument.
+        """
+        # Not in the signature: GradScaler would hand itself over, and warn that it stops doing so.
+        grad_scaler = options.pop("grad_scaler", None)
+        if options:
+            raise TypeError(f"{self._name}: step has no argument {next(iter(options))!r}")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            scalars = Scalars.of(self, grad_scaler)
+            work = [
+                Work(group, bucket, bucket.grads())
+                for index, group in enumerate(self.param_groups)
+                for bucket in self._buckets(index, group)
+            ]
+            self._update(work, scalars)
+        return loss
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, or zero them, as ``set_grad_none`` says unless given here."""
+        to_none = self.set_grad_none if set_to_none is None else set_to_none
+        super().zero_grad(to_none)
+        for state in self.state.values():
+            master = state.get(MASTER)
+            if master is not None and master.grad is not None:
+                master.grad = None if to_none else master.grad.zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own, as ``torch.optim.Optimizer`` does."""
+        super().add_param_group(param_group)
+        try:
+            self._prepare_group(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def enable_master_weights(self) -> None:
+        """Keep float32 master weights from now on, made from the present parameters."""
+        self.master_weights = True
+        self.renew()
+
+    def renew(self) -> None:
+        """Prepare the launches anew; needed once parameters have changed their dtype."""
+        self._plans.clear()
+
+    def master_weight(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The float32 master of ``param``, made now where it is due; None if it has none.
+
+        A gradient in its ``.grad`` takes the place of the parameter's.
+        """
+        if not self.master_weights or not has_master(param):
+            return None
+        state = self.state[param]
+        if MASTER not in state:
+            state[MASTER] = new_master(param)
+            self._plans.clear()
+        return state[MASTER]
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _at_least_zero(self, name: str, value: Any) -> None:
+        if not value >= 0.0:
+            raise ValueError(f"{self._name}: {name} must be at least 0, got {value}")
+
+    def _check(self, name: str, dtype: torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+        if dtype not in allowed:
+            names = " or ".join(str(d) for d in allowed)
+            raise TypeError(f"{self._name}: {name} must be {names}, got {dtype}")
+
+    def _lr(self, group: dict[str, Any], device: torch.device) -> float | torch.Tensor:
+        lr = group["lr"]
+        if not isinstance(lr, torch.Tensor):
+            return lr
+        return lr.to(device, torch.float32, non_blocking=True)
+
+    # Buckets.
+
+    def _grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        if self.master_weights:
+            state = self.state.get(param)
+            master = state.get(MASTER) if state else None
+            if master is not None and master.grad is not None:
+                return master.grad
+        return param.grad
+
+    def _buckets(self, index: int, group: dict[str, Any]) -> list[Bucket]:
+        """The launches of a group; prepared again only if other parameters have gradients."""
+        live = []
+        for param in group["params"]:
+            grad = self._grad(param)
+            if grad is not None:
+                if grad.layout is not torch.strided:
+                    raise NotImplementedError(
+                        f"{self._name}: gradients must be dense, got one of layout {grad.layout}"
+                    )
+                live.append(param)
+        if not live:
+            return []
+        names = self._moments(group)
+        capturing = live[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        if capturing and not self.capturable:
+            raise RuntimeError(
+                f"{self._name}: capturable must be True for a step in a CUDA graph, got False"
+            )
+        plan = self._plans.get(index)
+        if (
+            plan is None
+            or plan[0] != names
+            or len(plan[1]) != len(live)
+            or not all(map(operator.is_, plan[1], live))
+            or not all(param.data_ptr() == address for param, address in plan[3])
+        ):
+            if capturing:
+                raise RuntimeError(
+                    f"{self._name}: the captured step must follow one outside the graph that "
+                    "updates the same parameters"
+                )
+            buckets = self._prepare(group, live, names)
+            plan = (names, live, buckets, [a for b in buckets for a in b.addresses()])
+            self._plans[index] = plan
+        return plan[2]
+
+    def _prepare(
+        self, group: dict[str, Any], live: list[torch.Tensor], names: tuple[str, ...]
+    ) -> list[Bucket]:
+        counts = self._counts_steps(group)
+        states = [self._state_of(param, names, counts) for param in live]
+        holders = Counter(id(state.get(STEP)) for state in self.state.values())
+        buckets = []
+        for indices in _partition(live, states, names):
+            kept = [states[i] for i in indices]
+            bucket = Bucket([live[i] for i in indices], kept, names)
+            step = bucket.step
+            if isinstance(step, torch.Tensor):
+                # Parameters without a gradient stay behind with the tensor that they shared.
+                if holders[id(step)] != len(kept):
+                    bucket.set_step(step.clone())
+            elif step is not None and self.capturable:
+                bucket.set_step(torch.full((), step, dtype=torch.float32, device=bucket.device))
+            buckets.append(bucket)
+        return buckets
+
+    def _state_of(self, param: torch.Tensor, names: tuple[str, ...], counts: bool) -> State:
+        state = self.state[param]
+        if counts and STEP not in state:
+            # torch.optim's SGD counts no steps: a loaded buffer has taken at least one.
+            state[STEP] = 1 if any(name in state for name in names) else 0
+        for name in names:
+            if name not in state:
+                state[name] = empty_state(param, self._moment_dtypes[name]).zero_()
+        if self.master_weight(param) is None:
+            state.pop(MASTER, None)  # of a parameter that was 16 bits wide
+        return state
+
+    # Options of groups, saving and loading.
+
+    def _prepare_group(self, group: dict[str, Any]) -> None:
+        """Check a group's options and parameters; capturable keeps its rate on the device."""
+        for name, value in self.defaults.items():
+            group.setdefault(name, value)
+        self._check_group(group)
+        for param in group["params"]:
+            self._check("params", param.dtype, _DTYPES)
+            if needs_copy(param):
+                if hasattr(param, "_local_tensor"):
+                    raise NotImplementedError(
+                        f"{self._name}: params must be plain tensors or FP8 parameters, "
+                        f"got {type(param).__name__}"
+                    )
+                if not self.master_weights:
+                    raise ValueError(
+                        f"{self._name}: master_weights must be True for parameters of type "
+                        f"{type(param).__name__}, got False"
+                    )
+        if self.capturable and group["params"]:
+            rate = torch.as_tensor(group["lr"], dtype=torch.float32)
+            group["lr"] = rate.to(group["params"][0].device)
+        self._plans.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in _OPTIONS}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = {}
+        for param, kept in self.state.items():
+            if any(isinstance(value, _Kept) for value in kept.values()):
+                self._take(param, kept)
+        for group in self.param_groups:
+            self._prepare_group(group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict`` gave; masters and moments keep their own dtypes.
+
+        A moment saved in another dtype is converted to this optimizer's. A missing master weight
+        is made from its parameter. torch.optim's state of the same algorithm loads, too.
+
+        Errors: ValueError for a state of another shape or optimizer.
+        """
+        # The last of the hooks, so that the others see tensors.
+        handle = self.register_load_state_dict_pre_hook(_keep_dtypes)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def _take(self, param: torch.Tensor, kept: State) -> None:
+        """Replace what was loaded for a parameter by tensors of the right dtype on its device."""
+        if "max_exp_avg_sq" in kept:
+            raise ValueError(f"{self._name}: state_dict must be without amsgrad, got its state")
+        for name in (n for n in self._required_state if n not in kept):
+            raise ValueError(f"{self._name}: state_dict must have {name}, got {sorted(kept)}")
+        for name, value in list(kept.items()):
+            tensor = value.tensor if isinstance(value, _Kept) else value
+            if name == STEP:
+                kept[name] = int(tensor)
+            elif name == MASTER:
+                if not self.master_weights or not has_master(param):
+                    raise ValueError(
+                        f"{self._name}: state_dict must be without master weights for a parameter "
+                        f"of {param.dtype} with master_weights={self.master_weights}"
+                    )
+                kept[name] = self._loaded(param, name, tensor, torch.float32)
+            elif name in self._moment_dtypes:
+                if tensor is None:  # torch.optim.SGD without momentum
+                    del kept[name]
+                else:
+                    kept[name] = self._loaded(param, name, tensor, self._moment_dtypes[name])
+            else:
+                kept[name] = tensor
+
+    def _loaded(
+        self, param: torch.Tensor, name: str, value: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if value.shape != param.shape:
+            raise ValueError(
+                f"{self._name}: {name} must have shape {list(param.shape)}, got {list(value.shape)}"
+            )
+        with torch.no_grad():
+            return empty_state(param, dtype).copy_(value)
+
+
+def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def kept(values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {n: _Kept(v) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+
+    known = {key for group in state_dict["param_groups"] for key in group["params"]}
+    states = {k: kept(v) if k in known else v for k, v in state_dict["state"].items()}
+    return {**state_dict, "state": states}

@@ -1,0 +1,176 @@
+"""What one launch updates: parameters of one group on one device that took the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .. import runtime
+from ..ops import multi_tensor
+
+MASTER = "master_param"
+STEP = "step"
+# Elements whose float32 copies are in memory at a time where moments are kept in bfloat16.
+WIDE_ELEMENTS = 1 << 25
+
+State = dict[str, Any]
+
+
+def needs_copy(param: torch.Tensor) -> bool:
+    """True for a parameter without plain storage (FP8), whose new value goes in by ``copy_``."""
+    return is_traceable_wrapper_subclass(param)
+
+
+def has_master(param: torch.Tensor) -> bool:
+    """Whether a parameter of an optimizer with master weights has one: float32 is its own."""
+    return param.dtype is not torch.float32 or needs_copy(param)
+
+
+def empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A plain tensor of the parameter's shape, device and, where it has any, memory format."""
+    if needs_copy(param):
+        return torch.empty(param.shape, dtype=dtype, device=param.device)
+    return torch.empty_like(param, dtype=dtype, requires_grad=False)
+
+
+def new_master(param: torch.Tensor) -> torch.Tensor:
+    """The float32 copy of ``param``, from the value before its quantization where that is kept."""
+    master = empty_state(param, torch.float32)
+    source: torch.Tensor | None = None
+    if hasattr(param, "get_high_precision_init_val"):
+        source = param.get_high_precision_init_val()
+    with torch.no_grad():
+        master.copy_(param.detach() if source is None else source)
+    if source is not None:
+        param.clear_high_precision_init_val()  # type: ignore[attr-defined]
+    return master
+
+
+def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions that makes a dense tensor contiguous (channels_last); None: as is."""
+    if tensor.is_contiguous():
+        return None
+    order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+class Source(NamedTuple):
+    """Where the gradient of one parameter is found."""
+
+    param: torch.Tensor
+    master: torch.Tensor | None
+    order: tuple[int, ...] | None
+
+    def grad(self) -> torch.Tensor:
+        grad = self.param.grad
+        if self.master is not None and self.master.grad is not None:
+            grad = self.master.grad
+        assert grad is not None
+        return grad if self.order is None else grad.permute(self.order)
+
+
+class Bucket:
+    """Prepared lists of the parameters, masters and moments, and the step count they share.
+
+    ``step`` is a number on the host, a float32 scalar on the device, or None where the optimizer
+    counts none.
+    """
+
+    __slots__ = ("_plain", "_sources", "_states", "device", "masters", "moments", "params", "step",
+                 "wrapped")  # fmt: skip
+
+    def __init__(self, params: list[torch.Tensor], states: list[State], names: tuple[str, ...]):
+        orders = [None if needs_copy(p) else dense_order(p) for p in params]
+        masters: list[Any] = [s.get(MASTER) for s in states]
+        self.device = params[0].device
+        self._states = states
+        self._sources = [Source(*s) for s in zip(params, masters, orders, strict=True)]
+        self._plain = not any(orders) and masters[0] is None
+        self.step: int | torch.Tensor | None = states[0].get(STEP)
+        self.wrapped = list(zip(params, masters, strict=True)) if needs_copy(params[0]) else []
+
+        def prepared(tensors: list[Any]) -> Any:
+            pairs = zip(tensors, orders, strict=True)
+            return runtime.tensor_list([t.detach().permute(o) if o else t for t, o in pairs])
+
+        self.params = prepared(masters if self.wrapped else params)
+        has_masters = masters[0] is not None and not self.wrapped
+        self.masters = prepared(masters) if has_masters else None
+        self.moments = [prepared([s[name] for s in states]) for name in names]
+
+    def addresses(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Parameters that the lists hold as views of their present storage, and its address."""
+        for param, _, order in self._sources:
+            if order is not None:
+                yield param, param.data_ptr()
+
+    def grads(self) -> list[torch.Tensor]:
+        """The gradients, in the order of the lists."""
+        if self._plain:
+            return [source.param.grad for source in self._sources]  # type: ignore[misc]
+        return [source.grad() for source in self._sources]
+
+    def set_step(self, step: int | torch.Tensor) -> None:
+        """Give every parameter this count; a tensor is shared."""
+        self.step = step
+        for state in self._states:
+            state[STEP] = step
+
+    def advance(self, found_inf: torch.Tensor | None) -> None:
+        """Count one step; on the device, if a flag there says whether it is taken."""
+        step = self.step
+        if step is None:
+            return
+        if found_inf is not None and not isinstance(step, torch.Tensor):
+            self.set_step(torch.full((), step, dtype=torch.float32, device=self.device))
+        if not isinstance(self.step, torch.Tensor):
+            self.set_step(self.step + 1)  # type: ignore[operator]
+        elif found_inf is None:
+            self.step.add_(1)
+        else:
+            self.step.add_(found_inf.reshape(()) == 0)
+
+    def run(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
+        """Call an optimizer step of ``ops.multi_tensor_optim`` on the lists."""
+        moments = [_widened(narrow) for narrow in self.moments]
+        op(self.params, grads, *moments, masters=self.masters, **options)
+        for narrow, wide in zip(self.moments, moments, strict=True):
+            if wide is not narrow:
+                multi_tensor.scale(wide, narrow, 1.0)
+        for param, master in self.wrapped:
+            param.copy_(master)
+
+
+def _widened(moments: Any) -> Any:
+    """float32 moments as they are; float32 copies of bfloat16 ones, in one piece of memory."""
+    if moments[0].dtype is torch.float32:
+        return moments
+    sizes = [-(-m.numel() // 4) * 4 for m in moments]  # 16-byte starts
+    flat = torch.empty(sum(sizes), dtype=torch.float32, device=moments[0].device)
+    pieces = zip(flat.split(sizes), moments, strict=True)
+    wide = [piece[: m.numel()].view(m.shape) for piece, m in pieces]
+    multi_tensor.scale(moments, wide, 1.0)
+    return wide
+
+
+def partition(
+    params: list[torch.Tensor], states: list[State], names: tuple[str, ...]
+) -> Iterator[list[int]]:
+    """Indices of the parameters that go together: one device, one kind and one step count."""
+    together: dict[Any, list[int]] = {}
+    sizes: dict[Any, int] = {}
+    for i, (param, state) in enumerate(zip(params, states, strict=True)):
+        step = state.get(STEP)
+        count = id(step) if isinstance(step, torch.Tensor) else step
+        key = (param.device, needs_copy(param), MASTER in state, type(step), count)
+        narrow = any(state[name].dtype is not torch.float32 for name in names)
+        size = sizes.get(key, 0) + param.numel()
+        if narrow and key in together and size > WIDE_ELEMENTS:
+            yield together.pop(key)
+            size = param.numel()
+        together.setdefault(key, []).append(i)
+        sizes[key] = size
+    yield from together.values()

@@ -1,0 +1,61 @@
+"""What a step reads on the device: the loss scale and whether a gradient is not finite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import OptState
+
+
+class Scalars:
+    """The loss scale's inverse and the flag that skips a step, on each device that asks."""
+
+    def __init__(self, grad_scale: Any = None, found_inf: torch.Tensor | None = None) -> None:
+        inv_scale = None
+        if isinstance(grad_scale, torch.Tensor):
+            inv_scale = grad_scale.double().reciprocal().float()
+        elif grad_scale is not None:
+            inv_scale = torch.tensor(1.0 / grad_scale)
+        if found_inf is not None and found_inf.dtype not in (torch.float32, torch.int32):
+            found_inf = found_inf.float()
+        self._values = (inv_scale, found_inf)
+        self._on: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(inv_scale, found_inf), each one element or None."""
+        found = self._on.get(device)
+        if found is None:
+            inv_scale, found_inf = (
+                None if v is None else v.to(device, non_blocking=True) for v in self._values
+            )
+            found = self._on[device] = (inv_scale, found_inf)
+        return found
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer, scaler: Any = None) -> Scalars:
+        """What a GradScaler says, else what it or amp left in ``grad_scale``, ``found_inf``.
+
+        Errors: RuntimeError for a second step of a GradScaler before its ``update()``.
+        """
+        if scaler is None:
+            grad_scale = getattr(optimizer, "grad_scale", None)
+            return cls(grad_scale, getattr(optimizer, "found_inf", None))
+        if not scaler.is_enabled():
+            return cls()
+        # What GradScaler.step does around an optimizer that takes its scale.
+        kept = scaler._per_optimizer_states[id(optimizer)]
+        if kept["stage"] is OptState.STEPPED:
+            name = type(optimizer).__name__
+            raise RuntimeError(f"{name}: grad_scaler.update() must come between two steps")
+        scale = None
+        if kept["stage"] is OptState.READY:  # else unscale_() has run
+            scaler._check_inf_per_device(optimizer)
+            scale = scaler._get_scale_async()
+        kept["stage"] = OptState.STEPPED
+        found_inf = None
+        for flag in kept["found_inf_per_device"].values():
+            if found_inf is not None:
+                flag = found_inf + flag.to(found_inf.device, non_blocking=True)
+            found_inf = flag
+        return cls(scale, found_inf)

@@ -1,0 +1,109 @@
+"""FusedAdam: torch.optim's Adam and AdamW, each step in a few launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ops import multi_tensor_optim
+from ._base import FusedOptimizer, Work
+from ._scalars import Scalars
+
+__all__ = ["FusedAdam"]
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam with decoupled (AdamW) or L2 weight decay, equal to torch.optim's to fp32 rounding.
+
+    Args:
+        params: parameters or groups, float32, float16 or bfloat16, mixed, on any devices; FP8
+            parameters with ``master_weights=True``, each updated by ``param.copy_(master)``.
+        lr: learning rate; a number or a tensor of one element.
+        bias_correction: divide the moments by ``1 - beta**step``.
+        betas: decay of the two moments, each in [0, 1).
+        eps: added to the denominator.
+        adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (Adam).
+        weight_decay: coefficient.
+        amsgrad: not available; True raises NotImplementedError.
+        set_grad_none: what ``zero_grad()`` does: drop gradients, or fill them with 0.
+        capturable: keep the step count and ``group["lr"]`` as float32 tensors on the device, so
+            that the step can be captured in a CUDA graph, after one outside it. Change the rate
+            by ``group["lr"].fill_``, as torch's schedulers do.
+        master_weights: keep a float32 copy of every 16-bit or FP8 parameter, which the step
+            updates; the parameter is its rounded value. Made at the first step: load a model's
+            weights before it, or load this optimizer's state with them.
+        master_weight_dtype: torch.float32.
+        exp_avg_dtype, exp_avg_sq_dtype: torch.float32 or torch.bfloat16, in which the moments are
+            kept between steps. The arithmetic is in float32 either way, through float32 copies of
+            at most 2**25 elements (or one parameter) at a time; rounding is to nearest. A bfloat16
+            number cannot change by less than 1/512 of itself, nor always by less than 1/256:
+            ``exp_avg_sq`` in bfloat16 stands still with ``betas[1]`` of 0.999 once gradients
+            shrink, and wants one of 0.99 or less.
+
+    State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and, with master weights,
+    ``master_param``. Every parameter counts its own steps, as in torch.optim: a step without a
+    gradient is none. Loading resumes bitwise.
+
+    Errors: TypeError for a dtype, ValueError for a value, NotImplementedError for what is not
+    available. Interface and defaults follow apex's and TransformerEngine's FusedAdam.
+    """
+
+    _required_state = ("step", "exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if amsgrad:
+            raise NotImplementedError("FusedAdam: amsgrad must be False, got True")
+        self.adam_w_mode = adam_w_mode
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+            },
+            capturable=capturable,
+            master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype,
+            set_grad_none=set_grad_none,
+            moment_dtypes={"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype},
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "adam_w_mode": self.adam_w_mode}
+
+    def _update(self, work: list[Work], scalars: Scalars) -> None:
+        for group, bucket, grads in work:
+            inv_scale, found_inf = scalars.on(bucket.device)
+            bucket.advance(found_inf)
+            options = {
+                "step": bucket.step,
+                "lr": self._lr(group, bucket.device),
+                "betas": group["betas"],
+                "eps": group["eps"],
+                "weight_decay": group["weight_decay"],
+                "adamw": self.adam_w_mode,
+                "bias_correction": group["bias_correction"],
+                "inv_scale": inv_scale,
+                "found_inf": found_inf,
+            }
+            bucket.run(multi_tensor_optim.adam, grads, options)

@@ -1,0 +1,117 @@
+"""FusedLAMB: Adam with a learning rate for each tensor, for large batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ops import multi_tensor, multi_tensor_optim
+from ._base import FusedOptimizer, Work
+from ._scalars import Scalars
+
+__all__ = ["FusedLAMB"]
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB (arXiv 1904.00962): Adam's update, scaled for each tensor by |param| / |update|.
+
+    Args:
+        params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, set_grad_none,
+            capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: as
+            for ``FusedAdam``; the defaults of ``eps`` and ``weight_decay`` are LAMB's.
+        grad_averaging: the gradient enters ``exp_avg`` with weight ``1 - betas[0]``, else 1.
+        max_grad_norm: clip the norm of all gradients of all groups together; 0 does not clip.
+        use_nvlamb: scale tensors without weight decay, too.
+
+    State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master_param``.
+
+    Errors: as for ``FusedAdam``. Interface and defaults follow apex's FusedLAMB.
+    """
+
+    _required_state = ("step", "exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+        *,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if amsgrad:
+            raise NotImplementedError("FusedLAMB: amsgrad must be False, got True")
+        self._at_least_zero("max_grad_norm", max_grad_norm)
+        self.adam_w_mode = adam_w_mode
+        self.use_nvlamb = use_nvlamb
+        self.max_grad_norm = max_grad_norm
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": bias_correction,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "grad_averaging": grad_averaging,
+            },
+            capturable=capturable,
+            master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype,
+            set_grad_none=set_grad_none,
+            moment_dtypes={"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype},
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("adam_w_mode", "use_nvlamb", "max_grad_norm")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
+
+    def _update(self, work: list[Work], scalars: Scalars) -> None:
+        norms = self._norms(work) if self.max_grad_norm else {}
+        for group, bucket, grads in work:
+            inv_scale, found_inf = scalars.on(bucket.device)
+            bucket.advance(found_inf)
+            options = {
+                "step": bucket.step,
+                "lr": self._lr(group, bucket.device),
+                "betas": group["betas"],
+                "eps": group["eps"],
+                "weight_decay": group["weight_decay"],
+                "adamw": self.adam_w_mode,
+                "bias_correction": group["bias_correction"],
+                "grad_averaging": group["grad_averaging"],
+                "nvlamb": self.use_nvlamb,
+                "max_grad_norm": self.max_grad_norm,
+                "grad_norm": norms.get(bucket.device),
+                "inv_scale": inv_scale,
+                "found_inf": found_inf,
+            }
+            bucket.run(multi_tensor_optim.lamb, grads, options)
+
+    def _norms(self, work: list[Work]) -> dict[torch.device, torch.Tensor]:
+        """The norm of all gradients, before unscaling, on each device."""
+        grads: dict[torch.device, list[torch.Tensor]] = {}
+        for item in work:
+            grads.setdefault(item.bucket.device, []).extend(item.grads)
+        parts = {device: multi_tensor.l2norm(tensors) for device, tensors in grads.items()}
+        if len(parts) < 2:
+            return parts  # type: ignore[return-value]
+        return {
+            device: torch.linalg.vector_norm(
+                torch.stack([part.to(device, non_blocking=True) for part in parts.values()])  # type: ignore[union-attr]
+            )
+            for device in parts
+        }

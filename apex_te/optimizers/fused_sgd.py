@@ -1,0 +1,104 @@
+"""FusedSGD: torch.optim's SGD, each step in a few launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ops import multi_tensor_optim
+from ._base import FusedOptimizer, Work
+from ._scalars import Scalars
+
+__all__ = ["FusedSGD"]
+
+_BUFFER = "momentum_buffer"
+
+
+class FusedSGD(FusedOptimizer):
+    """Stochastic gradient descent, equal to torch.optim.SGD to fp32 rounding.
+
+    Args:
+        params, lr, set_grad_none, capturable, master_weights, master_weight_dtype: as for
+            ``FusedAdam``.
+        momentum: factor of the momentum buffers; 0 keeps none.
+        dampening: of the gradient that enters them.
+        weight_decay: L2 coefficient.
+        nesterov: look ahead by one momentum step; needs momentum and no dampening.
+        momentum_dtype: torch.float32 or torch.bfloat16, as ``FusedAdam``'s ``exp_avg_dtype``.
+
+    State of each parameter: ``momentum_buffer`` with momentum, ``step`` with dampening, and
+    ``master_param``.
+
+    Errors: as for ``FusedAdam``.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        set_grad_none: bool = True,
+        *,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        momentum_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._check("momentum_dtype", momentum_dtype, (torch.float32, torch.bfloat16))
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "dampening": dampening,
+                "weight_decay": weight_decay,
+                "nesterov": nesterov,
+            },
+            capturable=capturable,
+            master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype,
+            set_grad_none=set_grad_none,
+            moment_dtypes={_BUFFER: momentum_dtype},
+        )
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        self._at_least_zero("momentum", group["momentum"])
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError(
+                "FusedSGD: nesterov must be False without momentum or with dampening, got True"
+            )
+
+    def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (_BUFFER,) if group["momentum"] else ()
+
+    def _counts_steps(self, group: dict[str, Any]) -> bool:
+        # Only dampening tells the first step, whose buffer is the whole gradient, from the others.
+        return bool(group["momentum"] and group["dampening"])
+
+    def _update(self, work: list[Work], scalars: Scalars) -> None:
+        for group, bucket, grads in work:
+            inv_scale, found_inf = scalars.on(bucket.device)
+            options = {
+                "lr": self._lr(group, bucket.device),
+                "momentum": group["momentum"],
+                "dampening": group["dampening"],
+                "weight_decay": group["weight_decay"],
+                "nesterov": group["nesterov"],
+                "inv_scale": inv_scale,
+                "found_inf": found_inf,
+            }
+            bucket.advance(found_inf)
+            step = bucket.step
+            if not isinstance(step, torch.Tensor):
+                bucket.run(multi_tensor_optim.sgd, grads, {**options, "first_step": step == 1})
+                continue
+            # Only the device knows whether this is the first: one of two launches does nothing.
+            for first_step, other in ((True, step != 1), (False, step == 1)):
+                skip = other if found_inf is None else other | (found_inf.reshape(()) != 0)
+                chosen = {**options, "first_step": first_step, "found_inf": skip.float()}
+                bucket.run(multi_tensor_optim.sgd, grads, chosen)

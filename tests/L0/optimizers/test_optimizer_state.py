@@ -1,0 +1,267 @@
+"""Optimizer state: bitwise resume, torch.optim's state, copies, and everything that is refused."""
+
+import copy
+import io
+
+import pytest
+import torch
+from checks import assert_same_bits
+from optimizer_runs import copies, flat, give_grads, make_params, state_tensors, steps
+
+from apex_te.optimizers import FusedAdam, FusedLAMB, FusedSGD
+
+NARROW = {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}
+CONFIGURATIONS = [
+    (FusedAdam, torch.float32, {}),
+    (FusedAdam, torch.bfloat16, {"master_weights": True}),
+    (FusedAdam, torch.float32, {"capturable": True}),
+    (FusedAdam, torch.float16, {**NARROW, "master_weights": True, "capturable": True}),
+    (FusedLAMB, torch.bfloat16, {"master_weights": True, "exp_avg_dtype": torch.bfloat16}),
+    (FusedSGD, torch.bfloat16, {"momentum": 0.9, "dampening": 0.1, "master_weights": True}),
+    (FusedSGD, torch.float32, {"momentum": 0.9, "momentum_dtype": torch.bfloat16}),
+    (FusedSGD, torch.float32, {}),
+]
+
+
+@pytest.mark.parametrize(("make", "dtype", "options"), CONFIGURATIONS)
+def test_resume_is_bitwise(device, make, dtype, options):
+    params = make_params(device, dtype)
+    optimizer = make(params, lr=0.1, **options)
+    steps(optimizer, params, 5)
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    resumed = copies(params)
+    other = make(resumed, lr=0.7, **options)
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    assert_same_bits(state_tensors(other), state_tensors(optimizer))
+    dtypes = [t.dtype for t in state_tensors(other)]
+    assert dtypes == [t.dtype for t in state_tensors(optimizer)]
+    steps(optimizer, params, 5, first=5)
+    steps(other, resumed, 5, first=5)
+    assert_same_bits(resumed, params)
+    assert_same_bits(state_tensors(other), state_tensors(optimizer))
+
+
+def test_loading_copies_and_keeps_the_dtypes(device):
+    params = make_params(device, torch.bfloat16)
+    optimizer = FusedAdam(params, master_weights=True)
+    steps(optimizer, params, 2)
+    others = copies(params)
+    other = FusedAdam(others, master_weights=True)
+    other.load_state_dict(optimizer.state_dict())
+    for mine, theirs in zip(others, params, strict=True):
+        for name in ("exp_avg", "exp_avg_sq", "master_param"):
+            a, b = other.state[mine][name], optimizer.state[theirs][name]
+            assert a.dtype is torch.float32
+            assert a.stride() == b.stride()
+            assert a.numel() == 0 or a.data_ptr() != b.data_ptr()
+    narrow = FusedAdam(copies(params), master_weights=True, **NARROW)
+    narrow.load_state_dict(optimizer.state_dict())
+    assert {s["exp_avg"].dtype for s in narrow.state.values()} == {torch.bfloat16}
+
+
+def test_hooks_see_tensors(device):
+    params = make_params(device)
+    optimizer = FusedAdam(params)
+    steps(optimizer, params, 1)
+    seen = []
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, saved: seen.append(saved["state"][0]["exp_avg"])
+    )
+    optimizer.register_load_state_dict_post_hook(
+        lambda o: seen.append(o.state[params[0]]["exp_avg"])
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [type(s) for s in seen] == [torch.Tensor] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "make_torch"),
+    [
+        (lambda p: FusedAdam(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0)),
+        (
+            lambda p: FusedSGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+        ),
+        (lambda p: FusedSGD(p, lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+    ],
+)
+def test_state_of_torch_optim_goes_both_ways(device, make, make_torch):
+    theirs = make_params(device)
+    ours = copies(theirs)
+    source, target = make_torch(theirs), make(ours)
+    for first in (0, 8):
+        steps(source, theirs, 5, first)
+        with torch.no_grad():
+            for a, b in zip(ours, theirs, strict=True):
+                a.copy_(b)
+        target.load_state_dict(source.state_dict())
+        steps(source, theirs, 3, first + 5)
+        steps(target, ours, 3, first + 5)
+        torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-5, atol=1e-6)
+        # torch.optim keeps the very tensors that it loads.
+        source.load_state_dict(copy.deepcopy(target.state_dict()))
+        steps(source, theirs, 2, first + 40)
+        steps(target, ours, 2, first + 40)
+        torch.testing.assert_close(flat(ours), flat(theirs), rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            for a, b in zip(ours, theirs, strict=True):
+                b.copy_(a)
+
+
+@pytest.mark.parametrize(("make", "dtype", "options"), CONFIGURATIONS)
+def test_deepcopy_goes_on_alike(make, dtype, options):
+    params = make_params("cpu", dtype)
+    optimizer = make(params, lr=0.1, **options)
+    steps(optimizer, params, 3)
+    for param in params:
+        param.grad = None
+    twin_params, twin = copy.deepcopy((params, optimizer))
+    steps(optimizer, params, 3, first=3)
+    before = [p.detach().clone() for p in twin_params]
+    assert not torch.equal(flat(before), flat(params))
+    steps(twin, twin_params, 3, first=3)
+    assert_same_bits(twin_params, params)
+    assert_same_bits(state_tensors(twin), state_tensors(optimizer))
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_each_parameter_counts_its_own_steps(device, capturable):
+    params = make_params(device)
+    optimizer = FusedAdam(params, capturable=capturable)
+    for i in range(6):
+        give_grads([params], i, leave_out=(0, 2) if i == 1 else (2,) if i > 3 else ())
+        optimizer.step()
+    assert [int(optimizer.state[p]["step"]) for p in params] == [5, 6, 3, 6, 6, 6]
+    kinds = {isinstance(optimizer.state[p]["step"], torch.Tensor) for p in params}
+    assert kinds == {capturable}
+    if capturable:
+        assert {optimizer.state[p]["step"].device for p in params} == {params[0].device}
+
+
+def test_other_parameters_of_the_same_number():
+    params = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    optimizer = FusedSGD(params, lr=1.0)
+    for i in (0, 1, 0):
+        params[i].grad, params[1 - i].grad = torch.ones(3), None
+        optimizer.step()
+    assert [p[0].item() for p in params] == [-1.0, 0.0]
+
+
+def test_master_weights_from_now_on():
+    params = make_params("cpu", torch.bfloat16)
+    optimizer = FusedAdam(params)
+    steps(optimizer, params, 2)
+    optimizer.enable_master_weights()
+    steps(optimizer, params, 1)
+    masters = [optimizer.state[p]["master_param"] for p in params]
+    assert_same_bits([m.bfloat16() for m in masters], params)
+    assert not torch.equal(flat(masters), flat(params, torch.float32))
+    assert optimizer.state[params[0]]["step"] == 3
+
+
+def test_add_param_group(device):
+    params = make_params(device)
+    one, two = FusedAdam(params[:3]), FusedAdam(copies(params[:3]))
+    steps(one, params[:3], 2)
+    one.add_param_group({"params": params[3:], "lr": 0.5})
+    assert one.param_groups[1]["lr"] == 0.5
+    steps(one, params, 1, first=2)
+    assert one.state[params[3]]["step"] == 1
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        two.load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match="lr must be at least 0, got -1"):
+        one.add_param_group({"params": [torch.ones(2)], "lr": -1})
+    assert len(one.param_groups) == 2
+
+
+REFUSED = [
+    (FusedAdam, {"lr": -1.0}, ValueError, "FusedAdam: lr must be at least 0, got -1.0"),
+    (FusedAdam, {"lr": float("nan")}, ValueError, "FusedAdam: lr must be at least 0, got nan"),
+    (FusedAdam, {"eps": -1.0}, ValueError, "FusedAdam: eps must be at least 0, got -1.0"),
+    (FusedLAMB, {"weight_decay": -1.0}, ValueError, "FusedLAMB: weight_decay must be at least 0"),
+    (FusedAdam, {"betas": (0.9, 1.0)}, ValueError, "betas must be at least 0 and below 1, got 1.0"),
+    (FusedAdam, {"amsgrad": True}, NotImplementedError, "FusedAdam: amsgrad must be False"),
+    (FusedLAMB, {"amsgrad": True}, NotImplementedError, "FusedLAMB: amsgrad must be False"),
+    (FusedLAMB, {"max_grad_norm": -1.0}, ValueError, "FusedLAMB: max_grad_norm must be at least 0"),
+    (FusedSGD, {"momentum": -0.1}, ValueError, "FusedSGD: momentum must be at least 0, got -0.1"),
+    (FusedSGD, {"nesterov": True}, ValueError, "FusedSGD: nesterov must be False without momentum"),
+    (
+        FusedAdam,
+        {"exp_avg_dtype": torch.float16},
+        TypeError,
+        "FusedAdam: exp_avg_dtype must be torch.float32 or torch.bfloat16, got torch.float16",
+    ),
+    (
+        FusedSGD,
+        {"momentum_dtype": torch.int8},
+        TypeError,
+        "FusedSGD: momentum_dtype must be torch.float32 or torch.bfloat16, got torch.int8",
+    ),
+    (
+        FusedAdam,
+        {"master_weight_dtype": torch.float16},
+        TypeError,
+        "FusedAdam: master_weight_dtype must be torch.float32, got torch.float16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "error", "message"), REFUSED)
+def test_rejects_options(make, options, error, message):
+    with pytest.raises(error) as raised:
+        make([torch.ones(2, requires_grad=True)], **options)
+    assert message in str(raised.value)
+
+
+def test_rejects_parameters_and_gradients():
+    with pytest.raises(TypeError, match=r"params must be torch.float32 or .* got torch.float64"):
+        FusedAdam([torch.ones(2, dtype=torch.float64, requires_grad=True)])
+    param = torch.ones(4, 2, requires_grad=True)
+    optimizer = FusedSGD([param])
+    param.grad = torch.ones(4, 2).to_sparse()
+    with pytest.raises(NotImplementedError) as raised:
+        optimizer.step()
+    assert str(raised.value) == (
+        "FusedSGD: gradients must be dense, got one of layout torch.sparse_coo"
+    )
+    param.grad = None
+    with pytest.raises(TypeError, match="step has no argument 'scale'"):
+        optimizer.step(scale=2.0)
+    sliced = torch.ones(4, 4)[:, :2].requires_grad_()
+    sliced.grad = torch.ones(4, 2)
+    with pytest.raises(ValueError, match=r"params\[0\] must be contiguous, got strides \[4, 1\]"):
+        FusedSGD([sliced]).step()
+
+
+def test_rejects_states():
+    params = make_params("cpu", torch.bfloat16)
+    with_masters = FusedAdam(params, master_weights=True)
+    steps(with_masters, params, 1)
+    plain = FusedAdam(copies(params))
+    with pytest.raises(ValueError, match="state_dict must be without master weights"):
+        plain.load_state_dict(with_masters.state_dict())
+    saved = with_masters.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(6)
+    with pytest.raises(ValueError, match=r"exp_avg must have shape \[5\], got \[6\]"):
+        FusedAdam(copies(params), master_weights=True).load_state_dict(saved)
+    del saved["state"][0]["exp_avg"]
+    with pytest.raises(ValueError, match="state_dict must have exp_avg, got"):
+        FusedAdam(copies(params), master_weights=True).load_state_dict(saved)
+    others = make_params("cpu")
+    amsgrad = torch.optim.AdamW(others, amsgrad=True)
+    steps(amsgrad, others, 1)
+    with pytest.raises(ValueError, match="state_dict must be without amsgrad, got its state"):
+        FusedAdam(copies(others)).load_state_dict(amsgrad.state_dict())
+
+
+def test_a_missing_master_is_made_from_its_parameter():
+    params = make_params("cpu", torch.bfloat16)
+    source = FusedAdam(params)
+    steps(source, params, 1)
+    others = copies(params)
+    target = FusedAdam(others, master_weights=True)
+    target.load_state_dict(source.state_dict())
+    masters = [target.master_weight(p) for p in others]
+    assert_same_bits([m.bfloat16() for m in masters], params)
