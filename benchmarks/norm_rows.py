@@ -9,10 +9,17 @@ What did not help on an H200 (16384 x 4096, bf16, TB/s over the floor's bytes):
 - An exchange of statistics between blocks through the cluster's barrier, which waits for all
   stores before it: a cluster for each row of 4096 ran at a fifth of the speed.
 - Both FP8 layouts from 8 x 8 codes of a thread in a cluster that holds 32 to 128 rows: 2.1 to 2.6
-  (rms_norm 2.6 to 2.9); tiles of 64 or 128 rows instead of 32: 2.9 and 1.8.
+  (rms_norm 2.6 to 2.9). Two blocks a multiprocessor with 32 rows each, of 2 blocks a row: as one
+  block; with 64 rows of 4 blocks a row: 2.3 (rms_norm 3.0), where 2 blocks a row reach 3.2.
 - Streaming rms_norm's forward in x's dtype at 4096 columns: 3.7, a block for each row 3.8.
-- Backward, layer_norm: 768 threads, whose weight gradients leave too few registers: 3.0, 512
-  threads 3.35; 8 columns of a thread instead of 16: 2.4 (rms_norm 2.8).
+- Rows of a persistent grid, through registers or 2 to 3 stages of shared memory: layer_norm 2.9 to
+  3.5, rms_norm 3.3 to 3.6; blocks of 2 rows 3.7, of 8 rows 3.4 and 3.5. To FP8 rms_norm 2.9 to 3.5,
+  blocks of 4 rows 3.5; layer_norm 2.3 to 2.9 and 3.0, where a warp a row gets 3.2. Those warps in 2
+  to 8 rounds of blocks: 3.1 to 2.5.
+- Backward, layer_norm: 768 threads 3.4 to 3.5 (and 2.6 if they hold dy and x between both passes:
+  spills), 640 whose slots share a barrier 3.5, which have one each and hold both 3.6; 8 columns of
+  a thread instead of 16: 2.4 (rms_norm 2.8). rms_norm with a barrier for each slot: 3.6 instead of
+  3.7 (8192 columns: 3.6 instead of 3.5).
 """
 
 from __future__ import annotations

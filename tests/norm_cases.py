@@ -13,7 +13,7 @@ EPS = 1e-5
 SHAPES = [
     (1, 1), (37, 7), (65, 8), (60, 15), (17, 127), (8, 128), (129, 129), (33, 256), (40, 1000),
     (64, 3584), (17, 4095), (48, 4096), (2, 8192), (2, 16392), (2, 32768), (1, 131072),
-    (530, 1032), (515, 3584),
+    (531, 1032), (515, 3584),
 ]  # fmt: skip
 FP8_SHAPES = [
     (1, 1), (17, 129), (64, 8), (48, 256), (144, 3584), (128, 4096), (16, 4095), (32, 8192),
@@ -122,20 +122,40 @@ class NormCases(NormBase):
 
     @pytest.mark.cuda
     @needs_cuda
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("cols", [5128, 12288, 32768, 131072])
-    def test_many_long_rows(self, poison, cols, dtype):
-        x, *params = self.make(16, cols, dtype, torch.float32)
+    @pytest.mark.parametrize(
+        ("dtype", "param_dtype"),
+        [(torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, torch.float32)],
+    )
+    @pytest.mark.parametrize(
+        ("cols", "repeats"),
+        [(256, 16385), (1024, 4097), (1032, 4097), (3584, 1171), (4096, 1025), (5128, 40),
+         (8192, 513), (12288, 40), (16384, 257), (32768, 40), (131072, 40)],
+    )  # fmt: skip
+    def test_many_rows(self, poison, cols, repeats, dtype, param_dtype):
+        """More rows than a multiprocessor has at a time: each as if it were alone."""
+        x, *params = self.make(16, cols, dtype, param_dtype)
         exact, same = self.exact(x, *params), self.op.reference(x, *params, EPS)
-        many, params = x.cuda().repeat(40, 1), [p.cuda() for p in params]
+        y = self.op.reference(x.float(), *(p.float() for p in params), EPS).y
+        many, params = x.cuda().repeat(repeats, 1), [p.cuda() for p in params]
+
+        def check_all_alike(t):
+            assert t is None or (t.view(repeats, -1) == t.view(repeats, -1)[0]).all()
+
         for options in ({}, {"residual": torch.zeros_like(many)}):
             out = self.function("_fwd")(many, *params, EPS, **options)
-            first = [None if t is None else t[:16] for t in out]
-            assert_as_good_as_torch(first[0], exact.y, same.y)
-            assert all(
-                t is None or torch.equal(t, f.repeat(40, *[1] * (t.dim() - 1)))
-                for t, f in zip(out, first, strict=True)
+            assert_as_good_as_torch(out.y[:16], exact.y, same.y)
+            for t in out:
+                check_all_alike(t)
+        for transposed in (False, True):
+            amax = one(0, "cuda")
+            out = self.function("_fwd_fp8")(
+                many, *params, EPS, one(3.5, "cuda"), FP8[0], transposed=transposed, amax=amax
             )
+            checks.assert_close_amax(amax, y.abs().max())
+            checks.assert_adjacent_codes(out.y.rowwise[:16], encode_fp8(y * 3.5, FP8[0]))
+            rows = out.y.rowwise.view(torch.uint8)
+            check_all_alike(rows)
+            assert not transposed or torch.equal(rows.t(), out.y.transposed.view(torch.uint8))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("shape", [(40, 1000), (9, 129)], ids=str)

@@ -206,15 +206,18 @@ def quantize(
     if not len(tensors) and not len(made):
         return made
     _quantize(dense(tensors), made, scales, amaxes or [], scale_invs or [])
-    mark_written(outputs or [], None)
-    mark_written([*(amaxes or []), *(scale_invs or [])], None)
+    for written in (outputs, amaxes, scale_invs):
+        if written:
+            mark_written(written, None)
     return made
 
 
 def mark_written(tensors: Tensors, flag: torch.Tensor | None) -> None:
     """Tells autograd that tensors were overwritten; a compiled region knows it by itself."""
     if not torch.compiler.is_compiling():
-        increment_version(tensors if flag is None else [*tensors, flag])
+        increment_version(tensors)
+        if flag is not None:
+            increment_version(flag)
 
 
 def reference_amax(tensors: Tensors) -> torch.Tensor:

@@ -5,10 +5,12 @@ residual; backward 4 (read dout, write dx). The draw of the seed, one launch of 
 part of the forward rows but where the seed is given. The peers keep a mask, a byte for each element
 more to write and to read; their backward runs through autograd.
 
-Backward is near its arithmetic: Philox, the choice and the products are about 150 instructions for
-8 elements, 40 of the 68 us at 16384x4096. dbias costs 6 us more: 4 MB of partial sums, the sums
+Backward is near its arithmetic: Philox, the choice and the products are about 140 instructions for
+8 elements, 40 of the 68 us at 16384x4096. dbias costs 5 us more: 4 MB of partial sums, the sums
 within a block, and a second launch. What did not help on an H200, us at 16384x4096 without and with
-dbias, where a copy_ takes 67 and the kernel as it is 68.9 / 75.5: four blocks of a multiprocessor
+dbias, where a copy_ takes 67 and the kernel as it is 68.8 / 73.5: the loads into shared memory with
+cp.async and 3, 4 or 5 blocks of a multiprocessor, 70.2 / 75.1, 76.5 / 81.9, 77.7 / 83.1. When the
+products of Philox took an instruction more (68.9 / 75.5): four blocks of a multiprocessor
 (64 registers), 70.7 / 77.1; tiles of 128 rows in blocks of 512 threads, 72.6 / 79.2, and of 256
 rows, 76.0 / 83.3; 16 rows a thread, half of them loaded while the others are computed, 72.2 / 76.5,
 and 32 rows, 74.6 / 78.1; the random bits computed row by row after the loads, 70.7 / 76.8; the

@@ -6,8 +6,11 @@ new memory or over the logits; 2 for the loss alone.
 What did not help (16384x8192 to 2048x262144): a cluster of blocks that each keep a part of the row
 in registers, 2.3 to 2.9 TB/s; reading a long row again from L2 without keeping any of it, 2.9 to
 3.2 at 4096x128256 and 2.6 to 2.9 at 2048x262144; one block of 1024 threads a row, 2.1 to 2.8 at
-8192x32000, where four blocks of 256 reach 3.8; the ring for rows below 50,000 columns, 1.2 to 3.4,
-since every row waits for its reduction.
+8192x32000, where three blocks of 256 reach 3.9; the ring for rows below 50,000 columns, 1.2 to 3.4,
+since every row waits for its reduction. Rows of more than 160 KB are shared by the blocks of a
+cluster in the ring: 3.74 at 4096x128256 and 3.53 at 2048x262144, 3.41 and 3.15 by one block; parts
+of at most 80 KB reach 2.74 and 2.82, of 320 KB 3.46 at 2048x262144. The loss alone is slower by
+clusters: 320 us at 4096x128256, 280 by one block.
 """
 
 from __future__ import annotations

@@ -6,9 +6,12 @@ write two gradients), to FP8 in both layouts 10 (6 read, 2 + 2 written). The col
 add a 32nd of an element's bytes, which are not counted.
 
 Tried on an H200 at 16384 x 14336: two or four vectors of each input for a thread, the same within
-1%; the backward to FP8 with all 8 rows of its inputs in flight, 3.73 TB/s (3.88 with 4). To FP8 at
-64 x 4096, warm, in a graph, by the kernel of single elements: forward 5.79 us, backward 7.93 (3.67
-and 6.73 in tiles, most of it a thread's 64 elements one after the other).
+1%; the backward in tiles with 8 rows of 8 columns a thread, their inputs in flight 8 or 4 rows at a
+time, to FP8 3.73 and 3.86 TB/s (3.94 with 4 rows a thread). To FP8 at 64 x 4096, warm, in a graph,
+by the kernel of single elements: forward 5.79 us, backward 7.93 (3.67 in tiles; 6.9 with 8 rows a
+thread, 4.1 with 4). Odd F, 16384 x 4095, forward / backward: by elements of a column in tiles of
+64 x 64, 1.57 / 2.13 TB/s; by warps along a row with 8 elements a thread and 4 or 5 blocks of a
+multiprocessor, 2.99 / 3.12 and 3.02 / 3.60; with 4 elements and 8 blocks, 3.37 / 3.58.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import harness
 
 from apex_te.ops import swiglu as op
 
-SHAPES = [(16384, 14336), (8192, 14336), (16384, 3584), (8192, 2048)]
+SHAPES = [(16384, 14336), (8192, 14336), (16384, 3584), (8192, 2048), (16384, 4095)]
 COMPILED = SHAPES[:2]  # each takes seconds to compile the peers
 E4M3 = torch.float8_e4m3fn
 ACTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -98,6 +98,25 @@ void launch_cluster(void (*kernel)(Params...), int64_t blocks, int threads, int 
   check_cuda(cudaLaunchKernelEx(&config, kernel, Params(values)...), "cudaLaunchKernelEx");
 }
 
+// Clusters of at most 8 blocks that the device runs at once, at one block a multiprocessor.
+inline int64_t clusters_at_once(const void* kernel, int threads, int cluster, size_t shared_bytes) {
+  if (cluster == 1) return device_attribute(cudaDevAttrMultiProcessorCount);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel, &config),
+             "cudaOccupancyMaxActiveClusters");
+  return count > 1 ? count : 1;
+}
+
 #endif  // __CUDACC__
 
 }  // namespace apex_te

@@ -29,11 +29,12 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 // Launches a kernel that calls wait_for_previous_kernel before it reads what that one writes. The
 // caller knows the kernel before it: one that is not its own may have let it start at any time.
 template <typename... Params, typename... Args>
-void launch_dependent(void (*kernel)(Params...), int64_t blocks, int threads, cudaStream_t stream,
-                      Args&&... args) {
+void launch_dependent_shared(void (*kernel)(Params...), int64_t blocks, int threads,
+                             size_t shared_bytes, cudaStream_t stream, Args&&... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -41,6 +42,11 @@ void launch_dependent(void (*kernel)(Params...), int64_t blocks, int threads, cu
   config.attrs = &attribute;
   config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), "launch");
+}
+template <typename... Params, typename... Args>
+void launch_dependent(void (*kernel)(Params...), int64_t blocks, int threads, cudaStream_t stream,
+                      Args&&... args) {
+  launch_dependent_shared(kernel, blocks, threads, 0, stream, std::forward<Args>(args)...);
 }
 
 #endif  // __CUDACC__

@@ -141,14 +141,16 @@ struct FP8Tile {
   }
 
   // The shared tile to the transposed output, whose rows are `ld` (the matrix's rows) bytes long.
-  // kAligned: out is aligned to 16 bytes and ld and the matrix's rows are multiples of 16.
+  // kAligned: out is aligned to 16 bytes and ld and the matrix's rows are multiples of 16. `thread`
+  // is one of kThreads.
   template <bool kAligned>
   static __device__ __forceinline__ void store_columns(uint8_t* out, int64_t ld, const Place& at,
-                                                       const uint2* tile) {
+                                                       const uint2* tile,
+                                                       int thread = threadIdx.x) {
     constexpr int kParts = kTileRows / 16;
-    const int part = threadIdx.x % kParts;
+    const int part = thread % kParts;
 #pragma unroll
-    for (int c = threadIdx.x / kParts; c < kTileCols; c += kThreads / kParts) {
+    for (int c = thread / kParts; c < kTileCols; c += kThreads / kParts) {
       if (at.col0 + c >= at.cols) break;
       const uint4 bytes = column_part(tile, c, part);
       uint8_t* p = out + (at.col0 + c) * ld + at.row0 + part * 16;

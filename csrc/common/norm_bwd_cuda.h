@@ -20,31 +20,11 @@ constexpr bool kBwdAhead = !kLayerNorm;
 template <bool kLayerNorm>
 constexpr int kBwdStages = kBwdAhead<kLayerNorm> ? 3 : 2;  // rows of a slot in shared memory
 constexpr int kMaxBwdCluster = 16;
-template <typename T, bool kLayerNorm>  // of a block, as registers allow
-constexpr int kBwdThreads = sizeof(T) == 4 || kLayerNorm ? 512 : 1024;
-
-__device__ __forceinline__ void copy_async16(void* shared, const void* global) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global)
-               : "memory");
-#else
-  *static_cast<float4*>(shared) = *static_cast<const float4*>(global);
-#endif
-}
-__device__ __forceinline__ void commit_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-// Waits until at most `kLater` groups of this thread's copies are under way.
-template <int kLater>
-__device__ __forceinline__ void wait_copies() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
-#endif
-}
+template <typename T, bool kLayerNorm, bool kCluster>  // of a block, as registers allow
+constexpr int kBwdThreads = sizeof(T) == 4 ? 512
+                            : !kLayerNorm  ? 1024
+                            : kCluster     ? 512
+                                           : 640;
 
 struct BwdShape {
   int threads;  // of a row in a block
@@ -72,7 +52,8 @@ struct BwdRing {
     for (int w = 0; w < kWords; ++w)
       copy_async16(word(chunk, k, w), reinterpret_cast<const float4*>(p) + w);
   }
-  __device__ void read(int chunk, int k, float* values) const {
+  __device__ void read(int chunk, int k, float* values) const { unpack(raw(chunk, k), values); }
+  __device__ Vec8<T> raw(int chunk, int k) const {
     Vec8<T> v;
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
@@ -80,27 +61,32 @@ struct BwdRing {
       v.words[4 * w] = q.x, v.words[4 * w + 1] = q.y;
       v.words[4 * w + 2] = q.z, v.words[4 * w + 3] = q.w;
     }
-    unpack(v, values);
+    return v;
   }
 };
 
-__device__ __forceinline__ void copy_async4(void* shared, const void* global) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(global)
-               : "memory");
-#else
-  *static_cast<float*>(shared) = *static_cast<const float*>(global);
-#endif
+// A barrier of the threads of a slot: no slot waits for another's reduction.
+__device__ __forceinline__ void sync_slot(int slot, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(slot + 1), "r"(threads) : "memory");
 }
 
 // Adds the slots' sums of each column in order and writes them to the block's line. Shared memory
-// has 4 of each 8 columns in one plane and the other 4 in a second.
+// has 4 of each 8 columns in one plane and the other 4 in a second; a single slot needs none.
 __device__ __forceinline__ void write_line(const float (*sums)[kVec], const BwdShape& shape,
                                            float4* shared, float* line, int cols) {
   const int plane = shape.threads * kBwdVecs;
   const int slot = threadIdx.x / shape.threads, t = threadIdx.x % shape.threads;
+  if (shape.slots == 1) {
+#pragma unroll
+    for (int k = 0; k < kBwdVecs; ++k) {
+      const int col = (k * shape.threads + t) * kVec;
+      if (col >= cols) break;
+      float4* to = reinterpret_cast<float4*>(line + col);
+      to[0] = make_float4(sums[k][0], sums[k][1], sums[k][2], sums[k][3]);
+      to[1] = make_float4(sums[k][4], sums[k][5], sums[k][6], sums[k][7]);
+    }
+    return;
+  }
   __syncthreads();
 #pragma unroll
   for (int k = 0; k < kBwdVecs; ++k)
@@ -121,14 +107,17 @@ __device__ __forceinline__ void write_line(const float (*sums)[kVec], const BwdS
   }
 }
 
-template <typename T, bool kLayerNorm>
-__global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm>, 1)
+template <typename T, bool kLayerNorm, bool kCluster>
+__global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
     norm_bwd_kernel(const NormBwd p, const BwdShape shape) {
   extern __shared__ float4 dynamic[];
   constexpr int kSums = kLayerNorm ? 2 : 1;  // over a row: of g * xhat and of g
   constexpr bool kAhead = kBwdAhead<kLayerNorm>;
   constexpr int kStages = kBwdStages<kLayerNorm>;
-  const RowRanks ranks{static_cast<int>(cluster_size()), static_cast<int>(cluster_rank())};
+  static_assert(kAhead || kBwdThreads<T, kLayerNorm, kCluster> / 64 < 16,
+                "a barrier for each slot");
+  const RowRanks ranks{kCluster ? static_cast<int>(cluster_size()) : 1,
+                       kCluster ? static_cast<int>(cluster_rank()) : 0};
   const int line = blockIdx.x / ranks.count, lines = gridDim.x / ranks.count;
   const int slot = threadIdx.x / shape.threads, t = threadIdx.x - slot * shape.threads;
   // Shared memory: the ring, gamma (4 of each 8 columns in one plane, 4 in another), sums of rows.
@@ -192,9 +181,16 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm>, 1)
 
   float dweight[kBwdVecs][kVec] = {}, dbias[kBwdVecs][kVec] = {};
   const float inverse = 1.0f / static_cast<float>(p.cols);
+  constexpr bool kHold = !kAhead && !kCluster && sizeof(T) == 2;  // between both passes
+  Vec8<T> held_dy[kBwdVecs], held_x[kBwdVecs];
   const auto read = [&](int stage, int k, float2 s, float* xhat, float* dy, float* gamma) {
-    ring.read(2 * stage, k, dy);
-    ring.read(2 * stage + 1, k, xhat);
+    if (kHold) {
+      unpack(held_dy[k], dy);
+      unpack(held_x[k], xhat);
+    } else {
+      ring.read(2 * stage, k, dy);
+      ring.read(2 * stage + 1, k, xhat);
+    }
     const float4 low = gammas[k * shape.threads + t];
     const float4 high = gammas[k * shape.threads + t + plane];
     gamma[0] = low.x, gamma[1] = low.y, gamma[2] = low.z, gamma[3] = low.w;
@@ -210,6 +206,7 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm>, 1)
     for (int k = 0; k < kBwdVecs; ++k) {
       if (col + k * step >= live_cols) continue;
       float xhat[kVec], dy[kVec], gamma[kVec];
+      if (kHold) held_dy[k] = ring.raw(2 * stage, k), held_x[k] = ring.raw(2 * stage + 1, k);
       read(stage, k, s, xhat, dy, gamma);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) {
@@ -250,14 +247,17 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm>, 1)
       if (with_parts) put_sums(sums, ranks, parts + turn * parts_size, exchange + turn);
     }
     if (with_parts) {
-      if (ranks.count > 1)
+      if (kCluster)
         barrier_wait(exchange + turn, exchange_phase);
-      else
+      else if (kAhead)
         __syncthreads();
+      else
+        sync_slot(slot, shape.threads);
       take_sums(sums, shape.threads, ranks, parts + turn * parts_size);
       exchange_phase ^= turn;
       if (more) put_sums(next_sums, ranks, parts + (turn ^ 1) * parts_size, exchange + (turn ^ 1));
     }
+    if (kHold) keep_packed(held_dy), keep_packed(held_x);
     const float2 s = statistics[stage * statistics_size];
     const float mean_gx = sums[0] * inverse, mean_g = kLayerNorm ? sums[kSums - 1] * inverse : 0.0f;
     const int live_cols = row < p.rows ? cols : 0;

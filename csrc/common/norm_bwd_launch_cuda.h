@@ -6,7 +6,7 @@
 namespace apex_te {
 
 constexpr int kFinishRows = 16;  // partial sums of a column in the second kernel
-constexpr int kLoopThreads = 256;
+constexpr int kLoopThreads = 512;
 constexpr int kColumnRows = 8;  // rows of a block of the columns' kernel at a time
 
 // Adds the lines of each column, `kFinishRows` apart, then those sums in order; in double, since
@@ -41,26 +41,29 @@ __global__ void __launch_bounds__(32 * kFinishRows)
 
 // dx alone, a block to a row of any length and alignment, read twice.
 template <typename T, bool kLayerNorm>
-__global__ void __launch_bounds__(kLoopThreads)
+__global__ void __launch_bounds__(kLoopThreads, kLoopBlocks)
     norm_bwd_loop_kernel(const NormBwd p, const bool aligned) {
   __shared__ float2 parts[kLoopThreads / 32];
   const RowSpan span{p.cols, aligned};
   const int64_t row = blockIdx.x, begin = row * p.cols;
   const float mean = kLayerNorm ? p.mean[row] : 0.0f, rstd = p.rstd[row];
-  const auto read = [&](int64_t s, float* xhat, float* g) {
+  // A row that the block takes in one step stays in registers.
+  const bool held = span.steps() == 1;
+  float xhat[kVec], g[kVec], sums[2] = {};  // of g * xhat and of g
+  const auto read = [&](int64_t s, bool again) {
+    if (again && held) return;
+    float gamma[kVec];
     span.load(static_cast<const T*>(p.x) + begin, s, xhat);
     span.load(static_cast<const T*>(p.dy) + begin, s, g);
+    span.load_gamma<T>(p.params, s, gamma);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       xhat[i] = (kLayerNorm ? xhat[i] - mean : xhat[i]) * rstd;
-      if (p.params.weight && span.has(s, i))
-        g[i] *= load_param<T>(p.params.weight, p.params.is_fp32, span.col(s, i)) +
-                p.params.gamma_offset;
+      g[i] *= gamma[i];
     }
   };
-  float xhat[kVec], g[kVec], sums[2] = {};  // of g * xhat and of g
   for (int64_t s = 0; s < span.steps(); ++s) {
-    read(s, xhat, g);
+    read(s, false);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       if (!span.has(s, i)) continue;
@@ -72,7 +75,7 @@ __global__ void __launch_bounds__(kLoopThreads)
   row_sums(sums, kLoopThreads, {1, 0}, parts, nullptr);
   const float mean_gx = sums[0] / count, mean_g = kLayerNorm ? sums[1] / count : 0.0f;
   for (int64_t s = 0; s < span.steps(); ++s) {
-    read(s, xhat, g);
+    read(s, true);
     float other[kVec] = {};
     if (p.d_residual) span.load(static_cast<const T*>(p.d_residual) + begin, s, other);
 #pragma unroll
@@ -130,13 +133,15 @@ bool plan_norm_bwd(const NormBwd& p, int device, BwdPlan* plan) {
   for (int64_t ranks = 1; ranks <= max_ranks; ranks *= 2) {
     const int64_t per_block = ranks * kBwdVecs * kVec;
     const int64_t pieces = (p.cols + per_block - 1) / per_block;
-    if (pieces > kBwdThreads<T, kLayerNorm>) continue;
+    const int most_threads =
+        ranks == 1 ? kBwdThreads<T, kLayerNorm, false> : kBwdThreads<T, kLayerNorm, true>;
+    if (pieces > most_threads) continue;
     // At least 8 threads: fewer would make the sum over slots long.
     const int threads = static_cast<int>(std::max<int64_t>(row_threads(pieces), 8));
     // Whole warps in a block, and no more rows than all blocks together have.
     const int unit = threads < 32 ? 32 / threads : 1;
-    int64_t slots = std::min<int64_t>(kBwdThreads<T, kLayerNorm> / threads,
-                                      (p.rows + processors - 1) / processors);
+    int64_t slots =
+        std::min<int64_t>(most_threads / threads, (p.rows + processors - 1) / processors);
     slots = (slots + unit - 1) / unit * unit;
     // Fewer slots where that leaves a multiprocessor fewer rows in its last, partial turn.
     int64_t least = 0;
@@ -165,7 +170,8 @@ void launch_norm_bwd_type(const NormBwd& p, const char* op, int device, cudaStre
   int64_t lines = 0;
   BwdPlan plan;
   if (p.rows && plan_norm_bwd<T, kLayerNorm>(p, device, &plan)) {
-    const auto kernel = norm_bwd_kernel<T, kLayerNorm>;
+    const auto kernel = plan.ranks == 1 ? norm_bwd_kernel<T, kLayerNorm, false>
+                                        : norm_bwd_kernel<T, kLayerNorm, true>;
     const int threads = plan.shape.threads * plan.shape.slots;
     check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                     cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -8,6 +8,42 @@
 
 namespace apex_te {
 
+// Copies of one thread into shared memory, which it waits for itself.
+__device__ __forceinline__ void copy_async16(void* shared, const void* global) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global)
+               : "memory");
+#else
+  *static_cast<float4*>(shared) = *static_cast<const float4*>(global);
+#endif
+}
+__device__ __forceinline__ void commit_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Waits until at most `kLater` groups of this thread's copies are under way.
+template <int kLater>
+__device__ __forceinline__ void wait_copies() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLater) : "memory");
+#endif
+}
+__device__ __forceinline__ void copy_async4(void* shared, const void* global) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800 && !defined(APEX_TE_PORTABLE)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(global)
+               : "memory");
+#else
+  *static_cast<float*>(shared) = *static_cast<const float*>(global);
+#endif
+}
+
+constexpr int kLoopBlocks = 3;  // of a multiprocessor, where rows are not aligned
+
 // Keeps the words of vectors as they are: without it the compiler keeps what it unpacked in one
 // pass for the next, in twice the registers.
 template <typename T, int kCount>
@@ -36,15 +72,21 @@ __device__ __forceinline__ float load_param(const void* params, bool is_fp32, in
 
 template <typename T>
 __device__ __forceinline__ void load_gamma(const NormParams& p, int64_t col, float* gamma) {
-  if (p.weight) load_params<T>(p.weight, p.is_fp32, col, gamma);
+  if (!p.weight) {
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) gamma[i] = p.weight ? gamma[i] + p.gamma_offset : 1.0f;
+    for (int i = 0; i < kVec; ++i) gamma[i] = 1.0f;
+    return;
+  }
+  load_params<T>(p.weight, p.is_fp32, col, gamma);
+  if (p.gamma_offset == 0.0f) return;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) gamma[i] += p.gamma_offset;
 }
 template <typename T>
 __device__ __forceinline__ void load_bias(const NormParams& p, int64_t col, float* bias) {
-  if (p.bias) load_params<T>(p.bias, p.is_fp32, col, bias);
+  if (p.bias) return load_params<T>(p.bias, p.is_fp32, col, bias);
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) bias[i] = p.bias ? bias[i] : 0.0f;
+  for (int i = 0; i < kVec; ++i) bias[i] = 0.0f;
 }
 
 __device__ __forceinline__ float rstd_of(float sum_of_squares, float count, float eps) {
@@ -208,20 +250,51 @@ struct RowSpan {
       unpack(c < cols ? load_vec(row + c) : Vec8<T>{}, values);
       return;
     }
+    load_each(row, step, values);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] = has(step, i) ? to_float(row[col(step, i)]) : 0.0f;
+    for (int i = 0; i < kVec; ++i)
+      if (!has(step, i)) values[i] = 0.0f;
+  }
+  // Without alignment; past the row its last element, so that no load waits for a branch.
+  template <typename T>
+  __device__ __forceinline__ void load_each(const T* row, int64_t step, float* values) const {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const int64_t c = col(step, i);
+      values[i] = to_float(row[c < cols ? c : cols - 1]);
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ void load_gamma(const NormParams& p, int64_t step,
+                                             float* gamma) const {
+    if (p.weight && p.is_fp32)
+      load_each(static_cast<const float*>(p.weight), step, gamma);
+    else if (p.weight)
+      load_each(static_cast<const T*>(p.weight), step, gamma);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) gamma[i] = p.weight ? gamma[i] + p.gamma_offset : 1.0f;
+  }
+  template <typename T>
+  __device__ __forceinline__ void load_bias(const NormParams& p, int64_t step, float* bias) const {
+    if (p.bias && p.is_fp32) return load_each(static_cast<const float*>(p.bias), step, bias);
+    if (p.bias) return load_each(static_cast<const T*>(p.bias), step, bias);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) bias[i] = 0.0f;
   }
   template <typename T>
   __device__ __forceinline__ void store(T* row, int64_t step, const float* values) const {
+    Vec8<T> out;
+    pack(values, &out);
     if (aligned) {
-      Vec8<T> out;
-      pack(values, &out);
       if (col(step, 0) < cols) store_vec(row + col(step, 0), out);
       return;
     }
+    constexpr int kPerWord = 4 / sizeof(T);
+    BitsOf<T>* bits = reinterpret_cast<BitsOf<T>*>(row);
 #pragma unroll
     for (int i = 0; i < kVec; ++i)
-      if (has(step, i)) row[col(step, i)] = from_float<T>(values[i]);
+      if (has(step, i))
+        bits[col(step, i)] = static_cast<BitsOf<T>>(out.words[i / kPerWord] >> 16 * (i % kPerWord));
   }
   __device__ __forceinline__ void store_codes(uint8_t* row, int64_t step, uint2 codes) const {
     if (aligned) {

@@ -59,7 +59,7 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
   const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
   RingPlan ring;
   if (aligned && plan_norm_ring<T>(p, device, &ring) &&
-      2 * p.rows * ring.ranks > processors * kTileRows)
+      2 * p.rows * ring.ranks > processors * ring.shape.tile_rows)
     return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
   NormFwd statistics = p;
   statistics.scale = nullptr;

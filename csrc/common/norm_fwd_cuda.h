@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kMaxNormThreads, 2)
 
 // A block to a row of any length and alignment.
 template <typename T, bool kLayerNorm>
-__global__ void __launch_bounds__(kMaxNormThreads)
+__global__ void __launch_bounds__(kMaxNormThreads, kLoopBlocks)
     norm_fwd_loop_kernel(const NormFwd p, const bool aligned) {
   __shared__ float2 parts[2][kMaxNormThreads / 32];
   const RowSpan span{p.cols, aligned};
@@ -179,6 +179,11 @@ __global__ void __launch_bounds__(kMaxNormThreads)
     const T* x = static_cast<const T*>(p.x) + row * p.cols;
     const float count = static_cast<float>(p.cols);
     float values[kVec], mean = 0.0f, sums[kCentredSums<T, kLayerNorm>] = {};
+    // A row that the block takes in one step stays in registers.
+    const bool held = span.steps() == 1;
+    const auto read = [&](int64_t s) {
+      if (!held) span.load(x, s, values);
+    };
     if (p.residual) {
       const T* residual = static_cast<const T*>(p.residual) + row * p.cols;
       T* total = static_cast<T*>(p.residual_sum) + row * p.cols;
@@ -192,20 +197,21 @@ __global__ void __launch_bounds__(kMaxNormThreads)
       }
       x = total;  // each thread reads again what it wrote
     }
+    if (held) span.load(x, 0, values);
     if (kLayerNorm) {
       float sum[1] = {};
-#pragma unroll 2
+#pragma unroll 1
       for (int64_t s = 0; s < span.steps(); ++s) {
-        span.load(x, s, values);
+        read(s);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) sum[0] += values[i];
       }
       row_sums(sum, blockDim.x, {1, 0}, parts[0], nullptr);
       mean = sum[0] / count;
     }
-#pragma unroll 2
+#pragma unroll 1
     for (int64_t s = 0; s < span.steps(); ++s) {
-      span.load(x, s, values);
+      read(s);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) add_centred(span.has(s, i) ? values[i] - mean : 0.0f, sums);
     }
@@ -220,18 +226,9 @@ __global__ void __launch_bounds__(kMaxNormThreads)
     const float scale = p.scale ? *p.scale : 1.0f;
     for (int64_t s = 0; s < span.steps(); ++s) {
       float gamma[kVec], bias[kVec];
-      span.load(x, s, values);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const int64_t col = span.col(s, i);
-        gamma[i] =
-            p.params.weight && col < p.cols
-                ? load_param<T>(p.params.weight, p.params.is_fp32, col) + p.params.gamma_offset
-                : 1.0f;
-        bias[i] = p.params.bias && col < p.cols
-                      ? load_param<T>(p.params.bias, p.params.is_fp32, col)
-                      : 0.0f;
-      }
+      read(s);
+      span.load_gamma<T>(p.params, s, gamma);
+      if (kLayerNorm) span.load_bias<T>(p.params, s, bias);
       normalize<kLayerNorm>(values, gamma, bias, mean, rstd);
       if (p.y) {
         span.store(static_cast<T*>(p.y) + row * p.cols, s, values);

@@ -2,18 +2,29 @@
 #pragma once
 
 #include "common/norm_ring_cuda.h"
+#include "common/norm_stream_cuda.h"
 
 namespace apex_te {
 
 constexpr int64_t kMinRingCols = 1024;  // shorter rows are many for the bookkeeping
 constexpr int64_t kMinRingRows = 512;   // fewer do not repay the filling of the ring
 constexpr int64_t kPlainCols = 8192;    // rms_norm in x's dtype: little to compute until a load
+constexpr int64_t kMinStreamCols = 256;
+constexpr int64_t kMaxCodeCols = 2048;  // of layer_norm to FP8, beyond which the ring is faster
 
 // Whether many rows should stream. A residual has loads enough in flight without it.
 template <bool kLayerNorm>
 bool wants_norm_ring(const NormFwd& p) {
   if (p.residual || p.rows < kMinRingRows) return false;
   return p.cols >= (kLayerNorm || p.scale ? kMinRingCols : kPlainCols + 1);
+}
+
+// Whether they should rather do so through blocks that hold a row.
+template <typename T, bool kLayerNorm>
+bool wants_norm_stream(const NormFwd& p) {
+  if (p.residual || p.rows < kMinRingRows || p.cols < kMinStreamCols) return false;
+  if (kLayerNorm ? !p.y && p.cols > kMaxCodeCols : !p.scale) return false;
+  return stream_threads<T>(p) <= kStreamThreads;
 }
 
 inline bool norm_fwd_aligned(const NormFwd& p) {
@@ -27,6 +38,8 @@ template <typename T, bool kLayerNorm>
 void launch_norm_fwd_rows(const NormFwd& p, const char* op, int device, cudaStream_t stream) {
   const bool aligned = norm_fwd_aligned(p);
   RingPlan ring;
+  if (aligned && wants_norm_stream<T, kLayerNorm>(p))
+    return launch_norm_stream<T, kLayerNorm>(p, op, stream);
   if (aligned && wants_norm_ring<kLayerNorm>(p) && plan_norm_ring<T>(p, device, &ring))
     return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
   const int64_t pieces = (p.cols / kVec + kNormVecs<T> - 1) / kNormVecs<T>;

@@ -4,7 +4,7 @@
 // registers, lets the copy of its next row begin, and normalises. No load waits for a reduction
 // and, but for the statistics of long rows, no warp for another. Rows whose parameters do not fit
 // in a block's shared memory go to a cluster of blocks. Weight and bias stay in shared memory,
-// widened. For a transposed copy a block has tiles of 32 rows, whose codes also go to shared
+// widened. For a transposed copy a block has tiles of 64 or 32 rows, whose codes also go to shared
 // memory, from where they leave by columns.
 #pragma once
 
@@ -19,25 +19,28 @@ constexpr int kRingThreads = kRingWarps * 32;
 constexpr int kMaxRingSlots = 8;
 template <typename T, bool kTiles>  // of a thread: 64 registers, or half where codes need memory
 constexpr int kRingVecs = (kTiles ? 16 : 32) / sizeof(T);
-constexpr int kTileRows = 32;  // whose transposed codes are whole sectors
+constexpr int kLeastTileRows = 32;        // whose transposed codes are whole sectors
+constexpr int64_t kPlainTileCols = 4096;  // that two blocks hold with 64 rows
 
 struct RingShape {
   int warps;  // of a row in a block
   int vecs;   // of a row in a warp
   int slots;  // rows of a warp in shared memory
+  int tile_rows;
 };
 
 // Distance of the rows of a tile of codes in shared memory: an odd number of 8 bytes, which keeps
 // 8 x 8 codes of neighbouring lanes in different banks.
 __host__ __device__ inline int tile_pitch(int block_vecs) { return (block_vecs | 1) * kVec; }
 
-// A tile of codes to the transposed output: a thread turns 8 x 8 codes, 8 lanes lie side by side
-// and 4 below each other, so that 32 bytes of a column leave together.
-__device__ __forceinline__ void store_tile(const unsigned char* tile, int pitch, int vecs,
-                                           uint8_t* out, int64_t rows, int64_t row0) {
-  const int lane = threadIdx.x % 32, down = lane / 8;
+// A tile of codes to the transposed output: a thread turns 8 x 8 codes, and the lanes that lie
+// below each other store all rows of a column together.
+__device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_rows, int pitch,
+                                           int vecs, uint8_t* out, int64_t rows, int64_t row0) {
+  const int height = tile_rows / 8, width = 32 / height;
+  const int lane = threadIdx.x % 32, down = lane / width;
   if (row0 + down * 8 >= rows) return;
-  for (int v = threadIdx.x / 32 * 8 + lane % 8; v < vecs; v += blockDim.x / 4) {
+  for (int v = threadIdx.x / 32 * width + lane % width; v < vecs; v += blockDim.x / height) {
     uint2 codes[8];
 #pragma unroll
     for (int r = 0; r < 8; ++r)
@@ -72,7 +75,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   // Shared memory: the warps' slots; gamma and bias, 4 of each 8 columns in one plane and 4 in
   // another; a barrier for each slot and two for each group's exchange of statistics; these; a tile
   // of codes.
-  const int arrays = kTiles && p.residual ? 2 : 1, tile_rows = kTiles ? kTileRows : groups;
+  const int arrays = kTiles && p.residual ? 2 : 1, tile_rows = kTiles ? shape.tile_rows : groups;
   const int slot_bytes = arrays * shape.vecs * kVec * static_cast<int>(sizeof(T));
   T* slots = reinterpret_cast<T*>(ring_memory + warp * shape.slots * slot_bytes);
   float4* gammas = reinterpret_cast<float4*>(ring_memory + kRingWarps * shape.slots * slot_bytes);
@@ -267,7 +270,8 @@ __global__ void __launch_bounds__(kRingThreads, 1)
     if (kTiles) {
       const int64_t block_col = static_cast<int64_t>(ranks.rank) * block_vecs;
       __syncthreads();
-      store_tile(tile, pitch, static_cast<int>(min(total_vecs - block_col, int64_t{block_vecs})),
+      store_tile(tile, tile_rows, pitch,
+                 static_cast<int>(min(total_vecs - block_col, int64_t{block_vecs})),
                  p.transposed + block_col * kVec * p.rows, p.rows, base);
       __syncthreads();
     }
@@ -286,22 +290,27 @@ template <typename T>
 bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
   const int64_t total = p.cols / kVec, params = (p.params.weight ? 1 : 0) + (p.params.bias ? 1 : 0);
   const int64_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - 256;
-  const int64_t max_ranks = has_clusters(device) ? kMaxNormRanks : 1, arrays = p.residual ? 2 : 1;
-  for (int64_t ranks = 1; ranks <= max_ranks; ranks *= 2) {
+  const bool clusters = has_clusters(device);
+  const int64_t max_ranks = clusters ? kMaxNormRanks : 1, arrays = p.residual ? 2 : 1;
+  // 64 bytes of a transposed column at once pay for two blocks of a row, not for four.
+  const bool high = clusters && (p.cols <= kPlainTileCols || p.cols > 2 * kPlainTileCols);
+  const int64_t tile_rows = p.transposed ? (high ? 2 : 1) * kLeastTileRows : 0;
+  for (int64_t ranks = p.transposed && high && p.cols > kPlainTileCols / 2 ? 2 : 1;
+       ranks <= max_ranks; ranks *= 2) {
     const int64_t slice = (total + ranks - 1) / ranks,
                   most = 32 * (p.transposed ? kRingVecs<T, true> : kRingVecs<T, false>);
     for (int64_t warps = (slice + most - 1) / most; warps <= kRingWarps; ++warps) {
       const int64_t vecs = (slice + warps - 1) / warps, groups = kRingWarps / warps;
       if (warps > 1 && vecs < 32) break;
-      const int64_t tile =
-          p.transposed ? kTileRows * tile_pitch(static_cast<int>(warps * vecs)) : 0;
+      const int64_t tile = tile_rows * tile_pitch(static_cast<int>(warps * vecs));
       const int64_t fixed =
           warps * vecs * kVec * 4 * params + kRingWarps * 16 + groups * ranks * warps * 16 + tile;
       const int64_t slot =
           kRingWarps * (arrays * vecs * kVec * static_cast<int64_t>(sizeof(T)) + 8);
       const int64_t slots = std::min<int64_t>((limit - fixed) / slot, kMaxRingSlots);
       if (fixed > limit || slots < 1) continue;
-      plan->shape = {static_cast<int>(warps), static_cast<int>(vecs), static_cast<int>(slots)};
+      plan->shape = {static_cast<int>(warps), static_cast<int>(vecs), static_cast<int>(slots),
+                     static_cast<int>(tile_rows)};
       plan->ranks = ranks;
       plan->shared_bytes = static_cast<size_t>(fixed + slots * slot);
       return true;
@@ -318,11 +327,13 @@ void launch_norm_ring(const NormFwd& p, const RingPlan& plan, int device, cudaSt
   check_cuda(cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(plan.shared_bytes)),
              "cudaFuncSetAttribute");
-  const int64_t tile_rows = p.transposed ? kTileRows : kRingWarps / plan.shape.warps;
+  const int64_t tile_rows = p.transposed ? plan.shape.tile_rows : kRingWarps / plan.shape.warps;
+  // Two rounds of tiles were faster, but for layer_norm without a residual.
+  const int64_t rounds = p.transposed && (!kLayerNorm || p.residual) ? 2 : 1;
   const int64_t lines =
       std::min((p.rows + tile_rows - 1) / tile_rows,
-               max_active_clusters(address, kRingThreads, static_cast<int>(plan.ranks),
-                                   plan.shared_bytes, device));
+               rounds * max_active_clusters(address, kRingThreads, static_cast<int>(plan.ranks),
+                                            plan.shared_bytes, device));
   launch_cluster(kernel, lines * plan.ranks, kRingThreads, static_cast<int>(plan.ranks),
                  plan.shared_bytes, stream, p, plan.shape);
 }

@@ -151,8 +151,12 @@ bool convert_list(CallState& state, PyObject* object, int index, int32_t kind) {
   ApexTeArg& arg = state.args[index];
   if (kind == kApexTeTensorList && is_tensor_list(object)) {
     if (!state.lists) state.lists = std::make_unique<std::array<ListStorage, kMaxParameters>>();
-    Views& views = (*state.lists)[index].prepared;
-    if (!refresh_list(state, reinterpret_cast<TensorListObject*>(object), &views, index))
+    ListStorage& storage = (*state.lists)[index];
+    storage.source = object;
+    for (int i = 0; i < index && !storage.prepared; ++i)  // an output may be its input
+      if ((*state.lists)[i].source == object) storage.prepared = (*state.lists)[i].prepared;
+    Views& views = storage.prepared;
+    if (!views && !refresh_list(state, reinterpret_cast<TensorListObject*>(object), &views, index))
       return false;
     arg.kind = kind;
     arg.count = static_cast<int32_t>(views->size());

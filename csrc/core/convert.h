@@ -31,7 +31,8 @@ struct FunctionObject {
 // What one call needs beside the stack arrays: the tensors of list arguments.
 struct ListStorage {
   std::vector<DLTensor> tensors;
-  Views prepared;  // a TensorList's, held while the call runs
+  Views prepared;              // a TensorList's, held while the call runs
+  PyObject* source = nullptr;  // that TensorList
   std::vector<double> floats;
 };
 

@@ -166,17 +166,23 @@ struct RowGrad {
   }
 };
 
-// What every row's gradient is multiplied by.
-__device__ __forceinline__ float grad_factor(const Params& p) {
-  return p.num_valid ? 1.0f / static_cast<float>(*p.num_valid) : 1.0f;
+// What every row's gradient is divided by, to be read early.
+__device__ __forceinline__ int32_t num_valid_of(const Params& p) {
+  return p.num_valid ? *p.num_valid : 1;
+}
+// Its reciprocal. The conversion stays where it is called: moved to the load, it would wait for it.
+__device__ __forceinline__ float grad_factor(int32_t num_valid) {
+  float divisor;
+  asm volatile("cvt.rn.f32.s32 %0, %1;" : "=f"(divisor) : "r"(num_valid));
+  return 1.0f / divisor;
 }
 
 __device__ __forceinline__ RowGrad finish_row(const Params& p, int64_t row, int64_t target,
-                                              float target_logit, const Stats& total,
-                                              float factor) {
+                                              float target_logit, const Stats& total, float factor,
+                                              bool writes_loss) {
   const float smoothing = p.label_smoothing, inv_cols = 1.0f / static_cast<float>(p.cols);
   const bool valid = target >= 0 && target < p.cols;
-  if (threadIdx.x == 0) {
+  if (writes_loss) {
     // lse(x) may be much larger than the loss: logits are subtracted from its larger part first.
     const float log_sum = logf(total.exp_sum);
     float loss = (1.0f - smoothing) * (total.max - target_logit + log_sum);
@@ -231,15 +237,16 @@ class TargetStream {
   int64_t next_;
 };
 
-// Ignored rows: loss 0, gradient 0, nothing read.
+// Ignored rows: loss 0, gradient 0; only short ones are read.
 template <typename T>
-__device__ __forceinline__ void clear_row(const Params& p, int64_t row, int threads) {
-  if (threadIdx.x == 0) p.loss[row] = 0.0f;
+__device__ __forceinline__ void clear_row(const Params& p, int64_t row, int threads, int rank = 0,
+                                          int blocks = 1) {
+  if (threadIdx.x == 0 && rank == 0) p.loss[row] = 0.0f;
   if (!p.grad) return;
   const Row<T> grad(p.grad, row, p.cols);
-  for (int i = threadIdx.x; i < grad.num_vecs; i += threads)
+  for (int i = rank * threads + threadIdx.x; i < grad.num_vecs; i += threads * blocks)
     store_vec_whole(grad.data + grad.col(i), Vec8<T>{});
-  const int edge = grad.edge_col();
+  const int edge = rank == 0 ? grad.edge_col() : -1;
   if (edge >= 0) grad.data[edge] = from_float<T>(0.0f);
 }
 

@@ -1,5 +1,6 @@
 // CUDA kernels of swiglu for what the vector kernels leave: odd extents, unaligned storage and FP8
-// from fp32. By element, in tiles of 64 x 64 whose columns a warp's threads share out.
+// from fp32. By element: results in the inputs' dtype row by row; FP8 and dbias in tiles of 64 x 64
+// whose columns a warp's threads share out.
 #include "common/amax.h"
 #include "common/column_sums.h"
 #include "swiglu/swiglu_device.h"
@@ -120,8 +121,79 @@ __global__ void __launch_bounds__(kThreads) swiglu_any_kernel(const Swiglu p) {
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
 }
 
+constexpr int kLineElements = 4, kLineCols = 32 * kLineElements;  // of a thread, of a warp
+constexpr int kLineBlocks = 8;                                    // of a multiprocessor
+
+// Results in the inputs' dtype. A warp has a part of a row, neighbours in neighbouring threads, so
+// that no alignment matters; all loads of a thread are in flight at once.
+template <typename T, bool kBwd>
+__global__ void __launch_bounds__(kThreads, kLineBlocks) swiglu_line_kernel(const Swiglu p) {
+  const int64_t row = block_row();
+  const int64_t col =
+      (blockIdx.x * static_cast<int64_t>(blockDim.x / 32) + threadIdx.x / 32) * kLineCols +
+      threadIdx.x % 32;
+  if (row >= p.rows || col >= p.cols) return;
+  const int64_t left = p.cols - col;
+  const int n = left < kLineCols ? static_cast<int>(left) : kLineCols;  // a 32nd is this thread's
+  const auto load = [n](const void* matrix, int64_t i, T* values) {
+    const T* p = static_cast<const T*>(matrix) + i;
+#pragma unroll
+    for (int k = 0; k < kLineElements; ++k) values[k] = k * 32 < n ? p[k * 32] : T{};
+  };
+  T gate[kLineElements], up[kLineElements], grad[kLineElements];
+  load(p.gate, row * p.gate_ld + col, gate);
+  load(p.up, row * p.up_ld + col, up);
+  if (kBwd) load(p.grad_output, row * p.cols + col, grad);
+  float g[kLineElements], u[kLineElements];
+#pragma unroll
+  for (int k = 0; k < kLineElements; ++k) {
+    g[k] = to_float(gate[k]);
+    u[k] = to_float(up[k]);
+  }
+  if (p.gate_bias) {
+    load(p.gate_bias, col, gate);
+    load(p.up_bias, col, up);
+#pragma unroll
+    for (int k = 0; k < kLineElements; ++k) {
+      g[k] += to_float(gate[k]);
+      u[k] += to_float(up[k]);
+    }
+  }
+  GatedKinds::choose(p.activation, [&](auto act) {
+    constexpr Activation kAct = decltype(act)::value;
+#pragma unroll
+    for (int k = 0; k < kLineElements; ++k) {
+      if (kBwd)
+        gated_gradient<kAct>(g[k], u[k], to_float(grad[k]), &g[k], &u[k]);
+      else
+        g[k] = gated<kAct>(g[k], u[k]);
+    }
+  });
+  T* first = static_cast<T*>(kBwd ? p.dgate : p.out) + row * (kBwd ? p.grad_ld : p.cols) + col;
+#pragma unroll
+  for (int k = 0; k < kLineElements; ++k)
+    if (k * 32 < n) first[k * 32] = from_float<T>(g[k]);
+  if (!kBwd) return;
+  T* second = static_cast<T*>(p.dup) + row * p.grad_ld + col;
+#pragma unroll
+  for (int k = 0; k < kLineElements; ++k)
+    if (k * 32 < n) second[k * 32] = from_float<T>(u[k]);
+}
+
+template <typename T>
+void launch_lines(const Swiglu& p, bool is_bwd, cudaStream_t stream) {
+  const int64_t warps = (p.cols + kLineCols - 1) / kLineCols;
+  const int64_t block_warps = warps < kThreads / 32 ? warps : kThreads / 32;
+  const auto kernel = is_bwd ? swiglu_line_kernel<T, true> : swiglu_line_kernel<T, false>;
+  kernel<<<grid_of(p.rows, (warps + block_warps - 1) / block_warps, "swiglu"),
+           static_cast<unsigned>(32 * block_warps), 0, stream>>>(p);
+  check_cuda(cudaGetLastError(), "swiglu");
+}
+
 template <typename T>
 void launch(const Swiglu& p, bool is_bwd, cudaStream_t stream) {
+  if (p.rows && p.cols >= kTile && p.fp8 == DType::kOther && !p.dbias)
+    return launch_lines<T>(p, is_bwd, stream);
   const int64_t row_tiles = (p.rows + kTile - 1) / kTile;
   const int64_t tiles = row_tiles * ((p.cols + kTile - 1) / kTile);
   if (tiles > 0x7FFFFFFF)

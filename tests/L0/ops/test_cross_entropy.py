@@ -61,6 +61,26 @@ def test_fwd_long_rows(poison, cols, dtype):
     check_rows(torch.device("cuda"), logits, target, label_smoothing=0.1)
 
 
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("cols", [65529, 131077, 200000])
+def test_many_long_rows_are_as_few(poison, cols, smoothing):
+    """A row takes its block's turn, or its cluster's, and shared memory after others."""
+    x = 3 * torch.randn(330, cols, device="cuda").bfloat16()
+    target = torch.randint(0, cols, (330,), device="cuda")
+    target[::7] = -100
+    grad = torch.empty_like(x)
+    loss = op.cross_entropy_fwd(x, target, grad=grad, label_smoothing=smoothing)
+    losses, grads = [], []
+    for few, t in zip(x.split(24), target.split(24), strict=True):
+        grads.append(torch.empty_like(few))
+        losses.append(op.cross_entropy_fwd(few, t, grad=grads[-1], label_smoothing=smoothing))
+    assert_same_bits((loss, grad), (torch.cat(losses), torch.cat(grads)))
+    over = op.cross_entropy_fwd(x, target, grad=x, label_smoothing=smoothing)
+    assert_same_bits((over, x), (loss, grad))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -150,6 +150,21 @@ def test_prepared_list_sees_tensors_as_they_are():
     assert amaxes(prepared) == [4, 1]
 
 
+def test_prepared_list_given_twice():
+    """The second time it is not described again: it must be what it is in this call."""
+    scale, x = function("multi_tensor", "multi_tensor_scale"), torch.full((4,), 2.0)
+    prepared, other = tensor_list([x]), tensor_list([torch.zeros(4)])
+    scale(prepared, prepared, 3.0)
+    assert x.tolist() == [6] * 4
+    x.data = torch.full((1000,), 5.0)
+    scale(prepared, prepared, 3.0)
+    assert x.tolist() == [15] * 1000
+    x.resize_(4)
+    function("multi_tensor", "multi_tensor_axpby")(other, prepared, prepared, 1.0, 2.0, -1)
+    assert x.tolist() == [30] * 4
+    assert other[0].tolist() == [0] * 4
+
+
 def test_prepared_list_refuses_like_a_list():
     good = torch.ones(2)
     for bad in (1.0, torch.ones(2, dtype=torch.complex64), torch.ones(2).to("meta")):

@@ -47,6 +47,22 @@ def test_fwd(device, poison, shape, dtype, fp8, rounding):
     assert_same_bits(out, op.reference(x, fp8, rounding=rounding))
 
 
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16384, 2048), (2560, 16896)], ids=str)
+def test_large_is_as_its_parts(poison, shape, dtype):
+    """Large matrices get their scales in two steps."""
+    x = (4 * torch.randn(shape, device="cuda")).exp().to(dtype)
+    parts = [mx_quantize(rows) for rows in x.split(shape[0] // 5 // 32 * 32)]
+    joined = [
+        torch.cat([part[i].view(torch.uint8) for part in parts], dim=i // 2) for i in range(4)
+    ]
+    for options in ({}, {"rowwise": False}, {"transposed": False}):
+        for out, expected in zip(mx_quantize(x, **options), joined, strict=True):
+            assert out is None or torch.equal(out.view(torch.uint8), expected)
+
+
 def test_one_layout_at_a_time(device, poison):
     x = torch.randn(200, 264, device=device).bfloat16()
     both = mx_quantize(x)
