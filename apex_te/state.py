@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -50,14 +51,6 @@ def intern(recipe: Recipe) -> tuple[str, Recipe]:
     return found
 
 
-@torch._dynamo.assume_constant_result
-def _prepare(state: str, recipe: str, device: str, index: int | None) -> bool:
-    """Adapt a state while torch.compile traces, which could not trace the allocations itself."""
-    where = torch.device(device) if index is None else torch.device(device, index)
-    registry.find(state).adapt(recipe, _by_key[recipe], where)
-    return True
-
-
 class FP8State:
     """Scales and amax histories of one module, fp32, allocated at its first FP8 forward.
 
@@ -79,21 +72,28 @@ class FP8State:
     scale_bwd: torch.Tensor
     scale_inv_bwd: torch.Tensor
     amax_history_bwd: torch.Tensor
+    _wrap: Callable[[QuantizerSets], QuantizerSets] | None = None
 
-    def __init__(self, gemms: int = 1) -> None:
+    def __init__(self, gemms: int = 1, owner: Any = None) -> None:
         self.gemms = gemms
+        self._owner = None if owner is None else weakref.ref(owner)
         self.allocated = False
         self.device = torch.device("meta")
         self.recipe: DelayedScaling | None = None
         self.first_due = [True] * self.slots
         self.forget()
-        self.key = registry.add(self)
+        registry.add(self)
 
     def forget(self) -> None:
         """Drop the quantizers, which hold views of the tensors and know their device."""
         self._sets: dict[str, QuantizerSets] = {}
         self._active_key = ""
         self._active: QuantizerSets | None = None
+
+    def observe(self, wrap: Callable[[QuantizerSets], QuantizerSets] | None) -> None:
+        """Have the quantizers that modules get pass through ``wrap``; None ends that."""
+        self._wrap = wrap
+        self.forget()
 
     @property
     def slots(self) -> int:
@@ -103,12 +103,39 @@ class FP8State:
     def quantizers(self, key: str, recipe: Recipe, device: torch.device) -> QuantizerSets:
         """The quantizers for ``recipe``, interned as ``key``; the state is first adapted to it."""
         if torch.compiler.is_compiling():
-            _prepare(self.key, key, device.type, device.index)
+            self._prepare(key, device.type, device.index)
             return self._sets[key]
         active = self._active
         if active is not None and self._active_key == key:
             return active
         return self.adapt(key, recipe, device)
+
+    def _prepare(self, key: str, device: str, index: int | None) -> bool:
+        """Adapt while torch.compile traces, which could not trace the allocations itself.
+
+        A method, so that nothing of one state becomes a condition of the compiled code, which the
+        layers of a model then share; those that have not run yet are adapted with it, or each would
+        be compiled anew.
+        """
+        where = torch.device(device) if index is None else torch.device(device, index)
+        recipe = _by_key[key]
+        self.adapt(key, recipe, where)
+        for state in registry.living():
+            if not state._sets and state.owner_device() == where:
+                state.adapt(key, recipe, where)
+        return True
+
+    # What torch.compiler.assume_constant_result does, without the second that importing it takes.
+    _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def belong_to(self, owner: Any) -> None:
+        """Remember the module of this state, weakly."""
+        self._owner = weakref.ref(owner)
+
+    def owner_device(self) -> torch.device | None:
+        """Where the module of this state has its parameters."""
+        owner = None if self._owner is None else self._owner()
+        return None if owner is None else owner._state_device()
 
     def adapt(self, key: str, recipe: Recipe, device: torch.device) -> QuantizerSets:
         """Allocate on ``device`` or resize for ``recipe``, and build quantizers it has not yet."""
@@ -118,7 +145,10 @@ class FP8State:
             self._fit(cast(DelayedScaling, recipe), device)
         sets = self._sets.get(key)
         if sets is None:
-            sets = self._sets[key] = build_quantizers(recipe, self, device)
+            sets = build_quantizers(recipe, self, device)
+            if self._wrap is not None:
+                sets = self._wrap(sets)
+            self._sets[key] = sets
         self._active_key, self._active = key, sets
         return sets
 
@@ -201,8 +231,9 @@ class FP8State:
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
+        self._owner = None
         self.forget()
-        self.key = registry.add(self)
+        registry.add(self)
 
 
 def warn_resized(old: int, new: int) -> None:
@@ -234,8 +265,8 @@ class Registry:
         # Reentrant: the garbage collector may drop a state while the lock is held.
         self._lock = threading.RLock()
 
-    def add(self, state: FP8State) -> str:
-        """Register ``state``, which leaves by itself when it dies; the key that finds it."""
+    def add(self, state: FP8State) -> None:
+        """Register ``state``; it leaves by itself when it dies."""
         with self._lock:
             key = self._next
             self._next += 1
@@ -246,13 +277,10 @@ class Registry:
 
             self._states[key] = weakref.ref(state, dropped)
             self._plan = None
-        return str(key)
 
-    def find(self, key: str) -> FP8State:
-        """The living state that ``add`` gave ``key``."""
-        state = self._states[int(key)]()
-        assert state is not None
-        return state
+    def living(self) -> list[FP8State]:
+        """The states that still exist, in the order of their construction."""
+        return [s for s in (ref() for ref in list(self._states.values())) if s is not None]
 
     def changed(self) -> None:
         """A state was allocated, moved or given another recipe."""
@@ -278,8 +306,7 @@ class Registry:
         if plan is None:
             from .scale_update import UpdatePlan
 
-            states = [s for s in (ref() for ref in list(self._states.values())) if s is not None]
-            states = [s for s in states if s.allocated]
+            states = [s for s in self.living() if s.allocated]
             for state in states:
                 if state.recipe is None:  # loaded, with functions that no file can hold
                     state.recipe = recipe

@@ -1,4 +1,4 @@
-"""Constructor arguments that several modules share: dtypes, initialisation, parallelism."""
+"""Arguments that several modules share: dtypes, initialisation, parallelism, groups of rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 
+from .. import model_init
+from ..parameter import FP8Parameter
+
 __all__ = [
     "INIT_STD",
+    "check_num_gemms",
+    "checked_splits",
     "fill",
     "parameter",
     "params_dtype_of",
@@ -55,9 +60,21 @@ def params_dtype_of(
 
 
 def parameter(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str | int | None
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str | int | None,
+    gemm_weight: bool | None = None,
 ) -> torch.nn.Parameter:
-    """A parameter with no values yet."""
+    """A parameter with no values yet.
+
+    Inside ``fp8_model_init`` the weight of a GEMM, which a matrix is taken for unless
+    ``gemm_weight`` says otherwise, is held in low precision only.
+    """
+    kept = model_init.settings()
+    if kept is not None and (len(shape) == 2 if gemm_weight is None else gemm_weight):
+        preserve = kept.preserve_high_precision_init_val
+        held = FP8Parameter.empty(shape, kept.recipe, dtype, device, preserve)
+        return torch.nn.Parameter(held)
     return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
 
 
@@ -65,11 +82,17 @@ def fill(weight: torch.Tensor | None, init_method: Callable[[torch.Tensor], Any]
     """Fill a weight by ``init_method``, default N(0, 0.023)."""
     if weight is None:
         return
+    if init_method is None:
+        init_method = _normal
     with torch.no_grad():
-        if init_method is None:
-            torch.nn.init.normal_(weight, 0.0, INIT_STD)
+        if type(weight) is FP8Parameter:
+            weight.initialize(init_method)
         else:
             init_method(weight)
+
+
+def _normal(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, 0.0, INIT_STD)
 
 
 def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[str, int] | None:
@@ -110,3 +133,36 @@ def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[st
             f"got {sum(parts.values())}"
         )
     return parts
+
+
+def check_num_gemms(owner: str, num_gemms: Any) -> None:
+    """Raises for anything but an int of at least 1."""
+    if isinstance(num_gemms, bool) or not isinstance(num_gemms, int):
+        raise TypeError(f"{owner}: num_gemms must be an int, got {type(num_gemms).__name__}")
+    if num_gemms < 1:
+        raise ValueError(f"{owner}: num_gemms must be at least 1, got {num_gemms}")
+
+
+def checked_splits(
+    owner: str, num_gemms: int, m_splits: Any, rows: int | None = None
+) -> tuple[int, ...]:
+    """``m_splits``, the rows of each group, which add up to ``rows`` where that is given.
+
+    Raises:
+        TypeError: no list of ints, which a tensor is not: reading one would wait for the device.
+        ValueError: another number of groups, a negative one, another sum.
+    """
+    if not isinstance(m_splits, (list, tuple)):
+        raise TypeError(f"{owner}: m_splits must be a list of ints, got {type(m_splits).__name__}")
+    for split in m_splits:
+        if isinstance(split, bool) or not isinstance(split, int):
+            raise TypeError(f"{owner}: m_splits must hold ints, got {type(split).__name__}")
+    if len(m_splits) != num_gemms or min(m_splits) < 0:
+        raise ValueError(
+            f"{owner}: m_splits must be {num_gemms} counts of rows, got {list(m_splits)}"
+        )
+    if rows is not None and sum(m_splits) != rows:
+        raise ValueError(
+            f"{owner}: m_splits must add up to the {rows} rows of inp, got {list(m_splits)}"
+        )
+    return tuple(m_splits)

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from ..autocast import graph_task_id, local
+from ..parameter import FP8Parameter, held_copies, plain_values
 from ..state import FP8State, intern
 from ..state_io import NAMES, load_state, save_state
 from ..tensor import QuantizedTensor
@@ -24,16 +25,50 @@ __all__ = ["FP8Module"]
 STATE_PREFIX = "fp8_state."
 
 
+class CapturedWeights:
+    """FP8 weights of a module in a CUDA graph, by GEMM: what caches them across its replays.
+
+    A replay writes them unless the int32 element ``noop`` on the device is set then; recipes whose
+    casts have no such flag write them in each replay. Kept alive here, the graph's memory that they
+    lie in holds nothing else.
+    """
+
+    __slots__ = ("noop", "weights")
+
+    def __init__(self, noop: torch.Tensor) -> None:
+        self.noop = noop
+        self.weights: dict[int, QuantizedTensor] = {}
+
+    def quantized(
+        self, gemm: int, weight: torch.Tensor, quantizers: GemmQuantizers
+    ) -> QuantizedTensor | None:
+        """Both FP8 copies, which a weight used again in the same graph has already.
+
+        None for a weight that is held in FP8, of which each replay makes what it needs.
+        """
+        if type(weight) is FP8Parameter and held_copies(weight, quantizers, False) is not None:
+            return None
+        found = self.weights.get(gemm)
+        if found is None:
+            with torch.no_grad():
+                weight = plain_values(weight).contiguous()
+                found = quantizers.weight.quantize(weight, True, True, noop=self.noop)[0]
+            self.weights[gemm] = found
+        return found
+
+
 class Modes:
     """Per-module memory between forwards; slots, because nn.Module's setattr is slow.
 
     ``recompute`` and ``recompute_fp8`` describe the last recorded forward; ``weight_cache`` holds
-    the FP8 weights of ``is_first_microbatch`` by GEMM; ``delayed`` the weight gradients to come.
+    the FP8 weights of ``is_first_microbatch`` by GEMM; ``delayed`` the weight gradients to come;
+    ``captured`` takes the place of the cache while a CUDA graph is being made.
     """
 
-    __slots__ = ("delayed", "recompute", "recompute_fp8", "weight_cache")
+    __slots__ = ("captured", "delayed", "recompute", "recompute_fp8", "weight_cache")
 
     def __init__(self) -> None:
+        self.captured: CapturedWeights | None = None
         self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
         self.weight_cache: dict[int, tuple[tuple, QuantizedTensor]] = {}
@@ -51,7 +86,7 @@ class FP8Module(torch.nn.Module):
 
     def _make_fp8_state(self, gemms: int = 1) -> None:
         # Plain attributes, not buffers: DDP would broadcast buffers and half() would cast them.
-        self._fp8 = FP8State(gemms)
+        self._fp8 = FP8State(gemms, self)
         self._modes = Modes()
 
     def _state_device(self) -> torch.device:
@@ -146,7 +181,7 @@ class FP8Module(torch.nn.Module):
         if quantizers is not None:
             with torch.no_grad():
                 quantizers.input.record(as_matrix(inp))
-                quantizers.weight.record(weight.contiguous())
+                quantizers.weight.record(plain_values(weight).contiguous())
         own_wgrad = options.accumulate is not None or options.delayed is not None
         if own_wgrad and weight.requires_grad and torch.is_grad_enabled():
             out = HighPrecisionLinearFunction.apply(inp, weight, bias, dtype, options)
@@ -162,15 +197,20 @@ class FP8Module(torch.nn.Module):
         self, weight: torch.Tensor, quantizers: GemmQuantizers, fill: bool, gemm: int = 0
     ) -> QuantizedTensor:
         """Both FP8 copies of ``weight``, made again when asked for or when the weight changed."""
+        if type(weight) is FP8Parameter:
+            held = held_copies(weight, quantizers, True, keep=True)
+            if held is not None:
+                return held
         sources = self._weight_sources(weight)
         versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in sources]
-        key = (*versions, type(quantizers.weight), quantizers.weight.dtype)
+        key = (*versions, type(quantizers.weight_again), quantizers.weight_again.dtype)
         cache = self._modes.weight_cache.get(gemm)
         if not fill and cache is not None and cache[0] == key:
             return cache[1]
         # A later training step may need what an evaluation in inference mode cached.
         with torch.inference_mode(False), torch.no_grad():
-            quantized, _ = quantizers.weight.quantize(weight.contiguous(), True, True)
+            weight = plain_values(weight).contiguous()
+            quantized, _ = quantizers.weight.quantize(weight, True, True)
         self._modes.weight_cache[gemm] = (key, quantized)
         return quantized
 
@@ -186,6 +226,12 @@ class FP8Module(torch.nn.Module):
         recomputed: bool,
     ) -> tuple[QuantizedTensor | None, ...]:
         """The cached FP8 copies of each GEMM's weight; None where the user declared no cache."""
+        captured = self._modes.captured
+        if captured is not None:
+            return tuple(
+                captured.quantized(gemm, weight, quantizers[gemm])
+                for gemm, weight in enumerate(weights)
+            )
         if is_first_microbatch is None:
             return (None,) * len(weights)
         # A recompute repeats the forward that filled the cache.
@@ -215,12 +261,16 @@ class FP8Module(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._fp8.belong_to(self)
         self._modes = Modes()
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, value in self._parameters.items():
+            if type(value) is FP8Parameter and not keep_vars:
+                destination[prefix + name] = value.detach().dequantize()
         save_state(self._fp8, destination, prefix + STATE_PREFIX)
 
     def _load_from_state_dict(

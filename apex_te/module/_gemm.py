@@ -141,7 +141,11 @@ def saved_by(
 
 
 def input_gradient(
-    plan: GemmPlan, saved: tuple, dy: QuantizedTensor, out_dtype: torch.dtype
+    plan: GemmPlan,
+    saved: tuple,
+    dy: QuantizedTensor,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``dy @ weight``, [rows, in]; ``saved`` is what ``saved_by`` gave.
 
@@ -153,7 +157,7 @@ def input_gradient(
         weight = QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
     else:
         weight = _quantized_weight(quantizers, quantizers.weight_again, w, True)
-    grad = quantizers.products.dgrad(dy, weight, out_dtype)
+    grad = quantizers.products.dgrad(dy, weight, out_dtype, out)
     dy.rowwise = None
     return grad
 

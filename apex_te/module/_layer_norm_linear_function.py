@@ -11,7 +11,7 @@ from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _gemm
 from ._gemm import SAVED, GemmOptions, as_matrix
-from ._linear_function import shaped_output, without_autocast
+from ._linear_function import shaped_output, take_saved, without_autocast
 from ._producers import NormForward, norm_backward
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "NormOptions",
     "norm_gradients",
     "normalized",
+    "output_gradient",
     "residual_output",
     "saved_norm",
     "without_autograd",
@@ -87,6 +88,14 @@ def norm_gradients(
     return dx.view(ctx.input_shape), dweight, dbias
 
 
+def output_gradient(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> Any:
+    """The gradient of the output; zeros where only another output is used."""
+    if grad_output is not None:
+        return grad_output
+    other = grad_residual if grad_norm is None else grad_norm
+    return other.new_zeros(ctx.output_shape)
+
+
 def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
     """What was normalised, in the input's shape, as an output of its own."""
     if norm.residual_sum is None:
@@ -147,11 +156,10 @@ class LayerNormLinearFunction(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
-    plan, saved = ctx.plan, ctx.saved_tensors
+    plan, saved = ctx.plan, take_saved(ctx)
     saved_gemm, saved_norm_tensors = saved[:SAVED], saved[SAVED:]
-    if grad_output is None:
-        grad_output = saved_norm_tensors[0].new_zeros(ctx.output_shape)
-    dy = as_matrix(grad_output)
+    del saved
+    dy = as_matrix(output_gradient(ctx, grad_output, grad_norm, grad_residual))
     quantized, grad_bias = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
     grad_weight = dx = d_gamma = d_beta = None
     if plan.need_input:

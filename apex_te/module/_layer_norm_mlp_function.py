@@ -19,10 +19,11 @@ from ._layer_norm_linear_function import (
     NormOptions,
     norm_gradients,
     normalized,
+    output_gradient,
     residual_output,
     saved_norm,
 )
-from ._linear_function import shaped_output, without_autocast
+from ._linear_function import shaped_output, take_saved, without_autocast
 from ._producers import ActivationBackward, ActivationForward, NormForward
 
 __all__ = ["LayerNormMLPFunction", "MLPOptions"]
@@ -114,31 +115,31 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
-    saved = ctx.saved_tensors
+    saved = take_saved(ctx)
     saved1, saved2 = saved[:SAVED], saved[SAVED : 2 * SAVED]
     norm, hidden = saved[2 * SAVED : -1], saved[-1]
+    del saved
     (plan1, plan2), (b1_dtype, b2_dtype) = ctx.plans, ctx.bias_dtypes
-    if grad_output is None:
-        grad_output = norm[0].new_zeros(ctx.output_shape)
-    dy = as_matrix(grad_output)
-    d_out, d_b2 = _gemm.quantized_gradient(plan2, dy, b2_dtype)
-    d_w1 = d_b1 = d_w2 = dx = d_gamma = d_beta = None
-    # Input gradients first: the weights' are made when what they do not need has been freed.
+    dy = as_matrix(output_gradient(ctx, grad_output, grad_norm, grad_residual))
+    quantized, d_b2 = _gemm.quantized_gradient(plan2, dy, b2_dtype)
+    d_w1 = d_b1 = d_w2 = d_act = dx = d_gamma = d_beta = None
+    # Every step frees what only it needed: the peak is that of bf16 modules or below.
     if plan2.need_input:
-        d_act = _gemm.input_gradient(plan2, saved2, d_out, ctx.input_dtype)
+        d_act = _gemm.input_gradient(plan2, saved2, quantized, ctx.input_dtype)
+    if plan2.need_weight:
+        d_w2 = _gemm.weight_gradient(plan2, saved2, dy, quantized)
+    del saved2, quantized, dy
+    if d_act is not None:
         d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
         quantized, plain = _quantized_hidden(plan1, d_hidden)
         d_b1 = d_hidden.dbias
-        del d_act, d_hidden
+        del d_act, d_hidden, hidden
         if plan1.need_input:
             d_norm = _gemm.input_gradient(plan1, saved1, quantized, ctx.input_dtype)
             dx, d_gamma, d_beta = norm_gradients(ctx, norm, d_norm, grad_norm, grad_residual)
             del d_norm
         if plan1.need_weight:
             d_w1 = _gemm.weight_gradient(plan1, saved1, plain, quantized)
-        del quantized, plain
-    if plan2.need_weight:
-        d_w2 = _gemm.weight_gradient(plan2, saved2, dy, d_out)
     if d_b1 is not None and d_b1.dtype is not b1_dtype:
         d_b1 = d_b1.to(b1_dtype)
     d_residual = dx if ctx.has_residual else None
@@ -148,7 +149,8 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
 def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
     """The quantized gradient of the first GEMM's output, and the plain one where it is needed."""
     quantizer = plan.quantizers.grad_output
-    if not plan.quantizers.high_precision_wgrad:
+    need_codes = plan.need_input or plan.need_weight  # else only the bias learns
+    if need_codes and not plan.quantizers.high_precision_wgrad:
         return quantizer.produce(d_hidden, plan.need_input, plan.need_weight), None
     plain = d_hidden.plain()
     if d_hidden.with_dbias and d_hidden.dbias is None:

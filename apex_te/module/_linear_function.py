@@ -13,7 +13,14 @@ from ..tensor import QuantizedTensor
 from . import _gemm
 from ._gemm import GemmOptions, as_matrix
 
-__all__ = ["HighPrecisionLinearFunction", "LinearFunction", "linear_forward", "without_autocast"]
+__all__ = [
+    "HighPrecisionLinearFunction",
+    "LinearFunction",
+    "linear_forward",
+    "shaped_output",
+    "take_saved",
+    "without_autocast",
+]
 
 
 def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
@@ -23,6 +30,17 @@ def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
         return backward(ctx, *grads)
     with torch.autocast(device_type, enabled=False):
         return backward(ctx, *grads)
+
+
+def take_saved(ctx: Any) -> tuple:
+    """The saved tensors, which die with the caller's references unless the graph is retained.
+
+    Autograd would keep them all until backward returns.
+    """
+    saved = ctx.saved_tensors
+    if not torch.compiler.is_compiling() and isinstance(ctx, torch._C._FunctionBase):
+        ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
+    return saved
 
 
 def shaped_output(inp: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor | None:
@@ -89,7 +107,7 @@ class LinearFunction(torch.autograd.Function):
 
 
 def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-    plan, saved = ctx.plan, ctx.saved_tensors
+    plan, saved = ctx.plan, take_saved(ctx)
     dy = as_matrix(grad_output)
     quantized, grad_bias = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
     grad_input = grad_weight = None

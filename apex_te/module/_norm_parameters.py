@@ -69,6 +69,19 @@ class NormedModule(FP8Module):
             return weight, bias
         return weight.to(dtype), None if bias is None else bias.to(dtype)
 
+    def _check_residual(self, inp: torch.Tensor, residual: torch.Tensor) -> None:
+        """Raises for a residual that cannot be added to ``inp``: ValueError, TypeError."""
+        if residual.shape != inp.shape:
+            raise ValueError(
+                f"{type(self).__name__}: residual must have shape {list(inp.shape)}, "
+                f"got {list(residual.shape)}"
+            )
+        if residual.dtype is not inp.dtype and not torch.is_autocast_enabled(inp.device.type):
+            raise TypeError(
+                f"{type(self).__name__}: residual must have dtype {inp.dtype} outside "
+                f"torch.autocast, got {residual.dtype}"
+            )
+
     def _returned(
         self, out: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, norm: Any
     ) -> Any:

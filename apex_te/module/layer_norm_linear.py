@@ -130,6 +130,8 @@ class LayerNormLinear(NormedModule, LinearParameters):
         dtype = self._compute_dtype(
             inp, self.in_features, (self._parameters["layer_norm_weight"], weight, bias)
         )
+        if residual is not None:
+            self._check_residual(inp, residual)
         device_type = inp.device.type
         applied = None if self.return_bias else bias
         args = (inp, residual, weight, applied, dtype, is_first_microbatch, return_residual)

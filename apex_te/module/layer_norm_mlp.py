@@ -157,6 +157,8 @@ class LayerNormMLP(NormedModule):
         dtype = self._compute_dtype(
             inp, self.hidden_size, (parameters["layer_norm_weight"], *linear)
         )
+        if residual is not None:
+            self._check_residual(inp, residual)
         device_type = inp.device.type
         args = (inp, residual, linear, dtype, is_first_microbatch, return_residual)
         if torch.is_autocast_enabled(device_type):

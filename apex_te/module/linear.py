@@ -156,6 +156,8 @@ class Linear(LinearParameters, torch.nn.Linear):
             weight = self._parameters.get("weight")
             weight = self._required("weight") if weight is None else weight
         else:
+            if self.split is not None:  # its cache belongs to the parts
+                raise ValueError("Linear: weight must be None with parameters_split, got a tensor")
             self._check_given("weight", weight, (self.out_features, self.in_features))
         if not self.use_bias:
             return weight, None

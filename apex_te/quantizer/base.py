@@ -16,11 +16,13 @@ class Producer(Protocol):
     """An op whose result is to be quantized.
 
     Attributes:
+        x: what the op reads, [rows, ..].
         can_fuse: ``fp8`` exists; otherwise only ``plain``.
         with_dbias: the column sums of the result are wanted in ``dbias``.
         dbias: set by ``plain`` or ``fp8`` where the op can, else by the quantizer.
     """
 
+    x: torch.Tensor
     can_fuse: bool
     with_dbias: bool
     dbias: torch.Tensor | None

@@ -93,7 +93,7 @@ class DelayedScalingQuantizer(Quantizer):
         ``noop`` is a device flag: non-zero means that nothing is written.
         """
         first = self.first
-        if first is not None and first.due[first.index]:
+        if first is not None and first.due[first.index] and x.numel():
             first.run(lambda amax: self._measure(x, amax))
         dtype = self.dtype
         out = cast_transpose(
@@ -115,14 +115,14 @@ class DelayedScalingQuantizer(Quantizer):
         if not producer.can_fuse:
             return super().produce(producer, rowwise, transposed)
         first, scale, dtype = self.first, self.scale, self.dtype
-        if first is not None and first.due[first.index]:
+        if first is not None and first.due[first.index] and producer.x.numel():
             first.run(lambda amax: producer.fp8(scale, dtype, False, False, amax))
         return shared_scale(producer.fp8(scale, dtype, rowwise, transposed, self.amax), dtype)
 
     def record(self, x: torch.Tensor) -> None:
         """Stage max |x| of ``x`` [rows, cols] without quantizing it."""
         first = self.first
-        if first is not None and first.due[first.index]:
+        if first is not None and first.due[first.index] and x.numel():
             first.run(lambda amax: self._measure(x, amax))
         if self.amax is not None:
             self._measure(x, self.amax)

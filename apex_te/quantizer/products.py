@@ -56,12 +56,16 @@ class Products:
         )  # fmt: skip
 
     def dgrad(
-        self, dy: QuantizedTensor, weight: QuantizedTensor, out_dtype: torch.dtype
+        self,
+        dy: QuantizedTensor,
+        weight: QuantizedTensor,
+        out_dtype: torch.dtype,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``dy [rows, out] @ weight [out, in]``."""
         return self.multiply(
             DGRAD, dy.rowwise, weight.transposed, dy.rowwise_scale_inv, weight.transposed_scale_inv,
-            out_dtype=out_dtype,
+            out=out, out_dtype=out_dtype,
         )  # fmt: skip
 
     def wgrad(

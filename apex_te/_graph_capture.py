@@ -1,0 +1,280 @@
+"""The CUDA graphs of one module's forward and backward, and what their capture must not change."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .autocast import fp8_autocast
+from .module._fp8_module import CapturedWeights, FP8Module
+from .parameter import FP8Parameter
+from .state import TENSORS, FP8State, registry, resized_history
+
+__all__ = ["Capture", "fp8_modules", "preserved", "substituted"]
+
+
+def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
+    """The FP8 modules in ``module``."""
+    return [child for child in module.modules() if isinstance(child, FP8Module)]
+
+
+class Capture:
+    """Graphs of ``forward``, whose tensors stay where they are; a replay of one at a time.
+
+    Args:
+        owner: its name in errors.
+        forward: runs the module.
+        args, kwargs: of ``forward``. Tensors are copied to where replays read them.
+        parameters: what gradients are needed of, besides the inputs.
+        modules: the FP8 modules in it.
+        region: what to capture in.
+        noop: int32 [1] flag that makes replays keep the FP8 weights they have, or None.
+        allow_unused: an input or parameter may have no gradient.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        parameters: Sequence[torch.nn.Parameter],
+        modules: Sequence[FP8Module],
+        region: fp8_autocast,
+        noop: torch.Tensor | None,
+        allow_unused: bool,
+    ) -> None:
+        self.owner = owner
+        self.forward = forward
+        self.region = region
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.held = [p._held for p in parameters if isinstance(p, FP8Parameter)]
+        self.modules = modules
+        self.noop = noop
+        self.allow_unused = allow_unused
+        paths, self.spec = pytree.tree_flatten_with_path((args, kwargs))
+        self.names = [_path_name(path) for path, _ in paths]
+        self.leaves = [_static(leaf) for _, leaf in paths]
+        self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
+        self.main_grads = [grad for grad in main_grads if grad is not None]
+        self.weights: list[CapturedWeights] = []
+        self.forward_graph = torch.cuda.CUDAGraph()
+        self.backward_graph: torch.cuda.CUDAGraph | None = None
+        self.stand_ins: dict[int, torch.nn.Parameter] = {}
+        self.run = 0
+        self.has_run_backward = True
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[None]:
+        """While it lasts FP8 weights go where replays find them."""
+        for held in self.held:
+            # A copy kept from before would be read by replays after it has been replaced.
+            held.transposed = held.transposed_scale_inv = None
+        if self.noop is not None:
+            for module in self.modules:
+                module._modes.captured = CapturedWeights(self.noop)
+                self.weights.append(module._modes.captured)
+        try:
+            yield
+        finally:
+            for module in self.modules:
+                module._modes.captured = None
+
+    def _run(self, graph: Any) -> tuple[list[Any], Any]:
+        """One forward, in a region that moves no scale and whose entry ``graph`` does not hold."""
+        for captured in self.weights:
+            captured.weights.clear()
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        registry.pending = 0
+        with self.region, graph:
+            return pytree.tree_flatten(self.forward(*args, **kwargs))
+
+    def _gradients(self, outputs: list[Any], grads: list[Any]) -> list[Any]:
+        """Gradients of the inputs and parameters that need one."""
+        sources = self._sources()
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+        outs, given = [o for o, _ in pairs], [g for _, g in pairs]
+        return list(torch.autograd.grad(outs, sources, given, allow_unused=True))
+
+    def _sources(self) -> list[torch.Tensor]:
+        parameters = [self.stand_ins[id(p)] for p in self.parameters]
+        return [x for x in self.inputs if x.requires_grad] + parameters
+
+    def warm_up(self, count: int) -> None:
+        """Run eagerly, so that the capture sets nothing up for the first time."""
+        for _ in range(count):
+            outputs, _ = self._run(contextlib.nullcontext())
+            grads = [torch.ones_like(o) if _needs_grad(o) else None for o in outputs]
+            if self._sources() and any(g is not None for g in grads):
+                self._gradients(outputs, grads)
+
+    def capture_forward(self, pool: Any) -> None:
+        """Record the forward; its outputs stay where replays write them."""
+        graph = torch.cuda.graph(self.forward_graph, pool=pool)
+        self.outputs, self.output_spec = self._run(graph)
+
+    def capture_backward(self, pool: Any) -> None:
+        """Record the backward; gradients too stay where replays write them."""
+        needs = [_needs_grad(o) for o in self.outputs]
+        self.grad_outputs = [
+            torch.zeros_like(o) if need else None
+            for o, need in zip(self.outputs, needs, strict=True)
+        ]
+        sources = self._sources()
+        grads: list[Any] = [None] * len(sources)
+        if sources and any(needs):
+            self.backward_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.backward_graph, pool=pool):
+                grads = self._gradients(self.outputs, self.grad_outputs)
+        for source, grad in zip(sources, grads, strict=True):
+            has_own = getattr(source, "main_grad", None) is not None
+            if grad is None and not has_own and not self.allow_unused:
+                raise RuntimeError(
+                    f"{self.owner}: every input and parameter that requires grad must take part in "
+                    "the outputs with allow_unused_input=False, got one without a gradient"
+                )
+        found = iter(grads)
+        self.input_grads = [next(found) if x.requires_grad else None for x in self.inputs]
+        self.parameter_grads = list(found)
+        self.outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in self.outputs]
+        # In the order of the outputs that are tensors, which are what autograd sees.
+        tensors = [isinstance(o, torch.Tensor) for o in self.outputs]
+        self.results = [o for o, is_tensor in zip(self.outputs, tensors, strict=True) if is_tensor]
+        self.fixed = [i for i, o in enumerate(_chosen(needs, tensors)) if not o]
+        self.grad_outputs = _chosen(self.grad_outputs, tensors)
+
+    def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
+        """Run the forward; the number of this run, the last one's if it runs ``again``."""
+        for static, value in zip(self.inputs, inputs, strict=True):
+            static.copy_(value)
+        self.forward_graph.replay()
+        self.run += not again
+        self.has_run_backward = False
+        return self.run
+
+    def replay_backward(self, run: int, overwrite: bool, grads: Sequence[Any]) -> list[Any]:
+        """Gradients of the inputs and parameters, of what the forward ``run`` has left.
+
+        ``overwrite``: main_grads start from zero.
+        """
+        if run != self.run or self.has_run_backward:
+            by = "a later forward" if run != self.run else "its own backward"
+            raise RuntimeError(
+                f"{self.owner}: a graphed backward must follow its forward, once; what that "
+                f"forward saved was overwritten by {by}"
+            )
+        self.has_run_backward = True
+        if self.backward_graph is None:
+            return [None] * (len(self.inputs) + len(self.parameters))
+        if overwrite and self.main_grads:
+            torch._foreach_zero_(self.main_grads)
+        for static, value in zip(self.grad_outputs, grads, strict=True):
+            if static is not None:
+                static.copy_(value)
+        self.backward_graph.replay()
+        for parameter in self.parameters:
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = True
+        # A reference to each stays here, so that autograd copies what becomes a .grad: the graphs
+        # write other things to this memory too.
+        return [*self.input_grads, *self.parameter_grads]
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _chosen(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    return [value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted]
+
+
+def _static(leaf: Any) -> Any:
+    """A tensor that replays read in place of ``leaf``."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _path_name(path: Any) -> str:
+    return ("args", "kwargs")[path[0].idx] + pytree.keystr(path[1:])
+
+
+@contextlib.contextmanager
+def preserved(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Puts back what runs of ``modules`` change.
+
+    FP8 state (of these modules and the regions pending), buffers, main_grads, random generators.
+    """
+    states = [_SavedState(child._fp8) for module in modules for child in fp8_modules(module)]
+    parameters = [p for module in modules for p in module.parameters()]
+    held = [b for module in modules for b in module.buffers()]
+    held += [g for g in (getattr(p, "main_grad", None) for p in parameters) if g is not None]
+    copies = [tensor.clone() for tensor in held]
+    devices = {p.device.index for p in parameters if p.device.type == "cuda"}
+    pending = registry.pending
+    try:
+        with torch.random.fork_rng(sorted(devices)):
+            yield
+    finally:
+        registry.pending = pending
+        with torch.no_grad():
+            for state in states:
+                state.restore()
+            for tensor, copied in zip(held, copies, strict=True):
+                tensor.copy_(copied)
+
+
+@contextlib.contextmanager
+def substituted(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, torch.nn.Parameter]]:
+    """Puts others over the same memory in place of the parameters; gives them by the id of these.
+
+    A parameter's node in an autograd graph that is still alive belongs to the stream of that graph,
+    and a capture must not wait for another stream.
+    """
+    children = [child for module in modules for child in module.modules()]
+    owned = [
+        (child._parameters, name, parameter)
+        for child in children
+        for name, parameter in child._parameters.items()
+        if parameter is not None
+    ]
+    stand_ins: dict[int, torch.nn.Parameter] = {}
+    for _, _, parameter in owned:
+        if id(parameter) not in stand_ins:
+            other = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+            other.__dict__.update(parameter.__dict__)
+            stand_ins[id(parameter)] = other
+    try:
+        for parameters, name, parameter in owned:
+            parameters[name] = stand_ins[id(parameter)]
+        yield stand_ins
+    finally:
+        for parameters, name, parameter in owned:
+            parameters[name] = parameter
+
+
+class _SavedState:
+    """The values of an FP8 state, to be put back into its tensors."""
+
+    def __init__(self, state: FP8State) -> None:
+        self.state = state
+        self.first_due = list(state.first_due)
+        self.tensors: dict[str, torch.Tensor] = {}
+        if state.allocated:
+            self.tensors = {name: getattr(state, name).clone() for name in TENSORS}
+
+    def restore(self) -> None:
+        if not self.tensors:
+            self.state.reset()  # it was allocated meanwhile
+            return
+        for name, value in self.tensors.items():
+            target = getattr(self.state, name)
+            if target.shape != value.shape:  # the recipe's history has another length
+                value = resized_history(value, target.shape[0])
+            target.copy_(value)
+        self.state.first_due[:] = self.first_due

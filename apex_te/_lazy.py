@@ -1,0 +1,34 @@
+"""Names of a package that are imported when they are first used, so that importing it is quick."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["attach"]
+
+
+def attach(
+    package: str, names: dict[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of ``package``: each name lives in the submodule given.
+
+    An empty submodule stands for a subpackage of that name itself.
+    """
+
+    def get(name: str) -> Any:
+        where = names.get(name)
+        if where is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if not where:
+            return importlib.import_module(f"{package}.{name}")
+        value = getattr(importlib.import_module(f"{package}.{where}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names_of() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *names})
+
+    return get, names_of

@@ -1,0 +1,174 @@
+"""Activation checkpointing that also repeats FP8 scales, recipe and tracked random states."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ..autocast import _is_group, local
+from ..state import registry
+
+__all__ = ["checkpoint"]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    distribute_saved_activations: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    tp_group: Any = None,
+    use_reentrant: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Runs ``function(*args, **kwargs)``, saves only its inputs and runs it again in backward.
+
+    The second run has the random states (CPU, CUDA, tracker), the torch.autocast and fp8_autocast
+    regions and the FP8 scales of the first, also where scales have moved in between (several
+    microbatches in flight). It records no amaxes: FP8 state is what it is without a checkpoint.
+
+    Args:
+        function: any callable.
+        get_rng_state_tracker: returns a tracker with ``get_states`` and ``set_states``.
+        use_reentrant: as in ``torch.utils.checkpoint.checkpoint``; ``context_fn``,
+            ``determinism_check``, ``debug`` and ``preserve_rng_state`` are passed on to it.
+        distribute_saved_activations, tp_group: not available yet; anything but the default raises
+            NotImplementedError.
+
+    The earlier order ``checkpoint(function, distribute_saved_activations, get_cuda_rng_tracker,
+    tp_group, *args)`` still works, with a warning.
+    """
+    if _is_earlier_order(args):
+        warnings.warn(
+            "checkpoint: pass distribute_saved_activations, get_rng_state_tracker and tp_group by "
+            "keyword",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
+        args = tuple(rest)
+    for name, value, default in (
+        ("distribute_saved_activations", distribute_saved_activations, False),
+        ("tp_group", tp_group, None),
+    ):
+        if value is not default:
+            raise NotImplementedError(
+                f"checkpoint: {name} must be {default!r} (parallelism is not available), "
+                f"got {value!r}"
+            )
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    if torch.compiler.is_compiling():  # the compiler repeats a region by itself
+        options["use_reentrant"] = False
+        return torch_checkpoint(function, *args, **options, **kwargs)
+    tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+    call = _Repeatable(function, tuple(kwargs), tracker)
+    # Keyword arguments travel as positional ones, which the reentrant form can differentiate.
+    return torch_checkpoint(call, *args, *kwargs.values(), use_reentrant=use_reentrant, **options)
+
+
+_OPTIONS = ("context_fn", "determinism_check", "debug", "preserve_rng_state")
+
+
+def _is_earlier_order(args: tuple[Any, ...]) -> bool:
+    return (
+        len(args) > 3
+        and isinstance(args[0], bool)
+        and (args[1] is None or callable(args[1]))
+        and (args[2] is None or _is_group(args[2]))
+    )
+
+
+class _Repeatable:
+    """A function whose later calls are repetitions of its first one."""
+
+    def __init__(
+        self, function: Callable[..., Any], keywords: tuple[str, ...], tracker: Any
+    ) -> None:
+        self.function = function
+        self.keywords = keywords
+        self.tracker = tracker
+        self.region = local.region
+        self.states = None if tracker is None else tracker.get_states()
+        self.scales: _Scales | None = None
+        self.has_run = False
+
+    def __call__(self, *args: Any) -> Any:
+        count = len(args) - len(self.keywords)
+        keywords = dict(zip(self.keywords, args[count:], strict=True))
+        if self.has_run:
+            with self._as_before():
+                return self.function(*args[:count], **keywords)
+        out = self.function(*args[:count], **keywords)
+        self.has_run = True
+        self.scales = _Scales.now()  # after the first run, which may have allocated them
+        return out
+
+    @contextmanager
+    def _as_before(self) -> Iterator[None]:
+        region, states = local.region, None
+        local.region = self.region
+        if self.tracker is not None:
+            states = self.tracker.get_states()
+            self.tracker.set_states(self.states)
+        moved = [] if self.scales is None else self.scales.put_back()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in moved:
+                    tensor.copy_(value)
+            if self.tracker is not None:
+                self.tracker.set_states(states)
+            local.region = region
+
+
+class _Scales:
+    """Copies of every forward scale, one for all checkpoints between two scale updates."""
+
+    __slots__ = ("__weakref__", "copies", "tensors", "versions")
+
+    _latest: weakref.ref[_Scales] | None = None
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.versions = [tensor._version for tensor in tensors]
+        with torch.inference_mode(False), torch.no_grad():
+            self.copies = [tensor.clone() for tensor in tensors]
+
+    @classmethod
+    def now(cls) -> _Scales | None:
+        """The scales of all living modules; None where none has any."""
+        tensors = [
+            tensor
+            for state in (reference() for reference in list(registry._states.values()))
+            if state is not None and state.allocated
+            for tensor in (state.scale_fwd, state.scale_inv_fwd)
+        ]
+        if not tensors:
+            return None
+        latest = None if cls._latest is None else cls._latest()
+        if latest is None or not latest._holds(tensors):
+            latest = cls(tensors)
+            cls._latest = weakref.ref(latest)
+        return latest
+
+    def _holds(self, tensors: list[torch.Tensor]) -> bool:
+        return len(tensors) == len(self.tensors) and all(
+            new is old and new._version == version
+            for new, old, version in zip(tensors, self.tensors, self.versions, strict=True)
+        )
+
+    def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Give scales that have moved their values of then; returns them with those of now."""
+        moved = []
+        with torch.no_grad():
+            for tensor, version, copy in zip(self.tensors, self.versions, self.copies, strict=True):
+                if tensor._version != version:
+                    moved.append((tensor, tensor.clone()))
+                    tensor.copy_(copy)
+        return moved

@@ -1,0 +1,7 @@
+"""What connects apex_te to other libraries: their models and their checkpoints."""
+
+from .from_torch import from_torch
+from .fusion import KeyMap, key_map
+from .te_state import load_te_extra_state, read_te_extra_state
+
+__all__ = ["KeyMap", "from_torch", "key_map", "load_te_extra_state", "read_te_extra_state"]

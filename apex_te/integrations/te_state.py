@@ -1,0 +1,236 @@
+"""Reads the FP8 state that TransformerEngine saves as ``_extra_state``, executing nothing.
+
+What its releases save for a module (numbers: fp32; per GEMM 3 forward slots: input, weight, output,
+and 2 backward slots: grad_output, grad_input; releases 0.x: 2 and 1, without output and
+grad_input):
+
+    2.x       uint8 tensor, a pickled dict with a recipe object; empty where FP8 never ran
+    1.x, 0.x  uint8 tensor or io.BytesIO with a torch.save file, a dict without recipe
+    0.3       that dict itself
+    0.1, 0.2  a list: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd, ...
+
+The rows of a history are in this package's order already. Slots go by GEMM, except in the
+GroupedLinear of earlier releases, which has the inputs of all GEMMs first, then their weights; the
+columns that measured nothing, those of the outputs, tell one from the other.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ..module._fp8_module import STATE_PREFIX, FP8Module
+from ..state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State, registry
+from ..state_io import load_state, save_state
+from ._tensor_pickle import TensorPickleError, read_pickle, read_saved
+
+__all__ = ["TEState", "TEStateError", "load_te_extra_state", "read_te_extra_state"]
+
+KEY = "_extra_state"
+
+
+class TEStateError(ValueError):
+    """An ``_extra_state`` that is not TransformerEngine's, is damaged or does not fit."""
+
+
+class TEState(NamedTuple):
+    """The delayed-scaling state of one module of TransformerEngine, fp32 on the CPU.
+
+    ``L`` is the history length, the staging row 0 included; ``F`` and ``B`` are the forward and
+    backward slots. ``pending``: the staged amaxes await the update at the next forward, as in the
+    releases that kept a global buffer.
+    """
+
+    scale_fwd: torch.Tensor  # [F]
+    amax_history_fwd: torch.Tensor  # [L, F]
+    scale_bwd: torch.Tensor  # [B]
+    amax_history_bwd: torch.Tensor  # [L, B]
+    pending: bool
+
+
+def read_te_extra_state(extra_state: Any) -> TEState | None:
+    """The state in an ``_extra_state`` of any release; None where it holds none.
+
+    Errors: TypeError for an object that no release saves; TEStateError for one that is damaged,
+    or that asks for code: nothing in it is imported or called.
+    """
+    saved = _decoded(extra_state)
+    if isinstance(saved, list):  # releases 0.1 and 0.2
+        if len(saved) < 4:
+            raise TEStateError(f"read_te_extra_state: list must have 4 items, got {len(saved)}")
+        saved = dict(zip(TEState._fields[:4], saved, strict=False)) | {"global_fp8_buffer": None}
+    if saved is None:
+        return None
+    if not isinstance(saved, dict):
+        raise TEStateError(
+            f"read_te_extra_state: extra_state must hold a dict, got {type(saved).__name__}"
+        )
+    if not any(name in saved for name in TEState._fields[:4]):
+        return None  # a recipe without state
+    scale_fwd, history_fwd = _direction(saved, "fwd")
+    scale_bwd, history_bwd = _direction(saved, "bwd")
+    if history_fwd.shape[0] != history_bwd.shape[0]:
+        raise TEStateError(
+            "read_te_extra_state: amax_history_bwd must have the length of amax_history_fwd, "
+            f"{history_fwd.shape[0]}, got {history_bwd.shape[0]}"
+        )
+    pending = "global_fp8_buffer" in saved
+    return TEState(scale_fwd, history_fwd, scale_bwd, history_bwd, pending)
+
+
+def _decoded(extra_state: Any) -> Any:
+    """The dict, list or None that was saved."""
+    try:
+        if isinstance(extra_state, torch.Tensor):
+            if extra_state.dtype != torch.uint8 or extra_state.dim() != 1:
+                raise TypeError(
+                    "read_te_extra_state: extra_state must be a uint8 vector, "
+                    f"got {extra_state.dtype} {list(extra_state.shape)}"
+                )
+            if not extra_state.numel():
+                return None
+            data = extra_state.detach().cpu().contiguous().numpy().tobytes()
+            return read_saved(data) if data[:2] == b"PK" else read_pickle(data)
+        if isinstance(extra_state, io.BytesIO):
+            return read_saved(extra_state.getvalue())
+    except TensorPickleError as error:
+        raise TEStateError(
+            f"read_te_extra_state: extra_state must hold tensors and plain values, but {error}"
+        ) from error
+    if extra_state is None or type(extra_state) in (dict, list):
+        return extra_state
+    raise TypeError(
+        "read_te_extra_state: extra_state must be a uint8 tensor, an io.BytesIO, a dict or a list, "
+        f"got {type(extra_state).__name__}"
+    )
+
+
+def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales [slots] and amax history [length, slots] of ``fwd`` or ``bwd``."""
+    found = []
+    for name, dims in ((f"scale_{direction}", 1), (f"amax_history_{direction}", 2)):
+        value = saved.get(name)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            raise TEStateError(
+                f"read_te_extra_state: {name} must be a floating-point tensor, "
+                f"got {type(value).__name__}"
+            )
+        if value.dim() != dims or not value.shape[0]:
+            raise TEStateError(
+                f"read_te_extra_state: {name} must have {dims} dimension(s) and a row, "
+                f"got {list(value.shape)}"
+            )
+        found.append(value.detach().to("cpu", torch.float32))
+    scale, history = found
+    if not ((scale > 0) & torch.isfinite(scale)).all():
+        raise TEStateError(
+            f"read_te_extra_state: scale_{direction} must be finite and above 0, "
+            f"got {scale.min().item():g} to {scale.max().item():g}"
+        )
+    if history.shape[1] != scale.shape[0]:
+        raise TEStateError(
+            f"read_te_extra_state: amax_history_{direction} must have {scale.shape[0]} columns, "
+            f"got {list(history.shape)}"
+        )
+    return scale, history
+
+
+def load_te_extra_state(
+    model: torch.nn.Module, state_dict: MutableMapping[str, Any], prefix: str = ""
+) -> list[str]:
+    """Load TransformerEngine's FP8 state of ``model`` out of ``state_dict``, which it changes.
+
+    Every ``<prefix><module>._extra_state`` is taken out of ``state_dict``. Where the module has FP8
+    state, scales and amax histories go into it, histories trimmed or padded to the length that it
+    has already, and what they became goes into ``state_dict`` under this package's own keys:
+    ``model.load_state_dict(state_dict)``, strict, then loads everything. Modules whose class saves
+    an extra state of its own keep their key.
+
+    Args:
+        model: a model or one module.
+        state_dict: as TransformerEngine's ``state_dict()`` gives it, loaded from a file.
+        prefix: what precedes the names of the model's modules in ``state_dict``.
+
+    Returns:
+        The names of the modules whose state was found.
+
+    Errors: as ``read_te_extra_state``, with the key; TEStateError if a number of slots does not fit
+    the module. ``model`` and ``state_dict`` are then as they were.
+    """
+    modules = dict(model.named_modules())
+    read: dict[str, FP8State] = {}
+    dropped = []
+    pending = False
+    for key in state_dict:
+        if not key.startswith(prefix) or not (key == prefix + KEY or key.endswith("." + KEY)):
+            continue
+        name = key[len(prefix) : -len(KEY)].rstrip(".")
+        module = modules.get(name)
+        if module is not None and _saves_its_own(module):
+            continue
+        dropped.append(key)
+        if not isinstance(module, FP8Module):
+            continue
+        try:
+            found = read_te_extra_state(state_dict[key])
+            if found is not None:
+                read[name] = _converted(found, module._fp8.gemms)
+                pending = pending or found.pending
+        except (TEStateError, TypeError) as error:
+            raise type(error)(f"{key}: {error}") from error
+    for key in dropped:
+        del state_dict[key]
+    if pending:
+        registry.pending = max(registry.pending, 1)
+    for name, state in read.items():
+        path = f"{prefix}{name}.{STATE_PREFIX}" if name else prefix + STATE_PREFIX
+        save_state(state, state_dict, path)  # type: ignore[arg-type]
+        module = modules[name]
+        load_state(module._fp8, state_dict, path, module._state_device(), [], [])  # type: ignore[arg-type]
+    return list(read)
+
+
+def _saves_its_own(module: torch.nn.Module) -> bool:
+    return type(module).get_extra_state is not torch.nn.Module.get_extra_state
+
+
+def _converted(found: TEState, gemms: int) -> FP8State:
+    """``found`` as the state of a module with so many GEMMs, with the slots that it lacks."""
+    state = FP8State(gemms)
+    state.allocate(found.amax_history_fwd.shape[0], torch.device("cpu"))
+    by_kind = _goes_by_kind(found.amax_history_fwd, gemms)
+    for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
+        given_scale: torch.Tensor = getattr(found, f"scale_{direction}")
+        given_history: torch.Tensor = getattr(found, f"amax_history_{direction}")
+        # Releases 0.x have one slot less, the last of each GEMM.
+        if given_scale.numel() not in (slots * gemms, (slots - 1) * gemms):
+            raise TEStateError(
+                f"read_te_extra_state: scale_{direction} must have {slots * gemms} slots for "
+                f"{gemms} GEMM(s), or {(slots - 1) * gemms} in releases 0.x, "
+                f"got {given_scale.numel()}"
+            )
+        present = given_scale.numel() // gemms
+        for name, given in (("scale", given_scale), ("amax_history", given_history)):
+            target: torch.Tensor = getattr(state, f"{name}_{direction}")
+            rows = target.shape[:-1]
+            if by_kind:
+                given = given.reshape(*rows, present, gemms).transpose(-1, -2)
+            target.view(*rows, gemms, slots)[..., :present] = given.reshape(*rows, gemms, present)
+        scale: torch.Tensor = getattr(state, f"scale_{direction}")
+        torch.reciprocal(scale, out=getattr(state, f"scale_inv_{direction}"))
+    # A slot that measured nothing has no scale yet, which first_step="current" then makes.
+    seen = [history.any(0) for history in (state.amax_history_fwd, state.amax_history_bwd)]
+    state.first_due[:] = (~torch.cat(seen)).tolist()
+    return state
+
+
+def _goes_by_kind(history: torch.Tensor, gemms: int) -> bool:
+    """Whether the forward slots of a history [length, slots] are inputs, weights, outputs."""
+    if gemms == 1 or history.shape[1] != FORWARD_SLOTS * gemms:
+        return False
+    used = history.any(0)
+    outputs_by_gemm, outputs_by_kind = used.view(gemms, -1)[:, -1], used.view(-1, gemms)[-1]
+    return bool(outputs_by_gemm.any()) and not bool(outputs_by_kind.any())

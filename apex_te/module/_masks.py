@@ -1,0 +1,245 @@
+"""Attention masks: their types, what they hide, and sliding windows. True = masked out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = [
+    "MASK_TYPES",
+    "MaskType",
+    "Visibility",
+    "band",
+    "broadcasts",
+    "lengths_mask",
+    "mask_type",
+    "visibility",
+    "window",
+]
+
+Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+
+
+class MaskType(NamedTuple):
+    """What a mask type reads and hides."""
+
+    name: str
+    padding: bool = False  # reads masks of padded tokens
+    causal: bool = False  # hides later keys
+    bottom_right: bool = False  # the last query sees the last key; else the first sees the first
+    arbitrary: bool = False  # reads a mask of any shape
+
+
+MASK_TYPES = {
+    each.name: each
+    for each in (
+        MaskType("no_mask", bottom_right=True),
+        MaskType("padding", padding=True, bottom_right=True),
+        MaskType("causal", causal=True),
+        MaskType("padding_causal", padding=True, causal=True),
+        MaskType("causal_bottom_right", causal=True, bottom_right=True),
+        MaskType("padding_causal_bottom_right", padding=True, causal=True, bottom_right=True),
+        MaskType("arbitrary", bottom_right=True, arbitrary=True),
+    )
+}
+_INSTEAD = {
+    "no_mask": "'padding' or 'arbitrary'",
+    "causal": "'padding_causal' or 'arbitrary'",
+    "causal_bottom_right": "'padding_causal_bottom_right' or 'arbitrary'",
+}
+
+
+class Visibility(NamedTuple):
+    """Which queries see which keys.
+
+    causal: None; "upper_left", query i sees keys up to i; "bottom_right", up to i + sk - sq.
+    hidden: bool, broadcast over [b, h, sq, sk], True = masked out also; or None.
+    dead_queries: bool [b, 1, sq, 1], queries that see nothing; or None.
+    window: None; (left, right), the keys that a query sees around i + sk - sq, -1 = no limit, where
+        nothing else is hidden.
+    """
+
+    causal: str | None = None
+    hidden: torch.Tensor | None = None
+    dead_queries: torch.Tensor | None = None
+    window: tuple[int, int] | None = None
+
+
+_SEES_ALL = Visibility()
+_CAUSAL = Visibility("upper_left")
+_BOTTOM_RIGHT = Visibility("bottom_right")
+
+
+def mask_type(owner: str, name: str) -> MaskType:
+    """The mask type called ``name``; ValueError for an unknown one."""
+    found = MASK_TYPES.get(name)
+    if found is None:
+        raise ValueError(
+            f"{owner}: attn_mask_type must be one of {', '.join(MASK_TYPES)}, got {name!r}"
+        )
+    return found
+
+
+def window(owner: str, size: Sequence[int] | None) -> tuple[int, int] | None:
+    """A checked sliding window (left, right), -1 = unlimited; None where nothing is limited."""
+    if size is None:
+        return None
+    pair = tuple(size)
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in pair):
+        raise TypeError(f"{owner}: window_size must be two ints (left, right), got {size!r}")
+    if min(pair) < -1:
+        raise ValueError(f"{owner}: window_size must be -1 (unlimited) or more, got {size!r}")
+    return None if pair == (-1, -1) else pair
+
+
+def visibility(
+    owner: str,
+    kind: MaskType,
+    mask: Mask,
+    size: tuple[int, int] | None,
+    cross: bool,
+    scores: tuple[int, int, int, int],
+    device: torch.device,
+) -> Visibility:
+    """What ``kind``, ``mask`` and the window ``size`` hide in scores [b, h, sq, sk].
+
+    Positions count from the first tokens, or with ``bottom_right`` back from the last ones, which
+    under a padding mask are the last that are not padded.
+
+    Raises TypeError for a mask's dtype, ValueError for its shape or presence.
+    """
+    batch, _, queries, keys = scores
+    left, right = (-1, -1) if size is None else size
+    if kind.causal:
+        if right > 0:
+            raise ValueError(
+                f"{owner}: window_size must end at 0 with attn_mask_type {kind.name!r}, got {size}"
+            )
+        right = 0
+    query_mask: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+    if kind.padding:
+        query_mask, hidden = _padding(owner, kind, mask, cross, batch, queries, keys)
+    elif kind.arbitrary:
+        hidden = _arbitrary(owner, mask, scores)
+    elif mask is not None:
+        raise ValueError(
+            f"{owner}: attention_mask must be None with attn_mask_type {kind.name!r} "
+            f"(use {_INSTEAD[kind.name]}), got a mask"
+        )
+    bottom_right = kind.bottom_right and queries != keys
+    if bottom_right and queries == 1 and right == 0 and not kind.padding:
+        right = -1  # the last query sees the last key
+    if left < 0 and right < 0 and hidden is None:
+        return _SEES_ALL
+    if left < 0 and right == 0 and hidden is None:
+        return _BOTTOM_RIGHT if bottom_right else _CAUSAL
+    if hidden is None and (bottom_right or queries == keys):
+        return Visibility(window=(left, right))
+    causal = None
+    if right == 0:
+        causal = "bottom_right" if bottom_right else "upper_left"
+    if kind.padding and kind.bottom_right and hidden is not query_mask and max(left, right) >= 0:
+        # Sequences of several lengths: no offset is common to all.
+        assert query_mask is not None
+        assert hidden is not None
+        q = _ranks(query_mask, last=_lengths(hidden)).transpose(-1, -2)
+        hidden = hidden | _band(q, _ranks(hidden, last=_lengths(hidden)), left, right)
+        causal = None
+    elif left >= 0 or right > 0:
+        # The causal half, where there is one, stays with ``causal``.
+        offset = keys - queries if bottom_right else 0
+        other = band(queries, keys, offset, left, -1 if causal else right, device)
+        hidden = other if hidden is None else hidden | other
+    dead = None if query_mask is None else query_mask.transpose(-1, -2)
+    return Visibility(causal, hidden, dead)
+
+
+def band(
+    queries: int, keys: int, offset: int, left: int, right: int, device: torch.device
+) -> torch.Tensor:
+    """True at [1, 1, i, j] unless i + offset - left <= j <= i + offset + right; -1 = no limit."""
+    q = torch.arange(offset, queries + offset, device=device)[:, None]
+    return _band(q, torch.arange(keys, device=device), left, right)[None, None]
+
+
+def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tensor:
+    if left < 0:
+        return k > q + right
+    if right < 0:
+        return k < q - left
+    return (k > q + right) | (k < q - left)
+
+
+def broadcasts(x: torch.Tensor, shape: tuple[int, int, int, int]) -> bool:
+    """``x`` has four dimensions, each of ``shape`` or 1."""
+    return x.dim() == 4 and all(n == m or n == 1 for n, m in zip(x.shape, shape, strict=True))
+
+
+def lengths_mask(lengths: torch.Tensor, extent: int) -> torch.Tensor:
+    """True at [i, 0, 0, j] for j from ``lengths[i]`` on."""
+    return (torch.arange(extent, device=lengths.device) >= lengths[:, None])[:, None, None]
+
+
+def _lengths(mask: torch.Tensor) -> torch.Tensor:
+    """Tokens that are not padded, [b, 1, 1, 1]."""
+    return (~mask).sum(-1, keepdim=True)
+
+
+def _ranks(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """Positions of the tokens that are not padded, of which the last has ``last`` - 1."""
+    valid = ~mask
+    return valid.cumsum(-1) - valid.sum(-1, keepdim=True) + last - 1
+
+
+def _padding(
+    owner: str, kind: MaskType, mask: Mask, cross: bool, batch: int, queries: int, keys: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks of padded queries and keys, [b, 1, 1, s]; the same tensor where one serves both."""
+    if isinstance(mask, (tuple, list)):
+        if len(mask) != 2:
+            raise ValueError(
+                f"{owner}: attention_mask must be a tensor or two (queries, keys), got {len(mask)}"
+            )
+        query_mask, key_mask = mask
+    elif mask is None:
+        raise ValueError(
+            f"{owner}: attention_mask (or cu_seqlens_q and cu_seqlens_kv) must be given with "
+            f"attn_mask_type {kind.name!r}, got None"
+        )
+    elif cross:
+        raise ValueError(
+            f"{owner}: attention_mask must be a tuple (queries, keys) in cross attention, "
+            f"got {type(mask).__name__}"
+        )
+    else:
+        query_mask = key_mask = mask
+    for what, each, extent in (("query", query_mask, queries), ("key", key_mask, keys)):
+        _check_bool(owner, each)
+        if not broadcasts(each, (batch, 1, 1, extent)) or each.shape[3] != extent:
+            raise ValueError(
+                f"{owner}: attention_mask of padded {what} tokens must have shape "
+                f"{[batch, 1, 1, extent]}, got {list(each.shape)}"
+            )
+    return query_mask, key_mask
+
+
+def _arbitrary(owner: str, mask: Mask, scores: tuple[int, int, int, int]) -> torch.Tensor:
+    _check_bool(owner, mask)
+    assert isinstance(mask, torch.Tensor)
+    if not broadcasts(mask, scores):
+        raise ValueError(
+            f"{owner}: attention_mask must broadcast to {list(scores)} with attn_mask_type "
+            f"'arbitrary', got shape {list(mask.shape)}"
+        )
+    return mask
+
+
+def _check_bool(owner: str, mask: object) -> None:
+    if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
+        actual = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise TypeError(
+            f"{owner}: attention_mask must be a bool tensor, True = masked out, got {actual}"
+        )

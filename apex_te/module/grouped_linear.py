@@ -1,0 +1,320 @@
+"""GroupedLinear: linear layers of one shape, each over its own rows of the input (experts)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..quantizer import GemmQuantizers
+from ..tensor import QuantizedTensor
+from . import _arguments, _gemm
+from ._fp8_module import FP8Module
+from ._gemm import SAVED, GemmOptions, as_matrix
+from ._linear_function import take_saved, without_autocast
+
+__all__ = ["GroupedLinear"]
+
+
+class GroupedLinear(FP8Module):
+    """``y[rows of i] = x[rows of i] @ weight{i}.T + bias{i}`` for ``num_gemms`` groups of rows.
+
+    Args:
+        num_gemms: number of linear layers.
+        in_features, out_features: sizes of each; any, multiples of 16 are fastest.
+        bias: learn a bias ``[out_features]`` for each.
+        fuse_wgrad_accumulation: add each weight gradient to ``weight{i}.main_grad`` (preallocated
+            ``[out_features, in_features]``, its own dtype) instead of making ``weight{i}.grad``;
+            ``is_first_microbatch=True`` overwrites it.
+        init_method: fills a new weight in place; default N(0, 0.023). The biases start at 0.
+        return_bias: return ``(y, biases)``, a list, with no bias added, in the dtype of ``y``.
+        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; ``dtype`` is
+            the same.
+        delay_wgrad_compute: leave the weight gradients out of backward; ``backward_dw()`` makes
+            them.
+        save_original_input: save the input as it came instead of its FP8 copies, which are made
+            again in backward.
+        name: names the module in reports.
+        device: where the parameters live, ``"meta"`` included.
+        sequence_parallel, tp_group, tp_size, get_rng_state_tracker, rng_tracker_name,
+            parallel_mode: not available yet; anything but the default raises NotImplementedError.
+
+    Parameters: ``weight0`` .. ``[out_features, in_features]``, ``bias0`` .. ``[out_features]``.
+    Interface and defaults follow TransformerEngine's GroupedLinear.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _arguments.refuse_parallelism(
+            "GroupedLinear",
+            sequence_parallel=sequence_parallel,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            rng_tracker_name=rng_tracker_name,
+            parallel_mode=parallel_mode,
+        )
+        wanted = _arguments.params_dtype_of("GroupedLinear", params_dtype, dtype)
+        _arguments.check_num_gemms("GroupedLinear", num_gemms)
+        super().__init__()
+        self.num_gemms = num_gemms
+        self.in_features = in_features
+        self.out_features = out_features
+        self.use_bias = bool(bias)
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self.tp_size = tp_size
+        self.parallel_mode = parallel_mode
+        self.init_method = init_method
+        self.name = name
+        self._make_fp8_state(num_gemms)
+        self._weight_names = tuple(f"weight{i}" for i in range(num_gemms))
+        self._bias_names = tuple(f"bias{i}" for i in range(num_gemms)) if bias else ()
+        for key in self._weight_names:
+            shape = (out_features, in_features)
+            self.register_parameter(key, _arguments.parameter(shape, wanted, device))
+        for key in self._bias_names:
+            self.register_parameter(key, _arguments.parameter((out_features,), wanted, device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0."""
+        for key in self._weight_names:
+            _arguments.fill(getattr(self, key), self.init_method)
+        for key in self._bias_names:
+            torch.nn.init.zeros_(getattr(self, key))
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Not available yet: raises NotImplementedError for anything but None."""
+        _arguments.refuse_parallelism("GroupedLinear", tp_group=tp_group)
+
+    def extra_repr(self) -> str:
+        text = f"num_gemms={self.num_gemms}, in_features={self.in_features}"
+        text += f", out_features={self.out_features}, bias={self.use_bias}"
+        for option in (
+            "return_bias",
+            "fuse_wgrad_accumulation",
+            "delay_wgrad_compute",
+            "save_original_input",
+        ):
+            if getattr(self, option):
+                text += f", {option}=True"
+        return text
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int],
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Apply layer i to the i-th group of rows; gives [..., out_features].
+
+        ``inp`` [..., in_features] has the dtype of the parameters (fp32, fp16 or bf16 for FP8), or
+        any of these under ``torch.autocast``, whose dtype the output then has. ``m_splits`` are
+        the rows of each group, in order, 0 included, as ints on the host.
+        ``is_first_microbatch``: None quantizes the weights on each call, True keeps their FP8
+        copies, False reuses them while the weights are unchanged.
+
+        Errors: TypeError for a dtype or ``m_splits`` that are no ints, ValueError for a shape or
+        ``m_splits`` that do not add up to the rows of ``inp``.
+        """
+        weights = tuple([getattr(self, key) for key in self._weight_names])
+        biases = tuple([getattr(self, key) for key in self._bias_names])
+        dtype = self._compute_dtype(inp, self.in_features, weights + biases)
+        rows = math.prod(inp.shape[:-1])
+        splits = _arguments.checked_splits("GroupedLinear", self.num_gemms, m_splits, rows)
+        applied = () if self.return_bias else biases
+        device_type = inp.device.type
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                out = self._run(inp, splits, weights, applied, dtype, is_first_microbatch)
+        else:
+            out = self._run(inp, splits, weights, applied, dtype, is_first_microbatch)
+        if not self.return_bias:
+            return out
+        if not biases:
+            return out, [out.new_empty(0) for _ in weights]
+        return out, [bias.to(dtype) for bias in biases]
+
+    def _run(
+        self,
+        inp: torch.Tensor,
+        splits: tuple[int, ...],
+        weights: tuple[torch.Tensor, ...],
+        biases: tuple[torch.Tensor, ...],
+        dtype: torch.dtype,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        sets, fp8, recomputed = self._select(weights[0].device)
+        if sets is None or not fp8:
+            options = self._options(is_first_microbatch)
+            parts = []
+            for i, part in enumerate(inp.reshape(sum(splits), self.in_features).split(splits)):
+                # An empty group has no amax of which a first scale could be made.
+                quantizers = sets[i] if sets is not None and splits[i] else None
+                bias = biases[i] if biases else None
+                parts.append(self._linear(part, weights[i], bias, dtype, options, quantizers))
+            return torch.cat(parts).view(*inp.shape[:-1], self.out_features)
+        cached = self._cached_weights(weights, sets, is_first_microbatch, recomputed)
+        if not torch.is_grad_enabled():
+            return grouped_forward(inp, splits, sets, cached, dtype, weights, biases)[0]
+        options = self._options(is_first_microbatch)
+        return GroupedLinearFunction.apply(
+            inp, splits, sets, cached, dtype, options, *weights, *biases
+        )
+
+
+def grouped_forward(
+    inp: torch.Tensor,
+    splits: tuple[int, ...],
+    quantizers: tuple[GemmQuantizers, ...],
+    cached: tuple[QuantizedTensor | None, ...],
+    out_dtype: torch.dtype,
+    weights: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor, ...],
+    keep: tuple[bool, ...] | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[QuantizedTensor | None]]:
+    """The output [..., out], and of each group its rows of the input and these quantized.
+
+    ``keep``: whose transposed copy to make. A group without rows stages no amax and has None.
+    """
+    x = as_matrix(inp)
+    features = weights[0].shape[0]
+    # Not a view made in a Function, or autograd would refuse to change it in place.
+    out = torch.empty(*inp.shape[:-1], features, dtype=out_dtype, device=inp.device)
+    results = (out if inp.dim() == 2 else out.view(x.shape[0], features)).split(splits)
+    groups = x.split(splits)
+    quantized: list[QuantizedTensor | None] = []
+    for i, group in enumerate(groups):
+        if not splits[i]:
+            quantized.append(None)
+            continue
+        q = quantizers[i].input.quantize(group, True, keep is not None and keep[i])[0]
+        bias = biases[i] if biases else None
+        _gemm.multiply(quantizers[i], q, weights[i], cached[i], bias, out_dtype, results[i])
+        quantized.append(q)
+    return out, groups, quantized
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """Three quantized GEMMs for each group of rows; one backward for all groups."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        splits: tuple[int, ...],
+        quantizers: tuple[GemmQuantizers, ...],
+        cached: tuple[QuantizedTensor | None, ...],
+        out_dtype: torch.dtype,
+        options: GemmOptions,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        gemms = len(splits)
+        weights, biases = parameters[:gemms], parameters[gemms:]
+        needs = ctx.needs_input_grad
+        plans = tuple(
+            [
+                _gemm.gemm_plan(q, weights[i], needs[0], needs[6 + i], options, cached[i])
+                for i, q in enumerate(quantizers)
+            ]
+        )
+        keep = tuple([_gemm.keeps_input(plan) for plan in plans])
+        out, groups, quantized = grouped_forward(
+            inp, splits, quantizers, cached, out_dtype, weights, biases, keep
+        )
+        saved: list[torch.Tensor | None] = []
+        for i, plan in enumerate(plans):
+            q = quantized[i]
+            if q is None:
+                saved += [None] * SAVED
+            else:
+                saved += _gemm.saved_by(plan, groups[i], q, weights[i], cached[i])
+        ctx.save_for_backward(*saved)
+        ctx.plans = plans
+        ctx.splits = splits
+        ctx.bias_dtypes = tuple(
+            [b.dtype if needs[6 + gemms + i] else None for i, b in enumerate(biases)]
+        )
+        ctx.in_features = weights[0].shape[1]
+        ctx.input_shape = inp.shape
+        ctx.input_dtype = inp.dtype
+        ctx.device_type = inp.device.type
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        return without_autocast(_grouped_backward, ctx, grad_output)
+
+
+def _grouped_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+    plans, bias_dtypes, saved = ctx.plans, ctx.bias_dtypes, list(take_saved(ctx))
+    grad_input: torch.Tensor | None = None
+    rows: Any = None
+    if plans[0].need_input:
+        grad_input = grad_output.new_empty(ctx.input_shape, dtype=ctx.input_dtype)
+        rows = grad_input.view(-1, ctx.in_features).split(ctx.splits)
+    weights: list[torch.Tensor | None] = []
+    biases: list[torch.Tensor | None] = []
+    for i, dy in enumerate(as_matrix(grad_output).split(ctx.splits)):
+        plan, bias_dtype = plans[i], bias_dtypes[i] if bias_dtypes else None
+        # A group's tensors are let go after their use.
+        tensors, saved = tuple(saved[:SAVED]), saved[SAVED:]
+        if ctx.splits[i]:
+            grad_weight = None
+            quantized, grad_bias = _gemm.quantized_gradient(plan, dy, bias_dtype)
+            if plan.need_input:
+                _gemm.input_gradient(plan, tensors, quantized, ctx.input_dtype, rows[i])
+            if plan.need_weight:
+                grad_weight = _gemm.weight_gradient(plan, tensors, dy, quantized)
+        else:
+            grad_weight, grad_bias = _without_rows(plan, dy, ctx.in_features, bias_dtype)
+        weights.append(grad_weight)
+        if bias_dtypes:
+            biases.append(grad_bias)
+    return grad_input, None, None, None, None, None, *weights, *biases
+
+
+def _without_rows(
+    plan: _gemm.GemmPlan, dy: torch.Tensor, in_features: int, bias_dtype: torch.dtype | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the weight and bias of an empty group: zeros, which overwrite as any others.
+
+    Nothing is quantized: there is no amax to stage.
+    """
+    grad_weight = grad_bias = None
+    if plan.need_weight:
+        x = dy.new_empty((0, in_features))
+        grad_weight = _gemm.plain_weight_gradient(
+            plan.parameter, dy, x, plan.weight_dtype, plan.options
+        )
+    if bias_dtype is not None:
+        grad_bias = dy.sum(0).to(bias_dtype)
+    return grad_weight, grad_bias

@@ -1,0 +1,65 @@
+"""LayerNorm: torch.nn.LayerNorm over the fused layer_norm op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..ops.layer_norm import layer_norm
+from ._norm_module import NormModule
+
+__all__ = ["LayerNorm"]
+
+
+class LayerNorm(NormModule, torch.nn.LayerNorm):
+    """``y = (x - mean) / sqrt(var + eps) * gamma + bias`` over the last dimension(s).
+
+    Args:
+        normalized_shape: the last dimension(s) of the input, an int or several.
+        eps: added to the variance.
+        hidden_size: another name of ``normalized_shape``.
+        sequence_parallel: only sets the attribute of that name on the parameters.
+        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; ``dtype`` is
+            the same.
+        zero_centered_gamma: gamma is ``1 + weight``, and the weight starts at 0.
+        device: where the parameters live, ``"meta"`` included.
+
+    Parameters: ``weight`` and ``bias``, both of ``normalized_shape``.
+    Interface and defaults follow TransformerEngine's LayerNorm.
+    """
+
+    _PARAMETERS = ("weight", "bias")
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        *,
+        hidden_size: int | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._construct(
+            normalized_shape,
+            hidden_size,
+            eps,
+            sequence_parallel,
+            params_dtype,
+            dtype,
+            zero_centered_gamma,
+            device,
+        )
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Normalize ``inp`` [..., *normalized_shape]; gives its shape.
+
+        ``inp`` is fp32, fp16 or bf16, the dtype of the parameters, or any of these under
+        ``torch.autocast``, whose dtype the output then has.
+
+        Errors: TypeError for a dtype, ValueError for a shape.
+        """
+        return self._normalize(layer_norm, inp, self.weight, self.bias)

@@ -1,0 +1,65 @@
+"""RMSNorm: torch.nn.RMSNorm over the fused rms_norm op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..ops.rms_norm import rms_norm
+from ._norm_module import NormModule
+
+__all__ = ["RMSNorm"]
+
+
+class RMSNorm(NormModule, torch.nn.RMSNorm):
+    """``y = x / sqrt(mean(x ** 2) + eps) * gamma`` over the last dimension(s).
+
+    Args:
+        normalized_shape: the last dimension(s) of the input, an int or several.
+        eps: added to the mean square.
+        hidden_size: another name of ``normalized_shape``.
+        sequence_parallel: only sets the attribute of that name on the parameters.
+        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; ``dtype`` is
+            the same.
+        zero_centered_gamma: gamma is ``1 + weight``, and the weight starts at 0.
+        device: where the parameters live, ``"meta"`` included.
+
+    Parameters: ``weight`` of ``normalized_shape``.
+    Interface and defaults follow TransformerEngine's RMSNorm.
+    """
+
+    _PARAMETERS = ("weight",)
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        *,
+        hidden_size: int | None = None,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._construct(
+            normalized_shape,
+            hidden_size,
+            eps,
+            sequence_parallel,
+            params_dtype,
+            dtype,
+            zero_centered_gamma,
+            device,
+        )
+
+    def forward(self, inp: torch.Tensor) -> torch.Tensor:
+        """Normalize ``inp`` [..., *normalized_shape]; gives its shape.
+
+        ``inp`` is fp32, fp16 or bf16, the dtype of the parameters, or any of these under
+        ``torch.autocast``, whose dtype the output then has.
+
+        Errors: TypeError for a dtype, ValueError for a shape.
+        """
+        return self._normalize(rms_norm, inp, self.weight)

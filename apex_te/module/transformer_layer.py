@@ -1,0 +1,359 @@
+"""TransformerLayer: self attention, for decoders cross attention, and an MLP around residuals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from ..ops.bias_dropout_add import bias_dropout_add
+from ._arguments import refuse_parallelism
+from ._masks import Mask
+from .inference_params import InferenceParams
+from .layer_norm import LayerNorm
+from .layer_norm_mlp import LayerNormMLP
+from .multihead_attention import MultiheadAttention, residual_of
+from .rms_norm import RMSNorm
+
+__all__ = ["TransformerLayer"]
+
+_NAME = "TransformerLayer"
+_Init = Callable[[torch.Tensor], Any] | None
+
+
+class TransformerLayer(torch.nn.Module):
+    """One layer of a Transformer, in FP8 inside an enabled ``fp8_autocast`` region.
+
+    GPT: the defaults. BERT: ``apply_residual_connection_post_layernorm`` and ``output_layernorm``:
+    attention has no norm in front and its input as residual, the MLP's residual is its norm's
+    result, and a norm ends the layer. T5: encoders as GPT with ``self_attn_mask_type="padding"``,
+    decoders with ``layer_type="decoder"``.
+
+    Submodules (prefixes of the state dict): ``self_attention``, ``inter_attention`` (decoders),
+    ``layernorm_mlp``, ``layernorm`` (with ``output_layernorm``).
+
+    Args:
+        hidden_size, ffn_hidden_size, num_attention_heads, kv_channels, num_gqa_groups: sizes.
+        layernorm_epsilon, normalization, zero_centered_gamma: of every norm.
+        hidden_dropout: probability that an element of attention's or the MLP's result is dropped
+            before it is added to the residual. attention_dropout: that of an attention weight.
+        init_method, output_layer_init_method: fill new weights, default N(0, 0.023): of QKV and
+            FC1, and of PROJ and FC2.
+        layer_number: position in the model, from 1; names the layer in ``inference_params``.
+        self_attn_mask_type, window_size: as in ``DotProductAttention``.
+        apply_query_key_layer_scaling: see ``DotProductAttention``: neutral to the maths, acts only
+            with a ``layer_number`` and where scores are stored in fp16.
+        attention_softmax_in_fp32: accepted; the softmax always computes in fp32.
+        seq_length, micro_batch_size: accepted hints without effect.
+        apply_residual_connection_post_layernorm: residuals are the norms' results.
+        output_layernorm: normalise the result instead of attention's input.
+        parallel_attention_mlp: attention and MLP both read the layer's input.
+        layer_type: ``"encoder"`` or ``"decoder"``, which has cross attention.
+        drop_path_rate: probability that a sample skips a branch (attention, cross attention, MLP)
+            while training; the others are divided by 1 - rate.
+        fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope,
+            rotary_pos_interleaved: as in ``MultiheadAttention``.
+        bias: linear layers have biases. activation: as in ``LayerNormMLP``.
+        attn_input_format: layout of the hidden states, ``"sbhd"``: [s, b, h], ``"bshd"``:
+            [b, s, h], ``"thd"``: [t, h], packed sequences.
+        fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
+        get_rng_state_tracker: returns a tracker in whose ``fork()`` attention dropout draws.
+        name: names the module in reports.
+        tp_group, tp_size, sequence_parallel, set_parallel_mode: not available yet; anything but the
+            default raises NotImplementedError.
+
+    Interface and defaults follow TransformerEngine's TransformerLayer.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        num_attention_heads: int,
+        layernorm_epsilon: float = 1e-5,
+        hidden_dropout: float = 0.1,
+        attention_dropout: float = 0.1,
+        init_method: _Init = None,
+        output_layer_init_method: _Init = None,
+        layer_number: int | None = None,
+        kv_channels: int | None = None,
+        self_attn_mask_type: str = "causal",
+        tp_group: Any = None,
+        tp_size: int = 1,
+        params_dtype: torch.dtype | None = None,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        apply_query_key_layer_scaling: bool = True,
+        attention_softmax_in_fp32: bool = False,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+        sequence_parallel: bool = False,
+        apply_residual_connection_post_layernorm: bool = False,
+        output_layernorm: bool = False,
+        layer_type: str = "encoder",
+        drop_path_rate: float = 0.0,
+        set_parallel_mode: bool = False,
+        fuse_qkv_params: bool = False,
+        *,
+        num_gqa_groups: int | None = None,
+        window_size: Sequence[int] | None = None,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        activation: str = "gelu",
+        normalization: str = "LayerNorm",
+        parallel_attention_mlp: bool = False,
+        attn_input_format: str = "sbhd",
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        rotary_pos_interleaved: bool = False,
+        name: str | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        refuse_parallelism(
+            _NAME,
+            tp_group=tp_group,
+            tp_size=tp_size,
+            sequence_parallel=sequence_parallel,
+            set_parallel_mode=set_parallel_mode,
+        )
+        if layer_type not in ("encoder", "decoder"):
+            raise ValueError(
+                f"{_NAME}: layer_type must be 'encoder' or 'decoder', got {layer_type!r}"
+            )
+        for key, value in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{_NAME}: {key} must be from 0 to 1, got {value}")
+        post_norm = apply_residual_connection_post_layernorm
+        if parallel_attention_mlp and (post_norm or layer_type == "decoder"):
+            raise ValueError(
+                f"{_NAME}: parallel_attention_mlp must be False with layer_type 'decoder' or "
+                "apply_residual_connection_post_layernorm=True, got True"
+            )
+        super().__init__()
+        self.layer_type = layer_type
+        self.hidden_dropout = hidden_dropout
+        self.drop_path_rate = drop_path_rate
+        self.parallel_attention_mlp = parallel_attention_mlp
+        self.output_layernorm = output_layernorm
+        self.apply_residual_connection_post_layernorm = post_norm
+        self.attn_input_format = attn_input_format
+        # Without a dropout between, the GEMM adds its bias and a norm's kernel the residual.
+        drops = hidden_dropout > 0.0 or drop_path_rate > 0.0
+        shared: dict[str, Any] = {
+            "init_method": init_method,
+            "output_layer_init_method": output_layer_init_method,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "params_dtype": params_dtype,
+            "zero_centered_gamma": zero_centered_gamma,
+            "normalization": normalization,
+            "bias": bias,
+            "return_bias": drops and not parallel_attention_mlp,
+            "return_layernorm_output": post_norm,
+            "device": device,
+        }
+        attention = {
+            "kv_channels": kv_channels,
+            "attention_dropout": attention_dropout,
+            "layernorm_epsilon": layernorm_epsilon,
+            "layer_number": layer_number,
+            "num_gqa_groups": num_gqa_groups,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "fuse_qkv_params": fuse_qkv_params,
+            "qkv_weight_interleaved": qkv_weight_interleaved,
+            "qkv_format": attn_input_format,
+            "apply_query_key_layer_scaling": apply_query_key_layer_scaling,
+            "qk_norm_type": qk_norm_type,
+            "qk_norm_eps": qk_norm_eps,
+            "qk_norm_before_rope": qk_norm_before_rope,
+            "rotary_pos_interleaved": rotary_pos_interleaved,
+            **shared,
+        }
+
+        def called(key: str) -> str:
+            return f"{name}.{key}" if name else key
+
+        self.self_attention = MultiheadAttention(
+            hidden_size,
+            num_attention_heads,
+            attn_mask_type=self_attn_mask_type,
+            window_size=window_size,
+            input_layernorm=not output_layernorm,
+            name=called("self_attention"),
+            **attention,
+        )
+        if layer_type == "decoder":
+            self.inter_attention = MultiheadAttention(
+                hidden_size,
+                num_attention_heads,
+                attn_mask_type="padding",
+                input_layernorm=True,
+                attention_type="cross",
+                name=called("inter_attention"),
+                **attention,
+            )
+        self.layernorm_mlp = LayerNormMLP(
+            hidden_size,
+            ffn_hidden_size,
+            layernorm_epsilon,
+            activation=activation,
+            name=called("layernorm_mlp"),
+            **shared,
+        )
+        if output_layernorm:
+            norm = RMSNorm if normalization == "RMSNorm" else LayerNorm
+            self.layernorm = norm(
+                hidden_size,
+                layernorm_epsilon,
+                params_dtype=params_dtype,
+                zero_centered_gamma=zero_centered_gamma,
+                device=device,
+            )
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Not available yet: raises NotImplementedError for anything but None."""
+        refuse_parallelism(_NAME, tp_group=tp_group)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Mask = None,
+        encoder_output: torch.Tensor | None = None,
+        enc_dec_attn_mask: Mask = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        *,
+        self_attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+    ) -> torch.Tensor:
+        """Apply the layer; gives the shape of ``hidden_states``.
+
+        Args:
+            hidden_states: [s, b, h], [b, s, h] or [t, h], as ``attn_input_format`` says.
+            attention_mask: bool, True = masked out, read with padding types and ``"arbitrary"``;
+                see ``DotProductAttention.forward``.
+            encoder_output: what a decoder's cross attention reads, in the same layout.
+            enc_dec_attn_mask: padding masks (of decoder tokens, of encoder tokens), each
+                [b, 1, 1, s]; None hides nothing.
+            is_first_microbatch: as in ``Linear``.
+            rotary_pos_emb, core_attention_bias_type, core_attention_bias: of self attention; see
+                ``MultiheadAttention.forward``.
+            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: see
+                ``DotProductAttention.forward``; in a decoder kv are the encoder's tokens.
+            checkpoint_core_attention, inference_params, self_attn_mask_type, window_size: as
+                there.
+
+        Errors: TypeError for a dtype, ValueError for a shape, mask or option that does not fit.
+        """
+        decoder = self.layer_type == "decoder"
+        if not decoder and (encoder_output is not None or enc_dec_attn_mask is not None):
+            raise ValueError(
+                f"{_NAME}: encoder_output and enc_dec_attn_mask must be None with layer_type "
+                "'encoder', got a tensor"
+            )
+        keys = (None, None) if decoder else (cu_seqlens_kv, max_seqlen_kv)
+        post_norm = self.apply_residual_connection_post_layernorm
+        attention, mlp = self.self_attention, self.layernorm_mlp
+        out: Any
+        residual: Any
+        out, residual = attention.forward_with_residual(
+            hidden_states, attention_mask, None, self_attn_mask_type, window_size,
+            is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
+            core_attention_bias_type, core_attention_bias, cu_seqlens_q, keys[0], max_seqlen_q,
+            keys[1], return_residual=not (post_norm and attention.input_layernorm),
+        )  # fmt: skip
+        if self.parallel_attention_mlp:
+            out = out + mlp(hidden_states, is_first_microbatch)
+            return self._finish(self._add(out, None, residual, cu_seqlens_q))
+        x, bias, norm = _unpacked(out, attention)
+        if norm is not None:
+            residual = norm
+        if decoder:
+            hidden_states = self._add(x, bias, residual, cu_seqlens_q)
+            cross = self.inter_attention
+            no_mask = enc_dec_attn_mask is None and cu_seqlens_kv is None
+            out, residual = cross.forward_with_residual(
+                hidden_states, enc_dec_attn_mask, encoder_output, "no_mask" if no_mask else None,
+                None, is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None,
+                cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
+                return_residual=not post_norm,
+            )  # fmt: skip
+            x, bias, norm = _unpacked(out, cross)
+            if norm is not None:
+                residual = norm
+        if bias is None and x.dtype is residual.dtype and not self._drops():
+            out, residual = mlp.forward_with_residual(
+                x, residual, is_first_microbatch, return_residual=not post_norm
+            )
+        else:
+            hidden_states = self._add(x, bias, residual, cu_seqlens_q)
+            out, total = mlp.forward_with_residual(
+                hidden_states, None, is_first_microbatch, return_residual=not post_norm
+            )
+            residual = residual_of(hidden_states, total)
+        x, bias, norm = _unpacked(out, mlp)
+        return self._finish(self._add(x, bias, residual if norm is None else norm, cu_seqlens_q))
+
+    def _drops(self) -> bool:
+        return self.training and (self.hidden_dropout > 0.0 or self.drop_path_rate > 0.0)
+
+    def _finish(self, out: torch.Tensor) -> torch.Tensor:
+        return self.layernorm(out) if self.output_layernorm else out
+
+    def _add(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        cu_seqlens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """residual + drop path(dropout(x + bias))."""
+        p = self.hidden_dropout if self.training else 0.0
+        if self.training and self.drop_path_rate > 0.0:
+            x = x if bias is None else x + bias
+            x = functional.dropout(x, p) if p > 0.0 else x
+            return residual + x * self._kept_samples(x, cu_seqlens)
+        if p == 0.0 and bias is None:
+            return residual + x
+        return bias_dropout_add(x, bias, residual, p)
+
+    def _kept_samples(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+        """0 for samples that skip ``x``, 1 / (1 - rate) for the others, broadcast over x."""
+        keep = 1.0 - self.drop_path_rate
+        layout = self.attn_input_format
+        if layout == "thd":
+            assert cu_seqlens is not None  # attention has asked for it
+            samples = cu_seqlens.shape[0] - 1
+        else:
+            samples = x.shape[layout.index("b")]
+        kept = (torch.rand(samples, device=x.device) < keep).to(x.dtype)
+        kept = kept / keep if keep > 0.0 else kept
+        if layout != "thd":
+            return kept[:, None] if layout == "sbhd" else kept[:, None, None]
+        token = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)  # type: ignore
+        sample = torch.searchsorted(cu_seqlens, token, right=True) - 1  # type: ignore
+        return kept[sample.clamp(0, samples - 1)][:, None]
+
+
+def _unpacked(
+    out: Any, module: MultiheadAttention | LayerNormMLP
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The result, the bias that is still to be added and the norm's result, else None."""
+    if isinstance(out, torch.Tensor):
+        return out, None, None
+    bias = out[1] if module.return_bias else None
+    if bias is not None and not bias.numel():
+        bias = None
+    has_norm = len(out) > 1 + module.return_bias
+    return out[0], bias, out[-1] if has_norm else None

@@ -1,0 +1,59 @@
+"""Models, batches and FP8 states for the tests of CUDA graphs."""
+
+import pytest
+import torch
+from checks import needs_cuda
+
+from apex_te import Linear
+from apex_te.graph import make_graphed_callables
+from apex_te.module.layer_norm_linear import LayerNormLinear
+from apex_te.module.layer_norm_mlp import LayerNormMLP
+from apex_te.recipe import DelayedScaling, make_recipe
+from apex_te.state import TENSORS
+
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "first step": DelayedScaling(amax_history_len=4, first_step="current"),
+    "tensorwise": make_recipe("tensorwise"),
+    "hif8": make_recipe("tensorwise", "hif8"),
+    "blockwise": make_recipe("blockwise"),
+    "mxfp8": make_recipe("mxfp8"),
+}
+DELAYED = RECIPES["delayed"]
+each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+STEPS, ROWS, WIDTH = 20, 64, 128
+
+
+def on_gpu(test):
+    return needs_cuda(pytest.mark.cuda(test))
+
+
+def layer(kind=LayerNormMLP, **kwargs):
+    features = (WIDTH, 2 * WIDTH) if kind is LayerNormMLP else (WIDTH, WIDTH)
+    return kind(*features, params_dtype=torch.bfloat16, device="cuda", **kwargs)
+
+
+def stack():
+    return torch.nn.Sequential(layer(Linear), torch.nn.GELU(), layer(LayerNormLinear), layer())
+
+
+def data(count=STEPS):
+    torch.manual_seed(7)
+    return torch.randn(count, 2, ROWS, WIDTH, device="cuda", dtype=torch.bfloat16)
+
+
+def fp8_state(model):
+    """The tensors of every FP8 state."""
+    states = [m._fp8 for m in model.modules() if hasattr(m, "_fp8") and m._fp8.allocated]
+    return [getattr(state, name).clone() for state in states for name in TENSORS]
+
+
+def graphed(model, recipe=None, **kwargs):
+    x = torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    fp8 = {"fp8_enabled": True, "fp8_recipe": recipe} if recipe is not None else {}
+    return make_graphed_callables(model, (x,), **fp8, **kwargs)
+
+
+def count_replays(model):
+    """Counts the runs of a graphed module's graph."""
+    return model.forward.capture.run

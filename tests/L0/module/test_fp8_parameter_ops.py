@@ -1,0 +1,140 @@
+"""What torch's ops and torch.compile do with an FP8Parameter."""
+
+import copy
+
+import pytest
+import torch
+
+from apex_te import Linear, fp8_autocast, parameter_ops
+from apex_te.parameter import FP8Parameter
+from apex_te.recipe import BlockScaling
+from tests.checks import assert_same_bits
+from tests.fp8_weight_cases import RECIPES, build, run
+
+
+def test_views_and_parts():
+    module = build(Linear, 32, 64)
+    weight = module.weight.detach()
+    values = weight.dequantize()
+    for part, expected in [
+        (weight[8:24], values[8:24]),
+        (weight.split(24)[2], values[48:]),
+        (weight.split([60, 4])[1], values[60:]),
+        (weight.chunk(4)[3], values[48:]),
+        (weight.narrow(0, 3, 5), values[3:8]),
+        (weight.view(-1), values.view(-1)),
+        (weight.view(64, 32), values),
+        (weight.reshape(8, 8, 32), values.view(8, 8, 32)),
+        (weight.clone(), values),
+        (weight.contiguous(), values),
+    ]:
+        assert type(part) is FP8Parameter
+        assert part.shape == expected.shape
+        assert torch.equal(part.dequantize(), expected)
+    for part, expected in [
+        (weight.t(), values.t()),
+        (weight + 1, values + 1),
+        (torch.cat([weight, weight]), torch.cat([values, values])),
+        (weight.int(), values.int()),
+        (weight.sum(0), values.sum(0)),
+    ]:
+        assert type(part) is torch.Tensor
+        assert torch.equal(part, expected)
+    out = torch.add(values, 1, out=weight.clone())
+    assert type(out) is FP8Parameter
+    assert torch.allclose(out.dequantize(), values + 1, atol=0.07)
+    flat = weight.view(-1)
+    flat.copy_(torch.arange(2048.0))
+    assert weight.dequantize()[-1, -1] == flat.dequantize()[-1] > 1900
+    assert not torch.equal(values, weight.dequantize())
+    with torch.no_grad():
+        assert torch.equal(module(torch.ones(2, 32)), torch.ones(2, 32) @ weight.dequantize().t())
+
+
+def test_new_ones_of_its_kind():
+    weight = build(Linear, 32, 64).weight.detach()
+    zeros = weight.new_zeros(16, 32)
+    assert type(zeros) is FP8Parameter
+    assert zeros.recipe == weight.recipe
+    assert zeros.dequantize().eq(0).all()
+    assert type(weight.new_zeros(7)) is torch.Tensor
+    assert type(torch.empty_like(weight)) is FP8Parameter
+    assert torch.empty_like(weight, dtype=torch.float64).dtype == torch.float64
+    for plain in (weight.new_empty(3), torch.ones_like(weight), torch.full_like(weight, 1.0)):
+        assert type(plain) is torch.Tensor
+        assert plain.dtype == torch.float32
+    assert torch.ones_like(weight).eq(1).all()
+
+
+def test_what_cannot_be_shared_is_refused():
+    weight = build(Linear, 256, 256, scheme=BlockScaling()).weight.detach()
+    assert torch.equal(weight.chunk(2)[1].dequantize(), weight.dequantize()[128:])
+    for part in (
+        lambda: weight[:, 3:5],
+        lambda: weight[3:5],
+        lambda: weight[::2],
+        lambda: weight[3],
+        lambda: weight.chunk(2, 1),
+        lambda: weight.split([100, 156]),
+        lambda: weight.diagonal(),
+        lambda: weight.as_strided((2, 2), (1, 1)),
+    ):
+        with pytest.raises(NotImplementedError, match="FP8Parameter: "):
+            part()
+    with pytest.raises(NotImplementedError, match="only a whole weight can be written to"):
+        weight[:128].zero_()
+    with pytest.raises(NotImplementedError, match="only a whole weight"):
+        weight.chunk(2)[0].copy_(torch.ones(128, 256))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_reads_of_fake_codes(name):
+    """What torch's tracing sees has the shapes, dtypes and later the bits of the real thing."""
+    weight = build(Linear, 40, 24, scheme=RECIPES[name]).weight
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = mode.from_tensor(weight.detach())
+        read = (*fake._transposed(), fake.dequantize(torch.bfloat16))
+    real = (*weight._transposed(), weight.detach().dequantize(torch.bfloat16))
+    for a, b in zip(read, real, strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+    held, text = weight._held, parameter_ops._packed(weight.recipe)
+    arguments = (held.rowwise, held.rowwise_scale_inv, text)
+    assert_same_bits(torch.ops.apex_te.fp8_codes_transposed(*arguments), real[:2])
+    assert_same_bits(torch.ops.apex_te.fp8_codes_values(*arguments, torch.bfloat16), real[2])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_flattens(name):
+    weight = build(scheme=RECIPES[name]).weight
+    names, context = weight.__tensor_flatten__()
+    assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight)
+    inner = {name: getattr(weight, name) for name in names}
+    assert all(type(t) is torch.Tensor for t in inner.values())
+    again = FP8Parameter.__tensor_unflatten__(inner, context, weight.shape, weight.stride())
+    assert again.__tensor_flatten__()[1] == context
+    assert torch.equal(again.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [*((name, "same") for name in RECIPES), ("mxfp8", "hif8"), ("blockwise", "none")],
+)
+def test_compiles(name, other):
+    scheme = RECIPES[name]
+    used = scheme if other == "same" else RECIPES["hif8"]
+    module = build(scheme=scheme)
+    twin = copy.deepcopy(module)
+    torch._dynamo.reset()
+    compiled = torch.compile(twin, backend="aot_eager", fullgraph=True)
+    for step in range(3):
+        x, dy = torch.randn(8, 160), torch.randn(8, 48)
+        expected = run(module, x, dy, used, other != "none")
+        inp = x.clone().requires_grad_()
+        twin.zero_grad()
+        with (
+            fp8_autocast(other != "none", used),
+            torch._dynamo.config.patch(error_on_recompile=step > 1),
+        ):
+            out = compiled(inp)
+        out.backward(dy)
+        assert_same_bits((out, inp.grad, twin.weight.grad, twin.bias.grad), expected)

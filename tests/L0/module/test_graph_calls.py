@@ -1,0 +1,227 @@
+"""What make_graphed_callables refuses, what a graph leaves to eager, and what it leaves alone."""
+
+import copy
+import io
+
+import pytest
+import torch
+from checks import assert_same_bits
+from graph_models import (
+    DELAYED,
+    RECIPES,
+    WIDTH,
+    count_replays,
+    data,
+    fp8_state,
+    graphed,
+    layer,
+    on_gpu,
+)
+
+from apex_te import Linear, fp8_autocast
+from apex_te.graph import make_graphed_callables
+from apex_te.recipe import DelayedScaling
+from apex_te.state import registry
+
+
+def test_needs_a_cuda_device():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(
+        RuntimeError, match="make_graphed_callables: CUDA graphs need a CUDA device"
+    ):
+        make_graphed_callables(Linear(16, 16), (torch.randn(4, 16),))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"modules": 1}, TypeError, "modules must be a module or a tuple of modules, got int"),
+        ({"modules": ()}, ValueError, "modules must be at least one, got none"),
+        ({"modules": (1,)}, TypeError, r"modules must be torch\.nn\.Modules, got int"),
+        ({"sample_args": [1]}, TypeError, "sample_args must be a tuple for each module, got list"),
+        ({"sample_kwargs": []}, TypeError, "sample_kwargs must be a dict for each .* got list"),
+        ({"num_warmup_iters": 0}, ValueError, "num_warmup_iters must be at least 1, got 0"),
+        ({"num_warmup_iters": 1.0}, TypeError, "num_warmup_iters must be an int, got float"),
+        ({"allow_unused_input": 1}, TypeError, "allow_unused_input must be a bool, got int"),
+        ({"fp8_weight_caching": 1}, TypeError, "fp8_weight_caching must be a bool, got int"),
+        ({"fp8_enabled": 1}, TypeError, "enabled must be a bool, got int"),
+        ({"fp8_recipe": 1}, TypeError, "fp8_recipe must be a recipe"),
+        (
+            {"sample_kwargs": {"is_first_microbatch": True}},
+            ValueError,
+            "must not hold is_first_microbatch",
+        ),
+    ],
+)
+def test_arguments(kwargs, error, message):
+    given = {"modules": Linear(16, 16), "sample_args": (torch.randn(4, 16),), **kwargs}
+    with pytest.raises(error, match=message):
+        make_graphed_callables(**given)
+
+
+def test_modules_are_checked():
+    module, x = Linear(16, 16), (torch.randn(4, 16),)
+    with pytest.raises(ValueError, match="modules must be different ones"):
+        make_graphed_callables((module, module), (x, x))
+    with pytest.raises(ValueError, match="sample_args must be given for each of 2 modules, got 1"):
+        make_graphed_callables((module, Linear(16, 16)), (x,))
+    with pytest.raises(NotImplementedError, match="delay_wgrad_compute must be False"):
+        make_graphed_callables(Linear(16, 16, delay_wgrad_compute=True), x)
+
+
+@on_gpu
+def test_capture_changes_nothing():
+    class WithBuffer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = layer(Linear)
+            self.register_buffer("calls", torch.zeros(1, device="cuda"))
+
+        def forward(self, x):
+            self.calls += 1
+            return torch.nn.functional.dropout(self.linear(x), 0.5)
+
+    model, batches = WithBuffer(), data(2)
+    x = batches[0, 0].clone().requires_grad_()
+    with fp8_autocast(True, DELAYED):
+        model(x).backward(batches[0, 1])
+    pending, before = registry.pending, fp8_state(model)
+    grads = [p.grad.clone() for p in model.parameters()]
+    random = torch.cuda.get_rng_state(), torch.get_rng_state()
+    make_graphed_callables(model, (x,), fp8_enabled=True, fp8_recipe=DELAYED)
+    assert registry.pending == pending == 1
+    assert_same_bits(fp8_state(model), before)
+    assert_same_bits([p.grad for p in model.parameters()], grads)
+    assert model.calls == 1
+    assert_same_bits((torch.cuda.get_rng_state(), torch.get_rng_state()), random)
+    with fp8_autocast(True, DELAYED):
+        first = model(x).detach().clone()
+        second = model(x).detach()
+    assert not torch.equal(first == 0, second == 0)  # another mask in each replay
+    assert model.calls == 3
+
+
+@on_gpu
+def test_a_history_of_another_length_is_kept():
+    model, batches = layer(Linear), data(2)
+    with fp8_autocast(True, DelayedScaling(amax_history_len=8)):
+        model(batches[0, 0]).backward(batches[0, 1])
+    staged = model._fp8.amax_history_fwd[0].clone()
+    with pytest.warns(UserWarning, match="trimmed from length 8 to 4"):
+        graphed(model, DELAYED)
+    assert torch.equal(model._fp8.amax_history_fwd[0], staged)
+    assert torch.equal(model._fp8.scale_fwd, torch.ones(3, device="cuda"))
+
+
+@on_gpu
+def test_what_was_not_captured_runs_as_before():
+    model = layer(Linear)
+    graphed(model, DELAYED)
+    x = data(1)[0, 0]
+    plain = copy.deepcopy(model)
+    assert "forward" not in plain.__dict__ or plain.forward.__self__ is plain
+
+    def replays(call):
+        before = count_replays(model)
+        call()
+        return count_replays(model) - before
+
+    def region(**kwargs):
+        with fp8_autocast(**{"fp8_recipe": DELAYED, **kwargs}):
+            return model(x)
+
+    assert replays(region) == 1
+    assert replays(lambda: model(x)) == 1  # which enters its own region
+    assert registry.pending == 1
+    before = fp8_state(model)
+    with torch.no_grad():
+        assert replays(region) == 0
+        assert replays(lambda: model(x)) == 0
+    assert_same_bits(fp8_state(model), before)
+    assert replays(lambda: region(enabled=False)) == 0
+    assert torch.equal(
+        region(enabled=False), torch.nn.functional.linear(x, model.weight, model.bias)
+    )
+    assert replays(lambda: region(fp8_recipe=RECIPES["tensorwise"])) == 0
+    with torch.autocast("cuda", torch.bfloat16):
+        assert replays(region) == 0
+    model.eval()
+    assert replays(region) == 0
+    model.train()
+    assert replays(region) == 1
+    assert type(pickled(model).forward).__name__ == "method"
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@on_gpu
+def test_calls_are_checked():
+    model = layer(Linear)
+    graphed(model, DELAYED)
+    x, dy = data(1)[0]
+    with pytest.raises(
+        ValueError, match=r"Linear: args\[0\] must have shape \[64, 128\] .* \[1, 12"
+    ):
+        model(x[:1])
+    with pytest.raises(
+        TypeError, match=r"args\[0\] must be torch.bfloat16 as captured, got torch.f"
+    ):
+        model(x.float())
+    with pytest.raises(TypeError, match=r"args\[0\] must be a tensor as captured, got int"):
+        model(1)
+    with pytest.raises(ValueError, match="is_first_microbatch must be None where"):
+        model(x, is_first_microbatch=True)
+    first, second = model(x), model(x)
+    with pytest.raises(RuntimeError, match="overwritten by a later forward"):
+        first.backward(dy)
+    second.backward(dy, retain_graph=True)
+    with pytest.raises(RuntimeError, match="overwritten by its own backward"):
+        second.backward(dy)
+    model._fp8.resize(9)
+    with fp8_autocast(True, DELAYED), pytest.raises(RuntimeError, match="FP8 state must stay"):
+        model(x)
+    graphed(model, DELAYED)  # again, while the autograd graphs from before are alive
+    model(x).backward(dy)
+    model.weight.data = model.weight.data.clone()
+    with pytest.raises(RuntimeError, match="parameters must stay where"):
+        model(x)
+
+
+@on_gpu
+def test_captures_are_checked():
+    x, _ = data(1)[0]
+    with fp8_autocast(True, DELAYED), pytest.raises(RuntimeError, match="outside fp8_autocast"):
+        graphed(layer(Linear))
+    with torch.autocast("cuda"), pytest.raises(RuntimeError, match="cache_enabled=False"):
+        graphed(layer(Linear))
+    with pytest.raises(ValueError, match="parameters must be on a CUDA device, got cpu"):
+        make_graphed_callables(Linear(WIDTH, 16), (x,))
+    with pytest.raises(ValueError, match="samples must be on a CUDA device, got cpu"):
+        make_graphed_callables(layer(Linear), (x.cpu(),))
+    with pytest.raises(ValueError, match="modules must have parameters"):
+        make_graphed_callables(torch.nn.GELU(), (x,))
+    inner = torch.nn.Sequential(layer(Linear))
+    graphed(inner[0])
+    with pytest.raises(ValueError, match="modules must not hold a module that has a graph"):
+        graphed(inner)
+
+    class Unused(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = layer(Linear), layer(Linear)
+
+        def forward(self, x):
+            return self.used(x)
+
+    with pytest.raises(RuntimeError, match="every input and parameter that requires grad"):
+        graphed(Unused())
+    model = graphed(Unused(), allow_unused_input=True)
+    model(x).sum().backward()
+    assert model.unused.weight.grad is None
+    assert model.used.weight.grad is not None
