@@ -60,7 +60,9 @@ lint: env
 	ruff format --check .
 	clang-format --dry-run -Werror $(CXX_FILES)
 	$(PY) -m mypy
-	MYPYPATH=examples/char_gpt $(PY) -m mypy $(SCRIPTS)
+	MYPYPATH=examples/char_gpt:examples $(PY) -m mypy $(SCRIPTS)
+	MYPYPATH=examples $(PY) -m mypy examples/common.py examples/*/digits.py examples/*/sort.py \
+		examples/*/t5_copy.py
 
 cuda: env
 	$(PY) scripts/check_cuda.py

@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- ops: begin -->", "<!-- ops: end -->"
+LAYERS = "transformer"  # the results file of whole layers
 
 # What the README shows of an op with many functions: its first ones. ops.md has all.
 README_FUNCTIONS = {
@@ -90,6 +90,34 @@ def source_line(results: dict[str, dict[str, Any]]) -> str:
     return f"{text}, {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "")
 
 
+def layers_table(data: dict[str, Any]) -> str:
+    """Markdown: one row for each layer and stack."""
+    info = data["environment"]
+    lines = [
+        f"{info['gpu']}, driver {info['driver']}, torch {info['torch']}, {info['date']}:",
+        "",
+        "| layer | stack | measure | ms | peak GiB |",
+        "|---|---|---|---|---|",
+    ]
+    for row in data["rows"]:
+        peak = row.get("peak GiB")
+        lines.append(
+            f"| {row['layer']} | {row['stack']} | {row['measure']} | {row['ms']:.2f} | "
+            f"{'' if peak is None else f'{peak:.2f}'} |"
+        )
+    return "\n".join(lines)
+
+
+def replaced(readme: str, part: str, text: str) -> str:
+    """The README with ``text`` between the marks of ``part``."""
+    begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
+    before, _, rest = readme.partition(begin)
+    _, _, after = rest.partition(end)
+    if not after:
+        sys.exit(f"summary: README.md must contain {begin} and {end}")
+    return f"{before}{begin}\n{text}\n{end}{after}"
+
+
 def draw(name: str, data: dict[str, Any]) -> None:
     """One bar chart of an op's headline rows, peers beside it, the copy's ceiling above each."""
     import matplotlib
@@ -132,14 +160,12 @@ def main() -> None:
     text = f"# Memory-bound ops\n\n{source}. Cold L2.\n\n{ops_table(results, every_shape=True)}\n"
     (RESULTS / "ops.md").write_text(text)
     readme = (ROOT / "README.md").read_text()
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if not after:
-        sys.exit(f"summary: README.md must contain {BEGIN} and {END}")
     table = ops_table(results, every_shape=False)
-    (ROOT / "README.md").write_text(
-        f"{before}{BEGIN}\n{source}, bf16, cold L2:\n\n{table}\n{END}{after}"
-    )
+    readme = replaced(readme, "ops", f"{source}, bf16, cold L2:\n\n{table}")
+    layers = RESULTS / f"{LAYERS}.json"
+    if layers.exists():
+        readme = replaced(readme, "layers", layers_table(json.loads(layers.read_text())))
+    (ROOT / "README.md").write_text(readme)
     try:
         for name, data in results.items():
             draw(name, data)

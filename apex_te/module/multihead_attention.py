@@ -194,6 +194,8 @@ class MultiheadAttention(torch.nn.Module):
             hidden_size,
             init_method=output_layer_init_method,
             return_bias=return_bias,
+            # Attention saves its output anyway.
+            save_original_input=True,
             name=f"{name}.proj" if name else "proj",
             **shared,
         )

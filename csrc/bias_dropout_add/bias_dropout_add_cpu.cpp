@@ -33,6 +33,10 @@ constexpr int64_t kVec = 8;
 constexpr int64_t kTileRows = kBiasDropoutAddTileRows;
 constexpr int64_t kTileCols = 512;
 constexpr int64_t kRows = kBiasDropoutAddRowsPerThread;
+constexpr int64_t kAhead = 8;  // rows
+// Columns of a thread's turn: two threads that are the first to write to the same page of memory
+// have both to wait.
+constexpr int64_t kStripCols = 8 * kTileCols;
 
 // A byte for each of `vecs` vectors from v on: bit i is set if element i is kept. Written in steps
 // of kVecsAtOnce.
@@ -89,6 +93,17 @@ APEX_TE_TARGET_AVX2 void keep_bytes_avx2(uint32_t threshold, uint64_t seed, int6
     }
   }
 }
+
+// What elements are multiplied with: scale where their bit is set, else 0.
+APEX_TE_TARGET_AVX512 void expand_avx512(const uint8_t* bytes, int64_t vecs, float scale,
+                                         float* factors) {
+  for (int64_t v = 0; v < vecs; v += 2) {
+    const bool both = v + 1 < vecs;
+    const int kept = bytes[v] | (both ? bytes[v + 1] << 8 : 0);
+    _mm512_mask_storeu_ps(factors + v * kVec, static_cast<__mmask16>(both ? 0xFFFF : 0xFF),
+                          _mm512_maskz_mov_ps(static_cast<__mmask16>(kept), _mm512_set1_ps(scale)));
+  }
+}
 #else
 constexpr auto keep_bytes_avx2 = keep_bytes_portable;
 #endif
@@ -117,6 +132,9 @@ APEX_TE_INLINE void factors_of(const BiasDropoutAdd& p, const Factors& all, int6
                                                          col0 / kVec, vecs, made);
     if (p.mask) memcpy(p.mask + mask_at, made, vecs);
   }
+#if defined(__x86_64__)
+  if (use_avx512()) return expand_avx512(bytes, vecs, p.dropout.scale, factors);
+#endif
   for (int64_t v = 0; v < vecs; ++v)
     memcpy(factors + v * kVec, all.of_byte[bytes[v]], sizeof(all.of_byte[0]));
 }
@@ -160,6 +178,8 @@ APEX_TE_INLINE void bwd_tile(const BiasDropoutAdd& p, const Factors& all, int64_
         std::fill_n(values[r], n, 0.0f);
         continue;
       }
+      if (row + kAhead < p.rows)
+        prefetch_row(static_cast<const Wide*>(p.dout) + at + kAhead * p.cols, n);
       if (p.dropout.is_random) factors_of(p, all, row, col0, n, factors);
       if (std::is_same<Wide, float>::value && !is_scaled && !p.dx) {
         addends[r] = static_cast<const float*>(p.dout) + at;
@@ -206,9 +226,11 @@ void run_tiles(const BiasDropoutAdd& p) {
   const auto tile = p.out ? fwd : bwd;
   const Factors all(p.dropout);
   const int64_t row_tiles = (p.rows + kTileRows - 1) / kTileRows;
-  const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
-  parallel_for(row_tiles * col_tiles, [&](int64_t i) {
-    tile(p, all, i / col_tiles * kTileRows, i % col_tiles * kTileCols);
+  const int64_t strips = (p.cols + kStripCols - 1) / kStripCols;
+  parallel_for(row_tiles * strips, [&](int64_t i) {
+    const int64_t begin = i % strips * kStripCols, end = std::min(p.cols, begin + kStripCols);
+    for (int64_t col0 = begin; col0 < end; col0 += kTileCols)
+      tile(p, all, i / strips * kTileRows, col0);
   });
 }
 

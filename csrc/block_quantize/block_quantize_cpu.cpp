@@ -12,6 +12,7 @@ namespace {
 
 constexpr int64_t kAhead = 8;  // rows
 constexpr int64_t kTileCols = 2 * kBlock;
+constexpr int64_t kStripTiles = 4;
 static_assert(kPanel == kBlock, "encode_transposed takes one block of columns");
 
 struct Tile {
@@ -27,56 +28,63 @@ struct Tile {
   }
 };
 
-// Returns the tile's amax.
+int64_t col_tiles_of(const BlockQuantize& p) { return (p.cols + kTileCols - 1) / kTileCols; }
+
+// Where the codes of the tile's columns from c0 on go.
+PanelCodes codes_of(const BlockQuantize& p, const Tile& t, int64_t c0) {
+  return {p.rowwise ? p.rowwise + t.row0 * p.cols + t.col0 + c0 : nullptr, p.cols,
+          p.transposed ? p.transposed + (t.col0 + c0) * p.rows + t.row0 : nullptr, p.rows,
+          p.rows * p.cols >= kStreamedBytes};
+}
+
+// scales[i] of amaxes[i] and scale_inv[i].
+APEX_TE_INLINE void scales_of(const ScaleRule& rule, const uint32_t* amaxes, int64_t n,
+                              float* scales, float* scale_inv) {
+  for (int64_t i = 0; i < n; ++i) {
+    scales[i] = rule.scale_of(amaxes[i]);
+    scale_inv[i] = 1.0f / scales[i];
+  }
+}
+
+// Returns the tile's amax. All rows are scanned before the first scale is computed: a scale is long
+// in coming, and computed for many rows at once.
 template <typename T, typename Format>
-APEX_TE_INLINE uint32_t quantize_1x128(const BlockQuantize& p, const Tile& t) {
+APEX_TE_INLINE uint32_t quantize_1x128(const BlockQuantize& p, const Tile& t, const T* next) {
   using Magnitude = RawMagnitude<T>;
-  typename Magnitude::Type columns[kTileCols] = {};
-  T panels[kBlock * kTileCols];
-  const int64_t blocks = num_blocks(t.cols);
-  uint32_t amax = 0;
+  alignas(kLineBytes) typename Magnitude::Type columns[kTileCols] = {};
+  alignas(kLineBytes) T panels[kBlock * kTileCols];
+  uint32_t row_amaxes[kTileCols / kBlock][kBlock];
   for (int64_t r = 0; r < t.rows; ++r) {
     const T* x = t.row<T>(p, r);
-    if (r + kAhead < t.rows) {
-      prefetch_row(x + kAhead * p.cols, t.cols);
-      if (p.rowwise) prefetch_row(p.rowwise + (t.row0 + r + kAhead) * p.cols + t.col0, t.cols);
-    }
-    if (p.transposed) {
-      fold_columns(x, t.cols, columns);
-      copy_to_panels(x, t.cols, r, kBlock, panels);
-    }
-    if (p.transposed && !p.rowwise) continue;
-    uint32_t amaxes[kTileCols / kBlock], row_amax = 0;
-    block_amaxes<kBlock>(x, t.cols, amaxes);
-    for (int64_t b = 0; b < blocks; ++b) row_amax = std::max(row_amax, amaxes[b]);
-    amax = std::max(amax, row_amax);
-    if (!p.rowwise) continue;
-    float scales[kTileCols / kBlock];
-    float* scale_inv = p.rowwise_scale_inv + t.col0 / kBlock * padded_to_4(p.rows) + t.row0 + r;
-    for (int64_t b = 0; b < blocks; ++b) {
-      scales[b] = p.rule.scale_of(amaxes[b]);
-      scale_inv[b * padded_to_4(p.rows)] = 1.0f / scales[b];
-    }
-    encode_blocks<Format, kBlock>(x, t.cols, scales, {row_amax < kBoundBits, p.rule.pow2},
-                                  p.rowwise + (t.row0 + r) * p.cols + t.col0);
+    if (t.row0 + r + kAhead < p.rows) prefetch_row(x + kAhead * p.cols, t.cols);
+    uint32_t amaxes[kTileCols / kBlock];
+    scan_row<kBlock>(x, t.cols, r, kBlock, amaxes, p.transposed ? columns : nullptr, panels);
+    for (int64_t b = 0; b < num_blocks(t.cols); ++b) row_amaxes[b][r] = amaxes[b];
   }
-  if (!p.transposed) return amax;
-  float* scale_inv = p.transposed_scale_inv + t.row0 / kBlock * padded_to_4(p.cols) + t.col0;
+  const ScaleRule rule = p.rule;
+  uint32_t amax = 0;
   for (int64_t c0 = 0; c0 < t.cols; c0 += kPanel) {
-    const int64_t cols = std::min(kPanel, t.cols - c0);
-    float scales[kPanel] = {};
-    uint32_t panel_amax = 0;
-    for (int64_t c = 0; c < cols; ++c) {
-      const uint32_t column = Magnitude::bits(columns[c0 + c]);
-      panel_amax = column > panel_amax ? column : panel_amax;
-      scales[c] = p.rule.scale_of(column);
-      scale_inv[c0 + c] = 1.0f / scales[c];
+    const int64_t cols = std::min(kPanel, t.cols - c0), block = (t.col0 + c0) / kBlock;
+    const uint32_t* amaxes = row_amaxes[c0 / kBlock];
+    alignas(kLineBytes) float column_scales[kPanel] = {};
+    float scales[kBlock], unused[kBlock];
+    scales_of(rule, amaxes, t.rows, scales,
+              p.rowwise ? p.rowwise_scale_inv + block * padded_to_4(p.rows) + t.row0 : unused);
+    AmaxRange range;
+    range.add(amaxes, t.rows);
+    amax = std::max(amax, range.largest);
+    if (p.transposed) {
+      uint32_t column_amaxes[kPanel];
+      for (int64_t c = 0; c < cols; ++c) column_amaxes[c] = Magnitude::bits(columns[c0 + c]);
+      range.add(column_amaxes, cols);
+      scales_of(rule, column_amaxes, cols, column_scales,
+                p.transposed_scale_inv + t.row0 / kBlock * padded_to_4(p.cols) + t.col0 + c0);
     }
-    amax = std::max(amax, panel_amax);
-    encode_transposed<Format>(panels + c0 * kBlock, t.rows, cols, kBlock, scales,
-                              {panel_amax < kBoundBits, p.rule.pow2},
-                              p.transposed + (t.col0 + c0) * p.rows + t.row0, p.rows);
+    encode_panel<Format, kBlock>(panels + c0 * kBlock, t.rows, cols, scales, 1, column_scales,
+                                 kBlock, {range.is_bounded(), p.rule.pow2, range.is_regular()},
+                                 codes_of(p, t, c0), next ? next + c0 : nullptr, p.cols);
   }
+  finish_stream();
   return amax;
 }
 
@@ -104,32 +112,53 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Tile& t) 
           1.0f / scales[b];
   }
   if (!p.rowwise && !p.transposed) return amax;
-  uint8_t own[kBlock * kTileCols];
-  uint8_t* codes = p.rowwise ? p.rowwise + t.row0 * p.cols + t.col0 : own;
-  const int64_t ld = p.rowwise ? p.cols : kTileCols;
+  alignas(kLineBytes) uint8_t codes[kBlock * kTileCols];
+  const bool streamed = p.rows * p.cols >= kStreamedBytes;
   for (int64_t r = 0; r < t.rows; ++r) {
-    if (p.transposed)
+    if (p.transposed && !streamed)
       for (int64_t c = r; c < t.cols; c += kBlock)
         prefetch_row(p.transposed + (t.col0 + c) * p.rows + t.row0, t.rows);
+    uint8_t* row = codes + r * kTileCols;
     encode_blocks<Format, kBlock>(t.row<T>(p, r), t.cols, scales, {amax < kBoundBits, p.rule.pow2},
-                                  codes + r * ld);
+                                  row);
+    if (!p.rowwise) continue;
+    uint8_t* out = p.rowwise + (t.row0 + r) * p.cols + t.col0;
+    if (streamed)
+      stream_bytes(out, row, t.cols);
+    else
+      std::copy_n(row, t.cols, out);
   }
   if (p.transposed)
-    transpose_bytes(codes, ld, t.rows, t.cols, p.transposed + t.col0 * p.rows + t.row0, p.rows);
+    transpose_bytes(codes, kTileCols, t.rows, t.cols, p.transposed + t.col0 * p.rows + t.row0,
+                    p.rows, streamed);
+  if (streamed) finish_stream();
   return amax;
 }
 
+// A thread's turn: kStripTiles tiles of a row of tiles from the first on. Returns their amax.
 template <typename T, typename Format>
-APEX_TE_INLINE uint32_t quantize_tile(const BlockQuantize& p, const Tile& t) {
-  return p.block_rows == 1 ? quantize_1x128<T, Format>(p, t) : quantize_128x128<T, Format>(p, t);
+APEX_TE_INLINE uint32_t quantize_strip(const BlockQuantize& p, int64_t row_tile, int64_t first) {
+  const int64_t last = std::min(col_tiles_of(p), first + kStripTiles) - 1;
+  uint32_t amax = 0;
+  for (int64_t i = first; i <= last; ++i) {
+    const Tile t(p.rows, p.cols, row_tile, i), next(p.rows, p.cols, row_tile, i + 1);
+    // A panel is asked for as a whole.
+    const bool has_next = i < last && next.cols == kTileCols;
+    amax = std::max(
+        amax, p.block_rows == 1
+                  ? quantize_1x128<T, Format>(p, t, has_next ? next.template row<T>(p, 0) : nullptr)
+                  : quantize_128x128<T, Format>(p, t));
+  }
+  return amax;
 }
 template <typename T, typename Format>
-uint32_t quantize_tile_portable(const BlockQuantize& p, const Tile& t) {
-  return quantize_tile<T, Format>(p, t);
+uint32_t quantize_strip_portable(const BlockQuantize& p, int64_t row_tile, int64_t first) {
+  return quantize_strip<T, Format>(p, row_tile, first);
 }
 template <typename T, typename Format>
-APEX_TE_TARGET_AVX2 uint32_t quantize_tile_avx2(const BlockQuantize& p, const Tile& t) {
-  return quantize_tile<T, Format>(p, t);
+APEX_TE_TARGET_AVX2 uint32_t quantize_strip_avx2(const BlockQuantize& p, int64_t row_tile,
+                                                 int64_t first) {
+  return quantize_strip<T, Format>(p, row_tile, first);
 }
 
 // The ends of the lines of scales, which no block of the matrix fills.
@@ -142,12 +171,12 @@ void fill_padding(float* scales, int64_t lines, int64_t used) {
 template <typename T, typename Format>
 void quantize_all(const BlockQuantize& p) {
   const auto quantize =
-      use_avx2() ? quantize_tile_avx2<T, Format> : quantize_tile_portable<T, Format>;
+      use_avx2() ? quantize_strip_avx2<T, Format> : quantize_strip_portable<T, Format>;
   const int64_t row_blocks = num_blocks(p.rows), col_blocks = num_blocks(p.cols);
   std::atomic<uint32_t> amax{0};
-  const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
-  parallel_for(row_blocks * col_tiles, [&](int64_t i) {
-    fold_amax(amax, quantize(p, Tile(p.rows, p.cols, i / col_tiles, i % col_tiles)));
+  const int64_t strips = (col_tiles_of(p) + kStripTiles - 1) / kStripTiles;
+  parallel_for(row_blocks * strips, [&](int64_t i) {
+    fold_amax(amax, quantize(p, i / strips, i % strips * kStripTiles));
   });
   if (p.block_rows == 1) {
     fill_padding(p.rowwise_scale_inv, col_blocks, p.rows);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <type_traits>
 
 #include "common/activation_op.h"
@@ -53,6 +54,77 @@ ActivationRow activation_row_of(Activation kind, ActivationKinds<kKinds...>) {
   return row;
 }
 
+// The values, or the derivatives, of all 16-bit elements: to look one up takes less than to compute
+// it. The entries that one tensor needs are few, most in the first-level cache.
+constexpr int64_t kTableEntries = 1 << 16;
+constexpr int64_t kTabledElements = 1 << 18;  // from so many on it is worth making
+
+template <typename T, bool kBwd>
+std::unique_ptr<float[]> make_table(ActivationRow row) {
+  constexpr int64_t kStep = 256;
+  std::unique_ptr<float[]> table(new float[kTableEntries]);
+  float x[kStep], dy[kStep];
+  std::fill_n(dy, kStep, 1.0f);
+  for (int64_t i = 0; i < kTableEntries; i += kStep) {
+    for (int64_t k = 0; k < kStep; ++k) x[k] = to_float(T{static_cast<uint16_t>(i + k)});
+    row(x, dy, table.get() + i, kStep);
+  }
+  return table;
+}
+// Null where there is no table: for float, and where a gradient is no product with the derivative.
+template <typename T, Activation kKind, bool kBwd>
+const float* activation_table() {
+  constexpr bool kIsRelu = kKind == Activation::kRelu || kKind == Activation::kSquaredRelu;
+  if constexpr (std::is_same_v<T, float> || kIsRelu) {
+    return nullptr;
+  } else {
+    static const std::unique_ptr<float[]> table =
+        make_table<T, kBwd>(activation_row_of<kKind, kBwd>());
+    return table.get();
+  }
+}
+template <typename T, bool kBwd, Activation... kKinds>
+const float* activation_table_of(Activation kind, ActivationKinds<kKinds...>) {
+  const float* table = nullptr;
+  ((kind == kKinds ? void(table = activation_table<T, kKinds, kBwd>()) : void()), ...);
+  return table;
+}
+
+#if defined(__x86_64__)
+template <typename T>
+APEX_TE_AVX512 void look_up_avx512(const float* table, const T* x, int64_t n, float* values) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 lanes = avx512::lanes_at(i, n);
+    const __m512i at = _mm512_maskz_cvtepu16_epi32(lanes, _mm256_maskz_loadu_epi16(lanes, x + i));
+    _mm512_mask_storeu_ps(
+        values + i, lanes,
+        _mm512_mask_i32gather_ps(_mm512_setzero_ps(), lanes, at, table, sizeof(float)));
+  }
+}
+#endif
+template <typename T>
+APEX_TE_INLINE void look_up(const float* table, const T* x, int64_t n, float* values) {
+#if defined(__x86_64__)
+  if (use_avx512()) return look_up_avx512(table, x, n, values);
+#endif
+  for (int64_t i = 0; i < n; ++i) values[i] = table[x[i].bits];
+}
+
+// dy where x is above 0, else 0; NaN where x is NaN. In 16-bit words, as rounding would leave them.
+template <typename T>
+APEX_TE_INLINE void relu_gradient(const T* x, const T* dy, T* dx, int64_t n) {
+  constexpr int16_t kInfinity = std::is_same_v<T, Half> ? 0x7C00 : 0x7F80;
+  constexpr int16_t kNaN = 0x7FFF;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const auto a = static_cast<int16_t>(x[i].bits), g = static_cast<int16_t>(dy[i].bits);
+    const auto magnitude = static_cast<int16_t>(a & 0x7FFF);
+    const int16_t kept = static_cast<int16_t>(g & 0x7FFF) > kInfinity ? kNaN : g;
+    const int16_t slope = a > 0 ? kept : int16_t{0};
+    dx[i].bits = static_cast<uint16_t>(magnitude > kInfinity ? kNaN : slope);
+  }
+}
+
 // Extents of a tile: 128 columns where they are transposed, else a long piece of a row, and as many
 // rows as one line of dbias or one store of transposed codes has.
 constexpr int64_t kActivationSegment = 1024;
@@ -66,7 +138,8 @@ struct ActivationCpuTile {
 // One tile; returns its amax as bits.
 template <typename T>
 APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row,
-                                        const ActivationCpuTile& tile, int64_t row0, int64_t col0) {
+                                        const float* table, const ActivationCpuTile& tile,
+                                        int64_t row0, int64_t col0) {
   const int64_t rows = std::min(tile.rows, p.rows - row0);
   const int64_t cols = std::min(tile.cols, p.cols - col0);
   float values[kActivationSegment], dy[kActivationSegment], bias[kActivationSegment];
@@ -85,14 +158,25 @@ APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row
       if (p.dy) grad = static_cast<const float*>(p.dy) + i;
       if (p.out) result = static_cast<float*>(p.out) + i;
     } else {
-      widen(static_cast<const T*>(p.x) + i, cols, values);
+      if (p.kind == Activation::kRelu && p.dy && p.out && !p.bias && !p.dbias) {
+        relu_gradient(static_cast<const T*>(p.x) + i, static_cast<const T*>(p.dy) + i,
+                      static_cast<T*>(p.out) + i, cols);
+        continue;
+      }
+      if (table)
+        look_up(table, static_cast<const T*>(p.x) + i, cols, values);
+      else
+        widen(static_cast<const T*>(p.x) + i, cols, values);
       if (p.dy) widen(static_cast<const T*>(p.dy) + i, cols, dy);
     }
     if (p.bias) {
       for (int64_t c = 0; c < cols; ++c) values[c] = x[c] + bias[c];
       x = values;
     }
-    row(x, grad, result, cols);
+    if (!table)
+      row(x, grad, result, cols);
+    else if (p.dy)
+      for (int64_t c = 0; c < cols; ++c) values[c] *= dy[c];
     if (p.dbias) {
       for (int64_t c = 0; c < cols; ++c) sums[1][c] = r % 8 ? sums[1][c] + result[c] : result[c];
       if (r % 8 == 7 || r + 1 == rows)
@@ -117,26 +201,27 @@ APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row
   return amax;
 }
 template <typename T>
-uint32_t activation_tile_portable(const ActivationOp& p, ActivationRow row,
+uint32_t activation_tile_portable(const ActivationOp& p, ActivationRow row, const float* table,
                                   const ActivationCpuTile& tile, int64_t row0, int64_t col0) {
-  return activation_tile<T>(p, row, tile, row0, col0);
+  return activation_tile<T>(p, row, table, tile, row0, col0);
 }
 template <typename T>
 APEX_TE_TARGET_AVX2 uint32_t activation_tile_avx2(const ActivationOp& p, ActivationRow row,
-                                                  const ActivationCpuTile& tile, int64_t row0,
-                                                  int64_t col0) {
-  return activation_tile<T>(p, row, tile, row0, col0);
+                                                  const float* table, const ActivationCpuTile& tile,
+                                                  int64_t row0, int64_t col0) {
+  return activation_tile<T>(p, row, table, tile, row0, col0);
 }
 template <typename T>
 APEX_TE_TARGET_AVX512 uint32_t activation_tile_avx512(const ActivationOp& p, ActivationRow row,
+                                                      const float* table,
                                                       const ActivationCpuTile& tile, int64_t row0,
                                                       int64_t col0) {
-  return activation_tile<T>(p, row, tile, row0, col0);
+  return activation_tile<T>(p, row, table, tile, row0, col0);
 }
 
 // All tiles; returns the amax as bits.
 template <typename T>
-uint32_t activation_tiles(const ActivationOp& p, ActivationRow row) {
+uint32_t activation_tiles(const ActivationOp& p, ActivationRow row, const float* table) {
   const auto run_tile = use_avx512() ? activation_tile_avx512<T>
                         : use_avx2() ? activation_tile_avx2<T>
                                      : activation_tile_portable<T>;
@@ -146,21 +231,25 @@ uint32_t activation_tiles(const ActivationOp& p, ActivationRow row) {
   std::atomic<uint32_t> amax{0};
   parallel_for(row_tiles * col_tiles, [&](int64_t i) {
     const int64_t row_tile = i / col_tiles;
-    fold_amax(amax,
-              run_tile(p, row, tile, row_tile * tile.rows, (i - row_tile * col_tiles) * tile.cols));
+    fold_amax(amax, run_tile(p, row, table, tile, row_tile * tile.rows,
+                             (i - row_tile * col_tiles) * tile.cols));
   });
   return amax.load();
 }
 
-template <typename T>
-void run_activation_dtype(ActivationOp p, ActivationRow row) {
+template <typename T, bool kBwd, typename Kinds>
+void run_activation_dtype(ActivationOp p) {
+  const ActivationRow row = activation_row_of<kBwd>(p.kind, Kinds{});
+  const float* table = nullptr;
+  if (!p.bias && p.rows * p.cols >= kTabledElements)
+    table = activation_table_of<T, kBwd>(p.kind, Kinds{});
   uint32_t amax = 0;
   if (!p.bias && !p.dbias && !p.transposed) {
     // Rows mean nothing here: whole segments, then the elements that fill none.
     const int64_t numel = p.rows * p.cols;
     p.rows = numel / kActivationSegment;
     p.cols = kActivationSegment;
-    amax = activation_tiles<T>(p, row);
+    amax = activation_tiles<T>(p, row, table);
     const int64_t done = p.rows * p.cols;
     p.x = static_cast<const T*>(p.x) + done;
     if (p.dy) p.dy = static_cast<const T*>(p.dy) + done;
@@ -169,7 +258,7 @@ void run_activation_dtype(ActivationOp p, ActivationRow row) {
     p.rows = 1;
     p.cols = numel - done;
   }
-  amax = std::max(amax, activation_tiles<T>(p, row));
+  amax = std::max(amax, activation_tiles<T>(p, row, table));
   if (p.amax) *p.amax = bits_float(std::max(amax, float_bits(*p.amax)));
   if (p.scale_inv) *p.scale_inv = 1.0f / *p.scale;
   if (p.dbias)
@@ -179,14 +268,13 @@ void run_activation_dtype(ActivationOp p, ActivationRow row) {
 
 template <bool kBwd, typename Kinds>
 void run_activation(const ActivationOp& p) {
-  const ActivationRow row = activation_row_of<kBwd>(p.kind, Kinds{});
   switch (p.dtype) {
     case DType::kFloat32:
-      return run_activation_dtype<float>(p, row);
+      return run_activation_dtype<float, kBwd, Kinds>(p);
     case DType::kFloat16:
-      return run_activation_dtype<Half>(p, row);
+      return run_activation_dtype<Half, kBwd, Kinds>(p);
     default:
-      return run_activation_dtype<BFloat16>(p, row);
+      return run_activation_dtype<BFloat16, kBwd, Kinds>(p);
   }
 }
 

@@ -46,6 +46,38 @@ APEX_TE_AVX512 void narrow(const float* values, int64_t n, BFloat16* y) {
   for (int64_t i = 0; i < n; ++i) y[i] = from_float<BFloat16>(values[i]);
 }
 
+// out[c * out_ld + r] = in[r * in_ld + c] for 64 rows and 16 columns of bytes: each lane of 16
+// bytes takes 16 rows, four rounds of interleaving rows i and i + 8 make a column of them. With
+// `streamed` the lines, which must be aligned, go past the caches.
+APEX_TE_AVX512 void transpose_64x16(const uint8_t* in, int64_t in_ld, uint8_t* out, int64_t out_ld,
+                                    bool streamed) {
+  constexpr __mmask16 kAll = static_cast<__mmask16>(~0);
+  constexpr __mmask64 kAllBytes = ~__mmask64{0};
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; ++i) {
+    const auto row = [&](int r) APEX_TE_TARGET_AVX512 {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + r * in_ld));
+    };
+    a[i] = _mm512_maskz_broadcast_i32x4(kAll, row(i));
+    a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x00F0, row(16 + i));
+    a[i] = _mm512_mask_broadcast_i32x4(a[i], 0x0F00, row(32 + i));
+    a[i] = _mm512_mask_broadcast_i32x4(a[i], 0xF000, row(48 + i));
+  }
+  for (int round = 0; round < 4; ++round) {
+    for (int i = 0; i < 8; ++i) {
+      b[2 * i] = _mm512_maskz_unpacklo_epi8(kAllBytes, a[i], a[i + 8]);
+      b[2 * i + 1] = _mm512_maskz_unpackhi_epi8(kAllBytes, a[i], a[i + 8]);
+    }
+    for (int i = 0; i < 16; ++i) a[i] = b[i];
+  }
+  for (int i = 0; i < 16; ++i) {
+    if (streamed)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(out + i * out_ld), a[i]);
+    else
+      _mm512_storeu_si512(out + i * out_ld, a[i]);
+  }
+}
+
 }  // namespace avx512
 }  // namespace apex_te
 #endif

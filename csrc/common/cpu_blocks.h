@@ -6,11 +6,13 @@
 
 #include <type_traits>
 
+#include "common/cpu_blocks_avx512.h"
 #include "common/cpu_vec.h"
 
 namespace apex_te {
 
-constexpr int64_t kPanel = 128;  // columns that encode_transposed takes at once
+constexpr int64_t kPanel = 128;      // columns that are encoded at once
+constexpr int64_t kPanelRows = 128;  // at most
 
 // Largest magnitude of elements as a float's bits, NaN above infinity; 16-bit types compare as they
 // are.
@@ -23,13 +25,6 @@ APEX_TE_INLINE uint32_t amax_of_row(const T* x, int64_t n) {
     amax = a > amax ? a : amax;
   }
   return float_bits(to_float(T{static_cast<uint16_t>(amax)}));
-}
-
-// Asks for a row that is due later: the rows of a block lie too far apart for the hardware to
-// guess.
-template <typename T>
-APEX_TE_INLINE void prefetch_row(const T* x, int64_t n) {
-  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(x + i);
 }
 
 // A magnitude as an integer of the element's width that orders like the values.
@@ -50,6 +45,8 @@ struct RawMagnitude<float> {
 
 // Below it no scale is so small that 2^-8 of it were subnormal, and there is no NaN or infinity.
 constexpr uint32_t kBoundBits = uint32_t(127 + 112) << 23;
+// From it on a subnormal element of the block rounds to 0.
+constexpr uint32_t kRegularBits = uint32_t(127 - 90) << 23;
 
 // Raises the columns' magnitudes to those of one more row.
 template <typename T>
@@ -219,10 +216,42 @@ APEX_TE_INLINE void block_amaxes(const T* x, int64_t n, uint32_t* amaxes) {
     amaxes[i / kBlock] = amax_of_row(x + i, std::min(kBlock, n - i));
 }
 
+// A row of a tile: amaxes of its blocks of kBlock elements, columns raised to its magnitudes, a
+// copy in panels of `rows` rows. What is null is left out.
+template <int64_t kBlock, typename T>
+APEX_TE_INLINE void scan_row(const T* x, int64_t n, int64_t row, int64_t rows, uint32_t* amaxes,
+                             typename RawMagnitude<T>::Type* columns, T* panels) {
+#if defined(__x86_64__)
+  if (use_avx512())
+    return avx512::scan_row<kBlock, kPanel>(
+        x, n, amaxes, columns, panels ? panels + row * kPanel : nullptr, rows * kPanel);
+#endif
+  if (amaxes) block_amaxes<kBlock>(x, n, amaxes);
+  if (columns) fold_columns(x, n, columns);
+  if (panels) copy_to_panels(x, n, row, rows, panels);
+}
+
+// Of amaxes that ScaleTraits tells of.
+struct AmaxRange {
+  uint32_t largest = 0, least = ~uint32_t{0};  // least: less 1, so that 0 is passed over
+  APEX_TE_INLINE void add(const uint32_t* amaxes, int64_t n) {
+    uint32_t high = largest, low = least;
+    for (int64_t i = 0; i < n; ++i) {
+      high = amaxes[i] > high ? amaxes[i] : high;
+      low = amaxes[i] - 1 < low ? amaxes[i] - 1 : low;
+    }
+    largest = high;
+    least = low;
+  }
+  bool is_bounded() const { return largest < kBoundBits; }
+  bool is_regular() const { return least >= kRegularBits; }
+};
+
 // What the scales of a row or panel have in common.
 struct ScaleTraits {
   bool is_bounded;  // their blocks' amaxes are below kBoundBits
   bool is_pow2;
+  bool is_regular = false;  // and none of the amaxes is below kRegularBits but 0
 };
 
 // FP8 codes of a row, each block of kBlock elements times its scale.
@@ -230,6 +259,8 @@ template <typename Format, int64_t kBlock, typename T>
 APEX_TE_INLINE void encode_blocks(const T* x, int64_t n, const float* scales, ScaleTraits traits,
                                   uint8_t* codes) {
 #if defined(__x86_64__)
+  if (traits.is_bounded && use_avx512())
+    return avx512::encode_blocks<avx512::FP8Encoder<Format>, kBlock>(x, n, scales, codes);
   if (traits.is_bounded && use_avx2())
     return avx2::with_encoder<Format, T>(traits.is_pow2, [&](auto encoder) {
       avx2::encode_blocks<decltype(encoder), kBlock>(x, n, scales, codes);
@@ -254,19 +285,19 @@ APEX_TE_INLINE void decode_blocks(const uint8_t* codes, int64_t n, const float* 
 }
 
 // FP8 codes of a panel, rows of kPanel elements, each column times the scale of its block of
-// `block_rows` rows, to out[col * out_ld + row]. scales: [blocks][kPanel], which may be rearranged.
+// `block_rows` rows, to out[col * out_ld + row], past the caches if `streamed`. scales:
+// [blocks][kPanel], which may be rearranged.
 template <typename Format, typename T>
 APEX_TE_INLINE void encode_transposed(const T* panel, int64_t rows, int64_t cols,
                                       int64_t block_rows, float* scales, ScaleTraits traits,
-                                      uint8_t* out, int64_t out_ld) {
-  constexpr int64_t kMaxRows = 128;
-  uint8_t codes[kMaxRows * kPanel];
+                                      uint8_t* out, int64_t out_ld, bool streamed) {
+  alignas(kLineBytes) uint8_t codes[kPanelRows * kPanel];
   const auto for_rows = [&](const auto& encode_row) {
     for (int64_t r = 0; r < rows; ++r) {
-      if (r < cols) prefetch_row(out + r * out_ld, rows);
+      if (r < cols && !streamed) prefetch_row(out + r * out_ld, rows);
       encode_row(panel + r * kPanel, scales + r / block_rows * kPanel, codes + r * kPanel);
     }
-    transpose_bytes(codes, kPanel, rows, cols, out, out_ld);
+    transpose_bytes(codes, kPanel, rows, cols, out, out_ld, streamed);
   };
 #if defined(__x86_64__)
   if (traits.is_bounded && use_avx2())
@@ -281,6 +312,50 @@ APEX_TE_INLINE void encode_transposed(const T* panel, int64_t rows, int64_t cols
   for_rows([&](const T* row, const float* by, uint8_t* out_codes) {
     for (int64_t c = 0; c < cols; ++c) out_codes[c] = encode_fp8<Format>(to_float(row[c]) * by[c]);
   });
+}
+
+// Where the codes of a panel go: from its first element on; null where they are not wanted.
+struct PanelCodes {
+  uint8_t* rowwise;
+  int64_t rowwise_ld;
+  uint8_t* transposed;
+  int64_t transposed_ld;
+  bool streamed;  // past the caches
+};
+
+// Codes of a panel: of row r, block b of kBlock elements times scales[r * scales_ld + b]; of each
+// column as encode_transposed takes it. `next`: a panel of the matrix that is due next, or null; to
+// ask for it now keeps memory busy.
+template <typename Format, int64_t kBlock, typename T>
+APEX_TE_INLINE void encode_panel(const T* panel, int64_t rows, int64_t cols, const float* scales,
+                                 int64_t scales_ld, float* column_scales, int64_t block_rows,
+                                 ScaleTraits traits, const PanelCodes& out, const T* next = nullptr,
+                                 int64_t next_ld = 0) {
+#if defined(__x86_64__)
+  if (traits.is_bounded && use_avx512()) {
+    alignas(kLineBytes) uint8_t codes[kPanelRows * kPanel];
+    if (out.transposed)
+      avx512::order_scales<T>(column_scales, (rows + block_rows - 1) / block_rows * kPanel);
+    const auto encode = traits.is_pow2 && traits.is_regular
+                            ? avx512::encode_panel_pow2<Format, kBlock, kPanel, T>
+                            : avx512::encode_panel<avx512::FP8Encoder<Format>, kBlock, kPanel, T>;
+    encode(panel, rows, cols, scales, scales_ld, out.rowwise, out.rowwise_ld, out.streamed,
+           column_scales, block_rows, out.transposed ? codes : nullptr, next, next_ld);
+    if (out.transposed)
+      transpose_bytes(codes, kPanel, rows, cols, out.transposed, out.transposed_ld, out.streamed);
+    return;
+  }
+#endif
+  for (int64_t r = 0; out.rowwise && r < rows; ++r) {
+    alignas(kLineBytes) uint8_t buffer[kPanel];
+    uint8_t* to = out.rowwise + r * out.rowwise_ld;
+    encode_blocks<Format, kBlock>(panel + r * kPanel, cols, scales + r * scales_ld, traits,
+                                  out.streamed ? buffer : to);
+    if (out.streamed) stream_bytes(to, buffer, cols);
+  }
+  if (out.transposed)
+    encode_transposed<Format>(panel, rows, cols, block_rows, column_scales, traits, out.transposed,
+                              out.transposed_ld, out.streamed);
 }
 
 }  // namespace apex_te

@@ -17,9 +17,17 @@
 #include "common/cpu.h"
 #include "common/cpu_avx2.h"
 #include "common/cpu_avx512.h"
+#include "common/cpu_encode_avx512.h"
 #include "common/cpu_stream.h"
 
 namespace apex_te {
+
+// Asks for a row that is due later: the rows of a block lie too far apart for the hardware to
+// guess.
+template <typename T>
+APEX_TE_INLINE void prefetch_row(const T* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(T))) __builtin_prefetch(x + i);
+}
 
 template <typename T>
 APEX_TE_INLINE void widen(const T* x, int64_t n, float* values) {
@@ -91,6 +99,7 @@ APEX_TE_INLINE float max_of(const float* values, int64_t n) {
 template <typename Format, typename T>
 APEX_TE_INLINE uint32_t encode_row(const T* x, int64_t n, float scale, uint8_t* codes) {
 #if defined(__x86_64__)
+  if (use_avx512()) return avx512::encode_row<avx512::FP8Encoder<Format>>(x, n, scale, codes);
   if (use_avx2()) return avx2::encode_row<avx2::FP8Encoder<Format>>(x, n, scale, codes);
 #endif
   uint32_t amax = 0;
@@ -144,6 +153,12 @@ APEX_TE_INLINE void transpose_bytes(const uint8_t* in, int64_t in_ld, int64_t ro
   for (int64_t c = 0; c < whole_cols; c += 16)
     for (int64_t r = 0; r < whole_rows; r += kLine) {
       const int64_t height = std::min(kLine, whole_rows - r);
+#if defined(__x86_64__)
+      if (height == kLine && use_avx512()) {
+        avx512::transpose_64x16(in + r * in_ld + c, in_ld, out + c * out_ld + r, out_ld, streamed);
+        continue;
+      }
+#endif
       alignas(64) uint8_t lines[16 * kLine];
       for (int64_t part = 0; part < height; part += 16)
         transpose_16x16(in + (r + part) * in_ld + c, in_ld, lines + part, kLine);

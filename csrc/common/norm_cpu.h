@@ -12,6 +12,7 @@ namespace apex_te {
 namespace norm {
 
 constexpr int64_t kLanes = 32;         // of a sum, which a row's buffer is padded to with zeros
+constexpr int64_t kSumBlock = 512;     // elements that a lane's sum starts anew after
 constexpr int64_t kFP8ChunkRows = 64;  // a cache line of a transposed column
 constexpr int64_t kLineRows = 16;      // at least, for one line of partial weight gradients
 
@@ -24,32 +25,51 @@ inline Buffer make_buffer(int64_t n) {
   return buffer;
 }
 
-// Sum of a[i] * b[i], or of a[i] without b, over padded buffers: 32 sums of each kBlock elements,
-// added to 32 totals, so that a long row does not lose the small against the large.
+typedef float Lanes8 __attribute__((vector_size(32)));
+APEX_TE_INLINE void load8(const float* values, Lanes8* v) { memcpy(v, values, sizeof(*v)); }
+APEX_TE_INLINE double total_of(const Lanes8* sums) {
+  double total = 0.0;
+  for (int k = 0; k < kLanes / 8; ++k)
+    for (int i = 0; i < 8; ++i) total += sums[k][i];
+  return total;
+}
+
+// Sum of a[i] * b[i], or of a[i] without b, over padded buffers: 32 sums of each kSumBlock
+// elements, added to 32 totals, so that a long row does not lose the small against the large.
 APEX_TE_INLINE double sum_of(const float* a, const float* b, int64_t n) {
-  typedef float Lanes8 __attribute__((vector_size(32)));
-  constexpr int64_t kBlock = 512;
   const int64_t size = padded(n);
   Lanes8 totals[4] = {};
-  for (int64_t block = 0; block < size; block += kBlock) {
+  for (int64_t block = 0; block < size; block += kSumBlock) {
     Lanes8 sums[4] = {};
-    for (int64_t i = block; i < std::min(size, block + kBlock); i += kLanes) {
+    for (int64_t i = block; i < std::min(size, block + kSumBlock); i += kLanes) {
       for (int k = 0; k < 4; ++k) {
         Lanes8 x, y;
-        memcpy(&x, a + i + 8 * k, sizeof(x));
-        if (b) {
-          memcpy(&y, b + i + 8 * k, sizeof(y));
-          x *= y;
-        }
+        load8(a + i + 8 * k, &x);
+        if (b) load8(b + i + 8 * k, &y), x *= y;
         sums[k] += x;
       }
     }
     for (int k = 0; k < 4; ++k) totals[k] += sums[k];
   }
-  double total = 0.0;
-  for (int k = 0; k < 4; ++k)
-    for (int i = 0; i < 8; ++i) total += totals[k][i];
-  return total;
+  return total_of(totals);
+}
+
+// sum_of x - mean, or of its squares, for n a multiple of kLanes.
+template <bool kSquares>
+APEX_TE_INLINE double centred_sum(const float* x, float mean, int64_t n) {
+  Lanes8 totals[4] = {};
+  for (int64_t block = 0; block < n; block += kSumBlock) {
+    Lanes8 sums[4] = {};
+    for (int64_t i = block; i < std::min(n, block + kSumBlock); i += kLanes)
+      for (int k = 0; k < 4; ++k) {
+        Lanes8 v;
+        load8(x + i + 8 * k, &v);
+        v -= mean;
+        sums[k] += kSquares ? v * v : v;
+      }
+    for (int k = 0; k < 4; ++k) totals[k] += sums[k];
+  }
+  return total_of(totals);
 }
 
 // Weight and bias as floats; empty where there is none.
@@ -73,6 +93,23 @@ template <typename T>
 FloatParams float_params(const NormParams& p, int64_t cols) {
   return {float_param<T>(p.weight, p.is_fp32, p.gamma_offset, cols),
           float_param<T>(p.bias, p.is_fp32, 0.0f, cols)};
+}
+
+// y of a row of layer_norm with weight and bias, without a buffer between: the arithmetic of
+// fwd_row.
+APEX_TE_INLINE void fwd_row_in_place(const NormFwd& p, const FloatParams& params, int64_t row) {
+  const int64_t n = p.cols;
+  const float* x = static_cast<const float*>(p.x) + row * n;
+  float* y = static_cast<float*>(p.y) + row * n;
+  const double count = static_cast<double>(n);
+  const float mean = static_cast<float>(centred_sum<false>(x, 0.0f, n) / count);
+  const float rstd =
+      static_cast<float>(1.0 / std::sqrt(centred_sum<true>(x, mean, n) / count + p.eps));
+  p.mean[row] = mean;
+  p.rstd[row] = rstd;
+  const float *gamma = params.gamma.get(), *bias = params.bias.get();
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * rstd * gamma[i] + bias[i];
 }
 
 // y of a row, in `out`; `values` and `other` are scratch with room for the padding.
@@ -117,10 +154,15 @@ APEX_TE_INLINE uint32_t fwd_rows(const NormFwd& p, const FloatParams& params, in
   if (p.scale && !p.rowwise) scratch.reset(new uint8_t[kFP8ChunkRows * n + 1]);
   uint8_t* codes = p.rowwise ? p.rowwise + begin * n : scratch.get();
   uint32_t amax = 0;
+  const bool in_place = n % kLanes == 0 && params.gamma && params.bias && !p.residual;
   for (int64_t row = begin; row < end; ++row) {
     if (!p.scale) {
       T* y = static_cast<T*>(p.y) + row * n;
       if constexpr (sizeof(T) == sizeof(float)) {
+        if (kLayerNorm && in_place) {
+          fwd_row_in_place(p, params, row);
+          continue;
+        }
         fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get(), y);
       } else {
         fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get(), values.get());
@@ -138,6 +180,54 @@ APEX_TE_INLINE uint32_t fwd_rows(const NormFwd& p, const FloatParams& params, in
   return amax;
 }
 
+// dx of a row of floats, its weight gradients to `line`, without buffers between: the arithmetic of
+// bwd_rows with all gradients, for n a multiple of kLanes.
+template <bool kLayerNorm>
+APEX_TE_INLINE void bwd_row_in_place(const float* x, const float* dy, const float* d_residual,
+                                     const float* gamma, float mean, float rstd, int64_t n,
+                                     float* line, float* dx) {
+  Lanes8 totals[2][4] = {};
+  for (int64_t block = 0; block < n; block += kSumBlock) {
+    Lanes8 sums[2][4] = {};
+    for (int64_t i = block; i < std::min(n, block + kSumBlock); i += kLanes)
+      for (int k = 0; k < 4; ++k) {
+        const int64_t at = i + 8 * k;
+        Lanes8 grad, hat, weight, sum;
+        load8(dy + at, &grad);
+        load8(x + at, &hat);
+        load8(gamma + at, &weight);
+        if (kLayerNorm) hat -= mean;
+        hat *= rstd;
+        load8(line + at, &sum);
+        sum += grad * hat;
+        memcpy(line + at, &sum, sizeof(sum));
+        if (kLayerNorm) {
+          load8(line + n + at, &sum);
+          sum += grad;
+          memcpy(line + n + at, &sum, sizeof(sum));
+        }
+        grad *= weight;
+        sums[0][k] += grad * hat;
+        sums[1][k] += grad;
+      }
+    for (int k = 0; k < 4; ++k) {
+      totals[0][k] += sums[0][k];
+      totals[1][k] += sums[1][k];
+    }
+  }
+  const double sum_gx = total_of(totals[0]), sum_g = total_of(totals[1]);
+  const float mean_gx = static_cast<float>(sum_gx / static_cast<double>(n));
+  const float mean_g = kLayerNorm ? static_cast<float>(sum_g / static_cast<double>(n)) : 0.0f;
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) {
+    const float hat = (kLayerNorm ? x[i] - mean : x[i]) * rstd;
+    dx[i] = (dy[i] * gamma[i] - mean_g - hat * mean_gx) * rstd;
+  }
+  if (d_residual)
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) dx[i] += d_residual[i];
+}
+
 // Rows begin to end; adds their weight gradients to a line, if any.
 template <typename T, bool kLayerNorm>
 APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_t begin,
@@ -147,12 +237,23 @@ APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_
   float *xhat = xhat_buffer.get(), *g = g_buffer.get();
   const float* gamma = params.gamma.get();
   if (line) std::fill_n(line, (kLayerNorm ? 2 : 1) * n, 0.0f);
+  const bool is_usual = gamma && line && p.dweight && (!kLayerNorm || p.dbias);
   for (int64_t row = begin; row < end; ++row) {
+    const float mean = kLayerNorm ? p.mean[row] : 0.0f, rstd = p.rstd[row];
+    if constexpr (sizeof(T) == sizeof(float)) {
+      if (is_usual && n % kLanes == 0) {
+        const auto* extra = static_cast<const float*>(p.d_residual);
+        bwd_row_in_place<kLayerNorm>(static_cast<const float*>(p.x) + row * n,
+                                     static_cast<const float*>(p.dy) + row * n,
+                                     extra ? extra + row * n : nullptr, gamma, mean, rstd, n, line,
+                                     static_cast<float*>(p.dx) + row * n);
+        continue;
+      }
+    }
     widen(static_cast<const T*>(p.x) + row * n, n, xhat);
     widen(static_cast<const T*>(p.dy) + row * n, n, g);
-    const float mean = kLayerNorm ? p.mean[row] : 0.0f, rstd = p.rstd[row];
     // The usual case in one pass, with the same operations of each element.
-    if (gamma && line && p.dweight && (!kLayerNorm || p.dbias)) {
+    if (is_usual) {
       for (int64_t i = 0; i < n; ++i) {
         const float grad = g[i], hat = (kLayerNorm ? xhat[i] - mean : xhat[i]) * rstd;
         line[i] += grad * hat;

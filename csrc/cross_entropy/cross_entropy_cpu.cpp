@@ -2,6 +2,7 @@
 // gradient.
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "common/cpu_vec.h"
@@ -20,17 +21,47 @@ struct RowFactors {
   float smoothing, factor;  // factor: 1 / num_valid
 };
 
+// sum_of exp(x - max), without a pass of its own; kKeep: the exponentials take the place of x.
+template <bool kKeep>
+APEX_TE_INLINE float exp_sum_of(float* x, int64_t n, float max) {
+  constexpr int64_t kLanes = 64;
+  float lanes[kLanes] = {};
+  const int64_t whole = n / kLanes * kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    float e[kLanes];
+    for (int64_t k = 0; k < kLanes; ++k) e[k] = exp_fast(x[i + k] - max);
+    for (int64_t k = 0; k < kLanes; ++k) lanes[k] += e[k];
+    if (kKeep) std::copy_n(e, kLanes, x + i);
+  }
+  for (int64_t i = whole; i < n; ++i) {
+    const float e = exp_fast(x[i] - max);
+    lanes[i - whole] += e;
+    if (kKeep) x[i] = e;
+  }
+  for (int64_t width = kLanes / 2; width > 0; width /= 2)
+    for (int64_t k = 0; k < width; ++k) lanes[k] += lanes[k + width];
+  return lanes[0];
+}
+
 // Loss of one row; `values` is scratch of p.cols floats.
 template <typename T>
 APEX_TE_INLINE float row_loss_and_grad(const CrossEntropy& p, int64_t row, int64_t target,
                                        const RowFactors& f, float* values) {
   const int64_t n = p.cols;
-  widen(p.logits.data<const T>() + row * n, n, values);
+  const T* logits = p.logits.data<const T>() + row * n;
+  if constexpr (std::is_same_v<T, float>) {
+    if (p.grad)
+      widen(logits, n, values);
+    else
+      values = const_cast<float*>(logits);  // only read
+  } else {
+    widen(logits, n, values);
+  }
   const float target_logit = values[target];
   const float total = f.smoothing != 0.0f ? sum_of(values, n) : 0.0f;
   const float max = max_of(values, n);
-  for (int64_t i = 0; i < n; ++i) values[i] = exp_fast(values[i] - max);
-  const float exp_sum = sum_of(values, n);
+  const float exp_sum =
+      p.grad ? exp_sum_of<true>(values, n, max) : exp_sum_of<false>(values, n, max);
   // The loss is a difference of larger numbers, and a sum of losses adds up their rounding.
   const double lse = max + std::log(static_cast<double>(exp_sum));
   if (p.grad) {

@@ -2,6 +2,7 @@
 #include "common/quantize_cpu.h"
 #include "hif8/hif8.h"
 #include "hif8/hif8_avx2.h"
+#include "hif8/hif8_avx512.h"
 
 APEX_TE_LIBRARY()
 
@@ -10,6 +11,23 @@ namespace {
 
 constexpr Hif8DecodeTable kDecode = hif8_decode_table();
 
+// Magnitudes of codes as the upper halves of floats; the lower ones are 0.
+struct Hif8Magnitudes {
+  uint16_t words[128];
+  constexpr Hif8Magnitudes() : words() {
+    for (uint32_t i = 0; i < 128; ++i) words[i] = static_cast<uint16_t>(hif8_decode_bits(i) >> 16);
+  }
+};
+[[maybe_unused]] constexpr Hif8Magnitudes kMagnitudes;
+
+// The values of codes.
+APEX_TE_INLINE void look_up(const uint8_t* codes, int64_t n, float* values) {
+#if defined(__x86_64__)
+  if (use_avx512()) return avx512::decode_hif8(codes, n, kMagnitudes.words, values);
+#endif
+  for (int64_t i = 0; i < n; ++i) values[i] = bits_float(kDecode.bits[codes[i]]);
+}
+
 constexpr int64_t kDecodeChunk = 1 << 14;
 constexpr int64_t kDecodedAtOnce = 256;
 
@@ -17,6 +35,7 @@ constexpr int64_t kDecodedAtOnce = 256;
 template <bool kSaturate, typename T>
 uint32_t encode_hif8(const T* x, int64_t n, float scale, uint8_t* codes) {
 #if defined(__x86_64__)
+  if (use_avx512()) return avx512::encode_row<avx512::Hif8Encoder<kSaturate>>(x, n, scale, codes);
   if (use_avx2()) return avx2::encode_row<avx2::Hif8Encoder<kSaturate>>(x, n, scale, codes);
 #endif
   const uint8_t* table = kHif8Codes<kSaturate>.codes;
@@ -58,7 +77,7 @@ APEX_TE_INLINE void decode_of(const uint8_t* codes, int64_t n, float scale_inv, 
   float values[kDecodedAtOnce];
   for (int64_t begin = 0; begin < n; begin += kDecodedAtOnce) {
     const int64_t count = std::min(kDecodedAtOnce, n - begin);
-    for (int64_t i = 0; i < count; ++i) values[i] = bits_float(kDecode.bits[codes[begin + i]]);
+    look_up(codes + begin, count, values);
     for (int64_t i = 0; i < count; ++i) values[i] *= scale_inv;
     narrow(values, count, streamed ? buffer : out + begin);
     if (streamed) stream_bytes(out + begin, buffer, count * sizeof(T));

@@ -76,7 +76,35 @@ struct ScaleOp {
     const WordVector words = (bits + 0x7FFFu + ((bits >> 16) & 1u)) & 0xFFFF0000u;
     *out = v != v ? WordVector{} + 0x7FFF0000u : words;
   }
+  // Both in float.
+  APEX_TE_INLINE bool chunk(const float* x, float* y, int64_t n) const {
+    typedef int32_t Magnitudes __attribute__((vector_size(32)));
+    constexpr int kVectors = 4;
+    constexpr int64_t kWidth = sizeof(FloatVector) / sizeof(float);
+    Magnitudes largest[kVectors] = {};
+    int64_t i = 0;
+    for (; i + kVectors * kWidth <= n; i += kVectors * kWidth)
+      for (int k = 0; k < kVectors; ++k) {
+        FloatVector v;
+        memcpy(&v, x + i + k * kWidth, sizeof(v));
+        v *= factor;
+        memcpy(y + i + k * kWidth, &v, sizeof(v));
+        const auto magnitudes = reinterpret_cast<Magnitudes>(v) & 0x7FFFFFFF;
+        largest[k] = magnitudes > largest[k] ? magnitudes : largest[k];
+      }
+    int32_t lanes[kVectors * kWidth];
+    memcpy(lanes, largest, sizeof(lanes));
+    bool found = *std::max_element(lanes, lanes + kVectors * kWidth) >= 0x7F800000;
+    for (; i < n; ++i) {
+      y[i] = x[i] * factor;
+      found = found || magnitude_bits(y[i]) >= 0x7F800000u;
+    }
+    return found;
+  }
   APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
+    if (row.dtype(0) == DType::kFloat32 && row.dtype(1) == DType::kFloat32)
+      return chunk(static_cast<const float*>(row.data[0]) + begin,
+                   static_cast<float*>(row.data[1]) + begin, n);
     if (row.dtype(0) == DType::kBFloat16 && row.dtype(1) == DType::kBFloat16)
       return chunk(static_cast<const BFloat16*>(row.data[0]) + begin,
                    static_cast<BFloat16*>(row.data[1]) + begin, n);

@@ -11,90 +11,120 @@ namespace apex_te {
 namespace {
 
 constexpr int64_t kTileRows = 128, kTileCols = 256;
-constexpr int64_t kAhead = 8;  // rows
+constexpr int64_t kAhead = 8;       // rows
+constexpr int64_t kStripTiles = 4;  // a thread's turn
 
-// The scale codes of n amaxes, and what elements are multiplied by. Returns whether all are
-// bounded.
+// mx_scale_code without a branch, so that the compiler vectorizes it.
 template <typename Format>
-APEX_TE_INLINE bool scales_of(const uint32_t* amaxes, int64_t n, bool use_floor, uint8_t* codes,
-                              float* multipliers) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t code = mx_scale_code<Format>(amaxes[i], use_floor);
-    codes[i] = static_cast<uint8_t>(code);
-    multipliers[i] = mx_multiplier(code);
-    largest = amaxes[i] > largest ? amaxes[i] : largest;
-  }
-  return largest < kBoundBits;
+APEX_TE_INLINE uint32_t scale_code(uint32_t amax, bool use_floor) {
+  constexpr uint32_t kInfinity = 0x7F800000u;
+  constexpr uint32_t kLargestExponent = (Format::kMaxBits >> 23) - 127u;
+  const uint32_t exponent = amax >> 23;
+  const uint32_t floor = exponent > kLargestExponent ? exponent - kLargestExponent : 0u;
+  const uint32_t ratio = float_bits(bits_float(amax) * (1.0f / Format::kMax));
+  const uint32_t up = ratio <= 0x00400000u ? 0u : (ratio + 0x007FFFFFu) >> 23;
+  const uint32_t finite = use_floor ? floor : up;
+  const uint32_t special = amax == kInfinity ? 0xFEu : 0xFFu;
+  return amax >= kInfinity ? special : finite;
 }
 
-// kTileRows x kTileCols elements from (row0, col0) on.
+// The scale codes of n amaxes, and what elements are multiplied by.
+template <typename Format>
+APEX_TE_INLINE void scales_of(const uint32_t* amaxes, int64_t n, bool use_floor, uint8_t* codes,
+                              float* multipliers) {
+  // One loop each: together they are full of branches.
+  uint32_t all[kTileRows * kTileCols / kMxBlock];
+  for (int64_t i = 0; i < n; ++i) all[i] = scale_code<Format>(amaxes[i], use_floor);
+  for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<uint8_t>(all[i]);
+  for (int64_t i = 0; i < n; ++i) multipliers[i] = mx_multiplier(all[i]);
+}
+
+// kTileRows x kTileCols elements from (row0, col0) on. All rows are scanned before the first scale
+// is computed: a scale is long in coming, and computed for many rows at once.
 template <typename T, typename Format>
-APEX_TE_INLINE void quantize_tile(const MxQuantize& p, int64_t row0, int64_t col0) {
+APEX_TE_INLINE void quantize_tile(const MxQuantize& p, int64_t row0, int64_t col0, bool is_last) {
   using Magnitude = RawMagnitude<T>;
-  constexpr int64_t kRowBlocks = kTileRows / kMxBlock;
+  constexpr int64_t kRowBlocks = kTileRows / kMxBlock, kColBlocks = kTileCols / kMxBlock;
   const int64_t rows = std::min(kTileRows, p.rows - row0);
   const int64_t cols = std::min(kTileCols, p.cols - col0);
+  const bool streamed = p.rows * p.cols >= kStreamedBytes;
   const T* x = p.x.data<const T>() + row0 * p.cols + col0;
-  typename Magnitude::Type columns[kRowBlocks][kTileCols] = {};
-  T panels[kTileRows * kTileCols];
+  alignas(kLineBytes) typename Magnitude::Type columns[kRowBlocks][kTileCols] = {};
+  alignas(kLineBytes) T panels[kTileRows * kTileCols];
+  uint32_t amaxes[kTileRows * kColBlocks];
+  if (cols < kTileCols) std::fill_n(amaxes, rows * kColBlocks, 0u);
   for (int64_t r = 0; r < rows; ++r) {
     const T* row = x + r * p.cols;
-    if (r + kAhead < rows) {
-      prefetch_row(row + kAhead * p.cols, cols);
-      if (p.rowwise) prefetch_row(p.rowwise + (row0 + r + kAhead) * p.cols + col0, cols);
-    }
-    if (p.transposed) {
-      fold_columns(row, cols, columns[r / kMxBlock]);
-      copy_to_panels(row, cols, r, kTileRows, panels);
-    }
-    if (!p.rowwise) continue;
-    uint32_t amaxes[kTileCols / kMxBlock];
-    float multipliers[kTileCols / kMxBlock];
-    block_amaxes<kMxBlock>(row, cols, amaxes);
-    const bool is_bounded = scales_of<Format>(
-        amaxes, mx_blocks(cols), p.use_floor,
-        p.rowwise_scale + (row0 + r) * mx_blocks(p.cols) + col0 / kMxBlock, multipliers);
-    encode_blocks<Format, kMxBlock>(row, cols, multipliers, {is_bounded, true},
-                                    p.rowwise + (row0 + r) * p.cols + col0);
+    if (row0 + r + kAhead < p.rows) prefetch_row(row + kAhead * p.cols, cols);
+    scan_row<kMxBlock>(row, cols, r, kTileRows, p.rowwise ? amaxes + r * kColBlocks : nullptr,
+                       p.transposed ? columns[r / kMxBlock] : nullptr, panels);
   }
-  if (!p.transposed) return;
+  float multipliers[kTileRows * kColBlocks];
+  AmaxRange row_range;
+  if (p.rowwise) {
+    uint8_t codes[kTileRows * kColBlocks];
+    scales_of<Format>(amaxes, rows * kColBlocks, p.use_floor, codes, multipliers);
+    row_range.add(amaxes, rows * kColBlocks);
+    for (int64_t r = 0; r < rows; ++r)
+      memcpy(p.rowwise_scale + (row0 + r) * mx_blocks(p.cols) + col0 / kMxBlock,
+             codes + r * kColBlocks, mx_blocks(cols));
+  }
   for (int64_t c0 = 0; c0 < cols; c0 += kPanel) {
     const int64_t panel = std::min(kPanel, cols - c0), ld = mx_blocks(p.rows);
-    float multipliers[kRowBlocks * kPanel];
-    uint8_t codes[kRowBlocks][kPanel];
-    bool is_bounded = true;
-    for (int64_t b = 0; b < mx_blocks(rows); ++b) {
-      uint32_t amaxes[kPanel];
-      for (int64_t c = 0; c < kPanel; ++c) amaxes[c] = Magnitude::bits(columns[b][c0 + c]);
-      is_bounded &=
-          scales_of<Format>(amaxes, kPanel, p.use_floor, codes[b], multipliers + b * kPanel);
+    alignas(kLineBytes) float column_multipliers[kRowBlocks * kPanel];
+    AmaxRange range = row_range;
+    if (p.transposed) {
+      uint8_t codes[kRowBlocks][kPanel] = {}, lines[kPanel][kRowBlocks];
+      for (int64_t b = 0; b < mx_blocks(rows); ++b) {
+        uint32_t column_amaxes[kPanel];
+        for (int64_t c = 0; c < kPanel; ++c) column_amaxes[c] = Magnitude::bits(columns[b][c0 + c]);
+        scales_of<Format>(column_amaxes, kPanel, p.use_floor, codes[b],
+                          column_multipliers + b * kPanel);
+        range.add(column_amaxes, kPanel);
+      }
+      uint8_t* scale = p.transposed_scale + (col0 + c0) * ld + row0 / kMxBlock;
+      for (int64_t c = 0; c < kPanel; ++c)
+        for (int64_t b = 0; b < kRowBlocks; ++b) lines[c][b] = codes[b][c];
+      if (rows == kTileRows)
+        for (int64_t c = 0; c < panel; ++c) memcpy(scale + c * ld, lines[c], kRowBlocks);
+      else
+        for (int64_t c = 0; c < panel; ++c) memcpy(scale + c * ld, lines[c], mx_blocks(rows));
     }
-    uint8_t* scale = p.transposed_scale + (col0 + c0) * ld + row0 / kMxBlock;
-    for (int64_t c = 0; c < panel; ++c)
-      for (int64_t b = 0; b < mx_blocks(rows); ++b) scale[c * ld + b] = codes[b][c];
-    encode_transposed<Format>(panels + c0 * kTileRows, rows, panel, kMxBlock, multipliers,
-                              {is_bounded, true}, p.transposed + (col0 + c0) * p.rows + row0,
-                              p.rows);
+    const PanelCodes out = {p.rowwise ? p.rowwise + row0 * p.cols + col0 + c0 : nullptr, p.cols,
+                            p.transposed ? p.transposed + (col0 + c0) * p.rows + row0 : nullptr,
+                            p.rows, streamed};
+    encode_panel<Format, kMxBlock>(panels + c0 * kTileRows, rows, panel,
+                                   multipliers + c0 / kMxBlock, kColBlocks, column_multipliers,
+                                   kMxBlock, {range.is_bounded(), true, range.is_regular()}, out,
+                                   is_last ? nullptr : x + kTileCols + c0, p.cols);
   }
+  finish_stream();
+}
+
+// kStripTiles tiles.
+template <typename T, typename Format>
+APEX_TE_INLINE void quantize_strip(const MxQuantize& p, int64_t row0, int64_t col0) {
+  const int64_t end = std::min(p.cols, col0 + kStripTiles * kTileCols);
+  for (; col0 < end; col0 += kTileCols)
+    quantize_tile<T, Format>(p, row0, col0, col0 + 2 * kTileCols > end);
 }
 template <typename T, typename Format>
-void quantize_tile_portable(const MxQuantize& p, int64_t row0, int64_t col0) {
-  quantize_tile<T, Format>(p, row0, col0);
+void quantize_strip_portable(const MxQuantize& p, int64_t row0, int64_t col0) {
+  quantize_strip<T, Format>(p, row0, col0);
 }
 template <typename T, typename Format>
-APEX_TE_TARGET_AVX2 void quantize_tile_avx2(const MxQuantize& p, int64_t row0, int64_t col0) {
-  quantize_tile<T, Format>(p, row0, col0);
+APEX_TE_TARGET_AVX2 void quantize_strip_avx2(const MxQuantize& p, int64_t row0, int64_t col0) {
+  quantize_strip<T, Format>(p, row0, col0);
 }
 
 template <typename T, typename Format>
 void quantize_all(const MxQuantize& p) {
   const auto quantize =
-      use_avx2() ? quantize_tile_avx2<T, Format> : quantize_tile_portable<T, Format>;
-  const int64_t col_tiles = (p.cols + kTileCols - 1) / kTileCols;
-  parallel_for((p.rows + kTileRows - 1) / kTileRows * col_tiles, [&](int64_t i) {
-    quantize(p, i / col_tiles * kTileRows, i % col_tiles * kTileCols);
-  });
+      use_avx2() ? quantize_strip_avx2<T, Format> : quantize_strip_portable<T, Format>;
+  constexpr int64_t kStripCols = kStripTiles * kTileCols;
+  const int64_t strips = (p.cols + kStripCols - 1) / kStripCols;
+  parallel_for((p.rows + kTileRows - 1) / kTileRows * strips,
+               [&](int64_t i) { quantize(p, i / strips * kTileRows, i % strips * kStripCols); });
 }
 
 template <typename T>

@@ -1,4 +1,4 @@
-"""A small GPT whose four linear layers per block are ``apex_te.Linear``."""
+"""A small GPT of plain PyTorch blocks or of ``TransformerLayer``, with the same start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import apex_te
+from apex_te.module.transformer_layer import TransformerLayer
+
+LINEARS_PER_BLOCK = 4  # QKV, projection, and the MLP's two
+ENDS_BRANCH = ("proj.weight", "fc2.weight", "fc2_weight")
 
 
 class Block(nn.Module):
@@ -18,11 +21,11 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(dim)
-        self.qkv = apex_te.Linear(dim, 3 * dim)
-        self.proj = apex_te.Linear(dim, dim)
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
         self.mlp_norm = nn.LayerNorm(dim)
-        self.fc1 = apex_te.Linear(dim, 4 * dim)
-        self.fc2 = apex_te.Linear(4 * dim, dim)
+        self.fc1 = nn.Linear(dim, 4 * dim)
+        self.fc2 = nn.Linear(4 * dim, dim)
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         batch, context, dim = x.shape
@@ -36,39 +39,63 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.mlp_norm(x)), approximate="tanh"))
 
 
-class CharGPT(nn.Module):
-    """Maps ids, int64 [batch, context], to logits [batch, context, vocabulary]."""
+def te_block(dim: int, heads: int) -> TransformerLayer:
+    """The same block as one module: parameters of the same shapes in the same order."""
+    return TransformerLayer(
+        dim,
+        4 * dim,
+        heads,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        attn_input_format="bshd",
+    )
 
-    def __init__(self, vocabulary: int, context: int, layers: int, dim: int, heads: int) -> None:
+
+class CharGPT(nn.Module):
+    """Maps ids, int64 [batch, context], to logits [batch, context, vocabulary].
+
+    ``te``: blocks are ``TransformerLayer``, which computes in FP8 under ``fp8_autocast``;
+    embeddings, last norm and head stay PyTorch's own and in high precision.
+    """
+
+    def __init__(
+        self, vocabulary: int, context: int, layers: int, dim: int, heads: int, te: bool
+    ) -> None:
         super().__init__()
         if dim % heads:
             raise ValueError(f"CharGPT: dim must be a multiple of heads ({heads}), got {dim}")
         self.context = context
         self.tokens = nn.Embedding(vocabulary, dim)
-        self.positions = nn.Parameter(torch.empty(context, dim))
-        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.positions = nn.Embedding(context, dim)
+        block = te_block if te else Block
+        self.blocks = nn.ModuleList(block(dim, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocabulary)
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal weights of deviation 0.02; the two layers that end a residual branch smaller."""
-        residual = 0.02 / math.sqrt(2 * len(self.blocks))
-        nn.init.normal_(self.positions, std=0.02)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            elif isinstance(module, nn.Linear | apex_te.Linear):
-                ends_branch = name.endswith((".proj", ".fc2"))
-                nn.init.normal_(module.weight, std=residual if ends_branch else 0.02)
-                nn.init.zeros_(module.bias)
+        """Normal weights of deviation 0.02; the two layers that end a residual branch smaller.
 
-    def linears(self) -> list[apex_te.Linear]:
-        """The layers that compute in FP8 under ``fp8_autocast``."""
-        return [m for m in self.modules() if isinstance(m, apex_te.Linear)]
+        The numbers come from torch's seed alone, whatever the blocks drew for themselves.
+        """
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        residual = 0.02 / math.sqrt(2 * len(self.blocks))
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                std = residual if name.endswith(ENDS_BRANCH) else 0.02
+                nn.init.normal_(parameter, std=std, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def linears(self) -> int:
+        """The number of linear layers in blocks, which compute in FP8 where it is on."""
+        return LINEARS_PER_BLOCK * len(self.blocks)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(ids) + self.positions[: ids.shape[1]]
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

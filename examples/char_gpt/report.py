@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import common
 
 
 @dataclass
@@ -17,6 +22,7 @@ class Result:
     steps: int
     linears: int
     validation_loss: float = math.nan
+    validation_characters: int = 0  # held-out characters that a validation predicts
     tokens_per_second: float = math.nan  # training steps alone
     seconds: float = 0.0  # everything: first-use builds, training, validation
     gemms_per_linear_and_step: float | None = None  # None where the run issues no FP8 GEMM
@@ -27,13 +33,13 @@ class Result:
 
 
 def table(results: list[Result]) -> str:
-    """A plain-text table with one line per precision."""
-    baseline = next((r.validation_loss for r in results if r.precision == "fp32"), None)
+    """A plain-text table with one line per run; the first is what the others are compared with."""
+    baseline = results[0]
     rows = [
         (
             "precision",
             "validation loss",
-            "/ fp32",
+            f"/ {baseline.precision}",
             "/ ln(vocab)",
             "tokens/s",
             "seconds",
@@ -46,31 +52,26 @@ def table(results: list[Result]) -> str:
             (
                 r.precision,
                 f"{r.validation_loss:.4f}",
-                "-" if baseline is None else f"{r.validation_loss / baseline:.4f}",
+                f"{r.validation_loss / baseline.validation_loss:.4f}",
                 f"{r.validation_loss / math.log(r.vocabulary):.4f}",
                 f"{r.tokens_per_second:,.0f}",
                 f"{r.seconds:.1f}",
                 "-" if gemms is None else f"{gemms:g}",
             )
         )
+    return columns(rows)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """``rows`` right-aligned under the first one."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
-    lines.insert(1, "  ".join("-" * w for w in widths))
+    lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 
 
-def smooth(values: list[float], keep: float = 0.9) -> list[float]:
-    """Exponential moving average without the bias towards its first value."""
-    mean, weight, out = 0.0, 0.0, []
-    for value in values:
-        mean = keep * mean + (1 - keep) * value
-        weight = keep * weight + (1 - keep)
-        out.append(mean / weight)
-    return out
-
-
 def picture(results: list[Result], path: Path) -> bool:
-    """Draws training (lines) and validation losses (dots) to ``path``; False without matplotlib."""
+    """Draws losses, and their ratios to the first run's, to ``path``; False without matplotlib."""
     try:
         import matplotlib
     except ImportError:
@@ -78,21 +79,24 @@ def picture(results: list[Result], path: Path) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    baseline = dict(results[0].validation_losses)
     for result in results:
-        losses = smooth(result.train_losses)
+        losses = common.smooth(result.train_losses)
         steps = [result.train_losses_from + i + 1 for i in range(len(losses))]
-        (line,) = axes.plot(steps, losses, label=f"{result.precision}, training (smoothed)")
-        axes.plot(
-            [s for s, _ in result.validation_losses],
-            [loss for _, loss in result.validation_losses],
-            "o",
-            color=line.get_color(),
-            label=f"{result.precision}, validation ({result.validation_loss:.4f})",
-        )
-    axes.set(xlabel="step", ylabel="cross-entropy, nats per character")
-    axes.grid(alpha=0.3)
-    axes.legend()
+        label = f"{result.precision} ({result.validation_loss:.4f})"
+        (line,) = left.plot(steps, losses, label=label)
+        left.plot(*zip(*result.validation_losses, strict=True), "o", color=line.get_color())
+        ratios = [(s, loss / baseline[s]) for s, loss in result.validation_losses if s in baseline]
+        if ratios:
+            right.plot(*zip(*ratios, strict=True), "o-", markersize=4, color=line.get_color())
+    left.set(xlabel="step", ylabel="cross-entropy, nats per character")
+    left.set_title("training (smoothed, lines) and validation (dots)")
+    right.ticklabel_format(useOffset=False)
+    right.set(xlabel="step", title=f"validation loss / that of {results[0].precision}")
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    left.legend()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True

@@ -1,19 +1,24 @@
 #!/usr/bin/env python3
-"""Trains a small character-level GPT on Python source code in fp32, bf16 and FP8 and compares them.
+"""Trains a small character-level GPT on Python source code: a baseline, and FP8 with each recipe.
 
-    python examples/char_gpt/train.py --precision fp32 fp8
+    python examples/char_gpt/train.py --use-fp8
+    python examples/char_gpt/train.py --use-te --use-fp8 --fp8-recipe tensorwise --fp8-format hif8
 
-Every precision starts from the same seed and sees the same batches. Defaults depend on the device.
+Without switches only the baseline is trained: plain PyTorch, fp32 on a CPU, bf16 on a GPU. FP8 runs
+are made of ``TransformerLayer``. Every run starts from the same weights and sees the same batches.
+Sizes depend on the device; every one of them is an option.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import checkpoint
 import data
@@ -22,18 +27,19 @@ import torch
 from model import CharGPT
 from torch.nn import functional as F
 
-import apex_te
-from apex_te import recipe
 from apex_te.ops.product_count import fp8_gemm_count
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import common
 
 try:
     from tqdm import tqdm
 except ImportError:  # the bar is a convenience; the run does not depend on it
     tqdm = None
 
-PRESETS: dict[str, dict[str, float]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {
-        "steps": 400,
+        "steps": 300,
         "batch": 16,
         "context": 128,
         "layers": 4,
@@ -47,71 +53,58 @@ PRESETS: dict[str, dict[str, float]] = {
     "cuda": {
         "steps": 1000,
         "batch": 32,
-        "context": 512,
+        "context": 256,
         "layers": 6,
-        "dim": 768,
-        "heads": 12,
+        "dim": 512,
+        "heads": 8,
         "lr": 1e-3,
         "eval_every": 100,
-        "eval_batches": 16,
+        "eval_batches": 25,  # 204,800 characters
         "max_bytes": 20_000_000,
     },
 }
-LOG_EVERY = 10  # steps between readings of the loss, each of which waits for the device
 # What a resumed run must share with the run that was saved.
 RUN_SETTINGS = (
     "seed", "steps", "batch", "context", "layers", "dim", "heads", "lr", "max_bytes",
 )  # fmt: skip
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, with the device's preset filled in where nothing was given."""
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line with the device's preset, and the runs it asks for in ``args.runs``."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    common.add_arguments(parser, steps=0, lr=0.0, name="char_gpt")
     add = parser.add_argument
-    add("--precision", nargs="+", choices=("fp32", "bf16", "fp8"), default=["fp32", "fp8"])
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    add("--seed", type=int, default=1)
-    add("--steps", type=int)
+    add("--compare", action="store_true", help="the same as --use-te --use-fp8")
     add("--batch", type=int, help="windows per step")
     add("--context", type=int, help="characters per window")
     add("--layers", type=int)
     add("--dim", type=int)
     add("--heads", type=int)
-    add("--lr", type=float, help="peak learning rate")
     add("--max-bytes", type=int, help="limit of the text read, held-out files included")
-    add("--eval-every", type=int, help="steps between validations")
     add("--eval-batches", type=int, help="batches of one validation")
     add("--checkpoint", type=Path, metavar="DIR", help="save there at every validation and the end")
     add("--resume", action="store_true", help="continue from --checkpoint where it holds a run")
     add("--stop-at", type=int, metavar="STEP", help="end there, as an interrupted run would")
-    add("--out", type=Path, default=Path("build/char_gpt"), metavar="DIR")
     add("--sample", type=int, default=200, help="characters to generate at the end; 0 for none")
-    args = parser.parse_args(argv)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    preset = PRESETS["cuda" if args.device.startswith("cuda") else "cpu"]
-    for name, value in preset.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
-        elif getattr(args, name) <= 0:
+    first = parser.parse_args(argv)  # what the defaults of the second reading depend on
+    if first.compare:
+        parser.set_defaults(use_te=True, use_fp8=True)
+    cuda = first.device.startswith("cuda")
+    cuda |= first.device == "auto" and torch.cuda.is_available()
+    parser.set_defaults(**PRESETS["cuda" if cuda else "cpu"])
+    args = common.parse(parser, argv)
+    for name in ("batch", "context", "layers", "dim", "heads", "max_bytes", "eval_batches"):
+        if getattr(args, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(args, name)}")
+    if args.dim % args.heads:
+        parser.error(f"--dim must be a multiple of --heads ({args.heads}), got {args.dim}")
     if args.resume and args.checkpoint is None:
         parser.error("--resume needs --checkpoint DIR")
     if args.stop_at is not None and not 0 < args.stop_at <= args.steps:
         parser.error(f"--stop-at must be between 1 and --steps ({args.steps}), got {args.stop_at}")
-    args.precision = list(dict.fromkeys(args.precision))
     return args
-
-
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a tenth of the run, then a cosine down to a tenth of the peak."""
-    warm_up = max(1, steps // 10)
-    if step < warm_up:
-        return peak * (step + 1) / warm_up
-    progress = (step - warm_up) / max(1, steps - warm_up)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def make_deterministic() -> None:
@@ -130,57 +123,51 @@ def make_optimizer(model: CharGPT, lr: float) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": 0.1},
         {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=matrices[0].is_cuda)
 
 
-class Run:
-    """One training run in one precision."""
+def file_name(label: str) -> str:
+    """The checkpoint of a run, e.g. ``tensorwise-hif8.pt``."""
+    return label.replace(",", "").replace(" ", "-") + ".pt"
 
-    def __init__(self, precision: str, args: argparse.Namespace, corpus: data.Corpus) -> None:
+
+class Training:
+    """The training of one run."""
+
+    def __init__(self, run: common.Run, args: argparse.Namespace, corpus: data.Corpus) -> None:
         self.started = time.perf_counter()
-        self.precision, self.args, self.corpus = precision, args, corpus
+        self.run, self.args, self.corpus = run, args, corpus
         self.device = torch.device(args.device)
         torch.manual_seed(args.seed)
         self.model = CharGPT(
-            len(corpus.vocabulary), args.context, args.layers, args.dim, args.heads
+            len(corpus.vocabulary), args.context, args.layers, args.dim, args.heads, run.te
         ).to(self.device)
         self.optimizer = make_optimizer(self.model, args.lr)
         self.generator = torch.Generator().manual_seed(args.seed)
-        self.recipe = recipe.DelayedScaling(
-            fp8_format=recipe.Format.HYBRID, amax_history_len=16, amax_compute_algo="max"
-        )
         self.settings = {name: getattr(args, name) for name in RUN_SETTINGS}
-        self.settings |= {"precision": precision, "vocabulary": corpus.vocabulary.characters}
+        self.settings |= {"precision": run.label, "vocabulary": corpus.vocabulary.characters}
         self.first_step = 0
-        self.path = args.checkpoint / f"{precision}.pt" if args.checkpoint else None
+        self.path = args.checkpoint / file_name(run.label) if args.checkpoint else None
         if args.resume and self.path is not None and self.path.exists():
             self.first_step = checkpoint.load(self.path, settings=self.settings, **self._state())
         self.result = report.Result(
-            precision,
+            run.label,
             len(corpus.vocabulary),
             args.steps,
-            len(self.model.linears()),
+            self.model.linears(),
             train_losses_from=self.first_step,
         )
         self.validation = data.validation_batches(
             corpus.validation, args.batch, args.context, args.eval_batches
         )
+        self.result.validation_characters = sum(inputs.numel() for inputs, _ in self.validation)
 
     def _state(self) -> dict:
         return {"model": self.model, "optimizer": self.optimizer, "generator": self.generator}
 
-    def context(self) -> contextlib.AbstractContextManager:
-        """What a forward pass runs in: FP8 regions use bf16 activations on a GPU, fp32 on a CPU."""
-        stack = contextlib.ExitStack()
-        if self.precision == "bf16" or (self.precision == "fp8" and self.device.type == "cuda"):
-            stack.enter_context(torch.autocast(self.device.type, dtype=torch.bfloat16))
-        if self.precision == "fp8":
-            stack.enter_context(apex_te.fp8_autocast(enabled=True, fp8_recipe=self.recipe))
-        return stack
-
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Mean cross-entropy in nats per character, fp32."""
-        with self.context():
+        with common.precision(self.run, self.args.device):
             logits = self.model(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
@@ -196,7 +183,7 @@ class Run:
     def train_step(self, step: int) -> torch.Tensor:
         """One optimizer step; returns the loss on the device."""
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.args.steps, self.args.lr)
+            group["lr"] = common.learning_rate(step, self.args.steps, self.args.lr)
         batch = data.random_batch(
             self.corpus.train, self.args.batch, self.args.context, self.generator
         )
@@ -212,21 +199,28 @@ class Run:
         args, result = self.args, self.result
         last = args.steps if args.stop_at is None else min(args.steps, args.stop_at)
         pending: list[torch.Tensor] = []
-        training_seconds, gemms = 0.0, 0
+        training_seconds, gemms, tokens_from = 0.0, 0, 0
+        tokens_per_step = args.batch * args.context
         mark, gemms_mark = time.perf_counter(), fp8_gemm_count()
         bar = None
         if tqdm is not None:
-            bar = tqdm(total=args.steps, initial=self.first_step, desc=self.precision, unit="step")
+            bar = tqdm(total=args.steps, initial=self.first_step, desc=self.run.label, unit="step")
         for step in range(self.first_step, last):
             pending.append(self.train_step(step))
             done = step + 1
             evaluate = done % args.eval_every == 0 or done == last
-            if evaluate or done % LOG_EVERY == 0:
+            if evaluate or done % common.LOG_EVERY == 0:
+                first = not result.train_losses
                 result.train_losses += torch.stack(pending).tolist()  # waits for the device
-                training_seconds += time.perf_counter() - mark
+                seconds = time.perf_counter() - mark
                 gemms += fp8_gemm_count() - gemms_mark
-                tokens = len(result.train_losses) * args.batch * args.context
-                result.tokens_per_second = tokens / training_seconds
+                if first:  # compiles ops at their first use: counted if nothing comes after it
+                    tokens_from = len(pending)
+                    result.tokens_per_second = tokens_from * tokens_per_step / seconds
+                else:
+                    training_seconds += seconds
+                    tokens = (len(result.train_losses) - tokens_from) * tokens_per_step
+                    result.tokens_per_second = tokens / training_seconds
                 if bar is not None:
                     bar.set_postfix_str(
                         f"loss {result.train_losses[-1]:.3f}, "
@@ -246,7 +240,7 @@ class Run:
             bar.close()
         if not result.validation_losses:
             self.validate(last)  # a finished run was resumed: there was nothing left to train
-        if result.train_losses and self.precision == "fp8":
+        if result.train_losses and self.run.recipe is not None:
             result.gemms_per_linear_and_step = gemms / result.linears / len(result.train_losses)
         result.seconds = time.perf_counter() - self.started
         if args.sample > 0:
@@ -258,13 +252,13 @@ class Run:
         vocabulary = self.corpus.vocabulary
         prompt = vocabulary.encode("def ").long()[None].to(self.device)
         self.model.eval()
-        with torch.no_grad(), self.context():
+        with torch.no_grad(), common.precision(self.run, self.args.device):
             ids = self.model.generate(prompt, length, torch.Generator().manual_seed(self.args.seed))
         return vocabulary.decode(ids[0].tolist())
 
 
-def main(argv: list[str] | None = None) -> list[report.Result]:
-    """Runs the example and returns one result per precision."""
+def main(argv: Sequence[str] | None = None) -> list[report.Result]:
+    """Runs the example and returns one result per run."""
     args = parse(argv)
     make_deterministic()
     corpus = data.load_corpus(args.max_bytes).to(torch.device(args.device))
@@ -275,13 +269,17 @@ def main(argv: list[str] | None = None) -> list[report.Result]:
         f"{math.log(len(corpus.vocabulary)):.4f}; device {args.device}",
         flush=True,
     )
-    results = [Run(precision, args, corpus).train() for precision in args.precision]
+    results = [Training(run, args, corpus).train() for run in args.runs]
     for result in results:
         if result.sample:
             print(f"\n--- sample, {result.precision} ---\n{result.sample}")
     print(f"\n{report.table(results)}\n")
     args.out.mkdir(parents=True, exist_ok=True)
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    settings = {
+        key: str(value) if isinstance(value, Path) else value
+        for key, value in vars(args).items()
+        if key != "runs"
+    }
     settings |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
     report.write_json(results, settings, args.out / "results.json")
     print(f"figures: {args.out / 'results.json'}")

@@ -26,22 +26,27 @@ TINY = [
 ]
 
 
-@pytest.fixture
-def train(tmp_path):
-    """Runs train.py with a tiny model and further arguments; returns what it printed."""
+@pytest.fixture(scope="session")
+def train():
+    """Runs train.py with a tiny model and further arguments in ``folder``; returns its output.
 
-    def run(*arguments, check=True):
-        command = [sys.executable, str(EXAMPLE / "train.py"), *TINY, *map(str, arguments)]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    Several lists of arguments are run one after the other by one process: starting one takes
+    longer than the training.
+    """
+
+    def run(folder, *lists):
+        lines = ["import train"] + [f"train.main({[*TINY, *map(str, a)]!r})" for a in lists]
+        path = os.pathsep.join(
+            filter(None, [str(ROOT), str(EXAMPLE), os.environ.get("PYTHONPATH")])
+        )
         done = subprocess.run(
-            command,
+            [sys.executable, "-c", "\n".join(lines)],
             capture_output=True,
             text=True,
-            cwd=tmp_path,
+            cwd=folder,
             env={**os.environ, "PYTHONPATH": path},
         )
-        if check:
-            assert done.returncode == 0, done.stderr
-        return done
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     return run

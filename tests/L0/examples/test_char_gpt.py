@@ -7,7 +7,11 @@ import data
 import pytest
 import report
 import torch
+import train as program
 from model import CharGPT
+
+from apex_te.module.transformer_layer import TransformerLayer
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 
 
 def write(root, name, text):
@@ -109,89 +113,191 @@ def test_validation_batches_do_not_overlap():
         data.validation_batches(ids[:30], 3, 10, 4)
 
 
-def test_model_is_causal_and_has_four_linears_per_block():
-    model = CharGPT(vocabulary=20, context=8, layers=2, dim=16, heads=2)
-    assert len(model.linears()) == 8
+def model(te, **changes):
+    sizes = {"vocabulary": 20, "context": 8, "layers": 2, "dim": 16, "heads": 2, **changes}
+    return CharGPT(te=te, **sizes)
+
+
+@pytest.mark.parametrize("te", [False, True])
+def test_model_is_causal(te):
+    gpt = model(te)
+    assert gpt.linears() == 8
     ids = torch.randint(20, (2, 8))
     changed = ids.clone()
     changed[:, 5] = (changed[:, 5] + 1) % 20
-    before, after = model(ids), model(changed)
+    before, after = gpt(ids), gpt(changed)
     assert before.shape == (2, 8, 20)
-    assert torch.equal(before[:, :5], after[:, :5])
-    assert not torch.equal(before[:, 5:], after[:, 5:])
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert not torch.allclose(before[:, 5:], after[:, 5:], atol=1e-3)
+
+
+def test_both_models_start_equal_and_have_equal_gradients():
+    ids, models = torch.randint(20, (2, 8)), []
+    for te in (False, True):
+        torch.manual_seed(3)
+        models.append(model(te))
+    plain, te = models
+    assert {type(block) for block in te.blocks} == {TransformerLayer}
+    torch.testing.assert_close(te(ids), plain(ids))
+    for gpt in models:
+        gpt(ids).square().mean().backward()
+    ours, theirs = list(te.named_parameters()), list(plain.named_parameters())
+    assert len(ours) == len(theirs)
+    for (name, p), (_, q) in zip(ours, theirs, strict=True):
+        assert torch.equal(p, q), name
+        torch.testing.assert_close(p.grad, q.grad, msg=lambda text, n=name: f"{n}: {text}")
+    mlp = te.blocks[1].layernorm_mlp
+    assert mlp.fc1_weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert mlp.fc2_weight.std().item() == pytest.approx(0.02 / math.sqrt(2 * 2), rel=0.2)
 
 
 def test_model_starts_near_the_uniform_loss():
-    model = CharGPT(vocabulary=50, context=16, layers=2, dim=32, heads=4)
+    gpt = model(True, vocabulary=50, context=16, dim=32, heads=4)
     ids = torch.randint(50, (8, 16))
-    loss = torch.nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss = torch.nn.functional.cross_entropy(gpt(ids).flatten(0, 1), ids.flatten())
     assert abs(loss.item() - math.log(50)) < 0.2
 
 
 def test_model_refuses_heads_that_do_not_divide():
     with pytest.raises(ValueError, match=r"dim must be a multiple of heads \(3\), got 16"):
-        CharGPT(vocabulary=20, context=8, layers=1, dim=16, heads=3)
+        model(False, heads=3)
 
 
-def test_table_compares_with_fp32():
+EVERY = {
+    "delayed": DelayedScaling(amax_history_len=16),
+    "tensorwise": CurrentScaling(),
+    "blockwise": BlockScaling(),
+    "mxfp8": MXFP8Scaling(),
+    "tensorwise hif8": CurrentScaling(fp8_format=Format.HIF8),
+}
+
+
+def test_switches_choose_the_runs():
+    def runs(*words):
+        return {run.label: run for run in program.parse(["--device", "cpu", *words]).runs}
+
+    assert list(runs()) == ["fp32"]
+    assert not runs()["fp32"].te
+    assert list(runs("--use-te")) == ["fp32", "fp32, apex_te"]
+    assert {k: run.recipe for k, run in runs("--use-fp8").items()} == {"fp32": None, **EVERY}
+    assert list(runs("--compare")) == ["fp32", "fp32, apex_te", *EVERY]
+    chosen = runs("--fp8-recipe", "tensorwise", "--fp8-format", "e4m3")["tensorwise e4m3"]
+    assert chosen == ("tensorwise e4m3", True, CurrentScaling(fp8_format=Format.E4M3))
+    assert list(runs("--device", "cuda:1")) == ["bf16"]
+
+
+def test_sizes_depend_on_the_device():
+    cpu, cuda = (
+        program.parse(["--device", "cpu"]),
+        program.parse(["--device", "cuda", "--dim", "64"]),
+    )
+    assert (cpu.layers, cpu.dim, cpu.steps, cpu.lr) == (4, 128, 300, 4e-3)
+    assert (cuda.layers, cuda.dim, cuda.steps, cuda.eval_every) == (6, 64, 1000, 100)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "0"], "--steps must be positive, got 0"),
+        (["--context", "-1"], "--context must be positive, got -1"),
+        (["--heads", "3"], "--dim must be a multiple of --heads (3), got 128"),
+        (["--resume"], "--resume needs --checkpoint DIR"),
+        (["--stop-at", "301"], "--stop-at must be between 1 and --steps (300), got 301"),
+        (["--transformer-impl", "local", "--compare"], "with --use-fp8, got local"),
+    ],
+)
+def test_switches_that_do_not_fit(words, message, capsys):
+    with pytest.raises(SystemExit):
+        program.parse(["--device", "cpu", *words])
+    assert message in capsys.readouterr().err
+
+
+def test_table_compares_with_the_first_run(tmp_path):
     results = [
-        report.Result("fp32", 100, 10, 4, validation_loss=2.0),
-        report.Result("fp8", 100, 10, 4, validation_loss=2.02, gemms_per_linear_and_step=3.0),
+        report.Result("bf16", 100, 10, 4, validation_loss=2.0),
+        report.Result("mxfp8", 100, 10, 4, validation_loss=2.02, gemms_per_linear_and_step=3.0),
     ]
     lines = report.table(results).splitlines()
-    assert lines[3].split()[:4] == ["fp8", "2.0200", "1.0100", f"{2.02 / math.log(100):.4f}"]
+    assert "/ bf16" in lines[0]
+    assert lines[3].split()[:4] == ["mxfp8", "2.0200", "1.0100", f"{2.02 / math.log(100):.4f}"]
     assert lines[3].split()[-1] == "3"
     assert lines[2].split()[-1] == "-"
 
 
-def test_smoothing_starts_at_the_first_value():
-    assert report.smooth([4.0, 4.0, 4.0]) == pytest.approx([4.0, 4.0, 4.0])
-    assert report.smooth([4.0, 2.0])[1] == pytest.approx((0.9 * 4.0 + 2.0) / 1.9)
+@pytest.fixture(scope="module")
+def compared(train, tmp_path_factory):
+    """By device: a folder with an uninterrupted and a resumed comparison, and the output."""
+    done = {}
+
+    def run(device):
+        if device.type not in done:
+            folder = tmp_path_factory.mktemp("compared")
+            words = ["--compare", "--device", device.type]
+            whole = [*words, "--checkpoint", "whole", "--out", "whole"]
+            parts = [*words, "--checkpoint", "parts", "--out", "parts"]
+            printed = train(folder, whole, [*parts, "--stop-at", 5])
+            train(folder, [*parts, "--resume"])  # by a process that knows nothing of the first
+            done[device.type] = folder, printed
+        return done[device.type]
+
+    return run
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
-def test_resumed_run_is_bitwise_the_uninterrupted_one(train, tmp_path, precision, device):
-    common = ("--precision", precision, "--device", device.type)
-    train(*common, "--checkpoint", "whole", "--out", "whole")
-    train(*common, "--checkpoint", "parts", "--out", "parts", "--stop-at", 5)
-    train(*common, "--checkpoint", "parts", "--out", "parts", "--resume")
+def figures(folder):
+    return json.loads((folder / "results.json").read_text())["results"]
+
+
+def test_program_reports_the_baseline_and_every_recipe(compared, device):
+    folder, printed = compared(device)
+    baseline, te, *fp8 = figures(folder / "whole")
+    assert [result["precision"] for result in fp8] == list(EVERY)
+    assert baseline["gemms_per_linear_and_step"] is te["gemms_per_linear_and_step"] is None
+    exact = 1e-5 if device.type == "cpu" else 0.01
+    assert te["train_losses"] == pytest.approx(baseline["train_losses"], rel=exact)
+    for result in fp8:
+        assert result["gemms_per_linear_and_step"] == 3.0
+        assert len(result["train_losses"]) == 12
+        assert result["train_losses"] != te["train_losses"]
+        assert result["validation_loss"] == pytest.approx(baseline["validation_loss"], rel=0.02)
+        assert result["validation_characters"] == 2 * 2 * 16
+        assert f"{result['precision']}  " in printed
+    assert "FP8 GEMMs per Linear and step" in printed
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    assert (folder / "whole" / "loss.png").stat().st_size > 1000
+
+
+def test_resumed_runs_are_bitwise_the_uninterrupted_ones(compared, device):
+    folder, _ = compared(device)
+    pairs = list(zip(figures(folder / "whole"), figures(folder / "parts"), strict=True))
+    assert [whole["precision"] for whole, _ in pairs][2:] == list(EVERY)
+    for whole, parts in pairs:
+        label = whole["precision"]
+        for name in ("precision", "validation_loss", "sample"):
+            assert whole[name] == parts[name], (label, name)
+        assert whole["train_losses"][5:] == parts["train_losses"], label
+        assert parts["train_losses_from"] == 5
+        assert_checkpoints_equal(folder, label)
+
+
+def assert_checkpoints_equal(folder, label):
     whole, parts = (
-        torch.load(tmp_path / name / f"{precision}.pt", weights_only=True)
+        torch.load(folder / name / program.file_name(label), weights_only=True)
         for name in ("whole", "parts")
     )
     assert whole["step"] == parts["step"] == 12
     assert whole["model"].keys() == parts["model"].keys()
     for name, value in whole["model"].items():
-        assert torch.equal(value.view(torch.uint8), parts["model"][name].view(torch.uint8)), name
+        other = parts["model"][name]
+        assert torch.equal(value.view(torch.uint8), other.view(torch.uint8)), (label, name)
     for index, state in whole["optimizer"]["state"].items():
         for name, value in state.items():
-            assert torch.equal(value, parts["optimizer"]["state"][index][name]), (index, name)
-    figures = [
-        json.loads((tmp_path / name / "results.json").read_text())["results"][0]
-        for name in ("whole", "parts")
-    ]
-    assert figures[0]["validation_loss"] == figures[1]["validation_loss"]
-    assert figures[0]["train_losses"][5:] == figures[1]["train_losses"]
-    assert figures[0]["sample"] == figures[1]["sample"]
+            other = parts["optimizer"]["state"][index][name]
+            assert torch.equal(value, other), (label, index, name)
 
 
-def test_program_reports_both_precisions(train, tmp_path):
-    done = train("--precision", "fp32", "fp8", "--device", "cpu", "--out", "out")
-    fp32, fp8 = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
-    assert fp32["gemms_per_linear_and_step"] is None
-    assert fp8["gemms_per_linear_and_step"] == 3.0
-    assert len(fp8["train_losses"]) == 12
-    assert fp8["train_losses"] != fp32["train_losses"]
-    assert fp8["validation_loss"] == pytest.approx(fp32["validation_loss"], rel=0.02)
-    assert "FP8 GEMMs per Linear and step" in done.stdout
-
-
-def test_resume_with_other_settings_is_refused(train):
-    train("--precision", "fp32", "--checkpoint", "saved", "--device", "cpu")
-    done = train(
-        *("--precision", "fp32", "--checkpoint", "saved", "--device", "cpu"),
-        *("--resume", "--seed", 2),
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "seed must be 1 as in the saved run, got 2" in done.stderr
+def test_resume_with_other_settings_is_refused(compared, monkeypatch):
+    folder, _ = compared(torch.device("cpu"))
+    monkeypatch.setattr(program, "make_deterministic", lambda: None)
+    words = ["--device", "cpu", "--max-bytes", "300000", "--checkpoint", str(folder / "parts")]
+    with pytest.raises(ValueError, match="seed must be 1 as in the saved run, got 2"):
+        program.main([*words, "--resume", "--seed", "2", "--out", str(folder / "refused")])

@@ -225,7 +225,7 @@ def test_init_allocates_once():
             out = model(torch.randn(2, 16))
         out.sum().backward()
     assert addresses == [getattr(m._fp8, n).data_ptr() for m in model[::2] for n in TENSORS]
-    with pytest.raises(TypeError, match="recipe must be a recipe from apex_te.recipe, got str"):
+    with pytest.raises(TypeError, match=r"recipe must be a recipe from apex_te\.recipe, got str"):
         init_fp8_state(model, "delayed")
 
 

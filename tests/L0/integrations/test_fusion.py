@@ -1,0 +1,346 @@
+"""from_torch(fuse=True): joined blocks, key maps both ways, and when it is refused."""
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from huggingface_like import GPT2Model, Llama
+from torch import nn
+
+from apex_te import fp8_autocast
+from apex_te.integrations import from_torch, key_map
+from apex_te.integrations.fusion import JointPart
+from apex_te.module.layer_norm_linear import LayerNormLinear
+from apex_te.module.layer_norm_mlp import LayerNormMLP
+from apex_te.module.linear import Linear
+from apex_te.recipe import DelayedScaling
+
+TOLERANCE = {"rtol": 1.3e-6, "atol": 1e-5}
+BUILDS = {"llama": Llama, "llama with biases": lambda: Llama(bias=True), "gpt2": GPT2Model}
+IDS = torch.arange(16).view(2, 8) % 24
+
+
+def run(model, ids=IDS):
+    model.zero_grad()
+    out = model(ids.to(next(model.parameters()).device))
+    out.square().mean().backward()
+    return out.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def fused(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return from_torch(model, fuse=True)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_equal_outputs_and_gradients(name, device):
+    model = BUILDS[name]().to(device)
+    out, grads = run(copy.deepcopy(model))
+    assert fused(model) is model
+    actual, actual_grads = run(model)
+    torch.testing.assert_close(actual, out, **TOLERANCE)
+    actual_grads = key_map(model).to_original(actual_grads)
+    assert actual_grads.keys() == grads.keys()
+    for key, grad in grads.items():
+        torch.testing.assert_close(actual_grads[key], grad, **TOLERANCE, msg=key)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_key_map_both_ways(name):
+    model = BUILDS[name]()
+    original = {key: value.clone() for key, value in model.state_dict().items()}
+    fused(model)
+    state = model.state_dict()
+    assert state.keys() != original.keys()
+    keys = key_map(model)
+    forth, back = keys.to_fused(original), keys.to_original(state)
+    assert forth.keys() == state.keys()
+    assert all(torch.equal(forth[key], state[key]) for key in state)
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[key], original[key]) for key in original)
+    assert all(value.is_contiguous() for value in back.values())
+    BUILDS[name]().load_state_dict(back, strict=True)
+    fresh = fused(BUILDS[name]())
+    fresh.load_state_dict(forth, strict=True)
+    torch.testing.assert_close(fresh(IDS), model(IDS), rtol=0, atol=0)
+
+
+def test_structure():
+    llama, gpt2 = fused(Llama()), fused(GPT2Model())
+    layer, block = llama.layers[0], gpt2.h[0]
+    assert type(layer.self_attn.qkv_proj) is LayerNormLinear
+    assert layer.self_attn.qkv_proj.normalization == "RMSNorm"
+    assert layer.self_attn.qkv_proj.out_features == 32 + 16 + 16
+    assert type(layer.mlp) is LayerNormMLP
+    assert (layer.mlp.activation, layer.mlp.eps) == ("swiglu", 1e-5)
+    assert type(layer.self_attn.o_proj) is Linear
+    assert type(block.attn.c_attn) is LayerNormLinear
+    assert block.attn.c_attn.weight.shape == (96, 32)
+    assert isinstance(block.mlp, LayerNormMLP)
+    assert (block.mlp.activation, block.mlp.eps) == ("gelu", 1e-6)
+    assert isinstance(block.ln_1, nn.Identity)
+    assert isinstance(layer.input_layernorm, nn.Identity)
+    assert "part 1, out_features=16" in repr(layer.self_attn.k_proj)
+    assert llama.lm_head.weight is llama.embed_tokens.weight
+
+
+def test_parameters_that_are_not_joined_stay_the_same_objects():
+    model = Llama()
+    norm, down = model.layers[0].input_layernorm.weight, model.layers[0].mlp.down_proj.weight
+    fused(model)
+    assert model.layers[0].self_attn.qkv_proj.layer_norm_weight is norm
+    assert model.layers[0].mlp.fc2_weight is down
+
+
+def test_flags_modes_and_frozen_blocks_stay():
+    model = Llama()
+    model.layers[0].requires_grad_(False)
+    model.layers[1].eval()
+    fused(model)
+    assert not any(p.requires_grad for p in model.layers[0].parameters())
+    assert all(p.requires_grad for p in model.layers[1].parameters())
+    assert all(m.training for m in model.layers[0].modules())
+    assert not any(m.training for m in model.layers[1].modules())
+
+
+def test_fp8_trains_and_saves():
+    model = fused(Llama())
+    recipe, grads = DelayedScaling(amax_history_len=4), None
+    expected, _ = run(copy.deepcopy(model))
+    for _ in range(2):
+        with fp8_autocast(True, recipe):
+            actual, grads = run(model)
+    assert (actual - expected).norm() < 0.25 * expected.norm()
+    assert all(grad.ne(0).any() for grad in grads.values())
+    state = model.state_dict()
+    assert "layers.0.self_attn.qkv_proj.fp8_state.scale_fwd" in state
+    plain = Llama()
+    plain.lm_head.load_state_dict({"weight": plain.lm_head.weight})
+    original = key_map(model).to_original(state)
+    assert not [key for key in original if "qkv_proj" in key or ".mlp.fc" in key]
+    other = fused(Llama())
+    other.load_state_dict(state, strict=True)
+    with torch.no_grad(), fp8_autocast(True, recipe):
+        assert torch.equal(model(IDS), other(IDS))
+
+
+def test_copies_and_pickles_are_independent():
+    model = fused(Llama())
+    expected = model(IDS)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        model.layers[0].self_attn.qkv_proj.weight.zero_()
+    torch.testing.assert_close(copied(IDS), expected, rtol=0, atol=0)
+    part = copied.layers[0].self_attn.v_proj
+    assert isinstance(part, JointPart)
+    assert part.joint.linear is copied.layers[0].self_attn.qkv_proj
+    assert key_map(copied).entries == key_map(model).entries
+    stream = io.BytesIO()
+    torch.save(copied.layers[0].self_attn.k_proj, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    x = torch.randn(2, 32)
+    assert torch.equal(loaded(x), copied.layers[0].self_attn.k_proj(x))
+
+
+def test_parts_may_be_called_in_any_order_and_alone():
+    attention = fused(Llama()).layers[0].self_attn
+    x, y = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
+    whole = attention.qkv_proj(x)
+    q, k, v = whole.split([32, 16, 16], -1)
+    assert torch.equal(attention.v_proj(x), v)
+    assert torch.equal(attention.q_proj(x), q)
+    assert torch.equal(attention.q_proj(x), q)  # a second time: made again
+    assert torch.equal(attention.k_proj(x), k)
+    assert torch.equal(attention.k_proj(y), attention.qkv_proj(y)[..., 32:48])
+
+
+def test_checkpointed_blocks():
+    model = fused(Llama())
+    out, grads = run(model)
+    for reentrant in (False, True):
+        x = model.embed_tokens(IDS)
+        model.zero_grad()
+        for layer in model.layers:
+            x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=reentrant)
+        actual = model.lm_head(model.norm(x))
+        actual.square().mean().backward()
+        assert torch.equal(actual, out)
+        assert all(torch.equal(p.grad, grads[name]) for name, p in model.named_parameters())
+
+
+def test_dropout_of_gpt2_stays():
+    model = fused(GPT2Model(dropout=0.5))
+    assert model.h[0].mlp.dropout.p == 0.5
+    assert not torch.equal(model(IDS), model(IDS))
+    model.eval()
+    assert torch.equal(model(IDS), model(IDS))
+    out = GPT2Model(dropout=1.0)
+    x = torch.randn(2, 3, 32)
+    assert fused(out).h[0].mlp(x).eq(0).all()
+
+
+def test_meta():
+    with torch.device("meta"):
+        model = Llama()
+    fused(model)
+    original = Llama()
+    expected = original(IDS)
+    model.to_empty(device="cpu")
+    model.load_state_dict(key_map(model).to_fused(original.state_dict()), strict=True)
+    torch.testing.assert_close(model(IDS), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_refused_once_parameters_are_in_an_optimizer(found):
+    model = Llama()
+    if found:
+        optimizer = torch.optim.AdamW(model.layers[1].parameters())
+        with pytest.raises(
+            ValueError,
+            match=r"fuse must be False once .* \(AdamW holds 'layers.1.self_attn.q_proj.weight'\)",
+        ):
+            from_torch(model, fuse=True)
+        assert type(model.layers[0].self_attn.q_proj) is nn.Linear  # nothing was changed
+        from_torch(model)  # one to one is possible
+        del optimizer
+    else:
+
+        class Foreign:
+            param_groups = [{"params": [model.norm.weight]}]  # noqa: RUF012
+
+        for given in (Foreign(), [Foreign()]):
+            with pytest.raises(ValueError, match=r"\(Foreign holds 'norm.weight'\)"):
+                from_torch(model, fuse=True, optimizer=given)
+
+
+def test_other_optimizers_and_those_that_died_are_no_reason():
+    model = Llama()
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    dead = torch.optim.SGD(model.parameters(), lr=0.1)
+    dead.itself = dead  # alive until the garbage collector runs
+    del dead
+    from_torch(model, fuse=True, optimizer=other)
+    assert type(model.layers[0].self_attn.qkv_proj) is LayerNormLinear
+
+
+def _hook(model):
+    model.layers[0].self_attn.k_proj.register_forward_hook(lambda *a: None)
+
+
+def _freeze(model):
+    model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
+
+
+def _tie(model):
+    model.layers[0].self_attn.q_proj.weight = model.layers[1].self_attn.o_proj.weight
+
+
+def _dtype(model):
+    model.layers[0].self_attn.k_proj.double()
+
+
+def _bias(model):
+    model.layers[0].self_attn.k_proj.bias = nn.Parameter(torch.zeros(16))
+
+
+def _subclass(model):
+    model.layers[0].self_attn.k_proj.__class__ = type("Own", (nn.Linear,), {})
+
+
+def _norm(model):
+    model.layers[0].input_layernorm = nn.LayerNorm(32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_hook, "self_attn.k_proj is Linear, or has hooks"),
+        (_freeze, "some of its parameters are frozen"),
+        (_tie, "a parameter is shared"),
+        (_dtype, "its parameters have several dtypes or devices"),
+        (_bias, "some of its layers have a bias"),
+        (_subclass, "self_attn.k_proj is Own, or has hooks"),
+        (_norm, "input_layernorm is LayerNorm, or has hooks"),
+    ],
+)
+def test_blocks_that_do_not_allow_it_are_named(change, message):
+    model = Llama()
+    change(model)
+    with pytest.warns(UserWarning, match=rf"left as they are: layers.0 \({message}\)"):
+        from_torch(model, fuse=True)
+    assert not hasattr(model.layers[0].self_attn, "qkv_proj")
+    assert hasattr(model.layers[1].self_attn, "qkv_proj")
+    assert type(model.layers[0].self_attn.q_proj) is Linear
+    assert type(model.layers[0].mlp) is LayerNormMLP
+
+
+@pytest.mark.parametrize(
+    ("build", "path", "activation", "message"),
+    [
+        (Llama, "layers.0.mlp.act_fn", nn.GELU(), "mlp.act_fn is GELU"),
+        (GPT2Model, "h.0.mlp.act", nn.GELU(), "mlp.act is GELU"),
+    ],
+)
+def test_activations_that_layer_norm_mlp_has_not(build, path, activation, message):
+    model = build()
+    model.set_submodule(path, activation)
+    expected = copy.deepcopy(model)(IDS)
+    with pytest.warns(UserWarning, match=message):
+        from_torch(model, fuse=True)
+    torch.testing.assert_close(model(IDS), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("activation", "name"), [(nn.ReLU(), "relu"), (nn.GELU(approximate="tanh"), "gelu")]
+)
+def test_other_activations_of_gpt2(activation, name):
+    model = GPT2Model()
+    for block in model.h:
+        block.mlp.act = activation
+    expected = copy.deepcopy(model)(IDS)
+    fused(model)
+    assert model.h[0].mlp.activation == name
+    torch.testing.assert_close(model(IDS), expected, **TOLERANCE)
+
+
+def test_gpt2_norm_without_bias_is_named():
+    model = GPT2Model()
+    model.h[0].ln_2 = nn.LayerNorm(32, bias=False)
+    with pytest.warns(UserWarning, match=r"h.0 \(ln_2 has no weight or no bias\)"):
+        from_torch(model, fuse=True)
+
+
+def test_key_map_errors():
+    model = Llama()
+    original = model.state_dict()
+    assert key_map(model).to_fused(original) == original  # nothing was joined
+    fused(model)
+    keys = key_map(model)
+    partial = {k: v for k, v in original.items() if not k.endswith("k_proj.weight")}
+    with pytest.raises(
+        ValueError, match=r"must have all parts of layers.0.self_attn.qkv_proj.weig"
+    ):
+        keys.to_fused(partial)
+    assert keys.to_fused({"norm.weight": 1}) == {"norm.weight": 1}
+    with pytest.raises(ValueError, match=r"qkv_proj.weight must have 64 rows, got \[3, 3\]"):
+        keys.to_original({"layers.0.self_attn.qkv_proj.weight": torch.ones(3, 3)})
+
+
+def test_compiled_equals_eager():
+    torch._dynamo.reset()
+    model = fused(Llama(layers=1))
+    eager, recipe = copy.deepcopy(model), DelayedScaling(amax_history_len=4)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        results = []
+        for call, owner in ((compiled, model), (eager, eager)):
+            owner.zero_grad()
+            with fp8_autocast(True, recipe):
+                out = call(IDS)
+            out.square().mean().backward()
+            results.append([out, *(p.grad for p in owner.parameters())])
+        assert all(map(torch.equal, *results))

@@ -1,0 +1,239 @@
+"""torch.compile(fullgraph=True) of every module and recipe: eager's bits, without recompilation."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from module_cases import RECIPES, SCHEMES, randomized
+from torch._dynamo.utils import counters
+
+from apex_te import flush_fp8_state, fp8_autocast
+from apex_te.module.dot_product_attention import DotProductAttention
+from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.module.layer_norm import LayerNorm
+from apex_te.module.layer_norm_linear import LayerNormLinear
+from apex_te.module.layer_norm_mlp import LayerNormMLP
+from apex_te.module.linear import Linear
+from apex_te.module.multihead_attention import MultiheadAttention
+from apex_te.module.rms_norm import RMSNorm
+from apex_te.module.transformer_layer import TransformerLayer
+from apex_te.recipe import CurrentScaling, DelayedScaling
+from apex_te.state import TENSORS
+
+H = 32
+GEMM_MODULES = {
+    "Linear": lambda: Linear(H, 48),
+    "LayerNormLinear": lambda: LayerNormLinear(H, 48, normalization="RMSNorm"),
+    "gelu": lambda: LayerNormMLP(H, 48),
+    "swiglu": lambda: LayerNormMLP(H, 48, activation="swiglu", normalization="RMSNorm"),
+    "GroupedLinear": lambda: GroupedLinear(2, H, 48),
+}
+BLOCKS = {
+    "MultiheadAttention": lambda: MultiheadAttention(H, 2, attention_dropout=0.0),
+    "TransformerLayer": lambda: TransformerLayer(
+        H, 48, 2, hidden_dropout=0.0, attention_dropout=0.0
+    ),
+}
+PLAIN_MODULES = {
+    "LayerNorm": lambda: LayerNorm(H),
+    "RMSNorm": lambda: RMSNorm(H),
+    "DotProductAttention": lambda: DotProductAttention(2, 16, attention_dropout=0.0),
+}
+MODULES = GEMM_MODULES | BLOCKS | PLAIN_MODULES
+# Delayed scaling whose scales move; a step without scales that fit comes first.
+MOVING = {**RECIPES, "delayed": DelayedScaling(amax_history_len=3)}
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def call(name):
+    """How to run the module on an input [8, 2, H]."""
+    if name == "GroupedLinear":
+        return lambda module, x: module(x.reshape(16, H), [10, 6])
+    if name == "DotProductAttention":
+        return lambda module, x: module(*(x.view(8, 2, 2, 16) * f for f in (1.0, 2.0, 3.0)))
+    return lambda module, x: module(x)
+
+
+def build(name, device):
+    torch.manual_seed(5)
+    module = MODULES[name]().to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    if hasattr(module, "layer_norm_weight"):
+        randomized(module)
+    return module
+
+
+def compiled(module, device):
+    backend = "aot_eager" if device.type == "cpu" else "inductor"
+    return torch.compile(module, backend=backend, fullgraph=True)
+
+
+def train(name, module, run, regions, device, dtype=None):
+    """One step in each of ``regions`` (enabled, recipe); results by name, graphs after each."""
+    found, graphs = {}, []
+    generator = torch.Generator().manual_seed(6)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    for step, (enabled, recipe) in enumerate(regions):
+        x = torch.randn(8, 2, H, generator=generator).to(device, dtype).requires_grad_()
+        module.zero_grad()
+        with fp8_autocast(enabled, recipe):
+            out = call(name)(run, x)
+        out.square().mean().backward()
+        found |= {f"{step} output": out.detach(), f"{step} input": x.grad}
+        found |= {f"{step} {n}": p.grad.clone() for n, p in module.named_parameters()}
+        with torch.no_grad():
+            for p in module.parameters():
+                p.sub_(0.1 * p.grad)
+        graphs.append(counters["stats"]["unique_graphs"])
+    flush_fp8_state()
+    for path, part in module.named_modules():
+        state = getattr(part, "_fp8", None)
+        if state is not None and state.allocated:
+            found |= {f"state {path} {n}": getattr(state, n).clone() for n in TENSORS}
+    return found, graphs
+
+
+def check(name, device, regions):
+    """The compiled module against its eager twin; the number of graphs after each step."""
+    eager = build(name, device)
+    other = copy.deepcopy(eager)
+    expected, _ = train(name, eager, eager, regions, device)
+    counters.clear()
+    found, graphs = train(name, other, compiled(other, device), regions, device)
+    assert graphs[0] == 1, "nothing was compiled"
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        if device.type == "cpu":
+            assert torch.equal(value, expected[key]), key
+        else:
+            # inductor sums up biases, and what is not FP8, in its own order
+            torch.testing.assert_close(value, expected[key], rtol=1.6e-2, atol=2e-3, msg=key)
+    return graphs
+
+
+@pytest.mark.parametrize("recipe", SCHEMES)
+@pytest.mark.parametrize("name", [*GEMM_MODULES, *BLOCKS])
+def test_equals_eager(device, name, recipe):
+    """From a cold state: the first forward is a compiled one."""
+    graphs = check(name, device, [(True, MOVING[recipe])] * 4)
+    assert len(set(graphs[1:])) == 1
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_equals_eager_without_fp8(device, name):
+    assert check(name, device, [(False, None)] * 3) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("name", PLAIN_MODULES)
+def test_modules_without_products_ignore_fp8(device, name):
+    graphs = check(name, device, [(True, DelayedScaling())] * 3)
+    assert len(set(graphs[1:])) == 1
+
+
+def test_first_step_current(device):
+    """Scales of the first step come from its own tensors; that step has a graph of its own."""
+    recipe = DelayedScaling(amax_history_len=3, first_step="current")
+    graphs = check("gelu", device, [(True, recipe)] * 4)
+    assert len(set(graphs[1:])) == 1
+
+
+def test_a_warm_state(device):
+    """Eager steps first, compiled ones then."""
+    recipe, name = MOVING["delayed"], "swiglu"
+    eager = build(name, device)
+    train(name, eager, eager, [(True, recipe)] * 2, device)
+    other = copy.deepcopy(eager)
+    found = [
+        train(name, m, run, [(True, recipe)] * 2, device)[0]
+        for m, run in ((eager, eager), (other, compiled(other, device)))
+    ]
+    for key, value in found[0].items():
+        torch.testing.assert_close(
+            found[1][key], value, rtol=0 if device.type == "cpu" else 1.6e-2,
+            atol=0 if device.type == "cpu" else 2e-3,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", SCHEMES)
+def test_equal_recipes_share_a_graph(device, recipe):
+    regions = [(True, dataclasses.replace(MOVING[recipe])) for _ in range(4)]
+    assert len({id(r) for _, r in regions}) == 4
+    graphs = check("Linear", device, regions)
+    assert len(set(graphs[1:])) == 1
+
+
+def test_a_changed_recipe_is_followed(device):
+    a, b = MOVING["delayed"], MOVING["delayed-e4m3"]
+    b = dataclasses.replace(b, amax_history_len=3, first_step="scale_one")
+    regions = [(True, r) for r in (a, b, CurrentScaling(), a, b, CurrentScaling(), a, b)]
+    graphs = check("LayerNormLinear", device, regions)
+    assert graphs[3] == graphs[-1] <= 3
+
+
+def test_enabled_and_disabled_regions(device):
+    regions = [(enabled, MOVING["block"]) for enabled in (True, False, True, False, True)]
+    graphs = check("gelu", device, regions)
+    assert graphs[2] == graphs[-1] == 2
+
+
+@pytest.mark.parametrize("recipe", SCHEMES)
+def test_without_gradients(device, recipe):
+    module = build("swiglu", device)
+    x = torch.randn(8, 2, H).to(device, next(module.parameters()).dtype)
+    run = compiled(module, device)
+    with torch.no_grad(), fp8_autocast(True, RECIPES[recipe]):
+        expected, found = module(x), run(x)
+    torch.testing.assert_close(
+        found, expected, rtol=0 if device.type == "cpu" else 1.6e-2,
+        atol=0 if device.type == "cpu" else 2e-3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Linear, {"parameters_split": ("a", "b")}),
+        (Linear, {"save_original_input": True}),
+        (Linear, {"fuse_wgrad_accumulation": True}),
+        (Linear, {"return_bias": True}),
+        (LayerNormLinear, {"return_bias": True, "return_layernorm_output": True}),
+        (LayerNormMLP, {"return_bias": True, "return_layernorm_output": True}),
+    ],
+)
+def test_options(kind, options):
+    module, found = kind(H, H, **options), []
+    x = torch.randn(8, H)
+    for run in (module, compiled(module, x.device)):
+        inp = x.clone().requires_grad_()
+        for p in module.parameters():
+            p.grad, p.main_grad = None, torch.zeros_like(p)
+        with fp8_autocast(True, RECIPES["current"]):
+            out = run(inp)
+        out = out if isinstance(out, tuple) else (out,)
+        torch.autograd.backward(out, [torch.ones_like(t) for t in out])
+        grads = [g for p in module.parameters() for g in (p.grad, p.main_grad) if g is not None]
+        found.append([*out, inp.grad, *grads])
+    assert counters["stats"]["unique_graphs"] == 1
+    assert len(found[0]) == len(found[1])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_another_number_of_rows(device):
+    """At most one graph more serves all sizes."""
+    module = build("LayerNormLinear", device)
+    run = compiled(module, device)
+    graphs = []
+    for rows in (8, 12, 20, 36, 52):
+        x = torch.randn(rows, H).to(device, next(module.parameters()).dtype)
+        with fp8_autocast(True, RECIPES["current"]):
+            found, expected = run(x), module(x)
+        torch.testing.assert_close(found, expected)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1] == graphs[-1] <= 2

@@ -1,0 +1,169 @@
+"""DotProductAttention over packed sequences (thd): each as if it were alone."""
+
+import pytest
+import torch
+from attention_cases import assert_matches, exact_attention
+from checks import DTYPES
+
+from apex_te.module.dot_product_attention import DotProductAttention
+
+H, G, D = 4, 2, 8
+KINDS = ["no_mask", "padding", "causal", "padding_causal", "causal_bottom_right"]
+KINDS += ["padding_causal_bottom_right"]
+
+
+def starts(lengths, device):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=device)
+
+
+def alone(q, k, v, lengths, key_lengths, kind, window, bias=None):
+    """The packed result from one sequence at a time."""
+    out, at, key_at = [], 0, 0
+    for index, (n, m) in enumerate(zip(lengths, key_lengths, strict=True)):
+        i, j = torch.arange(n)[:, None], torch.arange(m)
+        offset = 0 if kind in ("causal", "padding_causal") else m - n
+        hidden = torch.zeros(n, m, dtype=torch.bool)
+        if "causal" in kind:
+            hidden |= j > i + offset
+        if window:
+            hidden |= j < i + offset - window[0]
+        parts = (q[at : at + n], k[key_at : key_at + m], v[key_at : key_at + m])
+        heads = (t.transpose(0, 1)[None] for t in parts)
+        added = None if bias is None else bias[index : index + 1, :, :n, :m]
+        out.append(exact_attention(*heads, hidden[None, None], bias=added)[0].transpose(0, 1))
+        at, key_at = at + n, key_at + m
+    return torch.cat([*out, q.new_zeros(len(q) - at, H, v.shape[-1])]).flatten(1)
+
+
+def check(device, lengths, key_lengths, kind, *, dtype=torch.float32, groups=G, window=None,
+          head=D, rest=0, bias=None, **kwargs):  # fmt: skip
+    module = DotProductAttention(
+        H, head, groups, qkv_format="thd", attn_mask_type=kind, window_size=window
+    )
+    q = torch.randn(sum(lengths) + rest, H, head).to(dtype)
+    k, v = (torch.randn(sum(key_lengths) + rest, groups, head).to(dtype) for _ in range(2))
+    grad = torch.randn(len(q), H * head).to(dtype)
+
+    def run(dtype):
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        added = None if bias is None else bias.to(dtype)
+        out = alone(*leaves, lengths, key_lengths, kind, window, added)
+        return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    leaves = [t.to(device).requires_grad_() for t in (q, k, v)]
+    if bias is not None:
+        kwargs["core_attention_bias_type"] = "post_scale_bias"
+        kwargs["core_attention_bias"] = bias.to(device).to(dtype)
+    kwargs["cu_seqlens_q"] = starts(lengths, device)
+    if key_lengths is not lengths:
+        kwargs["cu_seqlens_kv"] = starts(key_lengths, device)
+    out = module(*leaves, **kwargs)
+    actual = [out, *torch.autograd.grad(out, leaves, grad.to(device))]
+    for triple in zip(actual, run(torch.float64), run(dtype), strict=True):
+        assert_matches(*triple)
+    return module.explain(*leaves, **kwargs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [None, (2, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_self_attention(kind, window, dtype, device):
+    if window and "causal" not in kind:
+        window = (2, -1)
+    lengths = [5, 1, 9]
+    options = {"window": window, "dtype": dtype}
+    check(device, lengths, lengths, kind, **options)
+    check(device, lengths, lengths, kind, **options, max_seqlen_q=16, max_seqlen_kv=16)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cross_attention(kind, dtype, device):
+    check(device, [5, 1, 7], [3, 4, 9], kind, dtype=dtype, max_seqlen_q=7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["padding", "padding_causal"])
+def test_dtypes_and_groups(dtype, groups, kind, device):
+    lengths = [33, 17]
+    path = check(device, lengths, lengths, kind, dtype=dtype, groups=groups, head=16)
+    fused = device.type == "cuda" and dtype is not torch.float32
+    assert path.startswith("varlen: " if fused else "padded: ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_empty_sequences_and_tokens_of_none(dtype, device):
+    lengths = [0, 5, 0, 3]
+    for kind in ("padding", "padding_causal"):
+        check(device, lengths, lengths, kind, rest=2, dtype=dtype)
+    check(device, [2, 0], [0, 3], "padding", rest=1, dtype=dtype)
+    check(device, [0, 0], [0, 0], "padding", dtype=dtype)
+    check(device, [0, 0], [2, 1], "padding", dtype=dtype)
+
+
+def test_bias(device):
+    lengths = [5, 3]
+    check(device, lengths, lengths, "causal", bias=torch.randn(2, H, 5, 5))
+
+
+def test_dropout_and_checkpoint(device):
+    module = DotProductAttention(H, D, G, attention_dropout=0.3, qkv_format="thd")
+    q = torch.randn(8, H, D, device=device, requires_grad=True)
+    k = torch.randn(8, G, D, device=device, requires_grad=True)
+    found = []
+    for again in (False, True):
+        torch.manual_seed(3)
+        out = module(q, k, k, cu_seqlens_q=starts([5, 3], device), checkpoint_core_attention=again)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (q, k))))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    module.eval()
+    assert not torch.allclose(module(q, k, k, cu_seqlens_q=starts([5, 3], device)), found[0][0])
+
+
+def test_compiles():
+    module, q = DotProductAttention(H, D, qkv_format="thd"), torch.randn(8, H, D)
+    cu = starts([5, 3], "cpu")
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    kwargs = {"cu_seqlens_q": cu, "max_seqlen_q": 5}
+    torch.testing.assert_close(compiled(q, q, q, **kwargs), module(q, q, q, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({}, ValueError, "cu_seqlens_q must be given with qkv_format 'thd', got None"),
+        ({"cu_seqlens_q": [0, 3]}, TypeError, "cu_seqlens_q must be an int32 tensor, got list"),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 3])},
+            TypeError,
+            r"cu_seqlens_q must be an int32 tensor, got torch.int64",
+        ),
+        ({"cu_seqlens_q": torch.zeros(1, dtype=torch.int32)}, ValueError, r"got \[1\]"),
+        (
+            {"cu_seqlens_q": starts([3], "cpu"), "cu_seqlens_kv": starts([2, 1], "cpu")},
+            ValueError,
+            r"cu_seqlens_kv must have shape \[sequences \+ 1\].* got \[3\]",
+        ),
+        (
+            {"cu_seqlens_q": starts([3], "cpu"), "max_seqlen_q": 2},
+            ValueError,
+            "max_seqlen_q must be at least the longest sequence, 3, got 2",
+        ),
+        (
+            {"cu_seqlens_q": starts([3], "cpu"), "attention_mask": torch.zeros(1)},
+            ValueError,
+            "attention_mask must be None with qkv_format 'thd'",
+        ),
+        (
+            {"cu_seqlens_q": starts([3], "cpu"), "attn_mask_type": "arbitrary"},
+            ValueError,
+            "attn_mask_type must not be 'arbitrary'",
+        ),
+    ],
+)
+def test_rejects(kwargs, error, message):
+    q = torch.zeros(3, H, D)
+    with pytest.raises(error, match=message):
+        DotProductAttention(H, D, qkv_format="thd")(q, q, q, **kwargs)

@@ -1,0 +1,86 @@
+"""LayerNormMLP against F.layer_norm / F.rms_norm, F.linear and the activations."""
+
+import pytest
+import torch
+from checks import DTYPES
+from module_cases import ACTIVATIONS, GATES, RECIPES, SCHEMES, check_against_torch, check_floors
+from normed_module_cases import NormedModuleCases
+from normed_module_uses import NormedModuleUses
+
+from apex_te import fp8_autocast
+from apex_te.module.layer_norm_mlp import LayerNormMLP
+
+
+class TestLayerNormMLP(NormedModuleCases, NormedModuleUses):
+    kind = LayerNormMLP
+    floor = 22.0
+    weights = ("fc1_weight", "fc2_weight")
+    expected_parameters = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations(self, device, activation, dtype):
+        module = self.make(device, activation=activation, params_dtype=dtype)
+        check_against_torch(module, self.x(9, 32, dtype=dtype, device=device))
+
+    @pytest.mark.parametrize("recipe", SCHEMES)
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_activations_in_fp8(self, device, activation, recipe):
+        module = self.make(device, features=64, activation=activation)
+        # Their derivative jumps where the noise turns a sign.
+        backward = 12.0 if activation in ("relu", "reglu") else 17.0
+        x = self.x(2, 16, 64, device=device)
+        check_floors(module, x, RECIPES[recipe], forward=self.floor, backward=backward)
+
+    @pytest.mark.parametrize("recipe", SCHEMES)
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_only_the_inner_bias_learns(self, activation, recipe):
+        module, x, dy = self.make(activation=activation), self.x(8, 32), torch.randn(8, 32)
+        found = []
+        for rest in (True, False):
+            module._fp8.reset()
+            module.zero_grad()
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad_(rest or name == "fc1_bias")
+            with fp8_autocast(True, RECIPES[recipe]):
+                module(x).backward(dy)
+            found.append(module.fc1_bias.grad)
+        assert found[1] is not None
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_shapes(self, activation):
+        module = self.bare(32, 40, activation=activation)
+        inner = 80 if activation in GATES else 40
+        assert module.fc1_weight.shape == (inner, 32)
+        assert module.fc1_bias.shape == (inner,)
+        assert module.fc2_weight.shape == (32, 40)
+        assert module.fc2_bias.shape == (32,)
+        assert f"activation={activation}" in repr(module)
+
+    def test_each_weight_has_its_init_method(self):
+        init = {
+            "init_method": torch.nn.init.ones_,
+            "output_layer_init_method": torch.nn.init.zeros_,
+        }
+        module = self.bare(**init)
+        assert module.fc1_weight.eq(1).all()
+        assert module.fc2_weight.eq(0).all()
+        module = self.bare(init_method=torch.nn.init.ones_)
+        assert 0 < module.fc2_weight.std() < 0.1
+
+    def test_warm_up_hints_change_nothing(self):
+        module = self.bare(seq_length=128, micro_batch_size=2)
+        assert list(module.state_dict()) == list(self.bare().state_dict())
+        check_against_torch(module, self.x(4, 32))
+
+    @pytest.mark.parametrize(
+        ("options", "error", "message"),
+        [
+            ({"activation": "tanh"}, ValueError, "activation must be one of .*swiglu, got 'tanh'"),
+            ({"set_parallel_mode": True}, NotImplementedError, "set_parallel_mode must be False"),
+        ],
+    )
+    def test_rejects_its_arguments(self, options, error, message):
+        with pytest.raises(error, match=f"^LayerNormMLP: {message}"):
+            self.bare(**options)

@@ -1,0 +1,211 @@
+"""CurrentScaling, BlockScaling, MXFP8Scaling and make_recipe: every argument and every error."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from apex_te import recipe
+from apex_te.recipe import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    Format,
+    MXFP8Scaling,
+    Recipe,
+    make_recipe,
+)
+
+STATELESS = [CurrentScaling, BlockScaling, MXFP8Scaling]
+ALL = [DelayedScaling, *STATELESS]
+
+
+def test_hif8_format_values():
+    value = Format.HIF8.value
+    assert (value.max_fwd, value.max_bwd) == (15, 224)
+    assert value.fwd_dtype is value.bwd_dtype is torch.uint8
+
+
+def test_defaults():
+    current, block, mx = CurrentScaling(), BlockScaling(), MXFP8Scaling()
+    assert (current.fp8_format, current.pow2, current.eps) == (Format.HYBRID, False, 0.0)
+    assert (block.fp8_format, block.pow2, block.eps) == (Format.E4M3, True, 0.0)
+    assert (mx.fp8_format, mx.rounding) == (Format.E4M3, "up")
+    assert current.use_split_accumulator == mx.use_split_accumulator == (False, True, True)
+    assert block.use_split_accumulator == (True, True, True)
+    for made in (current, block, mx):
+        assert made.override_linear_precision == (False, False, False)
+        assert made.interval == 1
+
+
+def test_names_used_elsewhere():
+    assert recipe.Float8CurrentScaling is CurrentScaling
+    assert recipe.Float8BlockScaling is BlockScaling
+    assert recipe.MXFP8BlockScaling is MXFP8Scaling
+    for name in recipe.__all__:
+        assert hasattr(recipe, name)
+
+
+def test_each_names_its_quantizer_and_whether_it_keeps_state():
+    assert [kind().quantizer for kind in ALL] == ["delayed", "current", "block", "mx"]
+    assert [kind().keeps_state for kind in ALL] == [True, False, False, False]
+    assert CurrentScaling(fp8_format=Format.HIF8).quantizer == "hif8"
+    assert all(isinstance(kind(), Recipe) for kind in ALL)
+
+
+@pytest.mark.parametrize("kind", STATELESS)
+def test_arguments_are_kept_and_are_keywords(kind):
+    made = kind(
+        fp8_format=Format.HYBRID,
+        override_linear_precision=[False, False, True],
+        use_split_accumulator=[True, True, True],
+        interval=4,
+        fp8_dpa=False,
+        fp8_mha=False,
+    )
+    assert made.fp8_format is Format.HYBRID
+    assert made.override_linear_precision == (False, False, True)
+    assert made.use_split_accumulator == (True, True, True)
+    assert made.interval == 4
+    assert made != kind()
+    with pytest.raises(TypeError, match="positional"):
+        kind(Format.E4M3)
+
+
+@pytest.mark.parametrize("kind", [CurrentScaling, BlockScaling])
+def test_scale_arguments(kind):
+    made = kind(pow2=not kind().pow2, eps=1e-4)
+    assert made.pow2 is not kind().pow2
+    assert made.eps == 1e-4
+    assert kind(eps=1).eps == 1
+
+
+def test_mx_rounding():
+    assert MXFP8Scaling(rounding="floor").rounding == "floor"
+
+
+@pytest.mark.parametrize("split", [(False, False, False), (True, False, True)])
+@pytest.mark.parametrize("kind", [DelayedScaling, CurrentScaling, MXFP8Scaling])
+def test_split_accumulator_can_be_chosen(kind, split):
+    assert kind(use_split_accumulator=split).use_split_accumulator == split
+
+
+@pytest.mark.parametrize("kind", STATELESS)
+def test_frozen_hashable_and_replaceable(kind):
+    made = kind(override_linear_precision=[False, False, True])
+    assert hash(made) == hash(dataclasses.replace(made))
+    assert dataclasses.replace(made, interval=2).interval == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.interval = 3
+
+
+@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"params_dtype": torch.bfloat16}, TypeError, "params_dtype"),
+        ({"fp8_format": "hybrid"}, TypeError, "fp8_format must be a recipe.Format, got str"),
+        ({"fp8_format": Format.E5M2}, ValueError, r"pure E5M2 .* got Format.E5M2"),
+        ({"interval": 0}, ValueError, "interval must be at least 1, got 0"),
+        ({"interval": True}, TypeError, "interval must be an int, got bool"),
+        (
+            {"override_linear_precision": (False, True, False)},
+            ValueError,
+            r"override_linear_precision must be .* got \(False, True, False\)",
+        ),
+        ({"override_linear_precision": 0}, TypeError, "override_linear_precision must be a tuple"),
+        (
+            {"override_linear_precision": ()},
+            ValueError,
+            "override_linear_precision must have three",
+        ),
+        ({"use_split_accumulator": (1, 1, 1)}, TypeError, "use_split_accumulator must be a tuple"),
+        ({"use_split_accumulator": (True,)}, ValueError, "use_split_accumulator must have three"),
+        ({"fp8_dpa": True}, NotImplementedError, "fp8_dpa must be False"),
+        ({"fp8_mha": True}, NotImplementedError, "fp8_mha must be False"),
+    ],
+)
+def test_all_reject(kind, kwargs, error, message):
+    with pytest.raises(error, match=message) as seen:
+        kind(**kwargs)
+    if "params_dtype" not in kwargs:
+        assert str(seen.value).startswith(f"{kind.__name__}: ")
+
+
+@pytest.mark.parametrize("kind", [DelayedScaling, BlockScaling, MXFP8Scaling])
+def test_hif8_is_tensorwise_only(kind):
+    message = f"{kind.__name__}: fp8_format must be Format.HYBRID or Format.E4M3, got Format.HIF8"
+    with pytest.raises(ValueError, match=message):
+        kind(fp8_format=Format.HIF8)
+
+
+@pytest.mark.parametrize("kind", [CurrentScaling, BlockScaling])
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"pow2": 1}, TypeError, "pow2 must be a bool, got int"),
+        ({"eps": "0"}, TypeError, "eps must be a float, got str"),
+        ({"eps": True}, TypeError, "eps must be a float, got bool"),
+        ({"eps": -1e-9}, ValueError, "eps must be finite and at least 0, got -1e-09"),
+        ({"eps": float("inf")}, ValueError, "eps must be finite and at least 0, got inf"),
+        ({"eps": float("nan")}, ValueError, "eps must be finite and at least 0, got nan"),
+        ({"rounding": "up"}, TypeError, "rounding"),
+        ({"margin": 0}, TypeError, "margin"),
+    ],
+)
+def test_scale_arguments_rejected(kind, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        kind(**kwargs)
+
+
+def test_block_sums_are_always_split():
+    with pytest.raises(ValueError, match=r"must be \(True, True, True\), got \(False, True, True"):
+        BlockScaling(use_split_accumulator=(False, True, True))
+
+
+@pytest.mark.parametrize("rounding", ["down", "UP", None, 1])
+def test_mx_rounding_rejected(rounding):
+    with pytest.raises(ValueError, match=f'"up" or "floor", got {rounding!r}'):
+        MXFP8Scaling(rounding=rounding)
+    with pytest.raises(TypeError, match="pow2"):
+        MXFP8Scaling(pow2=True)
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("delayed",), DelayedScaling()),
+        (("tensorwise",), CurrentScaling()),
+        (("blockwise",), BlockScaling()),
+        (("mxfp8",), MXFP8Scaling()),
+        (("delayed", "e4m3"), DelayedScaling(fp8_format=Format.E4M3)),
+        (("tensorwise", "hif8"), CurrentScaling(fp8_format=Format.HIF8)),
+        (("blockwise", "hybrid"), BlockScaling(fp8_format=Format.HYBRID)),
+        (("mxfp8", "hybrid"), MXFP8Scaling(fp8_format=Format.HYBRID)),
+    ],
+)
+def test_make_recipe(args, expected):
+    assert make_recipe(*args) == expected
+
+
+def test_make_recipe_passes_options_on():
+    assert make_recipe("delayed", margin=2) == DelayedScaling(margin=2)
+    assert make_recipe("tensorwise", "e4m3", pow2=True).pow2
+    with pytest.raises(TypeError, match="rounding"):
+        make_recipe("blockwise", rounding="up")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("current",), "name must be one of delayed, tensorwise, blockwise, mxfp8, got 'current'"),
+        (("delayed", "hif8"), "fp8_format must be one of hybrid, e4m3 with 'delayed', got 'hif8'"),
+        (("blockwise", "hif8"), "with 'blockwise', got 'hif8'"),
+        (("mxfp8", "hif8"), "with 'mxfp8', got 'hif8'"),
+        (("tensorwise", "e5m2"), "one of hybrid, e4m3, hif8 with 'tensorwise', got 'e5m2'"),
+        (("tensorwise", "HYBRID"), "got 'HYBRID'"),
+    ],
+)
+def test_make_recipe_rejects(args, message):
+    with pytest.raises(ValueError, match=f"^make_recipe: .*{message}$"):
+        make_recipe(*args)
