@@ -109,7 +109,7 @@ class fp8_autocast:
         region = Region(outer, self.enabled, self.calibrating, self.recipe)
         outermost = region.in_fp8 and (outer is None or not outer.in_fp8)
         if outermost and region.records and graph_task_id() == -1:
-            registry.enter_region(self.recipe, self.group, may_update=region.grad)
+            registry.enter_region(region.recipe, self.group, may_update=region.grad)
         local.region = region
 
     def __exit__(self, *exc: object) -> None:

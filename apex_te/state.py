@@ -73,6 +73,8 @@ class FP8State:
     scale_inv_bwd: torch.Tensor
     amax_history_bwd: torch.Tensor
     _wrap: Callable[[QuantizerSets], QuantizerSets] | None = None
+    _first_traced = False  # and the code sets the first scales
+    _traced = False  # torch.compile has code that uses this state
 
     def __init__(self, gemms: int = 1, owner: Any = None) -> None:
         self.gemms = gemms
@@ -100,17 +102,19 @@ class FP8State:
         """Scales of the module, forward and backward."""
         return (FORWARD_SLOTS + BACKWARD_SLOTS) * self.gemms
 
-    def quantizers(self, key: str, recipe: Recipe, device: torch.device) -> QuantizerSets:
-        """The quantizers for ``recipe``, interned as ``key``; the state is first adapted to it."""
+    def quantizers(
+        self, key: str, recipe: Recipe, device: torch.device, records: bool = True
+    ) -> QuantizerSets:
+        """The quantizers for ``recipe``, interned as ``key``, to which a recording state adapts."""
         if torch.compiler.is_compiling():
-            self._prepare(key, device.type, device.index)
+            self._prepare(key, device.type, device.index, records)
             return self._sets[key]
         active = self._active
         if active is not None and self._active_key == key:
             return active
-        return self.adapt(key, recipe, device)
+        return self.adapt(key, recipe, device, records)
 
-    def _prepare(self, key: str, device: str, index: int | None) -> bool:
+    def _prepare(self, key: str, device: str, index: int | None, records: bool) -> bool:
         """Adapt while torch.compile traces, which could not trace the allocations itself.
 
         A method, so that nothing of one state becomes a condition of the compiled code, which the
@@ -119,10 +123,14 @@ class FP8State:
         """
         where = torch.device(device) if index is None else torch.device(device, index)
         recipe = _by_key[key]
-        self.adapt(key, recipe, where)
+        self.adapt(key, recipe, where, records)
+        self._traced = True
+        self._first_traced |= records and recipe.keeps_state
         for state in registry.living():
             if not state._sets and state.owner_device() == where:
-                state.adapt(key, recipe, where)
+                state.adapt(key, recipe, where, records)
+                state._traced = True
+                state._first_traced |= records and recipe.keeps_state
         return True
 
     # What torch.compiler.assume_constant_result does, without the second that importing it takes.
@@ -137,11 +145,14 @@ class FP8State:
         owner = None if self._owner is None else self._owner()
         return None if owner is None else owner._state_device()
 
-    def adapt(self, key: str, recipe: Recipe, device: torch.device) -> QuantizerSets:
+    def adapt(
+        self, key: str, recipe: Recipe, device: torch.device, records: bool = True
+    ) -> QuantizerSets:
         """Allocate on ``device`` or resize for ``recipe``, and build quantizers it has not yet."""
         from .quantizer import build_quantizers
 
-        if recipe.keeps_state:
+        exists = self.allocated and self.device.type != "meta"
+        if recipe.keeps_state and (records or not exists):
             self._fit(cast(DelayedScaling, recipe), device)
         sets = self._sets.get(key)
         if sets is None:
@@ -149,8 +160,18 @@ class FP8State:
             if self._wrap is not None:
                 sets = self._wrap(sets)
             self._sets[key] = sets
-        self._active_key, self._active = key, sets
+        if records:
+            self._active_key, self._active = key, sets
         return sets
+
+    def follow(self, key: str, recipe: DelayedScaling) -> None:
+        """Do on entry to a region what compiled code cannot: end the first step, adapt."""
+        if self._first_traced:
+            self._first_traced = False
+            self.first_due[:] = [False] * len(self.first_due)
+        if self._traced and key in self._sets and self.recipe != recipe:
+            self._fit(recipe, self.device)
+            self._active = None
 
     def _fit(self, recipe: DelayedScaling, device: torch.device) -> None:
         """Have tensors of the size that ``recipe`` needs."""
@@ -159,8 +180,27 @@ class FP8State:
         elif self.history_length != recipe.amax_history_len:
             self.resize(recipe.amax_history_len)
         if self.recipe != recipe:
+            if self.recipe is not None:
+                self._rescale(self.recipe, recipe)
             registry.changed()
         self.recipe = recipe
+
+    def _rescale(self, old: DelayedScaling, new: DelayedScaling) -> None:
+        """Bring scales that were set for ``old`` to the format and the margin of ``new``."""
+        if callable(old.scaling_factor_compute_algo) or callable(new.scaling_factor_compute_algo):
+            return  # what such a scale depends on is not known; the next update sets it
+        margin = 2.0 ** (old.margin - new.margin)
+        for way in ("fwd", "bwd"):
+            before, after = (getattr(r.fp8_format.value, f"max_{way}") for r in (old, new))
+            factor = after / before * margin
+            if factor == 1.0:
+                continue
+            scale, history = getattr(self, f"scale_{way}"), getattr(self, f"amax_history_{way}")
+            with torch.inference_mode(False), torch.no_grad():
+                is_set = (scale != 1) | (history[1:] != 0).any(0)
+                moved = (scale * factor).clamp(max=torch.finfo(torch.float32).max)
+                scale.copy_(torch.where(is_set, moved, scale))
+                getattr(self, f"scale_inv_{way}").copy_(torch.reciprocal(scale))
 
     @property
     def history_length(self) -> int:
@@ -259,6 +299,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.pending = 0
+        self._recipe: Recipe | None = None  # of the last region
         self._states: dict[int, weakref.ref[FP8State]] = {}
         self._next = 0
         self._plan: UpdatePlan | None = None
@@ -294,6 +335,11 @@ class Registry:
             if may_update and self.pending >= recipe.interval:
                 self._update(recipe, group)
             self.pending += 1
+            if recipe.first_step == "current" or recipe is not self._recipe:
+                self._recipe = recipe
+                key = intern(recipe)[0]
+                for state in self.living():
+                    state.follow(key, recipe)
 
     def flush(self, group: Any) -> None:
         """Apply the pending update, if any."""

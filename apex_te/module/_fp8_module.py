@@ -120,7 +120,7 @@ class FP8Module(torch.nn.Module):
                 modes.recompute = None
                 modes.recompute_fp8 = False
             return None, False, False
-        sets = self._fp8.quantizers(region.recipe_key, region.recipe, device)
+        sets = self._fp8.quantizers(region.recipe_key, region.recipe, device, region.records)
         if region.records:
             if not compiling:
                 modes.recompute = sets.recompute

@@ -145,7 +145,8 @@ class LayerNormLinearFunction(torch.autograd.Function):
         ctx.device_type = inp.device.type
         returned = None
         if norm_options.return_norm and y is not None:
-            returned = y if inp.dim() == 2 else y.view(inp.shape)
+            # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
+            returned = y.view(inp.shape)
         total = residual_output(inp, norm) if norm_options.return_residual else None
         return result if out is None else out, returned, total
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from . import norm_common
 from .norm_common import NormFP8Output, NormGradients, NormOutput
@@ -198,6 +199,7 @@ class _LayerNorm(torch.autograd.Function):
         return out.y.view(x.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return *_backward(ctx, dy, None), None, None
 
@@ -216,6 +218,7 @@ class _LayerNormResidual(torch.autograd.Function):
         return tuple(t.view(x.shape) for t in (out.y, out.residual_sum) if t is not None)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, d_sum):
         if dy is None:
             return d_sum, None, None, d_sum, None, None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from . import norm_common
 from .norm_common import NormFP8Output, NormGradients, NormOutput
@@ -187,6 +188,7 @@ class _RMSNorm(torch.autograd.Function):
         return out.y.view(x.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         return *_backward(ctx, dy, None)[:2], None, None
 
@@ -205,6 +207,7 @@ class _RMSNormResidual(torch.autograd.Function):
         return tuple(t.view(x.shape) for t in (out.y, out.residual_sum) if t is not None)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy, d_sum):
         if dy is None:
             return d_sum, None, d_sum, None, None

@@ -49,7 +49,8 @@ class FirstStep:
 
     def run(self, measure: Callable[[torch.Tensor], object]) -> None:
         """Set the scale from the amax that ``measure`` writes; the slot is then done."""
-        self.due[self.index] = False
+        if not torch.compiler.is_compiling():  # else the next region sets it
+            self.due[self.index] = False
         amax = torch.zeros(1, 1, dtype=torch.float32, device=self.scale.device)
         measure(amax[0])
         # A history of one row is this tensor alone: the same formula and guards as an update.

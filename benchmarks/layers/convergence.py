@@ -1,7 +1,7 @@
 """Does FP8 training follow the baseline? examples/char_gpt with every recipe and several seeds.
 
     python benchmarks/layers/convergence.py
-    python benchmarks/layers/convergence.py --device cpu --jobs 2 --steps 200 --tolerance 0.02
+    python benchmarks/layers/convergence.py --device cpu --jobs 2 --layers 2 --tolerance 0.015
 
 Every run is a process's own, ``--jobs`` of which share the device. Switches that ``--help`` does
 not list go to examples/char_gpt/train.py. Prints a table, writes char_gpt_h200.json (or the name of

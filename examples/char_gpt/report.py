@@ -23,7 +23,7 @@ class Result:
     linears: int
     validation_loss: float = math.nan
     validation_characters: int = 0  # held-out characters that a validation predicts
-    tokens_per_second: float = math.nan  # training steps alone
+    tokens_per_second: float = math.nan  # training steps alone, without the first few
     seconds: float = 0.0  # everything: first-use builds, training, validation
     gemms_per_linear_and_step: float | None = None  # None where the run issues no FP8 GEMM
     train_losses: list[float] = field(default_factory=list)  # one per step

@@ -199,8 +199,7 @@ class Training:
         args, result = self.args, self.result
         last = args.steps if args.stop_at is None else min(args.steps, args.stop_at)
         pending: list[torch.Tensor] = []
-        training_seconds, gemms, tokens_from = 0.0, 0, 0
-        tokens_per_step = args.batch * args.context
+        training_seconds, timed, readings, gemms = 0.0, 0, 0, 0
         mark, gemms_mark = time.perf_counter(), fp8_gemm_count()
         bar = None
         if tqdm is not None:
@@ -210,17 +209,14 @@ class Training:
             done = step + 1
             evaluate = done % args.eval_every == 0 or done == last
             if evaluate or done % common.LOG_EVERY == 0:
-                first = not result.train_losses
+                readings += 1
+                if readings == 2:  # the first one's ops were compiled at their first use
+                    training_seconds, timed = 0.0, 0
                 result.train_losses += torch.stack(pending).tolist()  # waits for the device
-                seconds = time.perf_counter() - mark
+                training_seconds += time.perf_counter() - mark
+                timed += len(pending) * args.batch * args.context
+                result.tokens_per_second = timed / training_seconds
                 gemms += fp8_gemm_count() - gemms_mark
-                if first:  # compiles ops at their first use: counted if nothing comes after it
-                    tokens_from = len(pending)
-                    result.tokens_per_second = tokens_from * tokens_per_step / seconds
-                else:
-                    training_seconds += seconds
-                    tokens = (len(result.train_losses) - tokens_from) * tokens_per_step
-                    result.tokens_per_second = tokens / training_seconds
                 if bar is not None:
                     bar.set_postfix_str(
                         f"loss {result.train_losses[-1]:.3f}, "

@@ -11,7 +11,7 @@ SCRIPT = ROOT / "benchmarks" / "layers" / "convergence.py"
 # A CPU trains a smaller model for a shorter time, on which seeds and rounding act more.
 SIZES = {
     "cuda": ["--jobs", "4"],
-    "cpu": ["--jobs", "2", "--steps", "250", "--layers", "2", "--tolerance", "0.02"],
+    "cpu": ["--jobs", "2", "--steps", "300", "--layers", "2", "--tolerance", "0.015"],
 }
 
 
@@ -32,7 +32,7 @@ def test_every_recipe_follows_the_baseline(tmp_path, device):
     losses = content["baseline's training loss"]
     assert losses["last tenth"] <= losses["first step"] / 2
     assert losses["last tenth"] < losses["last but one tenth"]
-    tolerance = 0.01 if device.type == "cuda" else 0.02
+    tolerance = 0.01 if device.type == "cuda" else 0.015
     for row in recipes:
         assert len(row["seeds"]) == 3
         mean = sum(row["seeds"]) / 3

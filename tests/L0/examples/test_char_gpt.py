@@ -1,7 +1,9 @@
 """Data, model and program of examples/char_gpt."""
 
+import importlib.util
 import json
 import math
+from pathlib import Path
 
 import data
 import pytest
@@ -301,3 +303,55 @@ def test_resume_with_other_settings_is_refused(compared, monkeypatch):
     words = ["--device", "cpu", "--max-bytes", "300000", "--checkpoint", str(folder / "parts")]
     with pytest.raises(ValueError, match="seed must be 1 as in the saved run, got 2"):
         program.main([*words, "--resume", "--seed", "2", "--out", str(folder / "refused")])
+
+
+@pytest.fixture(scope="module")
+def convergence():
+    """benchmarks/layers/convergence.py."""
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "layers" / "convergence.py"
+    spec = importlib.util.spec_from_file_location("convergence", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def seeds(label, losses, gemms=None, train_losses=()):
+    return [
+        report.Result(
+            label, 100, 20, 8, loss, gemms_per_linear_and_step=gemms, train_losses=[*train_losses]
+        )
+        for loss in losses
+    ]
+
+
+def test_convergence_compares_means_over_the_seeds(convergence):
+    first = convergence.summary("bf16", seeds("bf16", [1.9, 2.1]), None)
+    assert (first["ratio"], first["spread"]) == (1.0, pytest.approx(0.1))
+    row = convergence.summary("mxfp8", seeds("mxfp8", [2.0, 2.02], 3.0), first["validation loss"])
+    assert row["ratio"] == pytest.approx(1.005)
+    falling = convergence.fall(
+        seeds("bf16", [2.0], train_losses=[4.0 - 0.15 * i for i in range(20)])
+    )
+    assert falling["first step"] == 4.0
+    assert falling["last tenth"] == pytest.approx(4.0 - 0.15 * 18.5)
+    assert falling["last but one tenth"] == pytest.approx(4.0 - 0.15 * 16.5)
+    assert convergence.failures([first, row], falling, 0.01) == []
+    assert "1.0050" in convergence.printed([first, row], falling)
+
+
+@pytest.mark.parametrize(
+    ("losses", "gemms", "train_losses", "message"),
+    [
+        ([2.03, 2.02], 3.0, [4.0, 1.5, 1.0], "mxfp8: ratio 1.0125"),
+        ([1.97, 1.98], 3.0, [4.0, 1.5, 1.0], "mxfp8: ratio 0.9875"),
+        ([math.nan, 2.0], 3.0, [4.0, 1.5, 1.0], "mxfp8: ratio nan"),
+        ([2.0, 2.0], 2.0, [4.0, 1.5, 1.0], "mxfp8: products per Linear and step [2.0]"),
+        ([2.0, 2.0], 3.0, [4.0, 3.0, 2.1], "bf16: the loss has not fallen by half"),
+        ([2.0, 2.0], 3.0, [4.0, 1.0, 1.0], "bf16: the loss is not falling any more"),
+    ],
+)
+def test_convergence_says_what_fails(convergence, losses, gemms, train_losses, message):
+    first = convergence.summary("bf16", seeds("bf16", [2.0, 2.0]), None)
+    row = convergence.summary("mxfp8", seeds("mxfp8", losses, gemms), 2.0)
+    falls = convergence.fall(seeds("bf16", [2.0], train_losses=train_losses))
+    assert convergence.failures([first, row], falls, 0.01) == [message]

@@ -207,10 +207,12 @@ def test_without_gradients(device, recipe):
         (LayerNormMLP, {"return_bias": True, "return_layernorm_output": True}),
     ],
 )
-def test_options(kind, options):
-    module, found = kind(H, H, **options), []
-    x = torch.randn(8, H)
-    for run in (module, compiled(module, x.device)):
+def test_options(device, kind, options):
+    """A matrix as input, whose further outputs are no views of their own."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    module, found = kind(H, H, device=device, params_dtype=dtype, **options), []
+    x = torch.randn(16, H).to(device, dtype)
+    for run in (module, compiled(module, device)):
         inp = x.clone().requires_grad_()
         for p in module.parameters():
             p.grad, p.main_grad = None, torch.zeros_like(p)
@@ -222,7 +224,11 @@ def test_options(kind, options):
         found.append([*out, inp.grad, *grads])
     assert counters["stats"]["unique_graphs"] == 1
     assert len(found[0]) == len(found[1])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(
+            b, a, rtol=0 if device.type == "cpu" else 1.6e-2,
+            atol=0 if device.type == "cpu" else 2e-3,
+        )  # fmt: skip
 
 
 def test_another_number_of_rows(device):
