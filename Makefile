@@ -36,7 +36,7 @@ env:
 	@$(BASE_PYTHON) scripts/environment.py $(VENV)
 
 demo: env
-	$(PY) examples/char_gpt/train.py --precision fp32 fp8 --out build/char_gpt $(DEMOFLAGS)
+	$(PY) examples/char_gpt/train.py --fp8-recipe delayed --out build/char_gpt $(DEMOFLAGS)
 
 test: env
 	$(PY) -m pytest $(TESTFLAGS) tests/L0

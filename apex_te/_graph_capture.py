@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,12 +15,25 @@ from .module._fp8_module import CapturedWeights, FP8Module
 from .parameter import FP8Parameter
 from .state import TENSORS, FP8State, registry, resized_history
 
-__all__ = ["Capture", "fp8_modules", "preserved", "substituted"]
+__all__ = ["Capture", "fp8_modules", "no_collection", "preserved", "substituted"]
 
 
 def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
     """The FP8 modules in ``module``."""
     return [child for child in module.modules() if isinstance(child, FP8Module)]
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage now and not inside: an older graph that dies in a capture breaks it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Capture:

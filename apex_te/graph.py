@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from ._graph_capture import Capture, fp8_modules, preserved, substituted
+from ._graph_capture import Capture, fp8_modules, no_collection, preserved, substituted
 from .autocast import fp8_autocast, graph_task_id, local
 from .state import intern
 
@@ -106,6 +106,7 @@ def make_graphed_callables(
         for graph in graphs:
             graph.note_first_steps()
         # In the order in which they will run, because they share memory.
+        stack.enter_context(no_collection())
         for graph in graphs:
             graph.capture.capture_forward(pool)
         for graph in reversed(graphs):

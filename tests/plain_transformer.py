@@ -1,7 +1,7 @@
 """Attention blocks and Transformer layers in plain PyTorch from the modules' own parameters."""
 
 import torch
-from attention_cases import assert_layer_matches, exact_attention
+from attention_cases import assert_layer_matches, exact_attention, torchs_attention
 from torch.nn import functional as F
 
 from apex_te.module.multihead_attention import MultiheadAttention
@@ -52,6 +52,8 @@ class Plain:
 
     ``options``: the module's constructor arguments besides sizes.
     """
+
+    device = torch.device("cpu")  # of the module that is compared
 
     def __init__(self, parameters, heads, groups, size, layout="sbhd", **options):
         self.p = parameters
@@ -117,7 +119,10 @@ class Plain:
         if hidden is None:
             n, m = heads[0].shape[2], heads[1].shape[2]
             hidden = torch.arange(m) > torch.arange(n)[:, None]
-        out = exact_attention(*heads, hidden)
+        if x.dtype in (torch.float16, torch.bfloat16):
+            out = torchs_attention(*heads, hidden, self.device)
+        else:
+            out = exact_attention(*heads, hidden)
         back = (2, 0, 1, 3) if self.layout == "sbhd" else (0, 2, 1, 3)
         return self.linear(out.permute(back).flatten(2), f"{prefix}proj."), normed
 
@@ -151,7 +156,7 @@ def compare(module, call, plain, *inputs, grad=None):
 
     ``inputs`` and what ``plain`` gives lie on the CPU.
     """
-    device = next(module.parameters()).device
+    device = Plain.device = next(module.parameters()).device
     leaves = [t.to(device).requires_grad_() for t in inputs]
     out = call(module, *leaves)
     grad = torch.randn(out.shape).to(out.dtype) / 4 if grad is None else grad

@@ -22,6 +22,7 @@ from graph_models import (
 )
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
+from apex_te._graph_capture import no_collection
 from apex_te.graph import make_graphed_callables
 from apex_te.model_init import fp8_model_init
 from apex_te.module._fp8_module import CapturedWeights
@@ -316,7 +317,7 @@ def test_own_capture_of_a_whole_step(recipe):
         seen = [run(batch).clone() for batch in batches[:3]]
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_collection(), torch.cuda.graph(graph):
         out = step()
 
     def replay():
