@@ -94,7 +94,7 @@ class fp8_autocast:
                 "fp8_autocast: fp8_recipe must be a recipe from apex_te.recipe, "
                 f"got {type(fp8_recipe).__name__}"
             )
-        if fp8_group is not None and not _is_group(fp8_group):
+        if fp8_group is not None and not is_process_group(fp8_group):
             raise TypeError(
                 "fp8_autocast: fp8_group must be a torch.distributed.ProcessGroup, "
                 f"got {type(fp8_group).__name__}"
@@ -127,7 +127,8 @@ class fp8_autocast:
         return wrapper  # type: ignore[return-value]
 
 
-def _is_group(value: object) -> bool:
+def is_process_group(value: object) -> bool:
+    """Whether ``value`` is a torch.distributed process group."""
     distributed = torch.distributed
     return distributed.is_available() and isinstance(value, distributed.ProcessGroup)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..autocast import _is_group, local
+from ..autocast import is_process_group, local
 from ..state import registry
 
 __all__ = ["checkpoint"]
@@ -79,7 +79,7 @@ def _is_earlier_order(args: tuple[Any, ...]) -> bool:
         len(args) > 3
         and isinstance(args[0], bool)
         and (args[1] is None or callable(args[1]))
-        and (args[2] is None or _is_group(args[2]))
+        and (args[2] is None or is_process_group(args[2]))
     )
 
 
@@ -145,8 +145,8 @@ class _Scales:
         """The scales of all living modules; None where none has any."""
         tensors = [
             tensor
-            for state in (reference() for reference in list(registry._states.values()))
-            if state is not None and state.allocated
+            for state in registry.living()
+            if state.allocated
             for tensor in (state.scale_fwd, state.scale_inv_fwd)
         ]
         if not tensors:
