@@ -268,12 +268,13 @@ def _main_grad(parameter: Any, accumulate: bool | None) -> tuple[torch.Tensor, b
         main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
         raise ValueError(
-            "Linear: weight.main_grad must be a preallocated tensor when "
+            "fuse_wgrad_accumulation: weight.main_grad must be a preallocated tensor when "
             "fuse_wgrad_accumulation=True, got None"
         )
     if main_grad.numel() != parameter.numel() or not main_grad.is_contiguous():
         raise ValueError(
-            f"Linear: weight.main_grad must be contiguous with shape {list(parameter.shape)}, "
+            f"fuse_wgrad_accumulation: weight.main_grad must be contiguous with shape "
+            f"{list(parameter.shape)}, "
             f"got {list(main_grad.shape)}"
         )
     if getattr(parameter, "overwrite_main_grad", False):
