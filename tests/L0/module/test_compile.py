@@ -110,11 +110,7 @@ def check(name, device, regions):
     assert graphs[0] == 1, "nothing was compiled"
     assert found.keys() == expected.keys()
     for key, value in found.items():
-        if device.type == "cpu":
-            assert torch.equal(value, expected[key]), key
-        else:
-            # inductor sums up biases, and what is not FP8, in its own order
-            torch.testing.assert_close(value, expected[key], rtol=1.6e-2, atol=2e-3, msg=key)
+        assert torch.equal(value, expected[key]), key
     return graphs
 
 
@@ -155,10 +151,7 @@ def test_a_warm_state(device):
         for m, run in ((eager, eager), (other, compiled(other, device)))
     ]
     for key, value in found[0].items():
-        torch.testing.assert_close(
-            found[1][key], value, rtol=0 if device.type == "cpu" else 1.6e-2,
-            atol=0 if device.type == "cpu" else 2e-3,
-        )  # fmt: skip
+        assert torch.equal(found[1][key], value), key
 
 
 @pytest.mark.parametrize("recipe", SCHEMES)
@@ -190,10 +183,7 @@ def test_without_gradients(device, recipe):
     run = compiled(module, device)
     with torch.no_grad(), fp8_autocast(True, RECIPES[recipe]):
         expected, found = module(x), run(x)
-    torch.testing.assert_close(
-        found, expected, rtol=0 if device.type == "cpu" else 1.6e-2,
-        atol=0 if device.type == "cpu" else 2e-3,
-    )  # fmt: skip
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -224,11 +214,7 @@ def test_options(device, kind, options):
         found.append([*out, inp.grad, *grads])
     assert counters["stats"]["unique_graphs"] == 1
     assert len(found[0]) == len(found[1])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(
-            b, a, rtol=0 if device.type == "cpu" else 1.6e-2,
-            atol=0 if device.type == "cpu" else 2e-3,
-        )  # fmt: skip
+    assert all(torch.equal(b, a) for a, b in zip(*found, strict=True))
 
 
 def test_another_number_of_rows(device):

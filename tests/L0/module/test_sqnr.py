@@ -22,6 +22,11 @@ LAYERS = {
         h, 2 * h, activation="swiglu", normalization="RMSNorm", bias=False, **options
     ),
 }
+# relu's and reglu's zeroed units pass on less of a gradient and all of its noise.
+GATES = {
+    name: lambda h, name=name, **options: LayerNormMLP(h, 4 * h, activation=name, **options)
+    for name in ("relu", "srelu", "reglu", "geglu")
+}
 
 
 def quantized(x, recipe, role, transposed):
@@ -119,9 +124,9 @@ def test_small_layer(recipe, layer):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", LAYERS | GATES)
 def test_layer(recipe, layer):
-    module = LAYERS[layer](2048, device="cuda", params_dtype=torch.bfloat16)
+    module = (LAYERS | GATES)[layer](2048, device="cuda", params_dtype=torch.bfloat16)
     x = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16)
     # Only the forward product of these recipes accumulates fast.
     fast = not RECIPES[recipe].use_split_accumulator[0]
