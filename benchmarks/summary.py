@@ -96,15 +96,14 @@ def layers_table(data: dict[str, Any]) -> str:
     lines = [
         f"{info['gpu']}, driver {info['driver']}, torch {info['torch']}, {info['date']}:",
         "",
-        "| layer | stack | measure | ms | peak GiB |",
-        "|---|---|---|---|---|",
+        "| layer | stack | measure | ms | ms in turns | peak GiB |",
+        "|---|---|---|---|---|---|",
     ]
     for row in data["rows"]:
-        peak = row.get("peak GiB")
-        lines.append(
-            f"| {row['layer']} | {row['stack']} | {row['measure']} | {row['ms']:.2f} | "
-            f"{'' if peak is None else f'{peak:.2f}'} |"
-        )
+        figures = (row.get(key) for key in ("ms", "ms in turns", "peak GiB"))
+        cells = [row["layer"], row["stack"], row["measure"]]
+        cells += ["" if figure is None else f"{figure:.2f}" for figure in figures]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
