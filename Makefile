@@ -15,10 +15,10 @@ PY := $(VENV)/bin/python
 
 SCRIPTS := scripts/*.py examples/char_gpt/*.py
 # dlpack.h is vendored and keeps its own format.
-CXX_FILES = $(shell find csrc tests/cpp \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
+CXX_FILES = $(shell find csrc tests/cpp tests/hip \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
 	! -name dlpack.h | sort)
 
-.PHONY: help env demo test test-l1 bench lint cuda clean distclean
+.PHONY: help env demo test test-l1 bench lint cuda hip-check clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,7 +28,8 @@ help:
 	@echo "make bench      benchmarks, their tables and charts"
 	@echo "make lint       ruff, clang-format and mypy"
 	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
-	@echo "make clean      remove what the commands write, but not the environment"
+	@echo "make hip-check  compile every .cu for AMD GPUs, where hipcc is found"
+	@echo "make clean      remove what the commands write and what is compiled in the user's cache"
 	@echo "make distclean  remove the environment, too"
 	@echo "PYTHON=...      the Python to use (default python3); its torch is used if it fits"
 
@@ -67,10 +68,19 @@ lint: env
 cuda: env
 	$(PY) scripts/check_cuda.py
 
+hip-check: env
+	$(PY) scripts/check_hip.py
+
+# What the commands, tools and builds write, in the checkout and in the user's cache. Needs no
+# environment, which distclean removes.
 clean:
-	rm -rf build dist *.egg-info .ruff_cache .mypy_cache .pytest_cache
+	rm -rf build dist *.egg-info prebuilt apex_te/prebuilt compile_commands.json
+	rm -rf .ruff_cache .mypy_cache .pytest_cache .hypothesis
+	find apex_te op_builder compatibility csrc tests scripts benchmarks examples \
+		\( -name '*.so' -o -name '*.o' -o -name '*.pyc' \) -type f -delete 2>/dev/null || true
 	find . -name __pycache__ -type d -not -path './.git/*' -not -path './$(VENV)/*' -prune \
 		-exec rm -rf {} +
+	-$(BASE_PYTHON) -B -m op_builder.jit.cli clean --all
 
 distclean: clean
 	rm -rf $(VENV)

@@ -19,12 +19,22 @@ sys.path.insert(0, HERE)
 from setuptools import Distribution, find_packages, setup  # noqa: E402
 from setuptools.command.build_py import build_py  # noqa: E402
 
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:  # before setuptools 70.1
+    from wheel.bdist_wheel import bdist_wheel
+
 from op_builder import all_builders  # noqa: E402
-from op_builder.core import CoreBuilder  # noqa: E402
-from op_builder.jit import prebuild  # noqa: E402
+from op_builder.jit import prebuild, ready  # noqa: E402
+from op_builder.jit.errors import BuildError, PrebuildError  # noqa: E402
+from op_builder.jit.targets import Targets  # noqa: E402
 
 BUILDERS = all_builders()
-CHOSEN = prebuild.check_install(BUILDERS)
+try:
+    CHOICES = prebuild.check_install(BUILDERS, sys.argv)
+except BuildError as error:
+    raise SystemExit(f"apex_te: {error}") from None
+PREBUILT = any(choice.wanted for choice in CHOICES)
 SOURCE_ENDINGS = (".h", ".hpp", ".cuh", ".cpp", ".cu", ".LICENSE")
 
 WORK = tempfile.mkdtemp(prefix="apex_te-build-")
@@ -40,7 +50,7 @@ class BuildPython(build_py):
         editable = getattr(self, "editable_mode", False)
         if not editable:
             self._copy_sources(os.path.join(package, "csrc"))
-        if CHOSEN:
+        if PREBUILT:
             self._prebuild(None if editable else os.path.join(package, "prebuilt"))
 
     def _copy_sources(self, target: str) -> None:
@@ -53,14 +63,17 @@ class BuildPython(build_py):
 
     def _prebuild(self, target: str | None) -> None:
         """Into the package; an editable install has none, there the user's cache takes them."""
-        builders = {**BUILDERS, "apex_te_core": CoreBuilder()}
-        chosen = [("apex_te_core", "cpu"), *CHOSEN]
-        if target is None:
-            for name, device in chosen:
-                builders[name].open(device)
-            return
-        for line in prebuild.prebuild(builders, chosen, os.path.abspath(target)):
-            print(f"apex_te: built {line}", flush=True)
+        try:
+            if target is None:
+                report = ready.into_cache(BUILDERS, CHOICES, Targets.find())
+            else:
+                report = prebuild.into_package(BUILDERS, CHOICES, os.path.abspath(target))
+        except PrebuildError as error:
+            print(f"\napex_te: libraries built ahead of time\n{error.report}\n", flush=True)
+            raise SystemExit(f"apex_te: {error}") from None
+        except BuildError as error:
+            raise SystemExit(f"apex_te: {error}") from None
+        print(f"\napex_te: libraries built ahead of time\n{report}\n", flush=True)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
         """What was made beyond the modules belongs to the installation, too."""
@@ -72,10 +85,18 @@ class BuildPython(build_py):
 
 
 class PrebuiltDistribution(Distribution):
-    """With libraries inside, the wheel serves one platform and one Python."""
+    """With libraries inside, the wheel serves one platform."""
 
     def has_ext_modules(self) -> bool:
         return True
+
+
+class Wheel(bdist_wheel):
+    """A wheel for every Python: an op's library knows none, the dispatcher is there per Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return ("py3", "none", platform) if PREBUILT else (python, abi, platform)
 
 
 def _packages() -> tuple[list[str], dict[str, str]]:
@@ -96,8 +117,8 @@ setup(
     package_dir=FOLDERS,
     package_data={"apex_te": ["py.typed"]},
     include_package_data=False,
-    distclass=PrebuiltDistribution if CHOSEN else Distribution,
-    cmdclass={"build_py": BuildPython},
+    distclass=PrebuiltDistribution if PREBUILT else Distribution,
+    cmdclass={"build_py": BuildPython, "bdist_wheel": Wheel},
     options={
         "build": {"build_base": os.path.join(WORK, "build")},
         "egg_info": {"egg_base": WORK},

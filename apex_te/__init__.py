@@ -29,6 +29,7 @@ if _TYPE_CHECKING:
     from . import nvtx as nvtx
     from . import optimizers as optimizers
     from . import recipe as recipe
+    from ._prebuild import prebuild as prebuild
     from .arguments import (
         add_fp8_arguments as add_fp8_arguments,
     )
@@ -84,6 +85,7 @@ _NAMES = {
     "make_recipe": "recipe",
     "nvtx": "",
     "optimizers": "",
+    "prebuild": "_prebuild",
     "recipe": "",
     "recipe_from_arguments": "arguments",
 }
@@ -92,3 +94,7 @@ __getattr__, __dir__ = _attach(__name__, _NAMES)
 
 if _os.environ.get("APEX_TE_NVTX", "0") not in ("", "0"):
     from . import nvtx as nvtx
+if _os.environ.get("APEX_TE_TOPLEVEL_COMPAT"):
+    from .compatibility.apex import install_from_environment as _install_apex_names
+
+    _install_apex_names()

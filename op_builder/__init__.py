@@ -1,46 +1,68 @@
 """Builders of the ops: each module of this folder builds the op of its own name.
 
+Other packages add ops of their own with ``register``, or as entry points (jit/user_ops.py).
 Importing this package compiles nothing and does not import torch.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 
 from .builder import CPUOpBuilder, CUDAOpBuilder, FunctionSpec, OpBuilder, OpenedLibrary
-from .jit.errors import BuildError, UnknownOpError
+from .jit.errors import BuildError, DuplicateOpError, UnknownOpError
+from .jit.user_ops import builders as user_builders
+from .jit.user_ops import find as _find_user_builder
+from .jit.user_ops import names as _user_names
+from .jit.user_ops import register
 
 _NOT_OPS = frozenset(("__init__", "builder", "core"))
 
 
 def builder_names() -> list[str]:
-    """Names of all ops that have a builder, found by looking at this folder."""
+    """Names of the suite's ops, found by looking at this folder."""
     names = (os.path.splitext(entry) for entry in os.listdir(os.path.dirname(__file__)))
     return sorted(stem for stem, ending in names if ending == ".py" and stem not in _NOT_OPS)
 
 
-@functools.cache
 def get_builder(name: str) -> OpBuilder:
-    """The builder of op ``name``, or of the dispatcher, "apex_te_core". Raises UnknownOpError."""
-    if name == "apex_te_core":
-        from .core import CoreBuilder
+    """The builder of op ``name``, or of the dispatcher, "apex_te_core".
 
-        return CoreBuilder()
-    if name not in builder_names():
+    Ops of other packages are looked for after the suite's own. Raises UnknownOpError, and
+    DuplicateOpError where two other packages have an op of this name.
+    """
+    builder = _suite_builder(name) or _find_user_builder(name)
+    if builder is None:
+        there = ", ".join(builder_names()) or "none"
+        others = _user_names()
         raise UnknownOpError(
-            f"there is no op {name!r}; there are: {', '.join(builder_names()) or 'none'}"
+            f"there is no op {name!r}; there are: {there}"
+            + (f"; from other packages: {', '.join(others)}" if others else "")
         )
-    module = importlib.import_module(f"{__name__}.{name}")
+    return builder
+
+
+_suite: dict[str, OpBuilder] = {}
+
+
+def _suite_builder(name: str) -> OpBuilder | None:
+    if name in _suite:
+        return _suite[name]
+    if name == "apex_te_core":
+        module_name = "core"
+    elif name in builder_names():
+        module_name = name
+    else:
+        return None
+    module = importlib.import_module(f"{__name__}.{module_name}")
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, OpBuilder) and name == value.NAME:
-            return value()
+            return _suite.setdefault(name, value())
     raise UnknownOpError(f"{module.__file__} must define a builder with NAME = {name!r}")
 
 
 def all_builders() -> dict[str, OpBuilder]:
-    """All builders by op name."""
+    """The suite's builders by op name."""
     return {name: get_builder(name) for name in builder_names()}
 
 
@@ -48,6 +70,7 @@ __all__ = [
     "BuildError",
     "CPUOpBuilder",
     "CUDAOpBuilder",
+    "DuplicateOpError",
     "FunctionSpec",
     "OpBuilder",
     "OpenedLibrary",
@@ -55,4 +78,6 @@ __all__ = [
     "all_builders",
     "builder_names",
     "get_builder",
+    "register",
+    "user_builders",
 ]

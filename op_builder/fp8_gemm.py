@@ -1,7 +1,7 @@
 """Builder of fp8_gemm."""
 
 from .builder import CUDAOpBuilder
-from .jit import toolchain
+from .jit import hip, toolchain
 
 
 class Fp8GemmBuilder(CUDAOpBuilder):
@@ -12,4 +12,6 @@ class Fp8GemmBuilder(CUDAOpBuilder):
     def system_include_paths(self, device: str) -> list[str]:
         if device != "cuda":
             return []
+        if hip.is_active():
+            return hip.find_header("hipblaslt/hipblaslt.h")
         return toolchain.find_header("cublasLt.h", "cublas", toolchain.find_nvcc())

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from apex_te.op_builder import OpBuilder, all_builders
-from apex_te.op_builder.jit import env, toolchain
+from apex_te.op_builder.jit import resources, toolchain
 from apex_te.op_builder.jit.archs import Arch, own_arch
 from apex_te.op_builder.jit.errors import HeaderNotFoundError, NvccNotFoundError
 
@@ -94,13 +94,16 @@ def main(names: list[str]) -> int:
             toolchain.check_archs(nvcc, [arch.number for arch in declared_archs(builder)])
             provide_headers(builder)
             jobs |= commands(builder, Path(folder))
-        with ThreadPoolExecutor(env.jobs()) as pool:
+        with ThreadPoolExecutor(resources.jobs()) as pool:
             verdicts = list(pool.map(compile_one, jobs.items()))
     compiled = {label.partition(" for ")[0] for label in jobs}
     missed: list[str] = []
     if not names:  # a .cu that no builder names would otherwise never be compiled
         sources = {str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.cu")}
-        missed = sorted(sources - compiled)
+        extensions = [b for b in all_builders().values() if b.BINDING == "pybind11"]
+        # these may include torch: a CUDA one is needed to compile them
+        apart = {source for b in extensions for source in b.sources()}
+        missed = sorted(sources - compiled - apart)
         for source in missed:
             print(f"FAILED: {source} belongs to no builder")
     failed = verdicts.count(False) + len(missed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import threading
 from collections.abc import Iterable
 from types import ModuleType
@@ -13,6 +14,7 @@ import torch
 
 from ..op_builder import get_builder
 from ..op_builder.core import CoreBuilder
+from ..op_builder.jit.archs import device_capability
 
 ABI = 1
 
@@ -20,6 +22,21 @@ _lock = threading.RLock()
 _core: ModuleType | None = None
 _functions: dict[tuple[str, str], Any] = {}
 _handles: dict[tuple[str, str], int] = {}
+
+
+def _forked() -> None:
+    """A fork may copy a lock that another thread held; the child starts with a fresh one."""
+    global _lock
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _load_error(what: str, path: str, problem: ImportError) -> ImportError:
+    from ..op_builder.jit import hints  # here, because importing it takes a while
+
+    return hints.load_error(what, path, problem)
 
 
 def core() -> ModuleType:
@@ -33,7 +50,10 @@ def core() -> ModuleType:
                 spec = importlib.util.spec_from_loader("apex_te_core", loader)
                 assert spec is not None
                 module = importlib.util.module_from_spec(spec)
-                loader.exec_module(module)
+                try:
+                    loader.exec_module(module)
+                except ImportError as error:
+                    raise _load_error("apex_te_core", opened.path, error) from None
                 _core = module
     return _core
 
@@ -43,12 +63,13 @@ def _open(op: str, device: str, device_index: int) -> int:
     with _lock:
         handle = _handles.get((op, device))
         if handle is None:
-            capability = (
-                torch.cuda.get_device_capability(device_index) if device == "cuda" else None
-            )
+            capability = device_capability(device_index) if device == "cuda" else None
             opened = get_builder(op).open(device, capability)
             dispatcher = core()
-            handle = dispatcher.open_library(opened.proc_path)
+            try:
+                handle = dispatcher.open_library(opened.proc_path)
+            except ImportError as error:
+                raise _load_error(op, opened.path, error) from None
             address = dispatcher.symbol(handle, "apex_te_abi")
             abi = dispatcher.read_int32(address) if address else None
             if abi != ABI:

@@ -1,23 +1,30 @@
 // Device code and launch helpers that differ by vendor or arch, each with a portable path.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
 #include "common/codec.h"
+#include "common/gpu_compat.h"
 #include "common/op.h"
 
 namespace apex_te {
 
 inline void check_cuda(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // clears a non-sticky error, so that the next call does not report it
-  if (error == cudaErrorInsufficientDriver)
+  // clears a non-sticky error, so that the next call does not report it
+  static_cast<void>(cudaGetLastError());
+#if !defined(__HIP_PLATFORM_AMD__)
+  if (error == cudaErrorInsufficientDriver || error == cudaErrorUnsupportedPtxVersion)
     fail(kApexTeRuntimeError,
-         "%s: the NVIDIA driver is too old for CUDA %d.%d, with which this op was compiled; update "
-         "the driver or compile with an older toolkit (APEX_TE_CUDA_HOME)",
-         what, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+         "%s: the NVIDIA driver is missing or older than CUDA %d.%d, with which this op was "
+         "compiled (%s); update the driver or compile with an older toolkit (APEX_TE_CUDA_HOME)",
+         what, CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10, cudaGetErrorName(error));
+  if (error == cudaErrorNoKernelImageForDevice)
+    fail(kApexTeRuntimeError,
+         "%s: this op's library holds no code for this GPU (%s); add its arch to "
+         "APEX_TE_CUDA_ARCH_LIST (python -m apex_te why <op> shows what there is)",
+         what, cudaGetErrorName(error));
+#endif
   fail(kApexTeRuntimeError, "%s: %s (%s)", what, cudaGetErrorString(error),
        cudaGetErrorName(error));
 }
@@ -32,7 +39,7 @@ class DeviceGuard {
     changed_ = true;
   }
   ~DeviceGuard() {
-    if (changed_) cudaSetDevice(previous_);
+    if (changed_) static_cast<void>(cudaSetDevice(previous_));
   }
   DeviceGuard(const DeviceGuard&) = delete;
   DeviceGuard& operator=(const DeviceGuard&) = delete;

@@ -117,6 +117,8 @@ enum class DType : int32_t {
   kInt64,
   kUInt8,
   kBool,
+  kE4M3FNUZ,
+  kE5M2FNUZ,
   kOther
 };
 
@@ -128,6 +130,8 @@ inline DType dtype_of(const DLDataType& t) {
   if (t.code == kDLFloat8_e4m3fn && t.bits == 8) return DType::kE4M3;
   if (t.code == kDLFloat8_e5m2 && t.bits == 8) return DType::kE5M2;
   if (t.code == kDLFloat8_e8m0fnu && t.bits == 8) return DType::kE8M0;
+  if (t.code == kDLFloat8_e4m3fnuz && t.bits == 8) return DType::kE4M3FNUZ;
+  if (t.code == kDLFloat8_e5m2fnuz && t.bits == 8) return DType::kE5M2FNUZ;
   if (t.code == kDLInt && t.bits == 32) return DType::kInt32;
   if (t.code == kDLInt && t.bits == 64) return DType::kInt64;
   if (t.code == kDLBool && t.bits == 8) return DType::kBool;
@@ -136,31 +140,13 @@ inline DType dtype_of(const DLDataType& t) {
 }
 
 inline const char* dtype_name(DType t) {
-  switch (t) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kE4M3:
-      return "float8_e4m3fn";
-    case DType::kE5M2:
-      return "float8_e5m2";
-    case DType::kE8M0:
-      return "float8_e8m0fnu";
-    case DType::kInt32:
-      return "int32";
-    case DType::kInt64:
-      return "int64";
-    case DType::kBool:
-      return "bool";
-    case DType::kUInt8:
-      return "uint8";
-    case DType::kOther:
-      break;
-  }
-  return "another dtype";
+  constexpr const char* kNames[] = {
+      "float32",         "float16",         "bfloat16",     "float8_e4m3fn", "float8_e5m2",
+      "float8_e8m0fnu",  "int32",           "int64",        "uint8",         "bool",
+      "float8_e4m3fnuz", "float8_e5m2fnuz", "another dtype"};
+  static_assert(sizeof(kNames) / sizeof(*kNames) == static_cast<int>(DType::kOther) + 1,
+                "one name for each dtype, in their order");
+  return kNames[static_cast<int>(t)];
 }
 
 // A dtype for an error, also one that no op takes: "float64", "int16".

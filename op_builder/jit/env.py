@@ -42,13 +42,6 @@ def number(name: str, default: int, minimum: int = 1) -> int:
     return value
 
 
-def jobs() -> int:
-    """How many compilers may run at once: MAX_JOBS, else the CPUs this process may use."""
-    available = getattr(os, "sched_getaffinity", None)
-    count = len(available(0)) if available else (os.cpu_count() or 1)
-    return number("MAX_JOBS", max(1, count))
-
-
 def jit_disabled() -> bool:
     """Whether compiling is forbidden."""
     return boolean("APEX_TE_DISABLE_JIT", False)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .build_report import BuildReport
+
 
 class BuildError(RuntimeError):
     """An op library could not be found or built."""
@@ -18,12 +23,20 @@ class UnknownOpError(BuildError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class DuplicateOpError(BuildError, ValueError):
+    """Two builders have the same NAME; the message says where both are."""
+
+
 class CompilerNotFoundError(BuildError):
     """There is no C++ compiler."""
 
 
 class NvccNotFoundError(BuildError):
     """A CUDA library is needed and there is no nvcc."""
+
+
+class HipccNotFoundError(BuildError):
+    """A library for AMD GPUs is needed and there is no hipcc."""
 
 
 class NinjaNotFoundError(BuildError):
@@ -46,6 +59,10 @@ class DiskFullError(BuildError):
     """No space is left where a library is built."""
 
 
+class NoPermissionError(BuildError):
+    """A file or folder that the build reads or writes may not be read or written."""
+
+
 class JitDisabledError(BuildError):
     """A library is missing and APEX_TE_DISABLE_JIT forbids building it."""
 
@@ -66,9 +83,27 @@ class CompileError(BuildError):
     """The compiler refused the sources; carries the parts of its message."""
 
     def __init__(
-        self, message: str, first_error: str = "", command: str = "", log: str = ""
+        self,
+        message: str,
+        first_error: str = "",
+        command: str = "",
+        log: str = "",
+        hint: str = "",
     ) -> None:
         super().__init__(message)
         self.first_error = first_error
         self.command = command
         self.log = log
+        self.hint = hint
+
+
+class PythonNotFoundError(BuildError):
+    """A Python named in APEX_BUILD_PYTHONS, or its headers, cannot be found."""
+
+
+class PrebuildError(BuildError):
+    """Libraries that were asked for beforehand could not all be built; ``report`` says which."""
+
+    def __init__(self, message: str, report: BuildReport | None = None) -> None:
+        super().__init__(message)
+        self.report = report

@@ -69,6 +69,13 @@ def normalise(flags: Iterable[str], root: str) -> list[str]:
     return result
 
 
+def relative_name(path: str, root: str, suite: str) -> str:
+    """The path relative to the op's root, or to the suite's if only that holds it."""
+    if suite and path.startswith(suite + os.sep) and not path.startswith(root + os.sep):
+        return f"<suite>/{os.path.relpath(path, suite)}"
+    return os.path.relpath(path, root)
+
+
 def compute(
     name: str,
     device: str,
@@ -77,12 +84,17 @@ def compute(
     include_paths: Sequence[str],
     flags: Iterable[str],
     extras: Iterable[str] = (),
+    suite: str = "",
 ) -> str:
-    """The key, 64 hexadecimal digits."""
+    """The key, 64 hexadecimal digits.
+
+    ``suite`` is the suite's root where the op has one of its own: headers of the suite are then
+    named after it, so that the key does not tell where either is installed.
+    """
     parts = closure(sources, include_paths)
     digest = hashlib.sha256()
     head = [name, device, f"abi {OP_ABI}", os.uname().machine, *normalise(flags, root), "", *extras]
     digest.update("\0".join(head).encode())
-    for relative, path in sorted((os.path.relpath(path, root), path) for path in parts):
+    for relative, path in sorted((relative_name(path, root, suite), path) for path in parts):
         digest.update(b"\0\0" + relative.encode() + b"\0" + parts[path])
     return digest.hexdigest()

@@ -7,33 +7,22 @@ import errno
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
-import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from . import env
-from .errors import BuildInterruptedError, CompileError, DiskFullError
+from . import failure, hints, resources
+from .errors import BuildInterruptedError, CompileError, DiskFullError, NoPermissionError
+from .progress import Progress
 from .toolchain import find_ninja
 
 _DIAGNOSTIC = re.compile(
     r"\b(fatal )?error\b\s*(#[\w-]+\s*)?:|undefined reference to|cannot find -l|ptxas fatal"
-    r"|nvcc fatal|multiple definition of|undefined symbol:",
+    r"|nvcc fatal|multiple definition of|undefined symbol:|ld: cannot open",
     re.IGNORECASE,
 )
-_NO_SPACE = re.compile(
-    r"No space left on device|Disk quota exceeded|File too large|file size limit", re.IGNORECASE
-)
-_STOPPED = re.compile(
-    r"^(?!\s).*\b(Killed|Terminated|died due to signal|out of memory|cannot allocate memory"
-    r"|bad_alloc|subcommand interrupted|interrupted by user|Segmentation fault"
-    r"|internal compiler error)\b",
-    re.IGNORECASE | re.MULTILINE,  # a quoted source line starts with a blank
-)
+_STATUS = re.compile(r"\[\d+/\d+\] (.*)")
 
 
 class Step(NamedTuple):
@@ -61,53 +50,17 @@ def write_graph(folder: str, steps: Sequence[Step]) -> None:
         file.write("\n".join(lines) + "\n")
 
 
-class Progress:
-    """One line on a terminal: op, device, step, seconds. Silent elsewhere."""
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-        self.step = "starting"
-        self._shown = sys.stderr is not None and sys.stderr.isatty()
-        self._start = time.monotonic()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        while not self._done.wait(0.2):
-            seconds = time.monotonic() - self._start
-            text = f"apex_te: building {self.what}: {self.step}, {seconds:.1f} s"
-            with contextlib.suppress(OSError, ValueError):
-                width = max(20, shutil.get_terminal_size().columns - 1)
-                sys.stderr.write("\r\033[K" + text[:width])
-                sys.stderr.flush()
-
-    def __enter__(self) -> Progress:
-        if self._shown:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        if not self._shown:
-            return
-        self._done.set()
-        self._thread.join()
-        seconds = time.monotonic() - self._start
-        end = "failed after" if failure[0] is not None else "built in"
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(f"\r\033[Kapex_te: {self.what}: {end} {seconds:.1f} s\n")
-            sys.stderr.flush()
-
-
-def first_error(output: str) -> str:
-    """The first line of a compiler's own message, "" if there is none."""
+def first_line(output: str, pattern: re.Pattern[str]) -> str:
+    """The first line that matches and is not ninja's, "" if there is none."""
     for line in output.splitlines():
-        if not line.startswith(("ninja:", "FAILED:")) and _DIAGNOSTIC.search(line):
+        if not line.startswith(("ninja:", "FAILED:")) and pattern.search(line):
             return line.strip()
     return ""
 
 
-def _was_stopped(output: str) -> bool:
-    return bool(_STOPPED.search(output))
+def first_error(output: str) -> str:
+    """The first line of a compiler's own message, "" if there is none."""
+    return first_line(output, _DIAGNOSTIC)
 
 
 def _failed_command(output: str) -> str:
@@ -133,12 +86,15 @@ def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
 
 @contextlib.contextmanager
 def disk_errors(what: str, folder: str) -> Iterator[None]:
-    """Turn the OSErrors of a full disk into DiskFullError."""
+    """Turn the OSErrors of a full disk into DiskFullError, refused ones into NoPermissionError."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise disk_full(what, folder, error.strerror or "") from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            text = f"{error.filename or folder}: {error.strerror}"
+            raise NoPermissionError(f"{what}: {_details(text, hints.building(text))}") from None
         raise
 
 
@@ -153,13 +109,43 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.wait()
 
 
-def run(what: str, folder: str, steps: Sequence[Step], log: str, verbose: bool) -> None:
+_running: set[subprocess.Popen[str]] = set()
+
+
+def stop_all() -> bool:
+    """Stop every build of this process, if there is any; ``run`` sees a stopped compiler."""
+    running = list(_running)
+    for process in running:
+        _stop(process)
+    return bool(running)
+
+
+def _finished(lines: Sequence[str], steps: int) -> bool:
+    """Whether ninja says so: its status is 0 in a program that ignores SIGCHLD or waits itself."""
+    last = f"[{steps}/{steps}] "
+    failed = any(line.startswith("FAILED: ") for line in lines)
+    return not failed and any(line.startswith(last) for line in lines)
+
+
+def run(
+    what: str,
+    folder: str,
+    steps: Sequence[Step],
+    log: str,
+    verbose: bool,
+    jobs: int | None = None,
+    estimate: float | None = None,
+) -> None:
     """Run the graph in ``folder``; the whole output goes to ``log`` when it fails.
 
-    Raises CompileError, BuildInterruptedError, DiskFullError, NinjaNotFoundError.
+    ``jobs`` compilers at once, else as many as the machine's limits allow; ``estimate``: seconds
+    it took last time.
+
+    Raises CompileError, BuildInterruptedError, DiskFullError, NoPermissionError,
+    NinjaNotFoundError.
     """
     write_graph(folder, steps)
-    command = [find_ninja(), "-C", folder, "-j", str(env.jobs())]
+    command = [find_ninja(), "-C", folder, "-j", str(jobs or resources.jobs())]
     if verbose:
         command.append("-v")
     # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
@@ -170,8 +156,10 @@ def run(what: str, folder: str, steps: Sequence[Step], log: str, verbose: bool) 
         "NINJA_STATUS": "[%f/%t] ",
         "TERM": "dumb",
     }
+    # ninja tells a step when it ends, with -v by its command
+    labels = {shlex.join(step.command): step.label for step in steps}
     lines: list[str] = []
-    with Progress(what) as progress:
+    with Progress(what, [step.label for step in steps], estimate) as progress:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -183,35 +171,49 @@ def run(what: str, folder: str, steps: Sequence[Step], log: str, verbose: bool) 
             start_new_session=True,
         )
         assert process.stdout is not None
+        _running.add(process)
         try:
-            progress.step = steps[0].label
             for line in process.stdout:
                 lines.append(line)
                 if verbose:
-                    sys.stderr.write(line)
-                if line.startswith("["):
-                    progress.step = line.strip()
+                    progress.say(line)
+                if status := _STATUS.match(line):
+                    progress.done(labels.get(status[1], status[1]))
             process.wait()
         except BaseException:
             _stop(process)
             raise
         finally:
+            _running.discard(process)
             process.stdout.close()
-        if process.returncode != 0:
+        if process.returncode != 0 or not _finished(lines, len(steps)):
             _raise_failure(what, folder, "".join(lines), process.returncode, log)
 
 
+def _details(error: str, hint: str, command: str = "", log: str = "", next_try: str = "") -> str:
+    """The compiler's first line and, each on a line of its own, what else is known."""
+    more = {"hint": hint, "command": command, "log": log, "next try": next_try}
+    return "\n".join([error, *(f"  {name}: {text}" for name, text in more.items() if text)])
+
+
 def _raise_failure(what: str, folder: str, output: str, code: int, log: str) -> None:
-    if _NO_SPACE.search(output):
+    if hints.NO_SPACE.search(output):
         raise disk_full(what, folder)
     with contextlib.suppress(OSError), open(log, "w", encoding="utf-8") as file:
         file.write(output)
-    error = first_error(output)
-    if code < 0 or code in (130, 137, 143) or _was_stopped(output) or not error:
-        tail = " / ".join(line.strip() for line in output.strip().splitlines()[-3:])
-        raise BuildInterruptedError(
-            f"{what}: the build was stopped before the compiler could finish (ninja returned"
-            f" {code}: {tail}); if memory is short, set MAX_JOBS=1; log: {log}"
-        )
-    command = _failed_command(output)
-    raise CompileError(f"{what}: {error}\n  command: {command}\n  log: {log}", error, command, log)
+    if code < 0:  # a signal for ninja itself, in its own way of telling
+        output += f"[code={128 - code}]"
+    error, command, hint = first_error(output), _failed_command(output), hints.building(output)
+    if code < 0 or code in (130, 137, 143) or hints.was_stopped(output):
+        what_for = "the build was stopped before the compiler could finish: "
+    elif hints.NO_PERMISSION.search(error or output):
+        error = error or first_line(output, hints.NO_PERMISSION)
+        raise NoPermissionError(f"{what}: {_details(error, hint, command, log)}")
+    elif error:
+        text = _details(error, hint, command, log, failure.NEXT_TRY)
+        raise CompileError(f"{what}: {text}", error, command, log, hint)
+    else:
+        what_for = "the build failed without a compiler's message: "
+    last = " / ".join(line.strip() for line in output.strip().splitlines()[-3:])
+    text = _details(f"{error or last} (ninja returned {code})", hint, command, log)
+    raise BuildInterruptedError(f"{what}: {what_for}{text}")

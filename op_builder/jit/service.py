@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -17,9 +19,21 @@ if TYPE_CHECKING:
     from ..builder import OpBuilder
     from .ninja_build import Step
 
-_guard = threading.Lock()
-_opened: dict[tuple[str, str, str], list[OpenedLibrary]] = {}
-_busy: dict[tuple[str, str, str], tuple[threading.Lock, list[int]]] = {}
+
+class _Turn:
+    """Which thread loads a library now, and how the last one that failed did so."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: int | None = None
+        self.failures = 0
+        self.error = BuildError()
+        self.asked: tuple[Capability | None, bool] = (None, False)
+
+
+_Identity = tuple[str, str, str]
+_opened: dict[_Identity, list[OpenedLibrary]] = {}
+_turns: dict[_Identity, _Turn] = {}
 
 
 class Request(NamedTuple):
@@ -34,6 +48,7 @@ class Request(NamedTuple):
     compiler: str
     flags: list[str]
     verbose: bool
+    jobs: int | None
 
     @property
     def what(self) -> str:
@@ -75,11 +90,12 @@ def look_up(
 
 
 def _disabled(builder: OpBuilder, device: str) -> JitDisabledError:
-    code = f"from apex_te.op_builder import get_builder as b; b('{builder.NAME}').open('{device}')"
+    command = f"python -m apex_te build --ops {builder.NAME} --device {device}"
+    note = builder.why_missing(device)
     return JitDisabledError(
         f"{builder.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
         f" forbids building it; install with `{builder.BUILD_VAR}=1 pip install .`,"
-        f' or fill the cache with `APEX_TE_DISABLE_JIT=0 python -c "{code}"`'
+        f" or fill the cache with `APEX_TE_DISABLE_JIT=0 {command}`{note and '; ' + note}"
     )
 
 
@@ -91,14 +107,22 @@ def build(
     force: bool = False,
     verbose: bool = False,
     location: cache.Location | None = None,
+    archs: tuple[Arch, ...] | None = None,
+    jobs: int | None = None,
+    started: float | None = None,
 ) -> OpenedLibrary:
-    """Build under the lock, unless another process has just done so (``force``: in any case)."""
-    from . import failure, lock, publish
+    """Build under the lock, unless another process has just done so (``force``: in any case).
+
+    ``archs``: instead of the environment's and the GPUs'; ``jobs``: compilers at once; ``started``:
+    since when (seconds since the epoch) the caller waits, so that it takes part in a failure.
+    """
+    from .ninja_build import disk_errors
+    from .publish import Vanished
 
     if env.jit_disabled():
         raise _disabled(builder, device)
-    started = time.time()
-    archs = _wanted(builder, device, capability)
+    started = time.time() if started is None else started
+    archs = _wanted(builder, device, capability) if archs is None else archs
     compiler = builder.compiler_version(device, archs)
     request = Request(
         builder,
@@ -110,44 +134,88 @@ def build(
         compiler,
         builder.key_flags(device),
         verbose or env.jit_verbose(),
+        jobs,
     )
-    target = location if location is not None else cache.writable_cache()
-    tags = [str(arch) for arch in archs]
     name = cache.entry_folder(request.library, request.key)
-    folder = os.path.join(target.path, name)
-    failed = os.path.join(folder, f"failure-{request.tag}.json")
-    retry = env.jit_retry() or force
-    if not retry:
-        _raise_recalled(failure.recall(failed, compiler, started - failure.KEPT_SECONDS))
+    inside = (cache.LOCKS, cache.TEMPORARY, name)
+    try:
+        with disk_errors(request.what, (location or cache.user_cache()).path):
+            if location is None:
+                target = cache.writable_cache(*inside)
+            else:
+                target = location
+                cache.prepare(target, *inside)
+        try:
+            return _build_in(target, request, name, capability, started, force)
+        except cache.Unsafe as problem:
+            if location is not None or cache.named_cache():
+                raise
+            target = cache.fall_back(f"the default cache cannot be used: {problem}", *inside)
+        except (Vanished, FileNotFoundError):  # by a clean-up, which does not come twice
+            cache.prepare(target, *inside)
+        return _build_in(target, request, name, capability, started, force)
+    except OSError as error:
+        raise BuildError(f"{request.what}: cannot be built: {error}") from error
+
+
+def _build_in(
+    target: cache.Location,
+    request: Request,
+    name: str,
+    capability: Capability | None,
+    started: float,
+    force: bool,
+) -> OpenedLibrary:
+    """Build in the cache ``target`` under the lock ``name``; all folders are there."""
+    from . import failure, lock, publish
     from .ninja_build import disk_errors
 
-    locks = os.path.join(target.path, "locks")
-    with disk_errors(request.what, target.path):
-        cache.make_private(locks)
-        with lock.held(os.path.join(locks, name), request.what, env.lock_timeout()):
-            found = None
-            if not force:
-                found = cache.find(target, request.library, request.key, capability, tags)
-            if found is None:
-                since = started - (0.0 if retry else failure.KEPT_SECONDS)
-                if not force:
-                    _raise_recalled(failure.recall(failed, compiler, since))
-                publish.remove_leftovers(target.path)
-                try:
-                    publish.build(request, target.path, name)
-                except CompileError as error:
-                    failure.store(failed, error, compiler)
-                    raise
-                failure.forget(failed)
-                found = cache.find(target, request.library, request.key, capability, tags)
-    if found is None:
-        raise BuildError(f"{request.what}: the library was built in {folder} and is gone again")
-    return found
+    tags = [str(arch) for arch in request.archs]
+    failed = os.path.join(target.path, name, f"failure-{request.tag}.json")
+    retry = env.jit_retry() or force
+    since = started - failure.KEPT_SECONDS
+    if not retry:
+        _raise_recalled(failure.recall(failed, request.compiler, since))
+    stamp = failure.stamp(failed)
+
+    def published() -> OpenedLibrary | None:
+        return cache.find(target, request.library, request.key, None, tags)
+
+    path = os.path.join(target.path, cache.LOCKS, name)
+    with (
+        disk_errors(request.what, target.path),
+        lock.held(path, request.what, env.lock_timeout()) as alone,
+    ):
+        if not force:
+            found = cache.find(target, request.library, request.key, capability, tags)
+            if found is not None:
+                return found
+            if failure.stamp(failed) != stamp:  # stored while this process waited
+                _raise_recalled(failure.recall(failed, request.compiler, None))
+            _raise_recalled(failure.recall(failed, request.compiler, started if retry else since))
+        if note := request.builder.why_missing(request.device):
+            print(f"apex_te: {note}; compiling one, once", file=sys.stderr, flush=True)
+        if alone:
+            publish.remove_leftovers(target.path, name)
+        try:
+            built = publish.build(request, target, name, (lambda: None) if force else published)
+        except CompileError as error:
+            failure.store(failed, error, request.compiler)
+            raise
+        failure.forget(failed)
+        return built
 
 
 def _raise_recalled(error: CompileError | None) -> None:
     if error is not None:
         raise error
+
+
+def _kept(identity: _Identity, capability: Capability | None) -> OpenedLibrary | None:
+    for opened in _opened.get(identity, ()):
+        if _serves(opened, capability) and opened.is_open():
+            return opened
+    return None
 
 
 def open_library(
@@ -158,26 +226,28 @@ def open_library(
     force: bool = False,
     verbose: bool = False,
 ) -> OpenedLibrary:
-    """The library of ``builder`` for ``device``, looked up and built if need be; thread-safe."""
+    """The library of ``builder`` for ``device``, looked up and built if need be; thread-safe.
+
+    Threads that wait for the one that builds get its library, or its error.
+    """
     identity = (str(builder.root), builder.NAME, device)
-    if not force:
-        for opened in _opened.get(identity, ()):
-            if _serves(opened, capability):
-                return opened
-    with _guard:
-        thread_lock, owner = _busy.setdefault(identity, (threading.Lock(), []))
+    if not force and (kept := _kept(identity, capability)):
+        return kept
+    asked = (capability, force)
+    turn = _turns.setdefault(identity, _Turn())
     me = threading.get_ident()
-    if owner and owner[0] == me:
+    if turn.owner == me:
         raise ReentrantLoadError(
             f"{builder.NAME} ({device}): loading it asked for the same library again"
         )
-    with thread_lock:
-        owner.append(me)
+    failures = turn.failures
+    with turn.lock:
         try:
-            if not force:
-                for opened in _opened.get(identity, ()):
-                    if _serves(opened, capability):
-                        return opened
+            turn.owner = me
+            if not force and (kept := _kept(identity, capability)):
+                return kept
+            if turn.failures != failures and turn.asked == asked:
+                raise copy.copy(turn.error)
             builder.check_device(device)
             if capability is None and builder.needs_archs(device):
                 devices = initialised_capabilities()
@@ -187,15 +257,18 @@ def open_library(
                 opened_now = build(builder, device, capability, force=force, verbose=verbose)
             _opened.setdefault(identity, []).insert(0, opened_now)
             return opened_now
+        except BuildError as error:
+            # a copy: the original holds the frames of this thread
+            turn.error, turn.asked = copy.copy(error), asked
+            turn.failures += 1
+            raise
         finally:
-            owner.clear()
+            turn.owner = None
 
 
 def _forked() -> None:
     """A fork may copy locks that other threads held; the child starts with fresh ones."""
-    global _guard
-    _guard = threading.Lock()
-    _busy.clear()
+    _turns.clear()
 
 
 os.register_at_fork(after_in_child=_forked)

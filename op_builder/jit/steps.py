@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import extension, toolchain
+from . import hip, toolchain
 from .archs import Arch, own_arch
 from .ninja_build import Step
 
@@ -15,23 +15,27 @@ if TYPE_CHECKING:
     from ..builder import OpBuilder
 
 
-def _object(folder: str, source: str) -> str:
+def object_path(folder: str, source: str) -> str:
     return os.path.join(folder, re.sub(r"[^\w.]", "_", source) + ".o")
 
 
 def _includes(builder: OpBuilder, device: str) -> list[str]:
-    own = [f"-I{os.path.join(builder.root, path)}" for path in builder.project_includes()]
+    own = [f"-I{path}" for path in builder.include_folders()]
     # -isystem: warnings in other people's headers are not ours
-    folders = builder.system_include_paths(device)
-    if builder.BINDING == "pybind11":
-        folders = [*folders, *extension.torch_includes()]
-    system = [flag for path in folders for flag in ("-isystem", path)]
+    system = [flag for path in builder.system_folders(device) for flag in ("-isystem", path)]
     return [*own, *system]
 
 
-def _link(command: list[str], objects: list[str], output: str, flags: list[str]) -> Step:
+def link(command: list[str], objects: list[str], output: str, flags: list[str]) -> Step:
     line = (*command, "-shared", "-o", output, *objects, *flags)
     return Step(output, tuple(objects), line, f"linking {os.path.basename(output)}")
+
+
+def check(builder: OpBuilder, device: str, archs: Sequence[Arch]) -> None:
+    """Raise what a build would raise for want of a program, a header or an arch; runs no build."""
+    builder.compiler_version(device, archs)
+    builder.system_folders(device)
+    toolchain.find_ninja()
 
 
 def _gencodes(source: str, archs: Sequence[Arch]) -> list[str]:
@@ -57,6 +61,8 @@ def library(
     """Steps for an op's library of one device; translation units compile in parallel."""
     root = str(builder.root)
     kinds = builder.source_kinds(device)
+    if builder.needs_hip(device):
+        return hip.library(builder, device, archs, folder, output)
     includes = _includes(builder, device)
     cxx = toolchain.find_cxx()
     steps, objects = [], []
@@ -65,7 +71,7 @@ def library(
         if os.environ.get("CXX"):
             nvcc.append(f"-ccbin={cxx[0]}")
     for source in builder.device_sources(device):
-        path, made = os.path.join(root, source), _object(folder, source)
+        path, made = os.path.join(root, source), object_path(folder, source)
         if source.endswith(".cu"):
             command = [*nvcc, *builder.compile_flags("cuda"), *_gencodes(source, archs), *includes]
         else:
@@ -74,5 +80,5 @@ def library(
         steps.append(Step(made, (path,), line, f"compiling {os.path.basename(source)}"))
         objects.append(made)
     linker = [*nvcc, "-cudart=static"] if "cuda" in kinds else cxx
-    steps.append(_link(linker, objects, output, builder.link_flags(kinds[-1])))
+    steps.append(link(linker, objects, output, builder.link_flags(kinds[-1])))
     return steps

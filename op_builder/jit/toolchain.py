@@ -17,13 +17,14 @@ from .errors import (
     ArchError,
     CompilerNotFoundError,
     HeaderNotFoundError,
+    HipccNotFoundError,
     NinjaNotFoundError,
     NvccNotFoundError,
 )
 
 
 class Nvcc(NamedTuple):
-    """A CUDA compiler and the toolkit it belongs to."""
+    """A CUDA or HIP compiler and the toolkit it belongs to."""
 
     path: str
     home: str
@@ -101,6 +102,44 @@ def find_nvcc() -> Nvcc:
         "no nvcc found, which compiles for CUDA tensors (CPU tensors work without it): install the"
         " CUDA toolkit or `pip install nvidia-cuda-nvcc`, or name its folder in APEX_TE_CUDA_HOME"
     )
+
+
+def find_hipcc() -> Nvcc:
+    """hipcc: APEX_TE_ROCM_HOME, ROCM_HOME, ROCM_PATH, PATH, /opt/rocm*.
+
+    Raises HipccNotFoundError.
+    """
+    for variable in ("APEX_TE_ROCM_HOME", "ROCM_HOME", "ROCM_PATH"):
+        home = os.environ.get(variable, "").strip(": \t")
+        path = os.path.join(os.path.realpath(home), "bin", "hipcc")
+        if home and os.access(path, os.X_OK):
+            return Nvcc(path, os.path.realpath(home))
+        if home and variable == "APEX_TE_ROCM_HOME":
+            raise HipccNotFoundError(f"APEX_TE_ROCM_HOME={home} holds no bin/hipcc")
+    on_path = shutil.which("hipcc")
+    if on_path:
+        return Nvcc(on_path, os.path.dirname(os.path.dirname(os.path.realpath(on_path))))
+    for home in ["/opt/rocm", *sorted(glob.glob("/opt/rocm-*"), reverse=True)]:
+        path = os.path.join(home, "bin", "hipcc")
+        if os.access(path, os.X_OK):
+            return Nvcc(path, home)
+    raise HipccNotFoundError(
+        "no hipcc found, which compiles for AMD GPUs (CPU tensors work without it): install ROCm's"
+        " hipcc (Debian and Ubuntu: apt install hipcc), or name its folder in APEX_TE_ROCM_HOME"
+    )
+
+
+@functools.cache
+def _hipcc_version(path: str) -> str:
+    text = _version(["env", "HIP_PLATFORM=amd", path, "--version"])
+    release = re.search(r"HIP version: ([\d.]+)", text)
+    clang = re.search(r"clang version ([\d.]+)", text)
+    return f"hipcc {release[1] if release else 'unknown'}, clang {clang[1] if clang else 'unknown'}"
+
+
+def hipcc_version() -> str:
+    """Version of hipcc and its clang, such as "hipcc 5.2.21153, clang 15.0.6"."""
+    return _hipcc_version(find_hipcc().path)
 
 
 @functools.cache

@@ -29,7 +29,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("APEX_TE_CACHE_DIR", str(path))
     monkeypatch.setattr(cache, "_fallback", None)
     monkeypatch.setattr(service, "_opened", {})
-    cache._warned.clear()
+    cache.warned.clear()
     return path
 
 

@@ -116,13 +116,3 @@ def test_no_boolean(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", text)
     with pytest.raises(SettingError, match="APEX_TE_DISABLE_JIT must be one of"):
         env.jit_disabled()
-
-
-def test_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAX_JOBS", "3")
-    assert env.jobs() == 3
-    monkeypatch.setenv("MAX_JOBS", "0")
-    with pytest.raises(SettingError, match="MAX_JOBS must be an integer >= 1, got '0'"):
-        env.jobs()
-    monkeypatch.delenv("MAX_JOBS")
-    assert env.jobs() >= 1

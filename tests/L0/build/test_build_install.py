@@ -1,20 +1,18 @@
-"""What an installation contains, and what it builds beforehand."""
+"""What an installation builds beforehand, and what importing the builders costs."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
-from tiny_op import CHECKOUT, Tiny, TinyCuda
+from tiny_op import CHECKOUT, TinyCuda
 
 from op_builder import CPUOpBuilder, CUDAOpBuilder, all_builders, get_builder
 from op_builder.jit import prebuild
-from op_builder.jit.errors import BuildError, SettingError, UnknownOpError
+from op_builder.jit.errors import SettingError, UnknownOpError
 
 
 class One(CPUOpBuilder):
@@ -34,7 +32,7 @@ def chosen(
     for name, value in variables.items():
         monkeypatch.setenv(f"APEX_BUILD_{name}", value)
     monkeypatch.setattr(prebuild, "cuda_expected", lambda: cuda)
-    return [f"{op}:{device}" for op, device in prebuild.select(BUILDERS)]
+    return [f"{each.op}:{each.device}" for each in prebuild.select(BUILDERS) if each.wanted]
 
 
 @pytest.mark.parametrize(
@@ -72,33 +70,55 @@ def test_cuda_is_expected_with_an_arch_list(monkeypatch: pytest.MonkeyPatch) -> 
     assert prebuild.cuda_expected()
 
 
-def test_prebuilt_folder_serves(root: Path, cache_dir: Path) -> None:
-    target = root / "prebuilt"
-    made = prebuild.prebuild({"tiny": Tiny(root)}, [("tiny", "cpu")], str(target))
-    assert made == ["tiny (cpu)"]
-    assert sorted(path.name for path in target.rglob("*") if path.is_file()) == [
-        "manifest.json",
-        "tiny_cpu.so",
-    ]
-    assert list(cache_dir.iterdir()) == []
-    found = Tiny(root).find()
-    assert found is not None
-    assert found.kind == "prebuilt"
+def test_selection_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prebuild, "cuda_expected", lambda: False)
+
+    def reasons(**variables: str) -> dict[str, str]:
+        for name in ("CPP_OPS", "CUDA_OPS", "ONE", "TWO"):
+            monkeypatch.setenv(f"APEX_BUILD_{name}", variables.get(name, ""))
+        found = prebuild.select(BUILDERS)
+        return {f"{each.op}:{each.device}": each.reason for each in found if not each.wanted}
+
+    assert set(reasons().values()) == {"not asked for"}
+    assert reasons(CUDA_OPS="1", TWO="no") == dict.fromkeys(
+        ("two:cpu", "two:cuda"), "APEX_BUILD_TWO=no"
+    )
+    assert reasons(CPP_OPS="1") == {"two:cuda": "APEX_BUILD_CPP_OPS asks for CPU libraries"}
+    assert "no arch list is set, no GPU is visible" in reasons(TWO="1")["two:cuda"]
+    assert [each.insisted for each in prebuild.select(BUILDERS)] == [False, True, True]
 
 
-def test_misspelt_variable_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "APEX_BUILD_TOW",
+            "APEX_BUILD_TOW is set and belongs to no op; did you mean APEX_BUILD_TW",
+        ),
+        ("APEX_BUILD_TWO\u200b", r"APEX_BUILD_TWO\\u200b .*; did you mean APEX_BUILD_TWO\?"),
+        ("APEX_BUILD_CPU_OPS", r"did you mean APEX_BUILD_CPP_OPS\?"),
+        ("APEX_BUILD_XYZXYZXYZXYZ", "there are: APEX_BUILD_CPP_OPS, .*APEX_BUILD_PYTHONS"),
+    ],
+)
+def test_misspelt_variable_is_refused(
+    name: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("APEX_BUILD_TOW", "1")
-    assert prebuild.check_install(BUILDERS) == []
-    assert "APEX_BUILD_TOW is set and belongs to no op" in capsys.readouterr().err
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(SettingError, match=told):
+        prebuild.check_install(BUILDERS)
+
+
+@pytest.mark.parametrize(("option", "variable"), [("--cpp_ext", "CPP"), ("--cuda_ext", "CUDA")])
+def test_options_of_apex_are_not_ignored(option: str, variable: str) -> None:
+    with pytest.raises(SettingError, match=f"{option} .* APEX_BUILD_{variable}_OPS=1 instead"):
+        prebuild.check_install(BUILDERS, ["setup.py", "bdist_wheel", option])
 
 
 def test_prebuild_and_disabled_jit_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
-    assert prebuild.check_install(BUILDERS) == []
+    assert not any(choice.wanted for choice in prebuild.check_install(BUILDERS))
     monkeypatch.setenv("APEX_BUILD_ONE", "1")
-    with pytest.raises(BuildError, match="APEX_TE_DISABLE_JIT"):
+    with pytest.raises(SettingError, match="APEX_TE_DISABLE_JIT"):
         prebuild.check_install(BUILDERS)
 
 
@@ -171,81 +191,3 @@ def test_loader_compiles_only_when_called(cache_dir: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (0, "disabled\n"), done.stderr
     assert list(cache_dir.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what an installation reads, so that a test may see whether it stays untouched."""
-    target = tmp_path_factory.mktemp("install") / "checkout"
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "prebuilt")
-    for name in ("apex_te", "op_builder", "compatibility", "csrc"):
-        shutil.copytree(CHECKOUT / name, target / name, ignore=ignore)
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
-        if (CHECKOUT / name).exists():
-            shutil.copy(CHECKOUT / name, target)
-    return target
-
-
-def make_wheel(checkout: Path, target: Path, **variables: str) -> Path:
-    """A wheel made by the build backend pip calls, without pip and without a network."""
-    code = f"import setuptools.build_meta as b; b.build_wheel({str(target)!r})"
-    target.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-B", "-c", code],
-        cwd=checkout,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    (wheel,) = target.glob("*.whl")
-    return wheel
-
-
-def listing(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
-
-
-def test_wheel_holds_every_source(checkout: Path, tmp_path: Path) -> None:
-    pytest.importorskip("setuptools")
-    before = listing(checkout)
-    wheel = make_wheel(checkout, tmp_path / "wheel")
-    assert listing(checkout) == before
-    assert wheel.name.endswith("-py3-none-any.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for part in ("csrc", "op_builder", "compatibility"):
-        for path in (checkout / part).rglob("*"):
-            if path.is_file():
-                assert f"apex_te/{path.relative_to(checkout)}" in names
-    for path in (checkout / "apex_te").rglob("*.py"):
-        assert str(path.relative_to(checkout)) in names
-    tops = {name.split("/")[0] for name in names}
-    assert all(top == "apex_te" or top.endswith(".dist-info") for top in tops)
-    assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
-    # the installed copy builds under the same key as the checkout
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    for name, builder in all_builders().items():
-        installed = type(builder)(tmp_path / "site" / "apex_te")
-        assert installed.key("cpu") == type(builder)(checkout).key("cpu"), name
-
-
-def test_failing_request_fails_the_installation(checkout: Path, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="APEX_BUILD_CPP_OPS must be one of"):
-        make_wheel(checkout, tmp_path / "first", APEX_BUILD_CPP_OPS="maybe")
-    with pytest.raises(AssertionError, match=r"no C\+\+ compiler found"):
-        make_wheel(checkout, tmp_path / "second", APEX_BUILD_CPP_OPS="1", CXX="/nowhere/g++")
-
-
-def test_prebuilt_wheel(checkout: Path, tmp_path: Path) -> None:
-    wheel = make_wheel(checkout, tmp_path / "wheel", APEX_BUILD_AMAX_SCALE_UPDATE="1")
-    assert "none-any" not in wheel.name
-    libraries = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
-    assert {Path(name).name for name in libraries} >= {
-        "apex_te_core.so",
-        "amax_scale_update_cpu.so",
-    }
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    found = get_builder("amax_scale_update").__class__(tmp_path / "site/apex_te").find("cpu")
-    assert found is not None
-    assert found.kind == "prebuilt"

@@ -328,35 +328,6 @@ def test_cuda_library_of_another_arch_is_built_beside(
     assert sorted(path.name for path in cache_dir.glob("tiny_cuda-*/*.*")) == ["8.0", "9.0"]
 
 
-def test_progress_only_on_a_terminal(
-    root: Path, capfd: pytest.CaptureFixture[str], forget: Callable[[], None]
-) -> None:
-    import pty
-
-    Tiny(root).open()
-    assert capfd.readouterr() == ("", "")
-    master, slave = pty.openpty()
-    stderr = os.dup(2)
-    os.dup2(slave, 2)
-    try:
-        write_op(root, value=3)
-        forget()
-        with open(2, "w", closefd=False) as terminal, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("sys.stderr", terminal)
-            Tiny(root).open()
-            shown = os.read(master, 10000).decode()
-            forget()
-            Tiny(root).open()
-            os.set_blocking(master, False)
-            with pytest.raises(BlockingIOError):
-                os.read(master, 10000)
-    finally:
-        os.dup2(stderr, 2)
-        for fd in (stderr, master, slave):
-            os.close(fd)
-    assert "tiny (cpu): built in" in shown
-
-
 def test_errors_share_a_base() -> None:
     for kind in (CompileError, DiskFullError, ArchError, LockTimeoutError):
         assert issubclass(kind, BuildError)

@@ -1,0 +1,98 @@
+"""What a prebuild did, as an object and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+STATES = ("built", "present", "skipped", "failed")
+
+
+class LibraryReport(NamedTuple):
+    """One library: ``seconds`` is the build's own time, ``reason`` says why it was not built."""
+
+    op: str
+    device: str
+    state: str
+    archs: tuple[str, ...] = ()
+    seconds: float = 0.0
+    size: int = 0
+    path: str = ""
+    reason: str = ""
+
+
+class BuildReport(NamedTuple):
+    """All libraries of a prebuild, how long it took, and how many compilers ran at once."""
+
+    libraries: tuple[LibraryReport, ...]
+    seconds: float = 0.0
+    jobs: int = 1
+
+    def of_state(self, *states: str) -> list[LibraryReport]:
+        """The libraries that ended as "built", "present", "skipped" or "failed"."""
+        return [library for library in self.libraries if library.state in states]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.of_state("failed")
+
+    def failures(self) -> str:
+        """What failed and why, one paragraph each."""
+        failed = self.of_state("failed")
+        count = f"{len(failed)} of {len(self.of_state('built', 'present', 'failed'))}"
+        lines = []
+        for library in failed:
+            name = f"{library.op} ({library.device}): "
+            lines.append(name + library.reason.removeprefix(name))  # a build says it, too
+        return "\n".join([f"{count} libraries could not be built", *lines])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in plain types, for JSON."""
+        libraries = [library._asdict() for library in self.libraries]
+        return {"libraries": libraries, "seconds": round(self.seconds, 3), "jobs": self.jobs}
+
+    def __str__(self) -> str:
+        """The table: a line per library, then what was skipped by reason, then the sum."""
+        shown = self.of_state("built", "present", "failed")
+        rows: list[tuple[str, ...]] = [("op", "device", "archs", "state", "seconds", "size")]
+        rows += [_row(library) for library in shown]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = []
+        for row in rows if shown else []:
+            cells = [
+                cell.rjust(width) if i > 3 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            lines.append("  ".join(cells).rstrip())
+        lines += _skipped(self.of_state("skipped"))
+        counts = [f"{len(self.of_state(state))} {state}" for state in STATES]
+        size = _size(sum(library.size for library in shown))
+        lines.append(
+            f"{', '.join(counts)}; {size or '0 KB'} in {self.seconds:.1f} s,"
+            f" at most {self.jobs} compiler{'s' if self.jobs > 1 else ''} at once"
+        )
+        return "\n".join(lines)
+
+
+def _size(size: int) -> str:
+    if not size:
+        return ""
+    return f"{size / 1e6:.1f} MB" if size >= 1_000_000 else f"{max(1, round(size / 1e3))} KB"
+
+
+def _row(library: LibraryReport) -> tuple[str, ...]:
+    seconds = f"{library.seconds:.1f}" if library.state == "built" else ""
+    archs = " ".join(library.archs) or "-"
+    return library.op, library.device, archs, library.state, seconds, _size(library.size)
+
+
+def _skipped(libraries: Iterable[LibraryReport]) -> list[str]:
+    """One line per reason and device, with the ops it holds for."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for library in libraries:
+        groups.setdefault((library.device, library.reason), []).append(library.op)
+    return [
+        f"skipped ({device}): {', '.join(ops)}: {reason}"
+        for (device, reason), ops in groups.items()
+    ]

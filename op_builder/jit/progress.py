@@ -1,0 +1,152 @@
+"""What a build tells while it runs: live lines on a terminal, one line at its end in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import threading
+import time
+from typing import TextIO
+
+_PAUSE = 0.2  # seconds between two drawings
+# A log gets one line at a build's end; one that takes longer than this says that it is alive.
+HEARTBEAT = 60.0
+
+
+def _on_terminal(stream: TextIO | None) -> bool:
+    with contextlib.suppress(OSError, ValueError):  # a closed stream is none
+        return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    return False
+
+
+class _Screen:
+    """The live lines of all builds of this process, one per build, drawn by one thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._builds: list[Progress] = []
+        self._drawn = 0  # lines on the terminal now
+        self._wake = threading.Event()
+
+    def add(self, build: Progress) -> None:
+        with self._lock:
+            self._builds.append(build)
+            if len(self._builds) == 1:
+                self._wake = threading.Event()
+                threading.Thread(target=self._run, args=(self._wake,), daemon=True).start()
+
+    def remove(self, build: Progress) -> None:
+        with self._lock:
+            self._builds.remove(build)
+            if not self._builds:
+                self._wake.set()
+
+    def say(self, text: str, stream: TextIO) -> None:
+        """Whole lines of text, above the live ones."""
+        with self._lock, contextlib.suppress(OSError, ValueError):
+            live = self._lines()
+            stream.write(self._erase() + text + "".join(live))
+            stream.flush()
+            self._drawn = len(live)
+
+    def _erase(self) -> str:
+        if not self._drawn:
+            return ""
+        return "\r" + "\033[A" * (self._drawn - 1) + "\033[J"
+
+    def _lines(self) -> list[str]:
+        builds = [build for build in self._builds if build.live]
+        if not builds:
+            return []
+        width = max(20, shutil.get_terminal_size().columns - 1)
+        lines = [build.line()[:width] for build in builds]
+        return [f"{line}\n" for line in lines[:-1]] + lines[-1:]
+
+    def _run(self, wake: threading.Event) -> None:
+        while not wake.wait(_PAUSE):
+            with self._lock, contextlib.suppress(OSError, ValueError):
+                if wake.is_set():
+                    return
+                live = self._lines()
+                if live and (stream := sys.stderr) is not None:
+                    stream.write(self._erase() + "".join(live))
+                    stream.flush()
+                    self._drawn = len(live)
+            for build in tuple(self._builds):
+                build.beat()
+
+
+_screen = _Screen()
+
+
+def _forked() -> None:
+    """The child has neither the thread nor the builds of its parent."""
+    global _screen
+    _screen = _Screen()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+class Progress:
+    """One build, told on standard error while the ``with`` block runs.
+
+    Args:
+        what: op and device.
+        labels: what its steps do, in order.
+        estimate: seconds the same build took last time, None if nobody knows.
+    """
+
+    def __init__(self, what: str, labels: list[str], estimate: float | None = None) -> None:
+        self.what = what
+        self.live = False
+        self._left = list(labels)
+        self._total = len(labels)
+        self._estimate = estimate
+        self._start = self._told = time.monotonic()
+
+    def done(self, label: str) -> None:
+        """A step has ended."""
+        if label in self._left:
+            self._left.remove(label)
+
+    def say(self, text: str) -> None:
+        """Text between the live lines, such as the compiler's own."""
+        if sys.stderr is not None:
+            _screen.say(text, sys.stderr)
+
+    def line(self) -> str:
+        """Where the build is; time comes first, since a narrow terminal cuts the end off."""
+        seconds = time.monotonic() - self._start
+        known = self._estimate
+        if known is None:
+            spent = f"{seconds:.1f} s"
+        elif seconds <= known:
+            spent = f"{seconds:.1f} of about {known:.0f} s"
+        else:
+            spent = f"{seconds:.1f} s, last time {known:.0f} s"
+        step = self._left[0] if self._left else "publishing"
+        done = self._total - len(self._left)
+        return f"apex_te: building {self.what}, {spent}: {step} ({done}/{self._total} done)"
+
+    def beat(self) -> None:
+        """In a log, a sign of life from a long build."""
+        if not self.live and time.monotonic() - self._told >= HEARTBEAT:
+            self._told = time.monotonic()
+            self.say(self.line() + "\n")
+
+    def __enter__(self) -> Progress:
+        self.live = _on_terminal(sys.stderr)
+        _screen.add(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        _screen.remove(self)
+        seconds = time.monotonic() - self._start
+        if kind is None:
+            end = "built in"
+        else:
+            end = "failed after" if issubclass(kind, Exception) else "interrupted after"
+        self.say(f"apex_te: {self.what}: {end} {seconds:.1f} s\n")

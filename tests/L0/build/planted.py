@@ -1,0 +1,79 @@
+"""What the tests of the reports share: planted entries, visible GPUs, the width of a text."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from op_builder import OpBuilder
+from op_builder.jit import archs, cache, inventory, report, targets
+
+
+def plant(
+    place: Path, builder: OpBuilder, device: str = "cpu", *names: str, **changes: Any
+) -> Path:
+    """An entry of ``builder`` for the archs ``names``; ``changes`` go into its manifest."""
+    key = changes.pop("key", builder.key(device))
+    library = builder.library_name(device)
+    entry = place / cache.entry_folder(library, key) / ("_".join(names) or cache.CPU_ENTRY)
+    entry.mkdir(parents=True)
+    content = b"not opened by these tests"
+    (entry / f"{library}.so").write_bytes(content)
+    manifest = {
+        "key": key,
+        "op": builder.NAME,
+        "device": device,
+        "archs": list(names),
+        "compiler": "g++ of long ago",
+        "flags": builder.key_flags(device),
+        **inventory.made_of(builder, device),
+        "commands": [],
+        "seconds": 1.5,
+        "size": len(content),
+        "crc32": zlib.crc32(content),
+        "time": 1_700_000_000,
+        **changes,
+    }
+    (entry / cache.MANIFEST).write_text(json.dumps(manifest))
+    for folder in (place, *entry.parents[:2], entry):
+        if folder.is_relative_to(place):
+            os.chmod(folder, 0o700)
+    return entry
+
+
+def contents(place: Path) -> list[str]:
+    """Everything below a folder, for a comparison."""
+    return sorted(str(path.relative_to(place)) for path in place.rglob("*"))
+
+
+def copy(source: Path, target: Path) -> None:
+    """A file or a folder with what is in it."""
+    if source.is_dir():
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, target, ignore=ignore, symlinks=True)
+    elif source.exists():
+        shutil.copy(source, target)
+
+
+def visible_gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that sets which GPUs a report sees; none at first."""
+
+    def see(*capabilities: tuple[int, int]) -> None:
+        for module in (archs, report, targets):
+            monkeypatch.setattr(module, "visible_capabilities", lambda: list(capabilities))
+
+    see()
+    return see
+
+
+def too_long(lines: list[str]) -> list[str]:
+    """Lines that do not fit a terminal and could have been broken: a path stays in one piece."""
+    words = {line: max(map(len, line.split()), default=0) for line in lines}
+    return [line for line in lines if len(line) > 80 and words[line] < 69]

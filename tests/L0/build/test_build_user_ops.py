@@ -1,0 +1,265 @@
+"""Ops outside of the suite: found through entry points, registered, or called directly."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tutorial
+from tiny_op import CHECKOUT, write_op
+
+from op_builder import (
+    CPUOpBuilder,
+    DuplicateOpError,
+    UnknownOpError,
+    all_builders,
+    get_builder,
+    register,
+    user_builders,
+)
+from op_builder.jit import user_ops
+
+BUILDER = """
+from pathlib import Path
+from {package} import CPUOpBuilder
+class {name}(CPUOpBuilder):
+    NAME = "{op}"
+    ROOT = Path(__file__).parent
+"""
+# with the suite's header on the include path, and functions that return what they are told
+HEADER = """
+#pragma once
+#include "common/op.h"
+APEX_TE_FUNCTION(echo, "x: Tensor, value: int -> int")
+"""
+SOURCE = """
+#include "echo/echo.h"
+APEX_TE_LIBRARY()
+APEX_TE_DEFINE(echo) {
+  args.tensor().has_dtype({apex_te::DType::kFloat32});
+  args.set_result(args.integer());
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_ops, "_known", {})
+    monkeypatch.setattr(user_ops, "_warned", set())
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Makes an installed package of a builder's text, with an entry point, and returns its path."""
+    site = tmp_path / "site"
+    monkeypatch.syspath_prepend(site)
+
+    def make(
+        package: str, op: str, text: str | None = None, value: str = "", version: str = "1.0"
+    ) -> Path:
+        folder, info = site / package, site / f"{package}-{version}.dist-info"
+        folder.mkdir(parents=True)
+        info.mkdir()
+        name = f"{package.title().replace('_', '')}Builder"
+        text = BUILDER if text is None else text
+        (folder / "__init__.py").write_text(
+            text.format(package="op_builder", name=name, op=op) if "{op}" in text else text
+        )
+        (info / "METADATA").write_text(f"Name: {package}\nVersion: {version}\n")
+        entry = f"{op} = {value or f'{package}:{name}'}"
+        (info / "entry_points.txt").write_text(f"[{user_ops.GROUP}]\n{entry}\n")
+        return folder
+
+    yield make
+    for name in [name for name in sys.modules if name.startswith("their_")]:
+        del sys.modules[name]
+
+
+def test_entry_point(install: Callable[..., Path]) -> None:
+    folder = install("their_ops", "echo")
+    builder = get_builder("echo")
+    assert builder.root == folder.resolve()
+    assert builder.BUILD_VAR == "APEX_BUILD_ECHO"
+    assert get_builder("echo") is builder
+    assert user_builders() == {"echo": builder}
+    assert "echo" not in all_builders()
+    with pytest.raises(UnknownOpError, match=r"there is no op 'nothing'.*other packages: echo$"):
+        get_builder("nothing")
+
+
+def test_same_name_in_two_packages(install: Callable[..., Path]) -> None:
+    install("their_first", "echo")
+    install("their_second", "echo")
+    install("their_third", "fine")
+    both = "their_first:TheirFirstBuilder of their.first 1.0.*their_second:TheirSecondBuilder"
+    with pytest.raises(DuplicateOpError, match=f"NAME = 'echo': {both}"):
+        get_builder("echo")
+    with pytest.warns(RuntimeWarning, match=f"left out two builders.*{both}"):
+        assert list(user_builders()) == ["fine"]
+    assert "their_first" not in sys.modules
+
+
+def test_name_of_the_suite(install: Callable[..., Path]) -> None:
+    install("their_ops", "rope")
+    assert get_builder("rope").root == CHECKOUT
+    with pytest.warns(RuntimeWarning, match="their_ops.* the suite has an op 'rope' already"):
+        assert user_builders() == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "message"),
+    [
+        ("raise OSError('no libfoo.so')", "", "cannot be imported: OSError: no libfoo.so"),
+        ("import nothing_like_it", "", "cannot be imported: ModuleNotFoundError"),
+        ("", "their_ops:Missing", "cannot be imported: AttributeError"),
+        ("TheirOpsBuilder = 3", "", "must be a subclass of OpBuilder with NAME = 'echo', got 3"),
+        (BUILDER.replace("{op}", "other"), "", "with NAME = 'echo', got <class"),
+        ("import sys; sys.exit(3)", "", "cannot be imported: SystemExit"),
+    ],
+)
+def test_broken_package_is_named_and_hurts_nobody(
+    install: Callable[..., Path], text: str, value: str, message: str
+) -> None:
+    install("their_ops", "echo", text.format(package="op_builder", name="TheirOpsBuilder"), value)
+    install("their_other", "fine")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert get_builder("rope").NAME == "rope"
+        assert get_builder("fine").NAME == "fine"
+    with pytest.raises(UnknownOpError, match=f"their_ops:.* of their.ops 1.0 .*{message}"):
+        get_builder("echo")
+    with pytest.warns(RuntimeWarning, match=f"left out echo: .*of their.ops 1.0.*{message}"):
+        assert list(user_builders()) == ["fine"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # said once
+        user_builders()
+
+
+def test_registering(tmp_path: Path) -> None:
+    class Echo(CPUOpBuilder):
+        NAME = "echo"
+        ROOT = tmp_path
+
+    class Other(CPUOpBuilder):
+        NAME = "echo"
+        ROOT = tmp_path
+
+    class Rope(CPUOpBuilder):
+        NAME = "rope"
+        ROOT = tmp_path
+
+    builder = register(Echo)
+    assert get_builder("echo") is builder
+    assert get_builder("echo") is register(builder)
+    with pytest.raises(DuplicateOpError, match=r"NAME = 'echo': .*\.Echo \(.*\.Other \("):
+        register(Other)
+    with pytest.raises(DuplicateOpError, match=r"\.Rope \(.*the suite has an op 'rope' already"):
+        register(Rope)
+    with pytest.raises(UnknownOpError, match="must have a NAME"):
+        register(CPUOpBuilder)
+    again = type("Echo", (CPUOpBuilder,), {"NAME": "echo", "ROOT": tmp_path})
+    again.__qualname__, again.__module__ = Echo.__qualname__, Echo.__module__
+    assert type(register(again)) is again  # a module that was reloaded
+    assert type(get_builder("echo")) is again
+
+
+def test_suites_ops_look_for_no_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import sys; from op_builder import all_builders, get_builder\n"
+        "get_builder('rope').find('cpu'); get_builder('apex_te_core'); all_builders()\n"
+        "print('importlib.metadata' in sys.modules)"
+    )
+    command = [sys.executable, "-S", "-B", "-c", code]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False\n", "")
+
+
+def test_key_tells_neither_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The suite's headers are found and count, wherever the two are installed."""
+    import op_builder.builder
+
+    def write(root: Path) -> Path:
+        (root / "csrc" / "echo").mkdir(parents=True)
+        (root / "csrc" / "echo" / "echo.h").write_text(HEADER)
+        (root / "csrc" / "echo" / "echo_cpu.cpp").write_text(SOURCE)
+        return root
+
+    class Echo(CPUOpBuilder):
+        NAME = "echo"
+
+    before = Echo(write(tmp_path / "one")).key("cpu")
+    assert Echo(write(tmp_path / "two" / "deeper")).key("cpu") == before
+    suite = tmp_path / "installed"
+    shutil.copytree(CHECKOUT / "csrc" / "common", suite / "csrc" / "common")
+    monkeypatch.setattr(op_builder.builder, "SUITE", suite)
+    assert Echo(tmp_path / "one").key("cpu") == before
+    assert Echo(write(suite / "inside")).key("cpu") == before
+    with (suite / "csrc" / "common" / "op.h").open("a") as file:
+        file.write("//\n")
+    assert Echo(tmp_path / "one").key("cpu") != before
+
+
+def test_own_headers_come_first(tmp_path: Path) -> None:
+    class Tiny(CPUOpBuilder):
+        NAME = "tiny"
+
+    import ctypes
+
+    root = write_op(tmp_path / "project", value=7)
+    (root / "csrc" / "common" / "value.h").rename(root / "csrc" / "common" / "op.h")
+    header = root / "csrc" / "tiny" / "tiny.h"
+    header.write_text(header.read_text().replace("common/value.h", "common/op.h"))
+    assert ctypes.CDLL(Tiny(root).open().proc_path).tiny() == 7
+
+
+def test_forgotten_root_is_hinted_at() -> None:
+    class Echo(CPUOpBuilder):
+        NAME = "echo"
+
+    hint = "an op outside of the suite sets ROOT to the folder that holds its csrc"
+    with pytest.raises(UnknownOpError, match=f"no cpu source.*{hint}"):
+        Echo().open()
+    with pytest.raises(UnknownOpError, match=f"header .*echo.h does not exist.*{hint}"):
+        Echo().functions()
+
+
+@pytest.mark.skipif(shutil.which("pip") is None, reason="needs pip")
+def test_tutorial_of_a_package(tmp_path: Path) -> None:
+    """The page's second section, installed with pip into a folder of its own; then a broken one."""
+    site = tmp_path / "site-packages"
+    variables = tutorial.environment(
+        tmp_path,
+        PYTHONPATH=os.pathsep.join((str(CHECKOUT), str(site))),
+        PIP_TARGET=str(site),
+        PIP_NO_DEPS="1",
+        PIP_NO_INDEX="1",
+        PIP_DISABLE_PIP_VERSION_CHECK="1",
+        HOME=str(tmp_path),
+    )
+    outputs = tutorial.follow("An op in a package of your own", tmp_path, variables)
+    assert " passed" in outputs["python -m pytest my_kernels/tests"]
+    assert (site / "my_kernels" / "csrc" / "axpy" / "axpy_cpu.cpp").is_file()
+    code = """
+        import sys, torch, warnings
+        warnings.simplefilter("error")
+        from apex_te import runtime
+        from apex_te.op_builder import get_builder
+        assert "my_kernels" not in sys.modules
+        out, x = torch.empty(3), torch.ones(3)
+        runtime.function("axpy", "axpy_fwd")(x, x, out, 4.0)       # by its entry point
+        assert out.tolist() == [5.0] * 3
+        module = get_builder("axpy").load()
+        import apex_te.compatibility.axpy as imported
+        assert imported is module and module.__all__ == ["axpy_fwd"]
+        assert module.__spec__.origin == module.__file__ and "my_kernels" in module.__file__
+        print(get_builder("axpy").find("cpu") is not None)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    assert tutorial.run(command, Path("/"), variables) == "True\n"

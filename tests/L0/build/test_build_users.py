@@ -1,0 +1,211 @@
+"""Attacks of another user, and folders that do not belong where they are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attacks import CALL, LIMIT, call, finish, library_bytes, replace, resized
+from tiny_op import PRELUDE, Tiny, write_op
+
+from op_builder.jit import cache
+from op_builder.jit.errors import CacheError
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A library that answers 666 in place of 1, and is loadable."""
+    return library_bytes(tmp_path_factory.mktemp("planted"), 666)
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that other users can reach; pytest's own are private."""
+    path = Path(tempfile.mkdtemp(prefix="apex_te_attack-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+def as_user(user: int, code: str, **environment: str) -> subprocess.Popen[str]:
+    """A process that becomes ``user`` after its imports."""
+    become = f"""
+import ctypes, sysconfig, subprocess, tempfile  # another user may not read the Python in use
+from op_builder.jit import failure, lock, publish, steps, toolchain
+toolchain.find_ninja()
+os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + become + textwrap.dedent(code)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+        cwd="/",
+    )
+
+
+VICTIM, ATTACKER = 54321, 54322
+
+
+@as_root
+class TestTwoUsers:
+    """One user's cache against another user."""
+
+    def prepare(self, shared: Path) -> tuple[Path, Path]:
+        root = write_op(shared / "project")
+        home = shared / "home"
+        home.mkdir(mode=0o755)
+        os.chown(home, VICTIM, VICTIM)
+        return root, home
+
+    def victim(self, root: Path, home: Path, **environment: str) -> str:
+        settings = {"HOME": str(home), "APEX_TE_CACHE_DIR": "", **environment}
+        return finish(as_user(VICTIM, CALL.format(root=str(root)), **settings))
+
+    def test_cannot_be_written(self, shared: Path) -> None:
+        root, home = self.prepare(shared)
+        assert self.victim(root, home) == "value 1\n"
+        folder = home / ".cache" / "apex_te"
+        library = next(folder.glob("*/cpu/tiny_cpu.so"))
+        code = f"""
+            tally = []
+            for action in (lambda: os.listdir({str(folder)!r}),
+                           lambda: open({str(library)!r}, "r+"),
+                           lambda: open({str(folder / "planted")!r}, "w"),
+                           lambda: os.rename({str(folder)!r}, {str(folder)!r} + "-away"),
+                           lambda: os.mkdir({str(folder / "tiny_cpu-0")!r})):
+                try:
+                    action()
+                    tally.append("DONE")
+                except PermissionError:
+                    tally.append("refused")
+            print(*tally)
+        """
+        assert finish(as_user(ATTACKER, code)) == "refused refused refused refused refused\n"
+        assert self.victim(root, home, CXX="/nonexistent") == "value 1\n"
+
+    @pytest.mark.parametrize("owner", [ATTACKER, 0])
+    def test_folder_of_another_user(self, shared: Path, owner: int) -> None:
+        """Such as one that root made in the user's home, or an attacker before the user came."""
+        root, home = self.prepare(shared)
+        folder = home / ".cache" / "apex_te"
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+        os.chown(folder, owner, owner)
+        output = self.victim(root, home)
+        assert output == "value 1\n"
+        assert list(folder.iterdir()) == []
+        output = self.victim(root, home, APEX_TE_CACHE_DIR=str(folder))
+        assert output.startswith(f"CacheError APEX_TE_CACHE_DIR={folder} cannot be used: {folder}")
+        assert f"must belong to user {VICTIM}, it belongs to {owner}" in output
+
+    def test_planted_for_the_victim(self, shared: Path, planted: bytes) -> None:
+        root, home = self.prepare(shared)
+        assert self.victim(root, home) == "value 1\n"
+        library = next((home / ".cache" / "apex_te").glob("*/cpu/tiny_cpu.so"))
+        replace(library, resized(planted, library.stat().st_size))
+        os.chown(library, ATTACKER, ATTACKER)
+        assert self.victim(root, home) == "value 1\n"  # in a folder of its own, with a warning
+        output = self.victim(root, home, APEX_TE_DISABLE_JIT="1")
+        assert output.startswith("JitDisabledError")
+
+    def test_extra_cache_of_an_attacker(self, shared: Path, planted: bytes) -> None:
+        root, home = self.prepare(shared)
+        assert self.victim(root, home) == "value 1\n"
+        extra = shared / "extra"
+        shutil.move(home / ".cache" / "apex_te", extra)
+        extra.chmod(0o755)
+        for path in [extra, *extra.rglob("*")]:
+            os.chown(path, ATTACKER, ATTACKER)
+        environment = {"APEX_TE_CACHE_PATH": str(extra), "CXX": "/nonexistent"}
+        assert "CompilerNotFoundError" in self.victim(root, home, **environment)
+        for path in [extra, *extra.rglob("*")]:
+            os.chown(path, 0, 0)
+            path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o055)
+        assert self.victim(root, home, **environment) == "value 1\n"
+
+    def test_read_only_home(self, shared: Path) -> None:
+        root, home = self.prepare(shared)
+        home.chmod(0o555)
+        process = as_user(VICTIM, CALL.format(root=str(root)), HOME=str(home), APEX_TE_CACHE_DIR="")
+        out, err = process.communicate(timeout=LIMIT)
+        assert out == "value 1\n"
+        assert err.count("the default cache cannot be used") == 1
+        assert list(home.iterdir()) == []
+
+    def test_user_without_a_home(self, shared: Path) -> None:
+        """No HOME and no entry in the user database: nothing is made in the current folder."""
+        root, home = self.prepare(shared)
+        code = f"os.chdir({str(home)!r}); del os.environ['HOME']" + textwrap.dedent(
+            CALL.format(root=str(root))
+        )
+        out, err = as_user(VICTIM, code, APEX_TE_CACHE_DIR="").communicate(timeout=LIMIT)
+        assert out == "value 1\n", err
+        assert "the default cache cannot be used: /.cache" in err
+        assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize("home", ["relative", "~", "unset"])
+def test_home_that_is_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("APEX_TE_CACHE_DIR")
+    monkeypatch.setenv("HOME", home)
+    if home == "unset":
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # a user without an entry
+    assert cache.default_cache() == "/.cache/apex_te"
+
+
+@pytest.mark.parametrize("home", ["/proc", "/dev/null"])
+def test_home_that_cannot_be_written(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str
+) -> None:
+    monkeypatch.delenv("APEX_TE_CACHE_DIR")
+    monkeypatch.setenv("HOME", home)
+    with pytest.warns(
+        RuntimeWarning, match=rf"default cache cannot be used: {home}/\.cache"
+    ) as seen:
+        opened = Tiny(root).open()
+    assert len(seen) == 1
+    assert call(opened) == 1
+
+
+def test_fresh_folder_in_an_unsafe_place(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where everybody may rename folders, one of ours could be changed for another's in a build."""
+    place = tmp_path / "shared"
+    (place / "mine").mkdir(parents=True)
+    place.chmod(0o777)
+    monkeypatch.delenv("APEX_TE_CACHE_DIR")
+    monkeypatch.setenv("HOME", "/proc")
+    monkeypatch.setattr(tempfile, "tempdir", str(place / "mine"))
+    with pytest.raises(CacheError, match=rf"{place} is writable by all and not sticky"):
+        Tiny(root).open()
+    assert list((place / "mine").iterdir()) == []
+    place.chmod(0o1777)
+    with pytest.warns(RuntimeWarning, match="default cache cannot be used"):
+        assert call(Tiny(root).open()) == 1
+
+
+def test_parents_are_made_private(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("APEX_TE_CACHE_DIR", str(tmp_path / "a" / "b" / "c"))
+    previous = os.umask(0)
+    try:
+        Tiny(root).open()
+    finally:
+        os.umask(previous)
+    for name in ("a", "a/b", "a/b/c", "a/b/c/tmp", "a/b/c/locks"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700

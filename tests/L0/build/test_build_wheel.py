@@ -1,0 +1,294 @@
+"""Wheels and editable installs: what they hold, what fails them, and where they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+from tiny_op import CHECKOUT
+
+from op_builder import all_builders
+from op_builder.core import CoreBuilder
+from op_builder.jit import pythons
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what an installation reads, so that a test may see whether it stays untouched."""
+    target = tmp_path_factory.mktemp("install") / "checkout"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "prebuilt")
+    for name in ("apex_te", "op_builder", "compatibility", "csrc"):
+        shutil.copytree(CHECKOUT / name, target / name, ignore=ignore)
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+        if (CHECKOUT / name).exists():
+            shutil.copy(CHECKOUT / name, target)
+    return target
+
+
+FAKE_COMPILER = """#!/bin/sh
+for word in "$@"; do
+    [ "$before" = -o ] && echo library > "$word"
+    before=$word
+done
+echo "fake 1.0"
+"""
+
+
+@pytest.fixture(scope="module")
+def fake_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A compiler that makes an output of any source at once."""
+    path = tmp_path_factory.mktemp("compiler") / "fake-cxx"
+    path.write_text(FAKE_COMPILER)
+    path.chmod(0o755)
+    return str(path)
+
+
+def run_hook(checkout: Path, call: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A hook of the build backend, as pip calls it, without pip and without a network."""
+    return subprocess.run(
+        [sys.executable, "-B", "-c", f"import setuptools.build_meta as b; b.{call}"],
+        cwd=checkout,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def make_wheel(checkout: Path, target: Path, **variables: str) -> tuple[Path, str]:
+    """A wheel and what making it printed."""
+    target.mkdir()
+    done = run_hook(checkout, f"build_wheel({str(target)!r})", **variables)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (wheel,) = target.glob("*.whl")
+    return wheel, done.stdout
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_wheel_holds_every_source(checkout: Path, tmp_path: Path) -> None:
+    before = listing(checkout)
+    wheel, output = make_wheel(checkout, tmp_path / "wheel")
+    assert listing(checkout) == before
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "ahead of time" not in output
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for part in ("csrc", "op_builder", "compatibility"):
+        for path in (checkout / part).rglob("*"):
+            if path.is_file():
+                assert f"apex_te/{path.relative_to(checkout)}" in names
+    for path in (checkout / "apex_te").rglob("*.py"):
+        assert str(path.relative_to(checkout)) in names
+    tops = {name.split("/")[0] for name in names}
+    assert all(top == "apex_te" or top.endswith(".dist-info") for top in tops)
+    assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
+    # the installed copy builds under the same key as the checkout
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    for name, builder in all_builders().items():
+        installed = type(builder)(tmp_path / "site" / "apex_te")
+        assert installed.key("cpu") == type(builder)(checkout).key("cpu"), name
+
+
+def test_installation_asks_for_what_it_needs_alone(checkout: Path) -> None:
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11 and later
+    project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
+    assert set(project["dependencies"]) == {"torch", "ninja", "pybind11", "packaging"}
+    for path in (checkout / "setup.py", *(checkout / "op_builder").rglob("*.py")):
+        assert "distutils" not in path.read_text(), path
+
+
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"APEX_BUILD_CPP_OPS": "maybe"}, "APEX_BUILD_CPP_OPS must be one of"),
+        ({"APEX_BUILD_SWIGLUU": "1"}, "did you mean APEX_BUILD_SWIGLU?"),
+        ({"APEX_BUILD_CPP_OPS": "1", "CXX": "/nowhere/g++"}, "no C++ compiler found"),
+        ({"APEX_BUILD_SWIGLU": "1", "APEX_BUILD_PYTHONS": "3.77"}, "names Python 3.77, which"),
+        (
+            {"APEX_BUILD_CUDA_OPS": "1", "APEX_TE_CUDA_ARCH_LIST": "9.x"},
+            "unknown CUDA arch '9.x'",
+        ),
+        ({"APEX_BUILD_SWIGLU": "1", "CXX": "g++ -march=native"}, "for this machine's CPU alone"),
+    ],
+)
+def test_failing_request_fails_the_installation(
+    variables: dict[str, str], told: str, checkout: Path, tmp_path: Path
+) -> None:
+    before = listing(checkout)
+    done = run_hook(checkout, f"build_wheel({str(tmp_path)!r})", **variables)
+    assert done.returncode != 0
+    assert told in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr.splitlines()[-1]
+    assert list(tmp_path.glob("*.whl")) == []
+    assert listing(checkout) == before
+
+
+def test_option_of_apex_fails_the_installation(checkout: Path, tmp_path: Path) -> None:
+    settings = {"--build-option": ["--cuda_ext"]}
+    done = run_hook(checkout, f"build_wheel({str(tmp_path)!r}, {settings})")
+    assert done.returncode != 0
+    assert "--cuda_ext is apex's option; set APEX_BUILD_CUDA_OPS=1 instead" in done.stderr
+
+
+def libraries(wheel: Path) -> list[str]:
+    names = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".so")]
+    return sorted(Path(name).name for name in names)
+
+
+def test_wheel_of_a_group(checkout: Path, tmp_path: Path, fake_compiler: str) -> None:
+    others = {"APEX_BUILD_CPP_OPS": "1", "APEX_BUILD_ROPE": "0", "CXX": fake_compiler}
+    wheel, output = make_wheel(checkout, tmp_path / "wheel", **others)
+    names = [f"{name}_cpu.so" for name in all_builders() if name != "rope"]
+    assert libraries(wheel) == sorted([*names, "apex_te_core.so"])
+    table = output[output.index("libraries built ahead of time") :].splitlines()
+    assert table[1].split() == ["op", "device", "archs", "state", "seconds", "size"]
+    assert table[3].split()[:4] == ["activation", "cpu", "-", "built"]
+    assert "skipped (cpu): rope: APEX_BUILD_ROPE=0" in table
+    assert any("APEX_BUILD_CPP_OPS asks for CPU libraries" in line for line in table)
+    assert any(line.startswith(f"{len(names) + 1} built, 0 present") for line in table)
+
+
+def test_wheel_for_several_pythons(checkout: Path, tmp_path: Path, fake_compiler: str) -> None:
+    """The named ones are found by version or path; one library per op serves them all."""
+    own = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    other = tmp_path / "base" / "python3.29"
+    headers = tmp_path / "base" / "include"
+    headers.mkdir(parents=True)
+    (headers / "Python.h").touch()
+    suffix = sysconfig.get_config_var("EXT_SUFFIX").replace(own.replace(".", ""), "329")
+    answer = ["cpython", 3, 29, suffix, str(headers), sysconfig.get_platform()]
+    other.write_text(f"#!/bin/sh\necho '{json.dumps(answer)}'\n")
+    other.chmod(0o755)
+    wheel, output = make_wheel(
+        checkout,
+        tmp_path / "wheel",
+        APEX_BUILD_AMAX_SCALE_UPDATE="1",
+        APEX_BUILD_PYTHONS=f"{own}; {other}",
+        CXX=fake_compiler,
+    )
+    assert libraries(wheel) == ["amax_scale_update_cpu.so", "apex_te_core.so", "apex_te_core.so"]
+    assert f"dispatcher {own} " in output
+    assert "dispatcher 3.29 " in output
+    assert f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl" in wheel.name
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    root = tmp_path / "site" / "apex_te"
+    for path in (root, *root.rglob("*")):
+        path.chmod(path.stat().st_mode & ~0o022)
+    assert CoreBuilder(root).find() is not None
+    assert pythons.prebuilt_for(CoreBuilder(root)) == [own, "3.29"]
+
+
+USE = """
+import sys, torch, apex_te
+from apex_te.ops.amax_scale_update import amax_scale_update
+from apex_te.op_builder import get_builder
+print(apex_te.__file__)
+print(get_builder("amax_scale_update").find("cpu").kind, get_builder("apex_te_core").find().kind)
+linear = apex_te.Linear(8, 4)
+print(tuple(linear(torch.ones(2, 8)).shape))
+"""
+
+
+def test_prebuilt_wheel_runs_without_compiling(checkout: Path, tmp_path: Path) -> None:
+    """Other folder, no program on PATH, no writable home, compiling forbidden."""
+    wheel, _ = make_wheel(checkout, tmp_path / "wheel", APEX_BUILD_AMAX_SCALE_UPDATE="1")
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    for path in (site, *site.rglob("*")):
+        path.chmod(path.stat().st_mode & ~0o222)
+    environment = {"PYTHONPATH": str(site), "PATH": "", "HOME": "/proc/1"}
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", USE],
+        cwd="/",
+        env={**environment, "APEX_TE_DISABLE_JIT": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    for path in (site, *site.rglob("*")):
+        path.chmod(path.stat().st_mode | 0o200)
+    assert done.stdout == f"{site}/apex_te/__init__.py\nprebuilt prebuilt\n(2, 4)\n", done.stderr
+    assert done.stderr == ""
+
+
+FIND = """
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+warnings.simplefilter("ignore")
+import op_builder
+found = op_builder.get_builder("rope").find("cpu")
+print(found and found.kind)
+"""
+
+
+def test_package_is_trusted_as_its_code_is(
+    checkout: Path, tmp_path: Path, fake_compiler: str
+) -> None:
+    """pip installs with the user's umask: 002 makes modules and libraries the group's to write."""
+    variables = {"APEX_BUILD_ROPE": "1", "CXX": fake_compiler}
+    wheel, _ = make_wheel(checkout, tmp_path / "wheel", **variables)
+    package = tmp_path / "site" / "apex_te"
+    zipfile.ZipFile(wheel).extractall(package.parent)
+    code = [package / "op_builder", *(package / "op_builder").rglob("*")]
+    libraries = [package / "prebuilt", *(package / "prebuilt").rglob("*")]
+
+    def found(code_may: int, libraries_may: int) -> str:
+        for paths, mode in ((code, code_may), (libraries, libraries_may)):
+            for path in paths:
+                path.chmod(mode | (mode >> 2 & 0o111) if path.is_dir() else mode)
+        command = [sys.executable, "-B", "-S", "-c", FIND, str(package)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert found(0o644, 0o644) == "prebuilt"
+    assert found(0o664, 0o664) == "prebuilt"
+    assert found(0o664, 0o644) == "prebuilt"
+    assert found(0o644, 0o664) == "None"
+    assert found(0o666, 0o666) == "None"
+    shutil.move(package / "prebuilt", tmp_path / "elsewhere")
+    (package / "prebuilt").symlink_to(tmp_path / "elsewhere")
+    assert found(0o644, 0o644) == "None"
+
+
+def test_next_installation_packs_what_the_sources_are_now(checkout: Path, tmp_path: Path) -> None:
+    """Nothing is kept in the checkout that a later installation could pack instead."""
+    header = checkout / "csrc/common/left_over.h"
+    header.write_text("// soon gone\n")
+    try:
+        wheel, _ = make_wheel(checkout, tmp_path / "first")
+    finally:
+        header.unlink()
+    name = "apex_te/csrc/common/left_over.h"
+    assert name in zipfile.ZipFile(wheel).namelist()
+    wheel, _ = make_wheel(checkout, tmp_path / "second")
+    assert name not in zipfile.ZipFile(wheel).namelist()
+
+
+def test_editable_install_fills_the_cache(
+    checkout: Path, tmp_path: Path, cache_dir: Path, fake_compiler: str
+) -> None:
+    before = listing(checkout)
+    done = run_hook(
+        checkout,
+        f"build_editable({str(tmp_path)!r})",
+        APEX_BUILD_ROPE="1",
+        CXX=fake_compiler,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert listing(checkout) == before
+    assert sorted(path.name for path in cache_dir.rglob("*.so")) == [
+        "apex_te_core.so",
+        "rope_cpu.so",
+    ]
+    again = run_hook(
+        checkout, f"build_editable({str(tmp_path)!r})", APEX_BUILD_ROPE="1", CXX=fake_compiler
+    )
+    assert "0 built, 2 present" in again.stdout

@@ -1,0 +1,194 @@
+"""``why`` and ``list``, and the command line itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from planted import contents, plant, too_long, visible_gpus
+from tiny_op import CHECKOUT, Tiny, TinyCuda, write_op
+
+import op_builder
+from op_builder.jit import cli, report, toolchain, why_command
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets which GPUs are visible; none at first."""
+    return visible_gpus(monkeypatch)
+
+
+# why ----------------------------------------------------------------------------------------------
+
+
+def explain(builder: op_builder.OpBuilder, device: str = "cpu") -> tuple[dict[str, Any], str]:
+    facts = why_command.explain(builder, device, report.here())
+    text = "\n".join(why_command.lines(facts))
+    return facts, re.sub(r"\n {11}", " ", text)
+
+
+def test_why_names_what_the_key_is_made_of(root: Path, gpus: Any, cache_dir: Path) -> None:
+    facts, text = explain(Tiny(root))
+    assert list(facts["sources"]) == [
+        "csrc/common/value.h",
+        "csrc/tiny/tiny.h",
+        "csrc/tiny/tiny_cpu.cpp",
+    ]
+    assert "-ffp-contract=off" in facts["flags"]
+    assert facts["key"] == Tiny(root).key("cpu")
+    for part in (facts["key"], "csrc/common/value.h", "-ffp-contract=off", toolchain.cxx_version()):
+        assert part in text
+    assert f"2 prebuilt {root}/prebuilt: not there" in text
+    assert f"3 user cache {cache_dir}: nothing of this op" in text
+    assert f"next call  compiles, into {cache_dir}" in text
+    assert contents(cache_dir) == []
+
+
+def test_why_says_what_changed(root: Path, gpus: Any, forget: Callable[[], None]) -> None:
+    Tiny(root).open()
+    assert explain(Tiny(root))[1].count("serves") == 1
+    write_op(root, value=2)
+    text = explain(Tiny(root))[1]
+    assert "another key: changed csrc/common/value.h" in text
+    assert "tiny.h," not in text
+    assert re.search(r"next call  compiles, which took \d\.\d s last time, into", text)
+    write_op(root, value=1)
+    (root / "csrc/tiny/more.h").write_text("")
+    source = root / "csrc/tiny/tiny_cpu.cpp"
+    source.write_text('#include "more.h"\n' + source.read_text())
+    assert "changed csrc/tiny/tiny_cpu.cpp; new csrc/tiny/more.h" in explain(Tiny(root))[1]
+
+    class Flagged(Tiny):
+        def cxx_args(self) -> list[str]:
+            return ["-DFLAG=1"]
+
+    write_op(root, value=1)
+    assert "another key: flags: now -DFLAG=1" in explain(Flagged(root))[1]
+
+
+def test_why_names_archs_compilers_and_damage(
+    root: Path, gpus: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report.steps, "check", lambda *ignored: None)
+    monkeypatch.setattr(report, "recent_failure", lambda *ignored: None)
+    monkeypatch.setattr(TinyCuda, "compiler_version", lambda *ignored: "nvcc now")
+    builder = TinyCuda(root)
+    entry = plant(cache_dir, builder, "cuda", "8.0", compiler="nvcc now")
+    gpus((9, 0))
+    text = explain(builder, "cuda")[1]
+    assert "does not cover the GPU of arch 9.0" in text
+    assert "next call  compiles for 9.0, which took 1.5 s last time" in text
+    gpus((8, 6))
+    text = explain(builder, "cuda")[1]
+    assert f"next call  loads {entry}/tiny_cuda.so; no compiler runs" in text
+    gpus()
+    monkeypatch.setenv("APEX_TE_CUDA_ARCH_LIST", "8.0;9.0")
+    assert "does not hold 9.0, which the arch list names" in explain(builder, "cuda")[1]
+    monkeypatch.delenv("APEX_TE_CUDA_ARCH_LIST")
+    other = plant(cache_dir, builder, "cuda", "9.0")
+    text = explain(builder, "cuda")[1]
+    assert "serves, though built by g++ of long ago and the compiler is nvcc now" in text
+    (other / "tiny_cuda.so").write_bytes(b"short")
+    assert "refused: " in explain(builder, "cuda")[1]
+    os.chmod(other / "tiny_cuda.so", 0o666)
+    assert "must not be writable by group or others" in explain(builder, "cuda")[1]
+    os.chmod(cache_dir, 0o777)
+    text = explain(builder, "cuda")[1]
+    assert "not used: " in text
+    assert "next call  raises an error: APEX_TE_CACHE_DIR=" in text
+
+
+def test_why_command(capsys: pytest.CaptureFixture[str], gpus: Any, cache_dir: Path) -> None:
+    assert cli.main(["why", "rms_norm", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("rms_norm (cpu)\nkey ")
+    assert "csrc/rms_norm/rms_norm_cpu.cpp" in out
+    assert too_long(out.splitlines()) == []
+    assert cli.main(["why", "rms_norm", "--device", "cuda", "--json"]) == 1
+    (facts,) = json.loads(capsys.readouterr().out)
+    assert "no GPU is visible" in facts["next"]["text"]
+    assert cli.main(["why", "rms_norm"]) == 0  # without a GPU nobody asks for the CUDA library
+    assert "(cuda)" not in capsys.readouterr().out
+    assert cli.main(["why", "rms_nrom"]) == 2
+    assert "there is no op 'rms_nrom'; there are: " in capsys.readouterr().err
+    assert cli.main(["why", "apex_te_core", "--device", "cuda"]) == 2
+    assert contents(cache_dir) == []
+
+
+# list and the command line ------------------------------------------------------------------------
+
+
+def test_list(cache_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rope = op_builder.get_builder("rope")
+    plant(cache_dir, rope, compiler=toolchain.cxx_version())
+    plant(cache_dir, rope, key="0" * 64)
+    plant(cache_dir, op_builder.get_builder("swiglu"))
+    assert cli.main(["list", "rope", "--json"]) == 0
+    folders = json.loads(capsys.readouterr().out)
+    (user,) = [folder for folder in folders if folder["kind"] == "cache"]
+    stale = {entry["key"][:4]: entry["stale"] for entry in user["entries"]}
+    assert stale == {"0000": "other sources or flags", rope.key("cpu")[:4]: ""}
+    assert cli.main(["list"]) == 0
+    out = capsys.readouterr().out
+    assert f"{cache_dir}: 3 entries" in out.replace("\n           ", " ")
+    assert len(re.findall(r"^rope_cpu .* stale$", out, re.MULTILINE)) == 1
+    assert len(re.findall(r"^swiglu_cpu .* stale$", out, re.MULTILINE)) == 1
+    assert "built by g++ of long ago, the compiler now is" in out.replace("\n           ", " ")
+    assert too_long(out.splitlines()) == []
+    cache_dir.chmod(0o755)
+    assert cli.main(["list"]) == 1
+
+
+def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["nothing"], ["report", "--nothing"], ["clean", "--all", "x", "--no"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 2
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    for command in ("report", "why", "list", "clean", "build"):
+        assert re.search(rf"^ +{command} ", out, re.MULTILINE)
+        with pytest.raises(SystemExit) as ended:
+            cli.main([command, "--help"])
+        assert ended.value.code == 0
+
+
+def test_build_command_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    from op_builder.jit import build_command
+
+    asked = []
+    monkeypatch.setattr(build_command, "run", lambda args: asked.append(args.ops) or 7)
+    assert cli.main(["build", "--ops", "rope"]) == 7
+    assert asked == [["rope"]]
+
+
+def test_reader_that_stops_reading(cache_dir: Path) -> None:
+    script = (
+        f"{sys.executable} -B -m op_builder.jit.cli report | head -n 1; echo ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    assert done.stdout.splitlines()[0].startswith("apex_te ")
+    assert done.stdout.splitlines()[1] == "0"
+
+
+def test_front_imports_little() -> None:
+    code = (
+        "import sys, op_builder.jit.cli as cli\n"
+        "print([n for n in ('torch', 'pybind11', 'setuptools') if n in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-B", "-c", code], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
