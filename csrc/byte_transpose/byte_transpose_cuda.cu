@@ -1,0 +1,58 @@
+// CUDA kernel of byte_transpose: tiles of 256 x 128 (common/fp8_tile.h), a thread's 8 loads of 8
+// bytes all in flight, columns leaving as 16-byte stores.
+#include "byte_transpose/byte_transpose.h"
+#include "common/fp8_tile.h"
+
+APEX_TE_LIBRARY()
+
+namespace apex_te {
+namespace {
+
+using Tile = FP8Tile<256>;
+
+// The first n of 8 bytes, zeros behind them.
+__device__ __forceinline__ uint2 load_bytes_partial(const uint8_t* p, int64_t n) {
+  uint32_t words[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (i < n) words[i / 4] |= static_cast<uint32_t>(p[i]) << i % 4 * 8;
+  return make_uint2(words[0], words[1]);
+}
+
+template <bool kAligned>
+__global__ void __launch_bounds__(Tile::kThreads, 2) byte_transpose_kernel(const ByteTranspose p) {
+  __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
+  const Tile::Place at(p.rows, p.cols, blockIdx.x);
+  const uint8_t* from = p.codes + at.row * p.cols + at.col;
+  uint2 codes[Tile::kRows];
+#pragma unroll
+  for (int r = 0; r < Tile::kRows; ++r, from += p.cols) {
+    const int64_t n = at.row + r < p.rows ? p.cols - at.col : 0;
+    if (kAligned)
+      codes[r] = n > 0 ? *reinterpret_cast<const uint2*>(from) : make_uint2(0, 0);
+    else
+      codes[r] = load_bytes_partial(from, n);
+  }
+  Tile::stage_columns(codes, tile);
+  __syncthreads();
+  Tile::store_columns<kAligned>(p.out, p.rows, at, tile);
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(byte_transpose) {
+  using namespace apex_te;
+  const ByteTranspose p = check_byte_transpose(args);
+  const int64_t tiles = Tile::num_tiles(p.rows, p.cols);
+  if (!tiles) return;
+  if (tiles > 0x7FFFFFFF)
+    fail(kApexTeUnsupported, "byte_transpose: codes must have fewer than 2^46 elements");
+  const DeviceGuard guard(args.device_id());
+  const auto kernel = fp8_tile_aligned(p.rows, p.cols, p.codes, p.out)
+                          ? byte_transpose_kernel<true>
+                          : byte_transpose_kernel<false>;
+  kernel<<<static_cast<unsigned>(tiles), Tile::kThreads, 0,
+           static_cast<cudaStream_t>(args.stream())>>>(p);
+  check_cuda(cudaGetLastError(), "byte_transpose");
+}

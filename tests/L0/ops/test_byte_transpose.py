@@ -1,0 +1,101 @@
+"""byte_transpose against PyTorch's transposition, byte for byte, on each device."""
+
+import pytest
+import torch
+from checks import assert_runs_in_graph_and_on_stream, needs_cuda
+
+from apex_te.ops.byte_transpose import byte_transpose, reference
+
+SHAPES = [
+    (0, 5), (5, 0), (1, 1), (3, 7), (8, 15), (16, 16), (17, 128), (127, 129), (128, 128),
+    (129, 1000), (256, 384), (1000, 3), (272, 3584), (33, 4095), (512, 264), (264, 512),
+]  # fmt: skip
+DTYPES = [torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+def random_codes(shape, device, dtype=torch.uint8):
+    return torch.randint(0, 256, shape, dtype=torch.uint8).to(device).view(dtype)
+
+
+def assert_transposed(codes, found):
+    assert found.dtype == codes.dtype
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8), reference(codes).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_reference(device, poison, shape, dtype):
+    codes = random_codes(shape, device, dtype)
+    assert_transposed(codes, byte_transpose(codes))
+
+
+def test_twice_is_the_matrix_itself(device):
+    codes = random_codes((1111, 2049), device)
+    assert torch.equal(byte_transpose(byte_transpose(codes)), codes)
+
+
+def test_views(device, poison):
+    base = random_codes((301, 515), device)
+    for codes in (base[1:, 3:], base.t(), base[:, ::2], base[:1].expand(64, -1)):
+        assert_transposed(codes, byte_transpose(codes))
+
+
+def test_offset_storage(device, poison):
+    """Rows that no vector may read, into an output that no vector may write."""
+    flat = random_codes((257 * 256 + 1,), device)
+    codes = flat[1:].view(257, 256)
+    out = torch.zeros(257 * 256 + 1, dtype=torch.uint8, device=device)[1:].view(256, 257)
+    assert byte_transpose(codes, out=out) is out
+    assert torch.equal(out, reference(codes))
+
+
+def test_large_is_streamed(device):
+    codes = random_codes((4096, 2304), device)
+    assert_transposed(codes, byte_transpose(codes))
+
+
+def test_compiles(device):
+    codes = random_codes((48, 33), device, torch.float8_e4m3fn)
+    backend = "aot_eager" if device.type == "cpu" else "inductor"
+    found = torch.compile(lambda c: byte_transpose(c), fullgraph=True, backend=backend)(codes)
+    assert_transposed(codes, found)
+
+
+def test_opcheck(device):
+    codes = random_codes((32, 17), device)
+    out = torch.empty(17, 32, dtype=torch.uint8, device=device)
+    torch.library.opcheck(torch.ops.apex_te.byte_transpose.default, (codes, out))
+
+
+def test_written_output_is_a_new_version(device):
+    out = torch.zeros(3, 2, dtype=torch.uint8, device=device)
+    before = out._version
+    byte_transpose(random_codes((2, 3), device), out=out)
+    assert out._version > before
+
+
+@needs_cuda
+def test_graph_and_stream():
+    codes = random_codes((384, 272), "cuda")
+    assert_runs_in_graph_and_on_stream(lambda c: [byte_transpose(c)], [codes])
+
+
+@needs_cuda
+def test_more_than_2_31_elements():
+    codes = random_codes((32768, 65552), "cuda")
+    out = byte_transpose(codes)
+    for part in (slice(0, 300), slice(32500, None)):
+        assert torch.equal(out[:, part], codes[part].t())
+
+
+def test_errors(device):
+    codes = random_codes((4, 6), device)
+    with pytest.raises(TypeError, match=r"^byte_transpose: codes must have a dtype of one byte"):
+        byte_transpose(torch.zeros(2, 2, device=device))
+    with pytest.raises(ValueError, match=r"^byte_transpose: codes must have 2 dimensions"):
+        byte_transpose(codes[0])
+    with pytest.raises(TypeError, match=r"^byte_transpose: out must have dtype torch.uint8"):
+        byte_transpose(codes, out=torch.empty(6, 4, dtype=torch.int8, device=device))
+    with pytest.raises(ValueError, match=r"byte_transpose: out must have shape \[6, 4\]"):
+        byte_transpose(codes, out=torch.empty(4, 6, dtype=torch.uint8, device=device))
