@@ -61,9 +61,10 @@ def block_quantize(
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
     A block's amax below `eps` counts as eps; an amax of 0, infinity or NaN gives scale 1, so that
-    NaN stays NaN and infinity saturates (`amax` shows it); an infinite scale becomes the largest
-    finite value of x's dtype. With 1x128 blocks the transposed copy is quantized from x along the
-    other axis, with scales of its own; with 128x128 blocks it is the rowwise copy transposed.
+    NaN stays NaN; an infinity saturates, but makes its block's scale_inv infinite and with it all
+    that the codes stand for; an infinite scale becomes the largest finite value of x's dtype. With
+    1x128 blocks the transposed copy is quantized from x along the other axis, with scales of its
+    own; with 128x128 blocks it is the rowwise copy transposed.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -77,8 +78,8 @@ def block_quantize(
         out: written instead of new tensors.
 
     Returns:
-        Codes, and scale_inv = 1 / scale in the layout of `scale_shape`; places beyond the matrix
-        hold 1. Ragged edges are blocks of what is there.
+        Codes, and scale_inv in the layout of `scale_shape`: 1 / scale, infinite where the amax is;
+        places beyond the matrix hold 1. Ragged edges are blocks of what is there.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -171,7 +172,8 @@ def _reference_rowwise(
     scale = torch.where((amax > 0) & torch.isfinite(amax), scale, torch.ones_like(scale))
     codes = reference_codec.encode_fp8(blocks * scale[:, None, :, None], fp8_dtype)
     codes = codes.view(torch.uint8).reshape(values.shape)[:rows, :cols].contiguous()
-    inverse = 1.0 / (scale.t() if block_rows == 1 else scale)
+    inverse = torch.where(torch.isinf(amax), torch.inf, 1.0 / scale)
+    inverse = inverse.t() if block_rows == 1 else inverse
     padded = F.pad(inverse, (0, -inverse.shape[1] % 4), value=1.0).contiguous()
     return codes.view(fp8_dtype), padded
 

@@ -46,7 +46,8 @@ def cast_transpose(
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         scale: one float32 element on x's device.
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
+            fnuz forms.
         rowwise: make [rows, cols].
         transposed: make [cols, rows].
         amax: one float32 element, becomes max(amax, max |x|), unscaled; NaN counts as largest.
@@ -60,7 +61,7 @@ def cast_transpose(
         TypeError: a dtype that is not listed.
         ValueError: a shape or device that does not match.
     """
-    check_fp8_dtype("cast_transpose", fp8_dtype)
+    check_fp8_dtype("cast_transpose", fp8_dtype, fnuz=True)
     x = tensor_scale.contiguous_matrix("cast_transpose", x)
     rows, cols = x.shape
     given = [t for t in (out_rowwise, out_transposed, scale_inv, amax) if t is not None]

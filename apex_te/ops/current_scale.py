@@ -51,13 +51,14 @@ def current_scale(
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
-    An amax below `eps` counts as `eps`; an amax of 0, infinity or NaN gives scale 1, so that an
-    infinity in x is visible in `amax` only (its codes are those of fp8_max); an infinite scale
-    becomes float32's largest number.
+    An amax below `eps` counts as `eps`; an amax of 0, infinity or NaN gives scale 1; an infinite
+    scale becomes float32's largest number. The codes of infinities are those of fp8_max, but an
+    infinite amax makes scale_inv infinite and with it every value that the codes stand for.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
+            fnuz forms.
         rowwise: make [rows, cols].
         transposed: make [cols, rows].
         eps: smallest amax, zero or more.
@@ -68,13 +69,14 @@ def current_scale(
         out_transposed: written instead of a new tensor.
 
     Returns:
-        Codes, scale and scale_inv = 1 / scale (one float32 element each), and the amax used.
+        Codes, scale and scale_inv (one float32 element each; 1 / scale, infinite where amax is),
+        and the amax used.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: a shape or device that does not match, no output, a negative eps.
     """
-    check_fp8_dtype("current_scale", fp8_dtype)
+    check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
     x = tensor_scale.contiguous_matrix("current_scale", x)
     given = [t for t in (out_rowwise, out_transposed) if t is not None]
     row, col = tensor_scale.outputs(
@@ -118,7 +120,7 @@ def scale_of(
         amax, scale, scale_inv: one float32 element each, on one device.
         fp8_dtype, eps, pow2: as in `current_scale`.
     """
-    check_fp8_dtype("current_scale", fp8_dtype)
+    check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
     # A cast of nothing has no codes to write, but its scale.
     nothing = amax.new_empty((0, 0))
     codes = amax.new_empty((0, 0), dtype=fp8_dtype)
@@ -139,4 +141,5 @@ def reference(
         amax = tensor_scale.reference_amax(x)
     scale = tensor_scale.reference_scale(amax, torch.finfo(fp8_dtype).max, eps, pow2)
     codes = reference_codec.encode_fp8(x.float() * scale, fp8_dtype)
-    return CurrentScaleOutput(codes, codes.t().contiguous(), scale, 1.0 / scale, amax)
+    inverse = tensor_scale.reference_inverse(amax, scale)
+    return CurrentScaleOutput(codes, codes.t().contiguous(), scale, inverse, amax)

@@ -16,6 +16,7 @@ _lib = runtime.ops("fp8_gemm")
 
 # What cuBLASLt's heuristic may use on Hopper; smaller workspaces rule out its split-K algorithms.
 _WORKSPACE_BYTES = 32 << 20
+_E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 # cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16.
 _MULTIPLE = 16
 # It reads the scales of 1x128 blocks in 16-byte units along M.
@@ -121,7 +122,7 @@ def _prepare(name, a, b, out, out_dtype, bias, accumulate):
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
         )
-    if a.dtype is torch.float8_e5m2 and b.dtype is torch.float8_e5m2:
+    if a.dtype in _E5M2 and b.dtype in _E5M2:
         raise NotImplementedError(
             f"{name}: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice"
         )

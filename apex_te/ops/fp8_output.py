@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+# What AMD's gfx94x multiply; of the ops that write FP8, those that do nothing else know them.
+FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 class FP8Output(NamedTuple):
@@ -17,10 +19,12 @@ class FP8Output(NamedTuple):
     scale_inv: torch.Tensor  # one float32 element
 
 
-def check_fp8_dtype(op: str, fp8_dtype: torch.dtype) -> None:
-    """Raises TypeError unless `fp8_dtype` is float8_e4m3fn or float8_e5m2."""
-    if fp8_dtype not in FP8_DTYPES:
-        raise TypeError(f"{op}: fp8_dtype must be float8_e4m3fn or float8_e5m2, got {fp8_dtype}")
+def check_fp8_dtype(op: str, fp8_dtype: torch.dtype, fnuz: bool = False) -> None:
+    """Raises TypeError unless `fp8_dtype` is float8_e4m3fn or float8_e5m2, or fnuz if allowed."""
+    if fp8_dtype in FP8_DTYPES or (fnuz and fp8_dtype in FNUZ_DTYPES):
+        return
+    forms = " or their fnuz forms" if fnuz else ""
+    raise TypeError(f"{op}: fp8_dtype must be float8_e4m3fn or float8_e5m2{forms}, got {fp8_dtype}")
 
 
 def check_out_dtype(

@@ -146,7 +146,8 @@ def quantize_current(
     """Quantizes q = encode(float(x) * scale), scale = target / max |x|, in two launches.
 
     The scale follows `current_scale`'s rules: an amax below `eps` counts as `eps`; 0, infinity and
-    NaN give scale 1; an infinite scale becomes float32's largest number.
+    NaN give scale 1; an infinite scale becomes float32's largest number; an infinite amax makes
+    scale_inv infinite, so that no saturated infinity is hidden.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -223,7 +224,8 @@ def reference_quantize_current(
     if amax is None:
         amax = tensor_scale.reference_amax(x)
     scale = tensor_scale.reference_scale(amax, target, eps, pow2)
-    return reference_quantize(x, scale, saturate=saturate)._replace(amax=amax)
+    out = reference_quantize(x, scale, saturate=saturate)
+    return out._replace(amax=amax, scale_inv=tensor_scale.reference_inverse(amax, scale))
 
 
 def _values() -> torch.Tensor:

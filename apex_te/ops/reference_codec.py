@@ -9,7 +9,11 @@ import torch
 _FORMATS = {
     torch.float8_e4m3fn: (0x43E00000, 0x3C800000, 20, 7, 2.0**14),
     torch.float8_e5m2: (0x47600000, 0x38800000, 21, 15, 2.0**7),
+    torch.float8_e4m3fnuz: (0x43700000, 0x3C000000, 20, 8, 2.0**13),
+    torch.float8_e5m2fnuz: (0x47600000, 0x38000000, 21, 16, 2.0**6),
 }
+# One code for NaN, 0x80; no infinity, no negative zero.
+_FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
@@ -17,10 +21,12 @@ def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
 
     Args:
         values: any shape, float32.
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, or their fnuz forms, in which NaN
+            becomes 0x80 and what rounds to zero loses its sign.
 
     Returns:
-        The same shape in `fp8_dtype`. Source: OCP OFP8 1.0, saturating mode.
+        The same shape in `fp8_dtype`. Source: OCP OFP8 1.0, saturating mode; of the fnuz forms
+        AMD's CDNA3 instruction set.
     """
     max_bits, min_normal_bits, shift, bias, magic = _FORMATS[fp8_dtype]
     bits = values.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
@@ -33,8 +39,11 @@ def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     # torch.round rounds half to even; one step is the smallest subnormal.
     step = magic * 2.0**-23
     subnormal = torch.round(small / step).to(torch.int64)
-    codes = torch.where(clamped < min_normal_bits, subnormal, normal) | sign
-    codes = torch.where(magnitude > 0x7F800000, torch.full_like(codes, 0x7F), codes)
+    codes = torch.where(clamped < min_normal_bits, subnormal, normal)
+    is_fnuz = fp8_dtype in _FNUZ
+    codes = torch.where((codes == 0) & is_fnuz, codes, codes | sign)
+    nan = 0x80 if is_fnuz else 0x7F
+    codes = torch.where(magnitude > 0x7F800000, torch.full_like(codes, nan), codes)
     return codes.to(torch.uint8).view(fp8_dtype)
 
 
@@ -42,19 +51,23 @@ def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
     """FP8 codes to float32, exact; through a table built from the format's definition.
 
     Args:
-        codes: any shape, torch.float8_e4m3fn or torch.float8_e5m2.
+        codes: any shape, a dtype that `encode_fp8` takes.
     """
     return _table(codes.dtype).to(codes.device)[codes.view(torch.uint8).to(torch.int64)]
 
 
 def _table(fp8_dtype: torch.dtype) -> torch.Tensor:
     is_e4m3 = fp8_dtype is torch.float8_e4m3fn
-    mantissa_bits, bias = (3, 7) if is_e4m3 else (2, 15)
+    is_fnuz = fp8_dtype in _FNUZ
+    shift, bias = _FORMATS[fp8_dtype][2:4]
+    mantissa_bits = 23 - shift
     values = []
     for code in range(256):
         exponent = (code & 0x7F) >> mantissa_bits
         mantissa = code & ((1 << mantissa_bits) - 1)
-        if is_e4m3:
+        if is_fnuz:
+            special = float("nan") if code == 0x80 else None
+        elif is_e4m3:
             special = float("nan") if code & 0x7F == 0x7F else None
         elif exponent == 31:
             special = float("nan") if mantissa else float("inf")

@@ -56,3 +56,8 @@ def reference_scale(amax: torch.Tensor, target: float, eps: float, pow2: bool) -
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
     usable = torch.isfinite(amax) & (amax != 0)
     return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def reference_inverse(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """1 / scale, infinite where amax is; the rule of csrc/common/scaling.h."""
+    return torch.where(torch.isinf(amax), torch.inf, 1.0 / scale)

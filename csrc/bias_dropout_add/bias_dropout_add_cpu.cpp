@@ -41,8 +41,8 @@ constexpr int64_t kStripCols = 8 * kTileCols;
 // A byte for each of `vecs` vectors from v on: bit i is set if element i is kept. Written in steps
 // of kVecsAtOnce.
 constexpr int64_t kVecsAtOnce = 8;
-void keep_bytes_portable(uint32_t threshold, uint64_t seed, int64_t row, int64_t v, int64_t vecs,
-                         uint8_t* bytes) {
+APEX_TE_TARGET_PORTABLE void keep_bytes_portable(uint32_t threshold, uint64_t seed, int64_t row,
+                                                 int64_t v, int64_t vecs, uint8_t* bytes) {
   for (int64_t i = 0; i < vecs; ++i) {
     const Philox4 r = dropout_bits(seed, row, v + i);
     const uint32_t words[4] = {r.x, r.y, r.z, r.w};
@@ -201,7 +201,8 @@ APEX_TE_INLINE void bwd_tile(const BiasDropoutAdd& p, const Factors& all, int64_
 }
 
 template <typename T, typename Wide>
-void fwd_portable(const BiasDropoutAdd& p, const Factors& all, int64_t row0, int64_t col0) {
+APEX_TE_TARGET_PORTABLE void fwd_portable(const BiasDropoutAdd& p, const Factors& all, int64_t row0,
+                                          int64_t col0) {
   fwd_tile<T, Wide>(p, all, row0, col0);
 }
 template <typename T, typename Wide>
@@ -210,7 +211,8 @@ APEX_TE_TARGET_AVX2 void fwd_avx2(const BiasDropoutAdd& p, const Factors& all, i
   fwd_tile<T, Wide>(p, all, row0, col0);
 }
 template <typename T, typename Wide>
-void bwd_portable(const BiasDropoutAdd& p, const Factors& all, int64_t row0, int64_t col0) {
+APEX_TE_TARGET_PORTABLE void bwd_portable(const BiasDropoutAdd& p, const Factors& all, int64_t row0,
+                                          int64_t col0) {
   bwd_tile<T, Wide>(p, all, row0, col0);
 }
 template <typename T, typename Wide>

@@ -1,10 +1,10 @@
 // block_quantize: FP8 with one scale for each block of 1 x 128 or 128 x 128 elements, and back.
 //
-// scale = fp8_max / amax of the block, q = satcast_rne(float(x) * scale); scale_inv = 1 / scale is
-// what is stored. The transposed copy is the quantization of x transposed: with 1 x 128 blocks it
-// has its own scales, over 128 rows of x; with 128 x 128 blocks it is the rowwise copy transposed.
-// Scales lie as common/block_scale.h has it; a block beyond the matrix counts as one of zeros: its
-// scale_inv is 1.
+// scale = fp8_max / amax of the block, q = satcast_rne(float(x) * scale); scale_inv = 1 / scale,
+// infinite where the amax is, is what is stored. The transposed copy is the quantization of x
+// transposed: with 1 x 128 blocks it has its own scales, over 128 rows of x; with 128 x 128 blocks
+// it is the rowwise copy transposed. Scales lie as common/block_scale.h has it; a block beyond the
+// matrix counts as one of zeros: its scale_inv is 1.
 #pragma once
 
 #include "common/block_scale.h"

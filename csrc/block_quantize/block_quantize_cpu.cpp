@@ -42,7 +42,7 @@ APEX_TE_INLINE void scales_of(const ScaleRule& rule, const uint32_t* amaxes, int
                               float* scales, float* scale_inv) {
   for (int64_t i = 0; i < n; ++i) {
     scales[i] = rule.scale_of(amaxes[i]);
-    scale_inv[i] = 1.0f / scales[i];
+    scale_inv[i] = rule.inverse_of(amaxes[i], scales[i]);
   }
 }
 
@@ -104,12 +104,12 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Tile& t) 
   for (int64_t b = 0; b < blocks; ++b) {
     amax = std::max(amax, amaxes[b]);
     scales[b] = p.rule.scale_of(amaxes[b]);
+    const float inverse = p.rule.inverse_of(amaxes[b], scales[b]);
     if (p.rowwise)
-      p.rowwise_scale_inv[row_block * padded_to_4(num_blocks(p.cols)) + col_block + b] =
-          1.0f / scales[b];
+      p.rowwise_scale_inv[row_block * padded_to_4(num_blocks(p.cols)) + col_block + b] = inverse;
     if (p.transposed)
       p.transposed_scale_inv[(col_block + b) * padded_to_4(num_blocks(p.rows)) + row_block] =
-          1.0f / scales[b];
+          inverse;
   }
   if (!p.rowwise && !p.transposed) return amax;
   alignas(kLineBytes) uint8_t codes[kBlock * kTileCols];
@@ -152,7 +152,8 @@ APEX_TE_INLINE uint32_t quantize_strip(const BlockQuantize& p, int64_t row_tile,
   return amax;
 }
 template <typename T, typename Format>
-uint32_t quantize_strip_portable(const BlockQuantize& p, int64_t row_tile, int64_t first) {
+APEX_TE_TARGET_PORTABLE uint32_t quantize_strip_portable(const BlockQuantize& p, int64_t row_tile,
+                                                         int64_t first) {
   return quantize_strip<T, Format>(p, row_tile, first);
 }
 template <typename T, typename Format>
@@ -209,7 +210,8 @@ APEX_TE_INLINE void dequantize_rows(const BlockDequantize& p, int64_t begin, int
     }
 }
 template <typename T, typename Format>
-void dequantize_rows_portable(const BlockDequantize& p, int64_t begin, int64_t end) {
+APEX_TE_TARGET_PORTABLE void dequantize_rows_portable(const BlockDequantize& p, int64_t begin,
+                                                      int64_t end) {
   dequantize_rows<T, Format>(p, begin, end);
 }
 template <typename T, typename Format>

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks1x128<T>) block_1x128_kernel(
     const int64_t first = of_row ? at.row0 : at.col0, block = of_row ? at.col0 : at.row0;
     if (out && first + i < extent)
       out[block / kBlock * extent + first + i] =
-          first + i < (of_row ? p.rows : p.cols) ? 1.0f / scale : 1.0f;
+          first + i < (of_row ? p.rows : p.cols) ? p.rule.inverse_of(amax, scale) : 1.0f;
     if (of_row) raise_amax(p.amax, seen, warp_max(amax));
   }
   __syncthreads();
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
     const int64_t rows = (p.rows + kBlock - 1) / kBlock, cols = (p.cols + kBlock - 1) / kBlock;
     const int64_t row_end = (rows + 3) / 4 * 4, col_end = (cols + 3) / 4 * 4;
     const int i = threadIdx.x;
-    const float value = i == 0 ? 1.0f / scale : 1.0f;
+    const float value = i == 0 ? p.rule.inverse_of(amax, scale) : 1.0f;
     if (p.rowwise_scale_inv && (i == 0 || (col == cols - 1 && col + i < col_end)))
       p.rowwise_scale_inv[row * col_end + col + i] = value;
     if (p.transposed_scale_inv && (i == 0 || (row == rows - 1 && row + i < row_end)))

@@ -5,7 +5,7 @@
 // output unwritten.
 #pragma once
 
-#include "common/op.h"
+#include "common/fp8_formats.h"
 
 // dbias adds 8 rows, two such sums, the 16 pairs of 256 rows (one line of the workspace), and the
 // lines, each in order of rows: fixed, so that both devices give the same bits.
@@ -39,10 +39,8 @@ inline CastTranspose check_cast_transpose(Args& args) {
   const TensorView rowwise = args.optional_tensor();
   const TensorView transposed = args.optional_tensor();
   p.fp8 = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kOther;
-  if (rowwise)
-    rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.rows, p.cols}).is_dense();
-  if (transposed)
-    transposed.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
+  if (rowwise) rowwise.has_dtype(kFP8DTypes).has_shape({p.rows, p.cols}).is_dense();
+  if (transposed) transposed.has_dtype(kFP8DTypes).has_shape({p.cols, p.rows}).is_dense();
   if (rowwise && transposed) transposed.has_dtype({p.fp8});
   p.rowwise = rowwise.data<uint8_t>();
   p.transposed = transposed.data<uint8_t>();

@@ -35,7 +35,7 @@ APEX_TE_INLINE void sum_tile(const CastTranspose& p, int64_t row0, int64_t col0)
 }
 
 template <typename T>
-void sum_tile_portable(const CastTranspose& p, int64_t row0, int64_t col0) {
+APEX_TE_TARGET_PORTABLE void sum_tile_portable(const CastTranspose& p, int64_t row0, int64_t col0) {
   sum_tile<T>(p, row0, col0);
 }
 template <typename T>
@@ -80,7 +80,7 @@ void cast_all(const CastTranspose& p) {
 
 template <typename T>
 void cast_format(const CastTranspose& p) {
-  p.fp8 == DType::kE5M2 ? cast_all<T, E5M2>(p) : cast_all<T, E4M3>(p);
+  with_fp8_format(p.fp8, [&](auto format) { cast_all<T, decltype(format)>(p); });
 }
 
 }  // namespace

@@ -183,7 +183,7 @@ void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
 
 template <typename T>
 void launch_format(const CastTranspose& c, const Params& p, cudaStream_t stream) {
-  c.fp8 == DType::kE5M2 ? launch<T, E5M2>(c, p, stream) : launch<T, E4M3>(c, p, stream);
+  with_fp8_format(c.fp8, [&](auto format) { launch<T, decltype(format)>(c, p, stream); });
 }
 
 }  // namespace

@@ -27,7 +27,8 @@ APEX_TE_INLINE void activation_row(const float* x, const float* dy, float* out, 
     out[i] = kBwd ? activation_gradient<kKind>(x[i], dy[i]) : activate<kKind>(x[i]);
 }
 template <Activation kKind, bool kBwd>
-void activation_row_portable(const float* x, const float* dy, float* out, int64_t n) {
+APEX_TE_TARGET_PORTABLE void activation_row_portable(const float* x, const float* dy, float* out,
+                                                     int64_t n) {
   activation_row<kKind, kBwd>(x, dy, out, n);
 }
 template <Activation kKind, bool kBwd>
@@ -201,8 +202,10 @@ APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row
   return amax;
 }
 template <typename T>
-uint32_t activation_tile_portable(const ActivationOp& p, ActivationRow row, const float* table,
-                                  const ActivationCpuTile& tile, int64_t row0, int64_t col0) {
+APEX_TE_TARGET_PORTABLE uint32_t activation_tile_portable(const ActivationOp& p, ActivationRow row,
+                                                          const float* table,
+                                                          const ActivationCpuTile& tile,
+                                                          int64_t row0, int64_t col0) {
   return activation_tile<T>(p, row, table, tile, row0, col0);
 }
 template <typename T>

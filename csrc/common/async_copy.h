@@ -1,12 +1,27 @@
 // Asynchronous copies from global into shared memory, whose arrival an mbarrier counts.
 //
 // On sm_90 and later the bulk copy engine moves a whole chunk for one instruction and no register;
-// before it every lane of the warp issues 16-byte copies.
+// before it every lane of the warp issues 16-byte copies. AMD's GPUs have no such barriers.
 #pragma once
 
 #include <cstdint>
 
+#include "common/gpu_compat.h"
+
 namespace apex_te {
+
+#if defined(__HIP_PLATFORM_AMD__)
+
+// Not defined: a kernel that would call one does not link (kHasCountedBarriers).
+constexpr unsigned kCopyArrivals = 1;
+__device__ void barrier_init(uint64_t* barrier, unsigned arrivals);
+__device__ void barrier_arrive(uint64_t* barrier);
+__device__ void barrier_expect(uint64_t* barrier, uint32_t bytes);
+__device__ void barrier_wait(uint64_t* barrier, unsigned parity);
+__device__ void release_chunk(uint64_t* barrier);
+__device__ void copy_chunk(void* chunk, const void* source, uint32_t bytes, uint64_t* barrier);
+
+#else
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 constexpr unsigned kCopyArrivals = 1;  // with which a barrier of copy_chunk starts
@@ -106,5 +121,7 @@ __device__ __forceinline__ void copy_chunk(void* chunk, const void* source, uint
 #endif
   __syncwarp();
 }
+
+#endif
 
 }  // namespace apex_te

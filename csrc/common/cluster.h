@@ -78,6 +78,12 @@ __device__ __forceinline__ void store_remote_async(float2* shared, uint64_t* bar
 template <typename... Params, typename... Values>
 void launch_cluster(void (*kernel)(Params...), int64_t blocks, int threads, int cluster,
                     size_t shared_bytes, cudaStream_t stream, Values... values) {
+#if defined(__HIP_PLATFORM_AMD__)
+  if (cluster > 1)
+    fail(kApexTeUnsupported, "a row must not be shared by blocks on an AMD GPU, got %d", cluster);
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(Params(values)...);
+  check_cuda(cudaGetLastError(), "launch");
+#else
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
@@ -96,8 +102,10 @@ void launch_cluster(void (*kernel)(Params...), int64_t blocks, int threads, int 
                                     cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                "cudaFuncSetAttribute");
   check_cuda(cudaLaunchKernelEx(&config, kernel, Params(values)...), "cudaLaunchKernelEx");
+#endif
 }
 
+#if !defined(__HIP_PLATFORM_AMD__)
 // Clusters of at most 8 blocks that the device runs at once, at one block a multiprocessor.
 inline int64_t clusters_at_once(const void* kernel, int threads, int cluster, size_t shared_bytes) {
   if (cluster == 1) return device_attribute(cudaDevAttrMultiProcessorCount);
@@ -116,6 +124,7 @@ inline int64_t clusters_at_once(const void* kernel, int threads, int cluster, si
              "cudaOccupancyMaxActiveClusters");
   return count > 1 ? count : 1;
 }
+#endif
 
 #endif  // __CUDACC__
 

@@ -1,8 +1,9 @@
-// Bit-exact conversions between float and bf16, fp16, E4M3 and E5M2, for host and device.
+// Bit-exact conversions between float and bf16, fp16 and the FP8 formats, for host and device.
 //
 // Rounding is to nearest even. FP8 encoding saturates: a finite overflow or an infinity gives the
 // largest finite value; NaN of either sign gives 0x7F. A NaN becomes 0x7FFF in bf16 and fp16, as
-// the GPU's cvt gives it. Formats: OCP OFP8 1.0 (e4m3fn, e5m2).
+// the GPU's cvt gives it. Formats: OCP OFP8 1.0 (e4m3fn, e5m2), and e4m3fnuz, e5m2fnuz of AMD's
+// gfx94x, which have one code for all NaN, 0x80, and neither an infinity nor a negative zero.
 #pragma once
 
 #include <cstdint>
@@ -97,6 +98,7 @@ struct E4M3 {
   static constexpr int kShift = 20;
   static constexpr int kBias = 7;
   static constexpr float kMax = 448.0f;
+  static constexpr bool kIsFNUZ = false;
 };
 struct E5M2 {
   static constexpr uint32_t kMaxBits = 0x47600000u;        // 57344
@@ -105,6 +107,25 @@ struct E5M2 {
   static constexpr int kShift = 21;
   static constexpr int kBias = 15;
   static constexpr float kMax = 57344.0f;
+  static constexpr bool kIsFNUZ = false;
+};
+struct E4M3FNUZ {
+  static constexpr uint32_t kMaxBits = 0x43700000u;        // 240
+  static constexpr uint32_t kMinNormalBits = 0x3C000000u;  // 2^-7
+  static constexpr uint32_t kMagicBits = 140u << 23;       // 2^13, ulp 2^-10
+  static constexpr int kShift = 20;
+  static constexpr int kBias = 8;
+  static constexpr float kMax = 240.0f;
+  static constexpr bool kIsFNUZ = true;
+};
+struct E5M2FNUZ {
+  static constexpr uint32_t kMaxBits = 0x47600000u;        // 57344
+  static constexpr uint32_t kMinNormalBits = 0x38000000u;  // 2^-15
+  static constexpr uint32_t kMagicBits = 133u << 23;       // 2^6, ulp 2^-17
+  static constexpr int kShift = 21;
+  static constexpr int kBias = 16;
+  static constexpr float kMax = 57344.0f;
+  static constexpr bool kIsFNUZ = true;
 };
 
 // The integer form of the cast; the device code may use the cvt instruction instead (gpu.h), which
@@ -121,12 +142,34 @@ APEX_TE_HD uint8_t encode_fp8(float value) {
   const uint32_t normal = (a - bias + half + odd) >> Format::kShift;
   const uint32_t subnormal =
       float_bits(bits_float(a) + bits_float(Format::kMagicBits)) - Format::kMagicBits;
-  const uint32_t code = (a < Format::kMinNormalBits ? subnormal : normal) | sign;
-  return static_cast<uint8_t>(magnitude > 0x7F800000u ? 0x7Fu : code);
+  const uint32_t unsigned_code = a < Format::kMinNormalBits ? subnormal : normal;
+  if constexpr (Format::kIsFNUZ) {
+    const uint32_t code = unsigned_code == 0u ? 0u : unsigned_code | sign;
+    return static_cast<uint8_t>(magnitude > 0x7F800000u ? 0x80u : code);
+  } else {
+    return static_cast<uint8_t>(magnitude > 0x7F800000u ? 0x7Fu : unsigned_code | sign);
+  }
+}
+
+// The bits of a finite code's magnitude, in a format with kShift and kBias.
+template <typename Format>
+APEX_TE_HD uint32_t decode_finite(uint32_t magnitude) {
+  constexpr uint32_t kLeast = static_cast<uint32_t>(128 - Format::kBias) << 23;
+  const uint32_t normal =
+      (magnitude << Format::kShift) + (static_cast<uint32_t>(127 - Format::kBias) << 23);
+  // A subnormal is normalised by a subtraction that is exact.
+  const uint32_t subnormal =
+      float_bits(bits_float((magnitude << Format::kShift) + kLeast) - bits_float(kLeast));
+  return magnitude < (1u << (23 - Format::kShift)) ? subnormal : normal;
 }
 
 template <typename Format>
-APEX_TE_HD float decode_fp8(uint8_t code);
+APEX_TE_HD float decode_fp8(uint8_t code) {
+  static_assert(Format::kIsFNUZ, "the other formats have their own");
+  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
+  const uint32_t finite = decode_finite<Format>(code & 0x7Fu);
+  return bits_float(code == 0x80u ? 0x7FC00000u : sign | finite);
+}
 template <>
 APEX_TE_HD float decode_fp8<E5M2>(uint8_t code) {
   return to_float(Half{static_cast<uint16_t>(code << 8)});
@@ -135,10 +178,7 @@ template <>
 APEX_TE_HD float decode_fp8<E4M3>(uint8_t code) {
   const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
   const uint32_t magnitude = code & 0x7Fu;
-  const uint32_t normal = (magnitude << 20) + (120u << 23);
-  const uint32_t subnormal =
-      float_bits(bits_float((magnitude << 20) + (121u << 23)) - bits_float(121u << 23));
-  const uint32_t finite = magnitude < 8u ? subnormal : normal;
+  const uint32_t finite = decode_finite<E4M3>(magnitude);
   return bits_float(sign | (magnitude == 0x7Fu ? 0x7FC00000u : finite));
 }
 

@@ -10,6 +10,14 @@
 
 #define APEX_TE_INLINE inline __attribute__((always_inline))
 
+// Of the function that serves processors without AVX2, where there is one that has it, too: made
+// without the long optimizations, it takes a sixth of the time to build instead of a third.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define APEX_TE_TARGET_PORTABLE __attribute__((optimize("O1")))
+#else
+#define APEX_TE_TARGET_PORTABLE
+#endif
+
 namespace apex_te {
 
 #if defined(__x86_64__)

@@ -99,8 +99,10 @@ APEX_TE_INLINE float max_of(const float* values, int64_t n) {
 template <typename Format, typename T>
 APEX_TE_INLINE uint32_t encode_row(const T* x, int64_t n, float scale, uint8_t* codes) {
 #if defined(__x86_64__)
-  if (use_avx512()) return avx512::encode_row<avx512::FP8Encoder<Format>>(x, n, scale, codes);
-  if (use_avx2()) return avx2::encode_row<avx2::FP8Encoder<Format>>(x, n, scale, codes);
+  if constexpr (!Format::kIsFNUZ) {
+    if (use_avx512()) return avx512::encode_row<avx512::FP8Encoder<Format>>(x, n, scale, codes);
+    if (use_avx2()) return avx2::encode_row<avx2::FP8Encoder<Format>>(x, n, scale, codes);
+  }
 #endif
   uint32_t amax = 0;
   for (int64_t i = 0; i < n; ++i) {
@@ -115,7 +117,9 @@ APEX_TE_INLINE uint32_t encode_row(const T* x, int64_t n, float scale, uint8_t* 
 template <typename Format>
 APEX_TE_INLINE void decode_row(const uint8_t* codes, int64_t n, float* values) {
 #if defined(__x86_64__)
-  if (use_avx2()) return avx2::decode_row<Format>(codes, n, values);
+  if constexpr (!Format::kIsFNUZ) {
+    if (use_avx2()) return avx2::decode_row<Format>(codes, n, values);
+  }
 #endif
   for (int64_t i = 0; i < n; ++i) values[i] = decode_fp8<Format>(codes[i]);
 }

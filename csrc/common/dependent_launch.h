@@ -31,6 +31,11 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
 template <typename... Params, typename... Args>
 void launch_dependent_shared(void (*kernel)(Params...), int64_t blocks, int threads,
                              size_t shared_bytes, cudaStream_t stream, Args&&... args) {
+#if defined(__HIP_PLATFORM_AMD__)
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, stream>>>(
+      std::forward<Args>(args)...);
+  check_cuda(cudaGetLastError(), "launch");
+#else
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
@@ -42,6 +47,7 @@ void launch_dependent_shared(void (*kernel)(Params...), int64_t blocks, int thre
   config.attrs = &attribute;
   config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) >= 9 ? 1 : 0;
   check_cuda(cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...), "launch");
+#endif
 }
 template <typename... Params, typename... Args>
 void launch_dependent(void (*kernel)(Params...), int64_t blocks, int threads, cudaStream_t stream,

@@ -164,28 +164,39 @@ bool plan_norm_bwd(const NormBwd& p, int device, BwdPlan* plan) {
   return false;
 }
 
+// The one-pass kernel; returns how many lines of weight gradients it leaves.
+template <typename T, bool kLayerNorm>
+int64_t launch_norm_bwd_plan(const NormBwd& p, const BwdPlan& plan, const char* op, int device,
+                             cudaStream_t stream) {
+  const auto kernel = plan.ranks == 1 ? norm_bwd_kernel<T, kLayerNorm, false>
+                                      : norm_bwd_kernel<T, kLayerNorm, true>;
+  const int threads = plan.shape.threads * plan.shape.slots;
+  check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(plan.shared_bytes)),
+             op);
+  // More clusters than can run at once would be a second, nearly empty round.
+  const int64_t at_once =
+      max_active_clusters(reinterpret_cast<const void*>(kernel), threads,
+                          static_cast<int>(plan.ranks), plan.shared_bytes, device);
+  int64_t lines = std::min(at_once, (p.rows + plan.shape.slots - 1) / plan.shape.slots);
+  if (p.dweight || p.dbias) lines = std::min(lines, p.num_lines);
+  launch_cluster(kernel, lines * plan.ranks, threads, static_cast<int>(plan.ranks),
+                 static_cast<size_t>(plan.shared_bytes), stream, p, plan.shape);
+  return lines;
+}
+
 template <typename T, bool kLayerNorm>
 void launch_norm_bwd_type(const NormBwd& p, const char* op, int device, cudaStream_t stream) {
   const bool with_lines = p.dweight || p.dbias;
   int64_t lines = 0;
-  BwdPlan plan;
-  if (p.rows && plan_norm_bwd<T, kLayerNorm>(p, device, &plan)) {
-    const auto kernel = plan.ranks == 1 ? norm_bwd_kernel<T, kLayerNorm, false>
-                                        : norm_bwd_kernel<T, kLayerNorm, true>;
-    const int threads = plan.shape.threads * plan.shape.slots;
-    check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    static_cast<int>(plan.shared_bytes)),
-               op);
-    // More clusters than can run at once would be a second, nearly empty round.
-    const int64_t at_once =
-        max_active_clusters(reinterpret_cast<const void*>(kernel), threads,
-                            static_cast<int>(plan.ranks), plan.shared_bytes, device);
-    lines = std::min(at_once, (p.rows + plan.shape.slots - 1) / plan.shape.slots);
-    if (with_lines) lines = std::min(lines, p.num_lines);
-    launch_cluster(kernel, lines * plan.ranks, threads, static_cast<int>(plan.ranks),
-                   static_cast<size_t>(plan.shared_bytes), stream, p, plan.shape);
-  } else if (p.rows && p.cols) {
+  bool planned = false;
+  if constexpr (kHasCountedBarriers) {
+    BwdPlan plan;
+    planned = p.rows && plan_norm_bwd<T, kLayerNorm>(p, device, &plan);
+    if (planned) lines = launch_norm_bwd_plan<T, kLayerNorm>(p, plan, op, device, stream);
+  }
+  if (!planned && p.rows && p.cols) {
     bool aligned = p.cols % kVec == 0;
     for (const void* q : {p.dy, p.x, p.d_residual, static_cast<const void*>(p.dx)})
       aligned = aligned && is_aligned(q, 16);

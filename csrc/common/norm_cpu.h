@@ -283,7 +283,8 @@ APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_
 }
 
 template <typename T, bool kLayerNorm>
-uint32_t fwd_rows_portable(const NormFwd& p, const FloatParams& f, int64_t begin, int64_t end) {
+APEX_TE_TARGET_PORTABLE uint32_t fwd_rows_portable(const NormFwd& p, const FloatParams& f,
+                                                   int64_t begin, int64_t end) {
   return fwd_rows<T, kLayerNorm>(p, f, begin, end);
 }
 template <typename T, bool kLayerNorm>
@@ -297,8 +298,8 @@ APEX_TE_TARGET_AVX512 uint32_t fwd_rows_avx512(const NormFwd& p, const FloatPara
   return fwd_rows<T, kLayerNorm>(p, f, begin, end);
 }
 template <typename T, bool kLayerNorm>
-void bwd_rows_portable(const NormBwd& p, const FloatParams& f, int64_t begin, int64_t end,
-                       float* line) {
+APEX_TE_TARGET_PORTABLE void bwd_rows_portable(const NormBwd& p, const FloatParams& f,
+                                               int64_t begin, int64_t end, float* line) {
   bwd_rows<T, kLayerNorm>(p, f, begin, end, line);
 }
 template <typename T, bool kLayerNorm>

@@ -52,7 +52,7 @@ __device__ __forceinline__ void keep_packed(Vec8<T> (&v)[kCount]) {
   for (int k = 0; k < kCount; ++k)
 #pragma unroll
     for (int i = 0; i < static_cast<int>(2 * sizeof(T)); ++i)
-      asm volatile("" : "+r"(v[k].words[i]));
+      asm volatile("" : APEX_TE_REGISTER(v[k].words[i]));
 }
 
 // 8 values of weight or bias from column col on; their pointers are aligned to 16 bytes.
@@ -200,7 +200,7 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
 }
 
 inline bool has_clusters(int device) {
-  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
+  return kHasCountedBarriers && device_attribute(cudaDevAttrComputeCapabilityMajor, device) >= 9;
 }
 
 // Clusters of a kernel that the device can run at once.
@@ -212,6 +212,9 @@ inline int64_t max_active_clusters(const void* kernel, int threads, int cluster,
                "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     return std::max(count, 1) * device_attribute(cudaDevAttrMultiProcessorCount, device);
   }
+#if defined(__HIP_PLATFORM_AMD__)
+  fail(kApexTeUnsupported, "a row must not be shared by blocks on an AMD GPU, got %d", cluster);
+#else
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(cluster));
   config.blockDim = dim3(static_cast<unsigned>(threads));
@@ -228,6 +231,7 @@ inline int64_t max_active_clusters(const void* kernel, int threads, int cluster,
   check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel, &config),
              "cudaOccupancyMaxActiveClusters");
   return std::max(count, 1);
+#endif
 }
 
 // 8 elements of a row of any length and alignment, at the step-th turn of a thread: neighbours

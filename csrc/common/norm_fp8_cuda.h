@@ -55,12 +55,15 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
   const bool aligned =
       norm_fwd_aligned(p) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.transposed);
   if (!p.rows || !p.cols) return launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, stream);
-  // Tiles for less than half of the multiprocessors take longer than two kernels with more blocks.
-  const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
-  RingPlan ring;
-  if (aligned && plan_norm_ring<T>(p, device, &ring) &&
-      2 * p.rows * ring.ranks > processors * ring.shape.tile_rows)
-    return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
+  if constexpr (kHasCountedBarriers) {
+    // Tiles for less than half of the multiprocessors take longer than two kernels with more
+    // blocks.
+    const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
+    RingPlan ring;
+    if (aligned && plan_norm_ring<T>(p, device, &ring) &&
+        2 * p.rows * ring.ranks > processors * ring.shape.tile_rows)
+      return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
+  }
   NormFwd statistics = p;
   statistics.scale = nullptr;
   statistics.rowwise = statistics.transposed = nullptr;

@@ -37,11 +37,13 @@ inline bool norm_fwd_aligned(const NormFwd& p) {
 template <typename T, bool kLayerNorm>
 void launch_norm_fwd_rows(const NormFwd& p, const char* op, int device, cudaStream_t stream) {
   const bool aligned = norm_fwd_aligned(p);
-  RingPlan ring;
   if (aligned && wants_norm_stream<T, kLayerNorm>(p))
     return launch_norm_stream<T, kLayerNorm>(p, op, stream);
-  if (aligned && wants_norm_ring<kLayerNorm>(p) && plan_norm_ring<T>(p, device, &ring))
-    return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
+  if constexpr (kHasCountedBarriers) {
+    RingPlan ring;
+    if (aligned && wants_norm_ring<kLayerNorm>(p) && plan_norm_ring<T>(p, device, &ring))
+      return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
+  }
   const int64_t pieces = (p.cols / kVec + kNormVecs<T> - 1) / kNormVecs<T>;
   const int64_t ranks = pieces <= kMaxNormThreads ? 1 : (pieces + kRankThreads - 1) / kRankThreads;
   const bool held = ranks == 1 || (ranks <= kMaxNormRanks && has_clusters(device));

@@ -50,7 +50,7 @@ struct CurrentScale {
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       if (amax) *amax = __uint_as_float(found);
       *scale = value;
-      *scale_inv = 1.0f / value;
+      *scale_inv = rule.inverse_of(found, value);
     }
     return value;
   }

@@ -78,8 +78,8 @@ APEX_TE_INLINE float row_loss_and_grad(const CrossEntropy& p, int64_t row, int64
 }
 
 template <typename T>
-float row_portable(const CrossEntropy& p, int64_t row, int64_t target, const RowFactors& f,
-                   float* values) {
+APEX_TE_TARGET_PORTABLE float row_portable(const CrossEntropy& p, int64_t row, int64_t target,
+                                           const RowFactors& f, float* values) {
   return row_loss_and_grad<T>(p, row, target, f, values);
 }
 template <typename T>

@@ -251,6 +251,9 @@ inline int ring_split(const void* kernel, int64_t bytes) {
 // part of a row is too long for that: too little of it would stay in shared memory.
 template <typename T>
 bool launch_ring(const Params& p, cudaStream_t stream) {
+#if defined(__HIP_PLATFORM_AMD__)
+  return false;  // kHasCountedBarriers
+#else
   const auto kernel = cross_entropy_fwd_ring_kernel<T>;
   const auto* address = reinterpret_cast<const void*>(kernel);
   const int64_t row_bytes = p.cols * static_cast<int64_t>(sizeof(T));
@@ -265,6 +268,7 @@ bool launch_ring(const Params& p, cudaStream_t stream) {
   const int64_t at_once = clusters_at_once(address, threads, split, bytes);
   launch_cluster(kernel, min(p.rows, at_once) * split, threads, split, bytes, stream, p, ring);
   return true;
+#endif
 }
 
 }  // namespace

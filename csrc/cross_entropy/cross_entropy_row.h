@@ -22,9 +22,13 @@ struct Params {
 };
 
 __device__ __forceinline__ float fast_exp(float x) {
+#if defined(__CUDA_ARCH__)
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * kLog2e));
   return y;
+#else
+  return exp2f(x * kLog2e);
+#endif
 }
 
 // A row of any alignment: up to 7 columns before the first aligned vector (head), the vectors, up
@@ -172,9 +176,13 @@ __device__ __forceinline__ int32_t num_valid_of(const Params& p) {
 }
 // Its reciprocal. The conversion stays where it is called: moved to the load, it would wait for it.
 __device__ __forceinline__ float grad_factor(int32_t num_valid) {
+#if defined(__CUDA_ARCH__)
   float divisor;
   asm volatile("cvt.rn.f32.s32 %0, %1;" : "=f"(divisor) : "r"(num_valid));
   return 1.0f / divisor;
+#else
+  return 1.0f / static_cast<float>(num_valid);
+#endif
 }
 
 __device__ __forceinline__ RowGrad finish_row(const Params& p, int64_t row, int64_t target,

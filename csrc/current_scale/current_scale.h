@@ -1,9 +1,10 @@
 // current_scale: quantize a matrix to FP8 with a scale computed from its own amax.
 //
 // amax = max |x| with NaN above infinity; scale = fp8_max / amax by the rule of common/scaling.h;
-// q = satcast_rne(float(x) * scale); scale_inv = 1 / scale.
+// q = satcast_rne(float(x) * scale); scale_inv = 1 / scale, infinite where amax is.
 #pragma once
 
+#include "common/fp8_formats.h"
 #include "common/quantize.h"
 #include "common/scaling.h"
 
@@ -29,12 +30,12 @@ struct CurrentScaleCall {
 
 inline CurrentScaleCall check_current_scale(Args& args, bool has_workspace) {
   CurrentScaleCall p;
-  p.q = check_quantize(args, args.tensor(), {DType::kE4M3, DType::kE5M2});
+  p.q = check_quantize(args, args.tensor(), kFP8DTypes);
   p.amax = float_scalar(args.tensor());
   p.scale = float_scalar(args.tensor());
   p.scale_inv = float_scalar(args.tensor());
   p.amaxes = has_workspace ? check_amaxes(args.tensor()) : nullptr;
-  p.rule = check_scale_rule(args, p.q.codes == DType::kE5M2 ? E5M2::kMax : E4M3::kMax);
+  p.rule = check_scale_rule(args, fp8_max(p.q.codes));
   return p;
 }
 

@@ -9,17 +9,15 @@ namespace {
 
 template <typename T>
 void cast(const CurrentScaleCall& p, uint32_t amax) {
-  const float scale = p.rule.scale_of(amax & 0x7FFFFFFFu);
+  amax &= 0x7FFFFFFFu;
+  const float scale = p.rule.scale_of(amax);
   *p.scale = scale;
-  *p.scale_inv = 1.0f / scale;
-  if (p.q.codes == DType::kE5M2)
+  *p.scale_inv = p.rule.inverse_of(amax, scale);
+  with_fp8_format(p.q.codes, [&](auto format) {
     quantize_all<T>(p.q, [scale](const T* x, int64_t n, uint8_t* codes) {
-      return encode_row<E5M2>(x, n, scale, codes);
+      return encode_row<decltype(format)>(x, n, scale, codes);
     });
-  else
-    quantize_all<T>(p.q, [scale](const T* x, int64_t n, uint8_t* codes) {
-      return encode_row<E4M3>(x, n, scale, codes);
-    });
+  });
 }
 
 uint32_t amax_of_any(const TensorView& x) {

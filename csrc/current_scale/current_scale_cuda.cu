@@ -29,10 +29,9 @@ __global__ void fold_amaxes_kernel(const uint32_t* amaxes, int num_amaxes, float
 template <typename T>
 void launch(const CurrentScaleCall& p, cudaStream_t stream) {
   const CurrentScale source = launch_current_scale<T>(p, stream);
-  if (p.q.codes == DType::kE5M2)
-    launch_quantize<T>(p.q, source, FP8Encoder<E5M2>{}, stream);
-  else
-    launch_quantize<T>(p.q, source, FP8Encoder<E4M3>{}, stream);
+  with_fp8_format(p.q.codes, [&](auto format) {
+    launch_quantize<T>(p.q, source, FP8Encoder<decltype(format)>{}, stream);
+  });
 }
 
 void launch_dtype(const CurrentScaleCall& p, Args& args) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "common/block_scale.h"
+#include "common/fp8_formats.h"
 #include "common/op.h"
 
 APEX_TE_FUNCTION(fp8_gemm,
@@ -66,13 +67,13 @@ struct Fp8Gemm : Fp8Epilogue {
 inline void check_operands(Args& args, Fp8Gemm* g) {
   g->a = args.tensor();
   g->b = args.tensor();
-  g->a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
+  g->a.has_dtype(kFP8DTypes).has_ndim(2).is_dense();
   g->m = g->a.size(0);
   g->k = g->a.size(1);
-  g->b.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2);
+  g->b.has_dtype(kFP8DTypes).has_ndim(2);
   g->n = g->b.size(0);
   g->b.has_shape({g->n, g->k}).is_dense();
-  if (g->a.dtype() == DType::kE5M2 && g->b.dtype() == DType::kE5M2)
+  if (is_e5m2(g->a.dtype()) && is_e5m2(g->b.dtype()))
     fail(kApexTeUnsupported,
          "%s: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice", args.name());
 }

@@ -25,7 +25,7 @@ APEX_TE_INLINE void decode_loop(const uint8_t* codes, float* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) out[i] = decode_fp8<Format>(codes[i]);
 }
 template <typename Format>
-void decode_portable(const uint8_t* codes, float* out, int64_t n) {
+APEX_TE_TARGET_PORTABLE void decode_portable(const uint8_t* codes, float* out, int64_t n) {
   decode_loop<Format>(codes, out, n);
 }
 template <typename Format>
@@ -105,7 +105,8 @@ APEX_TE_INLINE void accumulate_rows(const BlockAccumulate& p, int64_t begin, int
     }
   }
 }
-void accumulate_portable(const BlockAccumulate& p, int64_t begin, int64_t end) {
+APEX_TE_TARGET_PORTABLE void accumulate_portable(const BlockAccumulate& p, int64_t begin,
+                                                 int64_t end) {
   accumulate_rows(p, begin, end);
 }
 APEX_TE_TARGET_AVX2 void accumulate_avx2(const BlockAccumulate& p, int64_t begin, int64_t end) {
@@ -155,12 +156,11 @@ APEX_TE_DEFINE(fp8_decode) {
   using namespace apex_te;
   const TensorView codes = args.tensor();
   const TensorView out = args.tensor();
-  codes.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
+  codes.has_dtype(kFP8DTypes).has_ndim(2).is_dense();
   out.has_dtype({DType::kFloat32}).has_shape({codes.size(0), codes.size(1)}).is_dense();
-  if (codes.dtype() == DType::kE5M2)
-    decode_all<E5M2>(codes.data<uint8_t>(), out.data<float>(), codes.numel());
-  else
-    decode_all<E4M3>(codes.data<uint8_t>(), out.data<float>(), codes.numel());
+  with_fp8_format(codes.dtype(), [&](auto format) {
+    decode_all<decltype(format)>(codes.data<uint8_t>(), out.data<float>(), codes.numel());
+  });
 }
 
 APEX_TE_DEFINE(fp8_gemm_epilogue) {

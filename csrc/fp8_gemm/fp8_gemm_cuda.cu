@@ -44,6 +44,12 @@ struct Plan {
 
 cudaDataType_t cuda_type(DType type) {
   switch (type) {
+#if defined(__HIP_PLATFORM_AMD__)
+    case DType::kE4M3FNUZ:
+      return HIP_R_8F_E4M3_FNUZ;
+    case DType::kE5M2FNUZ:
+      return HIP_R_8F_E5M2_FNUZ;
+#endif
     case DType::kE4M3:
       return CUDA_R_8F_E4M3;
     case DType::kE5M2:
@@ -85,6 +91,17 @@ cublasLtHandle_t handle_of(int device) {
   return handles[device];
 }
 
+int64_t lt_version([[maybe_unused]] int device) {
+#if defined(__HIP_PLATFORM_AMD__)
+  const DeviceGuard guard(device);
+  int version = 0;
+  check_cublaslt(CublasLt::get().cublasLtGetVersion(handle_of(device), &version), "its version");
+  return version;
+#else
+  return static_cast<int64_t>(CublasLt::get().cublasLtGetVersion());
+#endif
+}
+
 // The call's pointers, which a plan's descriptor holds only for one call.
 void set_pointers(const Plan& plan, const Fp8Gemm& g) {
   set(plan.matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(g.b_scale_inv));
@@ -97,7 +114,9 @@ void set_pointers(const Plan& plan, const Fp8Gemm& g) {
 void set_scale_mode(const Plan& plan, cublasLtMatmulDescAttributes_t attribute,
                     int64_t block_rows) {
   if (block_rows == 0) return;
-#if CUBLAS_VERSION >= 120900
+#if defined(__HIP_PLATFORM_AMD__)
+  fail(kApexTeUnsupported, "fp8_gemm_block: hipBLASLt has no product with scales of blocks");
+#elif CUBLAS_VERSION >= 120900
   set(plan.matmul, attribute,
       block_rows == 1 ? CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F
                       : CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
@@ -115,7 +134,26 @@ constexpr auto kScaleModeA = CUBLASLT_MATMUL_DESC_A_SCALE_POINTER;
 constexpr auto kScaleModeB = CUBLASLT_MATMUL_DESC_B_SCALE_POINTER;
 #endif
 
-void check_arch(int device) {
+#if defined(__HIP_PLATFORM_AMD__)
+// gfx94x multiply fnuz formats, gfx950 and gfx12 those of OCP.
+void check_arch(const Fp8Gemm& g, int device) {
+  cudaDeviceProp properties;
+  check_cuda(cudaGetDeviceProperties(&properties, device), "fp8_gemm");
+  const char* const arch = properties.gcnArchName;
+  const bool fnuz = strncmp(arch, "gfx94", 5) == 0;
+  if (!fnuz && strncmp(arch, "gfx95", 5) != 0 && strncmp(arch, "gfx12", 5) != 0)
+    fail(kApexTeUnsupported,
+         "fp8_gemm: the GPU must be a gfx94x, gfx95x or gfx12, which have FP8 matrix units, got %s",
+         arch);
+  for (const TensorView& operand : {g.a, g.b}) {
+    if (fnuz)
+      operand.has_dtype({DType::kE4M3FNUZ, DType::kE5M2FNUZ});
+    else
+      operand.has_dtype({DType::kE4M3, DType::kE5M2});
+  }
+}
+#else
+void check_arch(const Fp8Gemm&, int device) {
   int major = 0, minor = 0;
   check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "fp8_gemm");
   check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "fp8_gemm");
@@ -124,17 +162,20 @@ void check_arch(int device) {
          "fp8_gemm: the GPU must be of arch 8.9 or later, which have FP8 matrix units, got %d.%d",
          major, minor);
 }
+#endif
 
 Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
-  check_arch(key.device);
+  check_arch(g, key.device);
   const CublasLt& lt = CublasLt::get();
   Plan plan;
   check_cublaslt(lt.cublasLtMatmulDescCreate(&plan.matmul, CUBLAS_COMPUTE_32F, CUDA_R_32F),
                  "cublasLtMatmulDescCreate");
   set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
+#if !defined(__HIP_PLATFORM_AMD__)  // hipBLASLt has no such choice
   set(plan.matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM,
       static_cast<int8_t>(g.use_split_accumulator ? 0 : 1));
+#endif
   set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(g));
   if (g.bias) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(g.bias.dtype()));
   if (g.aux) {
@@ -157,10 +198,12 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
     lt.cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value));
   };
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(key.workspace_bytes));
+#if !defined(__HIP_PLATFORM_AMD__)  // hipBLASLt has none; launch() asks for 16 bytes
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.alignment_b));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.alignment_a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.alignment_out));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.alignment_out));
+#endif
   cublasLtMatmulHeuristicResult_t found[kMaxAlgorithms];
   int count = 0;
   const cublasStatus_t status = lt.cublasLtMatmulAlgoGetHeuristic(
@@ -176,7 +219,7 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
          "epilogue %d: %s",
          key.algorithm, static_cast<long long>(g.m), static_cast<long long>(g.n),
          static_cast<long long>(g.k), dtype_name(g.a.dtype()), dtype_name(g.b.dtype()),
-         dtype_name(g.out.dtype()), key.epilogue, lt.cublasLtGetStatusString(status));
+         dtype_name(g.out.dtype()), key.epilogue, status_text(status).text);
   }
   plan.algo = found[key.algorithm].algo;
   plan.workspace_bytes = found[key.algorithm].workspaceSize;
@@ -254,5 +297,5 @@ APEX_TE_DEFINE(fp8_gemm_block) {
 APEX_TE_DEFINE(cublaslt_version) {
   using namespace apex_te;
   args.tensor();
-  args.set_result(static_cast<int64_t>(CublasLt::get().cublasLtGetVersion()));
+  args.set_result(lt_version(args.device_id()));
 }

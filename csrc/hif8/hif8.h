@@ -14,7 +14,7 @@
 APEX_TE_FUNCTION(hif8_quantize,
                  "x: Tensor, scale: Tensor?, rowwise: Tensor?, transposed: Tensor?, amax: Tensor?, "
                  "scale_inv: Tensor?, saturate: bool")
-// With scale = target / amax of x, by the rule of common/scaling.h: two launches.
+// With scale = target / amax of x and its inverse, by the rules of common/scaling.h: two launches.
 APEX_TE_FUNCTION(hif8_current,
                  "x: Tensor, rowwise: Tensor?, transposed: Tensor?, amax: Tensor, scale: Tensor, "
                  "scale_inv: Tensor, workspace: Tensor, target: float, eps: float, pow2: bool, "

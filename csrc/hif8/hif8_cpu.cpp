@@ -64,9 +64,10 @@ uint32_t quantize_any(const Hif8Quantize& p, float scale) {
 }
 
 void quantize_current(const Hif8Quantize& p, uint32_t amax) {
-  const float scale = p.rule.scale_of(amax & 0x7FFFFFFFu);
+  amax &= 0x7FFFFFFFu;
+  const float scale = p.rule.scale_of(amax);
   *p.scale = scale;
-  *p.scale_inv = 1.0f / scale;
+  *p.scale_inv = p.rule.inverse_of(amax, scale);
   quantize_any(p, scale);
 }
 
@@ -85,7 +86,8 @@ APEX_TE_INLINE void decode_of(const uint8_t* codes, int64_t n, float scale_inv, 
   if (streamed) finish_stream();
 }
 template <typename T>
-void decode_portable(const uint8_t* codes, int64_t n, float scale_inv, bool streamed, T* out) {
+APEX_TE_TARGET_PORTABLE void decode_portable(const uint8_t* codes, int64_t n, float scale_inv,
+                                             bool streamed, T* out) {
   decode_of(codes, n, scale_inv, streamed, out);
 }
 template <typename T>

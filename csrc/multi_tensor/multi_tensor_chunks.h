@@ -47,7 +47,8 @@ std::vector<int64_t> for_chunks(const Rows& rows, int64_t chunk, const Run& run)
 
 // Op::chunk compiled for each instruction set; both give the same bits.
 template <typename Op>
-typename Op::Result chunk_portable(const Op& op, const Row& row, int64_t begin, int64_t n) {
+APEX_TE_TARGET_PORTABLE typename Op::Result chunk_portable(const Op& op, const Row& row,
+                                                           int64_t begin, int64_t n) {
   return op.chunk(row, begin, n);
 }
 template <typename Op>

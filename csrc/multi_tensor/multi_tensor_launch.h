@@ -24,7 +24,7 @@ struct Table {
 };
 // Parameters beyond 4 KB need a toolkit and a driver of CUDA 12.1.
 constexpr int kSmallTable = 4096;
-#if CUDART_VERSION >= 12010
+#if CUDART_VERSION >= 12010 && !defined(__HIP_PLATFORM_AMD__)
 constexpr int kLargeTable = 32764;
 #else
 constexpr int kLargeTable = kSmallTable;

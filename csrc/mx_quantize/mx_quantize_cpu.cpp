@@ -109,7 +109,8 @@ APEX_TE_INLINE void quantize_strip(const MxQuantize& p, int64_t row0, int64_t co
     quantize_tile<T, Format>(p, row0, col0, col0 + 2 * kTileCols > end);
 }
 template <typename T, typename Format>
-void quantize_strip_portable(const MxQuantize& p, int64_t row0, int64_t col0) {
+APEX_TE_TARGET_PORTABLE void quantize_strip_portable(const MxQuantize& p, int64_t row0,
+                                                     int64_t col0) {
   quantize_strip<T, Format>(p, row0, col0);
 }
 template <typename T, typename Format>
@@ -144,7 +145,7 @@ APEX_TE_INLINE void dequantize_row(const MxDequantize& p, int64_t row) {
   }
 }
 template <typename T, typename Format>
-void dequantize_row_portable(const MxDequantize& p, int64_t row) {
+APEX_TE_TARGET_PORTABLE void dequantize_row_portable(const MxDequantize& p, int64_t row) {
   dequantize_row<T, Format>(p, row);
 }
 template <typename T, typename Format>

@@ -154,8 +154,8 @@ APEX_TE_INLINE void rope_chunk(const Rope& p, int64_t token, int64_t token_end, 
 }
 
 template <typename T>
-void rope_chunk_portable(const Rope& p, int64_t token, int64_t token_end, int64_t first,
-                         int64_t last) {
+APEX_TE_TARGET_PORTABLE void rope_chunk_portable(const Rope& p, int64_t token, int64_t token_end,
+                                                 int64_t first, int64_t last) {
   rope_chunk<T>(p, token, token_end, first, last);
 }
 template <typename T>

@@ -32,8 +32,8 @@ APEX_TE_INLINE void row_loop(const float* __restrict__ gate, const float* __rest
   }
 }
 template <Activation kAct, bool kBwd>
-void row_portable(const float* gate, const float* up, const float* grad, int64_t n, float* first,
-                  float* second) {
+APEX_TE_TARGET_PORTABLE void row_portable(const float* gate, const float* up, const float* grad,
+                                          int64_t n, float* first, float* second) {
   row_loop<kAct, kBwd>(gate, up, grad, n, first, second);
 }
 template <Activation kAct, bool kBwd>
@@ -159,8 +159,9 @@ APEX_TE_INLINE uint32_t block(const Swiglu& p, RowLoop loop, int64_t tile_rows, 
   return amax;
 }
 template <typename T>
-uint32_t block_portable(const Swiglu& p, RowLoop loop, int64_t tile_rows, int64_t row0,
-                        int64_t row_end, int64_t col0, int64_t col_end) {
+APEX_TE_TARGET_PORTABLE uint32_t block_portable(const Swiglu& p, RowLoop loop, int64_t tile_rows,
+                                                int64_t row0, int64_t row_end, int64_t col0,
+                                                int64_t col_end) {
   return block<T>(p, loop, tile_rows, row0, row_end, col0, col_end);
 }
 template <typename T>

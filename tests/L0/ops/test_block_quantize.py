@@ -1,5 +1,7 @@
 """block_quantize against its plain-PyTorch reference, bit for bit, on each device."""
 
+import math
+
 import pytest
 import torch
 from checks import (
@@ -116,9 +118,11 @@ def test_scale_of_a_block(device, amax, options, scale):
     for block_rows in (1, 128):
         out = block_quantize(x.to(device), E4M3, block_rows=block_rows, **options)
         found = out.rowwise_scale_inv[(1, 129) if block_rows == 1 else (1, 1)]
-        assert found.item() == (1 / torch.tensor(scale)).item()
+        expected = INF if amax == INF else (1 / torch.tensor(scale)).item()
+        assert found.item() == expected
         found = out.transposed_scale_inv[(1, 130) if block_rows == 1 else (1, 1)]
-        assert found.item() == (1 / torch.tensor(scale)).item()
+        assert found.item() == expected
+        assert math.isfinite(out.rowwise_scale_inv[0, 0].item())  # another block
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -141,6 +145,11 @@ def test_planted_values(device, position, value):
         back = block_dequantize(*out[:2], block_rows=block_rows, dtype=torch.float32)
         if value != value:
             assert back.isnan().nonzero().tolist() == [list(position)]
+        if value == INF:  # no value of its block is finite, every other one is
+            row, col = position[0] // block_rows * block_rows, position[1] // 128 * 128
+            finite = torch.ones(x.shape, dtype=torch.bool)
+            finite[row : row + block_rows, col : col + 128] = False
+            assert torch.equal(back.isfinite().cpu(), finite)
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])

@@ -1,13 +1,10 @@
 """cast_transpose against its plain-PyTorch reference, bit for bit, on each device."""
 
-import os
-import subprocess
-import sys
-
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from checks import assert_portable_gives_same_bits
 
 from apex_te.ops import cast_transpose as op
 from apex_te.ops.cast_transpose import cast_transpose
@@ -209,24 +206,15 @@ def test_repeatable_and_equal_on_devices(device):
 
 
 def test_portable_path_gives_the_same_bits():
-    script = (
-        "import torch, hashlib; from apex_te.ops.cast_transpose import cast_transpose\n"
-        "torch.manual_seed(0); h = hashlib.sha256()\n"
-        "bits = torch.randint(-2**31, 2**31, (300, 300), dtype=torch.int64).to(torch.int32)\n"
-        "for x in (bits.view(torch.float32), bits.to(torch.int16).view(torch.float16)):\n"
-        "    for f in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
-        "        o = cast_transpose(x, torch.tensor([1.1]), f, amax=torch.zeros(1))\n"
-        "        h.update(o.rowwise.view(torch.uint8).numpy().tobytes())\n"
-        "print(h.hexdigest())\n"
+    assert_portable_gives_same_bits(
+        "import torch; from apex_te.ops.cast_transpose import cast_transpose\n"
+        "def run():\n"
+        "    bits = torch.randint(-2**31, 2**31, (300, 300), dtype=torch.int64).to(torch.int32)\n"
+        "    for x in (bits.view(torch.float32), bits.to(torch.int16).view(torch.float16)):\n"
+        "        for f in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
+        "            o = cast_transpose(x, torch.tensor([1.1]), f, with_dbias=True)\n"
+        "            yield from (o.rowwise, o.transposed, o.dbias)\n"
     )
-    digests = []
-    for isa in ("", "portable"):
-        env = dict(os.environ, APEX_TE_CPU_ISA=isa, PYTHONPATH=os.pathsep.join(sys.path))
-        run = subprocess.run(
-            [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
-        )
-        digests.append(run.stdout)
-    assert digests[0] == digests[1]
 
 
 @pytest.mark.parametrize(
