@@ -1,0 +1,14 @@
+"""apex's extension modules, by apex's names and signatures, over the suite's ops.
+
+``from apex_te.compatibility.apex import amp_C`` always works; ``import amp_C`` works after
+``install()`` or, with ``APEX_TE_TOPLEVEL_COMPAT=1``, once ``apex_te`` is imported. Importing a
+module, ``dir`` and ``hasattr`` compile nothing: an op is built by the first call that needs it.
+What is served and where a function differs from apex's: docs/apex.md.
+"""
+
+from apex_te._lazy import attach
+
+from ._finder import NAMES, install, install_from_environment, uninstall
+
+__all__ = ["NAMES", "install", "install_from_environment", "uninstall"]
+__getattr__, __dir__ = attach(__name__, dict.fromkeys(NAMES, ""))

@@ -1,0 +1,95 @@
+"""Makes the modules of this package importable at top level, on request only."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from types import ModuleType
+
+NAMES = (
+    "amp_C",
+    "fused_adam_cuda",
+    "fused_bias_swiglu",
+    "fused_dense_cuda",
+    "fused_lamb_cuda",
+    "fused_layer_norm_cuda",
+    "fused_rotary_positional_embedding",
+    "fused_weight_gradient_mlp_cuda",
+    "generic_scaled_masked_softmax_cuda",
+    "mlp_cuda",
+    "scaled_masked_softmax_cuda",
+    "scaled_softmax_cuda",
+    "scaled_upper_triang_masked_softmax_cuda",
+    "xentropy_cuda",
+)
+
+_PACKAGE = __name__.rpartition(".")[0]
+_FOLDER = os.path.dirname(os.path.realpath(__file__))
+_lock = threading.Lock()
+
+
+class _Loader(SourceFileLoader):
+    """Fills a top-level module with the functions of the package's module: the same objects."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        source = importlib.import_module(f"{_PACKAGE}.{self.name}")
+        names = [*source.__all__, "__all__", "__doc__", "__version__"]
+        module.__dict__.update((name, getattr(source, name)) for name in names)
+
+
+class _Finder:
+    """A meta path finder that knows the modules of this package and nothing else."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in NAMES:
+            return None
+        file = os.path.join(_FOLDER, f"{fullname}.py")
+        return spec_from_file_location(fullname, file, loader=_Loader(fullname, file))
+
+
+_finder = _Finder()
+
+
+def install(*, first: bool = False) -> None:
+    """Make ``import amp_C`` and the other names work in this process, without compiling anything.
+
+    The modules are looked for last, so that an installed apex keeps its own; ``first=True`` looks
+    for them first. A module that is imported already stays what it is in either case. Calling it
+    again moves the finder; ``uninstall`` undoes it.
+    """
+    with _lock:
+        _remove()
+        sys.meta_path.insert(0 if first else len(sys.meta_path), _finder)
+
+
+def uninstall() -> None:
+    """Undo ``install``: the names are no longer found, and those that came from here are dropped.
+
+    A real apex's modules are not touched; references that a program holds stay valid.
+    """
+    with _lock:
+        _remove()
+        for name in NAMES:
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            if isinstance(getattr(spec, "loader", None), _Loader):
+                del sys.modules[name]
+
+
+def install_from_environment() -> None:
+    """``install`` if ``APEX_TE_TOPLEVEL_COMPAT`` is true; SettingError if it is no boolean."""
+    from apex_te.op_builder.jit import env
+
+    if env.boolean("APEX_TE_TOPLEVEL_COMPAT", False):
+        install()
+
+
+def _remove() -> None:
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)

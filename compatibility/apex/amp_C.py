@@ -1,0 +1,308 @@
+"""apex's amp_C: operations and optimizer steps over lists of tensors.
+
+``chunk_size`` is checked and not used. ``noop_flag`` is one int32 element on the tensors' device.
+``tensor_lists`` are in apex's order: gradients, parameters, state. Moments of float16 or bfloat16
+are served through float32 copies.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from apex_te._version import __version__ as __version__
+from apex_te.ops import multi_tensor, multi_tensor_optim
+
+from . import _multi_tensor
+from ._lamb import (
+    multi_tensor_lamb,
+    multi_tensor_lamb_mp,
+    multi_tensor_lamb_stage1_cuda,
+    multi_tensor_lamb_stage2_cuda,
+)
+from ._multi_tensor import Tensors, take_lists, take_mode
+
+__all__ = [
+    "multi_tensor_adagrad",
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+    "multi_tensor_axpby",
+    "multi_tensor_l2norm",
+    "multi_tensor_l2norm_mp",
+    "multi_tensor_l2norm_scale",
+    "multi_tensor_lamb",
+    "multi_tensor_lamb_mp",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
+    "multi_tensor_lars",
+    "multi_tensor_novograd",
+    "multi_tensor_scale",
+    "multi_tensor_sgd",
+    "multi_tensor_unscale_l2norm",
+    "update_scale_hysteresis",
+]
+
+_CHECKS = {-1: "result", 0: "x", 1: "y"}
+
+
+def multi_tensor_scale(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[Tensors], scale: float
+) -> None:
+    """out = in * scale; lists in, out. Sets noop_flag to 1 if a stored result is not finite."""
+    inputs, outputs = take_lists("multi_tensor_scale", chunk_size, tensor_lists, "in out")
+    multi_tensor.scale(inputs, outputs, float(scale), found_inf=noop_flag)
+
+
+def multi_tensor_axpby(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    a: float,
+    b: float,
+    arg_to_check: int,
+) -> None:
+    """out = a * x + b * y; lists x, y, out. Sets noop_flag to 1 if what is checked is not finite.
+
+    ``arg_to_check``: 0 checks x, 1 checks y, -1 the stored result.
+    """
+    if arg_to_check not in _CHECKS:
+        raise ValueError(
+            f"multi_tensor_axpby: arg_to_check must be -1, 0 or 1, got {arg_to_check!r}"
+        )
+    xs, ys, outputs = take_lists("multi_tensor_axpby", chunk_size, tensor_lists, "x y out")
+    check = _CHECKS[arg_to_check]
+    multi_tensor.axpby(xs, ys, outputs, float(a), float(b), check=check, found_inf=noop_flag)
+
+
+def _norms(
+    noop_flag: torch.Tensor,
+    tensors: Tensors,
+    per_tensor: bool | None,
+    factor: float | torch.Tensor = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(total [1], norms [len] or [0]) times ``factor``; not finite sets the flag."""
+    if not tensors:
+        total = torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
+        return total, total.new_zeros(0)
+    found = multi_tensor.l2norm(tensors, per_tensor=bool(per_tensor))
+    total, norms = found if isinstance(found, tuple) else (found, found.new_empty(0))
+    total = total.view(1)
+    multi_tensor.scale([total, norms], [total, norms], factor, found_inf=noop_flag)
+    return total, norms
+
+
+def multi_tensor_l2norm(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    per_tensor_python: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of all elements [1], norm of each tensor [len], or [0] unless asked for), float32.
+
+    Sets noop_flag to 1 if a norm is not finite.
+    """
+    (tensors,) = take_lists("multi_tensor_l2norm", chunk_size, tensor_lists, "tensors")
+    return _norms(noop_flag, tensors, per_tensor_python)
+
+
+def multi_tensor_l2norm_mp(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    per_tensor_python: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`multi_tensor_l2norm`; where noop_flag is set apex leaves the result undefined."""
+    (tensors,) = take_lists("multi_tensor_l2norm_mp", chunk_size, tensor_lists, "tensors")
+    return _norms(noop_flag, tensors, per_tensor_python)
+
+
+def multi_tensor_l2norm_scale(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    scale: float,
+    per_tensor_python: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = in * scale, and the norms of in, unscaled; lists in, out."""
+    inputs, outputs = take_lists("multi_tensor_l2norm_scale", chunk_size, tensor_lists, "in out")
+    norms = _norms(noop_flag, inputs, per_tensor_python)
+    multi_tensor.scale(inputs, outputs, float(scale))
+    return norms
+
+
+def multi_tensor_unscale_l2norm(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    inv_scale: torch.Tensor,
+    per_tensor_python: bool | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norms of the tensors times inv_scale (one float32 element); they are not changed."""
+    (tensors,) = take_lists("multi_tensor_unscale_l2norm", chunk_size, tensor_lists, "tensors")
+    return _norms(noop_flag, tensors, per_tensor_python, inv_scale.abs())
+
+
+def multi_tensor_sgd(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    wd: float,
+    momentum: float,
+    dampening: float,
+    lr: float,
+    nesterov: bool,
+    first_run: bool,
+    wd_after_momentum: bool,
+    scale: float,
+) -> None:
+    """One step of SGD; lists g, p, momentums, and the low-precision copy of p where there is one.
+
+    Gradients are multiplied with ``scale``. A set noop_flag skips the step.
+    """
+    lists = take_lists(
+        "multi_tensor_sgd", chunk_size, tensor_lists, "g p momentums", "the model's copy of p"
+    )
+    grads, params, momentums = lists[:3]
+    copies = lists[3] if len(lists) > 3 else None
+    if not params:
+        return
+    lr, wd, scale = float(lr), float(wd), float(scale)
+    state = _multi_tensor.float32(momentums)
+    weights = params
+    if wd and wd_after_momentum:
+        # p - lr (m + wd p) = (1 - lr wd) p - lr m; in float32, to be rounded once.
+        weights = _multi_tensor.float32(params)
+        decay = _multi_tensor.scalar(1.0 - lr * wd, noop_flag)
+        multi_tensor.scale(weights, weights, _multi_tensor.unless_noop(noop_flag, decay))
+        wd = 0.0
+    multi_tensor_optim.sgd(
+        weights if copies is None else copies, grads, state, lr=lr, momentum=float(momentum),
+        dampening=float(dampening), weight_decay=wd, nesterov=bool(nesterov),
+        first_step=bool(first_run), masters=None if copies is None else weights,
+        inv_scale=None if scale == 1.0 else _multi_tensor.scalar(scale, noop_flag),
+        found_inf=noop_flag,
+    )  # fmt: skip
+    _multi_tensor.write_back(momentums, state)
+    _multi_tensor.write_back(params, weights)
+
+
+def multi_tensor_adam(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+) -> None:
+    """One step of Adam (mode 0) or AdamW (mode 1); lists g, p, m, v. noop_flag is not read."""
+    adamw = take_mode("multi_tensor_adam", mode)
+    grads, params, m, v = take_lists("multi_tensor_adam", chunk_size, tensor_lists, "g p m v")
+    m32, v32 = _multi_tensor.float32(m), _multi_tensor.float32(v)
+    multi_tensor_optim.adam(
+        params, grads, m32, v32, step=step, lr=float(lr), betas=(float(beta1), float(beta2)),
+        eps=float(epsilon), weight_decay=float(weight_decay), adamw=adamw,
+        bias_correction=bool(bias_correction),
+    )  # fmt: skip
+    _multi_tensor.write_back(m, m32)
+    _multi_tensor.write_back(v, v32)
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: torch.Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: torch.Tensor,
+) -> None:
+    """`multi_tensor_adam` with lr (float32), step (int32) and inv_scale (float32) on the device.
+
+    The gradients are left unscaled, multiplied with inv_scale. A set noop_flag skips all.
+    """
+    take_lists("multi_tensor_adam_capturable", chunk_size, tensor_lists, "g p m v")
+    _capturable(
+        "multi_tensor_adam_capturable", noop_flag, [*tensor_lists, None], lr, (beta1, beta2),
+        epsilon, step, mode, bias_correction, weight_decay, inv_scale,
+    )  # fmt: skip
+
+
+def multi_tensor_adam_capturable_master(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: list[Tensors],
+    lr: torch.Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: torch.Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: torch.Tensor,
+) -> None:
+    """`multi_tensor_adam_capturable` of float32 master weights; lists g, p, m, v, master."""
+    take_lists("multi_tensor_adam_capturable_master", chunk_size, tensor_lists, "g p m v master")
+    _capturable(
+        "multi_tensor_adam_capturable_master", noop_flag, list(tensor_lists), lr, (beta1, beta2),
+        epsilon, step, mode, bias_correction, weight_decay, inv_scale,
+    )  # fmt: skip
+
+
+def _capturable(op, noop_flag, lists, lr, betas, eps, step, mode, correction, decay, inv_scale):
+    adamw = take_mode(op, mode)
+    grads, params, m, v, masters = lists
+    m32, v32 = _multi_tensor.float32(m), _multi_tensor.float32(v)
+    multi_tensor_optim.adam(
+        params, grads, m32, v32, step=step, lr=lr, betas=(float(betas[0]), float(betas[1])),
+        eps=float(eps), weight_decay=float(decay), adamw=adamw, bias_correction=bool(correction),
+        masters=masters, inv_scale=inv_scale, found_inf=noop_flag,
+    )  # fmt: skip
+    _multi_tensor.write_back(m, m32)
+    _multi_tensor.write_back(v, v32)
+    multi_tensor.scale(grads, grads, _multi_tensor.unless_noop(noop_flag, inv_scale))
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    hysteresis_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+) -> torch.Tensor:
+    """Updates a loss scale and its counters in place, without a wait, and returns the scale.
+
+    The scale backs off once ``hysteresis`` steps with an infinity came without one in between that
+    had none, and grows after ``growth_interval`` steps without one.
+    """
+    is_inf = found_inf > 0
+    left = torch.where(is_inf, hysteresis_tracker - 1, hysteresis)
+    backs_off = is_inf & (left <= 0)
+    successful = growth_tracker + 1
+    grows = ~is_inf & (successful == growth_interval)
+    grown = current_scale * growth_factor
+    kept = torch.where(grows & torch.isfinite(grown), grown, current_scale)
+    current_scale.copy_(torch.where(backs_off, current_scale * backoff_factor, kept))
+    growth_tracker.copy_(torch.where(is_inf | grows, 0, successful))
+    hysteresis_tracker.copy_(left)
+    return current_scale
+
+
+_NO_STEP = "the suite has no such optimizer step"
+multi_tensor_adagrad = _multi_tensor.not_served("amp_C.multi_tensor_adagrad", _NO_STEP)
+multi_tensor_novograd = _multi_tensor.not_served("amp_C.multi_tensor_novograd", _NO_STEP)
+multi_tensor_lars = _multi_tensor.not_served("amp_C.multi_tensor_lars", _NO_STEP)

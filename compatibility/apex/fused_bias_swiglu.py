@@ -1,0 +1,30 @@
+"""apex's fused_bias_swiglu: SwiGLU of input + bias."""
+
+from __future__ import annotations
+
+import torch
+
+from apex_te._version import __version__ as __version__
+from apex_te.ops.swiglu import swiglu_bwd, swiglu_fwd
+
+__all__ = ["backward", "forward"]
+
+
+def forward(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of input + bias [rows, 2F], gate first; [rows, F]."""
+    _check(input)
+    return swiglu_fwd(input, None, bias.contiguous())
+
+
+def backward(grad_output: torch.Tensor, input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The gradient of the input, [rows, 2F]; the bias's is its sum over rows."""
+    _check(input)
+    return swiglu_bwd(grad_output, input, None, bias.contiguous()).input
+
+
+def _check(input: torch.Tensor) -> None:
+    if input.dim() != 2 or input.shape[1] % 2:
+        raise ValueError(
+            "fused_bias_swiglu: input must have shape [rows, 2 * features], "
+            f"got {list(input.shape)}"
+        )

@@ -1,0 +1,81 @@
+"""apex's fused_dense_cuda: linear layers with bias and GELU; products through PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from apex_te._version import __version__ as __version__
+from apex_te.ops.activation import activation_fwd
+from apex_te.ops.bias_gelu import bias_gelu_bwd
+
+__all__ = [
+    "linear_bias_backward",
+    "linear_bias_forward",
+    "linear_gelu_linear_backward",
+    "linear_gelu_linear_forward",
+]
+
+
+@torch.no_grad()
+def linear_bias_forward(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """input [rows, in] @ weight [out, in]^T + bias [out]."""
+    _check_matrices("linear_bias_forward", input=input, weight=weight)
+    return torch.addmm(bias, input, weight.t())
+
+
+@torch.no_grad()
+def linear_bias_backward(
+    input: torch.Tensor, weight: torch.Tensor, d_output: torch.Tensor
+) -> list[torch.Tensor]:
+    """[d_input, d_weight, d_bias] from d_output [rows, out]."""
+    _check_matrices("linear_bias_backward", input=input, weight=weight, d_output=d_output)
+    return [d_output @ weight, d_output.t() @ input, d_output.sum(0)]
+
+
+@torch.no_grad()
+def linear_gelu_linear_forward(
+    input: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor,
+) -> list[torch.Tensor]:
+    """[gelu(gelu_in), output, gelu_in] of two linear layers with GELU (tanh form) between."""
+    _check_matrices("linear_gelu_linear_forward", input=input, weight1=weight1, weight2=weight2)
+    gelu_in = torch.addmm(bias1, input, weight1.t())
+    output1 = activation_fwd(gelu_in, "gelu")
+    return [output1, torch.addmm(bias2, output1, weight2.t()), gelu_in]
+
+
+@torch.no_grad()
+def linear_gelu_linear_backward(
+    input: torch.Tensor,
+    gelu_in: torch.Tensor,
+    output1: torch.Tensor,
+    weight1: torch.Tensor,
+    weight2: torch.Tensor,
+    d_output2: torch.Tensor,
+) -> list[torch.Tensor]:
+    """[d_input, d_weight1, d_bias1, d_weight2, d_bias2] from the output's gradient."""
+    _check_matrices(
+        "linear_gelu_linear_backward", input=input, gelu_in=gelu_in, output1=output1,
+        weight1=weight1, weight2=weight2, d_output2=d_output2,
+    )  # fmt: skip
+    d_output1 = d_output2 @ weight2
+    d_gelu_in, d_bias1 = bias_gelu_bwd(d_output1, gelu_in, with_dbias=True, out=d_output1)
+    assert d_bias1 is not None
+    return [
+        d_gelu_in @ weight1,
+        d_gelu_in.t() @ input,
+        d_bias1,
+        d_output2.t() @ output1,
+        d_output2.sum(0),
+    ]
+
+
+def _check_matrices(op: str, **tensors: torch.Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.dim() != 2:
+            raise ValueError(f"{op}: {name} must have 2 dimensions, got shape {list(tensor.shape)}")
