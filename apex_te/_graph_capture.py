@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .autocast import fp8_autocast
-from .module._fp8_module import CapturedWeights, FP8Module
+from .module._fp8_module import CapturedWeights, FP8Module, Modes
 from .parameter import FP8Parameter
 from .state import TENSORS, FP8State, registry, resized_history
 
@@ -80,6 +81,7 @@ class Capture:
         self.forward_graph = torch.cuda.CUDAGraph()
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.stand_ins: dict[int, torch.nn.Parameter] = {}
+        self.delayed: list[DelayedGradient] = []
         self.run = 0
         self.has_run_backward = True
 
@@ -89,6 +91,7 @@ class Capture:
         for held in self.held:
             # A copy kept from before would be read by replays after it has been replaced.
             held.transposed = held.transposed_scale_inv = None
+        waiting = [(module, module._modes.delayed.copy()) for module in self.modules]
         if self.noop is not None:
             for module in self.modules:
                 module._modes.captured = CapturedWeights(self.noop)
@@ -96,8 +99,9 @@ class Capture:
         try:
             yield
         finally:
-            for module in self.modules:
+            for module, delayed in waiting:
                 module._modes.captured = None
+                module._modes.delayed[:] = delayed
 
     def _run(self, graph: Any) -> tuple[list[Any], Any]:
         """One forward, in a region that moves no scale and whose entry ``graph`` does not hold."""
@@ -140,13 +144,16 @@ class Capture:
             for o, need in zip(self.outputs, needs, strict=True)
         ]
         sources = self._sources()
+        for module in self.modules:
+            module._modes.delayed.clear()
         grads: list[Any] = [None] * len(sources)
         if sources and any(needs):
             self.backward_graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.backward_graph, pool=pool):
                 grads = self._gradients(self.outputs, self.grad_outputs)
+        late = self._take_delayed()
         for source, grad in zip(sources, grads, strict=True):
-            has_own = getattr(source, "main_grad", None) is not None
+            has_own = getattr(source, "main_grad", None) is not None or id(source) in late
             if grad is None and not has_own and not self.allow_unused:
                 raise RuntimeError(
                     f"{self.owner}: every input and parameter that requires grad must take part in "
@@ -161,6 +168,18 @@ class Capture:
         self.results = [o for o, is_tensor in zip(self.outputs, tensors, strict=True) if is_tensor]
         self.fixed = [i for i, o in enumerate(_chosen(needs, tensors)) if not o]
         self.grad_outputs = _chosen(self.grad_outputs, tensors)
+
+    def _take_delayed(self) -> set[int]:
+        """Keep the weight gradients that the backward has left out; the ids of their weights."""
+        late: set[int] = set()
+        for module in self.modules:
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            pairs = [(p, self.stand_ins[id(p)]) for p in self.parameters]
+            pairs = [(p, s) for p, s in pairs if any(s is q for q in own)]
+            for compute in module._modes.delayed:
+                self.delayed.append(DelayedGradient(self, module._modes, pairs, compute))
+                late.update(id(s) for _, s in pairs)
+        return late
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
         """Run the forward; the number of this run, the last one's if it runs ``again``."""
@@ -191,12 +210,46 @@ class Capture:
             if static is not None:
                 static.copy_(value)
         self.backward_graph.replay()
+        for gradient in self.delayed:
+            gradient.modes.delayed.append(functools.partial(gradient.run, run))
         for parameter in self.parameters:
             if hasattr(parameter, "grad_added_to_main_grad"):
                 parameter.grad_added_to_main_grad = True
         # A reference to each stays here, so that autograd copies what becomes a .grad: the graphs
         # write other things to this memory too.
         return [*self.input_grads, *self.parameter_grads]
+
+
+class DelayedGradient:
+    """A weight gradient that is made after a replay, of what lies in the memory of the graph.
+
+    Args:
+        capture: whose graph it is.
+        modes: of the module, which is to run it in ``backward_dw``.
+        pairs: the module's parameters and what took their place in the capture.
+        compute: adds to the gradient of the latter, or to the ``main_grad`` of both.
+    """
+
+    def __init__(
+        self, capture: Capture, modes: Modes, pairs: Sequence[Any], compute: Callable[[], None]
+    ) -> None:
+        self.capture = capture
+        self.modes = modes
+        self.pairs = pairs
+        self.compute = compute
+
+    def run(self, run: int) -> None:
+        """Make the gradient of the forward ``run``."""
+        if run != self.capture.run:
+            raise RuntimeError(
+                f"{self.capture.owner}: backward_dw must come before the next graphed forward, "
+                "which overwrites what it reads"
+            )
+        for parameter, stand_in in self.pairs:
+            stand_in.grad = parameter.grad
+        self.compute()
+        for parameter, stand_in in self.pairs:
+            parameter.grad, stand_in.grad = stand_in.grad, None
 
 
 def _needs_grad(value: Any) -> bool:

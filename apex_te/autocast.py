@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ._registry import intern, registry, traced_key
+from ._traced_region import enter_traced_region, leave_traced_region
 from .recipe import DelayedScaling, Recipe
-from .state import intern, registry
 
 __all__ = ["fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
 
@@ -25,6 +26,7 @@ class Region:
 
     __slots__ = (
         "calibrating", "enabled", "grad", "in_fp8", "outer", "recipe", "recipe_key", "records",
+        "traced",
     )  # fmt: skip
 
     def __init__(
@@ -38,7 +40,10 @@ class Region:
         self.enabled = enabled
         self.calibrating = calibrating
         # Interned: a compiled region is bound to a recipe's value, not to one of equal objects.
-        self.recipe_key, self.recipe = intern(recipe)
+        if torch.compiler.is_compiling():
+            self.recipe_key, self.recipe = traced_key(recipe), recipe
+        else:
+            self.recipe_key, self.recipe = intern(recipe)
         # Grad mode counts where the outermost region was entered, not where a module runs:
         # a reentrant checkpoint runs its forward under no_grad.
         self.grad: bool = torch.is_grad_enabled() if outer is None else outer.grad
@@ -47,6 +52,8 @@ class Region:
         self.records: bool = self.grad or calibrating
         if outer is not None and outer.in_fp8:
             self.records = outer.records
+        # The states that compiled code has used since it entered the outermost region itself.
+        self.traced: list[Any] | None = None if outer is None else outer.traced
 
 
 class _Local(threading.local):
@@ -108,20 +115,35 @@ class fp8_autocast:
         outer = local.region
         region = Region(outer, self.enabled, self.calibrating, self.recipe)
         outermost = region.in_fp8 and (outer is None or not outer.in_fp8)
-        if outermost and region.records and graph_task_id() == -1:
-            registry.enter_region(region.recipe, self.group, may_update=region.grad)
+        if outermost and region.records:
+            if torch.compiler.is_compiling():
+                if region.recipe.keeps_state:
+                    region.traced = []
+                    enter_traced_region(region.recipe_key, self.group, region.grad)
+            elif graph_task_id() == -1:
+                registry.enter_region(region.recipe, self.group, may_update=region.grad)
         local.region = region
 
     def __exit__(self, *exc: object) -> None:
         region = local.region
-        local.region = None if region is None else region.outer
+        if region is None:
+            return
+        outer = region.outer
+        if region.traced is not None and (outer is None or outer.traced is None):
+            leave_traced_region(region.traced)
+        local.region = outer
 
     def __call__(self, function: _F) -> _F:
         """Decorate ``function`` so that each call runs in a region of its own."""
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with self:
+            region = self
+            if torch.compiler.is_compiling():  # which enters only what was made in its own code
+                region = fp8_autocast(
+                    self.enabled, self.recipe, self.group, calibrating=self.calibrating
+                )
+            with region:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]

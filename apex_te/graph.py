@@ -59,13 +59,14 @@ def make_graphed_callables(
         training or evaluation mode, ``torch.autocast``, and for FP8 a region with an equal recipe
         entered with grad enabled; elsewhere, and until ``first_step="current"`` has its scales, the
         module runs as before. Outputs are overwritten by the next call. Several modules must be
-        called in the order of their capture, their backwards in the opposite one. Copies of a
-        module are plain.
+        called in the order of their capture, their backwards in the opposite one. The weight
+        gradients that ``delay_wgrad_compute`` leaves out are not part of a graph: ``backward_dw()``
+        makes them, before the next call. Copies of a module are plain.
 
     Raises:
         RuntimeError: there is no CUDA device; later, parameters or FP8 state have moved, or a
             backward comes too late. TypeError, ValueError: arguments that do not fit, here or in a
-            call. NotImplementedError: ``delay_wgrad_compute``.
+            call.
     """
     given = _samples(modules, sample_args, sample_kwargs)
     if isinstance(num_warmup_iters, bool) or not isinstance(num_warmup_iters, int):
@@ -157,11 +158,6 @@ def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dic
 
 def _check_module(module: torch.nn.Module) -> None:
     for child in module.modules():
-        if getattr(child, "delay_wgrad_compute", False):
-            raise NotImplementedError(
-                f"{_NAME}: delay_wgrad_compute must be False (the graph holds the weight "
-                "gradients), got True"
-            )
         if child is not module and isinstance(child.__dict__.get("forward"), GraphedForward):
             raise ValueError(f"{_NAME}: modules must not hold a module that has a graph, got one")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import runtime
+from ._rank_reduction import RankReduction
+from .distributed.collectives import world_size
+from .gpu_arch import formats_of
 from .ops.amax_scale_update import amax_scale_update
 
 if TYPE_CHECKING:
@@ -144,17 +148,22 @@ class _Group:
 class UpdatePlan:
     """The tensors of all states, grouped once and reused until a state changes."""
 
-    def __init__(self, states: Sequence[FP8State]) -> None:
+    def __init__(self, states: Sequence[FP8State], sizes: Sequence[int]) -> None:
+        """``sizes``: slots of every state of the process by its number."""
         self.groups: dict[tuple, _Group] = {}
-        self.staged: dict[torch.device, list[torch.Tensor]] = {}
+        self.sizes = tuple(sizes)
+        self.staged: list[tuple[int, torch.Tensor]] = []
+        self.reduction: RankReduction | None = None
         self.finished: list[list[bool]] = []
+        starts = [0, *itertools.accumulate(sizes)]
         for state in states:
             recipe = state.recipe
             if recipe is None or state.device.type == "meta":
                 continue
             if recipe.reduce_amax:
-                rows = self.staged.setdefault(state.device, [])
-                rows += [state.amax_history_fwd[0], state.amax_history_bwd[0]]
+                at, forward = starts[state.number], state.amax_history_fwd[0]
+                self.staged.append((at, forward))
+                self.staged.append((at + forward.numel(), state.amax_history_bwd[0]))
             if recipe.first_step == "scale_one":
                 self.finished.append(state.first_due)
             self._add(state, recipe)
@@ -167,38 +176,26 @@ class UpdatePlan:
         group = self.groups.get(key)
         if group is None:
             group = self.groups[key] = _Group(recipe)
-        limits = recipe.fp8_format.value
+        limits = formats_of(recipe.fp8_format, state.device)
         group.histories += [state.amax_history_fwd, state.amax_history_bwd]
         group.scales += [state.scale_fwd, state.scale_bwd]
         group.scale_invs += [state.scale_inv_fwd, state.scale_inv_bwd]
         group.fp8_max += [limits.max_fwd, limits.max_bwd]
 
-    def run(self, process_group: Any) -> None:
-        """Reduce over ``process_group`` where the recipes ask for it, then update every slot."""
-        if self.staged and _world_size(process_group) > 1:
-            for rows in self.staged.values():
-                _reduce_max(rows, process_group)
+    def run(self, process_group: Any, reduce_amax: bool) -> None:
+        """Reduce over ``process_group`` if the recipe asks for it, then update every slot."""
+        if reduce_amax and world_size(process_group) > 1:
+            if self.reduction is None:
+                self.reduction = RankReduction(self.sizes, self.staged, _device_of(process_group))
+            self.reduction.run(process_group)
         for (device, *_), group in self.groups.items():
             update_scales(*group.lists(), group.fp8_max, group.recipe, nonfinite_count(device))
         for due in self.finished:
             due[:] = [False] * len(due)
 
 
-def _world_size(group: Any) -> int:
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return 1
-    return distributed.get_world_size(group)
-
-
-def _reduce_max(rows: list[torch.Tensor], group: Any) -> None:
-    """MAX over ranks of all staged rows, in one collective.
-
-    The rows travel as the int32 bits of non-negative floats, which order as the floats do, with
-    Inf above every number and NaN above Inf: a NaN on one rank reaches all.
-    """
-    with torch.no_grad():
-        buffer = torch.cat(rows).view(torch.int32)
-        torch.distributed.all_reduce(buffer, op=torch.distributed.ReduceOp.MAX, group=group)
-        parts = list(buffer.view(torch.float32).split([row.numel() for row in rows]))
-        torch._foreach_copy_(rows, parts)
+def _device_of(group: Any) -> torch.device:
+    """Where a rank without FP8 modules takes part in the collectives of ``group``."""
+    if torch.distributed.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
@@ -10,11 +9,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ._registry import intern, recipe_named, registry
+from .gpu_arch import formats_of
 from .recipe import DelayedScaling, Recipe
 
 if TYPE_CHECKING:
+    from ._traced_weight import TracedWeight
     from .quantizer import QuantizerSets
-    from .scale_update import UpdatePlan
 
 __all__ = [
     "FP8State",
@@ -37,18 +38,13 @@ TENSORS = (
     "amax_history_bwd",
 )
 _resized: set[tuple[int, int]] = set()
-_interned: dict[Recipe, tuple[str, Recipe]] = {}
-_by_key: dict[str, Recipe] = {}
 
 
-def intern(recipe: Recipe) -> tuple[str, Recipe]:
-    """A name for ``recipe``, the same for equal ones, and the first of them."""
-    found = _interned.get(recipe)
-    if found is None:
-        key = f"recipe{len(_interned)}"
-        found = _interned[recipe] = (key, recipe)
-        _by_key[key] = recipe
-    return found
+class Compiled:
+    """For each recipe's name its quantizers and what `staging` gives; the weights that are kept.
+
+    Attributes, since torch.compile would not see what is added to a dict while it traces.
+    """
 
 
 class FP8State:
@@ -72,6 +68,8 @@ class FP8State:
     scale_bwd: torch.Tensor
     scale_inv_bwd: torch.Tensor
     amax_history_bwd: torch.Tensor
+    number: int  # in the registry
+    handle: torch.Tensor  # its number, for compiled code
     _wrap: Callable[[QuantizerSets], QuantizerSets] | None = None
     _first_traced = False  # and the code sets the first scales
     _traced = False  # torch.compile has code that uses this state
@@ -89,6 +87,7 @@ class FP8State:
     def forget(self) -> None:
         """Drop the quantizers, which hold views of the tensors and know their device."""
         self._sets: dict[str, QuantizerSets] = {}
+        self.compiled = Compiled()
         self._active_key = ""
         self._active: QuantizerSets | None = None
 
@@ -108,7 +107,7 @@ class FP8State:
         """The quantizers for ``recipe``, interned as ``key``, to which a recording state adapts."""
         if torch.compiler.is_compiling():
             self._prepare(key, device.type, device.index, records)
-            return self._sets[key]
+            return getattr(self.compiled, key)[0]
         active = self._active
         if active is not None and self._active_key == key:
             return active
@@ -122,7 +121,7 @@ class FP8State:
         be compiled anew.
         """
         where = torch.device(device) if index is None else torch.device(device, index)
-        recipe = _by_key[key]
+        recipe = recipe_named(key)
         self.adapt(key, recipe, where, records)
         self._traced = True
         self._first_traced |= records and recipe.keeps_state
@@ -135,6 +134,27 @@ class FP8State:
 
     # What torch.compiler.assume_constant_result does, without the second that importing it takes.
     _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def staging(self, key: str) -> list[torch.Tensor]:
+        """What the forward of compiled code reads and writes with the recipe called ``key``."""
+        return getattr(self.compiled, key)[1]
+
+    def traced_weight(self, gemm: int, dtype: torch.dtype, *sizes: int) -> TracedWeight:
+        """Where compiled code keeps the FP8 copies of a weight; ``sizes``: rows, cols, sources."""
+        name = f"weight_{gemm}"  # of one dtype, the same in all formats
+        self._prepare_weight(name, dtype, *sizes)
+        return getattr(self.compiled, name)
+
+    def _prepare_weight(
+        self, name: str, dtype: torch.dtype, rows: int, cols: int, sources: int
+    ) -> bool:
+        if not hasattr(self.compiled, name):
+            from ._traced_weight import TracedWeight
+
+            setattr(self.compiled, name, TracedWeight(rows, cols, dtype, sources, self.device))
+        return True
+
+    _prepare_weight._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def belong_to(self, owner: Any) -> None:
         """Remember the module of this state, weakly."""
@@ -160,6 +180,10 @@ class FP8State:
             if self._wrap is not None:
                 sets = self._wrap(sets)
             self._sets[key] = sets
+            forward = [q for gemm in sets.recording for q in (gemm.input, gemm.weight)]
+            setattr(self.compiled, key, (sets, [tensor for q in forward for tensor in q.kept()]))
+            with torch.inference_mode(False):
+                self.handle = torch.tensor([self.number], device="cpu")
         if records:
             self._active_key, self._active = key, sets
         return sets
@@ -191,7 +215,9 @@ class FP8State:
             return  # what such a scale depends on is not known; the next update sets it
         margin = 2.0 ** (old.margin - new.margin)
         for way in ("fwd", "bwd"):
-            before, after = (getattr(r.fp8_format.value, f"max_{way}") for r in (old, new))
+            before, after = (
+                getattr(formats_of(r.fp8_format, self.device), f"max_{way}") for r in (old, new)
+            )
             factor = after / before * margin
             if factor == 1.0:
                 continue
@@ -294,81 +320,11 @@ def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
     return new
 
 
-class Registry:
-    """All states of the process, in the order of their construction, and the regions pending."""
-
-    def __init__(self) -> None:
-        self.pending = 0
-        self._recipe: Recipe | None = None  # of the last region
-        self._states: dict[int, weakref.ref[FP8State]] = {}
-        self._next = 0
-        self._plan: UpdatePlan | None = None
-        # Reentrant: the garbage collector may drop a state while the lock is held.
-        self._lock = threading.RLock()
-
-    def add(self, state: FP8State) -> None:
-        """Register ``state``; it leaves by itself when it dies."""
-        with self._lock:
-            key = self._next
-            self._next += 1
-
-            def dropped(_: Any, key: int = key) -> None:
-                self._states.pop(key, None)
-                self._plan = None
-
-            self._states[key] = weakref.ref(state, dropped)
-            self._plan = None
-
-    def living(self) -> list[FP8State]:
-        """The states that still exist, in the order of their construction."""
-        return [s for s in (ref() for ref in list(self._states.values())) if s is not None]
-
-    def changed(self) -> None:
-        """A state was allocated, moved or given another recipe."""
-        self._plan = None
-
-    def enter_region(self, recipe: Any, group: Any, may_update: bool) -> None:
-        """Count a recorded region; before that, update once ``recipe.interval`` have passed."""
-        if not recipe.keeps_state:
-            return
-        with self._lock:
-            if may_update and self.pending >= recipe.interval:
-                self._update(recipe, group)
-            self.pending += 1
-            if recipe.first_step == "current" or recipe is not self._recipe:
-                self._recipe = recipe
-                key = intern(recipe)[0]
-                for state in self.living():
-                    state.follow(key, recipe)
-
-    def flush(self, group: Any) -> None:
-        """Apply the pending update, if any."""
-        with self._lock:
-            if self.pending:
-                self._update(None, group)
-
-    def _update(self, recipe: Any, group: Any) -> None:
-        plan = self._plan
-        if plan is None:
-            from .scale_update import UpdatePlan
-
-            states = [s for s in self.living() if s.allocated]
-            for state in states:
-                if state.recipe is None:  # loaded, with functions that no file can hold
-                    state.recipe = recipe
-            plan = self._plan = UpdatePlan(states)
-        plan.run(group)
-        self.pending = 0
-
-
-registry = Registry()
-
-
 def flush_fp8_state(group: Any = None) -> None:
     """Apply a pending scale update now; collective over ``group`` (None: the whole world).
 
-    Scales otherwise move on entering the next ``fp8_autocast``. Call it before saving where every
-    rank must save the same scales. Does nothing when no region has run since the last update.
+    Scales otherwise move on entering the next ``fp8_autocast``. Call it before saving where all
+    ranks must save the same scales. Does nothing if no region has run since the last update.
     """
     registry.flush(group)
 

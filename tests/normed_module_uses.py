@@ -214,10 +214,10 @@ class NormedModuleUses(NormedModuleBase):
     @pytest.mark.parametrize(
         ("options", "error", "message"),
         [
-            ({"sequence_parallel": True}, NotImplementedError, "sequence_parallel must be False"),
-            ({"tp_group": object()}, NotImplementedError, "tp_group must be None"),
-            ({"tp_size": 2}, NotImplementedError, "tp_size must be 1 .* got 2"),
-            ({"get_rng_state_tracker": print}, NotImplementedError, "get_rng_state_tracker"),
+            ({"sequence_parallel": 1}, TypeError, "sequence_parallel must be a bool, got int"),
+            ({"tp_group": object()}, TypeError, r"tp_group must be a .*ProcessGroup, got object"),
+            ({"tp_size": 0}, ValueError, "tp_size must be at least 1, got 0"),
+            ({"get_rng_state_tracker": 3}, TypeError, "get_rng_state_tracker must be a callable"),
             ({"normalization": "BatchNorm"}, ValueError, "one of LayerNorm, RMSNorm, got 'Batch"),
             ({"dtype": torch.half, "params_dtype": torch.float}, ValueError, "dtype must equal"),
             ({"params_dtype": "float"}, TypeError, "params_dtype must be a dtype, got str"),
@@ -248,7 +248,7 @@ class NormedModuleUses(NormedModuleBase):
                 module.forward_with_residual(self.x(4, 32), self.x(2, 2, 32))
             with pytest.raises(TypeError, match=rf"^{name}: residual must have dtype"):
                 module.forward_with_residual(self.x(4, 32), self.x(4, 32, dtype=torch.bfloat16))
-        with pytest.raises(NotImplementedError, match="tp_group"):
+        with pytest.raises(TypeError, match=r"tp_group must be a .*ProcessGroup"):
             module.set_tensor_parallel_group(object())
 
     @pytest.mark.parametrize("recipe", [None, "delayed"])

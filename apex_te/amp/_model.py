@@ -56,7 +56,9 @@ class AmpForward:
         if casts.inputs is not None:
             args = _cast(args, casts.inputs)
             kwargs = _cast(kwargs, casts.inputs)
-        forward = self._forward()
+        forward: Callable[..., Any] | None = self.inner
+        if forward is None:  # not bound, which torch.compile could not trace
+            forward, args = type(self.model).forward, (self.model, *args)
         if casts.autocast is not None:
             device_type = "cpu" if self.probe is None else self.probe.device.type
             with torch.autocast(device_type, dtype=casts.autocast):

@@ -1,4 +1,4 @@
-"""Arguments that several modules share: dtypes, initialisation, parallelism, groups of rows."""
+"""Arguments that several modules share: dtypes, initialisation, groups of rows."""
 
 from __future__ import annotations
 
@@ -17,33 +17,10 @@ __all__ = [
     "fill",
     "parameter",
     "params_dtype_of",
-    "refuse_parallelism",
     "split_names",
 ]
 
 INIT_STD = 0.023
-_DEFAULTS: dict[str, Any] = {
-    "sequence_parallel": False,
-    "tp_group": None,
-    "tp_size": 1,
-    "get_rng_state_tracker": None,
-    "rng_tracker_name": None,
-    "parallel_mode": None,
-    "set_parallel_mode": False,
-}
-
-
-def refuse_parallelism(owner: str, **arguments: Any) -> None:
-    """Raises NotImplementedError for anything but the default of a parallelism argument."""
-    mode = arguments.get("parallel_mode")
-    if mode not in (None, "column", "row", "Column", "Row"):
-        raise ValueError(f"{owner}: parallel_mode must be None, 'column' or 'row', got {mode!r}")
-    for name, value in arguments.items():
-        default = _DEFAULTS[name]
-        if value is not default and value != default:
-            raise NotImplementedError(
-                f"{owner}: {name} must be {default!r} (parallelism is not available), got {value!r}"
-            )
 
 
 def params_dtype_of(

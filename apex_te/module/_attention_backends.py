@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..gpu_arch import nvidia_capability
 from ..ops.scaled_softmax import scaled_softmax
 from ._masks import Visibility, band
 
@@ -120,7 +121,7 @@ def choose(
             and size % 8 == 0
             and options.dropout == 0.0
             and not deterministic
-            and torch.cuda.get_device_capability(q.device)[0] >= 9
+            and nvidia_capability(q.device) >= (9, 0)
         ):
             return _CUDNN
         return _FLASH

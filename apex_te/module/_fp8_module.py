@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from .._traced_region import follow_traced_region
 from ..autocast import graph_task_id, local
 from ..parameter import FP8Parameter, held_copies, plain_values
 from ..state import FP8State, intern
@@ -122,6 +123,8 @@ class FP8Module(torch.nn.Module):
             return None, False, False
         sets = self._fp8.quantizers(region.recipe_key, region.recipe, device, region.records)
         if region.records:
+            if compiling and region.traced is not None:
+                follow_traced_region(region.traced, self._fp8, region.recipe_key)
             if not compiling:
                 modes.recompute = sets.recompute
                 modes.recompute_fp8 = fp8
@@ -159,12 +162,21 @@ class FP8Module(torch.nn.Module):
         accumulate = None
         if self.fuse_wgrad_accumulation:
             accumulate = is_first_microbatch is not True
-        delayed = self._modes.delayed.append if self.delay_wgrad_compute else None
+        delayed = None
+        if self.delay_wgrad_compute:
+            if torch.compiler.is_compiling() and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"{type(self).__name__}: delay_wgrad_compute must be False inside of a graph "
+                    "of torch.compile, whose tensors are gone after backward, got True"
+                )
+            delayed = self._modes.delayed.append
         return GemmOptions(accumulate, self.save_original_input, delayed)
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that ``delay_wgrad_compute=True`` left out of backward."""
-        waiting, self._modes.delayed = self._modes.delayed, []
+        delayed = self._modes.delayed  # the same list for forwards whose backward is to come
+        waiting = delayed.copy()
+        delayed.clear()
         for compute in waiting:
             compute()
 
@@ -183,7 +195,8 @@ class FP8Module(torch.nn.Module):
                 quantizers.input.record(as_matrix(inp))
                 quantizers.weight.record(plain_values(weight).contiguous())
         own_wgrad = options.accumulate is not None or options.delayed is not None
-        if own_wgrad and weight.requires_grad and torch.is_grad_enabled():
+        own_wgrad = own_wgrad and weight.requires_grad and torch.is_grad_enabled()
+        if own_wgrad or options.parallel is not None:
             out = HighPrecisionLinearFunction.apply(inp, weight, bias, dtype, options)
         else:
             inp, weight = inp.to(dtype), weight.to(dtype)
@@ -214,6 +227,22 @@ class FP8Module(torch.nn.Module):
         self._modes.weight_cache[gemm] = (key, quantized)
         return quantized
 
+    def _traced_weight(
+        self, gemm: int, weight: torch.Tensor, quantizer: Any, fill: bool
+    ) -> QuantizedTensor | None:
+        """The FP8 copies that compiled code keeps; None where making them again gives the same."""
+        if type(weight) is FP8Parameter:
+            return None
+        sources = self._weight_sources(weight)
+        with torch.no_grad():
+            weight = plain_values(weight).contiguous()
+            scaling = quantizer.kept_scaling(weight)
+            if scaling is None:
+                return None
+            kept = self._fp8.traced_weight(gemm, quantizer.dtype, *weight.shape, len(sources))
+            scale, amax = scaling
+            return kept.quantized(weight, sources, scale, amax, fill)
+
     def _weight_sources(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The parameters that ``weight`` is made of."""
         return (weight,)
@@ -234,6 +263,11 @@ class FP8Module(torch.nn.Module):
             )
         if is_first_microbatch is None:
             return (None,) * len(weights)
+        if torch.compiler.is_compiling():
+            return tuple(
+                self._traced_weight(gemm, weight, quantizers[gemm].weight, is_first_microbatch)
+                for gemm, weight in enumerate(weights)
+            )
         # A recompute repeats the forward that filled the cache.
         fill = is_first_microbatch and not recomputed
         return tuple(

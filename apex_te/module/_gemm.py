@@ -8,26 +8,32 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..distributed.collectives import Pending
 from ..parameter import FP8Parameter, held_copies, plain_values
 from ..quantizer import GemmQuantizers
+from ..quantizer.base import Producer
 from ..tensor import QuantizedTensor
+from ._tensor_parallel import TensorParallel
 
 __all__ = [
     "GemmOptions",
     "GemmPlan",
     "as_matrix",
+    "gathers_input",
     "gemm_plan",
     "input_gradient",
     "keeps_input",
     "multiply",
-    "plain_weight_gradient",
     "quantized_gradient",
+    "quantized_input",
+    "reduced",
     "saved_by",
-    "weight_gradient",
+    "saves_values",
+    "shaped_product",
+    "start_saved_input",
 ]
 
 SAVED = 4  # tensors that `saved_by` gives
-_dummies: dict[tuple, torch.Tensor] = {}
 
 
 class GemmOptions(NamedTuple):
@@ -35,12 +41,13 @@ class GemmOptions(NamedTuple):
 
     ``accumulate``: None makes ``weight.grad``; True adds to ``weight.main_grad``, False overwrites
     it. ``save_original``: save the input as it came instead of its FP8 copy. ``delayed``: takes the
-    weight gradient's computation, to be run later.
+    weight gradient's computation, to be run later. ``parallel``: the collectives around the GEMM.
     """
 
     accumulate: bool | None = None
     save_original: bool = False
     delayed: Callable[[Callable[[], None]], None] | None = None
+    parallel: TensorParallel | None = None
 
 
 class GemmPlan(NamedTuple):
@@ -79,11 +86,79 @@ def gemm_plan(
     )
 
 
+def gathers_input(plan: GemmPlan) -> bool:
+    """Whether this rank has only some rows of the input."""
+    parallel = plan.options.parallel
+    return parallel is not None and parallel.gathers_input
+
+
+def saves_values(plan: GemmPlan) -> bool:
+    """Whether backward has to have the input in high precision."""
+    if not plan.need_weight:
+        return False
+    if plan.options.save_original or plan.quantizers.high_precision_wgrad:
+        return True
+    parallel = plan.options.parallel
+    if parallel is None or not parallel.gathers_input:
+        return False
+    return plan.quantizers.input.shared(parallel.group) is None
+
+
 def keeps_input(plan: GemmPlan) -> bool:
     """Whether the forward has to make the transposed copy of the input."""
-    if plan.options.save_original or plan.quantizers.high_precision_wgrad:
-        return False
-    return plan.need_weight
+    return plan.need_weight and not saves_values(plan) and not gathers_input(plan)
+
+
+def quantized_input(
+    plan: GemmPlan, source: torch.Tensor | Producer
+) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+    """The operand made of ``source``, [rows, in] or the op that makes it; and what to save of it.
+
+    The second is this rank's part where the operand was gathered from codes, else the operand.
+    """
+    parallel = plan.options.parallel
+    if parallel is not None and parallel.gathers_input:
+        quantized, local = parallel.gathered_input(plan.quantizers, source)
+        return quantized, local
+    keep = keeps_input(plan)
+    if isinstance(source, torch.Tensor):
+        quantized = plan.quantizers.input.quantize(source, True, keep)[0]
+    else:
+        quantized = plan.quantizers.input.produce(source, True, keep)
+    return quantized, quantized
+
+
+def shaped_product(
+    plan: GemmPlan,
+    x: QuantizedTensor,
+    weight: torch.Tensor,
+    cached: QuantizedTensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """The layer's output [..., out] for an input of ``shape``, its collective included.
+
+    It must not be a view made in a Function, or autograd would refuse to change it in place.
+    """
+    quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
+    if parallel is None:
+        if len(shape) == 2:
+            return multiply(quantizers, x, weight, cached, bias, dtype)
+        out = torch.empty(*shape[:-1], features, dtype=dtype, device=weight.device)
+        multiply(quantizers, x, weight, cached, bias, dtype, _flat(out))
+        return out
+    out = torch.empty(parallel.output_shape(shape, features), dtype=dtype, device=weight.device)
+    if parallel.column:
+        multiply(quantizers, x, weight, cached, bias, dtype, _flat(out))
+        return out
+    into = None if parallel.sequence_parallel else _flat(out)
+    parallel.reduce_output(multiply(quantizers, x, weight, cached, None, dtype, into), _flat(out))
+    return out if bias is None else out.add_(bias)  # once, not once a rank
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def multiply(
@@ -116,28 +191,47 @@ def _quantized_weight(
 def saved_by(
     plan: GemmPlan,
     x: torch.Tensor | None,
-    quantized: QuantizedTensor,
+    part: QuantizedTensor | None,
     weight: torch.Tensor,
     cached: QuantizedTensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
     """What backward needs: of the input its transposed FP8 copy, or ``x`` where that is wanted.
 
-    Of the weight itself (its transposed copy is made again) or of the cache.
+    ``part`` is what ``quantized_input`` gave; of gathered rows, this rank's codes are saved. Of
+    the weight itself (its transposed copy is made again) or of the cache.
     """
     saved_x = saved_w = x_scale = w_scale = None
     if plan.need_weight:
-        if keeps_input(plan):
-            saved_x, x_scale = quantized.transposed, quantized.transposed_scale_inv
-        else:
+        if saves_values(plan):
             saved_x = x
-            if plan.options.save_original and not plan.quantizers.high_precision_wgrad:
+            if not plan.quantizers.high_precision_wgrad:
                 x_scale = plan.quantizers.input.snapshot()
+        elif gathers_input(plan):
+            assert part is not None
+            saved_x, x_scale = part.rowwise, part.rowwise_scale_inv
+        else:
+            assert part is not None
+            saved_x, x_scale = part.transposed, part.transposed_scale_inv
     if plan.need_input:
         if cached is None:
             saved_w = weight
         else:
             saved_w, w_scale = cached.transposed, cached.transposed_scale_inv
     return saved_x, x_scale, saved_w, w_scale
+
+
+def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
+    """Begins to gather the input's rows again, for ``weight_gradient``; None where it is whole."""
+    if not plan.need_weight or not gathers_input(plan):
+        return None
+    assert plan.options.parallel is not None
+    return plan.options.parallel.gathered_rows(saved[0])
+
+
+def reduced(plan: GemmPlan, grad: torch.Tensor) -> Pending | None:
+    """Begins to reduce the gradient of the input over ranks; None where it is the result."""
+    parallel = plan.options.parallel
+    return None if parallel is None else parallel.start_input_gradient(grad)
 
 
 def input_gradient(
@@ -162,139 +256,37 @@ def input_gradient(
     return grad
 
 
-def weight_gradient(
-    plan: GemmPlan, saved: tuple, dy: torch.Tensor | None, quantized: QuantizedTensor | None
-) -> torch.Tensor | None:
-    """``dy.T @ x`` [out, in], or None (a dummy) where it goes into ``main_grad`` or waits.
-
-    ``dy`` [rows, out] is used where the recipe wants this product in high precision.
-    """
-    return _now_or_later(
-        plan.parameter, plan.options, lambda: _weight_gradient(plan, saved, dy, quantized)
-    )
-
-
 def quantized_gradient(
     plan: GemmPlan, dy: torch.Tensor, bias_dtype: torch.dtype | None
-) -> tuple[Any, torch.Tensor | None]:
+) -> tuple[Any, torch.Tensor | None, torch.Tensor]:
     """The gradient of a GEMM's output ``dy`` [rows, out], quantized, and that of its bias.
 
+    The third is ``dy`` as the weight gradient may need it: the rows of all ranks if they are split.
     ``bias_dtype`` None: the bias needs none.
     """
-    fp8_wgrad = plan.need_weight and not plan.quantizers.high_precision_wgrad
+    quantizers, parallel = plan.quantizers, plan.options.parallel
+    fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad
     need_bias = bias_dtype is not None
     quantized: Any = None
     grad_bias: torch.Tensor | None = None
-    if plan.need_input or fp8_wgrad:
-        quantized, grad_bias = plan.quantizers.grad_output.quantize(
+    if parallel is not None and parallel.gathers_gradient:
+        if plan.need_weight and not fp8_wgrad:
+            grad_bias = dy.sum(0) if need_bias else None
+            dy = parallel.gathered_rows(dy).wait()
+            if plan.need_input:
+                quantized = quantizers.grad_output.quantize(dy, True, False)[0]
+        elif plan.need_input or fp8_wgrad:
+            quantized, grad_bias = parallel.quantized_gradient(
+                quantizers, dy, plan.need_input, fp8_wgrad, need_bias
+            )
+        elif need_bias:
+            grad_bias = dy.sum(0)
+    elif plan.need_input or fp8_wgrad:
+        quantized, grad_bias = quantizers.grad_output.quantize(
             dy, plan.need_input, fp8_wgrad, need_bias
         )
     elif need_bias:
         grad_bias = dy.sum(0)
     if grad_bias is not None and grad_bias.dtype is not bias_dtype:
         grad_bias = grad_bias.to(bias_dtype)
-    return quantized, grad_bias
-
-
-def plain_weight_gradient(
-    parameter: Any,
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    dtype: torch.dtype,
-    options: GemmOptions,
-) -> torch.Tensor | None:
-    """``weight_gradient`` of a GEMM in high precision."""
-    return _now_or_later(
-        parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options.accumulate)
-    )
-
-
-def _now_or_later(
-    parameter: Any, options: GemmOptions, compute: Callable[[], torch.Tensor | None]
-) -> torch.Tensor | None:
-    """The gradient, or None after handing its computation to ``options.delayed``."""
-    if options.delayed is None:
-        return compute()
-
-    def later() -> None:
-        with torch.no_grad():
-            grad = compute()
-            if options.accumulate is None and grad is not None:
-                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-
-    options.delayed(later)
-    return None
-
-
-def _weight_gradient(
-    plan: GemmPlan, saved: tuple, dy: torch.Tensor | None, quantized: QuantizedTensor | None
-) -> torch.Tensor | None:
-    x, x_scale, _, _ = saved
-    quantizers, options = plan.quantizers, plan.options
-    if quantizers.high_precision_wgrad:
-        return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options.accumulate)
-    assert quantized is not None
-    if options.save_original:
-        inp = quantizers.input.requantize(x, x_scale)
-    else:
-        inp = QuantizedTensor(None, None, x, x_scale, quantizers.input.dtype)
-    if options.accumulate is None:
-        return quantizers.products.wgrad(quantized, inp, plan.weight_dtype)
-    main_grad, accumulate = _main_grad(plan.parameter, options.accumulate)
-    quantizers.products.wgrad(quantized, inp, main_grad.dtype, main_grad, accumulate)
-    return _dummy_gradient(plan.parameter)
-
-
-def _plain_wgrad(
-    dy: Any, x: Any, parameter: Any, dtype: torch.dtype, accumulate: bool | None
-) -> torch.Tensor | None:
-    """Weight gradient in high precision, returned or put into ``main_grad``."""
-    grad = torch.mm(dy.t(), x.to(dy.dtype))
-    if accumulate is None:
-        return grad.to(dtype)
-    main_grad, accumulate = _main_grad(parameter, accumulate)
-    if accumulate:
-        main_grad.add_(grad)
-    else:
-        main_grad.copy_(grad)
-    return _dummy_gradient(parameter)
-
-
-def _main_grad(parameter: Any, accumulate: bool | None) -> tuple[torch.Tensor, bool]:
-    """The preallocated gradient as [out, in], and whether to add to it."""
-    if hasattr(parameter, "__fsdp_param__"):
-        main_grad = parameter.get_main_grad()
-    else:
-        main_grad = getattr(parameter, "main_grad", None)
-    if main_grad is None:
-        raise ValueError(
-            "fuse_wgrad_accumulation: weight.main_grad must be a preallocated tensor when "
-            "fuse_wgrad_accumulation=True, got None"
-        )
-    if main_grad.numel() != parameter.numel() or not main_grad.is_contiguous():
-        raise ValueError(
-            f"fuse_wgrad_accumulation: weight.main_grad must be contiguous with shape "
-            f"{list(parameter.shape)}, "
-            f"got {list(main_grad.shape)}"
-        )
-    if getattr(parameter, "overwrite_main_grad", False):
-        accumulate = False
-    return main_grad.view(parameter.shape), bool(accumulate)
-
-
-def _dummy_gradient(parameter: Any) -> torch.Tensor | None:
-    """What autograd gets when the gradient is already in ``main_grad``.
-
-    None leaves ``.grad`` at None. A framework that waits for a gradient hook sets
-    ``grad_added_to_main_grad``: it gets a tensor shared by all weights of that shape.
-    """
-    if not hasattr(parameter, "grad_added_to_main_grad"):
-        return None
-    parameter.grad_added_to_main_grad = True
-    key = (parameter.shape, parameter.dtype, parameter.device)
-    dummy = _dummies.get(key)
-    if dummy is None:
-        dummy = _dummies[key] = torch.zeros_like(parameter, requires_grad=False)
-    if getattr(parameter, "zero_out_wgrad", False):
-        dummy.zero_()
-    return dummy.detach()
+    return quantized, grad_bias, dy

@@ -10,9 +10,10 @@ from torch.autograd.function import once_differentiable
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _gemm
-from ._gemm import SAVED, GemmOptions, as_matrix
-from ._linear_function import shaped_output, take_saved, without_autocast
+from ._gemm import SAVED, GemmOptions, GemmPlan, as_matrix, quantized_input, saves_values
+from ._linear_function import take_saved, without_autocast
 from ._producers import NormForward, norm_backward
+from ._weight_gradient import weight_gradient
 
 __all__ = [
     "LayerNormLinearFunction",
@@ -22,7 +23,6 @@ __all__ = [
     "output_gradient",
     "residual_output",
     "saved_norm",
-    "without_autograd",
 ]
 
 
@@ -36,32 +36,17 @@ class NormOptions(NamedTuple):
     return_residual: bool  # what was normalised: the input, or the sum with the residual
 
 
-def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> tuple:
-    """The outputs of ``function.forward`` where no gradient is wanted."""
-    return function.forward(_NoContext(len(inputs)), *inputs, *rest)
-
-
-class _NoContext:
-    """Stands for autograd's ctx: what is saved is dropped."""
-
-    def __init__(self, inputs: int) -> None:
-        self.needs_input_grad = (False,) * inputs
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
-
-
 def normalized(
-    norm: NormForward, quantizers: GemmQuantizers, keep: bool, options: NormOptions, plain: bool
-) -> tuple[QuantizedTensor, torch.Tensor | None]:
-    """The quantized norm, and the norm in high precision where it is returned or ``plain``."""
-    if not options.return_norm and not plain:
-        return quantizers.input.produce(norm, True, keep), None
+    norm: NormForward, plan: GemmPlan, options: NormOptions
+) -> tuple[QuantizedTensor, QuantizedTensor | None, torch.Tensor | None]:
+    """The quantized norm and what to save of it, as ``quantized_input`` gives them.
+
+    The third is the norm in high precision where it is returned or needed in backward.
+    """
+    if not options.return_norm and not saves_values(plan):
+        return *quantized_input(plan, norm), None
     y = norm.plain()
-    return quantizers.input.quantize(y, True, keep)[0], y
+    return *quantized_input(plan, y), y
 
 
 def saved_norm(norm: NormForward) -> tuple[torch.Tensor | None, ...]:
@@ -125,30 +110,24 @@ class LayerNormLinearFunction(torch.autograd.Function):
         plan = _gemm.gemm_plan(quantizers, weight, need_norm, needs[4], options, cached)
         rest = None if residual is None else as_matrix(residual)
         norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
-        needs_plain = needs[4] and not _gemm.keeps_input(plan)
-        quantized, y = normalized(
-            norm, quantizers, _gemm.keeps_input(plan), norm_options, needs_plain
-        )
-        features, rows = weight.shape[0], norm.x.shape[0]
-        out = shaped_output(inp, features, inp.dtype)
-        flat = None if out is None else out.view(rows, features)
-        result = _gemm.multiply(quantizers, quantized, weight, cached, bias, inp.dtype, flat)
+        quantized, part, y = normalized(norm, plan, norm_options)
+        out = _gemm.shaped_product(plan, quantized, weight, cached, bias, inp.dtype, inp.shape)
         norm_saved = saved_norm(norm) if need_norm else (None,) * 4
-        ctx.save_for_backward(*_gemm.saved_by(plan, y, quantized, weight, cached), *norm_saved)
+        ctx.save_for_backward(*_gemm.saved_by(plan, y, part, weight, cached), *norm_saved)
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.norm = plan, norm_options
         ctx.needs_norm = (needs[2], needs[3])
         ctx.bias_dtype = bias.dtype if bias is not None and needs[5] else None
         ctx.has_residual = residual is not None
         ctx.input_shape, ctx.input_dtype = inp.shape, inp.dtype
-        ctx.output_shape = (*inp.shape[:-1], features)
+        ctx.output_shape = out.shape
         ctx.device_type = inp.device.type
         returned = None
         if norm_options.return_norm and y is not None:
             # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
             returned = y.view(inp.shape)
         total = residual_output(inp, norm) if norm_options.return_residual else None
-        return result if out is None else out, returned, total
+        return out, returned, total
 
     @staticmethod
     @once_differentiable
@@ -161,14 +140,22 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     saved_gemm, saved_norm_tensors = saved[:SAVED], saved[SAVED:]
     del saved
     dy = as_matrix(output_gradient(ctx, grad_output, grad_norm, grad_residual))
-    quantized, grad_bias = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
-    grad_weight = dx = d_gamma = d_beta = None
+    gathered = _gemm.start_saved_input(plan, saved_gemm)
+    quantized, grad_bias, dy = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
+    grad_weight = dx = d_gamma = d_beta = pending = None
     if plan.need_input:
         d_norm = _gemm.input_gradient(plan, saved_gemm, quantized, ctx.input_dtype)
-        dx, d_gamma, d_beta = norm_gradients(
-            ctx, saved_norm_tensors, d_norm, grad_norm, grad_residual
-        )
+        pending = _gemm.reduced(plan, d_norm)
+        if pending is None:  # frees the norm's memory before the weight gradient takes its own
+            dx, d_gamma, d_beta = norm_gradients(
+                ctx, saved_norm_tensors, d_norm, grad_norm, grad_residual
+            )
+            del d_norm
     if plan.need_weight:
-        grad_weight = _gemm.weight_gradient(plan, saved_gemm, dy, quantized)
+        grad_weight = weight_gradient(plan, saved_gemm, dy, quantized, gathered)
+    if pending is not None:
+        dx, d_gamma, d_beta = norm_gradients(
+            ctx, saved_norm_tensors, pending.wait(), grad_norm, grad_residual
+        )
     d_residual = dx if ctx.has_residual else None
     return dx, d_residual, d_gamma, d_beta, grad_weight, grad_bias, None, None, None, None

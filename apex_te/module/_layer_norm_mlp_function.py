@@ -23,8 +23,9 @@ from ._layer_norm_linear_function import (
     residual_output,
     saved_norm,
 )
-from ._linear_function import shaped_output, take_saved, without_autocast
+from ._linear_function import take_saved, without_autocast
 from ._producers import ActivationBackward, ActivationForward, NormForward
+from ._weight_gradient import weight_gradient
 
 __all__ = ["LayerNormMLPFunction", "MLPOptions"]
 
@@ -33,7 +34,7 @@ class MLPOptions(NamedTuple):
     """How LayerNormMLP computes, besides its norm."""
 
     activation: str
-    gemm: GemmOptions
+    gemms: tuple[GemmOptions, GemmOptions]
 
 
 class LayerNormMLPFunction(torch.autograd.Function):
@@ -62,32 +63,28 @@ class LayerNormMLPFunction(torch.autograd.Function):
         need_norm = needs[0] or needs[1] or needs[2] or needs[3]
         need_hidden = need_norm or needs[4] or needs[5]
         (q1, q2), (cached1, cached2) = quantizers, cached
-        plan1 = _gemm.gemm_plan(q1, w1, need_norm, needs[4], options.gemm, cached1)
-        plan2 = _gemm.gemm_plan(q2, w2, need_hidden, needs[6], options.gemm, cached2)
-        keep1, keep2 = _gemm.keeps_input(plan1), _gemm.keeps_input(plan2)
+        plan1 = _gemm.gemm_plan(q1, w1, need_norm, needs[4], options.gemms[0], cached1)
+        plan2 = _gemm.gemm_plan(q2, w2, need_hidden, needs[6], options.gemms[1], cached2)
 
         rest = None if residual is None else as_matrix(residual)
         norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
-        quantized, y = normalized(norm, q1, keep1, norm_options, needs[4] and not keep1)
+        quantized, part, y = normalized(norm, plan1, norm_options)
         hidden = _gemm.multiply(q1, quantized, w1, cached1, b1, dtype)
-        saved1 = _gemm.saved_by(plan1, y, quantized, w1, cached1)
-        del quantized
+        saved1 = _gemm.saved_by(plan1, y, part, w1, cached1)
+        del quantized, part
 
         act = ActivationForward(options.activation, hidden)
-        plain = None
-        if needs[6] and not keep2:
-            plain = act.plain()
-            quantized = q2.input.quantize(plain, True, False)[0]
-        else:
-            quantized = q2.input.produce(act, True, keep2)
-        features, rows = w2.shape[0], norm.x.shape[0]
-        out = shaped_output(inp, features, dtype)
-        flat = None if out is None else out.view(rows, features)
-        result = _gemm.multiply(q2, quantized, w2, cached2, b2, dtype, flat)
+        plain = act.plain() if _gemm.saves_values(plan2) else None
+        quantized, part = _gemm.quantized_input(plan2, act if plain is None else plain)
+        # With sequence parallelism the hidden rows are those of all ranks, and are split again.
+        shape: tuple[int, ...] = inp.shape
+        if plan1.options.parallel is not None:
+            shape = plan1.options.parallel.output_shape(shape, shape[-1])
+        out = _gemm.shaped_product(plan2, quantized, w2, cached2, b2, dtype, shape)
 
         ctx.save_for_backward(
             *saved1,
-            *_gemm.saved_by(plan2, plain, quantized, w2, cached2),
+            *_gemm.saved_by(plan2, plain, part, w2, cached2),
             *(saved_norm(norm) if need_norm else (None,) * 4),
             hidden if need_hidden else None,
         )
@@ -100,14 +97,14 @@ class LayerNormMLPFunction(torch.autograd.Function):
         )
         ctx.has_residual = residual is not None
         ctx.input_shape, ctx.input_dtype = inp.shape, dtype
-        ctx.output_shape = (*inp.shape[:-1], features)
+        ctx.output_shape = out.shape
         ctx.device_type = inp.device.type
         returned = None
         if norm_options.return_norm and y is not None:
             # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
             returned = y.view(inp.shape)
         total = residual_output(inp, norm) if norm_options.return_residual else None
-        return result if out is None else out, returned, total
+        return out, returned, total
 
     @staticmethod
     @once_differentiable
@@ -122,25 +119,33 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     del saved
     (plan1, plan2), (b1_dtype, b2_dtype) = ctx.plans, ctx.bias_dtypes
     dy = as_matrix(output_gradient(ctx, grad_output, grad_norm, grad_residual))
-    quantized, d_b2 = _gemm.quantized_gradient(plan2, dy, b2_dtype)
+    quantized, d_b2, dy = _gemm.quantized_gradient(plan2, dy, b2_dtype)
     d_w1 = d_b1 = d_w2 = d_act = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.
     if plan2.need_input:
         d_act = _gemm.input_gradient(plan2, saved2, quantized, ctx.input_dtype)
     if plan2.need_weight:
-        d_w2 = _gemm.weight_gradient(plan2, saved2, dy, quantized)
+        d_w2 = weight_gradient(plan2, saved2, dy, quantized)
     del saved2, quantized, dy
     if d_act is not None:
+        gathered = _gemm.start_saved_input(plan1, saved1)
         d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
         quantized, plain = _quantized_hidden(plan1, d_hidden)
         d_b1 = d_hidden.dbias
         del d_act, d_hidden, hidden
+        pending = None
         if plan1.need_input:
             d_norm = _gemm.input_gradient(plan1, saved1, quantized, ctx.input_dtype)
-            dx, d_gamma, d_beta = norm_gradients(ctx, norm, d_norm, grad_norm, grad_residual)
+            pending = _gemm.reduced(plan1, d_norm)
+            if pending is None:
+                dx, d_gamma, d_beta = norm_gradients(ctx, norm, d_norm, grad_norm, grad_residual)
             del d_norm
         if plan1.need_weight:
-            d_w1 = _gemm.weight_gradient(plan1, saved1, plain, quantized)
+            d_w1 = weight_gradient(plan1, saved1, plain, quantized, gathered)
+        if pending is not None:
+            dx, d_gamma, d_beta = norm_gradients(
+                ctx, norm, pending.wait(), grad_norm, grad_residual
+            )
     if d_b1 is not None and d_b1.dtype is not b1_dtype:
         d_b1 = d_b1.to(b1_dtype)
     d_residual = dx if ctx.has_residual else None

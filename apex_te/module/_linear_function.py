@@ -12,14 +12,14 @@ from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _gemm
 from ._gemm import GemmOptions, as_matrix
+from ._weight_gradient import plain_weight_gradient, weight_gradient
 
 __all__ = [
     "HighPrecisionLinearFunction",
     "LinearFunction",
-    "linear_forward",
-    "shaped_output",
     "take_saved",
     "without_autocast",
+    "without_autograd",
 ]
 
 
@@ -43,34 +43,22 @@ def take_saved(ctx: Any) -> tuple:
     return saved
 
 
-def shaped_output(inp: torch.Tensor, features: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """The output [..., features] of an ``inp`` that is no matrix, else None.
-
-    The output must not be a view made in a Function, or autograd would refuse to change it in
-    place.
-    """
-    if inp.dim() == 2:
-        return None
-    return torch.empty(*inp.shape[:-1], features, dtype=dtype, device=inp.device)
+def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
+    """The outputs of ``function.forward`` where no gradient is wanted."""
+    return function.forward(_NoContext(len(inputs)), *inputs, *rest)
 
 
-def linear_forward(
-    inp: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    quantizers: GemmQuantizers,
-    cached: QuantizedTensor | None,
-    out_dtype: torch.dtype,
-    keep: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, QuantizedTensor]:
-    """``inp @ weight.T + bias``: the output [..., out], the input as a matrix, and quantized."""
-    x = as_matrix(inp)
-    quantized = quantizers.input.quantize(x, True, keep)[0]
-    features = weight.shape[0]
-    out = shaped_output(inp, features, out_dtype)
-    flat = None if out is None else out.view(x.shape[0], features)
-    result = _gemm.multiply(quantizers, quantized, weight, cached, bias, out_dtype, flat)
-    return result if out is None else out, x, quantized
+class _NoContext:
+    """Stands for autograd's ctx: what is saved is dropped."""
+
+    def __init__(self, inputs: int) -> None:
+        self.needs_input_grad = (False,) * inputs
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
 
 
 class LinearFunction(torch.autograd.Function):
@@ -89,10 +77,10 @@ class LinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
         plan = _gemm.gemm_plan(quantizers, weight, need_input, need_weight, options, cached)
-        out, x, quantized = linear_forward(
-            inp, weight, bias, quantizers, cached, out_dtype, _gemm.keeps_input(plan)
-        )
-        ctx.save_for_backward(*_gemm.saved_by(plan, x, quantized, weight, cached))
+        x = as_matrix(inp)
+        quantized, part = _gemm.quantized_input(plan, x)
+        out = _gemm.shaped_product(plan, quantized, weight, cached, bias, out_dtype, inp.shape)
+        ctx.save_for_backward(*_gemm.saved_by(plan, x, part, weight, cached))
         ctx.plan = plan
         ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
         ctx.input_shape = inp.shape
@@ -108,20 +96,25 @@ class LinearFunction(torch.autograd.Function):
 
 def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     plan, saved = ctx.plan, take_saved(ctx)
-    dy = as_matrix(grad_output)
-    quantized, grad_bias = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
-    grad_input = grad_weight = None
+    gathered = _gemm.start_saved_input(plan, saved)
+    quantized, grad_bias, dy = _gemm.quantized_gradient(
+        plan, as_matrix(grad_output), ctx.bias_dtype
+    )
+    grad_input = grad_weight = pending = None
     if plan.need_input:
         grad_input = _gemm.input_gradient(plan, saved, quantized, ctx.input_dtype)
-        if len(ctx.input_shape) != 2:
-            grad_input = grad_input.view(ctx.input_shape)
+        pending = _gemm.reduced(plan, grad_input)
     if plan.need_weight:
-        grad_weight = _gemm.weight_gradient(plan, saved, dy, quantized)
+        grad_weight = weight_gradient(plan, saved, dy, quantized, gathered)
+    if pending is not None:
+        grad_input = pending.wait()
+    if grad_input is not None and len(ctx.input_shape) != 2:
+        grad_input = grad_input.view(ctx.input_shape)
     return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
 class HighPrecisionLinearFunction(torch.autograd.Function):
-    """A plain linear layer whose weight gradient goes into ``main_grad`` or is computed later."""
+    """A plain linear layer with collectives, or whose weight gradient is put elsewhere or later."""
 
     @staticmethod
     def forward(
@@ -133,6 +126,7 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
         options: GemmOptions,
     ) -> torch.Tensor:
         need_input, need_weight, _ = ctx.needs_input_grad[:3]
+        parallel = options.parallel
         x, w = inp.to(out_dtype), weight.to(out_dtype)
         ctx.save_for_backward(x if need_weight else None, w if need_input else None)
         ctx.needs = ctx.needs_input_grad[:3]
@@ -140,7 +134,19 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
         ctx.options = options
         ctx.parameter = weight if need_weight else None
         ctx.device_type = inp.device.type
-        return functional.linear(x, w, None if bias is None else bias.to(out_dtype))
+        bias = None if bias is None else bias.to(out_dtype)
+        if parallel is None:
+            return functional.linear(x, w, bias)
+        if parallel.gathers_input:
+            x = parallel.gathered_rows(x).wait()
+        if parallel.column:
+            return functional.linear(x, w, bias)
+        partial = functional.linear(x, w)
+        out = partial
+        if parallel.sequence_parallel:
+            out = partial.new_empty(parallel.output_shape(inp.shape, w.shape[0]))
+        parallel.reduce_output(partial, out)
+        return out if bias is None else out.add_(bias)  # once, not once a rank
 
     @staticmethod
     @once_differentiable
@@ -152,14 +158,24 @@ def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     x, w = ctx.saved_tensors
     need_input, need_weight, need_bias = ctx.needs
     input_dtype, weight_dtype, bias_dtype = ctx.dtypes
-    grad_input = grad_weight = grad_bias = None
-    dy = as_matrix(grad_output)
+    parallel = ctx.options.parallel
+    grad_input = grad_weight = grad_bias = gathered = pending = None
+    if need_bias:
+        grad_bias = as_matrix(grad_output).sum(0).to(bias_dtype)
+    if parallel is not None and parallel.gathers_input and need_weight:
+        gathered = parallel.gathered_rows(x)
+    if parallel is not None and parallel.gathers_gradient:
+        grad_output = parallel.gathered_rows(grad_output).wait()
     if need_input:
         grad_input = torch.matmul(grad_output, w).to(input_dtype)
+        if parallel is not None:
+            pending = parallel.start_input_gradient(grad_input)
     if need_weight:
-        grad_weight = _gemm.plain_weight_gradient(
-            ctx.parameter, dy, as_matrix(x), weight_dtype, ctx.options
+        if gathered is not None:
+            x = gathered.wait()
+        grad_weight = plain_weight_gradient(
+            ctx.parameter, as_matrix(grad_output), as_matrix(x), weight_dtype, ctx.options
         )
-    if need_bias:
-        grad_bias = dy.sum(0).to(bias_dtype)
+    if pending is not None:
+        grad_input = pending.wait()
     return grad_input, grad_weight, grad_bias, None, None

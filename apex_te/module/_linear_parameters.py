@@ -8,16 +8,21 @@ from typing import Any
 import torch
 
 from . import _arguments
-from ._fp8_module import FP8Module
+from ._parallel_module import ParallelModule, divided, tag
 
 __all__ = ["LinearParameters"]
 
 
-class LinearParameters(FP8Module):
-    """An FP8 module with ``weight`` [out, in] and ``bias`` [out], whole or in named parts."""
+class LinearParameters(ParallelModule):
+    """An FP8 module with ``weight`` [out, in] and ``bias`` [out], whole or in named parts.
+
+    Split over ranks, ``weight`` is [out / ranks, in] (column) or [out, in / ranks] (row), and so
+    are ``in_features`` and ``out_features``.
+    """
 
     in_features: int
     out_features: int
+    parallel_mode: str | None
     use_bias: bool
     init_method: Callable[[torch.Tensor], Any] | None
     split: dict[str, int] | None
@@ -27,7 +32,14 @@ class LinearParameters(FP8Module):
     ) -> None:
         """Register the parameters, with no values yet; none where the module is to own none."""
         owner = type(self).__name__
-        self.split = _arguments.split_names(owner, parameters_split, self.out_features)
+        column = self.parallel_mode == "column"
+        if column:
+            self.out_features = divided(owner, "out_features", self.out_features, self.tp_size)
+        elif self.parallel_mode == "row":
+            self.in_features = divided(owner, "in_features", self.in_features, self.tp_size)
+        self.split = _arguments.split_names(
+            owner, self._split_over_ranks(parameters_split), self.out_features
+        )
         if self.split is not None:
             for name, other in (
                 ("skip_weight_param_allocation", not own),
@@ -46,9 +58,22 @@ class LinearParameters(FP8Module):
                 weight = _arguments.parameter((rows, self.in_features), dtype, device)
                 if self.use_bias:
                     bias = _arguments.parameter((rows,), dtype, device)
+            if self.parallel_mode is not None:
+                tag(weight, 0 if column else 1, False)
+                tag(bias, 0 if column else None, not column and self.sequence_parallel)
             prefix = f"{part}_" if part else ""
             self.register_parameter(f"{prefix}weight", weight)
             self.register_parameter(f"{prefix}bias", bias)
+
+    def _split_over_ranks(self, parameters_split: Any) -> Any:
+        """This rank's rows of named parts; names alone share its rows anyway."""
+        if self.parallel_mode != "column" or not isinstance(parameters_split, dict):
+            return parameters_split
+        owner = type(self).__name__
+        return {
+            name: divided(owner, "parameters_split", rows, self.tp_size)
+            for name, rows in parameters_split.items()
+        }
 
     def _linear_names(self, kind: str) -> list[str]:
         """Names of the parameters that make up ``weight`` or ``bias``."""
@@ -56,8 +81,9 @@ class LinearParameters(FP8Module):
 
     def _reset_linear(self) -> None:
         """The weight by ``init_method``, the bias 0."""
-        for name in self._linear_names("weight"):
-            _arguments.fill(self._parameters[name], self.init_method)
+        with self._forked(self.parallel_mode is not None):
+            for name in self._linear_names("weight"):
+                _arguments.fill(self._parameters[name], self.init_method)
         for name in self._linear_names("bias"):
             bias = self._parameters[name]
             if bias is not None:

@@ -8,15 +8,15 @@ import torch
 
 from ..ops import layer_norm, rms_norm
 from . import _arguments
-from ._fp8_module import FP8Module
 from ._layer_norm_linear_function import NormOptions
+from ._parallel_module import ParallelModule, tag
 
 __all__ = ["NormedModule"]
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
-class NormedModule(FP8Module):
+class NormedModule(ParallelModule):
     """An FP8 module that normalises its input first.
 
     Parameters: ``layer_norm_weight``, ``layer_norm_bias`` ``[features]`` (LayerNorm only).
@@ -51,6 +51,9 @@ class NormedModule(FP8Module):
             self.layer_norm_bias = _arguments.parameter((features,), dtype, device)
         else:
             self.register_parameter("layer_norm_bias", None)
+        if self.tp_size > 1:
+            for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+                tag(parameter, None, self.sequence_parallel)
         is_rms = normalization == "RMSNorm"
         shared = (is_rms, self.eps, self.zero_centered_gamma, self.return_layernorm_output)
         self._norm_options = (NormOptions(*shared, False), NormOptions(*shared, True))

@@ -10,10 +10,10 @@ import torch
 
 from ..distributed.checkpoint import checkpoint
 from . import _masks
-from ._arguments import refuse_parallelism
 from ._attention_backends import Options, Path, attend, choose
 from ._masks import broadcasts
 from ._packed_attention import attend_packed, choose_packed, packing
+from ._parallel_module import checked_tp_size, divided
 
 __all__ = ["DotProductAttention"]
 
@@ -52,8 +52,8 @@ class DotProductAttention(torch.nn.Module):
             softmax, so that fp16 does not overflow. It changes roundings only, and these only where
             scores are stored: the fused kernels keep them in fp32.
         get_rng_state_tracker: returns a tracker in whose ``fork()`` dropout draws.
-        sequence_parallel, tp_size, tp_group: not available yet; anything but the default raises
-            NotImplementedError.
+        tp_group, tp_size: the ranks, or their number, that heads and groups are split over: the
+            tensors have this rank's. sequence_parallel: accepted; attention sees whole sequences.
 
     Interface follows TransformerEngine's DotProductAttention.
     """
@@ -77,10 +77,8 @@ class DotProductAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         apply_query_key_layer_scaling: bool = False,
     ) -> None:
-        refuse_parallelism(
-            _NAME, sequence_parallel=sequence_parallel, tp_size=tp_size, tp_group=tp_group
-        )
         super().__init__()
+        ranks = checked_tp_size(_NAME, tp_group, tp_size)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(
@@ -103,8 +101,10 @@ class DotProductAttention(torch.nn.Module):
             raise ValueError(
                 f"{_NAME}: kv_channels must be one or two sizes above 0, got {kv_channels!r}"
             )
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups
+        self.tp_size, self.tp_group = ranks, tp_group
+        self.sequence_parallel = sequence_parallel
+        self.num_attention_heads = divided(_NAME, "num_attention_heads", num_attention_heads, ranks)
+        self.num_gqa_groups = divided(_NAME, "num_gqa_groups", groups, ranks)
         self.key_channels, self.value_channels = sizes
         self.attention_dropout = attention_dropout
         self.qkv_format = _checked_format(qkv_format)

@@ -12,14 +12,15 @@ from torch.autograd.function import once_differentiable
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _arguments, _gemm
-from ._fp8_module import FP8Module
 from ._gemm import SAVED, GemmOptions, as_matrix
 from ._linear_function import take_saved, without_autocast
+from ._parallel_module import ParallelModule, checked_mode, divided, tag
+from ._weight_gradient import plain_weight_gradient, weight_gradient
 
 __all__ = ["GroupedLinear"]
 
 
-class GroupedLinear(FP8Module):
+class GroupedLinear(ParallelModule):
     """``y[rows of i] = x[rows of i] @ weight{i}.T + bias{i}`` for ``num_gemms`` groups of rows.
 
     Args:
@@ -39,8 +40,11 @@ class GroupedLinear(FP8Module):
             again in backward.
         name: names the module in reports.
         device: where the parameters live, ``"meta"`` included.
-        sequence_parallel, tp_group, tp_size, get_rng_state_tracker, rng_tracker_name,
-            parallel_mode: not available yet; anything but the default raises NotImplementedError.
+        parallel_mode: ``"column"`` splits ``out_features`` over the ranks of ``tp_group``,
+            ``"row"`` splits ``in_features``. There is no collective here: gathering tokens and
+            reducing results is the work of their dispatcher. Without biases only.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in
+            ``Linear``.
 
     Parameters: ``weight0`` .. ``[out_features, in_features]``, ``bias0`` .. ``[out_features]``.
     Interface and defaults follow TransformerEngine's GroupedLinear.
@@ -69,28 +73,30 @@ class GroupedLinear(FP8Module):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _arguments.refuse_parallelism(
-            "GroupedLinear",
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-        )
         wanted = _arguments.params_dtype_of("GroupedLinear", params_dtype, dtype)
         _arguments.check_num_gemms("GroupedLinear", num_gemms)
         super().__init__()
         self.num_gemms = num_gemms
-        self.in_features = in_features
-        self.out_features = out_features
         self.use_bias = bool(bias)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
-        self.tp_size = tp_size
-        self.parallel_mode = parallel_mode
+        self.parallel_mode = checked_mode("GroupedLinear", parallel_mode)
+        self._make_parallel(
+            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        )
+        if self.parallel_mode is not None and self.tp_size > 1 and bias:
+            raise ValueError(
+                "GroupedLinear: bias must be False where weights are split over tp_group, whose "
+                "collectives are those of the tokens' dispatcher, got True"
+            )
+        if self.parallel_mode == "column":
+            out_features = divided("GroupedLinear", "out_features", out_features, self.tp_size)
+        elif self.parallel_mode == "row":
+            in_features = divided("GroupedLinear", "in_features", in_features, self.tp_size)
+        self.in_features = in_features
+        self.out_features = out_features
         self.init_method = init_method
         self.name = name
         self._make_fp8_state(num_gemms)
@@ -98,21 +104,21 @@ class GroupedLinear(FP8Module):
         self._bias_names = tuple(f"bias{i}" for i in range(num_gemms)) if bias else ()
         for key in self._weight_names:
             shape = (out_features, in_features)
-            self.register_parameter(key, _arguments.parameter(shape, wanted, device))
+            value = _arguments.parameter(shape, wanted, device)
+            if self.parallel_mode is not None:
+                tag(value, 0 if self.parallel_mode == "column" else 1, False)
+            self.register_parameter(key, value)
         for key in self._bias_names:
             self.register_parameter(key, _arguments.parameter((out_features,), wanted, device))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Fill the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0."""
-        for key in self._weight_names:
-            _arguments.fill(getattr(self, key), self.init_method)
+        with self._forked(self.parallel_mode is not None):
+            for key in self._weight_names:
+                _arguments.fill(getattr(self, key), self.init_method)
         for key in self._bias_names:
             torch.nn.init.zeros_(getattr(self, key))
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Not available yet: raises NotImplementedError for anything but None."""
-        _arguments.refuse_parallelism("GroupedLinear", tp_group=tp_group)
 
     def extra_repr(self) -> str:
         text = f"num_gemms={self.num_gemms}, in_features={self.in_features}"
@@ -289,11 +295,11 @@ def _grouped_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         tensors, saved = tuple(saved[:SAVED]), saved[SAVED:]
         if ctx.splits[i]:
             grad_weight = None
-            quantized, grad_bias = _gemm.quantized_gradient(plan, dy, bias_dtype)
+            quantized, grad_bias, _ = _gemm.quantized_gradient(plan, dy, bias_dtype)
             if plan.need_input:
                 _gemm.input_gradient(plan, tensors, quantized, ctx.input_dtype, rows[i])
             if plan.need_weight:
-                grad_weight = _gemm.weight_gradient(plan, tensors, dy, quantized)
+                grad_weight = weight_gradient(plan, tensors, dy, quantized)
         else:
             grad_weight, grad_bias = _without_rows(plan, dy, ctx.in_features, bias_dtype)
         weights.append(grad_weight)
@@ -312,9 +318,7 @@ def _without_rows(
     grad_weight = grad_bias = None
     if plan.need_weight:
         x = dy.new_empty((0, in_features))
-        grad_weight = _gemm.plain_weight_gradient(
-            plan.parameter, dy, x, plan.weight_dtype, plan.options
-        )
+        grad_weight = plain_weight_gradient(plan.parameter, dy, x, plan.weight_dtype, plan.options)
     if bias_dtype is not None:
         grad_bias = dy.sum(0).to(bias_dtype)
     return grad_weight, grad_bias

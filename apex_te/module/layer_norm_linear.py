@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from . import _arguments
-from ._layer_norm_linear_function import LayerNormLinearFunction, without_autograd
+from ._layer_norm_linear_function import LayerNormLinearFunction
+from ._linear_function import without_autograd
 from ._linear_parameters import LinearParameters
 from ._norm_parameters import NormedModule
+from ._parallel_module import checked_mode
 
 __all__ = ["LayerNormLinear"]
 
@@ -28,8 +30,8 @@ class LayerNormLinear(NormedModule, LinearParameters):
         return_bias: return the bias instead of adding it.
         fuse_wgrad_accumulation, init_method, params_dtype, dtype, parameters_split,
             delay_wgrad_compute, name, device: as in ``Linear``.
-        sequence_parallel, tp_group, tp_size, get_rng_state_tracker, rng_tracker_name,
-            parallel_mode: not available yet; anything but the default raises NotImplementedError.
+        sequence_parallel, tp_group, tp_size, get_rng_state_tracker, rng_tracker_name: as in
+            ``Linear``. parallel_mode: None or ``"column"``.
 
     Parameters: ``layer_norm_weight``, ``layer_norm_bias`` ``[in_features]``, ``weight``
     ``[out_features, in_features]``, ``bias`` ``[out_features]``.
@@ -62,15 +64,9 @@ class LayerNormLinear(NormedModule, LinearParameters):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _arguments.refuse_parallelism(
-            "LayerNormLinear",
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-        )
+        mode = checked_mode("LayerNormLinear", parallel_mode)
+        if mode == "row":  # its input's features would be split, and the norm needs all
+            raise ValueError("LayerNormLinear: parallel_mode must be None or 'column', got 'row'")
         wanted = _arguments.params_dtype_of("LayerNormLinear", params_dtype, dtype)
         super().__init__()
         self.in_features = in_features
@@ -81,6 +77,10 @@ class LayerNormLinear(NormedModule, LinearParameters):
         self.delay_wgrad_compute = delay_wgrad_compute
         self.init_method = init_method
         self.name = name
+        self.parallel_mode = mode
+        self._make_parallel(
+            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        )
         self._make_fp8_state()
         self._make_norm(
             in_features, eps, normalization, zero_centered_gamma, return_layernorm_output,
@@ -93,10 +93,6 @@ class LayerNormLinear(NormedModule, LinearParameters):
         """Gamma 1, beta 0, the weight by ``init_method`` (default N(0, 0.023)), the bias 0."""
         self.reset_layer_norm_parameters()
         self._reset_linear()
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Not available yet: raises NotImplementedError for anything but None."""
-        _arguments.refuse_parallelism("LayerNormLinear", tp_group=tp_group)
 
     def extra_repr(self) -> str:
         return (
@@ -156,7 +152,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         inp = inp.to(dtype)
         residual = None if residual is None else residual.to(dtype)
         sets, fp8, recomputed = self._select(weight.device)
-        options = self._options(is_first_microbatch)
+        options = self._split_options(self._options(is_first_microbatch), self.parallel_mode)
         if sets is None or not fp8:
             norm, total = self._plain_norm(inp, residual)
             quantizers = None if sets is None else sets[0]

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from . import _arguments
-from ._layer_norm_linear_function import without_autograd
 from ._layer_norm_mlp_function import LayerNormMLPFunction, MLPOptions
+from ._linear_function import without_autograd
 from ._norm_parameters import NormedModule
+from ._parallel_module import divided, tag
 from ._producers import ACTIVATIONS, activate, is_gated
 
 __all__ = ["LayerNormMLP"]
@@ -35,8 +36,9 @@ class LayerNormMLP(NormedModule):
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``.
         seq_length, micro_batch_size: accepted for interface compatibility; nothing is warmed up.
-        set_parallel_mode, sequence_parallel, tp_group, tp_size, get_rng_state_tracker: not
-            available yet; anything but the default raises NotImplementedError.
+        set_parallel_mode: split ``ffn_hidden_size`` over the ranks of ``tp_group``: FC1 is
+            column-parallel, FC2 row-parallel; of a gated activation a rank has rows of both halves.
+        sequence_parallel, tp_group, tp_size, get_rng_state_tracker: as in ``Linear``.
 
     Parameters: ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight`` ``[ffn (or 2 ffn),
     hidden]`` (gate first), ``fc1_bias``, ``fc2_weight`` ``[hidden, ffn]``, ``fc2_bias``.
@@ -71,14 +73,6 @@ class LayerNormMLP(NormedModule):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _arguments.refuse_parallelism(
-            "LayerNormMLP",
-            set_parallel_mode=set_parallel_mode,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-        )
         if activation not in ACTIVATIONS:
             raise ValueError(
                 f"LayerNormMLP: activation must be one of {', '.join(ACTIVATIONS)}, "
@@ -96,32 +90,41 @@ class LayerNormMLP(NormedModule):
         self.init_method = init_method
         self.output_layer_init_method = output_layer_init_method
         self.name = name
+        if not isinstance(set_parallel_mode, bool):
+            raise TypeError(
+                "LayerNormMLP: set_parallel_mode must be a bool, "
+                f"got {type(set_parallel_mode).__name__}"
+            )
+        self.set_parallel_mode = set_parallel_mode
+        self._make_parallel(tp_group, tp_size, sequence_parallel, get_rng_state_tracker)
         self._make_fp8_state(gemms=2)
         self._make_norm(
             hidden_size, eps, normalization, zero_centered_gamma, return_layernorm_output,
             wanted, device,
         )  # fmt: skip
-        inner = ffn_hidden_size * (2 if is_gated(activation) else 1)
-        shapes = ((inner, hidden_size), (inner,), (hidden_size, ffn_hidden_size), (hidden_size,))
-        for parameter, shape in zip(_LINEAR, shapes, strict=True):
+        ffn = ffn_hidden_size
+        if set_parallel_mode:
+            ffn = divided("LayerNormMLP", "ffn_hidden_size", ffn, self.tp_size)
+        inner = ffn * (2 if is_gated(activation) else 1)
+        shapes = ((inner, hidden_size), (inner,), (hidden_size, ffn), (hidden_size,))
+        for parameter, shape, dim in zip(_LINEAR, shapes, (0, 0, 1, None), strict=True):
             own = self.use_bias or parameter.endswith("weight")
             value = _arguments.parameter(shape, wanted, device) if own else None
+            if set_parallel_mode:
+                tag(value, dim, dim is None and self.sequence_parallel)
             self.register_parameter(parameter, value)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Gamma 1, beta 0, the weights by their init methods (default N(0, 0.023)), biases 0."""
         self.reset_layer_norm_parameters()
-        _arguments.fill(self._parameters["fc1_weight"], self.init_method)
-        _arguments.fill(self._parameters["fc2_weight"], self.output_layer_init_method)
+        with self._forked(self.set_parallel_mode):
+            _arguments.fill(self._parameters["fc1_weight"], self.init_method)
+            _arguments.fill(self._parameters["fc2_weight"], self.output_layer_init_method)
         for name in ("fc1_bias", "fc2_bias"):
             bias = self._parameters[name]
             if bias is not None:
                 torch.nn.init.zeros_(bias)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Not available yet: raises NotImplementedError for anything but None."""
-        _arguments.refuse_parallelism("LayerNormMLP", tp_group=tp_group)
 
     def extra_repr(self) -> str:
         return (
@@ -184,15 +187,17 @@ class LayerNormMLP(NormedModule):
         residual = None if residual is None else residual.to(dtype)
         sets, fp8, recomputed = self._select(w1.device)
         options = self._options(is_first_microbatch)
+        modes = ("column", "row") if self.set_parallel_mode else (None, None)
+        first, second = (self._split_options(options, mode) for mode in modes)
         if sets is None or not fp8:
             q1, q2 = (None, None) if sets is None else sets
             norm, total = self._plain_norm(inp, residual)
-            hidden = self._linear(norm, w1, b1, dtype, options, q1)
+            hidden = self._linear(norm, w1, b1, dtype, first, q1)
             hidden = activate(self.activation, hidden)
-            return self._linear(hidden, w2, b2, dtype, options, q2), norm, total
+            return self._linear(hidden, w2, b2, dtype, second, q2), norm, total
         cached = self._cached_weights((w1, w2), sets, is_first_microbatch, recomputed)
         tensors = (inp, residual, *self._norm_operands(dtype), w1, b1, w2, b2)
-        mlp = MLPOptions(self.activation, options)
+        mlp = MLPOptions(self.activation, (first, second))
         rest = (self._norm_options[1 if return_residual else 0], sets, cached, mlp)
         if torch.is_grad_enabled():
             return LayerNormMLPFunction.apply(*tensors, *rest)

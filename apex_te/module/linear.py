@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from . import _arguments
-from ._linear_function import LinearFunction, linear_forward
+from ._linear_function import LinearFunction, without_autograd
 from ._linear_parameters import LinearParameters
+from ._parallel_module import checked_mode
 
 __all__ = ["Linear"]
 
@@ -36,8 +37,15 @@ class Linear(LinearParameters, torch.nn.Linear):
             in backward: less memory where the input is saved by its producer anyway.
         name: names the module in reports.
         device: where the parameters live, ``"meta"`` included.
-        sequence_parallel, tp_group, tp_size, get_rng_state_tracker, rng_tracker_name,
-            parallel_mode: not available yet; anything but the default raises NotImplementedError.
+        parallel_mode: None, ``"column"`` (the rank has out_features / ranks rows of the weight) or
+            ``"row"`` (in_features / ranks columns).
+        tp_group, tp_size: the ranks that the layer is split over, or their number, with
+            ``set_tensor_parallel_group`` to be called before forward.
+        sequence_parallel: dimension 0 of what enters a column-parallel layer, or leaves a
+            row-parallel one, is split over the ranks, too. It is gathered as FP8 codes where all
+            ranks have the same scale (delayed scaling reduced over them, tensorwise recipes).
+        get_rng_state_tracker, rng_tracker_name: a tracker, and the name in it of the sequence that
+            new values of split weights are drawn from.
 
     Parameters: ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
     Interface and defaults follow TransformerEngine's Linear.
@@ -67,15 +75,6 @@ class Linear(LinearParameters, torch.nn.Linear):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _arguments.refuse_parallelism(
-            "Linear",
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            parallel_mode=parallel_mode,
-        )
         wanted = _arguments.params_dtype_of("Linear", params_dtype, dtype)
         torch.nn.Module.__init__(self)
         self.in_features = in_features
@@ -85,8 +84,10 @@ class Linear(LinearParameters, torch.nn.Linear):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
-        self.tp_size = tp_size
-        self.parallel_mode = parallel_mode
+        self.parallel_mode = checked_mode("Linear", parallel_mode)
+        self._make_parallel(
+            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        )
         self.init_method = init_method
         self.name = name
         self._make_fp8_state()
@@ -98,10 +99,6 @@ class Linear(LinearParameters, torch.nn.Linear):
     def reset_parameters(self) -> None:
         """Fill the weight by ``init_method`` (default N(0, 0.023)) and the bias with 0."""
         self._reset_linear()
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Not available yet: raises NotImplementedError for anything but None."""
-        _arguments.refuse_parallelism("Linear", tp_group=tp_group)
 
     def extra_repr(self) -> str:
         text = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -176,17 +173,17 @@ class Linear(LinearParameters, torch.nn.Linear):
         is_first_microbatch: bool | None,
     ) -> torch.Tensor:
         sets, fp8, recomputed = self._select(weight.device)
+        options = self._split_options(self._options(is_first_microbatch), self.parallel_mode)
         if sets is None or not fp8:
-            options = self._options(is_first_microbatch)
             return self._linear(
                 inp, weight, bias, dtype, options, None if sets is None else sets[0]
             )
         quantizers = sets[0]
         (cached,) = self._cached_weights((weight,), sets, is_first_microbatch, recomputed)
+        rest = (quantizers, cached, dtype, options)
         if not torch.is_grad_enabled():
-            return linear_forward(inp, weight, bias, quantizers, cached, dtype)[0]
-        options = self._options(is_first_microbatch)
-        return LinearFunction.apply(inp, weight, bias, quantizers, cached, dtype, options)
+            return without_autograd(LinearFunction, (inp, weight, bias), *rest)
+        return LinearFunction.apply(inp, weight, bias, *rest)
 
     def _check_given(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
         if not isinstance(value, torch.Tensor):

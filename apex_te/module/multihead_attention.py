@@ -7,17 +7,15 @@ from typing import Any
 
 import torch
 
-from ..ops.rms_norm import rms_norm
 from ..ops.rope import rope
-from ._arguments import refuse_parallelism
 from ._masks import Mask
+from ._parallel_module import checked_tp_size, divided, set_group_of_children
+from ._qk_norm import qk_norm
 from ._qkv_heads import HeadLayout, Rotation, rotation_of, split_heads
 from .dot_product_attention import DotProductAttention
 from .inference_params import InferenceParams, extended
-from .layer_norm import LayerNorm
 from .layer_norm_linear import LayerNormLinear
 from .linear import Linear
-from .rms_norm import RMSNorm
 
 __all__ = ["MultiheadAttention"]
 
@@ -56,8 +54,8 @@ class MultiheadAttention(torch.nn.Module):
             projections to heads, and of the one back.
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
         name: names the module in reports.
-        sequence_parallel, tp_group, tp_size, set_parallel_mode: not available yet; anything but the
-            default raises NotImplementedError.
+        set_parallel_mode: split the heads over the ranks of ``tp_group``; sequence_parallel,
+            tp_group, tp_size: as in ``Linear``.
 
     Interface follows TransformerEngine's MultiheadAttention.
     """
@@ -102,13 +100,6 @@ class MultiheadAttention(torch.nn.Module):
         name: str | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
-        refuse_parallelism(
-            _NAME,
-            sequence_parallel=sequence_parallel,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            set_parallel_mode=set_parallel_mode,
-        )
         if fuse_wgrad_accumulation and not fuse_qkv_params:
             raise ValueError(
                 f"{_NAME}: fuse_qkv_params must be True with fuse_wgrad_accumulation=True"
@@ -121,6 +112,8 @@ class MultiheadAttention(torch.nn.Module):
         super().__init__()
         size = hidden_size // num_attention_heads if kv_channels is None else kv_channels
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        self.set_parallel_mode = set_parallel_mode
+        ranks = checked_tp_size(_NAME, tp_group, tp_size) if set_parallel_mode else 1
         self.core_attention = DotProductAttention(
             num_attention_heads,
             size,
@@ -134,6 +127,7 @@ class MultiheadAttention(torch.nn.Module):
             attention_type=attention_type,
             softmax_scale=softmax_scale,
             apply_query_key_layer_scaling=apply_query_key_layer_scaling,
+            tp_size=ranks,
         )
         self.attention_type = attention_type
         self.qkv_format = qkv_format
@@ -149,7 +143,12 @@ class MultiheadAttention(torch.nn.Module):
             "params_dtype": params_dtype,
             "device": device,
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
         }
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
         norm: dict[str, Any] = {
             "eps": layernorm_epsilon,
             "normalization": normalization,
@@ -167,19 +166,21 @@ class MultiheadAttention(torch.nn.Module):
                 init_method=init_method,
                 parameters_split=None if fuse_qkv_params else parts,
                 name=f"{name}.{key}" if name else key,
+                parallel_mode=column,
                 **(norm if normed else {}),
                 **shared,
             )
             self.add_module(key, module)
 
         keys_values = {"key": kv_rows, "value": kv_rows}
+        groups = divided(_NAME, "num_gqa_groups", groups, ranks)  # of this rank
         if attention_type == "self":
             project(
                 "layernorm_qkv" if input_layernorm else "qkv",
                 {"query": rows, **keys_values},
                 input_layernorm,
             )
-            repeats = num_attention_heads // groups
+            repeats = num_attention_heads // ranks // groups
             self._heads = HeadLayout(qkv_format, repeats, groups, size, interleaved)
         else:
             key = "layernorm_query" if input_layernorm else "query_layer"
@@ -187,7 +188,7 @@ class MultiheadAttention(torch.nn.Module):
             project("key_value", keys_values, False)
             self._heads = HeadLayout(qkv_format, 0, groups, size, interleaved)
         for key in ("q_norm", "k_norm"):
-            made = _qk_norm(qk_norm_type, size, qk_norm_eps, params_dtype, device)
+            made = qk_norm(_NAME, qk_norm_type, size, qk_norm_eps, params_dtype, device, ranks > 1)
             self.register_module(key, made)
         self.proj = Linear(
             rows,
@@ -197,12 +198,13 @@ class MultiheadAttention(torch.nn.Module):
             # Attention saves its output anyway.
             save_original_input=True,
             name=f"{name}.proj" if name else "proj",
+            parallel_mode=row,
             **shared,
         )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Not available yet: raises NotImplementedError for anything but None."""
-        refuse_parallelism(_NAME, tp_group=tp_group)
+        """Name the ranks over which heads are split; see ``Linear.set_tensor_parallel_group``."""
+        set_group_of_children(self, tp_group)
 
     def forward(
         self,
@@ -363,35 +365,3 @@ def _key_starts(rotation: Rotation, cu_seqlens_kv: torch.Tensor | None) -> torch
     if rotation.cu_seqlens is None or cu_seqlens_kv is None:
         return rotation.cu_seqlens
     return cu_seqlens_kv
-
-
-class _L2Normalization(torch.nn.Module):
-    """``x / sqrt(sum(x ** 2) + eps)`` over the last dimension."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.eps = eps / size
-        self.factor = size**-0.5
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, None, self.eps) * self.factor
-
-
-def _qk_norm(
-    kind: str | None,
-    size: int,
-    eps: float,
-    params_dtype: torch.dtype | None,
-    device: torch.device | str | int | None,
-) -> torch.nn.Module | None:
-    if kind is None:
-        return None
-    if kind == "L2Normalization":
-        return _L2Normalization(size, eps)
-    if kind not in ("RMSNorm", "LayerNorm"):
-        raise ValueError(
-            f"{_NAME}: qk_norm_type must be None, 'RMSNorm', 'LayerNorm' or 'L2Normalization', "
-            f"got {kind!r}"
-        )
-    make = RMSNorm if kind == "RMSNorm" else LayerNorm
-    return make(size, eps, params_dtype=params_dtype, device=device)

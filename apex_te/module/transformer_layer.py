@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ..ops.bias_dropout_add import bias_dropout_add
-from ._arguments import refuse_parallelism
 from ._masks import Mask
+from ._parallel_module import checked_tp_size, set_group_of_children
 from .inference_params import InferenceParams
 from .layer_norm import LayerNorm
 from .layer_norm_mlp import LayerNormMLP
@@ -61,8 +62,10 @@ class TransformerLayer(torch.nn.Module):
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
         get_rng_state_tracker: returns a tracker in whose ``fork()`` attention dropout draws.
         name: names the module in reports.
-        tp_group, tp_size, sequence_parallel, set_parallel_mode: not available yet; anything but the
-            default raises NotImplementedError.
+        set_parallel_mode: split heads and ``ffn_hidden_size`` over the ranks of ``tp_group``;
+            sequence_parallel, tp_group, tp_size: as in ``Linear``. With sequence_parallel the
+            hidden states are this rank's part of dimension 0, and hidden dropout draws from the
+            tracker.
 
     Interface and defaults follow TransformerEngine's TransformerLayer.
     """
@@ -113,13 +116,6 @@ class TransformerLayer(torch.nn.Module):
         name: str | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
-        refuse_parallelism(
-            _NAME,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            set_parallel_mode=set_parallel_mode,
-        )
         if layer_type not in ("encoder", "decoder"):
             raise ValueError(
                 f"{_NAME}: layer_type must be 'encoder' or 'decoder', got {layer_type!r}"
@@ -141,6 +137,9 @@ class TransformerLayer(torch.nn.Module):
         self.output_layernorm = output_layernorm
         self.apply_residual_connection_post_layernorm = post_norm
         self.attn_input_format = attn_input_format
+        ranks = checked_tp_size(_NAME, tp_group, tp_size) if set_parallel_mode else 1
+        self.sequence_parallel = sequence_parallel and ranks > 1
+        self.get_rng_state_tracker = get_rng_state_tracker
         # Without a dropout between, the GEMM adds its bias and a norm's kernel the residual.
         drops = hidden_dropout > 0.0 or drop_path_rate > 0.0
         shared: dict[str, Any] = {
@@ -153,6 +152,11 @@ class TransformerLayer(torch.nn.Module):
             "bias": bias,
             "return_bias": drops and not parallel_attention_mlp,
             "return_layernorm_output": post_norm,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "set_parallel_mode": set_parallel_mode,
+            "sequence_parallel": sequence_parallel,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
             "device": device,
         }
         attention = {
@@ -161,7 +165,6 @@ class TransformerLayer(torch.nn.Module):
             "layernorm_epsilon": layernorm_epsilon,
             "layer_number": layer_number,
             "num_gqa_groups": num_gqa_groups,
-            "get_rng_state_tracker": get_rng_state_tracker,
             "fuse_qkv_params": fuse_qkv_params,
             "qkv_weight_interleaved": qkv_weight_interleaved,
             "qkv_format": attn_input_format,
@@ -208,14 +211,15 @@ class TransformerLayer(torch.nn.Module):
             self.layernorm = norm(
                 hidden_size,
                 layernorm_epsilon,
+                sequence_parallel=self.sequence_parallel,
                 params_dtype=params_dtype,
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Not available yet: raises NotImplementedError for anything but None."""
-        refuse_parallelism(_NAME, tp_group=tp_group)
+        """Name the ranks that the layer is split over; see ``Linear.set_tensor_parallel_group``."""
+        set_group_of_children(self, tp_group)
 
     def forward(
         self,
@@ -322,11 +326,22 @@ class TransformerLayer(torch.nn.Module):
         p = self.hidden_dropout if self.training else 0.0
         if self.training and self.drop_path_rate > 0.0:
             x = x if bias is None else x + bias
-            x = functional.dropout(x, p) if p > 0.0 else x
+            if p > 0.0:
+                with self._own_draws():
+                    x = functional.dropout(x, p)
             return residual + x * self._kept_samples(x, cu_seqlens)
         if p == 0.0 and bias is None:
             return residual + x
-        return bias_dropout_add(x, bias, residual, p)
+        if p == 0.0:
+            return bias_dropout_add(x, bias, residual, p)
+        with self._own_draws():
+            return bias_dropout_add(x, bias, residual, p)
+
+    def _own_draws(self) -> AbstractContextManager[Any]:
+        """Where to draw for rows that only this rank has; elsewhere all ranks draw the same."""
+        if not self.sequence_parallel or self.get_rng_state_tracker is None:
+            return nullcontext()
+        return self.get_rng_state_tracker().fork()
 
     def _kept_samples(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
         """0 for samples that skip ``x``, 1 / (1 - rate) for the others, broadcast over x."""

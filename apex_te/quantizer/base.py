@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..ops.fp8_output import FP8Output
+from ..ops.fp8_output import FP8_DTYPES, FP8Output
 from ..tensor import QuantizedTensor
 
 __all__ = ["Producer", "Quantizer", "shared_scale"]
@@ -76,6 +76,16 @@ class Quantizer:
             producer.dbias = dbias
         return quantized
 
+    def shared(self, group: Any) -> Quantizer | None:
+        """This quantizer with a scale that all ranks of ``group`` have, so that codes of rows can
+        be gathered; None where the scheme has none, and values are gathered instead.
+        """
+        return None
+
+    def can_fuse(self, producer: Producer) -> bool:
+        """Whether the op writes the codes itself; none writes fnuz formats."""
+        return producer.can_fuse and self.dtype in FP8_DTYPES
+
     def record(self, x: torch.Tensor) -> None:
         """Stage what a later scale needs of ``x`` without quantizing it; nothing by default."""
 
@@ -92,6 +102,14 @@ class Quantizer:
     def _decode(self, codes: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
         """Values of codes; here with one scale for all."""
         return (codes.to(torch.float32) * scale_inv).to(dtype)
+
+    def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Scale and staging slot with which to cast ``x``; None where the scale comes from it."""
+        return None
+
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of a state that a cast reads and writes."""
+        return ()
 
     def snapshot(self) -> torch.Tensor | None:
         """What ``requantize`` needs to repeat a cast later; None where the data are enough."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..ops.current_scale import current_scale, scale_of
+from ..distributed.collectives import max_over_ranks
+from ..gpu_arch import formats_of
+from ..ops.current_scale import current_scale, scale_of, tensor_amax
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets, stateless_sets
 from .base import Producer, Quantizer, shared_scale
@@ -23,17 +25,19 @@ class CurrentScalingQuantizer(Quantizer):
     """Turns a matrix into FP8 with scale = fp8_max / max |x|.
 
     Args:
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, or their fnuz forms.
         pow2: round the scale down to a power of two.
         eps: smallest amax.
+        group: ranks whose largest amax counts; None: this rank's alone.
     """
 
-    __slots__ = ("eps", "pow2")
+    __slots__ = ("eps", "group", "pow2")
 
-    def __init__(self, dtype: torch.dtype, pow2: bool, eps: float) -> None:
+    def __init__(self, dtype: torch.dtype, pow2: bool, eps: float, group: Any = None) -> None:
         self.dtype = dtype
         self.pow2 = pow2
         self.eps = eps
+        self.group = group
 
     def quantize(
         self,
@@ -43,29 +47,39 @@ class CurrentScalingQuantizer(Quantizer):
         with_dbias: bool = False,
         noop: torch.Tensor | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        amax = None if self.group is None else max_over_ranks(tensor_amax(x), self.group)
         out = current_scale(
-            x, self.dtype, rowwise=rowwise, transposed=transposed, eps=self.eps, pow2=self.pow2
-        )
+            x, self.dtype, rowwise=rowwise, transposed=transposed, eps=self.eps, pow2=self.pow2,
+            amax=amax,
+        )  # fmt: skip
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
 
     def produce(
         self, producer: Producer, rowwise: bool = True, transposed: bool = True
     ) -> QuantizedTensor:
         """The op runs twice, first for its amax alone: cheaper than writing its result."""
-        if not producer.can_fuse:
+        if not self.can_fuse(producer):
             return super().produce(producer, rowwise, transposed)
         dtype = self.dtype
-        amax, scale, scale_inv = producer.scalars()
+        # The products read scale_inv, which has to be aligned: the first of the two is.
+        amax, scale_inv, scale = producer.scalars()
         producer.fp8(scale, dtype, False, False, amax)
+        if self.group is not None:
+            max_over_ranks(amax, self.group)
         scale_of(amax, dtype, scale, scale_inv, eps=self.eps, pow2=self.pow2)
-        return shared_scale(producer.fp8(scale, dtype, rowwise, transposed, None), dtype)
+        out = producer.fp8(scale, dtype, rowwise, transposed, None)
+        # The op's own inverse of the scale does not show an infinite amax.
+        return QuantizedTensor(out.rowwise, scale_inv, out.transposed, scale_inv, dtype)
+
+    def shared(self, group: Any) -> CurrentScalingQuantizer:
+        return CurrentScalingQuantizer(self.dtype, self.pow2, self.eps, group)
 
 
 def build_quantizers(
     recipe: CurrentScaling, state: FP8State, device: torch.device
 ) -> QuantizerSets:
     """One set of quantizers for every GEMM: nothing is kept."""
-    formats = recipe.fp8_format.value
+    formats = formats_of(recipe.fp8_format, device)
     forward = CurrentScalingQuantizer(formats.fwd_dtype, recipe.pow2, recipe.eps)
     backward = CurrentScalingQuantizer(formats.bwd_dtype, recipe.pow2, recipe.eps)
     products = FP8Products(recipe.use_split_accumulator, device)

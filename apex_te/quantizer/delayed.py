@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..distributed.collectives import covers, max_over_ranks
+from ..gpu_arch import formats_of
 from ..ops.cast_transpose import cast_transpose
 from ..scale_update import update_scales
-from ..state import BACKWARD_SLOTS, FORWARD_SLOTS
+from ..state import BACKWARD_SLOTS, FORWARD_SLOTS, registry
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets
 from .base import Producer, Quantizer, shared_scale
@@ -29,7 +32,7 @@ GRAD_OUTPUT = 0
 class FirstStep:
     """Computes a slot's scale from the first tensor that it records (``first_step="current"``)."""
 
-    __slots__ = ("due", "fp8_max", "index", "recipe", "scale", "scale_inv")
+    __slots__ = ("due", "fp8_max", "group", "index", "recipe", "scale", "scale_inv")
 
     def __init__(
         self,
@@ -46,6 +49,13 @@ class FirstStep:
         self.scale_inv = scale_inv
         self.fp8_max = fp8_max
         self.recipe = recipe
+        self.group: Any = None  # ranks whose largest amax counts
+
+    def over(self, group: Any) -> FirstStep:
+        """The same with the largest amax of all ranks of ``group``."""
+        other = copy.copy(self)
+        other.group = group
+        return other
 
     def run(self, measure: Callable[[torch.Tensor], object]) -> None:
         """Set the scale from the amax that ``measure`` writes; the slot is then done."""
@@ -53,6 +63,8 @@ class FirstStep:
             self.due[self.index] = False
         amax = torch.zeros(1, 1, dtype=torch.float32, device=self.scale.device)
         measure(amax[0])
+        if self.group is not None:
+            max_over_ranks(amax, self.group)
         # A history of one row is this tensor alone: the same formula and guards as an update.
         update_scales([amax], [self.scale], [self.scale_inv], [self.fp8_max], self.recipe, None)
 
@@ -61,13 +73,14 @@ class DelayedScalingQuantizer(Quantizer):
     """Turns a matrix into FP8 with the scale of one state slot.
 
     Args:
-        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, or their fnuz forms.
         scale: fp32 ``[1]``, a view of the state.
         amax: fp32 ``[1]`` staging slot that takes max |x|, or None to record nothing.
         first: computes the first scale from the data, or None.
+        reduced: the scale is computed from the amaxes of all ranks of ``fp8_group``.
     """
 
-    __slots__ = ("amax", "first", "scale")
+    __slots__ = ("amax", "first", "reduced", "scale")
 
     def __init__(
         self,
@@ -75,11 +88,13 @@ class DelayedScalingQuantizer(Quantizer):
         scale: torch.Tensor,
         amax: torch.Tensor | None = None,
         first: FirstStep | None = None,
+        reduced: bool = False,
     ) -> None:
         self.dtype = dtype
         self.scale = scale
         self.amax = amax
         self.first = first
+        self.reduced = reduced
 
     def quantize(
         self,
@@ -113,12 +128,18 @@ class DelayedScalingQuantizer(Quantizer):
     def produce(
         self, producer: Producer, rowwise: bool = True, transposed: bool = True
     ) -> QuantizedTensor:
-        if not producer.can_fuse:
+        if not self.can_fuse(producer):
             return super().produce(producer, rowwise, transposed)
         first, scale, dtype = self.first, self.scale, self.dtype
         if first is not None and first.due[first.index] and producer.x.numel():
             first.run(lambda amax: producer.fp8(scale, dtype, False, False, amax))
         return shared_scale(producer.fp8(scale, dtype, rowwise, transposed, self.amax), dtype)
+
+    def shared(self, group: Any) -> DelayedScalingQuantizer | None:
+        if not self.reduced or not covers(registry.group, group):
+            return None
+        first = None if self.first is None else self.first.over(group)
+        return DelayedScalingQuantizer(self.dtype, self.scale, self.amax, first, True)
 
     def record(self, x: torch.Tensor) -> None:
         """Stage max |x| of ``x`` [rows, cols] without quantizing it."""
@@ -127,6 +148,17 @@ class DelayedScalingQuantizer(Quantizer):
             first.run(lambda amax: self._measure(x, amax))
         if self.amax is not None:
             self._measure(x, self.amax)
+
+    def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        first = self.first
+        if first is not None and first.due[first.index]:
+            first.run(lambda amax: self._measure(x, amax))
+        return self.scale, self.amax
+
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        assert self.amax is not None
+        scale_inv = () if self.first is None else (self.first.scale_inv,)
+        return (self.scale, self.amax, *scale_inv)
 
     def snapshot(self) -> torch.Tensor:
         return self.scale.clone()
@@ -153,7 +185,7 @@ def _build_gemm(
     recipe: DelayedScaling, state: FP8State, products: FP8Products, gemm: int
 ) -> tuple[GemmQuantizers, GemmQuantizers, GemmQuantizers]:
     """Recording, recompute and frozen quantizers of one GEMM."""
-    formats = recipe.fp8_format.value
+    formats = formats_of(recipe.fp8_format, state.device)
     fwd = (formats.fwd_dtype, formats.max_fwd, state.scale_fwd, state.scale_inv_fwd)
     bwd = (formats.bwd_dtype, formats.max_bwd, state.scale_bwd, state.scale_inv_bwd)
 
@@ -169,8 +201,9 @@ def _build_gemm(
         if recipe.first_step == "current":
             scale_inv = scale_invs[index : index + 1]
             first = FirstStep(state.first_due, flag, scale, scale_inv, fp8_max, recipe)
-        recording = DelayedScalingQuantizer(dtype, scale, history[0, index : index + 1], first)
-        return recording, DelayedScalingQuantizer(dtype, scale)
+        amax, reduced = history[0, index : index + 1], recipe.reduce_amax
+        recording = DelayedScalingQuantizer(dtype, scale, amax, first, reduced)
+        return recording, DelayedScalingQuantizer(dtype, scale, reduced=reduced)
 
     forward, backward = FORWARD_SLOTS * gemm, BACKWARD_SLOTS * gemm
     inp, inp_frozen = pair(fwd, state.amax_history_fwd, forward + INPUT, forward + INPUT)

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..distributed.collectives import max_over_ranks
 from ..ops import hif8
+from ..ops.current_scale import tensor_amax
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets, stateless_sets
 from .base import Quantizer, shared_scale
@@ -29,15 +31,17 @@ class HiF8Quantizer(Quantizer):
         target: what the amax is scaled to.
         pow2: round the scale down to a power of two.
         eps: smallest amax.
+        group: ranks whose largest amax counts; None: this rank's alone.
     """
 
-    __slots__ = ("eps", "pow2", "target")
+    __slots__ = ("eps", "group", "pow2", "target")
 
-    def __init__(self, target: float, pow2: bool, eps: float) -> None:
+    def __init__(self, target: float, pow2: bool, eps: float, group: Any = None) -> None:
         self.dtype = torch.uint8
         self.target = target
         self.pow2 = pow2
         self.eps = eps
+        self.group = group
 
     def quantize(
         self,
@@ -47,10 +51,15 @@ class HiF8Quantizer(Quantizer):
         with_dbias: bool = False,
         noop: torch.Tensor | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        amax = None if self.group is None else max_over_ranks(tensor_amax(x), self.group)
         out = hif8.quantize_current(
-            x, self.target, rowwise=rowwise, transposed=transposed, eps=self.eps, pow2=self.pow2
-        )
+            x, self.target, rowwise=rowwise, transposed=transposed, eps=self.eps, pow2=self.pow2,
+            amax=amax,
+        )  # fmt: skip
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
+
+    def shared(self, group: Any) -> HiF8Quantizer:
+        return HiF8Quantizer(self.target, self.pow2, self.eps, group)
 
     def _decode(self, codes: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
         return hif8.decode(codes, dtype, scale_inv=scale_inv)

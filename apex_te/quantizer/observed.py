@@ -25,10 +25,13 @@ COUNTS = 5
 # Takes a slot's tensor [rows, cols], its quantized form and the quantizer that made it.
 Note = Callable[[torch.Tensor, QuantizedTensor, Quantizer], None]
 
-# (largest value, code of 1.0, mask of the bits that only a zero lacks). HiF8 has no negative zero.
+# (largest value, code of 1.0, mask of the bits that only a zero lacks). HiF8 and the fnuz formats
+# have no negative zero.
 _FORMATS = {
     torch.float8_e4m3fn: (448.0, 0x38, 0x7F),
     torch.float8_e5m2: (57344.0, 0x3C, 0x7F),
+    torch.float8_e4m3fnuz: (240.0, 0x40, 0xFF),
+    torch.float8_e5m2fnuz: (57344.0, 0x40, 0xFF),
     torch.uint8: (32768.0, 0x08, 0xFF),
 }
 # An amax that its own scale brings to the largest value may exceed it by the roundings of the
@@ -79,6 +82,10 @@ class ObservedQuantizer(Quantizer):
             self.note(copy.copy(producer).plain(), quantized, self.inner)
         return quantized
 
+    def shared(self, group: Any) -> Quantizer | None:
+        inner = self.inner.shared(group)
+        return None if inner is None else ObservedQuantizer(inner, self.twin, self.note)
+
     def record(self, x: torch.Tensor) -> None:
         self.inner.record(x)
         if _is_eager(x):
@@ -88,6 +95,12 @@ class ObservedQuantizer(Quantizer):
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         return self.inner.dequantize(quantized, dtype)
+
+    def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        return self.inner.kept_scaling(x)
+
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        return self.inner.kept()
 
     def snapshot(self) -> torch.Tensor | None:
         return self.inner.snapshot()
@@ -147,6 +160,8 @@ def measure(
         finite = torch.isfinite(magnitude)
         magnitude = magnitude.masked_fill(~finite, 0.0)
         inverse = _elementwise(codes, scale_inv, quantizer, one)
+        # Where an infinity made it infinite the scale is 1.
+        inverse = inverse.masked_fill(torch.isinf(inverse), 1.0)
         saturated = magnitude > inverse * (largest * _ROUNDINGS)
         nonzero = magnitude > 0
         underflowed = (codes.view(torch.uint8) & mask == 0) & nonzero

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..gpu_arch import has_fp8_products, nvidia_capability
 from ..ops import decoded_gemm, fp8_gemm
 from ..ops.fp8_gemm import block_scaled_gemm
 from ..tensor import QuantizedTensor
@@ -90,9 +91,9 @@ class FP8Products(Products):
 
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         super().__init__(split)
-        self.native = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+        self.native = has_fp8_products(device)
         if not self.native:
-            _say_decoded("FP8 matrix products", "sm_89 or later")
+            _say_decoded("FP8 matrix products", "sm_89 or later, or gfx94x or later")
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
         if not self.native:
@@ -109,7 +110,7 @@ class BlockProducts(Products):
 
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         super().__init__(split)
-        self.native = device.type != "cuda" or torch.cuda.get_device_capability(device) == (9, 0)
+        self.native = device.type != "cuda" or nvidia_capability(device) == (9, 0)
         if not self.native:
             _say_decoded("block-scaled matrix products", "sm_90")
 

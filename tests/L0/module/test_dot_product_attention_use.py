@@ -121,9 +121,8 @@ def test_explains_its_path():
         ({"attn_mask_type": "window"}, ValueError, "attn_mask_type must be one of .* got 'window'"),
         ({"window_size": (1,)}, TypeError, "window_size must be two ints"),
         ({"window_size": (-2, 0)}, ValueError, "window_size must be -1 .* got"),
-        ({"tp_size": 2}, NotImplementedError, "tp_size must be 1"),
-        ({"tp_group": object()}, NotImplementedError, "tp_group must be None"),
-        ({"sequence_parallel": True}, NotImplementedError, "sequence_parallel must be False"),
+        ({"tp_size": 3}, ValueError, "num_attention_heads must be a multiple of the 3"),
+        ({"tp_group": object()}, TypeError, "tp_group must be a .*ProcessGroup"),
     ],
 )
 def test_rejects_arguments(kwargs, error, message):

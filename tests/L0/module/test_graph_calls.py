@@ -66,8 +66,6 @@ def test_modules_are_checked():
         make_graphed_callables((module, module), (x, x))
     with pytest.raises(ValueError, match="sample_args must be given for each of 2 modules, got 1"):
         make_graphed_callables((module, Linear(16, 16)), (x,))
-    with pytest.raises(NotImplementedError, match="delay_wgrad_compute must be False"):
-        make_graphed_callables(Linear(16, 16, delay_wgrad_compute=True), x)
 
 
 @on_gpu

@@ -192,12 +192,11 @@ def test_construction(device):
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"sequence_parallel": True}, NotImplementedError, "sequence_parallel must be False"),
-        ({"tp_group": object()}, NotImplementedError, "GroupedLinear: tp_group must be None"),
-        ({"tp_size": 2}, NotImplementedError, "tp_size must be 1"),
-        ({"parallel_mode": "row"}, NotImplementedError, "parallel_mode must be None"),
-        ({"get_rng_state_tracker": print}, NotImplementedError, "get_rng_state_tracker"),
-        ({"rng_tracker_name": "a"}, NotImplementedError, "rng_tracker_name"),
+        ({"sequence_parallel": 1}, TypeError, "sequence_parallel must be a bool, got int"),
+        ({"tp_group": object()}, TypeError, "GroupedLinear: tp_group must be a .*ProcessGroup"),
+        ({"tp_size": 2, "parallel_mode": "row"}, ValueError, "bias must be False where"),
+        ({"parallel_mode": "rows"}, ValueError, "parallel_mode must be None, 'column' or"),
+        ({"get_rng_state_tracker": 3}, TypeError, "get_rng_state_tracker must be a callable"),
         ({"dtype": torch.half, "params_dtype": torch.float}, ValueError, "dtype must equal"),
         ({"num_gemms": 0}, ValueError, "GroupedLinear: num_gemms must be at least 1, got 0"),
         ({"num_gemms": 1.0}, TypeError, "GroupedLinear: num_gemms must be an int, got float"),
@@ -223,5 +222,5 @@ def test_rejects_inputs(fp8):
             module(x.bfloat16(), [2, 2])
         with pytest.raises(ValueError, match=r"last dimension of 16, got \[4, 15\]"):
             module(torch.ones(4, 15), [2, 2])
-    with pytest.raises(NotImplementedError, match="tp_group"):
+    with pytest.raises(TypeError, match=r"tp_group must be a .*ProcessGroup"):
         module.set_tensor_parallel_group(object())

@@ -72,8 +72,7 @@ class TestLayerNormLinear(NormedModuleCases, NormedModuleUses):
                 ValueError,
                 "parameters_split must be None with delay_wgrad_compute=True",
             ),
-            ({"rng_tracker_name": "x"}, NotImplementedError, "rng_tracker_name must be None"),
-            ({"parallel_mode": "row"}, NotImplementedError, "parallel_mode must be None"),
+            ({"parallel_mode": "row"}, ValueError, "parallel_mode must be None or 'column'"),
             ({"parallel_mode": "both"}, ValueError, "parallel_mode must be .* got 'both'"),
         ],
     )

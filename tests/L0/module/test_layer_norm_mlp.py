@@ -78,7 +78,7 @@ class TestLayerNormMLP(NormedModuleCases, NormedModuleUses):
         ("options", "error", "message"),
         [
             ({"activation": "tanh"}, ValueError, "activation must be one of .*swiglu, got 'tanh'"),
-            ({"set_parallel_mode": True}, NotImplementedError, "set_parallel_mode must be False"),
+            ({"set_parallel_mode": 1}, TypeError, "set_parallel_mode must be a bool, got int"),
         ],
     )
     def test_rejects_its_arguments(self, options, error, message):

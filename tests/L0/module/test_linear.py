@@ -260,12 +260,12 @@ def test_default_and_custom_initialisation():
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"sequence_parallel": True}, NotImplementedError, "sequence_parallel must be False"),
-        ({"tp_group": object()}, NotImplementedError, "tp_group must be None"),
-        ({"tp_size": 2}, NotImplementedError, "tp_size must be 1 .* got 2"),
-        ({"parallel_mode": "Column"}, NotImplementedError, "parallel_mode must be None"),
+        ({"sequence_parallel": 1}, TypeError, "sequence_parallel must be a bool, got int"),
+        ({"tp_group": object()}, TypeError, "tp_group must be a .*ProcessGroup, got object"),
+        ({"tp_size": 0}, ValueError, "tp_size must be at least 1, got 0"),
+        ({"parallel_mode": "Row", "tp_size": 3}, ValueError, "in_features must be a multiple of"),
         ({"parallel_mode": "both"}, ValueError, "parallel_mode must be .* got 'both'"),
-        ({"get_rng_state_tracker": print}, NotImplementedError, "get_rng_state_tracker"),
+        ({"get_rng_state_tracker": 3}, TypeError, "get_rng_state_tracker must be a callable"),
         ({"dtype": torch.half, "params_dtype": torch.float}, ValueError, "dtype must equal"),
     ],
 )
@@ -284,7 +284,7 @@ def test_rejects_inputs(fp8):
             module(torch.ones(4, 15))
         with pytest.raises(ValueError, match=r"last dimension of 16, got \[\]"):
             module(torch.tensor(1.0))
-    with pytest.raises(NotImplementedError, match="tp_group"):
+    with pytest.raises(TypeError, match=r"tp_group must be a .*ProcessGroup"):
         module.set_tensor_parallel_group(object())
 
 

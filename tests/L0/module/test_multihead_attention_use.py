@@ -238,10 +238,10 @@ def test_without_gradients():
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"tp_size": 2}, NotImplementedError, "MultiheadAttention: tp_size must be 1"),
-        ({"set_parallel_mode": True}, NotImplementedError, "set_parallel_mode must be False"),
-        ({"sequence_parallel": True}, NotImplementedError, "sequence_parallel must be False"),
-        ({"tp_group": object()}, NotImplementedError, "tp_group must be None"),
+        ({"tp_size": 2.5, "set_parallel_mode": True}, TypeError, "tp_size must be an int"),
+        ({"set_parallel_mode": True, "tp_size": 3}, ValueError, "must be a multiple of the 3"),
+        ({"sequence_parallel": 1}, TypeError, "sequence_parallel must be a bool, got int"),
+        ({"tp_group": object()}, TypeError, "tp_group must be a .*ProcessGroup"),
         ({"normalization": "Batch", "input_layernorm": True}, ValueError, "normalization must be"),
     ],
 )
@@ -260,5 +260,5 @@ def test_rejects_inputs():
         build()(x, None, x)
     with pytest.raises(TypeError, match=r"rotary_pos_emb must be a tensor of angles or two .* int"):
         build()(x, rotary_pos_emb=3)
-    with pytest.raises(NotImplementedError, match="tp_group"):
+    with pytest.raises(TypeError, match=r"tp_group must be a .*ProcessGroup"):
         build().set_tensor_parallel_group(object())

@@ -238,10 +238,10 @@ def test_compiles(options):
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"tp_size": 2}, NotImplementedError, "TransformerLayer: tp_size must be 1"),
-        ({"tp_group": object()}, NotImplementedError, "tp_group must be None"),
-        ({"sequence_parallel": True}, NotImplementedError, "sequence_parallel must be False"),
-        ({"set_parallel_mode": True}, NotImplementedError, "set_parallel_mode must be False"),
+        ({"tp_size": 0}, ValueError, "tp_size must be at least 1"),
+        ({"tp_group": object()}, TypeError, "tp_group must be a .*ProcessGroup"),
+        ({"sequence_parallel": 1}, TypeError, "sequence_parallel must be a bool, got int"),
+        ({"set_parallel_mode": True, "tp_size": 3}, ValueError, "must be a multiple of the 3"),
         ({"layer_type": "both"}, ValueError, "layer_type must be 'encoder' or 'decoder', got"),
         ({"hidden_dropout": 1.5}, ValueError, "hidden_dropout must be from 0 to 1, got 1.5"),
         ({"drop_path_rate": -0.5}, ValueError, "drop_path_rate must be from 0 to 1"),
@@ -270,6 +270,6 @@ def test_rejects_inputs():
         build()(x, mask)
     with pytest.raises(ValueError, match=r"must be a tuple \(queries, keys\)"):
         build(layer_type="decoder")(x, None, x, mask)
-    with pytest.raises(NotImplementedError, match="tp_group"):
+    with pytest.raises(TypeError, match=r"tp_group must be a .*ProcessGroup"):
         build().set_tensor_parallel_group(object())
     build().set_tensor_parallel_group(None)

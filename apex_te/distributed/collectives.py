@@ -1,0 +1,109 @@
+"""Collectives on matrices of rows, each started at once and waited for where its result is read.
+
+Backends that only know plain types see FP8 as bytes. Row i of rank r is row r * rows + i of what
+is gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+__all__ = [
+    "Pending",
+    "all_gather_rows",
+    "all_reduce",
+    "covers",
+    "done",
+    "max_over_ranks",
+    "reduce_scatter_rows",
+    "world_size",
+]
+
+_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+def world_size(group: Any) -> int:
+    """Ranks of ``group``; 1 where nothing is initialised."""
+    if not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return distributed.get_world_size(group)
+
+
+def covers(outer: Any, inner: Any) -> bool:
+    """Whether every rank of ``inner`` is one of ``outer``; None is the whole world."""
+    if outer is None or outer is inner:
+        return True
+    ranks = distributed.get_process_group_ranks
+    return set(ranks(inner)) <= set(ranks(outer))
+
+
+class Pending:
+    """A result that a collective is still writing."""
+
+    __slots__ = ("_keep", "_result", "_work")
+
+    def __init__(self, result: torch.Tensor, work: Any = None, keep: torch.Tensor | None = None):
+        self._result = result
+        self._work = work
+        self._keep = keep  # what the collective reads
+
+    def wait(self) -> torch.Tensor:
+        """The result; on a GPU the current stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._keep = None
+        return self._result
+
+
+def done(result: torch.Tensor) -> Pending:
+    """A result that is there already."""
+    return Pending(result)
+
+
+def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
+    """The rows of all ranks [ranks * rows, ..] of ``x`` [rows, ..]; every rank has as many."""
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] * world_size(group), *x.shape[1:]))
+    work = distributed.all_gather_into_tensor(_plain(out), _plain(x), group=group, async_op=True)
+    return Pending(out, work, x)
+
+
+def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = None) -> Pending:
+    """This rank's rows [rows / ranks, ..] of the sum over ranks of ``x`` [rows, ..].
+
+    Written to ``out`` where it is given, contiguous. Errors: ValueError for rows that the ranks do
+    not divide.
+    """
+    ranks = world_size(group)
+    if x.shape[0] % ranks:
+        raise ValueError(
+            f"reduce_scatter_rows: x must have a multiple of {ranks} rows to be split over ranks, "
+            f"got {x.shape[0]}"
+        )
+    x = x.contiguous()
+    if out is None:
+        out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
+    work = distributed.reduce_scatter_tensor(out, x, group=group, async_op=True)
+    return Pending(out, work, x)
+
+
+def all_reduce(x: torch.Tensor, group: Any) -> Pending:
+    """The sum over ranks of ``x``, written in place."""
+    return Pending(x, distributed.all_reduce(x, group=group, async_op=True))
+
+
+def max_over_ranks(amax: torch.Tensor, group: Any) -> torch.Tensor:
+    """The largest ``amax`` (fp32, not negative) over ranks, element by element, in place.
+
+    It travels as the bits of an int32, which order as the numbers do, Inf above every number and
+    NaN above Inf: a NaN on one rank reaches all.
+    """
+    distributed.all_reduce(amax.view(torch.int32), op=distributed.ReduceOp.MAX, group=group)
+    return amax
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.dtype in _BYTES else x

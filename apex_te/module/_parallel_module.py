@@ -1,0 +1,198 @@
+"""Arguments of tensor parallelism, their checks, and the attributes trainers read of parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ..autocast import is_process_group
+from ..distributed.collectives import world_size
+from ._fp8_module import FP8Module
+from ._gemm import GemmOptions
+from ._tensor_parallel import TensorParallel
+
+__all__ = [
+    "MODES",
+    "ParallelModule",
+    "checked_mode",
+    "checked_tp_size",
+    "divided",
+    "set_group_of_children",
+    "tag",
+]
+
+MODES = (None, "column", "row")
+
+
+def checked_mode(owner: str, parallel_mode: Any) -> str | None:
+    """``parallel_mode`` in small letters. Errors: ValueError for another value."""
+    mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
+    if mode not in MODES:
+        raise ValueError(
+            f"{owner}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
+        )
+    return mode
+
+
+def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
+    """The number of ranks: that of ``tp_group``, else ``tp_size``.
+
+    Errors: TypeError for a wrong type, ValueError for a number below 1 or not the group's.
+    """
+    if isinstance(tp_size, bool) or not isinstance(tp_size, int):
+        raise TypeError(f"{owner}: tp_size must be an int, got {type(tp_size).__name__}")
+    if tp_size < 1:
+        raise ValueError(f"{owner}: tp_size must be at least 1, got {tp_size}")
+    if tp_group is None:
+        return tp_size
+    if not is_process_group(tp_group):
+        raise TypeError(
+            f"{owner}: tp_group must be a torch.distributed.ProcessGroup, "
+            f"got {type(tp_group).__name__}"
+        )
+    ranks = world_size(tp_group)
+    if tp_size not in (1, ranks):
+        raise ValueError(
+            f"{owner}: tp_size must be the {ranks} ranks of tp_group or left out, got {tp_size}"
+        )
+    return ranks
+
+
+def divided(owner: str, name: str, value: int, ranks: int) -> int:
+    """``value / ranks``. Errors: ValueError where the ranks do not divide it."""
+    if value % ranks:
+        raise ValueError(
+            f"{owner}: {name} must be a multiple of the {ranks} tensor-parallel ranks, got {value}"
+        )
+    return value // ranks
+
+
+def tag(parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool) -> None:
+    """Sets what Megatron-style trainers read: how a parameter is split, whose gradient they sum.
+
+    ``dim``: the split dimension, None for a parameter that every rank has whole; such a one sees
+    only this rank's rows with ``sequence_parallel``, so its gradient has to be summed over ranks.
+    """
+    if parameter is None:
+        return
+    parameter.tensor_model_parallel = dim is not None  # type: ignore[attr-defined]
+    parameter.partition_dim = -1 if dim is None else dim  # type: ignore[attr-defined]
+    parameter.partition_stride = 1  # type: ignore[attr-defined]
+    parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
+def set_group_of_children(module: torch.nn.Module, tp_group: Any) -> None:
+    """Names the ranks to every child that knows the method."""
+    for child in module.children():
+        set_group: Any = getattr(child, "set_tensor_parallel_group", None)
+        if set_group is not None:
+            set_group(tp_group)
+
+
+class _Group:
+    """A process group inside a copied module: the same one in a deepcopy, none in a pickle."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> _Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Group, (None,)
+
+
+class ParallelModule(FP8Module):
+    """An FP8 module whose GEMMs may be split over the ranks of ``tp_group``."""
+
+    tp_group: Any
+    tp_size: int
+    sequence_parallel: bool
+    get_rng_state_tracker: Callable[[], Any] | None
+    rng_tracker_name: str | None
+
+    def _make_parallel(
+        self,
+        tp_group: Any,
+        tp_size: int,
+        sequence_parallel: bool,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        if not isinstance(sequence_parallel, bool):
+            raise TypeError(
+                f"{owner}: sequence_parallel must be a bool, got {type(sequence_parallel).__name__}"
+            )
+        if get_rng_state_tracker is not None and not callable(get_rng_state_tracker):
+            raise TypeError(
+                f"{owner}: get_rng_state_tracker must be a callable, "
+                f"got {type(get_rng_state_tracker).__name__}"
+            )
+        self.tp_size = checked_tp_size(owner, tp_group, tp_size)
+        self.tp_group = tp_group
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = rng_tracker_name
+        self._collectives: dict[bool, TensorParallel] = {}
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Name the ranks over which the layer is split, as many as ``tp_size``; before forward.
+
+        Errors: TypeError for anything but a process group or None, ValueError for another size.
+        """
+        owner = type(self).__name__
+        if tp_group is not None:
+            ranks = checked_tp_size(owner, tp_group, 1)
+            if ranks != self.tp_size:
+                raise ValueError(
+                    f"{owner}: tp_group must have the {self.tp_size} ranks of tp_size, got {ranks}"
+                )
+        self.tp_group = tp_group
+        self._collectives = {}
+
+    def _parallel(self, mode: str | None) -> TensorParallel | None:
+        """The collectives of a GEMM split in this ``mode``; None for one that is whole.
+
+        Errors: ValueError where there are several ranks and no group of them.
+        """
+        if mode is None or self.tp_size == 1:
+            return None
+        column = mode == "column"
+        found = self._collectives.get(column)
+        if found is None:
+            if self.tp_group is None:
+                raise ValueError(
+                    f"{type(self).__name__}: set_tensor_parallel_group must be called before "
+                    f"forward with tp_size={self.tp_size} and no tp_group"
+                )
+            found = TensorParallel(column, self.tp_group, self.sequence_parallel)
+            self._collectives[column] = found
+        return found
+
+    def _split_options(self, options: GemmOptions, mode: str | None) -> GemmOptions:
+        """``options`` of a GEMM that is split in ``mode``."""
+        parallel = self._parallel(mode)
+        return options if parallel is None else options._replace(parallel=parallel)
+
+    def _forked(self, split: bool) -> AbstractContextManager[Any]:
+        """Where values of a parameter are drawn: the tracker's sequence if ranks must differ."""
+        make = self.get_rng_state_tracker
+        if make is None or not split:
+            return contextlib.nullcontext()
+        tracker = make()
+        return tracker.fork(self.rng_tracker_name) if self.rng_tracker_name else tracker.fork()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies keep the group, which a pickle cannot."""
+        kept = super().__getstate__()
+        kept["tp_group"] = _Group(self.tp_group)
+        kept["_collectives"] = {}
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "tp_group": state["tp_group"].group})

@@ -1,0 +1,54 @@
+"""Norms of query and key heads."""
+
+from __future__ import annotations
+
+import torch
+
+from ..ops.rms_norm import rms_norm
+from ._parallel_module import tag
+from .layer_norm import LayerNorm
+from .rms_norm import RMSNorm
+
+__all__ = ["qk_norm"]
+
+
+class _L2Normalization(torch.nn.Module):
+    """``x / sqrt(sum(x ** 2) + eps)`` over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps / size
+        self.factor = size**-0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, None, self.eps) * self.factor
+
+
+def qk_norm(
+    owner: str,
+    kind: str | None,
+    size: int,
+    eps: float,
+    params_dtype: torch.dtype | None,
+    device: torch.device | str | int | None,
+    split: bool,
+) -> torch.nn.Module | None:
+    """A norm of heads of ``size`` elements, or None.
+
+    ``split``: each rank has some of the heads, so the gradients have to be summed over ranks.
+    """
+    if kind is None:
+        return None
+    if kind == "L2Normalization":
+        return _L2Normalization(size, eps)
+    if kind not in ("RMSNorm", "LayerNorm"):
+        raise ValueError(
+            f"{owner}: qk_norm_type must be None, 'RMSNorm', 'LayerNorm' or 'L2Normalization', "
+            f"got {kind!r}"
+        )
+    make = RMSNorm if kind == "RMSNorm" else LayerNorm
+    norm = make(size, eps, params_dtype=params_dtype, device=device)
+    if split:
+        for parameter in norm.parameters():
+            tag(parameter, None, True)
+    return norm

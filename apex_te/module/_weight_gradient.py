@@ -1,0 +1,146 @@
+"""The weight gradient of a GEMM: for autograd, into ``main_grad``, now or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..distributed.collectives import Pending
+from ..ops.byte_transpose import byte_transpose
+from ..tensor import QuantizedTensor
+from ._gemm import GemmOptions, GemmPlan, saves_values
+
+__all__ = ["plain_weight_gradient", "weight_gradient"]
+
+_dummies: dict[tuple, torch.Tensor] = {}
+
+
+def weight_gradient(
+    plan: GemmPlan,
+    saved: tuple,
+    dy: torch.Tensor | None,
+    quantized: QuantizedTensor | None,
+    gathered: Pending | None = None,
+) -> torch.Tensor | None:
+    """``dy.T @ x`` [out, in], or None (a dummy) where it goes into ``main_grad`` or waits.
+
+    ``dy`` [rows, out] is used where the recipe wants this product in high precision; ``gathered``
+    is what ``start_saved_input`` began.
+    """
+    return _now_or_later(
+        plan.parameter, plan.options, lambda: _weight_gradient(plan, saved, dy, quantized, gathered)
+    )
+
+
+def plain_weight_gradient(
+    parameter: Any,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    options: GemmOptions,
+) -> torch.Tensor | None:
+    """``weight_gradient`` of a GEMM in high precision."""
+    return _now_or_later(
+        parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options.accumulate)
+    )
+
+
+def _now_or_later(
+    parameter: Any, options: GemmOptions, compute: Callable[[], torch.Tensor | None]
+) -> torch.Tensor | None:
+    """The gradient, or None after handing its computation to ``options.delayed``."""
+    if options.delayed is None:
+        return compute()
+
+    def later() -> None:
+        with torch.no_grad():
+            grad = compute()
+            if options.accumulate is None and grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+    options.delayed(later)
+    return None
+
+
+def _weight_gradient(
+    plan: GemmPlan,
+    saved: tuple,
+    dy: torch.Tensor | None,
+    quantized: QuantizedTensor | None,
+    gathered: Pending | None,
+) -> torch.Tensor | None:
+    x, x_scale, _, _ = saved
+    quantizers, options = plan.quantizers, plan.options
+    if gathered is not None:
+        x = gathered.wait()
+    if quantizers.high_precision_wgrad:
+        return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options.accumulate)
+    assert quantized is not None
+    if saves_values(plan):
+        inp = quantizers.input.requantize(x, x_scale)
+    else:
+        if gathered is not None:
+            x = byte_transpose(x)
+        inp = QuantizedTensor(None, None, x, x_scale, quantizers.input.dtype)
+    if options.accumulate is None:
+        return quantizers.products.wgrad(quantized, inp, plan.weight_dtype)
+    main_grad, accumulate = _main_grad(plan.parameter, options.accumulate)
+    quantizers.products.wgrad(quantized, inp, main_grad.dtype, main_grad, accumulate)
+    return _dummy_gradient(plan.parameter)
+
+
+def _plain_wgrad(
+    dy: Any, x: Any, parameter: Any, dtype: torch.dtype, accumulate: bool | None
+) -> torch.Tensor | None:
+    """Weight gradient in high precision, returned or put into ``main_grad``."""
+    grad = torch.mm(dy.t(), x.to(dy.dtype))
+    if accumulate is None:
+        return grad.to(dtype)
+    main_grad, accumulate = _main_grad(parameter, accumulate)
+    if accumulate:
+        main_grad.add_(grad)
+    else:
+        main_grad.copy_(grad)
+    return _dummy_gradient(parameter)
+
+
+def _main_grad(parameter: Any, accumulate: bool | None) -> tuple[torch.Tensor, bool]:
+    """The preallocated gradient as [out, in], and whether to add to it."""
+    if hasattr(parameter, "__fsdp_param__"):
+        main_grad = parameter.get_main_grad()
+    else:
+        main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            "fuse_wgrad_accumulation: weight.main_grad must be a preallocated tensor when "
+            "fuse_wgrad_accumulation=True, got None"
+        )
+    if main_grad.numel() != parameter.numel() or not main_grad.is_contiguous():
+        raise ValueError(
+            f"fuse_wgrad_accumulation: weight.main_grad must be contiguous with shape "
+            f"{list(parameter.shape)}, "
+            f"got {list(main_grad.shape)}"
+        )
+    if getattr(parameter, "overwrite_main_grad", False):
+        accumulate = False
+    return main_grad.view(parameter.shape), bool(accumulate)
+
+
+def _dummy_gradient(parameter: Any) -> torch.Tensor | None:
+    """What autograd gets when the gradient is already in ``main_grad``.
+
+    None leaves ``.grad`` at None. A framework that waits for a gradient hook sets
+    ``grad_added_to_main_grad``: it gets a tensor shared by all weights of that shape.
+    """
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    key = (parameter.shape, parameter.dtype, parameter.device)
+    dummy = _dummies.get(key)
+    if dummy is None:
+        dummy = _dummies[key] = torch.zeros_like(parameter, requires_grad=False)
+    if getattr(parameter, "zero_out_wgrad", False):
+        dummy.zero_()
+    return dummy.detach()

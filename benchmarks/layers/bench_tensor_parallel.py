@@ -1,0 +1,139 @@
+"""A Llama-3-8B layer in FP8 (delayed scaling) on several GPUs against the same layer on one.
+
+`torchrun --nproc_per_node 2 benchmarks/layers/bench_tensor_parallel.py`: tensor parallelism with
+sequence parallelism, 2 x 4096 tokens, forward + backward, the configuration of
+bench_transformer.py. Exposed communication is the step's time minus that of the same step whose
+collectives are copies on the device. Every rank times every step; the slowest rank counts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+
+import apex_te
+from apex_te import recipe
+from apex_te.distributed import collectives
+from apex_te.module import _tensor_parallel
+
+HIDDEN, FFN, HEADS, GROUPS, TOKENS, BATCH = 4096, 14336, 32, 8, 4096, 2
+
+
+def layer(ranks: int, group: Any) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return apex_te.TransformerLayer(
+        HIDDEN,
+        FFN,
+        HEADS,
+        num_gqa_groups=GROUPS,
+        normalization="RMSNorm",
+        activation="swiglu",
+        bias=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        params_dtype=torch.bfloat16,
+        device="cuda",
+        set_parallel_mode=ranks > 1,
+        tp_group=group,
+        tp_size=ranks,
+        sequence_parallel=ranks > 1,
+    )
+
+
+def step(module: torch.nn.Module, tokens: int, fp8: bool) -> Callable[[], None]:
+    x = torch.randn(tokens, BATCH, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn_like(x)
+    scaling = recipe.DelayedScaling()
+
+    def run() -> None:
+        x.grad = None
+        for parameter in module.parameters():
+            parameter.grad = None
+        with apex_te.fp8_autocast(fp8, scaling):
+            y = module(x)
+        y.backward(dy)
+
+    return run
+
+
+@contextmanager
+def copies_instead() -> Iterator[None]:
+    """Collectives of the modules replaced by copies of the same bytes on the device."""
+
+    def gather(x: torch.Tensor, group: Any) -> collectives.Pending:
+        out = x.new_empty((x.shape[0] * collectives.world_size(group), *x.shape[1:]))
+        for part in out.chunk(collectives.world_size(group)):
+            part.copy_(x)
+        return collectives.Pending(out)
+
+    def scatter(x: torch.Tensor, group: Any, out: Any = None) -> collectives.Pending:
+        part = x.chunk(collectives.world_size(group))[0]
+        return collectives.Pending(part.clone() if out is None else out.copy_(part))
+
+    stand_ins = {"all_gather_rows": gather, "reduce_scatter_rows": scatter}
+    kept = {name: getattr(_tensor_parallel, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        setattr(_tensor_parallel, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, collective in kept.items():
+            setattr(_tensor_parallel, name, collective)
+
+
+def milliseconds(run: Callable[[], None], repeats: int = 25) -> float:
+    """Median over steps of the slowest rank's time, cold L2."""
+    for _ in range(6):
+        run()
+    times = []
+    for _ in range(repeats):
+        distributed.barrier()
+        times.append(harness.kernel_us(run, 1, 0)["us"] / 1e3)
+    slowest = torch.tensor(times, device="cuda")
+    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+def main() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    ranks = distributed.get_world_size()
+    group = distributed.group.WORLD
+    rows: list[dict[str, Any]] = []
+    for name, fp8 in (("delayed", True), ("bf16", False)):
+        alone = milliseconds(step(layer(1, None), TOKENS, fp8))
+        run = step(layer(ranks, group), TOKENS // ranks, fp8)
+        split = milliseconds(run)
+        with copies_instead():
+            local = milliseconds(run)
+        rows.append(
+            {
+                "layer": "Llama-3-8B",
+                "stack": f"apex_te {name}",
+                "ranks": ranks,
+                "one GPU ms": alone,
+                "ms": split,
+                "speed-up": alone / split,
+                "exposed communication ms": split - local,
+            }
+        )
+    if rank == 0:
+        harness.report("tensor_parallel", rows)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""One set of ranks for a test file and world size: over gloo on CPUs, over NCCL on GPUs."""
+
+import pytest
+import torch
+from ranks import Ranks
+
+
+@pytest.fixture(scope="module")
+def all_ranks():
+    """Sets of ranks by (size, backend), started when first asked for."""
+    found = {}
+    yield found
+    for ranks in found.values():
+        ranks.close()
+
+
+def _ranks(all_ranks, size, backend):
+    if backend == "nccl" and torch.cuda.device_count() < size:
+        pytest.skip(f"needs {size} GPUs, got {torch.cuda.device_count()}")
+    key = (size, backend)
+    if key not in all_ranks:
+        all_ranks[key] = Ranks(size, backend)
+    return all_ranks[key]
+
+
+@pytest.fixture(params=[2, 4])
+def ranks(request, all_ranks):
+    """2 and 4 ranks on the CPU."""
+    return _ranks(all_ranks, request.param, "gloo")
+
+
+@pytest.fixture
+def two_ranks(all_ranks):
+    """2 ranks on the CPU."""
+    return _ranks(all_ranks, 2, "gloo")
+
+
+@pytest.fixture
+def two_gpus(all_ranks):
+    """2 ranks, each with a GPU."""
+    return _ranks(all_ranks, 2, "nccl")
