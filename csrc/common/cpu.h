@@ -25,7 +25,11 @@ inline bool use_avx2() {
   static const bool use = [] {
     const char* forced = getenv("APEX_TE_CPU_ISA");
     if (forced && strcmp(forced, "portable") == 0) return false;
+#if defined(__clang__)  // has no name for F16C, which every processor with AVX2 has
+    return __builtin_cpu_supports("avx2");
+#else
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+#endif
   }();
   return use;
 }
@@ -47,8 +51,13 @@ inline bool use_avx512() {
   }();
   return use;
 }
+#if defined(__clang__)
+#define APEX_TE_TARGET_AVX512 \
+  __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
+#else
 #define APEX_TE_TARGET_AVX512 \
   __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+#endif
 #else
 inline bool use_avx512() { return false; }
 #define APEX_TE_TARGET_AVX512
