@@ -57,13 +57,11 @@ void sum_tiles(const CastTranspose& p) {
   });
 }
 
-template <typename T, typename Format>
+template <typename T>
 void cast_all(const CastTranspose& p) {
   const float scale = *p.scale;
   const Quantize q{p.x, p.rows, p.cols, p.fp8, p.rowwise, p.transposed};
-  const auto encode = [scale](const T* x, int64_t n, uint8_t* codes) {
-    return encode_row<Format>(x, n, scale, codes);
-  };
+  const auto encode = fp8_row_encoder<T>(p.fp8, scale);
   uint32_t amax;
   if (p.dbias) {
     const auto sum = use_avx2() ? sum_tile_avx2<T> : sum_tile_portable<T>;
@@ -78,11 +76,6 @@ void cast_all(const CastTranspose& p) {
   if (p.scale_inv) *p.scale_inv = 1.0f / scale;
 }
 
-template <typename T>
-void cast_format(const CastTranspose& p) {
-  with_fp8_format(p.fp8, [&](auto format) { cast_all<T, decltype(format)>(p); });
-}
-
 }  // namespace
 }  // namespace apex_te
 
@@ -92,10 +85,10 @@ APEX_TE_DEFINE(cast_transpose) {
   if (p.noop && *p.noop != 0) return;
   switch (p.x.dtype()) {
     case DType::kFloat32:
-      return cast_format<float>(p);
+      return cast_all<float>(p);
     case DType::kFloat16:
-      return cast_format<Half>(p);
+      return cast_all<Half>(p);
     default:
-      return cast_format<BFloat16>(p);
+      return cast_all<BFloat16>(p);
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/cpu_blocks.h"
+#include "common/fp8_formats.h"
 #include "common/parallel.h"
 #include "common/quantize.h"
 
@@ -33,6 +34,26 @@ APEX_TE_INLINE uint32_t quantize_range(const T* x, int64_t n, uint8_t* codes, bo
   }
   if (streamed) finish_stream();
   return amax;
+}
+
+// encode_row in a format that is chosen at run time: the loops around it are made once for all.
+template <typename T>
+struct FP8RowEncoder {
+  uint32_t (*encode)(const T* x, int64_t n, float scale, uint8_t* codes);
+  float scale;
+  uint32_t operator()(const T* x, int64_t n, uint8_t* codes) const {
+    return encode(x, n, scale, codes);
+  }
+};
+template <typename T>
+FP8RowEncoder<T> fp8_row_encoder(DType fp8, float scale) {
+  FP8RowEncoder<T> encoder{nullptr, scale};
+  with_fp8_format(fp8, [&](auto format) {
+    encoder.encode = [](const T* x, int64_t n, float by, uint8_t* codes) {
+      return encode_row<decltype(format)>(x, n, by, codes);
+    };
+  });
+  return encoder;
 }
 
 // One tile of a matrix to the outputs that are not null.

@@ -13,11 +13,7 @@ void cast(const CurrentScaleCall& p, uint32_t amax) {
   const float scale = p.rule.scale_of(amax);
   *p.scale = scale;
   *p.scale_inv = p.rule.inverse_of(amax, scale);
-  with_fp8_format(p.q.codes, [&](auto format) {
-    quantize_all<T>(p.q, [scale](const T* x, int64_t n, uint8_t* codes) {
-      return encode_row<decltype(format)>(x, n, scale, codes);
-    });
-  });
+  quantize_all<T>(p.q, fp8_row_encoder<T>(p.q.codes, scale));
 }
 
 uint32_t amax_of_any(const TensorView& x) {
