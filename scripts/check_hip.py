@@ -10,10 +10,8 @@ folder. Where hipBLASLt is not installed, its declarations come from tests/hip.
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +22,7 @@ from apex_te.op_builder import OpBuilder, all_builders
 from apex_te.op_builder.jit import resources, toolchain
 from apex_te.op_builder.jit.archs import Arch, named_arch_list, parse_arch_list
 from apex_te.op_builder.jit.errors import HeaderNotFoundError, HipccNotFoundError
+from check_cuda import compile_one
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_ARCHS = "gfx90a"
@@ -44,17 +43,7 @@ def check(builder: OpBuilder, archs: Sequence[Arch], folder: Path) -> bool:
     place = folder / builder.NAME
     place.mkdir()
     steps = builder.build_steps("cuda", archs, str(place), str(place / "library.so"))
-    return all(run(f"{builder.NAME}: {step.label}", step.command) for step in steps)
-
-
-def run(label: str, command: tuple[str, ...]) -> bool:
-    """Runs one command and prints its verdict; True when it compiled."""
-    start = time.monotonic()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    verdict = "ok" if done.returncode == 0 else "FAILED"
-    text = f"{verdict}: {label} ({time.monotonic() - start:.1f} s)\n{done.stdout}{done.stderr}"
-    print(text.rstrip(), flush=True)
-    return done.returncode == 0
+    return all(compile_one((f"{builder.NAME}: {step.label}", step.command)) for step in steps)
 
 
 def main(names: list[str]) -> int:

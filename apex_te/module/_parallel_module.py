@@ -16,7 +16,6 @@ from ._gemm import GemmOptions
 from ._tensor_parallel import TensorParallel
 
 __all__ = [
-    "MODES",
     "ParallelModule",
     "checked_mode",
     "checked_tp_size",
@@ -25,13 +24,11 @@ __all__ = [
     "tag",
 ]
 
-MODES = (None, "column", "row")
-
 
 def checked_mode(owner: str, parallel_mode: Any) -> str | None:
     """``parallel_mode`` in small letters. Errors: ValueError for another value."""
     mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
-    if mode not in MODES:
+    if mode not in (None, "column", "row"):
         raise ValueError(
             f"{owner}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
         )
