@@ -1,4 +1,7 @@
-"""What connects apex_te to other libraries: their models and their checkpoints."""
+"""What connects apex_te to other libraries: their models, checkpoints and layers' names.
+
+``integrations.megatron`` has Megatron's and MindSpeed's layers.
+"""
 
 from .from_torch import from_torch
 from .fusion import KeyMap, key_map

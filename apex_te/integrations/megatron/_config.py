@@ -1,0 +1,227 @@
+"""What the layers read of a Megatron-style ``config``, and of Megatron where it is in use."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...module._arguments import INIT_STD
+from ...module._parallel_module import checked_tp_size, divided
+from ...recipe import make_recipe
+
+__all__ = ["DEFAULTS", "Layout", "Reader", "refuse"]
+
+# Attributes of ``config`` that are read, and what they are where it has none of that name:
+DEFAULTS: dict[str, Any] = {
+    "params_dtype": None,  # torch.get_default_dtype()
+    "sequence_parallel": False,
+    "gradient_accumulation_fusion": False,  # weight gradients go into main_grad
+    "delay_wgrad_compute": False,
+    "layernorm_epsilon": 1e-5,
+    "normalization": "LayerNorm",  # or "RMSNorm"
+    "layernorm_zero_centered_gamma": False,
+    "tp_group": None,  # a process group
+    "expert_tp_group": None,
+    "tensor_model_parallel_size": None,  # the ranks of the group, else 1
+    "expert_tensor_parallel_size": None,  # tensor_model_parallel_size
+    "expert_model_parallel_size": 1,
+    "get_rng_state_tracker": None,
+    "init_method": None,  # N(0, 0.023)
+    "perform_initialization": True,  # False: new weights have no values yet
+    "use_cpu_initialization": False,  # on the CPU; split weights are parts of one whole draw
+    "init_model_with_meta_device": False,
+    # False: FP8 weights are kept from one forward to the next until ``is_first_microbatch`` is set.
+    "disable_parameter_transpose_cache": True,
+    "fp8": None,  # a format, checked against
+    "fp8_recipe": None,  # the recipe
+    "use_gmm_fp8": True,  # False: grouped layers stay in high precision
+}
+
+EXPERT_RNG = "expert-parallel-rng"
+
+
+def refuse(owner: str, name: str, wanted: object, got: object) -> NotImplementedError:
+    return NotImplementedError(f"{owner}: {name} must be {wanted}, got {got}")
+
+
+class Layout(NamedTuple):
+    """How a layer is split.
+
+    ``explicit``: a layer of an expert whose collectives are those of the tokens' dispatcher.
+    """
+
+    group: Any
+    ranks: int
+    explicit: bool
+    allreduce: bool  # gradients are reduced over the usual data-parallel ranks
+
+
+class Reader:
+    """Reads ``config`` for one layer.
+
+    Errors: TypeError for a config without attributes, ValueError for a format that the recipe does
+    not have.
+    """
+
+    def __init__(self, owner: str, config: Any) -> None:
+        if config is None or isinstance(config, (dict, str, int, float)):
+            raise TypeError(
+                f"{owner}: config must be an object with attributes, got {type(config).__name__}"
+            )
+        self.owner = owner
+        self.config = config
+        self.recipe = self._checked_recipe()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.config, name, DEFAULTS[name])
+
+    def _checked_recipe(self) -> str | None:
+        """The recipe's command-line name, None where FP8 is off."""
+        fp8, recipe = _plain(self.fp8), _plain(self.fp8_recipe)
+        if not fp8:
+            return None
+        recipe = "delayed" if recipe is None else recipe
+        try:
+            make_recipe(recipe, fp8 if isinstance(fp8, str) else None)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.owner}: config.fp8 and config.fp8_recipe must go together: {error}"
+            ) from error
+        return recipe
+
+    def layout(self, tp_group: Any, is_expert: bool) -> Layout:
+        """Over which ranks the layer is split.
+
+        The group is ``tp_group``, else config's, else that of Megatron's parallel_state if the
+        program has imported and initialised it, else to be set before forward.
+        """
+        group = tp_group
+        if group is None:
+            group = self.expert_tp_group if is_expert else self.tp_group
+        if group is None:
+            group = _megatron_group(is_expert)
+        name = "tensor_model_parallel_size"
+        if is_expert and self.expert_tensor_parallel_size is not None:
+            name = "expert_tensor_parallel_size"
+        size = getattr(self, name)
+        if group is not None:
+            ranks = checked_tp_size(self.owner, group, 1)
+            if size not in (None, ranks):
+                raise ValueError(
+                    f"{self.owner}: config.{name} must be the {ranks} ranks of the group, "
+                    f"got {size}"
+                )
+            size = ranks
+        ranks = 1 if size is None else size
+        experts = is_expert and self.expert_model_parallel_size > 1
+        return Layout(group, ranks, is_expert and (ranks > 1 or experts), not experts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are made."""
+        if self.init_model_with_meta_device:
+            return torch.device("meta")
+        if self.use_cpu_initialization or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def initializer(
+        self, init_method: Any, dim: int, layout: Layout
+    ) -> Callable[[torch.Tensor], Any]:
+        """What fills a weight split along ``dim``.
+
+        With ``use_cpu_initialization`` a rank takes its part of the whole weight, which all ranks
+        draw alike, in float32.
+        """
+        if init_method is None:
+            init_method = self.init_method
+        if init_method is not None and not callable(init_method):
+            raise TypeError(
+                f"{self.owner}: init_method must be a callable, got {type(init_method).__name__}"
+            )
+        if not self.perform_initialization:
+            return _leave
+        init_method = _normal if init_method is None else init_method
+        tracker = self.tracker()
+        if layout.explicit and tracker is not None:  # to the module itself it is not split
+
+            def forked(weight: torch.Tensor) -> None:
+                with tracker().fork(EXPERT_RNG):
+                    init_method(weight)
+
+            return forked
+        if not self.use_cpu_initialization or layout.ranks == 1:
+            return init_method
+        if layout.group is None:
+            raise ValueError(
+                f"{self.owner}: tp_group must be given with config.use_cpu_initialization and "
+                f"{layout.ranks} ranks, got None"
+            )
+        rank, ranks = torch.distributed.get_rank(layout.group), layout.ranks
+
+        def part_of_whole(weight: torch.Tensor) -> None:
+            shape = list(weight.shape)
+            shape[dim] *= ranks
+            whole = torch.empty(shape, dtype=torch.float32)
+            init_method(whole)
+            weight.copy_(whole.chunk(ranks, dim)[rank])
+
+        return part_of_whole
+
+    def tracker(self) -> Callable[[], Any] | None:
+        """Where split weights are drawn from: config's, else Megatron's if it is in use.
+
+        None with ``use_cpu_initialization``, whose ranks draw alike.
+        """
+        if self.use_cpu_initialization:
+            return None
+        if self.get_rng_state_tracker is not None:
+            return self.get_rng_state_tracker
+        random: Any = sys.modules.get("megatron.core.tensor_parallel.random")
+        if random is None or not random.get_cuda_rng_tracker().is_initialized():
+            return None
+        return random.get_cuda_rng_tracker
+
+    def shared(self, layout: Layout, is_expert: bool) -> dict[str, Any]:
+        """Keyword arguments that the linear modules have in common."""
+        ranks = 1 if layout.explicit else layout.ranks
+        return {
+            "sequence_parallel": bool(self.sequence_parallel) and not layout.explicit,
+            "fuse_wgrad_accumulation": bool(self.gradient_accumulation_fusion),
+            "delay_wgrad_compute": bool(self.delay_wgrad_compute),
+            "tp_group": None if layout.explicit else layout.group,
+            "tp_size": ranks,
+            "get_rng_state_tracker": self.tracker(),
+            "rng_tracker_name": EXPERT_RNG if is_expert and self.tracker() is not None else None,
+            "params_dtype": self.params_dtype,
+            "device": self.device,
+        }
+
+    def part(self, name: str, value: int, layout: Layout) -> int:
+        """This rank's share of a size that an expert's layer divides itself."""
+        return divided(self.owner, name, value, layout.ranks)
+
+
+def _leave(weight: torch.Tensor) -> None:
+    """New weights keep whatever their memory holds, for a checkpoint to fill."""
+
+
+def _normal(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, 0.0, INIT_STD)
+
+
+def _plain(value: Any) -> Any:
+    """The value of an enum, as Megatron's recipes are."""
+    return getattr(value, "value", value)
+
+
+def _megatron_group(is_expert: bool) -> Any:
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    if is_expert:
+        return state.get_expert_tensor_parallel_group(check_initialized=False)
+    return state.get_tensor_model_parallel_group(check_initialized=False)

@@ -1,0 +1,114 @@
+"""What Megatron's linear layers have in common: two results, attributes, sharded state."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ...module._parallel_module import _Group, tag
+from ._config import Layout, Reader, refuse
+
+__all__ = ["MegatronLayer", "check_flags"]
+
+
+def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) -> None:
+    """Raises NotImplementedError for options (wanted, got) that are not as they have to be.
+
+    ``flags`` must be bools: TypeError.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
+    for name, (wanted, got) in required.items():
+        if got != wanted:
+            raise refuse(owner, name, wanted, got)
+
+
+class MegatronLayer(torch.nn.Module):
+    """Mixin of layers that return ``(out, bias)`` and know how their parameters are split.
+
+    ``sharded_axes``: the split dimension of each split parameter.
+    ``is_first_microbatch``: set True by a Megatron-style loop before the first microbatch of a
+    step; read where ``config.disable_parameter_transpose_cache`` is False.
+    """
+
+    sharded_axes: dict[str, int]
+    return_bias: bool
+    _several = False  # whether the offsets of several experts would be needed
+
+    def _finish(self, read: Reader, layout: Layout, axes: dict[str, int]) -> None:
+        """Attributes of the layer and its parameters, once the module's constructor has run."""
+        self.is_first_microbatch = True
+        self.disable_parameter_transpose_cache = bool(read.disable_parameter_transpose_cache)
+        self.sharded_axes = axes if layout.ranks > 1 else {}
+        self._shard_group = _Group(layout.group)
+        self._spread = not layout.allreduce
+        for name, parameter in self.named_parameters(recurse=False):
+            if layout.explicit:
+                tag(parameter, self.sharded_axes.get(name), False)
+            parameter.allreduce = layout.allreduce  # type: ignore[attr-defined]
+
+    def _first(self, is_first_microbatch: bool | None) -> bool | None:
+        """What a forward passes on, which ends the first microbatch."""
+        if is_first_microbatch is None and not self.disable_parameter_transpose_cache:
+            is_first_microbatch = self.is_first_microbatch
+        if self.is_first_microbatch:
+            self.is_first_microbatch = False
+        return is_first_microbatch
+
+    def _paired(self, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return out if self.return_bias else (out, None)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """The state dict with the split parameters as parts of whole ones.
+
+        In a program that has imported Megatron its sharded tensors, for ``dist_checkpointing``;
+        else DTensors over the tensor-parallel ranks, for ``torch.distributed.checkpoint``. Both
+        share memory with the parameters, so that loading fills these; FP8 state does not and is
+        loaded by ``load_state_dict``.
+
+        Errors: ValueError for ``sharded_offsets`` without Megatron, or where no group is known;
+        NotImplementedError for experts that are spread over ranks.
+        """
+        owner, axes = type(self).__name__, self.sharded_axes
+        group = getattr(self, "tp_group", None)
+        if group is None:
+            group = self._shard_group.group
+        megatron: Any = sys.modules.get("megatron.core.transformer.utils")
+        if self._spread and (megatron is None or self._several):
+            raise refuse(
+                owner, "sharded_state_dict", "of layers that all ranks have",
+                "experts of this rank (config.expert_model_parallel_size above 1)",
+            )  # fmt: skip
+        if megatron is not None:
+            more: dict[str, Any] = {}
+            if metadata is not None and "dp_cp_group" in metadata:
+                more = {"tp_group": group, "dp_cp_group": metadata["dp_cp_group"]}
+            return megatron.make_sharded_tensors_for_checkpoint(
+                self.state_dict(keep_vars=True), prefix, axes, sharded_offsets, **more
+            )
+        if sharded_offsets:
+            raise ValueError(
+                f"{owner}: sharded_offsets must be () without Megatron, got {sharded_offsets}"
+            )
+        state = self.state_dict()
+        if axes and group is None:
+            raise ValueError(
+                f"{owner}: set_tensor_parallel_group must be called before sharded_state_dict"
+            )
+        if axes:
+            from torch.distributed.device_mesh import DeviceMesh
+            from torch.distributed.tensor import DTensor, Shard
+
+            mesh: Any = None
+            for name, dim in axes.items():
+                if name in state:
+                    value = state[name]
+                    if mesh is None:
+                        mesh = DeviceMesh.from_group(group, value.device.type)
+                    state[name] = DTensor.from_local(value, mesh, [Shard(dim)], run_check=False)
+        return {prefix + name: value for name, value in state.items()}

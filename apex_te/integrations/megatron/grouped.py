@@ -1,0 +1,177 @@
+"""MindSpeed's grouped linear layers (experts)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...autocast import fp8_autocast, local
+from ...module.grouped_linear import GroupedLinear
+from ._config import Reader, refuse
+from ._layer import MegatronLayer, check_flags
+
+__all__ = [
+    "MindSpeedTEColumnParallelGroupedLinear",
+    "MindSpeedTEGroupedLinear",
+    "MindSpeedTERowParallelGroupedLinear",
+]
+
+Init = Callable[[torch.Tensor], Any] | None
+
+
+class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
+    """``num_gemms`` linear layers, each over its own rows of the input; no bias.
+
+    Args:
+        num_gemms: layers (local experts).
+        input_size, output_size: sizes of each whole layer.
+        parallel_mode: None, ``"column"`` (a rank has rows of each weight) or ``"row"`` (columns).
+            There is no collective here: the dispatcher of the tokens has them.
+        config: any object; see ``_config.DEFAULTS`` for what is read. ``use_gmm_fp8=False`` keeps
+            the layer in high precision.
+        init_method: fills new weights in place; None: config's, else N(0, 0.023).
+        bias: must be False. skip_bias_add: of no effect. tp_comm_buffer_name: a name, not used.
+        is_expert: ``config.expert_model_parallel_size`` above 1 then sets ``allreduce=False``.
+        tp_group: the ranks, as in ``TEColumnParallelLinear``. pg_collection: an object with the
+            groups ``expt_tp`` and ``tp``, of which one is taken instead.
+
+    Parameters ``weight0`` .. [output_size, input_size], split as said.
+
+    Errors: NotImplementedError for a bias and for block scaling; TypeError for an unknown argument.
+    """
+
+    _several = True
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        parallel_mode: str | None,
+        config: Any,
+        init_method: Init,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+        pg_collection: Any = None,
+    ) -> None:
+        owner = type(self).__name__
+        flags = {"skip_bias_add": skip_bias_add, "is_expert": is_expert}
+        check_flags(owner, {"bias": (False, bias)}, **flags)
+        read = Reader(owner, config)
+        in_fp8 = bool(read.use_gmm_fp8)
+        if in_fp8 and read.recipe == "blockwise":
+            raise refuse(owner, "config.fp8_recipe", "delayed, tensorwise or mxfp8", "blockwise")
+        if tp_group is None and pg_collection is not None:
+            tp_group = pg_collection.expt_tp if is_expert else pg_collection.tp
+        layout = read.layout(tp_group, is_expert)._replace(explicit=False)
+        row = isinstance(parallel_mode, str) and parallel_mode.lower() == "row"
+        dim = 1 if row else 0
+        init = read.initializer(init_method, dim, layout)
+        options = read.shared(layout, is_expert)
+        GroupedLinear.__init__(
+            self,
+            num_gemms,
+            input_size,
+            output_size,
+            False,
+            init_method=init,
+            parallel_mode=parallel_mode,
+            **options,
+        )
+        split = dict.fromkeys(self._weight_names, dim) if parallel_mode is not None else {}
+        self._finish(read, layout, split)
+        self.use_gmm_fp8 = in_fp8
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """``(out, None)`` for the rows of each layer in order, counted by ``m_splits``.
+
+        Errors: NotImplementedError inside ``fp8_autocast`` with block scaling.
+        """
+        first = self._first(is_first_microbatch)
+        region = local.region
+        if region is None or not region.enabled:
+            return GroupedLinear.forward(self, x, m_splits, first), None  # type: ignore[return-value]
+        if not self.use_gmm_fp8:
+            with fp8_autocast(enabled=False):
+                return GroupedLinear.forward(self, x, m_splits, first), None  # type: ignore[return-value]
+        if region.recipe.quantizer == "block":
+            raise refuse(
+                type(self).__name__, "fp8_recipe", "another than block scaling", "BlockScaling"
+            )
+        return GroupedLinear.forward(self, x, m_splits, first), None  # type: ignore[return-value]
+
+
+class MindSpeedTEColumnParallelGroupedLinear(MindSpeedTEGroupedLinear):
+    """``MindSpeedTEGroupedLinear`` with ``parallel_mode="column"``."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Init,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(
+            num_gemms,
+            input_size,
+            output_size,
+            parallel_mode="column",
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            tp_group=tp_group,
+            pg_collection=pg_collection,
+        )
+
+
+class MindSpeedTERowParallelGroupedLinear(MindSpeedTEGroupedLinear):
+    """``MindSpeedTEGroupedLinear`` with ``parallel_mode="row"``."""
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Init,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(
+            num_gemms,
+            input_size,
+            output_size,
+            parallel_mode="row",
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            tp_group=tp_group,
+            pg_collection=pg_collection,
+        )

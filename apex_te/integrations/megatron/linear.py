@@ -1,0 +1,232 @@
+"""Megatron's and MindSpeed's column- and row-parallel linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...module.layer_norm_linear import LayerNormLinear
+from ...module.linear import Linear
+from ._config import Reader, refuse
+from ._layer import MegatronLayer, check_flags
+
+__all__ = [
+    "MindSpeedTELayerNormColumnParallelLinear",
+    "TEColumnParallelLinear",
+    "TELayerNormColumnParallelLinear",
+    "TERowParallelLinear",
+]
+
+Init = Callable[[torch.Tensor], Any] | None
+
+
+class _ParallelLinear(MegatronLayer, Linear):
+    """A column- or row-parallel ``Linear`` that returns ``(out, bias or None)``."""
+
+    def _build(
+        self,
+        mode: str,
+        sizes: tuple[int, int],
+        config: Any,
+        init_method: Init,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_group: Any,
+    ) -> None:
+        owner = type(self).__name__
+        read = Reader(owner, config)
+        layout = read.layout(tp_group, is_expert)
+        column = mode == "column"
+        axes = {"weight": 0, "bias": 0} if column else {"weight": 1}
+        returned = skip_bias_add and bias
+        if layout.explicit and layout.ranks > 1:
+            if not column and bias and not returned:
+                raise refuse(
+                    owner, "bias", "False or skip_bias_add True for an expert's split layer", True
+                )
+            size = read.part("output_size" if column else "input_size", sizes[column], layout)
+            sizes = (sizes[0], size) if column else (size, sizes[1])
+        init = read.initializer(init_method, axes["weight"], layout)
+        Linear.__init__(
+            self,
+            *sizes,
+            bias,
+            init_method=init,
+            return_bias=returned,
+            parallel_mode=None if layout.explicit else mode,
+            **read.shared(layout, is_expert),
+        )
+        self._finish(read, layout, axes)
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, is_first_microbatch: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``(out, bias)``: the bias with ``skip_bias_add``, not added, else None."""
+        first = self._first(is_first_microbatch)
+        return self._paired(Linear.forward(self, x, is_first_microbatch=first))
+
+
+class TEColumnParallelLinear(_ParallelLinear):
+    """A linear layer of whose weight [output_size, input_size] a rank has rows.
+
+    With ``config.sequence_parallel`` the input's rows (dimension 0) are gathered and its gradient
+    is reduce-scattered; without it, the gradient is all-reduced. Output features stay split.
+
+    Args:
+        input_size, output_size: sizes of the whole layer.
+        config: any object; see ``_config.DEFAULTS`` for what is read.
+        init_method: fills a new weight in place; None: config's, else N(0, 0.023).
+        gather_output: must be False.
+        bias: learn a bias ``[output_size / ranks]``.
+        skip_bias_add: return the bias instead of adding it.
+        is_expert: the layer of an expert. Split, or with ``config.expert_model_parallel_size``
+            above 1, it has no collectives: the dispatcher of the tokens has them.
+        skip_weight_param_allocation: must be False. tp_comm_buffer_name: a name, not used.
+        tp_group: the ranks; see ``Reader.layout`` for where else they are looked for.
+        stride: must be 1.
+
+    Parameters ``weight``, ``bias``, with ``tensor_model_parallel``, ``partition_dim``,
+    ``partition_stride``, ``sequence_parallel`` and ``allreduce`` (False for experts that are spread
+    over ranks). Returns ``(out, bias or None)``.
+
+    Errors: NotImplementedError for what must be as said, TypeError for an unknown argument,
+    ValueError for sizes that the ranks do not divide.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Init,
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool = False,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+        stride: int = 1,
+    ) -> None:
+        required = {
+            "gather_output": (False, gather_output),
+            "skip_weight_param_allocation": (False, skip_weight_param_allocation),
+            "stride": (1, stride),
+        }
+        flags = {"bias": bias, "skip_bias_add": skip_bias_add, "is_expert": is_expert}
+        check_flags(type(self).__name__, required, **flags)
+        self._build(
+            "column", (input_size, output_size), config, init_method, bias, skip_bias_add,
+            is_expert, tp_group,
+        )  # fmt: skip
+
+
+class TERowParallelLinear(_ParallelLinear):
+    """A linear layer of whose weight [output_size, input_size] a rank has columns.
+
+    The output is all-reduced, or with ``config.sequence_parallel`` reduce-scattered along
+    dimension 0; then the bias is added.
+
+    Args:
+        input_is_parallel: must be True: the input's features are split.
+        bias: learn a bias ``[output_size]``, whole on every rank.
+        Others: as in ``TEColumnParallelLinear``.
+
+    Parameters, results and errors: as ``TEColumnParallelLinear``. NotImplementedError, too, for an
+    expert's split layer that is to add a bias: every rank would add it.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Init,
+        bias: bool,
+        input_is_parallel: bool,
+        skip_bias_add: bool,
+        is_expert: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+        stride: int = 1,
+    ) -> None:
+        required = {"input_is_parallel": (True, input_is_parallel), "stride": (1, stride)}
+        flags = {"bias": bias, "skip_bias_add": skip_bias_add, "is_expert": is_expert}
+        check_flags(type(self).__name__, required, **flags)
+        self._build(
+            "row", (input_size, output_size), config, init_method, bias, skip_bias_add,
+            is_expert, tp_group,
+        )  # fmt: skip
+
+
+class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
+    """A norm and a column-parallel linear layer; in FP8 the norm writes the GEMM's input.
+
+    ``config.normalization`` is LayerNorm or RMSNorm, ``config.layernorm_epsilon`` its eps.
+
+    Args:
+        is_expert: must be False.
+        Others: as in ``TEColumnParallelLinear``.
+
+    Parameters ``layer_norm_weight``, ``layer_norm_bias`` (LayerNorm), ``weight``, ``bias``. Results
+    and errors: as ``TEColumnParallelLinear``.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Init,
+        gather_output: bool,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool = False,
+        skip_weight_param_allocation: bool = False,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+        stride: int = 1,
+    ) -> None:
+        owner = type(self).__name__
+        required = {
+            "gather_output": (False, gather_output),
+            "is_expert": (False, is_expert),
+            "skip_weight_param_allocation": (False, skip_weight_param_allocation),
+            "stride": (1, stride),
+        }
+        check_flags(owner, required, bias=bias, skip_bias_add=skip_bias_add)
+        read = Reader(owner, config)
+        layout = read.layout(tp_group, False)
+        axes = {"weight": 0, "bias": 0}
+        init = read.initializer(init_method, 0, layout)
+        LayerNormLinear.__init__(
+            self,
+            input_size,
+            output_size,
+            read.layernorm_epsilon,
+            bias,
+            normalization=read.normalization,
+            zero_centered_gamma=read.layernorm_zero_centered_gamma,
+            init_method=init,
+            return_bias=skip_bias_add and bias,
+            parallel_mode="column",
+            **read.shared(layout, False),
+        )
+        self._finish(read, layout, axes)
+
+    def forward(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``(out, bias)``: the bias with ``skip_bias_add``, not added, else None."""
+        first = self._first(is_first_microbatch)
+        return self._paired(LayerNormLinear.forward(self, inp, first))
+
+
+# Megatron's name of the same layer.
+TELayerNormColumnParallelLinear = MindSpeedTELayerNormColumnParallelLinear

@@ -1,0 +1,53 @@
+"""MindSpeed's LayerNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...module.layer_norm import LayerNorm
+from ._config import Reader, refuse
+
+__all__ = ["MindSpeedTELayernorm"]
+
+
+class MindSpeedTELayernorm(LayerNorm):
+    """``apex_te.LayerNorm`` whose parameters say whether rows are split (``sequence_parallel``).
+
+    Args:
+        hidden_size: size of the last dimension.
+        eps: added to the variance.
+        sequence_parallel: the parameters' attribute of that name.
+        zero_centered_gamma: must be False.
+        config: ``params_dtype`` and the device are read of it, if given.
+        params_dtype, device: as in ``apex_te.LayerNorm``, before config's.
+
+    Errors: NotImplementedError for ``zero_centered_gamma=True``, TypeError for any other argument.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        zero_centered_gamma: bool = False,
+        *,
+        config: Any = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        if zero_centered_gamma:
+            raise refuse(owner, "zero_centered_gamma", False, zero_centered_gamma)
+        if config is not None:
+            read = Reader(owner, config)
+            params_dtype = read.params_dtype if params_dtype is None else params_dtype
+            device = read.device if device is None else device
+        super().__init__(
+            hidden_size,
+            eps,
+            sequence_parallel=sequence_parallel,
+            params_dtype=params_dtype,
+            device=device,
+        )

@@ -1,0 +1,342 @@
+"""DTensor parameters: checkpoints, fully_shard over another dimension, what is refused."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from dtensor_cases import (
+    FFN,
+    HEADS,
+    HIDDEN,
+    RECIPES,
+    against_one_rank,
+    batches,
+    decibels,
+    parallelized,
+    step,
+    tp_mesh,
+    whole_module,
+)
+from shards import rows
+from torch import distributed, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+import apex_te
+from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
+from apex_te.distributed.parallel_styles import (
+    ColumnParallel,
+    LayerParallel,
+    Replicated,
+    RowParallel,
+)
+from apex_te.recipe import CurrentScaling
+
+
+@pytest.fixture
+def four_ranks(all_ranks):
+    from conftest import _ranks
+
+    return _ranks(all_ranks, 4, "gloo")
+
+
+@pytest.mark.parametrize("name", ["pair", "gated", "mlp"])
+def test_equals_one_rank_on_four(four_ranks, name):
+    for found in four_ranks.run(against_one_rank, name, True, None, 1):
+        assert min(found.values()) > 100, found
+
+
+def _trained(rank, path):
+    """TP 2, two replicas of it, in FP8: saved, and what the whole values are."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    part = parallelized(whole_module("post-norm"), "post-norm", True, mesh)
+    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
+    for x, dy in batches(2):
+        x, dy = (rows(t, mesh.get_local_rank(), 2) for t in (x, dy))
+        step(part, x, dy, RECIPES["delayed"], optimizer)
+    flush_fp8_state()
+    state = part.state_dict()
+    dcp.save(state, checkpoint_id=path)
+    return _full(state)
+
+
+def _full(state):
+    return {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in state.items()}
+
+
+def _loaded(rank, path, size):
+    """On ``size`` of four ranks, from other values; 1: a module that never was parallel."""
+    part = whole_module("post-norm")
+    with torch.no_grad():
+        for parameter in part.parameters():
+            parameter.zero_()
+    if size > 1:
+        mesh = init_device_mesh("cpu", (4 // size, size), mesh_dim_names=("dp", "tp"))
+        part = parallelized(part, "post-norm", True, mesh["tp"])
+    apex_te.init_fp8_state(part, RECIPES["delayed"])
+    state = part.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    part.load_state_dict(state)
+    return _full(part.state_dict())
+
+
+def test_checkpoints_move_between_sizes(four_ranks, tmp_path):
+    saved = four_ranks.run(_trained, str(tmp_path))[0]
+    for size in (1, 2, 4):
+        for found in four_ranks.run(_loaded, str(tmp_path), size):
+            assert found.keys() == saved.keys()
+            for key, value in saved.items():
+                assert torch.equal(found[key], value), (size, key)
+
+
+def _averaged(module, group):
+    """What data parallelism makes of the gradients."""
+    for parameter in module.parameters():
+        grad = parameter.grad.to_local()
+        distributed.all_reduce(grad, group=group)
+        grad /= distributed.get_world_size(group)
+
+
+def _two_dimensions(rank, name, recipe):
+    """2 x 2, each half of the data on two ranks: against the same without fully_shard, and in
+    fp32 against the whole module on all of the data.
+    """
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole = whole_module(name)
+    other = parallelized(whole, name, True, mesh["tp"])
+    part = parallelized(whole, name, True, mesh["tp"])
+    for child in part.children():
+        fully_shard(child, mesh=mesh["dp"])
+    fully_shard(part, mesh=mesh["dp"])
+    modules = (whole, other, part)
+    optimizers = [torch.optim.SGD(module.parameters(), 0.05, 0.9) for module in modules]
+    replica, tp = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
+    found = {}
+    for x, dy in batches(2):
+        step(whole, x, dy, RECIPES[recipe], optimizers[0])
+        x, dy = (rows(t.chunk(2, 1)[replica], tp, 2).contiguous() for t in (x, 2 * dy))
+        expected = step(other, x, dy, RECIPES[recipe])
+        actual = step(part, x, dy, RECIPES[recipe], optimizers[2])
+        _averaged(other, mesh["dp"].get_group())
+        optimizers[1].step()
+        for what, a, b in zip(("output", "input"), actual, expected, strict=True):
+            found[what] = decibels(a, b)
+    for key, parameter in part.named_parameters():
+        assert parameter.device_mesh.ndim == 2
+        grad, value = parameter.grad.full_tensor(), parameter.detach().full_tensor()
+        for kind, module in (("other", other), ("whole", whole)):
+            if kind == "whole" and recipe is not None:
+                continue
+            reference = module.get_parameter(key)
+            assert parameter.shape == reference.shape
+            for what, a, b in (("grad", grad, reference.grad), ("value", value, reference)):
+                b = b.full_tensor() if isinstance(b, DTensor) else b
+                found[f"{key} {what} {kind}"] = decibels(a, b.detach())
+    state = get_model_state_dict(part) if recipe is None else part.state_dict()
+    for key, parameter in whole.named_parameters():
+        assert state[key].shape == parameter.shape
+    return found
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
+@pytest.mark.parametrize("name", ["pair", "block"])
+def test_fully_shard_over_the_other_dimension(four_ranks, name, recipe):
+    for found in four_ranks.run(_two_dimensions, name, recipe):
+        assert min(found.values()) > 90, found
+
+
+def _raised(run, *args, **kwargs):
+    try:
+        run(*args, **kwargs)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _refused(rank):
+    mesh = tp_mesh()
+    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    linear, column = apex_te.Linear(HIDDEN, FFN), ColumnParallel()
+    found = {
+        "mesh": _raised(parallelize_module, linear, square, column),
+        "kind": _raised(parallelize_module, nn.Linear(4, 4), mesh, column),
+        "norm": _raised(parallelize_module, apex_te.LayerNorm(8), mesh, column),
+        "row": _raised(parallelize_module, apex_te.LayerNormLinear(8, 8), mesh, RowParallel()),
+        "size": _raised(parallelize_module, apex_te.Linear(8, 7), mesh, column),
+        "part": _raised(
+            parallelize_module, apex_te.Linear(8, 8, parameters_split={"a": 5, "b": 3}), mesh,
+            column,
+        ),
+        "option": _raised(ColumnParallel, sequence_parallel=1),
+        "fused": _raised(
+            parallelize_module, apex_te.Linear(8, 8, fuse_wgrad_accumulation=True), mesh, column
+        ),
+        "later": _raised(
+            parallelize_module, apex_te.Linear(8, 8, delay_wgrad_compute=True), mesh, column
+        ),
+        "none": _raised(
+            parallelize_module, apex_te.Linear(8, 8, skip_weight_param_allocation=True), mesh,
+            column,
+        ),
+        "gated": _raised(
+            parallelize_module, apex_te.LayerNormMLP(8, 8, activation="swiglu"), mesh,
+            LayerParallel(),
+        ),
+    }  # fmt: skip
+    flat = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
+    for key, sizes, options in (
+        ("flat", (HIDDEN, HEADS), flat),
+        ("heads", (9, 3), {}),
+        ("own", (HIDDEN, HEADS), {"set_parallel_mode": True}),
+    ):
+        module = apex_te.MultiheadAttention(*sizes, **options)
+        found[key] = _raised(parallelize_module, module, mesh, LayerParallel())
+    tried = apex_te.TransformerLayer(HIDDEN, FFN, HEADS, activation="swiglu")
+    _raised(parallelize_module, tried, mesh, LayerParallel())
+    assert not any(isinstance(p, DTensor) for p in tried.parameters())  # nothing by halves
+    own = apex_te.Linear(8, 8, parallel_mode="column", tp_group=distributed.group.WORLD)
+    found["already"] = _raised(parallelize_module, own, mesh, column)
+    parallelize_module(linear, mesh, column)
+    found["twice"] = _raised(parallelize_module, linear, mesh, column)
+    found["again"] = _raised(parallelize_module, linear, mesh, RowParallel())
+    x = distribute_tensor(torch.randn(4, HIDDEN), mesh, [Replicate()])
+    found["input"] = _raised(linear, x)
+    with fp8_model_init(recipe=CurrentScaling()):
+        held = apex_te.Linear(16, 16)
+    found["held"] = _raised(parallelize_module, held, mesh, column)
+    sharded = apex_te.LayerNormLinear(HIDDEN, FFN)
+    parallelize_module(sharded, mesh, column)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("d", "t"))["t"])
+    found["reshard"] = _raised(sharded.forward_with_residual, torch.randn(4, HIDDEN), None)
+    return found
+
+
+def test_refusals(two_ranks):
+    gemm = "must be whole before a style is applied, got tp_size"
+    expected = {
+        "mesh": "ValueError: ColumnParallel: device_mesh must have one dimension",
+        "kind": "TypeError: ColumnParallel: module must be a Linear or LayerNormLinear, got Linear",
+        "norm": "TypeError: ColumnParallel: module must be a Linear or LayerNormLinear, got LayerN",
+        "row": "TypeError: RowParallel: module must be a Linear, got LayerNormLinear",
+        "size": "ValueError: ColumnParallel: Linear: out_features must be a multiple of the 2",
+        "part": "ValueError: ColumnParallel: Linear: parameters_split['a'] must be a multiple of",
+        "option": "TypeError: ColumnParallel: sequence_parallel must be a bool, got int",
+        "fused": "NotImplementedError: ColumnParallel: Linear.fuse_wgrad_accumulation must be F",
+        "later": "NotImplementedError: ColumnParallel: Linear.delay_wgrad_compute must be False",
+        "none": "ValueError: ColumnParallel: Linear must own its weight",
+        "gated": "NotImplementedError: LayerParallel: LayerNormMLP.activation must be without a g",
+        "flat": "NotImplementedError: LayerParallel: MultiheadAttention.qkv_weight_interleaved mus",
+        "heads": "ValueError: LayerParallel: MultiheadAttention: num_attention_heads must be a mul",
+        "own": "ValueError: LayerParallel: MultiheadAttention must be whole before a style",
+        "already": f"ValueError: ColumnParallel: Linear {gemm} 2 and parallel mode 'column'",
+        "twice": f"ValueError: ColumnParallel: Linear {gemm} 2 and parallel mode 'column'",
+        "again": f"ValueError: RowParallel: Linear {gemm} 2 and parallel mode 'column'",
+        "input": "TypeError: Linear: inp must be this rank's part as a plain tensor, got a DTensor",
+        "held": "NotImplementedError: ColumnParallel: Linear.weight must be a plain torch.nn.Par",
+        "reshard": "RuntimeError: LayerNormLinear: layer_norm_weight must be gathered over the dat",
+    }
+    for found in two_ranks.run(_refused):
+        assert found.keys() == expected.keys()
+        for key, message in expected.items():
+            assert found[key].startswith(message), found[key]
+
+
+def _others(rank):
+    """Copies, a checkpointed forward, evaluation, a frozen weight, one rank alone."""
+    whole, mesh = whole_module("mlp"), tp_mesh()
+    part = parallelized(whole, "mlp", False, mesh)
+    ((x, dy),) = batches(1)
+    expected = step(part, x, dy, None)
+    grads = {k: p.grad.full_tensor() for k, p in part.named_parameters()}
+    copied = copy.deepcopy(part)
+    copied.get_parameter("fc1_weight").requires_grad_(False)
+    y, dx = step(copied, x, dy, None)
+    assert torch.equal(y, expected[0])
+    assert torch.equal(dx, expected[1])
+    assert copied.get_parameter("fc1_weight").grad is None
+    assert torch.equal(copied.get_parameter("fc2_weight").grad.full_tensor(), grads["fc2_weight"])
+    with torch.no_grad():
+        assert torch.equal(part(x), expected[0])
+    part.zero_grad()
+    own = x.clone().requires_grad_()
+    apex_te.checkpoint(part, own).backward(dy)
+    assert torch.equal(own.grad, expected[1])
+    for key, parameter in part.named_parameters():
+        assert torch.equal(parameter.grad.full_tensor(), grads[key])
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    single = parallelized(whole, "mlp", True, alone)
+    y, dx = step(single, x, dy, None)
+    assert torch.equal(y, step(whole, x, dy, None)[0])
+    assert isinstance(single.fc1_weight, DTensor)
+    return isinstance(part, apex_te.LayerNormMLP), type(part).__name__
+
+
+def test_other_uses(two_ranks):
+    assert two_ranks.run(_others) == [(True, "LayerNormMLP")] * 2
+
+
+def _whole_ones(rank):
+    """Modules that stay whole: no collective, gradients that are not summed."""
+    linear, grouped = apex_te.Linear(HIDDEN, 16), apex_te.GroupedLinear(2, HIDDEN, 16)
+    x, found = torch.randn(8, HIDDEN), []
+    for module, args in ((linear, ()), (grouped, ([3, 5],)), (apex_te.RMSNorm(HIDDEN), ())):
+        part = parallelize_module(copy.deepcopy(module), tp_mesh(), Replicated())
+        module.load_state_dict({k: p.to_local() for k, p in part.state_dict().items()})
+        outs = [m(x, *args) for m in (module, part)]
+        for out in outs:
+            out.sum().backward()
+        found.append(torch.equal(*outs))
+        for key, parameter in module.named_parameters():
+            found.append(torch.equal(part.get_parameter(key).grad.full_tensor(), parameter.grad))
+    return all(found)
+
+
+def test_replicated(two_ranks):
+    assert two_ranks.run(_whole_ones) == [True, True]
+
+
+def _microbatches(rank):
+    """FP8 weights kept over microbatches are made again when the optimizer has stepped."""
+    part = parallelized(whole_module("pair"), "pair", False, tp_mesh())[1]
+    optimizer = torch.optim.SGD(part.parameters(), lr=1.0)
+    x = torch.randn(16, HIDDEN)
+    with fp8_autocast(True, CurrentScaling()):
+        first = part(x, is_first_microbatch=True)
+        assert torch.equal(part(x, is_first_microbatch=False), first)
+    kept = part._modes.weight_cache[0][1]
+    first.sum().backward()
+    optimizer.step()
+    with fp8_autocast(True, CurrentScaling()):
+        stale = part(x, is_first_microbatch=False)
+        assert torch.equal(stale, part(x))
+    assert part._modes.weight_cache[0][1] is not kept
+    return torch.equal(stale, first)
+
+
+def test_weight_cache(two_ranks):
+    assert two_ranks.run(_microbatches) == [False, False]
+
+
+def _sharded_microbatches(rank):
+    """``fully_shard`` frees weights, so none is kept: the promise of False changes nothing."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    part = parallelized(whole_module("pair"), "pair", True, mesh["tp"])[1]
+    fully_shard(part, mesh=mesh["dp"])
+    optimizer = torch.optim.SGD(part.parameters(), lr=1.0)
+    x = torch.randn(16, HIDDEN)
+    with warnings.catch_warnings(), fp8_autocast(True, CurrentScaling()):
+        warnings.simplefilter("ignore")
+        first = part(x, is_first_microbatch=True)
+        first.sum().backward()
+        optimizer.step()
+        later = part(x, is_first_microbatch=False)
+        return torch.equal(later, part(x)), torch.equal(later, first)
+
+
+def test_weight_cache_under_fully_shard(two_ranks):
+    assert two_ranks.run(_sharded_microbatches) == [(True, False)] * 2
