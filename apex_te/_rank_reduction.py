@@ -2,9 +2,10 @@
 
 The buffer has the slots of every FP8 module that the process has constructed, in that order,
 whether it has run (else 0) and still exists or not: then the ranks' buffers agree even where they
-skip modules or collect garbage at different times. A header says how many modules there are and
-of which sizes. Its size is a multiple of 16384 numbers, so that ranks that differ still take part
-in the same collective and learn from the header that they do.
+skip modules or collect garbage at different times. A header says how many modules there are, of
+which sizes and classes and in which layers. The buffer's size is a multiple of 16384 numbers, so
+that ranks that differ still take part in the same collective and learn from the header that they
+do.
 """
 
 from __future__ import annotations
@@ -32,13 +33,18 @@ class RankReduction:
     """Reduces rows of staged amaxes, and sees to it that the ranks mean the same by them.
 
     Args:
-        sizes: slots of each module of the process, in the order of construction.
+        sizes, labels: slots of each module of the process, in the order of construction, and what
+            all ranks call it.
         rows: fp32 rows to be reduced and where each begins among the slots.
         device: of the collective, if there is no row.
     """
 
     def __init__(
-        self, sizes: Sequence[int], rows: list[tuple[int, torch.Tensor]], device: torch.device
+        self,
+        sizes: Sequence[int],
+        labels: Sequence[str],
+        rows: list[tuple[int, torch.Tensor]],
+        device: torch.device,
     ) -> None:
         if rows:
             device = rows[0][1].device
@@ -47,7 +53,7 @@ class RankReduction:
         capacity = -(-used // _QUANTUM) * _QUANTUM
         with torch.inference_mode(False):
             self._buffer = torch.zeros(capacity, dtype=torch.float32, device=device)
-            digest = zlib.crc32(repr(list(sizes)).encode()) & _TOP
+            digest = zlib.crc32(repr((list(sizes), list(labels))).encode()) & _TOP
             header = [self._modules, _TOP - self._modules, digest, _TOP - digest]
             self._own = torch.tensor(header, dtype=torch.int32).to(device)
             self._found = torch.empty(_HEADER, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -96,11 +102,17 @@ class RankReduction:
         most, least, digest, other = self._found.tolist()
         if most == _TOP - least and digest == _TOP - other:
             return
+        hint = ""
+        if most == _TOP - least:
+            hint = (
+                ", whose sizes, classes or layer numbers differ: are there ranks of another "
+                "pipeline stage among them?"
+            )
         what = "the whole world" if group is None else f"ranks {_ranks(group)}"
         raise RankMismatchError(
             f"fp8_autocast: every rank of fp8_group ({what}) must have constructed the same FP8 "
             f"modules in the same order; this rank has {self._modules}, the ranks have from "
-            f"{_TOP - least} to {most}"
+            f"{_TOP - least} to {most}{hint}"
         )
 
 

@@ -64,6 +64,7 @@ class Registry:
         self._states: dict[int, weakref.ref[FP8State]] = {}
         self._next = 0
         self._sizes: list[int] = []  # slots of every state there ever was
+        self._labels: list[str] = []  # and whose it was
         self._plan: UpdatePlan | None = None
         # Reentrant: the garbage collector may drop a state while the lock is held.
         self._lock = threading.RLock()
@@ -74,6 +75,7 @@ class Registry:
             key = self._next
             self._next += 1
             self._sizes.append(state.slots)
+            self._labels.append(state.label)
 
             def dropped(_: Any, key: int = key) -> None:
                 self._states.pop(key, None)
@@ -82,6 +84,11 @@ class Registry:
             self._states[key] = weakref.ref(state, dropped)
             self._plan = None
             state.number = key
+
+    def relabel(self, state: FP8State) -> None:
+        """The label of ``state`` is another one."""
+        self._labels[state.number] = state.label
+        self._plan = None
 
     def state(self, number: int) -> FP8State:
         """The living state with this number."""
@@ -133,7 +140,7 @@ class Registry:
             for state in states:
                 if state.recipe is None:  # loaded, with functions that no file can hold
                     state.recipe = recipe
-            plan = self._plan = UpdatePlan(states, self._sizes)
+            plan = self._plan = UpdatePlan(states, self._sizes, self._labels)
         last = self._recipe if recipe is None else recipe
         plan.run(group, getattr(last, "reduce_amax", True))
         self.pending = 0

@@ -72,7 +72,12 @@ class fp8_autocast:
         enabled: run in FP8; False inside an enabled region switches it off.
         fp8_recipe: a recipe, default ``DelayedScaling()``; read on entry. A bool here is taken as
             ``calibrating``.
-        fp8_group: process group over which amaxes are MAX-reduced; None is the whole world.
+        fp8_group: process group over which amaxes are MAX-reduced; None is the whole world. Its
+            ranks have the same FP8 modules: data-, tensor- and expert-parallel ones, never those of
+            another pipeline stage. Ranks whose modules differ in number, size, class or the
+            ``layer_number`` of their TransformerLayer or MultiheadAttention get a RankMismatchError
+            at the first update. Stages that are equal in all of these cannot be told apart: each
+            other's amaxes would then set their scales, which are too small for one of them.
         calibrating: collect amaxes even where ``enabled`` is False (results in high precision).
 
     Scales move in one place: on entering an outermost region with grad enabled, once ``interval``

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .parameter_dispatch import DTYPES, KERNEL_DTYPES, cloned, dispatch
+from .parameter_gathered import Gathered, gathered_codes, replace, shard_codes
 from .parameter_ops import quantizers_of, transposed, values
 from .quantizer import GemmQuantizers
 from .quantizer.products import Products
@@ -15,7 +16,7 @@ from .quantizer.stored import Layout, layout_of, pack_recipe, stored_recipe, unp
 from .recipe import Recipe
 from .tensor import QuantizedTensor
 
-__all__ = ["FP8Parameter", "held_copies", "plain_values"]
+__all__ = ["FP8Parameter", "held_copies", "plain_values", "record_weight"]
 
 
 class _Initial:
@@ -52,6 +53,7 @@ class FP8Parameter(torch.Tensor):
     _codes: torch.dtype
     _read_by: type[Products]
     _is_matrix: bool
+    _gathered: Gathered | None = None  # of a whole weight that FSDP2 made of shards
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -218,11 +220,11 @@ class FP8Parameter(torch.Tensor):
 
     def _write(self, source: torch.Tensor) -> None:
         """Quantize ``source``, or take over its codes; addresses stay."""
-        if not self._writable:
+        if not self._writable and self.numel():
             raise NotImplementedError(
                 "FP8Parameter: only a whole weight can be written to, got a part of one"
             )
-        if self.device.type == "meta":
+        if self.device.type == "meta" or not self.numel():
             return
         held = self._held
         codes, scale_inv = held.rowwise, held.rowwise_scale_inv
@@ -274,18 +276,8 @@ class FP8Parameter(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """The codes as bytes and the scales of this shard; all shards hold the same rows."""
-        layout, held = self._layout, self._held
-        assert held.rowwise is not None
-        assert held.rowwise_scale_inv is not None
-        if layout.block_rows and self.shape[0] % layout.block_rows:
-            raise NotImplementedError(
-                f"FP8Parameter: FSDP2 shards must be of whole blocks, got {list(self.shape)} "
-                f"with {layout.name}"
-            )
-        dtype = getattr(mp_policy, "param_dtype", None)
-        context = (self._recipe, self.dtype if dtype is None else dtype, held.dtype)
-        return (held.rowwise.view(torch.uint8), held.rowwise_scale_inv), context
+        """The codes as bytes and the scales of this shard; all shards hold as many rows."""
+        return shard_codes(self, mesh, outer_size, mp_policy)
 
     def fsdp_post_all_gather(
         self,
@@ -296,21 +288,13 @@ class FP8Parameter(torch.Tensor):
         out: torch.Tensor | None = None,
     ) -> Any:
         """The whole weight over the gathered codes; into ``out`` from the second time on."""
-        recipe, dtype, codes_dtype = metadata
-        # With one rank FSDP2 hands over the first tensor only.
-        scale_inv = self._held.rowwise_scale_inv
-        if len(all_gather_outputs) > 1:
-            scale_inv = all_gather_outputs[1]
-        codes = all_gather_outputs[0]
-        assert scale_inv is not None
-        held = layout_of(recipe).gathered(codes.view(codes_dtype), scale_inv, codes_dtype)
-        if out is None:
-            return FP8Parameter(held, recipe, dtype), (codes,)
-        whole: Any = getattr(out, "_local_tensor", out)
-        target: QuantizedTensor = whole._held
-        target.rowwise, target.rowwise_scale_inv = held.rowwise, held.rowwise_scale_inv
-        target.transposed = target.transposed_scale_inv = None
-        return None
+        held, recipe, dtype = gathered_codes(self, all_gather_outputs, metadata)
+        if out is not None:
+            replace(out, held, Gathered())
+            return None
+        whole = FP8Parameter(held, recipe, dtype)
+        whole._gathered = Gathered()
+        return whole, (all_gather_outputs[0],)
 
 
 def held_copies(
@@ -319,8 +303,17 @@ def held_copies(
     """The codes of ``weight``, if the products of ``quantizers`` read them; else None.
 
     ``with_transposed``: the transposed copy, too, made for this call or, with ``keep``, until the
-    next write.
+    next write. Without it a forward reads them.
+
+    Errors: ValueError for gathered codes that are not those of ``quantizers``.
     """
+    if weight._gathered is not None:
+        if torch.compiler.is_compiling():
+            raise NotImplementedError(
+                "FP8Parameter: a weight that FSDP2 gathers in FP8 must be read outside of a graph "
+                "of torch.compile"
+            )
+        weight._gathered.read_by(quantizers, not with_transposed)
     dtype = quantizers.weight.dtype
     if weight._read_by is not type(quantizers.products) or weight._codes is not dtype:
         return None
@@ -345,6 +338,15 @@ def held_copies(
 def plain_values(weight: torch.Tensor) -> torch.Tensor:
     """``weight``, of an FP8Parameter its values."""
     return weight.dequantize() if type(weight) is FP8Parameter else weight
+
+
+def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
+    """Stage the amax of ``weight`` without a cast."""
+    gathered = weight._gathered if type(weight) is FP8Parameter else None
+    if gathered is None or gathered.settings is None:
+        quantizer.record(plain_values(weight).contiguous())
+    elif gathered.amax is not None:
+        quantizer.stage(gathered.amax, gathered.group)
 
 
 class _Dequantize(torch.autograd.Function):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from .parameter_gathered import joined
 from .tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -107,7 +108,21 @@ def _on_values(cls: type[FP8Parameter], func: Any, args: tuple, kwargs: dict[str
 
 @_handles(_aten.detach.default, _aten.alias.default)
 def _detach(cls: type[FP8Parameter], x: FP8Parameter) -> FP8Parameter:
-    return x._like(x._held, shape=x.shape, writable=x._writable)
+    alias = x._like(x._held, shape=x.shape, writable=x._writable)
+    alias._gathered = x._gathered
+    return alias
+
+
+@_handles(_aten.cat.default)
+def _cat(cls: type[FP8Parameter], tensors: Any, dim: int = 0) -> torch.Tensor:
+    """Rows of gathered parts as one weight, which a layer of several parameters computes with."""
+    if dim == 0 and all(type(t) is cls for t in tensors):
+        whole = joined(tensors)
+        if whole is not None:
+            new = tensors[0]._like(whole[0])
+            new._gathered = whole[1]
+            return new
+    return _on_values(cls, _aten.cat.default, (tensors, dim), {})
 
 
 @_handles(_aten.clone.default)
@@ -242,6 +257,12 @@ def _new_zeros(
     device = x.device if device is None else device
     if len(size) != 2 or dtype not in DTYPES:
         return torch.zeros(size, dtype=dtype, device=device)
+    if 0 < size[0] < x.shape[0] and x.shape[0] % size[0]:
+        # On every rank, also on those that would find their rows whole.
+        raise NotImplementedError(
+            "FP8Parameter: FSDP2 shards must be of as many rows on each rank, got "
+            f"{list(x.shape)} in shards of {size[0]} rows"
+        )
     new = cls.empty(tuple(size), x._recipe, dtype, device)
 
     assert new._held.rowwise is not None

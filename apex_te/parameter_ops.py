@@ -29,7 +29,8 @@ _library.define(
 @functools.cache
 def quantizers_of(recipe: Recipe, device: torch.device) -> GemmQuantizers:
     """The quantizers of a recipe that keeps no state."""
-    return build_quantizers(recipe, FP8State(), device).frozen[0]
+    # None of the states that ranks compare: perhaps one rank alone reads such a weight.
+    return build_quantizers(recipe, FP8State(registered=False), device).frozen[0]
 
 
 def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -148,10 +148,13 @@ class _Group:
 class UpdatePlan:
     """The tensors of all states, grouped once and reused until a state changes."""
 
-    def __init__(self, states: Sequence[FP8State], sizes: Sequence[int]) -> None:
-        """``sizes``: slots of every state of the process by its number."""
+    def __init__(
+        self, states: Sequence[FP8State], sizes: Sequence[int], labels: Sequence[str]
+    ) -> None:
+        """``sizes``, ``labels``: slots and owner of every state of the process by its number."""
         self.groups: dict[tuple, _Group] = {}
         self.sizes = tuple(sizes)
+        self.labels = tuple(labels)
         self.staged: list[tuple[int, torch.Tensor]] = []
         self.reduction: RankReduction | None = None
         self.finished: list[list[bool]] = []
@@ -186,7 +189,8 @@ class UpdatePlan:
         """Reduce over ``process_group`` if the recipe asks for it, then update every slot."""
         if reduce_amax and world_size(process_group) > 1:
             if self.reduction is None:
-                self.reduction = RankReduction(self.sizes, self.staged, _device_of(process_group))
+                device = _device_of(process_group)
+                self.reduction = RankReduction(self.sizes, self.labels, self.staged, device)
             self.reduction.run(process_group)
         for (device, *_), group in self.groups.items():
             update_scales(*group.lists(), group.fp8_max, group.recipe, nonfinite_count(device))

@@ -23,6 +23,7 @@ __all__ = [
     "init_fp8_state",
     "intern",
     "nonfinite_count",
+    "number_layer",
     "registry",
 ]
 
@@ -50,12 +51,15 @@ class Compiled:
 class FP8State:
     """Scales and amax histories of one module, fp32, allocated at its first FP8 forward.
 
+    ``registered=False``: none of the process's states, whose scales move and which ranks compare.
+
     Attributes (``L`` = history length, ``G`` = GEMMs of the module; forward slots of a GEMM: input,
     weight, output; backward slots: grad_output, grad_input):
         scale_fwd, scale_inv_fwd: ``[3 G]``; scale_bwd, scale_inv_bwd: ``[2 G]``.
         amax_history_fwd: ``[L, 3 G]``; amax_history_bwd: ``[L, 2 G]``. Row 0 is the staging row
             into which casts write, row 1 the oldest, row ``L - 1`` the newest.
         first_due: per slot, True while ``first_step="current"`` has still to set its scale.
+        label: the module's class and, in a numbered layer, its number: the same on all ranks.
         recipe: the recipe of the last forward that keeps state, or None.
 
     The tensors keep their addresses from then on, until the module changes device or the
@@ -69,20 +73,23 @@ class FP8State:
     scale_inv_bwd: torch.Tensor
     amax_history_bwd: torch.Tensor
     number: int  # in the registry
+    label = ""
     handle: torch.Tensor  # its number, for compiled code
     _wrap: Callable[[QuantizerSets], QuantizerSets] | None = None
     _first_traced = False  # and the code sets the first scales
     _traced = False  # torch.compile has code that uses this state
 
-    def __init__(self, gemms: int = 1, owner: Any = None) -> None:
+    def __init__(self, gemms: int = 1, owner: Any = None, registered: bool = True) -> None:
         self.gemms = gemms
         self._owner = None if owner is None else weakref.ref(owner)
+        self.label = "" if owner is None else type(owner).__name__
         self.allocated = False
         self.device = torch.device("meta")
         self.recipe: DelayedScaling | None = None
         self.first_due = [True] * self.slots
         self.forget()
-        registry.add(self)
+        if registered:
+            registry.add(self)
 
     def forget(self) -> None:
         """Drop the quantizers, which hold views of the tensors and know their device."""
@@ -95,6 +102,13 @@ class FP8State:
         """Have the quantizers that modules get pass through ``wrap``; None ends that."""
         self._wrap = wrap
         self.forget()
+
+    @property
+    def header(self) -> torch.Tensor:
+        """What a state dict says of these tensors, JSON text as uint8."""
+        from .state_io import header_of
+
+        return header_of(self)
 
     @property
     def slots(self) -> int:
@@ -292,7 +306,7 @@ class FP8State:
         registry.changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"gemms", "allocated", "device", "recipe", "first_due", *TENSORS}
+        kept = {"gemms", "label", "allocated", "device", "recipe", "first_due", *TENSORS}
         return {key: value for key, value in self.__dict__.items() if key in kept}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
@@ -346,6 +360,17 @@ def init_fp8_state(model: torch.nn.Module, recipe: Recipe | None = None) -> None
         init = getattr(module, "_init_fp8_state", None)
         if init is not None:
             init(recipe)
+
+
+def number_layer(layer: torch.nn.Module, layer_number: int | None) -> None:
+    """Note in the FP8 states of ``layer`` which layer of the model it is, if that is known."""
+    if layer_number is None:
+        return
+    for module in layer.modules():
+        state = getattr(module, "_fp8", None)
+        if isinstance(state, FP8State):
+            state.label = f"{type(module).__name__} of layer {layer_number}"
+            registry.relabel(state)
 
 
 def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:

@@ -18,7 +18,7 @@ from .state import (
     warn_resized,
 )
 
-__all__ = ["load_state", "save_state"]
+__all__ = ["header_of", "load_state", "save_state"]
 
 VERSION = 1
 # Fixed for a number of GEMMs, so that checkpoints of one model always have the same shapes.
@@ -33,8 +33,12 @@ def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> Non
         return
     for name in TENSORS:
         destination[prefix + name] = getattr(state, name).detach().clone()
-    size = HEADER_BYTES + HEADER_BYTES_PER_SLOT * state.slots
-    destination[prefix + "header"] = _encode(_header(state), size)
+    destination[prefix + "header"] = header_of(state)
+
+
+def header_of(state: FP8State) -> torch.Tensor:
+    """The header of ``state``: JSON text, uint8, of one size for a number of GEMMs."""
+    return _encode(_header(state), HEADER_BYTES + HEADER_BYTES_PER_SLOT * state.slots)
 
 
 def _header(state: FP8State) -> dict[str, Any]:

@@ -1,6 +1,32 @@
-"""What training on several ranks needs: activation checkpoints and random states by name."""
+"""Training on several ranks: checkpoints, random states, FSDP2, styles, experts, main_grad."""
 
-from .checkpoint import checkpoint
+from typing import TYPE_CHECKING
+
+from .._lazy import attach
+from .checkpoint import checkpoint  # at once, or its module of the same name would take its place
 from .rng import CudaRNGStatesTracker
 
-__all__ = ["CudaRNGStatesTracker", "checkpoint"]
+if TYPE_CHECKING:
+    from .expert_parallel import Dispatch as Dispatch
+    from .expert_parallel import TokenDispatcher as TokenDispatcher
+    from .fsdp import enable_fp8_all_gather as enable_fp8_all_gather
+    from .main_grad import reduce_main_grads as reduce_main_grads
+    from .parallel_styles import ColumnParallel as ColumnParallel
+    from .parallel_styles import LayerParallel as LayerParallel
+    from .parallel_styles import Replicated as Replicated
+    from .parallel_styles import RowParallel as RowParallel
+    from .parallel_styles import SequenceParallel as SequenceParallel
+
+_NAMES = {
+    "ColumnParallel": "parallel_styles",
+    "Dispatch": "expert_parallel",
+    "LayerParallel": "parallel_styles",
+    "Replicated": "parallel_styles",
+    "RowParallel": "parallel_styles",
+    "SequenceParallel": "parallel_styles",
+    "TokenDispatcher": "expert_parallel",
+    "enable_fp8_all_gather": "fsdp",
+    "reduce_main_grads": "main_grad",
+}
+__all__ = ["CudaRNGStatesTracker", "checkpoint", *_NAMES]
+__getattr__, __dir__ = attach(__name__, _NAMES)

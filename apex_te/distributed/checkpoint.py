@@ -5,14 +5,17 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..autocast import is_process_group, local
 from ..state import registry
+from .collectives import world_size
+from .saved_parts import SavedInParts
 
 __all__ = ["checkpoint"]
 
@@ -34,11 +37,19 @@ def checkpoint(
 
     Args:
         function: any callable.
+        distribute_saved_activations: each rank of ``tp_group`` saves its part only of the first
+            tensor among the arguments: one of as many equal 1-D parts as there are ranks (the last
+            padded), which backward gathers. Every rank must have the same tensor, so not with
+            sequence parallelism; for ``use_reentrant=True``.
         get_rng_state_tracker: returns a tracker with ``get_states`` and ``set_states``.
+        tp_group: the tensor-parallel ranks.
         use_reentrant: as in ``torch.utils.checkpoint.checkpoint``; ``context_fn``,
             ``determinism_check``, ``debug`` and ``preserve_rng_state`` are passed on to it.
-        distribute_saved_activations, tp_group: not available yet; anything but the default raises
-            NotImplementedError.
+
+    Errors: TypeError for an argument of a wrong type; ValueError where
+    ``distribute_saved_activations`` lacks a ``tp_group`` or a tensor, or the module is
+    sequence-parallel; NotImplementedError for it with ``use_reentrant=False``, in a graph of
+    torch.compile, or with a tensor subclass.
 
     The earlier order ``checkpoint(function, distribute_saved_activations, get_cuda_rng_tracker,
     tp_group, *args)`` still works, with a warning.
@@ -52,26 +63,67 @@ def checkpoint(
         )
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
-    for name, value, default in (
-        ("distribute_saved_activations", distribute_saved_activations, False),
-        ("tp_group", tp_group, None),
-    ):
-        if value is not default:
-            raise NotImplementedError(
-                f"checkpoint: {name} must be {default!r} (parallelism is not available), "
-                f"got {value!r}"
-            )
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    distributes = _distributes(
+        function, distribute_saved_activations, tp_group, use_reentrant, (*args, *kwargs.values())
+    )
     if torch.compiler.is_compiling():  # the compiler repeats a region by itself
         options["use_reentrant"] = False
         return torch_checkpoint(function, *args, **options, **kwargs)
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     call = _Repeatable(function, tuple(kwargs), tracker)
     # Keyword arguments travel as positional ones, which the reentrant form can differentiate.
-    return torch_checkpoint(call, *args, *kwargs.values(), use_reentrant=use_reentrant, **options)
+    with ExitStack() as stack:
+        if distributes:  # the tensors are saved once the function has run
+            call.parts, call.stack = SavedInParts(tp_group), stack
+        return torch_checkpoint(
+            call, *args, *kwargs.values(), use_reentrant=use_reentrant, **options
+        )
 
 
 _OPTIONS = ("context_fn", "determinism_check", "debug", "preserve_rng_state")
+
+
+def _distributes(
+    function: Any, wanted: bool, group: Any, use_reentrant: bool, args: tuple[Any, ...]
+) -> bool:
+    """Whether the first tensor is saved in parts, after all that can be checked of it."""
+    if not isinstance(wanted, bool):
+        raise TypeError(
+            f"checkpoint: distribute_saved_activations must be a bool, got {type(wanted).__name__}"
+        )
+    if group is not None and not is_process_group(group):
+        raise TypeError(
+            "checkpoint: tp_group must be a torch.distributed.ProcessGroup, "
+            f"got {type(group).__name__}"
+        )
+    if not wanted:
+        return False
+    if group is None:
+        raise ValueError(
+            "checkpoint: tp_group must be given with distribute_saved_activations=True, got None"
+        )
+    if not use_reentrant or torch.compiler.is_compiling():
+        got = "a graph of torch.compile" if use_reentrant else "False"
+        raise NotImplementedError(
+            "checkpoint: use_reentrant must be True, in eager mode, with "
+            f"distribute_saved_activations=True, got {got}"
+        )
+    if not any(isinstance(value, torch.Tensor) for value in args):
+        raise ValueError(
+            "checkpoint: one of the arguments must be a tensor with "
+            f"distribute_saved_activations=True, got {len(args)} without"
+        )
+    owner = function if isinstance(function, torch.nn.Module) else None
+    owner = getattr(function, "__self__", None) if owner is None else owner
+    if isinstance(owner, torch.nn.Module):
+        for module in owner.modules():
+            if getattr(module, "sequence_parallel", False):
+                raise ValueError(
+                    "checkpoint: distribute_saved_activations must be False where ranks have "
+                    f"their own rows (sequence_parallel of {type(module).__name__}), got True"
+                )
+    return world_size(group) > 1
 
 
 def _is_earlier_order(args: tuple[Any, ...]) -> bool:
@@ -96,6 +148,8 @@ class _Repeatable:
         self.states = None if tracker is None else tracker.get_states()
         self.scales: _Scales | None = None
         self.has_run = False
+        self.parts: SavedInParts | None = None
+        self.stack: ExitStack | None = None  # what is entered here ends with the first run
 
     def __call__(self, *args: Any) -> Any:
         count = len(args) - len(self.keywords)
@@ -106,6 +160,9 @@ class _Repeatable:
         out = self.function(*args[:count], **keywords)
         self.has_run = True
         self.scales = _Scales.now()  # after the first run, which may have allocated them
+        if self.stack is not None and self.parts is not None:
+            self.stack.enter_context(saved_tensors_hooks(self.parts.pack, self.parts.unpack))
+            self.stack = self.parts = None
         return out
 
     @contextmanager

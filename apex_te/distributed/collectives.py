@@ -6,6 +6,7 @@ is gathered.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ __all__ = [
     "Pending",
     "all_gather_rows",
     "all_reduce",
+    "all_to_all_rows",
     "covers",
     "done",
     "max_over_ranks",
@@ -85,6 +87,21 @@ def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = 
     if out is None:
         out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
     work = distributed.reduce_scatter_tensor(out, x, group=group, async_op=True)
+    return Pending(out, work, x)
+
+
+def all_to_all_rows(
+    x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
+) -> Pending:
+    """Rows [sum(received), ..] that every rank has for this one, by rank.
+
+    ``x`` [sum(sent), ..] are this rank's rows for each of the others; any number, none included.
+    """
+    x = x.contiguous()
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    work = distributed.all_to_all_single(
+        _plain(out), _plain(x), list(received), list(sent), group=group, async_op=True
+    )
     return Pending(out, work, x)
 
 

@@ -199,7 +199,7 @@ def _saves_its_own(module: torch.nn.Module) -> bool:
 
 def _converted(found: TEState, gemms: int) -> FP8State:
     """``found`` as the state of a module with so many GEMMs, with the slots that it lacks."""
-    state = FP8State(gemms)
+    state = FP8State(gemms, registered=False)  # perhaps read on one rank only
     state.allocate(found.amax_history_fwd.shape[0], torch.device("cpu"))
     by_kind = _goes_by_kind(found.amax_history_fwd, gemms)
     for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from .._traced_region import follow_traced_region
 from ..autocast import graph_task_id, local
-from ..parameter import FP8Parameter, held_copies, plain_values
+from ..distributed._sharded_weight import plain_entry
+from ..parameter import FP8Parameter, held_copies, plain_values, record_weight
 from ..state import FP8State, intern
 from ..state_io import NAMES, load_state, save_state
 from ..tensor import QuantizedTensor
@@ -24,6 +28,15 @@ if TYPE_CHECKING:
 __all__ = ["FP8Module"]
 
 STATE_PREFIX = "fp8_state."
+
+
+@functools.cache
+def _say_cache_is_off() -> None:
+    warnings.warn(
+        "apex_te: is_first_microbatch keeps no FP8 weights under fully_shard, which frees the "
+        "weights they are made of; apex_te.distributed.enable_fp8_all_gather gathers FP8 codes",
+        stacklevel=4,
+    )
 
 
 class CapturedWeights:
@@ -61,19 +74,25 @@ class CapturedWeights:
 class Modes:
     """Per-module memory between forwards; slots, because nn.Module's setattr is slow.
 
-    ``recompute`` and ``recompute_fp8`` describe the last recorded forward; ``weight_cache`` holds
+    ``recompute`` and ``recompute_fp8`` describe the last recorded forward, ``in_ddp`` the last one
+    that was not a recompute; ``weight_cache`` holds
     the FP8 weights of ``is_first_microbatch`` by GEMM; ``delayed`` the weight gradients to come;
-    ``captured`` takes the place of the cache while a CUDA graph is being made.
+    ``captured`` takes the place of the cache while a CUDA graph is being made; ``gathered`` says by
+    parameter how FSDP2 gathers weights in FP8.
     """
 
-    __slots__ = ("captured", "delayed", "recompute", "recompute_fp8", "weight_cache")
+    __slots__ = (
+        "captured", "delayed", "gathered", "in_ddp", "recompute", "recompute_fp8", "weight_cache"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.captured: CapturedWeights | None = None
+        self.in_ddp = False
         self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
         self.weight_cache: dict[int, tuple[tuple, QuantizedTensor]] = {}
         self.delayed: list[Callable[[], None]] = []
+        self.gathered: dict[str, Any] = {}
 
 
 class FP8Module(torch.nn.Module):
@@ -89,6 +108,11 @@ class FP8Module(torch.nn.Module):
         # Plain attributes, not buffers: DDP would broadcast buffers and half() would cast them.
         self._fp8 = FP8State(gemms, self)
         self._modes = Modes()
+
+    @property
+    def fp8_state(self) -> FP8State:
+        """The FP8 state, where names in a state dict point to, as tools that follow them expect."""
+        return self._fp8
 
     def _state_device(self) -> torch.device:
         for parameter in self._parameters.values():
@@ -160,8 +184,15 @@ class FP8Module(torch.nn.Module):
     def _options(self, is_first_microbatch: bool | None) -> GemmOptions:
         """How this forward wants its GEMMs."""
         accumulate = None
+        in_ddp = False
         if self.fuse_wgrad_accumulation:
             accumulate = is_first_microbatch is not True
+            in_ddp = DistributedDataParallel._active_ddp_module is not None
+            if not torch.compiler.is_compiling():
+                modes = self._modes
+                if graph_task_id() == -1:
+                    modes.in_ddp = in_ddp
+                in_ddp = modes.in_ddp  # a recompute, in backward, is what its first run was
         delayed = None
         if self.delay_wgrad_compute:
             if torch.compiler.is_compiling() and torch.is_grad_enabled():
@@ -170,7 +201,7 @@ class FP8Module(torch.nn.Module):
                     "of torch.compile, whose tensors are gone after backward, got True"
                 )
             delayed = self._modes.delayed.append
-        return GemmOptions(accumulate, self.save_original_input, delayed)
+        return GemmOptions(accumulate, self.save_original_input, delayed, None, in_ddp)
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that ``delay_wgrad_compute=True`` left out of backward."""
@@ -193,7 +224,7 @@ class FP8Module(torch.nn.Module):
         if quantizers is not None:
             with torch.no_grad():
                 quantizers.input.record(as_matrix(inp))
-                quantizers.weight.record(plain_values(weight).contiguous())
+                record_weight(weight, quantizers.weight)
         own_wgrad = options.accumulate is not None or options.delayed is not None
         own_wgrad = own_wgrad and weight.requires_grad and torch.is_grad_enabled()
         if own_wgrad or options.parallel is not None:
@@ -261,7 +292,7 @@ class FP8Module(torch.nn.Module):
                 captured.quantized(gemm, weight, quantizers[gemm])
                 for gemm, weight in enumerate(weights)
             )
-        if is_first_microbatch is None:
+        if is_first_microbatch is None or self._sharded_by_fsdp(weights):
             return (None,) * len(weights)
         if torch.compiler.is_compiling():
             return tuple(
@@ -275,9 +306,25 @@ class FP8Module(torch.nn.Module):
             for gemm, weight in enumerate(weights)
         )
 
+    def _sharded_by_fsdp(self, weights: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the weights' memory is FSDP's, which gathers another time what it had freed."""
+        if not self.__dict__.get("_is_fsdp_managed_module", False):
+            return False
+        # Codes that were gathered are what a cache would hold.
+        if not all(type(w) is FP8Parameter and w._gathered is not None for w in weights):
+            _say_cache_is_off()
+        return True
+
+    def _gemm_weights(self) -> list[list[str]]:
+        """Names of the parameters whose rows are the weight of each GEMM."""
+        names = [name for name, p in self._parameters.items() if p is not None and p.dim() == 2]
+        return [names] if self._fp8.gemms == 1 else [[name] for name in names]
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         self._modes.weight_cache.clear()
+        for source in self._modes.gathered.values():
+            source.renew(self)
         state = self._fp8
         if state.allocated:
             owned = any(p is not None for p in self._parameters.values())
@@ -303,8 +350,9 @@ class FP8Module(torch.nn.Module):
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, value in self._parameters.items():
-            if type(value) is FP8Parameter and not keep_vars:
-                destination[prefix + name] = value.detach().dequantize()
+            plain = None if value is None or keep_vars else plain_entry(value)
+            if plain is not None:
+                destination[prefix + name] = plain
         save_state(self._fp8, destination, prefix + STATE_PREFIX)
 
     def _load_from_state_dict(
@@ -321,6 +369,8 @@ class FP8Module(torch.nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
         self._modes.weight_cache.clear()
+        for source in self._modes.gathered.values():
+            source.renew(self)
         own = {prefix + STATE_PREFIX + name for name in NAMES}
         unexpected_keys[:] = [key for key in unexpected_keys if key not in own]
         if not any(key.startswith(prefix) for key in state_dict):

@@ -42,12 +42,14 @@ class GemmOptions(NamedTuple):
     ``accumulate``: None makes ``weight.grad``; True adds to ``weight.main_grad``, False overwrites
     it. ``save_original``: save the input as it came instead of its FP8 copy. ``delayed``: takes the
     weight gradient's computation, to be run later. ``parallel``: the collectives around the GEMM.
+    ``in_ddp``: DistributedDataParallel runs this forward and waits for gradients.
     """
 
     accumulate: bool | None = None
     save_original: bool = False
     delayed: Callable[[Callable[[], None]], None] | None = None
     parallel: TensorParallel | None = None
+    in_ddp: bool = False
 
 
 class GemmPlan(NamedTuple):

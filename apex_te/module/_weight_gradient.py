@@ -12,7 +12,7 @@ from ..ops.byte_transpose import byte_transpose
 from ..tensor import QuantizedTensor
 from ._gemm import GemmOptions, GemmPlan, saves_values
 
-__all__ = ["plain_weight_gradient", "weight_gradient"]
+__all__ = ["dummy_gradient", "main_grad_of", "plain_weight_gradient", "weight_gradient"]
 
 _dummies: dict[tuple, torch.Tensor] = {}
 
@@ -42,9 +42,7 @@ def plain_weight_gradient(
     options: GemmOptions,
 ) -> torch.Tensor | None:
     """``weight_gradient`` of a GEMM in high precision."""
-    return _now_or_later(
-        parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options.accumulate)
-    )
+    return _now_or_later(parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options))
 
 
 def _now_or_later(
@@ -76,7 +74,7 @@ def _weight_gradient(
     if gathered is not None:
         x = gathered.wait()
     if quantizers.high_precision_wgrad:
-        return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options.accumulate)
+        return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options)
     assert quantized is not None
     if saves_values(plan):
         inp = quantizers.input.requantize(x, x_scale)
@@ -86,36 +84,40 @@ def _weight_gradient(
         inp = QuantizedTensor(None, None, x, x_scale, quantizers.input.dtype)
     if options.accumulate is None:
         return quantizers.products.wgrad(quantized, inp, plan.weight_dtype)
-    main_grad, accumulate = _main_grad(plan.parameter, options.accumulate)
+    main_grad, accumulate = main_grad_of(plan.parameter, options)
     quantizers.products.wgrad(quantized, inp, main_grad.dtype, main_grad, accumulate)
-    return _dummy_gradient(plan.parameter)
+    return dummy_gradient(plan.parameter)
 
 
 def _plain_wgrad(
-    dy: Any, x: Any, parameter: Any, dtype: torch.dtype, accumulate: bool | None
+    dy: Any, x: Any, parameter: Any, dtype: torch.dtype, options: GemmOptions
 ) -> torch.Tensor | None:
     """Weight gradient in high precision, returned or put into ``main_grad``."""
     grad = torch.mm(dy.t(), x.to(dy.dtype))
-    if accumulate is None:
+    if options.accumulate is None:
         return grad.to(dtype)
-    main_grad, accumulate = _main_grad(parameter, accumulate)
+    main_grad, accumulate = main_grad_of(parameter, options)
     if accumulate:
         main_grad.add_(grad)
     else:
         main_grad.copy_(grad)
-    return _dummy_gradient(parameter)
+    return dummy_gradient(parameter)
 
 
-def _main_grad(parameter: Any, accumulate: bool | None) -> tuple[torch.Tensor, bool]:
+def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bool]:
     """The preallocated gradient as [out, in], and whether to add to it."""
-    if hasattr(parameter, "__fsdp_param__"):
-        main_grad = parameter.get_main_grad()
+    get_main_grad = getattr(parameter, "get_main_grad", None)
+    if options.in_ddp and get_main_grad is None:
+        _check_owner(parameter)
+    if get_main_grad is not None:
+        main_grad = get_main_grad()
     else:
         main_grad = getattr(parameter, "main_grad", None)
     if main_grad is None:
         raise ValueError(
             "fuse_wgrad_accumulation: weight.main_grad must be a preallocated tensor when "
-            "fuse_wgrad_accumulation=True, got None"
+            "fuse_wgrad_accumulation=True, got None (under fully_shard, whose weights have no "
+            "main_grad, use fuse_wgrad_accumulation=False or weights with get_main_grad())"
         )
     if main_grad.numel() != parameter.numel() or not main_grad.is_contiguous():
         raise ValueError(
@@ -123,12 +125,25 @@ def _main_grad(parameter: Any, accumulate: bool | None) -> tuple[torch.Tensor, b
             f"{list(parameter.shape)}, "
             f"got {list(main_grad.shape)}"
         )
-    if getattr(parameter, "overwrite_main_grad", False):
-        accumulate = False
-    return main_grad.view(parameter.shape), bool(accumulate)
+    accumulate = options.accumulate is True and not getattr(parameter, "overwrite_main_grad", False)
+    return main_grad.view(parameter.shape), accumulate
 
 
-def _dummy_gradient(parameter: Any) -> torch.Tensor | None:
+def _check_owner(parameter: Any) -> None:
+    """Raises where DistributedDataParallel waits for a gradient that only ``main_grad`` gets."""
+    if hasattr(parameter, "grad_added_to_main_grad") or hasattr(parameter, "_ddp_ignored"):
+        return
+    raise ValueError(
+        "fuse_wgrad_accumulation: fuse_wgrad_accumulation must be False under "
+        "DistributedDataParallel, which does not reduce weight.main_grad, got True. Else have it "
+        "reduced by "
+        "apex_te.distributed.reduce_main_grads after backward, and let DistributedDataParallel "
+        "ignore the weight (_set_params_and_buffers_to_ignore_for_model, before wrapping) or "
+        "reduce a dummy gradient of it (set weight.grad_added_to_main_grad = False), got neither"
+    )
+
+
+def dummy_gradient(parameter: Any) -> torch.Tensor | None:
     """What autograd gets when the gradient is already in ``main_grad``.
 
     None leaves ``.grad`` at None. A framework that waits for a gradient hook sets

@@ -13,6 +13,7 @@ from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _arguments, _gemm
 from ._gemm import SAVED, GemmOptions, as_matrix
+from ._grouped_on_device import run_with_tensor_splits
 from ._linear_function import take_saved, without_autocast
 from ._parallel_module import ParallelModule, checked_mode, divided, tag
 from ._weight_gradient import plain_weight_gradient, weight_gradient
@@ -100,6 +101,7 @@ class GroupedLinear(ParallelModule):
         self.init_method = init_method
         self.name = name
         self._make_fp8_state(num_gemms)
+        self._group_quantizers: dict[int, tuple] = {}
         self._weight_names = tuple(f"weight{i}" for i in range(num_gemms))
         self._bias_names = tuple(f"bias{i}" for i in range(num_gemms)) if bias else ()
         for key in self._weight_names:
@@ -136,37 +138,62 @@ class GroupedLinear(ParallelModule):
     def forward(
         self,
         inp: torch.Tensor,
-        m_splits: Sequence[int],
+        m_splits: Sequence[int] | torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
         """Apply layer i to the i-th group of rows; gives [..., out_features].
 
         ``inp`` [..., in_features] has the dtype of the parameters (fp32, fp16 or bf16 for FP8), or
         any of these under ``torch.autocast``, whose dtype the output then has. ``m_splits`` are
-        the rows of each group, in order, 0 included, as ints on the host.
-        ``is_first_microbatch``: None quantizes the weights on each call, True keeps their FP8
-        copies, False reuses them while the weights are unchanged.
+        the rows of each group, in order, 0 included: ints on the host, or int32 or int64 [groups]
+        on the device of ``inp``, which nothing waits for on a GPU. ``is_first_microbatch``: None
+        quantizes the weights on each call, True keeps their FP8 copies, False reuses them while the
+        weights are unchanged.
 
-        Errors: TypeError for a dtype or ``m_splits`` that are no ints, ValueError for a shape or
-        ``m_splits`` that do not add up to the rows of ``inp``.
+        With a tensor, ``inp`` has room for the worst case: rows behind the last group are not read,
+        their outputs and gradients are zeros. Splits that are negative or exceed the rows are an
+        error on the CPU; on a GPU, where only the device sees them, all outputs and gradients
+        become NaN. There FP8 products are rounded to bfloat16, those in another dtype, too; torch
+        has them for ``Format.E4M3`` on sm_90 (other codes are decoded and multiplied in bfloat16),
+        and those in fp16 and fp32 cost as much as ``num_gemms`` layers over all rows.
+        ``fp8_statistics`` does not note them.
+
+        Errors: TypeError for a dtype or ``m_splits`` that are no ints, ValueError for a shape,
+        another device or ``m_splits`` that do not add up to the rows of ``inp``. With a tensor on a
+        GPU NotImplementedError, before anything runs, for FP8 in blocks or HiF8, FP8 with sizes
+        that are no multiples of 16, ``delay_wgrad_compute``, ``save_original_input``, FP8 weights
+        and ``torch.compile``.
         """
         weights = tuple([getattr(self, key) for key in self._weight_names])
         biases = tuple([getattr(self, key) for key in self._bias_names])
         dtype = self._compute_dtype(inp, self.in_features, weights + biases)
-        rows = math.prod(inp.shape[:-1])
-        splits = _arguments.checked_splits("GroupedLinear", self.num_gemms, m_splits, rows)
+        run: Callable[..., torch.Tensor]
+        splits: Any
+        if isinstance(m_splits, torch.Tensor):
+            run, splits = self._run_with_tensor, m_splits
+        else:
+            rows = math.prod(inp.shape[:-1])
+            splits = _arguments.checked_splits("GroupedLinear", self.num_gemms, m_splits, rows)
+            run = self._run
         applied = () if self.return_bias else biases
         device_type = inp.device.type
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):
-                out = self._run(inp, splits, weights, applied, dtype, is_first_microbatch)
+                out = run(inp, splits, weights, applied, dtype, is_first_microbatch)
         else:
-            out = self._run(inp, splits, weights, applied, dtype, is_first_microbatch)
+            out = run(inp, splits, weights, applied, dtype, is_first_microbatch)
         if not self.return_bias:
             return out
         if not biases:
             return out, [out.new_empty(0) for _ in weights]
         return out, [bias.to(dtype) for bias in biases]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies make quantizers of their own."""
+        return {**super().__getstate__(), "_group_quantizers": {}}
+
+    def _run_with_tensor(self, *arguments: Any) -> torch.Tensor:
+        return run_with_tensor_splits(self, *arguments)
 
     def _run(
         self,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..ops.rope import rope
+from ..state import number_layer
 from ._masks import Mask
 from ._parallel_module import checked_tp_size, divided, set_group_of_children
 from ._qk_norm import qk_norm
@@ -201,6 +202,7 @@ class MultiheadAttention(torch.nn.Module):
             parallel_mode=row,
             **shared,
         )
+        number_layer(self, layer_number)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Name the ranks over which heads are split; see ``Linear.set_tensor_parallel_group``."""

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from ..ops.bias_dropout_add import bias_dropout_add
+from ..state import number_layer
 from ._masks import Mask
 from ._parallel_module import checked_tp_size, set_group_of_children
 from .inference_params import InferenceParams
@@ -216,6 +217,7 @@ class TransformerLayer(torch.nn.Module):
                 zero_centered_gamma=zero_centered_gamma,
                 device=device,
             )
+        number_layer(self, layer_number)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Name the ranks that the layer is split over; see ``Linear.set_tensor_parallel_group``."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..ops.fp8_output import FP8_DTYPES, FP8Output
 from ..tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from .grouped import GroupQuantizer
 
 __all__ = ["Producer", "Quantizer", "shared_scale"]
 
@@ -79,6 +83,36 @@ class Quantizer:
     def shared(self, group: Any) -> Quantizer | None:
         """This quantizer with a scale that all ranks of ``group`` have, so that codes of rows can
         be gathered; None where the scheme has none, and values are gathered instead.
+        """
+        return None
+
+    def settings(self) -> tuple:
+        """What decides, besides amaxes, which codes a matrix gets."""
+        return (type(self).__name__, self.dtype)
+
+    def needs_whole_amax(self) -> bool:
+        """Whether codes of a matrix's rows depend on the amax of all of its rows now."""
+        return False
+
+    def quantize_rows(
+        self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Codes of some rows ``x`` as they are in the whole matrix, inverse scales, amax to stage.
+
+        ``amax`` fp32 [1]: of the whole, where that counts; a state keeps what it makes of it with
+        ``keep`` only.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__}: rows of a weight can not be quantized before they are "
+            "gathered, because its transposed copy is made of the values"
+        )
+
+    def stage(self, amax: torch.Tensor, group: Any) -> None:
+        """Record ``amax`` fp32 [1] of this rank's rows of a matrix that ``group`` has whole."""
+
+    def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
+        """One quantizer for groups of rows whose sizes only the device knows, of these of a module,
+        of which this is the first; None where the scheme has none.
         """
         return None
 

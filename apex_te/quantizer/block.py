@@ -51,6 +51,17 @@ class BlockQuantizer(Quantizer):
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
 
+    def settings(self) -> tuple:
+        return (*super().settings(), self.block_rows, self.pow2, self.eps)
+
+    def quantize_rows(
+        self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        made = self.quantize(x, True, False)[0]
+        assert made.rowwise is not None
+        assert made.rowwise_scale_inv is not None
+        return made.rowwise, made.rowwise_scale_inv, None
+
     def _decode(self, codes: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
         return block_dequantize(codes, scale_inv, block_rows=self.block_rows, dtype=dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,9 +10,11 @@ import torch
 from ..distributed.collectives import max_over_ranks
 from ..gpu_arch import formats_of
 from ..ops.current_scale import current_scale, scale_of, tensor_amax
+from ..ops.fp8_output import FP8_DTYPES
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets, stateless_sets
 from .base import Producer, Quantizer, shared_scale
+from .grouped import CurrentGroups, GroupQuantizer
 from .products import FP8Products
 
 if TYPE_CHECKING:
@@ -54,6 +57,21 @@ class CurrentScalingQuantizer(Quantizer):
         )  # fmt: skip
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
 
+    def settings(self) -> tuple:
+        return (*super().settings(), self.pow2, self.eps)
+
+    def needs_whole_amax(self) -> bool:
+        return True
+
+    def quantize_rows(
+        self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        out = current_scale(
+            x, self.dtype, transposed=False, eps=self.eps, pow2=self.pow2, amax=amax
+        )
+        assert out.rowwise is not None
+        return out.rowwise, out.scale_inv, None
+
     def produce(
         self, producer: Producer, rowwise: bool = True, transposed: bool = True
     ) -> QuantizedTensor:
@@ -70,6 +88,9 @@ class CurrentScalingQuantizer(Quantizer):
         out = producer.fp8(scale, dtype, rowwise, transposed, None)
         # The op's own inverse of the scale does not show an infinite amax.
         return QuantizedTensor(out.rowwise, scale_inv, out.transposed, scale_inv, dtype)
+
+    def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
+        return CurrentGroups(quantizers) if self.dtype in FP8_DTYPES else None
 
     def shared(self, group: Any) -> CurrentScalingQuantizer:
         return CurrentScalingQuantizer(self.dtype, self.pow2, self.eps, group)

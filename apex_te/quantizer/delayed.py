@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,11 +11,13 @@ import torch
 from ..distributed.collectives import covers, max_over_ranks
 from ..gpu_arch import formats_of
 from ..ops.cast_transpose import cast_transpose
+from ..ops.fp8_output import FP8_DTYPES
 from ..scale_update import update_scales
 from ..state import BACKWARD_SLOTS, FORWARD_SLOTS, registry
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets
 from .base import Producer, Quantizer, shared_scale
+from .grouped import DelayedGroups, GroupQuantizer
 from .products import FP8Products
 
 if TYPE_CHECKING:
@@ -32,7 +34,9 @@ GRAD_OUTPUT = 0
 class FirstStep:
     """Computes a slot's scale from the first tensor that it records (``first_step="current"``)."""
 
-    __slots__ = ("due", "fp8_max", "group", "index", "recipe", "scale", "scale_inv")
+    __slots__ = (
+        "due", "fp8_max", "group", "index", "on_device", "recipe", "scale", "scale_inv"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -50,6 +54,8 @@ class FirstStep:
         self.fp8_max = fp8_max
         self.recipe = recipe
         self.group: Any = None  # ranks whose largest amax counts
+        # int32 [groups]: the flags of groups whose splits are on the device (`grouped`)
+        self.on_device: torch.Tensor | None = None
 
     def over(self, group: Any) -> FirstStep:
         """The same with the largest amax of all ranks of ``group``."""
@@ -65,8 +71,12 @@ class FirstStep:
         measure(amax[0])
         if self.group is not None:
             max_over_ranks(amax, self.group)
+        self.take(amax, self.scale, self.scale_inv)
+
+    def take(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        """Make ``scale`` and its inverse of ``amax`` [1, 1], which is used up."""
         # A history of one row is this tensor alone: the same formula and guards as an update.
-        update_scales([amax], [self.scale], [self.scale_inv], [self.fp8_max], self.recipe, None)
+        update_scales([amax], [scale], [scale_inv], [self.fp8_max], self.recipe, None)
 
 
 class DelayedScalingQuantizer(Quantizer):
@@ -125,6 +135,43 @@ class DelayedScalingQuantizer(Quantizer):
         scale_inv = out[2]
         return QuantizedTensor(out[0], scale_inv, out[1], scale_inv, dtype), out[3]
 
+    def needs_whole_amax(self) -> bool:
+        first = self.first
+        return first is not None and first.due[first.index]
+
+    def quantize_rows(
+        self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first scale stays due until a forward stages the amax: the weight may change yet."""
+        scale = self.scale
+        if amax is not None and self.first is not None:
+            scale_inv = self.first.scale_inv
+            if not keep:
+                scale, scale_inv = scale.clone(), scale_inv.clone()
+            self.first.take(amax.clone().view(1, 1), scale, scale_inv)
+        own = torch.zeros(1, dtype=torch.float32, device=x.device)
+        out = cast_transpose(x, scale, self.dtype, transposed=False, amax=own)
+        assert out.rowwise is not None
+        return out.rowwise, out.scale_inv, own
+
+    def stage(self, amax: torch.Tensor, group: Any) -> None:
+        """As ``Quantizer.stage``.
+
+        Errors: ValueError where the scale is not computed from the amaxes of all of ``group``.
+        """
+        if self.amax is None:
+            return
+        if group is not None and not (self.reduced and covers(registry.group, group)):
+            raise ValueError(
+                "fp8_autocast: amaxes of weights that are gathered in FP8 must be reduced over "
+                "the ranks that have the shards (reduce_amax=True and an fp8_group with all of "
+                "them), got " + ("another fp8_group" if self.reduced else "reduce_amax=False")
+            )
+        first = self.first
+        if first is not None:
+            first.due[first.index] = False
+        torch.maximum(self.amax, amax, out=self.amax)
+
     def produce(
         self, producer: Producer, rowwise: bool = True, transposed: bool = True
     ) -> QuantizedTensor:
@@ -140,6 +187,9 @@ class DelayedScalingQuantizer(Quantizer):
             return None
         first = None if self.first is None else self.first.over(group)
         return DelayedScalingQuantizer(self.dtype, self.scale, self.amax, first, True)
+
+    def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
+        return DelayedGroups(quantizers) if self.dtype in FP8_DTYPES else None
 
     def record(self, x: torch.Tensor) -> None:
         """Stage max |x| of ``x`` [rows, cols] without quantizing it."""

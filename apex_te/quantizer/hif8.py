@@ -58,6 +58,21 @@ class HiF8Quantizer(Quantizer):
         )  # fmt: skip
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
 
+    def settings(self) -> tuple:
+        return (*super().settings(), self.target, self.pow2, self.eps)
+
+    def needs_whole_amax(self) -> bool:
+        return True
+
+    def quantize_rows(
+        self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        out = hif8.quantize_current(
+            x, self.target, transposed=False, eps=self.eps, pow2=self.pow2, amax=amax
+        )
+        assert out.rowwise is not None
+        return out.rowwise, out.scale_inv, None
+
     def shared(self, group: Any) -> HiF8Quantizer:
         return HiF8Quantizer(self.target, self.pow2, self.eps, group)
 

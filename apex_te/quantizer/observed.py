@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..tensor import QuantizedTensor
 from . import QuantizerSets
 from .base import Producer, Quantizer
+
+if TYPE_CHECKING:
+    from .grouped import GroupQuantizer
 
 __all__ = ["COUNTS", "FIELDS", "Note", "ObservedQuantizer", "measure", "observed_sets"]
 
@@ -48,7 +51,8 @@ class ObservedQuantizer(Quantizer):
             recorded (calibration).
         note: called with the tensor, what became of it and the quantizer.
 
-    What torch.compile traces and what a CUDA graph captures is not noted.
+    What torch.compile traces, what a CUDA graph captures and groups whose sizes only the device
+    knows are not noted.
     """
 
     __slots__ = ("inner", "note", "twin")
@@ -85,6 +89,23 @@ class ObservedQuantizer(Quantizer):
     def shared(self, group: Any) -> Quantizer | None:
         inner = self.inner.shared(group)
         return None if inner is None else ObservedQuantizer(inner, self.twin, self.note)
+
+    def settings(self) -> tuple:
+        return self.inner.settings()
+
+    def needs_whole_amax(self) -> bool:
+        return self.inner.needs_whole_amax()
+
+    def quantize_rows(
+        self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        return self.inner.quantize_rows(x, amax, keep)
+
+    def stage(self, amax: torch.Tensor, group: Any) -> None:
+        self.inner.stage(amax, group)
+
+    def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
+        return self.inner.grouped([quantizer.inner for quantizer in quantizers])
 
     def record(self, x: torch.Tensor) -> None:
         self.inner.record(x)

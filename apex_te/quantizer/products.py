@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from ..gpu_arch import has_fp8_products, nvidia_capability
-from ..ops import decoded_gemm, fp8_gemm
+from ..ops import decoded_gemm, fp8_gemm, grouped_gemm
 from ..ops.fp8_gemm import block_scaled_gemm
+from ..ops.grouped_quantize import Groups
 from ..tensor import QuantizedTensor
 
 __all__ = ["BlockProducts", "FP8Products", "HiF8Products", "MXProducts", "Products"]
@@ -83,6 +84,31 @@ class Products:
             out=out, out_dtype=out_dtype, accumulate=accumulate,
         )  # fmt: skip
 
+    def multiply_groups(
+        self,
+        product: int,
+        a: Any,
+        b: Any,
+        a_scale_inv: Any,
+        b_scale_inv: Any,
+        groups: Groups,
+    ) -> torch.Tensor:
+        """``b[g] @ a[r]`` of each row r of ``a`` and its group g, bfloat16, as
+        `scaled_multiply_groups`; ``product`` is FPROP or DGRAD.
+        """
+        raise NotImplementedError
+
+    def contract_groups(
+        self,
+        a: Any,
+        b: Any,
+        a_scale_inv: Any,
+        b_scale_inv: Any,
+        groups: Groups,
+    ) -> torch.Tensor:
+        """WGRAD of each group, bfloat16 [groups, M, N], as `scaled_contract_groups`."""
+        raise NotImplementedError
+
 
 class FP8Products(Products):
     """One scale for each operand: cuBLASLt's FP8 products, or decoded ones."""
@@ -101,6 +127,16 @@ class FP8Products(Products):
         return fp8_gemm.fp8_gemm(
             a, b, a_scale_inv, b_scale_inv, use_split_accumulator=self.split[product], **options
         )
+
+    def multiply_groups(self, product, a, b, a_scale_inv, b_scale_inv, groups):
+        _check_grouped(a, b)
+        fast = not self.split[product]
+        return grouped_gemm.scaled_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups, fast)
+
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups):
+        _check_grouped(a, b)
+        ends, fast = groups.column_ends, not self.split[WGRAD]
+        return grouped_gemm.scaled_contract_groups(a, a_scale_inv, b, b_scale_inv, ends, fast)
 
 
 class BlockProducts(Products):
@@ -146,6 +182,12 @@ class HiF8Products(Products):
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
         return decoded_gemm.hif8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+
+
+def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
+    if not grouped_gemm.multiplies_codes(a, b):
+        what = "FP8 matrix products of groups whose sizes are on the device"
+        _say_decoded(what, "sm_90 and Format.E4M3, the only ones torch has")
 
 
 def _say_decoded(what: str, needed: str) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ..ops import hif8
 from ..ops.block_quantize import scale_shape
+from ..ops.byte_transpose import byte_transpose
 from ..ops.cast_transpose import cast_transpose
 from ..ops.current_scale import current_scale, tensor_amax
 from ..recipe import BlockScaling, CurrentScaling, Format, MXFP8Scaling
@@ -35,10 +36,12 @@ class Layout:
     Attributes:
         name: the scheme's.
         block_rows: rows that share a scale; 0 where all do.
+        exact: the transposed codes made of the rowwise ones are those made of the values.
     """
 
     name: ClassVar[str]
     block_rows: ClassVar[int]
+    exact: ClassVar[bool] = True
 
     def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
         """Inverse scales without values."""
@@ -64,6 +67,24 @@ class Layout:
                 return None
             scale_inv = scale_inv[start // block : -(-stop // block)]
         return QuantizedTensor(codes[start:stop], scale_inv, None, None, held.dtype)
+
+    def joined(self, parts: list[QuantizedTensor]) -> QuantizedTensor | None:
+        """The rows of ``parts`` as one, of copied codes; None where they cut a block.
+
+        Parts with one scale for all have the same one.
+        """
+        dtype = parts[0].dtype
+        codes: list[torch.Tensor] = []
+        scales: list[torch.Tensor] = []
+        for part in parts:
+            assert part.rowwise is not None
+            assert part.rowwise_scale_inv is not None
+            if self.block_rows and codes and codes[-1].shape[0] % self.block_rows:
+                return None
+            codes.append(part.rowwise.view(torch.uint8))
+            scales.append(part.rowwise_scale_inv)
+        scale_inv = torch.cat(scales) if self.block_rows else scales[0]
+        return QuantizedTensor(torch.cat(codes).view(dtype), scale_inv, None, None, dtype)
 
     def gathered(
         self, codes: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
@@ -157,6 +178,7 @@ class MXBlocks(Layout):
 
     name = "MXFP8"
     block_rows = 1
+    exact = False
 
     def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
         shape = (rows, -(-cols // _MX_BLOCK))
@@ -174,8 +196,7 @@ class MXBlocks(Layout):
 
 def _transposed_codes(held: QuantizedTensor) -> torch.Tensor:
     assert held.rowwise is not None
-    # Copied as bytes: not every device copies FP8 elements by strides.
-    return held.rowwise.view(torch.uint8).t().contiguous().view(held.dtype)
+    return byte_transpose(held.rowwise)
 
 
 _LAYOUTS: dict[str, Layout] = {

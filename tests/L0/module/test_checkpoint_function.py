@@ -75,7 +75,7 @@ def test_earlier_order_warns():
     out.sum().backward()
     assert torch.equal(x.grad, 2 * x)
     warns = pytest.warns(DeprecationWarning, match="by keyword")
-    with warns, pytest.raises(NotImplementedError, match="distribute_saved_activations"):
+    with warns, pytest.raises(ValueError, match="tp_group must be given with distribute_saved"):
         checkpoint(torch.square, True, None, None, x)
 
 
@@ -156,9 +156,11 @@ def test_scales_of_the_first_run_are_used_again(use_reentrant, device):
 
 def test_rejects():
     x = torch.ones(3)
-    with pytest.raises(NotImplementedError, match="distribute_saved_activations must be False"):
+    with pytest.raises(ValueError, match="tp_group must be given with distribute_saved_activ"):
         checkpoint(torch.square, x, distribute_saved_activations=True)
-    with pytest.raises(NotImplementedError, match="tp_group must be None"):
+    with pytest.raises(TypeError, match="distribute_saved_activations must be a bool, got int"):
+        checkpoint(torch.square, x, distribute_saved_activations=1)
+    with pytest.raises(TypeError, match="tp_group must be a torch"):
         checkpoint(torch.square, x, tp_group=object())
 
 

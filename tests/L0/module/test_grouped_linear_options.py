@@ -216,8 +216,10 @@ def test_rejects_inputs(fp8):
             module(x, [2, 1])
         with pytest.raises(ValueError, match=r"m_splits must be 2 counts of rows, got \[4\]"):
             module(x, [4])
-        with pytest.raises(TypeError, match="m_splits must be a list of ints, got Tensor"):
-            module(x, torch.tensor([2, 2]))
+        with pytest.raises(TypeError, match=r"must be int32 or int64, got torch[.]float32"):
+            module(x, torch.tensor([2.0, 2.0]))
+        with pytest.raises(TypeError, match="m_splits must be a list of ints, got str"):
+            module(x, "22")
         with pytest.raises(TypeError, match=r"inp must have the dtype .* torch.float32, got"):
             module(x.bfloat16(), [2, 2])
         with pytest.raises(ValueError, match=r"last dimension of 16, got \[4, 15\]"):

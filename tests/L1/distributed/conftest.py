@@ -36,6 +36,12 @@ def two_ranks(all_ranks):
 
 
 @pytest.fixture
+def four_ranks(all_ranks):
+    """4 ranks on the CPU."""
+    return _ranks(all_ranks, 4, "gloo")
+
+
+@pytest.fixture
 def two_gpus(all_ranks):
     """2 ranks, each with a GPU."""
     return _ranks(all_ranks, 2, "nccl")

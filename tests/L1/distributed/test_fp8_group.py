@@ -7,6 +7,7 @@ from torch import distributed
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
+from apex_te.parameter import FP8Parameter
 from apex_te.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -139,3 +140,19 @@ def _subgroup(rank):
 
 def test_groups_of_their_own(two_ranks):
     assert two_ranks.run(_subgroup) == [448.0, 224.0]
+
+
+def _reads_alone(rank):
+    if rank == 0:  # as a rank does that prints or converts a checkpoint
+        weight = FP8Parameter.empty((16, 16), RECIPE, torch.float32)
+        weight.copy_(torch.ones(16, 16))
+        weight.dequantize()
+    modules = [apex_te.Linear(16, 16)]
+    for _ in range(3):
+        _step(modules, 1.0 + rank)
+    return _scales(modules)[0][0].item()
+
+
+def test_a_rank_reads_fp8_weights_alone(fresh):
+    """What reads them is none of the process's FP8 modules."""
+    assert fresh.run(_reads_alone) == [448.0 / 2.0] * 2

@@ -1,0 +1,252 @@
+"""Gradients summed over data-parallel ranks: those in ``main_grad`` and those in ``.grad``."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import distributed
+
+from .._rank_reduction import RankMismatchError
+from ..autocast import is_process_group
+from .collectives import world_size
+
+__all__ = ["reduce_main_grads"]
+
+_SMALL = 4 << 20  # bytes; gradients below this travel together
+_BUCKET = 32 << 20  # bytes of those
+_IN_FLIGHT = 4  # buckets at a time, which bounds the memory that they take
+_HEADER = 5
+_QUANTUM = 4096
+_TOP = 0x7FFFFFFF
+# By group and digest, what a rank says of parameters that the ranks were found to agree on.
+_agreed: weakref.WeakKeyDictionary[Any, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+def reduce_main_grads(
+    model: torch.nn.Module | Iterable[torch.Tensor], group: Any = None, *, average: bool = True
+) -> None:
+    """Average every gradient of ``model`` over ranks, in place; collective, once a step.
+
+    For trainers that are the owner of ``main_grad`` (``fuse_wgrad_accumulation``): call it after
+    the last backward of a step, before clipping and the optimizer. A parameter with ``main_grad``
+    has its sum there: what autograd put into ``.grad`` (a bias, an embedding tied to the weight)
+    is added to it, ``.grad`` becomes None and ``grad_added_to_main_grad`` False. Of any other
+    parameter ``.grad`` is reduced; where only some ranks have one, the others count as zeros and
+    get the result.
+
+    Gradients of 4 MiB and more are reduced where they are, others are copied together; the sums of
+    a group are formed in the order of the parameters, the same in every call. No host
+    synchronisation on GPUs, except in the first call for a model and on ranks that lack a gradient;
+    what is trained there may change later, on all ranks at once.
+
+    Args:
+        model: a module, of which parameters that carry ``allreduce=False``, as expert-parallel ones
+            do in Megatron, are left out; or parameters, taken as they are.
+        group: data-parallel ranks, None for the whole world. Every rank has the same parameters.
+        average: divide by the number of ranks, as DistributedDataParallel does; False sums.
+
+    Not in it: the sum over tensor-parallel ranks of parameters that carry
+    ``sequence_parallel=True``. The trainer makes that once, by this function if it likes:
+    ``reduce_main_grads([p for p in model.parameters() if getattr(p, "sequence_parallel", False)],
+    tp_group, average=False)``.
+
+    Errors: TypeError for an argument of a wrong type, or a DTensor that is sharded or replicated
+    over ranks of ``group`` (``fully_shard`` has reduced it); ValueError for a main_grad of another
+    size or that is not contiguous; NotImplementedError for a sparse gradient; RankMismatchError on
+    every rank where their parameters differ.
+    """
+    if group is not None and not is_process_group(group):
+        raise TypeError(
+            "reduce_main_grads: group must be a torch.distributed.ProcessGroup, "
+            f"got {type(group).__name__}"
+        )
+    if not isinstance(average, bool):
+        raise TypeError(f"reduce_main_grads: average must be a bool, got {type(average).__name__}")
+    parameters = _parameters(model)
+    with torch.no_grad():
+        gradients: list[torch.Tensor | None] = [None] * len(parameters)
+        error: Exception | None = None
+        try:
+            gradients = [_gradient(parameter, group) for parameter in parameters]
+        except (TypeError, ValueError, NotImplementedError) as found:
+            error = found  # to be raised when the other ranks know of it
+        ranks = world_size(group)
+        if ranks > 1:
+            complete = _complete(parameters, gradients, group or distributed.group.WORLD, error)
+            _reduce(complete, group, 1.0 / ranks if average else 1.0)
+        elif error is not None:
+            raise error
+
+
+def _parameters(model: Any) -> list[torch.Tensor]:
+    """The trained parameters, each once."""
+    if isinstance(model, torch.nn.Module):
+        given: list[Any] = [p for p in model.parameters() if getattr(p, "allreduce", True)]
+    elif isinstance(model, Iterable) and not isinstance(model, torch.Tensor):
+        given = list({id(p): p for p in model}.values())
+    else:
+        raise TypeError(
+            "reduce_main_grads: model must be a torch.nn.Module or parameters, "
+            f"got {type(model).__name__}"
+        )
+    for parameter in given:
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(
+                "reduce_main_grads: model must be a torch.nn.Module or parameters, got a "
+                f"{type(parameter).__name__} among them"
+            )
+    return [parameter for parameter in given if parameter.requires_grad]
+
+
+def _gradient(parameter: Any, group: Any) -> torch.Tensor | None:
+    """Where the gradient of ``parameter`` is, all of it; None where this rank has none."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is not None:
+        _check_mesh(mesh, group)
+    main_grad = getattr(parameter, "main_grad", None)
+    grad = parameter.grad
+    if main_grad is None:
+        return None if grad is None else _plain(grad)
+    # A gradient that came with the flag is the dummy that stands for main_grad.
+    stands_for = getattr(parameter, "grad_added_to_main_grad", False)
+    main_grad = _plain(main_grad)
+    fits = mesh is not None or main_grad.numel() == parameter.numel()
+    if not fits or not main_grad.is_contiguous():
+        raise ValueError(
+            "reduce_main_grads: main_grad must be contiguous with shape "
+            f"{list(parameter.shape)}, got {list(main_grad.shape)}"
+        )
+    if grad is not None and (not stands_for or getattr(parameter, "zero_out_wgrad", False)):
+        main_grad.add_(_plain(grad).reshape(main_grad.shape))
+    parameter.grad = None
+    if hasattr(parameter, "grad_added_to_main_grad"):
+        parameter.grad_added_to_main_grad = False
+    return main_grad
+
+
+def _plain(grad: Any) -> torch.Tensor:
+    if grad.layout is not torch.strided:
+        raise NotImplementedError(
+            f"reduce_main_grads: gradients must be dense tensors, got {grad.layout}"
+        )
+    return grad.to_local() if hasattr(grad, "to_local") else grad
+
+
+def _check_mesh(mesh: Any, group: Any) -> None:
+    ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+    shared = set(ranks) & set(mesh.mesh.flatten().tolist())
+    if len(shared) > 1:
+        raise TypeError(
+            "reduce_main_grads: parameters must not be DTensors over ranks of group, whose "
+            f"gradients fully_shard reduces, got one over ranks {sorted(shared)}"
+        )
+
+
+def _complete(
+    parameters: list[torch.Tensor],
+    gradients: list[torch.Tensor | None],
+    group: Any,
+    error: Exception | None,
+) -> list[torch.Tensor]:
+    """The gradients that any rank has, zeros where others have one.
+
+    One small collective, which also tells whether the ranks have the same parameters and none an
+    ``error``. Its size is a multiple of 4096 numbers, so that ranks that differ still take part in
+    the same one.
+    """
+    if parameters:
+        device = parameters[0].device
+    else:
+        nccl = distributed.get_backend(group) == "nccl"
+        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
+    what = [
+        (p.numel(), str(p.dtype if g is None else g.dtype), hasattr(p, "main_grad"))
+        for p, g in zip(parameters, gradients, strict=True)
+    ]
+    digest = zlib.crc32(repr(what).encode()) & _TOP
+    count = len(parameters)
+    used = _HEADER + count
+    present = [0 if gradient is None else 1 for gradient in gradients]
+    failed = 0 if error is None else 1
+    usual = all(present) and error is None
+    agreed = _agreed.setdefault(group, {})
+    own = agreed.get(digest) if usual else None
+    known = own is not None
+    if own is None:
+        own = torch.zeros(-(-used // _QUANTUM) * _QUANTUM, dtype=torch.int32)
+        own[:used] = torch.tensor([count, _TOP - count, digest, _TOP - digest, failed, *present])
+        own = own.to(device)
+    numbers = own.clone()
+    distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group)
+    if error is not None:
+        raise error
+    if known and device.type == "cuda":
+        return [gradient for gradient in gradients if gradient is not None]
+    most, least, high, low, failed, *anywhere = numbers[:used].tolist()
+    ranks = distributed.get_process_group_ranks(group)
+    if failed:
+        raise RankMismatchError(
+            f"reduce_main_grads: the gradients of every rank of group (ranks {ranks}) must fit, "
+            "got an error on another rank"
+        )
+    if most != _TOP - least or high != _TOP - low:
+        raise RankMismatchError(
+            f"reduce_main_grads: every rank of group (ranks {ranks}) must have the same trained "
+            f"parameters, in number, sizes, dtypes and main_grads; this rank has {count}, the "
+            f"ranks have from {_TOP - least} to {most}"
+        )
+    if usual:
+        agreed[digest] = own
+    for i, parameter in enumerate(parameters):
+        if gradients[i] is None and anywhere[i]:
+            parameter.grad = torch.zeros_like(parameter)
+            gradients[i] = _plain(parameter.grad)
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _reduce(gradients: list[torch.Tensor], group: Any, factor: float) -> None:
+    """The sums of ``gradients * factor`` over ranks, in place."""
+    flying: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
+    for bucket in _buckets(gradients):
+        if len(flying) == _IN_FLIGHT:
+            _land(*flying.popleft())
+        first = bucket[0]
+        alone = len(bucket) == 1 and first.is_contiguous()
+        flat = first if alone else torch.cat([gradient.reshape(-1) for gradient in bucket])
+        if factor != 1.0:
+            flat.mul_(factor)  # before the sum, which 16-bit gradients could not hold
+        work = distributed.all_reduce(flat, group=group, async_op=True)
+        flying.append((work, flat, [] if alone else bucket))
+    for landing in flying:
+        _land(*landing)
+
+
+def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
+    work.wait()  # on a GPU the stream waits, not the host
+    if bucket:
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        views = [part.view(to.shape) for part, to in zip(parts, bucket, strict=True)]
+        torch._foreach_copy_(bucket, views)
+
+
+def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Big gradients by themselves; small ones together by dtype and device, in order."""
+    open_buckets: dict[tuple, tuple[int, list[torch.Tensor]]] = {}
+    for gradient in gradients:
+        size = gradient.numel() * gradient.element_size()
+        if size >= _SMALL:
+            yield [gradient]
+        elif size:
+            key = (gradient.dtype, gradient.device)
+            total, bucket = open_buckets.get(key, (0, []))
+            bucket.append(gradient)
+            open_buckets[key] = (total + size, bucket)
+            if total + size >= _BUCKET:
+                yield open_buckets.pop(key)[1]
+    for _, bucket in open_buckets.values():
+        yield bucket

@@ -1,0 +1,301 @@
+"""FP8 copies of groups of rows whose sizes only the device knows; nothing waits for the device.
+
+The groups lie one after the other in a matrix of rows; what is left of it behind the last group is
+padding, which no function here reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from . import reference_codec, tensor_scale
+from .registration import bind, note_written
+
+__all__ = [
+    "ALIGN",
+    "GroupedOutput",
+    "Groups",
+    "column_sums",
+    "decode",
+    "finish_rows",
+    "first_scales",
+    "groups_of",
+    "quantize_groups",
+    "quantize_matrices",
+    "scale_rows",
+    "scales_of",
+    "zero_unused",
+]
+
+ALIGN = 16  # columns of a group in transposed codes (csrc/grouped_quantize/grouped_quantize.h)
+
+_offsets = bind(
+    "grouped_quantize", "grouped_offsets(Tensor splits, Tensor(a!) table, int rows) -> ()"
+)
+_quantize = bind(
+    "grouped_quantize",
+    "grouped_quantize(Tensor x, Tensor table, Tensor scale, Tensor(a!) scale_inv, "
+    "Tensor(b!)? rowwise, Tensor(c!)? transposed, Tensor(d!)? row_scale_inv, Tensor(e!)? amax, "
+    "Tensor? due, bool inverse_given) -> ()",
+)
+_quantize_matrices = bind(
+    "grouped_quantize",
+    "grouped_quantize_matrices(Tensor[] matrices, Tensor? table, Tensor scale, "
+    "Tensor(a!) scale_inv, Tensor(b!)? rowwise, Tensor(c!)? transposed, Tensor(d!)? amax, "
+    "Tensor? due, bool inverse_given) -> ()",
+)
+_scales = bind(
+    "grouped_quantize",
+    "grouped_scales(Tensor amax, Tensor(a!) scale, Tensor(b!) scale_inv, float fp8_max, "
+    "float eps, bool pow2) -> ()",
+)
+_first_scales = bind(
+    "grouped_quantize",
+    "grouped_first_scales(Tensor amax, Tensor table, Tensor(a!) due, Tensor(b!) scale, "
+    "Tensor(c!) scale_inv, float fp8_max, int margin, bool pow2) -> ()",
+)
+_finish = bind(
+    "grouped_quantize", "grouped_finish(Tensor(a!) out, Tensor table, Tensor? bias) -> ()"
+)
+_clear = bind("grouped_quantize", "grouped_clear(Tensor(a!) out, Tensor table) -> ()")
+_sum = bind("grouped_quantize", "grouped_sum(Tensor x, Tensor table, Tensor(a!) out) -> ()")
+_decode = bind("grouped_quantize", "grouped_decode(Tensor codes, Tensor(a!) out) -> ()")
+_scale_rows = bind("grouped_quantize", "grouped_scale_rows(Tensor(a!) out, Tensor factor) -> ()")
+
+
+class Groups(NamedTuple):
+    """Where groups lie in ``rows`` rows; what `groups_of` gave."""
+
+    table: torch.Tensor  # int32 [3 num_groups + 1]: ends, column ends, used, bad
+    rows: int
+    num_groups: int
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """The row after each group's last, int32 [num_groups]."""
+        return self.table[: self.num_groups]
+
+    @property
+    def column_ends(self) -> torch.Tensor:
+        """The column after each group's last in transposed codes, int32 [num_groups]."""
+        return self.table[self.num_groups : 2 * self.num_groups]
+
+    @property
+    def columns(self) -> int:
+        """Columns of transposed codes, enough for any groups."""
+        return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
+
+
+class GroupedOutput(NamedTuple):
+    """Codes of groups, None where they were not asked for, and the inverses of their scales."""
+
+    rowwise: torch.Tensor | None
+    transposed: torch.Tensor | None
+    scale_inv: torch.Tensor  # float32 [groups]
+    row_scale_inv: torch.Tensor | None  # float32 [rows], of quantize_groups
+
+
+def groups_of(splits: torch.Tensor, rows: int) -> Groups:
+    """The groups of `splits` [groups], their numbers of rows in order, in a matrix of `rows` rows.
+
+    Splits that are no such groups, because one is negative or their sum exceeds `rows`, are seen
+    on the device alone: then no group has rows, every inverse of a scale is NaN, and `finish_rows`,
+    `zero_unused` and `column_sums` write NaN.
+
+    Args:
+        splits: int32 or int64; made contiguous if it is not; 1 to 1023 groups.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: another dtype, shape or number of groups.
+    """
+    count = splits.numel()
+    table = torch.empty(3 * count + 1, dtype=torch.int32, device=splits.device)
+    _offsets(splits.contiguous(), table, rows)
+    return Groups(table, rows, count)
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    groups: Groups,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    due: torch.Tensor | None = None,
+) -> GroupedOutput:
+    """Quantizes q = saturating_cast(float(x) * scale[g]), round to nearest even, in one pass.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
+        groups: of its rows.
+        scale: float32 [groups], of any stride.
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: make [rows, cols]; rows of no group are left without values.
+        transposed: make [cols, groups.columns], in which each group begins at a multiple of 16
+            columns and has 16 at least: codes of zero where it has no row. What lies behind the
+            last group has no values.
+        amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group), NaN largest.
+        scale_inv: float32 [groups] to be used instead of 1 / scale.
+        due: int32 [groups]; only groups that are not 0 are looked at.
+
+    Raises:
+        TypeError, ValueError: a dtype, shape or device that does not match.
+    """
+    x = tensor_scale.contiguous_matrix("grouped_quantize", x)
+    rows, cols = x.shape
+    row = x.new_empty((rows, cols), dtype=fp8_dtype) if rowwise else None
+    col = x.new_empty((cols, groups.columns), dtype=fp8_dtype) if transposed else None
+    of_rows = x.new_empty(rows, dtype=torch.float32) if rowwise else None
+    given = scale_inv is not None
+    if scale_inv is None:
+        scale_inv = x.new_empty(groups.num_groups, dtype=torch.float32)
+    _quantize(x, groups.table, scale, scale_inv, row, col, of_rows, amax, due, given)
+    note_written(amax)
+    return GroupedOutput(row, col, scale_inv, of_rows)
+
+
+def quantize_matrices(
+    matrices: Sequence[torch.Tensor],
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    groups: Groups | None = None,
+    rowwise: bool = True,
+    transposed: bool = True,
+    amax: torch.Tensor | None = None,
+    scale_inv: torch.Tensor | None = None,
+    due: torch.Tensor | None = None,
+) -> GroupedOutput:
+    """`quantize_groups` of one matrix for each group, all of one shape and dtype, in one launch.
+
+    Args:
+        matrices: [rows, cols] each; made contiguous if they are not.
+        groups: those without rows leave their matrix alone; None: all are quantized.
+        rowwise: make [groups, rows, cols].
+        transposed: make [groups, cols, rows].
+        scale, fp8_dtype, amax, scale_inv, due: as in `quantize_groups`.
+    """
+    matrices = [matrix.contiguous() for matrix in matrices]
+    like, count = matrices[0], len(matrices)
+    row = like.new_empty((count, *like.shape), dtype=fp8_dtype) if rowwise else None
+    col = like.new_empty((count, *like.shape[::-1]), dtype=fp8_dtype) if transposed else None
+    given = scale_inv is not None
+    if scale_inv is None:
+        scale_inv = like.new_empty(count, dtype=torch.float32)
+    table = None if groups is None else groups.table
+    _quantize_matrices(matrices, table, scale, scale_inv, row, col, amax, due, given)
+    note_written(amax)
+    return GroupedOutput(row, col, scale_inv, None)
+
+
+def scales_of(
+    amax: torch.Tensor, fp8_dtype: torch.dtype, *, eps: float = 0.0, pow2: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales that `current_scale` takes for float32 amaxes [groups], and their inverses."""
+    scale, scale_inv = torch.empty_like(amax), torch.empty_like(amax)
+    _scales(amax, scale, scale_inv, torch.finfo(fp8_dtype).max, eps, pow2)
+    return scale, scale_inv
+
+
+def first_scales(
+    amax: torch.Tensor,
+    groups: Groups,
+    due: torch.Tensor,
+    scale: torch.Tensor,
+    scale_inv: torch.Tensor,
+    fp8_max: float,
+    *,
+    margin: int = 0,
+    pow2: bool = False,
+) -> None:
+    """Writes the scale that delayed scaling takes for an amax to groups that are due and have rows.
+
+    These are then due no more. An amax of 0, infinity or NaN leaves the scale.
+
+    Args:
+        amax: float32 [groups].
+        due: int32 [groups].
+        scale, scale_inv: float32 [groups], of any stride.
+        fp8_max, margin, pow2: as in `amax_scale_update`.
+    """
+    _first_scales(amax, groups.table, due, scale, scale_inv, fp8_max, margin, pow2)
+    note_written(due, scale, scale_inv)
+
+
+def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> None:
+    """Adds `bias` [groups, cols] to the groups' rows of `out`, and zeroes those behind the last.
+
+    `out` [rows, cols] is contiguous float32, float16 or bfloat16, `bias` of its dtype.
+    """
+    _finish(out, groups.table, bias)
+    note_written(out)
+
+
+def zero_unused(out: torch.Tensor, groups: Groups) -> None:
+    """Zeroes `out[g]` of groups without rows; `out` is contiguous [groups, ..]."""
+    _clear(out.flatten(1), groups.table)
+    note_written(out)
+
+
+def decode(codes: torch.Tensor) -> torch.Tensor:
+    """The values of float8_e4m3fn or float8_e5m2 codes of any shape, exact in bfloat16."""
+    codes = codes.contiguous()
+    out = torch.empty_like(codes, dtype=torch.bfloat16)
+    _decode(codes.view(-1), out.view(-1))
+    return out
+
+
+def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiplies the rows of `out` [rows, ..] by `factor` float32 [rows], in float32.
+
+    `out` is contiguous float32, float16 or bfloat16.
+    """
+    _scale_rows(out.flatten(1), factor)
+    note_written(out)
+
+
+def column_sums(x: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Sums [groups, cols] over the rows of each group of `x` [rows, cols], in float32; repeatable.
+
+    The result has the dtype of `x`: float32, float16 or bfloat16.
+    """
+    x = tensor_scale.contiguous_matrix("grouped_sum", x)
+    out = x.new_empty((groups.num_groups, x.shape[1]))
+    _sum(x, groups.table, out)
+    return out
+
+
+def reference_table(splits: torch.Tensor, rows: int) -> torch.Tensor:
+    """The table of `groups_of` in plain Python, on the CPU."""
+    counts = splits.tolist()
+    bad = min(counts) < 0 or sum(counts) > rows
+    if bad:
+        counts = [0] * len(counts)
+    columns = [max(ALIGN, -(-count // ALIGN) * ALIGN) for count in counts]
+    ends = [sum(counts[: i + 1]) for i in range(len(counts))]
+    column_ends = [sum(columns[: i + 1]) for i in range(len(counts))]
+    used = [int(count > 0) for count in counts]
+    return torch.tensor([*ends, *column_ends, *used, int(bad)], dtype=torch.int32)
+
+
+def reference(
+    x: torch.Tensor, splits: Sequence[int], scale: torch.Tensor, fp8_dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Of each group its codes [rows, cols], their transposed copy with its columns of zeros, amax.
+
+    In plain PyTorch with its own integer rounding; the specification of `quantize_groups`.
+    """
+    results = []
+    for part, factor in zip(x[: sum(splits)].split(list(splits)), scale, strict=True):
+        codes = reference_codec.encode_fp8(part.float() * factor, fp8_dtype)
+        columns = max(ALIGN, -(-len(part) // ALIGN) * ALIGN)
+        transposed = torch.zeros(x.shape[1], columns, dtype=torch.uint8)
+        transposed[:, : len(part)] = codes.view(torch.uint8).t()
+        results.append((codes, transposed.view(fp8_dtype), tensor_scale.reference_amax(part)))
+    return results

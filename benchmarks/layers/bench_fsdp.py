@@ -1,0 +1,174 @@
+"""Llama-3-8B layers under FSDP2 whose all-gathers carry FP8 codes, against bfloat16 gathers.
+
+`torchrun --nproc_per_node 2 benchmarks/layers/bench_fsdp.py`: LAYERS decoder layers, each sharded
+by `fully_shard`, 4096 tokens a rank, whole training steps (forward, backward, AdamW) in FP8, with
+delayed and with tensorwise scaling. Payload is counted at the collective: what a rank gathers in
+one step. The same seeds and data for both; 20 losses are compared bit for bit, with PyTorch's
+deterministic algorithms. Times are those of the slowest rank, without them.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Read by cuBLAS as it is loaded.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+
+import apex_te
+from apex_te import recipe
+from apex_te.distributed.fsdp import enable_fp8_all_gather
+
+HIDDEN, FFN, HEADS, GROUPS, TOKENS = 4096, 14336, 32, 8, 4096
+LAYERS, STEPS = 3, 20
+RECIPES = {"delayed": recipe.DelayedScaling(), "tensorwise": recipe.CurrentScaling()}
+
+
+def sharded(scaling: recipe.Recipe, fp8: bool) -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [
+        apex_te.TransformerLayer(
+            HIDDEN,
+            FFN,
+            HEADS,
+            num_gqa_groups=GROUPS,
+            normalization="RMSNorm",
+            activation="swiglu",
+            bias=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            fuse_qkv_params=True,
+            params_dtype=torch.bfloat16,
+            device="cuda",
+        )
+        for _ in range(LAYERS)
+    ]
+    model = torch.nn.Sequential(*layers)
+    if fp8:
+        enable_fp8_all_gather(model, scaling)
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def step(model: torch.nn.Module, scaling: recipe.Recipe) -> Callable[[int], torch.Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-5, fused=True)
+    rank = distributed.get_rank()
+
+    def run(index: int = 0) -> torch.Tensor:
+        generator = torch.Generator("cuda").manual_seed(2 * index + rank)
+        x = torch.randn(TOKENS, 1, HIDDEN, device="cuda", dtype=torch.bfloat16, generator=generator)
+        with apex_te.fp8_autocast(True, scaling):
+            loss = (model(x) - x.roll(1, 0)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return run
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """Bytes of the all-gathers, and how many collectives reduce a maximum."""
+    counts = {"bytes": 0, "maxima": 0}
+    kept = {"all_reduce": distributed.all_reduce}
+    # What FSDP2 calls has another name in torch 2.13.
+    for name in ("all_gather_into_tensor", "all_gather_single"):
+        if hasattr(distributed, name):
+            kept[name] = getattr(distributed, name)
+
+    def counting(original: Any) -> Any:
+        def gather(output_tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            counts["bytes"] += output_tensor.numel() * output_tensor.element_size()
+            return original(output_tensor, *args, **kwargs)
+
+        return gather
+
+    def reduce(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        counts["maxima"] += kwargs.get("op") == distributed.ReduceOp.MAX
+        return kept["all_reduce"](tensor, *args, **kwargs)
+
+    for name, original in kept.items():
+        setattr(distributed, name, reduce if name == "all_reduce" else counting(original))
+    try:
+        yield counts
+    finally:
+        for name, original in kept.items():
+            setattr(distributed, name, original)
+
+
+def losses_of(scaling: recipe.Recipe, fp8: bool) -> tuple[torch.Tensor, dict[str, int]]:
+    """20 losses, and what the last step sent."""
+    torch.use_deterministic_algorithms(True)
+    run = step(sharded(scaling, fp8), scaling)
+    losses = [run(i) for i in range(STEPS - 1)]
+    with counted() as counts:
+        losses.append(run(STEPS - 1))
+    torch.use_deterministic_algorithms(False)
+    apex_te.flush_fp8_state()
+    return torch.stack(losses).cpu(), counts
+
+
+def measured(scaling: recipe.Recipe, fp8: bool, repeats: int = 12) -> dict[str, float]:
+    """Median over steps of the slowest rank's time, and the largest memory in use."""
+    torch.cuda.empty_cache()
+    run = step(sharded(scaling, fp8), scaling)
+    for _ in range(4):
+        run()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(repeats):
+        distributed.barrier()
+        times.append(harness.kernel_us(run, 1, 0)["us"] / 1e3)
+    slowest = torch.tensor(times, device="cuda")
+    distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    apex_te.flush_fp8_state()
+    return {"ms": statistics.median(slowest.tolist()), "peak memory GB": peak}
+
+
+def main() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    rows: list[dict[str, Any]] = []
+    for name, scaling in RECIPES.items():
+        (ours, sent), (theirs, plain) = (losses_of(scaling, fp8) for fp8 in (True, False))
+        equal = torch.tensor([torch.equal(ours, theirs)], dtype=torch.int32, device="cuda")
+        distributed.all_reduce(equal, op=distributed.ReduceOp.MIN)
+        for gather, fp8, counts in (("FP8", True, sent), ("bf16", False, plain)):
+            rows.append(
+                {
+                    "layers": f"{LAYERS} x Llama-3-8B",
+                    "stack": f"apex_te {name}",
+                    "ranks": distributed.get_world_size(),
+                    "gather": gather,
+                    "gathered bytes a step": counts["bytes"],
+                    "of bf16": counts["bytes"] / plain["bytes"],
+                    "MAX reductions a step": counts["maxima"],
+                    "losses equal": bool(equal.item()),
+                    "last loss": ours[-1].item() if fp8 else theirs[-1].item(),
+                    **measured(scaling, fp8),
+                }
+            )
+    if rank == 0:
+        harness.report("fsdp", rows)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

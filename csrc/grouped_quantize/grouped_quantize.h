@@ -1,0 +1,323 @@
+// grouped_quantize: FP8 copies of groups of rows whose sizes only the device knows, each group with
+// a scale of its own, and what belongs to products over such groups.
+//
+// The groups lie one after the other in x [rows, cols]; what is left of x behind the last is
+// padding and never read. `table` (int32 [3 G + 1], from grouped_offsets) describes them:
+//   ends[G]    row after a group's last;
+//   columns[G] column after a group's last in transposed codes, where a group begins at a multiple
+//              of 16 and has 16 columns at least, those without a row being zeros;
+//   used[G]    1 for a group with rows;
+//   bad        1 where the splits are no such partition (one is negative, or they exceed the rows):
+//              then no group has rows, scale_inv is NaN, and grouped_finish and grouped_clear write
+//              NaN.
+#pragma once
+
+#include "amax_scale_update/amax_scale_update.h"
+#include "common/fp8_formats.h"
+#include "common/scaling.h"
+
+constexpr int64_t kGroupAlign = 16;  // columns of a group in transposed codes
+constexpr int64_t kMaxGroups = 1023;
+
+APEX_TE_FUNCTION(grouped_offsets, "splits: Tensor, table: Tensor, rows: int")
+// q = satcast_rne(float(x) * scale[g]). amax[g] becomes max(amax[g], max |x of g|), NaN above
+// infinity; row_scale_inv[r] is its group's inverse; scale_inv is written unless it is given. With
+// `due`, only groups whose flag is set are looked at.
+APEX_TE_FUNCTION(grouped_quantize,
+                 "x: Tensor, table: Tensor, scale: Tensor, scale_inv: Tensor, rowwise: Tensor?, "
+                 "transposed: Tensor?, row_scale_inv: Tensor?, amax: Tensor?, due: Tensor?, "
+                 "inverse_given: bool")
+// The same for G matrices of one shape; with a table, only those of groups with rows are read.
+APEX_TE_FUNCTION(grouped_quantize_matrices,
+                 "matrices: Tensor[], table: Tensor?, scale: Tensor, scale_inv: Tensor, "
+                 "rowwise: Tensor?, transposed: Tensor?, amax: Tensor?, due: Tensor?, "
+                 "inverse_given: bool")
+// Scales of groups from their amaxes by the rule of common/scaling.h.
+APEX_TE_FUNCTION(grouped_scales,
+                 "amax: Tensor, scale: Tensor, scale_inv: Tensor, fp8_max: float, eps: float, "
+                 "pow2: bool")
+// The first scales of delayed scaling, for groups that are due and have rows, which are then done.
+APEX_TE_FUNCTION(grouped_first_scales,
+                 "amax: Tensor, table: Tensor, due: Tensor, scale: Tensor, scale_inv: Tensor, "
+                 "fp8_max: float, margin: int, pow2: bool")
+// Adds each group's bias to its rows of out and zeroes the rows behind the last group.
+APEX_TE_FUNCTION(grouped_finish, "out: Tensor, table: Tensor, bias: Tensor?")
+// Zeroes out[g] of groups without rows.
+APEX_TE_FUNCTION(grouped_clear, "out: Tensor, table: Tensor")
+// Column sums [G, cols] of each group's rows.
+APEX_TE_FUNCTION(grouped_sum, "x: Tensor, table: Tensor, out: Tensor")
+// For products of codes that no matrix unit takes: their values in bfloat16, which has them all,
+// and rows of the result times their factors.
+APEX_TE_FUNCTION(grouped_decode, "codes: Tensor, out: Tensor")
+APEX_TE_FUNCTION(grouped_scale_rows, "out: Tensor, factor: Tensor")
+
+namespace apex_te {
+
+struct Table {
+  const int32_t* data;
+  int groups;
+  APEX_TE_HD int64_t end(int g) const { return data[g]; }
+  APEX_TE_HD int64_t begin(int g) const { return g ? data[g - 1] : 0; }
+  APEX_TE_HD int64_t column_end(int g) const { return data[groups + g]; }
+  APEX_TE_HD int64_t column_begin(int g) const { return g ? data[groups + g - 1] : 0; }
+  APEX_TE_HD bool used(int g) const { return data[2 * groups + g] != 0; }
+  APEX_TE_HD bool bad() const { return data[3 * groups] != 0; }
+};
+
+APEX_TE_HD int64_t columns_of(int64_t rows) {
+  return rows <= 0 ? kGroupAlign : (rows + kGroupAlign - 1) / kGroupAlign * kGroupAlign;
+}
+
+// One element of each group, at a distance.
+struct GroupValues {
+  float* data = nullptr;
+  int64_t stride = 0;
+  APEX_TE_HD explicit operator bool() const { return data != nullptr; }
+  APEX_TE_HD float& operator[](int64_t g) const { return data[g * stride]; }
+};
+
+inline int groups_of(const Args& args, int64_t groups) {
+  if (groups < 1 || groups > kMaxGroups)
+    fail(kApexTeUnsupported, "%s: groups must be 1 to %d, got %lld", args.name(),
+         static_cast<int>(kMaxGroups), static_cast<long long>(groups));
+  return static_cast<int>(groups);
+}
+
+inline Table check_table(const Args& args, const TensorView& table, int64_t groups = -1) {
+  table.has_dtype({DType::kInt32}).has_ndim(1).is_dense();
+  if (groups < 0) groups = (table.size(0) - 1) / 3;
+  const int count = groups_of(args, groups);
+  table.has_shape({3 * groups + 1});
+  return {table.data<const int32_t>(), count};
+}
+
+inline GroupValues check_values(const TensorView& values, int groups) {
+  if (!values) return {};
+  values.has_dtype({DType::kFloat32}).has_shape({groups});
+  return {values.data<float>(), values.stride(0)};
+}
+
+inline int32_t* check_due(const TensorView& due, int groups) {
+  if (!due) return nullptr;
+  return due.has_dtype({DType::kInt32}).has_shape({groups}).is_dense().data<int32_t>();
+}
+
+struct GroupedOffsets {
+  TensorView splits;
+  int32_t* table;
+  int groups;
+  int64_t rows;
+};
+
+inline GroupedOffsets check_grouped_offsets(Args& args) {
+  GroupedOffsets p;
+  p.splits = args.tensor();
+  p.splits.has_dtype({DType::kInt32, DType::kInt64}).has_ndim(1).is_dense();
+  p.groups = groups_of(args, p.splits.size(0));
+  const TensorView table = args.tensor();
+  check_table(args, table, p.groups);
+  p.table = table.data<int32_t>();
+  p.rows = args.integer();
+  if (p.rows < 0 || p.rows + (p.groups + 1) * kGroupAlign > 0x7FFFFFFF)
+    fail(kApexTeUnsupported, "%s: rows must be from 0 to 2^31 - 1 with padding, got %lld",
+         args.name(), static_cast<long long>(p.rows));
+  return p;
+}
+
+// Both casts. Of matrices `rows` is that of each, and `columns`, the length of a row of transposed
+// codes, is the same.
+struct GroupedQuantize {
+  DType dtype, codes;
+  TensorView x;
+  const DLTensor* matrices = nullptr;
+  Table table{nullptr, 0};
+  int64_t rows, cols, columns;
+  GroupValues scale, scale_inv, amax;
+  uint8_t *rowwise, *transposed;
+  float* row_scale_inv = nullptr;
+  const int32_t* due;
+  bool inverse_given;
+};
+
+inline void check_codes(Args& args, GroupedQuantize& p, bool stacked) {
+  const TensorView rowwise = args.optional_tensor(), transposed = args.optional_tensor();
+  p.columns = p.rows;
+  for (const TensorView& out : {rowwise, transposed})
+    if (out) out.has_dtype({DType::kE4M3, DType::kE5M2}).is_dense();
+  if (rowwise && transposed) transposed.has_dtype({rowwise.dtype()});
+  const int64_t groups = p.table.groups;
+  if (stacked) {
+    if (rowwise) rowwise.has_shape({groups, p.rows, p.cols});
+    if (transposed) transposed.has_shape({groups, p.cols, p.rows});
+  } else {
+    if (rowwise) rowwise.has_shape({p.rows, p.cols});
+    p.columns = (p.rows + kGroupAlign - 1) / kGroupAlign * kGroupAlign + groups * kGroupAlign;
+    if (transposed) transposed.has_shape({p.cols, p.columns});
+  }
+  p.codes = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kE4M3;
+  p.rowwise = rowwise.data<uint8_t>();
+  p.transposed = transposed.data<uint8_t>();
+}
+
+inline GroupedQuantize check_grouped_quantize(Args& args) {
+  GroupedQuantize p;
+  p.x = args.tensor();
+  p.x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  p.dtype = p.x.dtype();
+  p.rows = p.x.size(0);
+  p.cols = p.x.size(1);
+  p.table = check_table(args, args.tensor());
+  const int groups = p.table.groups;
+  p.scale = check_values(args.tensor(), groups);
+  p.scale_inv = check_values(args.tensor(), groups);
+  check_codes(args, p, false);
+  const TensorView row_scale_inv = args.optional_tensor();
+  if (row_scale_inv) row_scale_inv.has_dtype({DType::kFloat32}).has_shape({p.rows}).is_dense();
+  p.row_scale_inv = row_scale_inv.data<float>();
+  p.amax = check_values(args.optional_tensor(), groups);
+  p.due = check_due(args.optional_tensor(), groups);
+  p.inverse_given = args.boolean();
+  return p;
+}
+
+inline GroupedQuantize check_grouped_quantize_matrices(Args& args) {
+  GroupedQuantize p;
+  const int index = args.position();
+  const int groups = groups_of(args, args.tensor_list(&p.matrices));
+  const TensorView first = args.list_item(p.matrices, index, 0);
+  first.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2);
+  p.dtype = first.dtype();
+  p.rows = first.size(0);
+  p.cols = first.size(1);
+  for (int g = 0; g < groups; ++g)
+    args.list_item(p.matrices, index, g)
+        .has_dtype({p.dtype})
+        .has_shape({p.rows, p.cols})
+        .is_dense();
+  const TensorView table = args.optional_tensor();
+  if (table) check_table(args, table, groups);
+  p.table = {table.data<const int32_t>(), groups};
+  p.scale = check_values(args.tensor(), groups);
+  p.scale_inv = check_values(args.tensor(), groups);
+  check_codes(args, p, true);
+  p.amax = check_values(args.optional_tensor(), groups);
+  p.due = check_due(args.optional_tensor(), groups);
+  p.inverse_given = args.boolean();
+  return p;
+}
+
+struct GroupedScales {
+  GroupValues amax, scale, scale_inv;
+  Table table{nullptr, 0};
+  int32_t* due = nullptr;
+  ScaleRule rule{};                     // of grouped_scales
+  float fp8_max = 0, range_factor = 1;  // of grouped_first_scales
+  bool pow2 = false;
+};
+
+inline GroupedScales check_grouped_scales(Args& args) {
+  GroupedScales p;
+  const TensorView amax = args.tensor();
+  amax.has_ndim(1);
+  p.table.groups = groups_of(args, amax.size(0));
+  p.amax = check_values(amax, p.table.groups);
+  p.scale = check_values(args.tensor(), p.table.groups);
+  p.scale_inv = check_values(args.tensor(), p.table.groups);
+  p.fp8_max = static_cast<float>(args.floating());
+  p.rule = check_scale_rule(args, p.fp8_max);
+  return p;
+}
+
+inline GroupedScales check_grouped_first_scales(Args& args) {
+  GroupedScales p;
+  const TensorView amax = args.tensor();
+  p.table = check_table(args, args.tensor());
+  p.amax = check_values(amax, p.table.groups);
+  p.due = check_due(args.tensor(), p.table.groups);
+  p.scale = check_values(args.tensor(), p.table.groups);
+  p.scale_inv = check_values(args.tensor(), p.table.groups);
+  p.fp8_max = static_cast<float>(args.floating());
+  const int64_t margin = args.integer();
+  if (margin < -64 || margin > 64)
+    fail(kApexTeValueError, "%s: margin must be from -64 to 64, got %lld", args.name(),
+         static_cast<long long>(margin));
+  p.range_factor = std::ldexp(1.0f, static_cast<int>(-margin));
+  p.pow2 = args.boolean();
+  return p;
+}
+
+// What becomes of one group in grouped_scales.
+APEX_TE_HD void set_scale(const GroupedScales& p, int g) {
+  const uint32_t amax = float_bits(p.amax[g]) & 0x7FFFFFFFu;
+  const float scale = p.rule.scale_of(amax);
+  p.scale[g] = scale;
+  p.scale_inv[g] = ScaleRule::inverse_of(amax, scale);
+}
+
+// What becomes of one group in grouped_first_scales; an amax of 0, infinity or NaN changes nothing.
+APEX_TE_HD void set_first_scale(const GroupedScales& p, int g) {
+  if (!p.due[g] || !p.table.used(g)) return;
+  p.due[g] = 0;
+  const uint32_t amax = float_bits(p.amax[g]) & 0x7FFFFFFFu;
+  if (amax == 0u || amax >= 0x7F800000u) return;
+  const float scale = scale_from_amax(bits_float(amax), p.fp8_max, p.range_factor, p.pow2);
+  p.scale[g] = scale;
+  p.scale_inv[g] = 1.0f / scale;
+}
+
+// A matrix, or one row for each group, in a dtype of rows.
+struct GroupedRows {
+  TensorView x, other;  // other: the bias, or the sums
+  int64_t rows, cols;
+  Table table;
+};
+
+inline GroupedRows check_grouped_rows(Args& args, bool other_optional) {
+  GroupedRows p;
+  p.x = args.tensor();
+  p.x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  p.rows = p.x.size(0);
+  p.cols = p.x.size(1);
+  p.table = check_table(args, args.tensor());
+  p.other = other_optional ? args.optional_tensor() : args.tensor();
+  if (p.other) p.other.has_dtype({p.x.dtype()}).has_shape({p.table.groups, p.cols}).is_dense();
+  return p;
+}
+
+struct GroupedDecode {
+  DType format;
+  const uint8_t* codes;
+  BFloat16* out;
+  int64_t numel;
+};
+
+inline GroupedDecode check_grouped_decode(Args& args) {
+  const TensorView codes = args.tensor(), out = args.tensor();
+  codes.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(1).is_dense();
+  out.has_dtype({DType::kBFloat16}).has_shape({codes.size(0)}).is_dense();
+  return {codes.dtype(), codes.data<const uint8_t>(), out.data<BFloat16>(), codes.size(0)};
+}
+
+inline GroupedRows check_grouped_scale_rows(Args& args) {
+  GroupedRows p;
+  p.x = args.tensor();
+  p.x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  p.rows = p.x.size(0);
+  p.cols = p.x.size(1);
+  p.table = {nullptr, 0};
+  p.other = args.tensor();
+  p.other.has_dtype({DType::kFloat32}).has_shape({p.rows}).is_dense();
+  return p;
+}
+
+inline GroupedRows check_grouped_clear(Args& args) {
+  GroupedRows p;
+  p.x = args.tensor();
+  p.x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  p.rows = p.x.size(0);
+  p.cols = p.x.size(1);
+  p.table = check_table(args, args.tensor(), p.rows);
+  return p;
+}
+
+}  // namespace apex_te

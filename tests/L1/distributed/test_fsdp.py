@@ -1,0 +1,310 @@
+"""Modules under fully_shard, each rank with its own data, against one rank with all of it."""
+
+import warnings
+
+import pytest
+import torch
+from torch import distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import apex_te
+from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, recipe
+from apex_te.parameter import FP8Parameter
+
+IN, OUT, FFN, TOKENS, STEPS = 32, 48, 64, 8, 3
+DELAYED = recipe.DelayedScaling(amax_history_len=4)
+
+MODULES = {
+    "linear": lambda **kw: apex_te.Linear(IN, OUT, **kw),
+    "parts": lambda **kw: apex_te.Linear(IN, OUT, parameters_split=("a", "b", "c"), **kw),
+    "norm": lambda **kw: apex_te.LayerNormLinear(IN, OUT, **kw),
+    "mlp": lambda **kw: apex_te.LayerNormMLP(IN, FFN, activation="swiglu", **kw),
+    "grouped": lambda **kw: apex_te.GroupedLinear(2, IN, OUT, **kw),
+    "layer": lambda **kw: apex_te.TransformerLayer(
+        IN, FFN, 4, hidden_dropout=0.0, attention_dropout=0.0, normalization="RMSNorm", **kw
+    ),
+}
+
+
+def build(name, dtype, device="cpu"):
+    torch.manual_seed(3)
+    module = MODULES[name](params_dtype=dtype, device=device)
+    if device != "meta":
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(torch.randn(parameter.shape, device=device).to(dtype) * 0.1)
+    return module
+
+
+def shard(module, **options):
+    """Parts of a layer first, which it runs by another method than forward."""
+    if isinstance(module, apex_te.TransformerLayer):
+        fully_shard(module.self_attention, **options)
+        register_fsdp_forward_method(module.self_attention, "forward_with_residual")
+    return fully_shard(module, **options)
+
+
+def inputs(step, rank, ranks, name, dtype, device):
+    """A rank's input, or that of all ranks; batches are dimension 1, rows of experts 0."""
+    generator = torch.Generator().manual_seed(step)
+    width = IN if name in ("mlp", "layer") else OUT
+    found = []
+    for features in (IN, width):
+        x = torch.randn(TOKENS, 2 * ranks, features, generator=generator).to(device, dtype)
+        found.append(x if rank is None else x.chunk(ranks, 1)[rank])
+    return found
+
+
+def run(module, x, name, checkpointed=False, **more):
+    if name == "grouped":  # half of each sequence to each expert
+        more["m_splits"] = [x.shape[0] // 2 * x.shape[1]] * 2
+    if checkpointed:
+        return checkpoint(lambda x: module(x, **more), x, use_reentrant=False)
+    return module(x, **more)
+
+
+def steps(module, name, rank, ranks, scaling, dtype, device, micro=1, lr=0.05, **more):
+    """Output and input gradient of the last step."""
+    optimizer = torch.optim.SGD(module.parameters(), lr)
+    for step in range(STEPS):
+        for m in range(micro):
+            x, target = inputs(step * micro + m, rank, ranks, name, dtype, device)
+            x.requires_grad_()
+            if isinstance(module, torch.distributed.fsdp.FSDPModule):
+                module.set_requires_gradient_sync(m == micro - 1)
+            with fp8_autocast(scaling is not None, scaling):
+                y = run(module, x, name, **more)
+                loss = (y.float() - target.float()).square().mean() / micro
+            loss.backward()
+        grads = {k: p.grad for k, p in module.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    flush_fp8_state()
+    return y.detach(), x.grad, grads
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def gathered(x):
+    parts = [torch.empty_like(x) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, x.contiguous())
+    return torch.cat(parts, 1)
+
+
+def ratio(found, expected):
+    """Signal to noise in dB."""
+    found, expected = found.double(), expected.double()
+    error = (found - expected).square().mean()
+    power = expected.square().mean()
+    return 300.0 if error == 0 else (10 * torch.log10(power / error)).item()
+
+
+def _compare(rank, name, scaling, dtype, device, options):
+    """SQNRs of everything that the ranks compute against what one rank does."""
+    options = dict(options)
+    sharding = {k: options.pop(k) for k in ("reshard_after_forward", "mp_policy") if k in options}
+    meta = options.pop("meta", False)
+    ranks = distributed.get_world_size()
+    if device == "cuda":
+        device = f"cuda:{rank}"
+    one = build(name, dtype, device)
+    if meta:
+        many = shard(build(name, dtype, "meta"), **sharding)
+        many.to_empty(device=device)
+        with torch.no_grad():
+            for key, parameter in many.named_parameters():
+                rows = one.get_parameter(key).chunk(ranks)
+                if rank < len(rows):
+                    parameter.to_local().copy_(rows[rank])
+    else:
+        many = shard(build(name, dtype, device), **sharding)
+    y, dx, grads = steps(one, name, None, ranks, scaling, dtype, device, **options)
+    own, own_dx, own_grads = steps(many, name, rank, ranks, scaling, dtype, device, **options)
+    found = {
+        "output": ratio(gathered(own), y),
+        "input": ratio(gathered(own_dx) / ranks, dx),
+    }
+    state = {k: whole(v) for k, v in many.state_dict().items()}
+    for key, parameter in one.named_parameters():
+        assert torch.isfinite(parameter).all()
+        if not key.endswith("key_bias"):  # its gradient is 0 but for rounding
+            found[f"grad {key}"] = ratio(whole(own_grads[key]), grads[key])
+        found[key] = ratio(state[key], parameter)
+    if scaling is not None:
+        for key, value in one.state_dict().items():
+            if key.endswith("scale_fwd"):
+                # In backward a rank's gradients are as many times larger as there are ranks.
+                torch.testing.assert_close(state[key], value, rtol=2e-2, atol=0)
+    return found
+
+
+def check(ranks, name, scaling=None, dtype=torch.float32, device="cpu", floor=None, **options):
+    if floor is None:
+        floor = 95 if scaling is None else 25
+    for found in ranks.run(_compare, name, scaling, dtype, device, options):
+        for what, value in found.items():
+            gradient = what == "input" or what.startswith("grad")
+            assert value > (floor if scaling is None or not gradient else 12), (what, found)
+
+
+@pytest.mark.parametrize("scaling", [None, DELAYED], ids=["fp32", "delayed"])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(ranks, name, scaling):
+    check(ranks, name, scaling)
+
+
+VARIANTS = {
+    "keep": {"reshard_after_forward": False},
+    "reshard": {"reshard_after_forward": True},
+    "accumulate": {"micro": 2},
+    "checkpointed": {"checkpointed": True},
+    "meta": {"meta": True},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", ["linear", "layer"])
+def test_variants(two_ranks, name, variant):
+    scaling = DELAYED if variant in ("reshard", "checkpointed") else None
+    check(two_ranks, name, scaling, **VARIANTS[variant])
+
+
+def test_bfloat16(two_ranks):
+    check(two_ranks, "mlp", None, torch.bfloat16, floor=35)
+
+
+def _mixed(rank):
+    """float32 shards, bfloat16 weights, gradients of float32 that were reduced in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    module = shard(build("mlp", torch.float32), mp_policy=policy)
+    with fp8_autocast(True, DELAYED):
+        out = module(torch.randn(TOKENS, 2, IN))
+    out.sum().backward()
+    return out.dtype, {p.grad.dtype for p in module.parameters()}
+
+
+def test_mixed_precision(two_ranks):
+    assert two_ranks.run(_mixed) == [(torch.bfloat16, {torch.float32})] * 2
+
+
+def _cached(rank):
+    """Losses with the user's promise and without, and the warnings."""
+    losses, said = [], []
+    for promise in (True, False):
+        module = shard(build("mlp", torch.float32))
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        found = []
+        for step in range(4):
+            x = torch.randn(TOKENS, 2, IN, generator=torch.Generator().manual_seed(step))
+            first = (step % 2 == 0) if promise else None
+            with warnings.catch_warnings(record=True) as caught, fp8_autocast(True, DELAYED):
+                warnings.simplefilter("always")
+                loss = module(x, is_first_microbatch=first).square().mean()
+            said += [str(w.message) for w in caught if "is_first_microbatch" in str(w.message)]
+            loss.backward()
+            found.append(loss.item())
+            optimizer.step()  # also between the microbatches: no copy may outlive it
+            optimizer.zero_grad()
+        flush_fp8_state()
+        losses.append(found)
+    return losses, said
+
+
+def test_weight_cache_is_off(two_ranks):
+    for losses, said in two_ranks.run(_cached):
+        assert losses[0] == losses[1]
+        assert len(said) == 1
+        assert "keeps no FP8 weights under fully_shard" in said[0]
+
+
+# Weights that are held in FP8.
+
+HELD = {
+    "delayed": DELAYED,
+    "tensorwise": recipe.CurrentScaling(),
+    "hif8": recipe.CurrentScaling(fp8_format=recipe.Format.HIF8),
+    "block": recipe.BlockScaling(),
+    "mx": recipe.MXFP8Scaling(),
+}
+
+
+def _held_linear(scaling, rows=512):
+    torch.manual_seed(4)
+    with fp8_model_init(True, scaling):
+        return apex_te.Linear(64, rows)
+
+
+def _held(rank, name):
+    """One rank and many, of the same codes: outputs before and after some steps, and weights."""
+    scaling, ranks = HELD[name], distributed.get_world_size()
+    one, many = _held_linear(scaling), fully_shard(_held_linear(scaling))
+    assert type(many.weight._local_tensor) is FP8Parameter
+    rows = one.weight.dequantize().chunk(ranks)[rank]
+    assert torch.equal(many.weight._local_tensor.dequantize(), rows)
+    found = []
+    for module, own in ((one, None), (many, rank)):
+        optimizer = torch.optim.SGD(module.parameters(), 1.0)
+        outputs = []
+        for step in range(STEPS):
+            x = torch.randn(ranks * 16, 64, generator=torch.Generator().manual_seed(step))
+            x = x if own is None else x.chunk(ranks)[own]
+            with fp8_autocast(True, scaling):
+                y = module(x)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            outputs.append((y if own is not None else y.chunk(ranks)[rank]).detach())
+        flush_fp8_state()
+        state = module.state_dict()
+        assert all(type(getattr(v, "_local_tensor", v)) is torch.Tensor for v in state.values())
+        outputs.append(whole(state["weight"]))
+        found.append(outputs)
+    before = _held_linear(scaling).weight.dequantize()
+    assert not torch.equal(found[0][-1], before)
+    with torch.no_grad():
+        many.load_state_dict(many.state_dict())
+    assert torch.equal(whole(many.state_dict()["weight"]), found[1][-1])
+    return [ratio(b, a) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_held_weights(ranks, name):
+    for first, *later in ranks.run(_held, name):
+        # Where the input has one scale, it is that of a rank's data.
+        assert first > (100 if name in ("block", "mx") else 25), first
+        assert min(later) > 25, later
+
+
+def _held_errors(rank, scaling, rows):
+    try:
+        module = fully_shard(_held_linear(scaling, rows))
+        with fp8_autocast(True, scaling):
+            module(torch.ones(16, 64))
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "message"),
+    [
+        ("tensorwise", 33, "FSDP2 shards must be of as many rows on each rank"),
+        ("tensorwise", 3, "FSDP2 shards must be"),
+        ("block", 320, "cut what shares a scale"),
+    ],
+)
+def test_held_weights_that_cannot_be_sharded(ranks, name, rows, message):
+    """An error on every rank, also on those whose shard is whole."""
+    for found in ranks.run(_held_errors, HELD[name], rows):
+        assert message in found
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("scaling", [None, DELAYED], ids=["bf16", "delayed"])
+@pytest.mark.parametrize("name", ["linear", "mlp", "layer"])
+def test_on_gpus(two_gpus, name, scaling):
+    check(two_gpus, name, scaling, torch.bfloat16, "cuda", 35 if scaling is None else 25)

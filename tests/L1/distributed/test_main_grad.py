@@ -1,0 +1,457 @@
+"""main_grad on several ranks against one rank with all rows, and who has to reduce it."""
+
+import pytest
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import apex_te
+from apex_te import fp8_autocast
+from apex_te.distributed import main_grad as implementation
+from apex_te.distributed.main_grad import reduce_main_grads
+from apex_te.recipe import BlockScaling, DelayedScaling
+
+RECIPES = {"none": None, "delayed": DelayedScaling(amax_history_len=2), "block": BlockScaling()}
+
+
+def _device(rank):
+    return (
+        torch.device("cuda", rank) if distributed.get_backend() == "nccl" else torch.device("cpu")
+    )
+
+
+def _model(kind, device, fused=True):
+    torch.manual_seed(5)
+    options = {"fuse_wgrad_accumulation": fused, "device": device}
+    if kind == "mlp":
+        return apex_te.LayerNormMLP(32, 64, **options)
+    if kind == "layer":
+        return apex_te.TransformerLayer(
+            32, 64, 4, hidden_dropout=0.0, attention_dropout=0.0, fuse_qkv_params=True, **options
+        )
+    return torch.nn.Sequential(
+        apex_te.Linear(32, 64, **options), torch.nn.ReLU(), apex_te.Linear(64, 32, **options)
+    )
+
+
+def _with_main_grads(model):
+    """A main_grad, which the first microbatch overwrites, for every matrix; biases have .grad."""
+    for parameter in model.parameters():
+        parameter.grad = None
+        if parameter.dim() == 2:
+            parameter.main_grad = torch.full_like(parameter, 7.0, dtype=torch.float32)
+    return model
+
+
+def _gradients(model):
+    return {k: getattr(p, "main_grad", p.grad).clone() for k, p in model.named_parameters()}
+
+
+def _steps(rank, ranks, kind, recipe, rows):
+    """Gradients of the last of three steps of two microbatches, by rows(batch)."""
+    model = _model(kind, _device(rank))
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(3):
+        _with_main_grads(model)
+        for first in (True, False):
+            x, dy = (torch.randn(8 * ranks, 2, 32, generator=generator) for _ in range(2))
+            if kind == "mlp" or kind == "layer":
+                x, dy = x.transpose(0, 1), dy.transpose(0, 1)  # [tokens, batch, hidden]
+                x, dy = (t.chunk(ranks, 1)[rank] if rows else t for t in (x, dy))
+            else:
+                x, dy = (t.chunk(ranks, 0)[rank] if rows else t for t in (x, dy))
+            x, dy = (t.contiguous().to(_device(rank)) for t in (x, dy))
+            with fp8_autocast(recipe is not None, recipe):
+                if isinstance(model, torch.nn.Sequential):
+                    y = x
+                    for module in model:
+                        is_linear = isinstance(module, apex_te.Linear)
+                        y = module(y, is_first_microbatch=first) if is_linear else module(y)
+                else:
+                    y = model(x, is_first_microbatch=first)
+            y.backward(dy)
+        if rows:
+            reduce_main_grads(model, average=False)
+    return _gradients(model)
+
+
+def _sharded_and_whole(rank, kind, recipe):
+    ranks = distributed.get_world_size()
+    recipe = RECIPES[recipe]
+    ours = _steps(rank, ranks, kind, recipe, True)
+    whole = _steps(rank, ranks, kind, recipe, False)
+    return {key: (ours[key].cpu(), whole[key].cpu()) for key in ours}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["linear", "mlp", "layer"])
+def test_equals_one_rank(ranks, kind, recipe):
+    results = ranks.run(_sharded_and_whole, kind, recipe)
+    for found in results:
+        for key, (ours, whole) in found.items():
+            assert whole.abs().max() > 0, key
+            assert torch.equal(ours, results[0][key][0]), key
+            _close(ours, whole, kind, recipe, key)
+
+
+def _close(ours, whole, kind, recipe, key):
+    if recipe == "none" or (kind, recipe) == ("linear", "delayed"):
+        torch.testing.assert_close(ours, whole, rtol=1e-5, atol=1e-5 * whole.abs().max().item())
+    else:  # an FP8 cast turns the order of sums before it into steps of its format
+        noise = (ours - whole).square().mean()
+        assert 10 * torch.log10(whole.square().mean() / noise) > 25, key
+
+
+@pytest.mark.cuda
+def test_equals_one_rank_on_gpus(two_gpus):
+    for recipe in ("none", "delayed"):
+        for found in two_gpus.run(_sharded_and_whole, "linear", recipe):
+            for key, (ours, whole) in found.items():
+                noise = (ours - whole).square().mean()
+                assert 10 * torch.log10(whole.square().mean() / noise) > 40, (recipe, key)
+
+
+def _exact(rank, average):
+    """Gradients of many sizes, dtypes and homes, whose sums have no rounding."""
+    ranks = distributed.get_world_size()
+    device = _device(rank)
+    model = torch.nn.Module()
+    implementation._SMALL, implementation._BUCKET = 4000, 2000  # bytes
+    expected, calls, original = {}, [], distributed.all_reduce
+    for i, (shape, dtype, home) in enumerate(
+        [
+            ((40, 50), torch.float32, "main_grad"),
+            ((3, 5), torch.float32, "main_grad"),
+            ((7,), torch.bfloat16, "grad"),
+            ((16, 16), torch.bfloat16, "main_grad"),
+            ((0,), torch.float32, "grad"),
+            ((30, 12), torch.float32, "main_grad"),
+            ((9,), torch.float32, "grad"),
+            ((50, 40), torch.float64, "strided"),
+            ((20, 30), torch.float32, "both"),
+        ]
+    ):
+        p = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+        model.register_parameter(f"p{i}", p)
+        values = torch.arange(p.numel(), dtype=torch.float64).view(shape) % 13
+        own = (values + rank * 2).to(device)
+        total = values * ranks + 2 * sum(range(ranks))
+        if home == "main_grad":
+            p.main_grad = own.float()
+        elif home == "strided":
+            p.grad = own.t().contiguous().t().to(dtype)
+        elif home == "both":
+            p.main_grad, p.grad = own.float() - 1, torch.ones_like(p)
+        else:
+            p.grad = own.to(dtype)
+        expected[f"p{i}"] = total / ranks if average else total
+
+    def counted(tensor, *args, **kwargs):
+        calls.append(tensor.data_ptr())
+        return original(tensor, *args, **kwargs)
+
+    distributed.all_reduce = counted
+    where = {k: getattr(p, "main_grad", p.grad).data_ptr() for k, p in model.named_parameters()}
+    try:
+        reduce_main_grads(model, average=average)
+    finally:
+        distributed.all_reduce = original
+        implementation._SMALL, implementation._BUCKET = 4 << 20, 32 << 20
+    found = {}
+    for key, p in model.named_parameters():
+        gradient = getattr(p, "main_grad", p.grad)
+        found[key] = torch.equal(gradient.cpu().double(), expected[key])
+        found[key] &= gradient.data_ptr() == where[key]
+        found[key] &= not hasattr(p, "main_grad") or p.grad is None
+    return found, len(calls), where["p0"] in calls
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_buckets(ranks, average):
+    for found, calls, in_place in ranks.run(_exact, average):
+        assert all(found.values()), found
+        # The header, p0 and p7 by themselves, fp32 in two buckets, bf16.
+        assert calls == 6
+        assert in_place
+
+
+@pytest.mark.cuda
+def test_buckets_on_gpus(two_gpus):
+    for found, _, in_place in two_gpus.run(_exact, True):
+        assert all(found.values()), found
+        assert in_place
+
+
+def _without_waiting(rank):
+    """The second call for a model leaves the host alone."""
+    device = _device(rank)
+    model = torch.nn.ParameterList(
+        torch.nn.Parameter(torch.zeros(n, device=device)) for n in (5, 7)
+    )
+    for p in model:
+        p.main_grad = torch.full_like(p, 1.0 + rank)
+    reduce_main_grads(model, average=False)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        reduce_main_grads(model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return [p.main_grad.unique().tolist() for p in model]
+
+
+@pytest.mark.cuda
+def test_no_synchronisation(two_gpus):
+    assert two_gpus.run(_without_waiting) == [[[3.0], [3.0]]] * 2
+
+
+def _partly(rank):
+    """Of p0 both ranks have a gradient, of p1 and p2 one, of p3 none; p4 is frozen."""
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(3)) for _ in range(5))
+    model[4].requires_grad_(False)
+    model[0].grad = torch.full((3,), 1.0 + rank)
+    model[1 + rank].grad = torch.full((3,), 4.0)
+    reduce_main_grads(model)
+    return [None if p.grad is None else p.grad[0].item() for p in model]
+
+
+def test_a_gradient_that_some_ranks_lack(two_ranks):
+    assert two_ranks.run(_partly) == [[1.5, 2.0, 2.0, None, None]] * 2
+
+
+def _differ(rank, what):
+    sizes = [(4, 4)] * 3
+    if what == "count" and rank:
+        sizes.append((4, 4))
+    if what == "size" and rank:
+        sizes[1] = (4, 5)
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(s)) for s in sizes)
+    for i, p in enumerate(model):
+        if what == "main_grad" and rank and i == 2:
+            p.main_grad = torch.zeros(4, 4)
+        else:
+            p.grad = torch.zeros_like(p)
+    if what == "nothing" and rank:
+        model = torch.nn.ParameterList()
+    if what == "frozen" and rank:
+        model[0].requires_grad_(False)
+    try:
+        reduce_main_grads(model)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _one_fails(rank):
+    parameter = torch.nn.Parameter(torch.zeros(4, 4))
+    parameter.main_grad = torch.zeros(3 if rank else 16)
+    try:
+        reduce_main_grads([parameter])
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def test_an_error_on_one_rank(two_ranks):
+    other, own = two_ranks.run(_one_fails)
+    assert own.startswith("ValueError: reduce_main_grads: main_grad must be contiguous with shape")
+    assert other.startswith("RankMismatchError: reduce_main_grads: the gradients of every rank")
+
+
+@pytest.mark.parametrize("what", ["count", "size", "main_grad", "frozen", "nothing"])
+def test_other_parameters(two_ranks, what):
+    for message in two_ranks.run(_differ, what):
+        assert message.startswith("RankMismatchError: reduce_main_grads: every rank of group")
+
+
+def _expert(rank):
+    """Left out of the module's, reduced by themselves over a group of their own."""
+    own = [distributed.new_group([r]) for r in range(2)][rank]
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    model[1].allreduce = False
+    model[2].sequence_parallel = True
+    for p in model:
+        p.main_grad = torch.full((2,), 1.0 + rank)
+    reduce_main_grads(model)
+    reduce_main_grads([model[1], model[1]], own)
+    found = [p.main_grad[0].item() for p in model]
+    reduce_main_grads((p for p in model if hasattr(p, "sequence_parallel")), average=False)
+    return [*found, model[2].main_grad[0].item()]
+
+
+def test_expert_and_sequence_parallel_parameters(two_ranks):
+    assert two_ranks.run(_expert) == [[1.5, 1.0, 1.5, 3.0], [1.5, 2.0, 1.5, 3.0]]
+
+
+def _tied(rank):
+    """A weight whose gradient comes both ways; the dummy of the flag is dropped."""
+    linear = apex_te.Linear(16, 16, bias=False, fuse_wgrad_accumulation=True)
+    weight, found = linear.weight, []
+    for owner in (None, "flag"):
+        weight.main_grad = torch.zeros(16, 16)
+        if owner:
+            weight.grad_added_to_main_grad = False
+        x = torch.ones(4, 16) * (1.0 + rank)
+        tied = 0.0 if owner else weight.sum()
+        (linear(x).sum() + tied).backward()
+        flag = getattr(weight, "grad_added_to_main_grad", None)
+        reduce_main_grads(linear)
+        after = getattr(weight, "grad_added_to_main_grad", None)
+        found.append((weight.main_grad.unique().tolist(), weight.grad is None, flag, after))
+    return found
+
+
+def test_gradients_that_come_both_ways(two_ranks):
+    expected = [([7.0], True, None, None), ([6.0], True, True, False)]
+    assert two_ranks.run(_tied) == [expected] * 2
+
+
+def _rejected(rank):
+    from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    parameter = torch.nn.Parameter(torch.zeros(4, 4))
+    replicated = torch.nn.Parameter(distribute_tensor(torch.zeros(4, 4), mesh, [Replicate()]))
+    sparse = torch.nn.Embedding(4, 4, sparse=True)
+    sparse(torch.tensor([1])).sum().backward()
+    small = torch.nn.Parameter(torch.zeros(4, 4))
+    small.main_grad = torch.zeros(3)
+    found = []
+    for args in (
+        ([parameter], "world"),
+        (parameter,),
+        ([1.0],),
+        ([replicated],),
+        (sparse,),
+        ([small],),
+    ):
+        try:
+            reduce_main_grads(*args)
+            found.append("nothing was raised")
+        except (TypeError, ValueError, NotImplementedError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    try:
+        reduce_main_grads([parameter], average=1)
+    except TypeError as error:
+        found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_rejects(two_ranks):
+    for found in two_ranks.run(_rejected):
+        for message, start in zip(
+            found,
+            (
+                "TypeError: reduce_main_grads: group must be a torch.distributed.ProcessGroup",
+                "TypeError: reduce_main_grads: model must be a torch.nn.Module or parameters, got",
+                "TypeError: reduce_main_grads: model must be a torch.nn.Module or parameters, got",
+                "TypeError: reduce_main_grads: parameters must not be DTensors over ranks of group",
+                "NotImplementedError: reduce_main_grads: gradients must be dense tensors, got",
+                "ValueError: reduce_main_grads: main_grad must be contiguous with shape [4, 4]",
+                "TypeError: reduce_main_grads: average must be a bool, got int",
+            ),
+            strict=True,
+        ):
+            assert message.startswith(start), message
+
+
+OWNER = "ValueError: fuse_wgrad_accumulation: fuse_wgrad_accumulation must be False under Dist"
+
+
+def _in_ddp(rank, case):
+    """The first backward under DistributedDataParallel, with and without an owner of main_grad."""
+    device = _device(rank)
+    ids = [rank] if device.type == "cuda" else None
+    model = _with_main_grads(_model("linear" if case != "layer" else "layer", device))
+    weights = {k: p for k, p in model.named_parameters() if p.dim() == 2}
+    options, recipe = {}, DelayedScaling(amax_history_len=2) if case == "fp8" else None
+    if case == "flag":
+        for p in weights.values():
+            p.grad_added_to_main_grad = False
+    elif case == "ignored":
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, list(weights))
+    elif case == "unused":
+        options["find_unused_parameters"] = True
+    ddp = DistributedDataParallel(model, device_ids=ids, **options)
+    x = torch.full((4, 2, 32), 1.0 + rank, device=device, requires_grad=True)
+
+    class Recomputed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x, use_reentrant):
+            return torch_checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    def run():
+        with fp8_autocast(recipe is not None, recipe):
+            if case in ("reentrant", "recomputed"):
+                return DistributedDataParallel(Recomputed(), device_ids=ids)(x, case == "reentrant")
+            if case == "module":  # nothing that DDP would wait for
+                return model(x)
+            return ddp(x)
+
+    try:
+        if case == "no_sync":
+            with ddp.no_sync():
+                run().sum().backward()
+        else:
+            run().sum().backward()
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+    ddp(x.detach()).sum().backward() if case != "module" else run().sum().backward()
+    reduce_main_grads(weights.values())
+    return {k: getattr(p, "main_grad", p.grad).cpu() for k, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "layer", "fp8", "unused", "no_sync", "reentrant", "recomputed"]
+)
+def test_ddp_without_an_owner(two_ranks, case):
+    for message in two_ranks.run(_in_ddp, case):
+        assert isinstance(message, str), "nothing was raised"
+        assert message.startswith(OWNER), message
+        assert "apex_te.distributed.reduce_main_grads" in message
+
+
+@pytest.mark.parametrize("case", ["flag", "ignored", "module"])
+def test_ddp_with_an_owner(two_ranks, case):
+    first, second = two_ranks.run(_in_ddp, case)
+    for key, value in first.items():
+        assert isinstance(first, dict)
+        if key.endswith("weight") or case != "module":
+            assert value.abs().max() > 0
+            assert torch.equal(value, second[key]), key
+
+
+def _sharded(rank, owned):
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    model = _with_main_grads(_model("linear", "cpu"))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    buffers = {}
+    if owned:
+        for i in (0, 2):
+
+            def give(linear, _, i=i):
+                weight = linear.weight
+                buffers.setdefault(i, torch.zeros(weight.shape))
+                weight.get_main_grad = lambda: buffers[i]
+
+            model[i].register_forward_pre_hook(give)
+    x = torch.ones(4, 2, 32)
+    try:
+        model(x).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return [buffer.abs().max().item() for buffer in buffers.values()]
+
+
+def test_fully_shard(two_ranks):
+    for message in two_ranks.run(_sharded, False):
+        assert "weight.main_grad must be a preallocated tensor" in message
+        assert "under fully_shard" in message
+    for found in two_ranks.run(_sharded, True):
+        assert len(found) == 2
+        assert min(found) > 0
