@@ -25,9 +25,11 @@ from ._lazy import attach as _attach  # noqa: E402
 
 if _TYPE_CHECKING:
     from . import amp as amp
+    from . import distributed as distributed
     from . import integrations as integrations
     from . import nvtx as nvtx
     from . import optimizers as optimizers
+    from . import permutation as permutation
     from . import recipe as recipe
     from ._prebuild import prebuild as prebuild
     from .arguments import (
@@ -74,6 +76,7 @@ _NAMES = {
     "add_fp8_arguments": "arguments",
     "amp": "",
     "checkpoint": "distributed.checkpoint",
+    "distributed": "",
     "flush_fp8_state": "state",
     "fp8_autocast": "autocast",
     "fp8_model_init": "model_init",
@@ -85,6 +88,7 @@ _NAMES = {
     "make_recipe": "recipe",
     "nvtx": "",
     "optimizers": "",
+    "permutation": "",
     "prebuild": "_prebuild",
     "recipe": "",
     "recipe_from_arguments": "arguments",

@@ -44,12 +44,18 @@ def environment() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         info["gpu"] = torch.cuda.get_device_name()
-        info["driver"] = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        info["driver"] = _smi("driver_version")
     return info
 
 
+def _smi(query: str) -> str:
+    """What nvidia-smi says of the first GPU."""
+    told = _run("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
+    return told.partition("\n")[0]
+
+
 def sm_clock_mhz() -> str:
-    return _run("nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits")
+    return _smi("clocks.sm")
 
 
 def _event_us(call: Callable[[], Any]) -> float:

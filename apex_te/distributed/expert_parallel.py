@@ -1,0 +1,291 @@
+"""Expert parallelism: each rank has some of the experts, and tokens travel to them and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+
+from ..autocast import is_process_group
+from ..permutation import moe_permute, moe_permute_and_pad_with_probs, moe_unpermute
+from .collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
+
+__all__ = ["Dispatch", "TokenDispatcher"]
+
+_EXCHANGES = ("all_to_all", "all_gather")
+
+
+class TokenDispatcher:
+    """Takes tokens to the ranks of their experts and brings what became of them back.
+
+        dispatch = dispatcher.dispatch(tokens, probs, routing_map)
+        rows = fc2(activation(fc1(dispatch.rows, dispatch.m_splits)), dispatch.m_splits)
+        out = dispatch.combine(rows)
+
+    Rank r of ``group`` has the experts ``r * num_experts / ranks`` and on. Differentiable in tokens
+    and probs; nothing is dropped.
+
+    Args:
+        num_experts: of all ranks, a multiple of their number.
+        group: the expert-parallel ranks; None is the whole world.
+        align: each expert's rows are filled up with zeros to a multiple of it: 16 for FP8 products,
+            32 for MXFP8, 1 for none.
+        exchange: "all_to_all" sends each copy of a token to its expert's rank; tokens and splits
+            may be uneven. The host waits for the GPU once, to learn how many rows travel, and
+            ``m_splits`` is a list. "all_gather" sends every token to every rank, in buffers sized
+            for the worst case: without a wait after the first call, also in a CUDA graph, and
+            ``m_splits`` is an int32 tensor on the device. Every rank has as many tokens, as many in
+            each call. It moves ``ranks / experts per token`` times the bytes.
+        max_experts_per_token: sizes the buffers of "all_gather"; None stands for all experts.
+            Copies beyond it may be lost.
+
+    Parameters of experts see the tokens of all ranks: their gradients are not to be reduced over
+    ``group``. Delayed scaling reduces amaxes over ``fp8_group``; where that holds ranks of
+    ``group``, the experts in the same place on these ranks share scales.
+
+    Errors: TypeError for an argument of a wrong type, ValueError for a number that is too small or
+    that the ranks do not divide.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        group: Any = None,
+        *,
+        align: int = 16,
+        exchange: str = "all_to_all",
+        max_experts_per_token: int | None = None,
+    ) -> None:
+        numbers = {"num_experts": num_experts, "align": align}
+        if max_experts_per_token is not None:
+            numbers["max_experts_per_token"] = max_experts_per_token
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(
+                    f"TokenDispatcher: {name} must be an int, got {type(value).__name__}"
+                )
+            if value < 1:
+                raise ValueError(f"TokenDispatcher: {name} must be at least 1, got {value}")
+        if group is not None and not is_process_group(group):
+            raise TypeError(
+                "TokenDispatcher: group must be a torch.distributed.ProcessGroup, "
+                f"got {type(group).__name__}"
+            )
+        if exchange not in _EXCHANGES:
+            raise ValueError(
+                f"TokenDispatcher: exchange must be one of {', '.join(_EXCHANGES)}, "
+                f"got {exchange!r}"
+            )
+        self.ranks = world_size(group)
+        if num_experts % self.ranks:
+            raise ValueError(
+                f"TokenDispatcher: num_experts must be a multiple of the {self.ranks} ranks of "
+                f"group, got {num_experts}"
+            )
+        self.num_experts = num_experts
+        self.local_experts = num_experts // self.ranks
+        self.group = group
+        self.align = align
+        self.exchange = exchange
+        per_token = num_experts if max_experts_per_token is None else max_experts_per_token
+        self.copies = min(per_token, self.local_experts)  # of a token on one rank, at most
+        self._tokens: int | None = None  # of every rank, once they were found to agree
+
+    def dispatch(
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> Dispatch:
+        """Sends ``tokens`` [tokens, hidden] to their experts; collective.
+
+        Args:
+            tokens: float32, float16 or bfloat16.
+            probs: [tokens, num_experts] float32 or the dtype of ``tokens``: the weight of each
+                expert's result.
+            routing_map: [tokens, num_experts] bool, True where a token goes to an expert.
+
+        Errors: TypeError for a dtype, ValueError for a shape, or for ranks whose numbers of tokens
+        differ with "all_gather" (on every rank, at the first call).
+        """
+        if tokens.dim() != 2:
+            raise ValueError(
+                f"TokenDispatcher: tokens must be [tokens, hidden], got {list(tokens.shape)}"
+            )
+        shape = (tokens.shape[0], self.num_experts)
+        for name, value in (("probs", probs), ("routing_map", routing_map)):
+            if value.shape != shape:
+                raise ValueError(
+                    f"TokenDispatcher: {name} must have shape {list(shape)}, "
+                    f"got {list(value.shape)}"
+                )
+        if routing_map.dtype is not torch.bool:
+            raise TypeError(
+                f"TokenDispatcher: routing_map must have dtype bool, got {routing_map.dtype}"
+            )
+        if probs.dtype not in (torch.float32, tokens.dtype):
+            raise TypeError(
+                f"TokenDispatcher: probs must have dtype float32 or {tokens.dtype}, "
+                f"got {probs.dtype}"
+            )
+        if self.exchange == "all_gather":
+            return self._gathered(tokens, probs, routing_map)
+        return self._exchanged(tokens, probs, routing_map)
+
+    def _exchanged(
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> Dispatch:
+        ranks, local = self.ranks, self.local_experts
+        counts = routing_map.sum(0, dtype=torch.int32)
+        arriving = counts
+        if ranks > 1:
+            arriving = torch.empty_like(counts)
+            distributed.all_to_all_single(arriving, counts, group=self.group)
+        sent, received = torch.stack((counts, arriving)).view(2, ranks, local).tolist()  # the wait
+        sizes = ([sum(row) for row in sent], [sum(row) for row in received])
+        permuted, ids = moe_permute(tokens, routing_map, sum(sizes[0]))
+        rows = _AllToAll.apply(permuted, sizes[0], sizes[1], self.group) if ranks > 1 else permuted
+        # What arrives lies by source rank, then expert: each row has one expert here.
+        ends = arriving.cumsum(0)
+        at = torch.arange(rows.shape[0], device=rows.device)
+        expert = torch.bucketize(at, ends, right=True) % local
+        owners = expert[:, None] == torch.arange(local, device=rows.device)
+        own = [sum(column) for column in zip(*received, strict=True)]
+        m_splits = [-(-count // self.align) * self.align for count in own]
+        rows, own_ids = _by_expert(rows, owners, own, self.align, sum(m_splits))
+
+        def combine(results: torch.Tensor) -> torch.Tensor:
+            back = moe_unpermute(results, own_ids)
+            if ranks > 1:
+                back = _AllToAll.apply(back, sizes[1], sizes[0], self.group)
+            return moe_unpermute(back, ids, probs)
+
+        return Dispatch(rows, m_splits, combine)
+
+    def _gathered(
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> Dispatch:
+        self._check_tokens(tokens)
+        local = self.local_experts
+        rank = distributed.get_rank(self.group) if self.ranks > 1 else 0
+        mine = slice(rank * local, (rank + 1) * local)
+        if self.ranks > 1:
+            routing_map = all_gather_rows(routing_map.view(torch.uint8), self.group).wait()
+            tokens = _AllGather.apply(tokens, self.group)
+            probs = _AllGather.apply(probs, self.group)
+        owners = routing_map[:, mine].contiguous()
+        own_probs = probs[:, mine].contiguous()
+        count = tokens.shape[0] * self.copies + local * (self.align - 1)
+        count = -(-count // self.align) * self.align
+        splits = owners.new_zeros(local, dtype=torch.int32)  # only its dtype and device are read
+        unweighted = own_probs.detach()
+        rows, _, ids, _, m_splits = moe_permute_and_pad_with_probs(
+            tokens, unweighted, owners, splits, self.align, count
+        )
+
+        def combine(results: torch.Tensor) -> torch.Tensor:
+            partial = moe_unpermute(results, ids, own_probs)
+            return _ReduceScatter.apply(partial, self.group) if self.ranks > 1 else partial
+
+        return Dispatch(rows, m_splits, combine)
+
+    def _check_tokens(self, tokens: torch.Tensor) -> None:
+        """Every rank has to have as many tokens, or a gather would read past their ends."""
+        count = tokens.shape[0]
+        if self._tokens is None and self.ranks > 1:
+            extremes = torch.tensor([count, -count], dtype=torch.int64, device=tokens.device)
+            distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX, group=self.group)
+            most, least = extremes.tolist()
+            if most != -least:
+                raise ValueError(
+                    'TokenDispatcher: every rank must have as many tokens with "all_gather", got '
+                    f"{count} on this one and from {-least} to {most} on all"
+                )
+        if self._tokens not in (None, count):
+            raise ValueError(
+                f'TokenDispatcher: tokens must be {self._tokens} in each call with "all_gather", '
+                f"as in the first, got {count}"
+            )
+        self._tokens = count
+
+
+class Dispatch:
+    """Tokens that have reached their experts.
+
+    Attributes:
+        rows: [rows, hidden], in order of this rank's experts; fillings are zero.
+        m_splits: rows of each expert, fillings included: what ``GroupedLinear`` takes.
+    """
+
+    __slots__ = ("_combine", "m_splits", "rows")
+
+    def __init__(self, rows: torch.Tensor, m_splits: Any, combine: Any) -> None:
+        self.rows = rows
+        self.m_splits = m_splits
+        self._combine = combine
+
+    def combine(self, results: torch.Tensor) -> torch.Tensor:
+        """The sum over each token's experts of prob * result, [tokens, features]; collective.
+
+        ``results`` [rows, features] are what the experts made of ``rows``, any number of features.
+
+        Errors: ValueError for another number of rows.
+        """
+        if results.dim() != 2 or results.shape[0] != self.rows.shape[0]:
+            raise ValueError(
+                f"Dispatch: results must be [{self.rows.shape[0]}, features], "
+                f"got {list(results.shape)}"
+            )
+        return self._combine(results)
+
+
+def _by_expert(
+    rows: torch.Tensor, owners: torch.Tensor, counts: list[int], align: int, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``rows`` ordered by the one expert that ``owners`` marks, and the map for the way back."""
+    if align == 1:
+        return moe_permute(rows, owners, total)
+    splits = torch.tensor(counts, dtype=torch.int32)
+    no_probs = rows.new_empty(owners.shape, requires_grad=False)
+    out, _, ids, _, _ = moe_permute_and_pad_with_probs(rows, no_probs, owners, splits, align, total)
+    return out, ids
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows exchanged between ranks; the gradient goes the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: Any
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return all_to_all_rows(rows, sent, received, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        sent, received = ctx.sizes
+        return all_to_all_rows(grad, received, sent, ctx.group).wait(), None, None, None
+
+
+class _AllGather(torch.autograd.Function):
+    """Rows of all ranks; the gradient of this rank's is the sum over ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return all_gather_rows(rows, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return reduce_scatter_rows(grad, ctx.group).wait(), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """This rank's rows of the sum over ranks; each rank's gradient is that of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return reduce_scatter_rows(rows, group).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
+        return all_gather_rows(grad, ctx.group).wait(), None

@@ -1,0 +1,306 @@
+"""Tokens of a mixture of experts, permuted to their experts' rows and back.
+
+Names and arguments follow TransformerEngine's. Kernels: `apex_te.ops.moe_permute`. Nothing waits
+for the GPU where the number of permuted rows is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._permutation_function import Permute, SortChunks, Unpermute, run
+from .ops import moe_permute as _op
+
+__all__ = [
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]
+
+
+def moe_permute(
+    inp: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int | None = None,
+    max_token_num: int = -1,
+    map_type: str = "mask",
+    *,
+    num_experts: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy each token to its experts' rows; differentiable in ``inp``.
+
+    Rows are in order of experts, those of one expert in the order of tokens.
+
+    Args:
+        inp: [tokens, hidden] float32, float16, bfloat16; or any dtype of one byte (FP8), which has
+            no gradient.
+        routing_map: "mask": [tokens, experts] bool, uint8, int8, int32 or int64, not zero where a
+            token goes to an expert. "index": [tokens, k] int32 or int64 experts, negative for a
+            copy that is dropped.
+        num_out_tokens: rows of the result. Rows that no copy takes are zero, copies for which
+            there is no row are dropped. None or -1: k rows a token for "index", for "mask" as many
+            as there are copies, for which the host waits for the GPU once.
+        max_token_num: taken for compatibility; there is no workspace that it would size.
+        map_type: "mask" or "index".
+        num_experts: of indices, at most 1024, for which None stands. Fewer are faster.
+
+    Returns:
+        [num_out_tokens, hidden] in the dtype of ``inp``, and the row_id_map for ``moe_unpermute``:
+        opaque int32.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or option that does not match. An index that is no expert raises on the
+            CPU; on the GPU, which is not waited for, the token's row is NaN after ``moe_unpermute``
+            (and its gradient).
+        NotImplementedError: more than 1024 experts or 2^31 elements of routing_map.
+    """
+    if num_experts is not None and map_type != "index":
+        raise ValueError(
+            f"moe_permute: num_experts must be None for a mask, which has them, got {num_experts}"
+        )
+    if map_type == "index" and num_out_tokens in (None, -1):
+        num_out_tokens = routing_map.numel()
+    out, _, row_id_map = _permuted(inp, None, routing_map, num_out_tokens, map_type, num_experts)
+    return out, row_id_map
+
+
+def moe_permute_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    num_out_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`moe_permute` by a mask, of probs with the tokens; differentiable in both.
+
+    Args:
+        probs: [tokens, experts] float32 or the dtype of ``inp``.
+        inp, routing_map, num_out_tokens: as in `moe_permute`.
+
+    Returns:
+        The permuted tokens, [num_out_tokens] of their probs, and the row_id_map.
+    """
+    return _permuted(inp, probs, routing_map, num_out_tokens)
+
+
+def moe_permute_and_pad_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    routing_map: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    align_size: int,
+    num_out_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`moe_permute_with_probs` whose experts begin at multiples of ``align_size``.
+
+    FP8 products need multiples of 16. Padding rows, and their probs, are zero.
+
+    Args:
+        inp, probs, routing_map: as in `moe_permute_with_probs`.
+        tokens_per_expert: [experts] int32 or int64 tokens of each expert, on any device. The
+            kernel counts for itself: these size a result whose size is not given.
+        align_size: at least 1.
+        num_out_tokens: rows of the result, at least those with padding, a multiple of
+            ``align_size``: ``tokens * k + experts * (align_size - 1)`` rounded up always suffices.
+            None: as many as there are. The host waits for the GPU once for them, and checks
+            ``tokens_per_expert``, unless these are on the host and ``inp`` is not.
+
+    Returns:
+        permuted: [num_out_tokens, hidden].
+        permuted_probs: [num_out_tokens].
+        row_id_map: for `moe_unpermute`; it has the rows with padding.
+        pad_offsets: [experts] int32, padding rows before each expert.
+        padded_tokens_per_expert: [experts] on the device in the dtype of ``tokens_per_expert``:
+            what `GroupedLinear` takes as ``m_splits``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `moe_permute`; ValueError also where
+            ``tokens_per_expert`` was waited for and is not what routing_map has.
+    """
+    experts = routing_map.shape[-1] if routing_map.dim() else 0
+    _check_counts(tokens_per_expert, experts)
+    if isinstance(align_size, bool) or not isinstance(align_size, int) or align_size < 1:
+        raise ValueError(
+            "moe_permute_and_pad_with_probs: align_size must be an int of at least 1, "
+            f"got {align_size!r}"
+        )
+    row_id_map = None
+    if num_out_tokens in (None, -1):
+        if tokens_per_expert.device == inp.device:
+            row_id_map, num_out_tokens = _counted(routing_map, tokens_per_expert, align_size)
+        else:
+            counts = tokens_per_expert.tolist()
+            num_out_tokens = sum([-(-count // align_size) * align_size for count in counts])
+    out, permuted_probs, row_id_map = _permuted(
+        inp, probs, routing_map, num_out_tokens, "mask", None, align_size, row_id_map
+    )
+    pad_offsets = row_id_map[-1, 1 + experts : 1 + 2 * experts]
+    padded = row_id_map[-2, 1 + experts : 1 + 2 * experts]
+    if tokens_per_expert.dtype is not torch.int32:
+        padded = padded.to(tokens_per_expert.dtype)
+    return out, permuted_probs, row_id_map, pad_offsets, padded
+
+
+def moe_unpermute(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: torch.Size | tuple[int, ...] | None = None,
+    map_type: str = "mask",
+    pad_offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sum each token's copies, times their probs; differentiable in both.
+
+    The sum is in fp32 in the order of experts ("index": of the k), the same on every run.
+
+    Args:
+        inp: [rows, hidden] float32, float16 or bfloat16: what became of the permuted tokens.
+        row_id_map: of the function that permuted them.
+        merging_probs: [tokens, experts] for "mask", [tokens, k] for "index", float32 or the dtype
+            of ``inp``.
+        restore_shape: (tokens, hidden) of the result, which row_id_map has: checked where given.
+        map_type: "mask" or "index", as given to the function that permuted.
+        pad_offsets: of `moe_permute_and_pad_with_probs`, whose row_id_map has the padding in it;
+            ValueError with another row_id_map.
+
+    Returns:
+        [tokens, hidden] in the dtype of ``inp``; zeros for a token without copies.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or option that does not match. A row_id_map with rows that ``inp`` has
+            not raises on the CPU and gives NaN on the GPU.
+    """
+    if map_type not in ("mask", "index"):
+        raise ValueError(f"moe_unpermute: map_type must be 'mask' or 'index', got {map_type!r}")
+    if restore_shape is not None:
+        shape = (row_id_map.shape[0] - 2, *inp.shape[1:])
+        if tuple(restore_shape) != shape:
+            raise ValueError(
+                f"moe_unpermute: restore_shape must be {list(shape)}, got {list(restore_shape)}"
+            )
+    if pad_offsets is not None:
+        experts = (row_id_map.shape[1] - 1) // 2
+        if row_id_map.shape[1] % 2 or pad_offsets.shape != (experts,):
+            raise ValueError(
+                "moe_unpermute: pad_offsets must be those of moe_permute_and_pad_with_probs with "
+                f"its row_id_map, got shapes {list(pad_offsets.shape)} and {list(row_id_map.shape)}"
+            )
+    if not _needs_gradient(inp, merging_probs):
+        return _op.unpermute(inp, row_id_map, merging_probs)
+    return Unpermute.apply(inp, row_id_map, merging_probs)
+
+
+def moe_sort_chunks_by_index(
+    inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
+) -> torch.Tensor:
+    """Reorder chunks of rows: the i-th of the result is chunk ``sorted_index[i]``; differentiable.
+
+    After an all-to-all it brings rows from the order [source rank, local expert] into [local
+    expert, source rank]. Nothing waits for the GPU.
+
+    Args:
+        inp: [rows, hidden] as in `moe_permute`.
+        split_sizes: [chunks] int32 or int64 rows of each chunk; rows past them become zeros. At
+            most 2048 chunks.
+        sorted_index: [chunks] int32 or int64, each chunk once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape that does not match, and on the CPU values that do not fit; on the GPU
+            these leave rows zero.
+    """
+    return _sorted(inp, None, split_sizes, sorted_index)[0]
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: torch.Tensor,
+    probs: torch.Tensor,
+    split_sizes: torch.Tensor,
+    sorted_index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`moe_sort_chunks_by_index` of [rows] probs (float32, float16, bfloat16) with the rows."""
+    out, permuted_probs = _sorted(inp, probs, split_sizes, sorted_index)
+    assert permuted_probs is not None
+    return out, permuted_probs
+
+
+def _permuted(
+    inp: torch.Tensor,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor,
+    rows: int | None,
+    map_type: str = "mask",
+    num_experts: int | None = None,
+    align_size: int | None = None,
+    row_id_map: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Any, torch.Tensor]:
+    """Permuted rows and probs and the row_id_map, which is made first where it has to be counted.
+
+    The permuted probs are None without probs.
+    """
+    if rows is None or rows == -1:
+        row_id_map = _op.make_map(routing_map, map_type=map_type).row_id_map
+        rows = int(row_id_map[-2, 0])
+    call: Any = Permute.apply if _needs_gradient(inp, probs) else run
+    out, permuted_probs, made = call(
+        inp, probs, routing_map, rows, map_type, num_experts, align_size, row_id_map
+    )
+    return out, permuted_probs, made if row_id_map is None else row_id_map
+
+
+def _sorted(
+    inp: torch.Tensor,
+    probs: torch.Tensor | None,
+    split_sizes: torch.Tensor,
+    sorted_index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if inp.dim() != 2:
+        raise ValueError(
+            f"moe_sort_chunks: inp must have 2 dimensions, got shape {list(inp.shape)}"
+        )
+    if _needs_gradient(inp, probs):
+        return SortChunks.apply(inp, probs, split_sizes, sorted_index)
+    chunk_map = _op.make_chunk_map(split_sizes, sorted_index, inp.shape[0])
+    return _op.sort_chunks(inp, chunk_map, probs)
+
+
+def _counted(
+    routing_map: torch.Tensor, tokens_per_expert: torch.Tensor, align_size: int
+) -> tuple[torch.Tensor, int]:
+    """The padded map and its rows, from one wait that also checks what the caller counted."""
+    made = _op.make_map(routing_map, align_size=align_size)
+    experts = routing_map.shape[1]
+    found, given = torch.stack(
+        (made.row_id_map[-2, : 1 + experts], torch.nn.functional.pad(tokens_per_expert, (1, 0)))
+    ).tolist()
+    if found[1:] != given[1:]:
+        raise ValueError(
+            "moe_permute_and_pad_with_probs: tokens_per_expert must be the counts of routing_map, "
+            f"{found[1:]}, got {given[1:]}"
+        )
+    return made.row_id_map, found[0]
+
+
+def _check_counts(tokens_per_expert: torch.Tensor, experts: int) -> None:
+    if tokens_per_expert.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            "moe_permute_and_pad_with_probs: tokens_per_expert must have dtype int32 or int64, "
+            f"got {tokens_per_expert.dtype}"
+        )
+    if tokens_per_expert.shape != (experts,):
+        raise ValueError(
+            f"moe_permute_and_pad_with_probs: tokens_per_expert must have shape [{experts}], "
+            f"got {list(tokens_per_expert.shape)}"
+        )
+
+
+def _needs_gradient(inp: torch.Tensor, probs: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        inp.requires_grad or (probs is not None and probs.requires_grad)
+    )

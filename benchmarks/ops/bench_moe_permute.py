@@ -1,0 +1,158 @@
+"""moe_permute: bandwidth over each function's fewest bytes, against PyTorch eager and compiled.
+
+Bytes counted, with `row` = hidden * element size and k copies a token:
+    permute             tokens * row * (1 + k): each token read once, its copies written
+    unpermute           tokens * row * (k + 1), and so permute's gradient
+    unpermute_bwd       tokens * row * (1 + 2k): gradient and copies read, k gradients written;
+                        the dot products for probs cost nothing more
+    sort_chunks         rows * row * 2
+The map, int32, is left out: 12 bytes a token and copy where a row of 4096 bf16 has 8192.
+
+What did not help on an H200, us at 16384x4096 top 2 where permute takes 114 and unpermute 116: 2 or 8
+words of 16 bytes a lane instead of 4 in permute, 114 and 113; 1 vector a lane instead of 2 in
+unpermute, 142; a map read when its token comes, one token a warp, 125 in unpermute. Warps that each
+take pieces of one row, before whole rows went to a block: permute 183 at 4096x7168 top 8, not 159,
+but unpermute 146 there, not 159, and 209 at 16384x4095, not 237.
+
+PyTorch's way: a stable argsort of the experts and index_select, then for the sum either index_add
+("torch") or a gather by the inverse order and a sum over k, compiled ("compile").
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+
+from apex_te.ops import moe_permute as op
+
+# tokens, hidden, experts, k
+SHAPES = [
+    (16384, 4096, 64, 2),
+    (16384, 2048, 128, 8),
+    (4096, 7168, 256, 8),
+    (2048, 4096, 8, 2),
+    (16384, 4095, 64, 2),
+]
+
+
+def permute(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    order = index.flatten().argsort(stable=True)
+    return x.index_select(0, order // index.shape[1]), order
+
+
+def rows(x: torch.Tensor, order: torch.Tensor, k: int) -> torch.Tensor:
+    return x.index_select(0, order // k)
+
+
+def add(y: torch.Tensor, order: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    tokens, k = probs.shape
+    y = y * probs.flatten()[order].unsqueeze(1).to(y.dtype)
+    return y.new_zeros(tokens, y.shape[1]).index_add_(0, order // k, y)
+
+
+def gather_sum(y: torch.Tensor, inverse: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+    tokens, k = probs.shape
+    return (y[inverse].view(tokens, k, -1) * probs.unsqueeze(2)).sum(1).to(y.dtype)
+
+
+def main() -> None:
+    clock = harness.sm_clock_mhz()
+    table: list[dict[str, Any]] = []
+    for tokens, hidden, experts, k in SHAPES:
+        shape = f"{tokens}x{hidden}, top {k} of {experts}"
+        main_shape = (tokens, hidden) == (16384, 4096)
+        index = torch.rand(tokens, experts, device="cuda").topk(k, 1).indices.int()
+        index = index.sort(1).values  # the order of experts, as a mask has it
+        mask = torch.zeros(tokens, experts, dtype=torch.bool, device="cuda")
+        mask.scatter_(1, index.long(), True)
+        probs = torch.rand(tokens, k, device="cuda")
+        dense = torch.zeros(tokens, experts, device="cuda").scatter_(1, index.long(), probs)
+        x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+        copies = tokens * k
+        made = op.make_map(mask)
+        y, pp = op.permute(x, made.row_id_map, copies, dense)
+        order = permute(x, index)[1]
+        inverse = order.argsort()
+        row = hidden * 2
+
+        def measure(name: str, units: int, call: Any, peers: Any = None) -> None:
+            num_bytes = tokens * row * units  # noqa: B023
+            if peers and not is_compared:  # noqa: B023
+                peers = {"torch": peers["torch"]}
+            table.append(harness.measure(name, shape, num_bytes, call, peers))  # noqa: B023
+
+        ids, r = made.row_id_map, copies
+        compiled = [harness.compiled(f) for f in (permute, rows, gather_sum)]
+        is_compared = (tokens, hidden) in ((16384, 4096), (16384, 2048))  # compiling takes seconds
+        with_map = {
+            "torch": lambda x=x, i=index: permute(x, i),
+            "compile": lambda x=x, i=index, f=compiled[0]: f(x, i),
+        }
+        measure(
+            "permute and its map", 1 + k, lambda x=x, m=mask, r=r: op.permute_by(x, m, r), with_map
+        )
+        moved = {
+            "torch": lambda x=x, o=order, k=k: rows(x, o, k),
+            "compile": lambda x=x, o=order, k=k, f=compiled[1]: f(x, o, k),
+        }
+        measure("permute", 1 + k, lambda x=x, ids=ids, r=r: op.permute(x, ids, r), moved)
+        summed = {
+            "torch": lambda y=y, o=order, p=probs: add(y, o, p),
+            "compile": lambda y=y, i=inverse, p=probs, f=compiled[2]: f(y, i, p),
+        }
+        measure(
+            "unpermute, probs", 1 + k,
+            lambda y=y, ids=ids, p=dense: op.unpermute(y, ids, p), summed,
+        )  # fmt: skip
+        measure(
+            "permute bwd, probs", 1 + k,
+            lambda y=y, ids=ids, g=pp: op.permute_bwd(y, ids, g),
+        )  # fmt: skip
+        measure(
+            "unpermute bwd, probs", 1 + 2 * k,
+            lambda x=x, y=y, ids=ids, p=dense: op.unpermute_bwd(x, y, ids, p),
+        )  # fmt: skip
+        us = harness.kernel_us(lambda m=mask: op.make_map(m))
+        table.append({"function": "map alone", "shape": shape, **us})
+        if not main_shape:
+            continue
+        fixed = copies + experts * 16
+        measure(
+            "permute, padded to 16, and its map", 1 + k,
+            lambda x=x, m=mask, p=dense, r=fixed: op.permute_by(x, m, r, p, align_size=16),
+        )  # fmt: skip
+        measure(
+            "permute and its map, indices", 1 + k,
+            lambda x=x, i=index, r=r: op.permute_by(x, i, r, map_type="index", num_experts=64),
+        )  # fmt: skip
+        codes = x.view(torch.uint8)[:, :hidden].contiguous()
+        table.append(
+            harness.measure(
+                "permute, bytes", shape, tokens * hidden * (1 + k),
+                lambda c=codes, ids=ids, r=r: op.permute(c, ids, r),
+            )
+        )  # fmt: skip
+        sizes = torch.full((64,), copies // 64, dtype=torch.int32, device="cuda")
+        sorted_index = torch.arange(64, device="cuda").view(8, 8).t().flatten().int()
+        chunk_map = op.make_chunk_map(sizes, sorted_index, copies)
+        by = chunk_map[0].long()
+        gathered = {"torch": lambda y=y, by=by: y.index_select(0, by)}
+        measure("sort_chunks", 2 * k, lambda y=y, c=chunk_map: op.sort_chunks(y, c), gathered)
+        us = harness.kernel_us(lambda s=sizes, i=sorted_index, r=r: op.make_chunk_map(s, i, r))
+        table.append({"function": "chunk map alone", "shape": "32768 rows of 64 chunks", **us})
+    small = torch.randn(64, 4096, device="cuda").bfloat16()
+    mask = torch.rand(64, 8, device="cuda").topk(2, 1).indices
+    mask = torch.zeros(64, 8, dtype=torch.bool, device="cuda").scatter_(1, mask, True)
+    us = harness.graph_us(lambda: op.permute_by(small, mask, 128))
+    table.append({"function": "permute and its map", "shape": "64x4096 in a graph", "us": us})
+    harness.report("moe_permute", table, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+
+
+if __name__ == "__main__":
+    main()

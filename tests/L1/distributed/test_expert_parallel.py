@@ -1,0 +1,243 @@
+"""Experts spread over ranks: outputs and gradients equal those of one rank that has them all."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from apex_te import fp8_autocast
+from apex_te.distributed.expert_parallel import TokenDispatcher
+from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.recipe import CurrentScaling, DelayedScaling, MXFP8Scaling
+
+HIDDEN, FFN = 32, 48
+RECIPES = {
+    "none": None,
+    "tensorwise": CurrentScaling(),
+    "delayed": DelayedScaling(reduce_amax=False),
+    "mx": MXFP8Scaling(),
+}
+
+
+def routed(rank, tokens, experts, topk, device, unused=()):
+    """Tokens of one rank, where they go, and with which weights."""
+    generator = torch.Generator().manual_seed(50 + rank)
+    x = torch.randn(tokens, HIDDEN, generator=generator)
+    logits = torch.randn(tokens, experts, generator=generator)
+    logits[:, list(unused)] = -1e4
+    routing_map = torch.zeros(tokens, experts, dtype=torch.bool)
+    if tokens:
+        routing_map.scatter_(1, logits.topk(topk, dim=1).indices, True)
+    probs = logits.softmax(1) * routing_map
+    dy = torch.randn(tokens, HIDDEN, generator=generator)
+    return [t.to(device) for t in (x, probs, routing_map, dy)]
+
+
+def experts_of(count, first, device, dtype):
+    """FC1 and FC2 of ``count`` experts from the ``first`` on, whichever rank makes them."""
+    layers = []
+    for k, (rows, cols) in enumerate(((FFN, HIDDEN), (HIDDEN, FFN))):
+        layer = GroupedLinear(count, cols, rows, bias=False, params_dtype=dtype, device=device)
+        with torch.no_grad():
+            for i, weight in enumerate(layer.parameters()):
+                generator = torch.Generator().manual_seed(7 + 2 * (first + i) + k)
+                weight.copy_(torch.randn(rows, cols, generator=generator) * 0.2)
+        layers.append(layer)
+    return layers
+
+
+def run(layers, dispatcher, x, probs, routing_map, recipe):
+    dispatch = dispatcher.dispatch(x, probs, routing_map)
+    with fp8_autocast(recipe is not None, recipe):
+        hidden = functional.silu(layers[0](dispatch.rows, dispatch.m_splits))
+        return dispatch.combine(layers[1](hidden, dispatch.m_splits)), dispatch
+
+
+def noise_ratio(value, exact):
+    """Signal to noise in dB."""
+    error = (value.float() - exact.float()).square().mean().clamp(min=1e-30)
+    return 10 * torch.log10(exact.float().square().mean() / error).item()
+
+
+def tokens_of(rank, exchange, tokens):
+    return tokens if exchange == "all_gather" else (tokens + 5 * rank if rank != 1 else 0)
+
+
+def against_one_rank(rank, ranks, device, dtype, exchange, topk, align, recipe, unused):
+    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    experts, recipe = 2 * ranks, RECIPES[recipe]
+    layers = experts_of(2, 2 * rank, device, dtype)
+    dispatcher = TokenDispatcher(
+        experts, align=align, exchange=exchange, max_experts_per_token=topk
+    )
+    every = [
+        routed(r, tokens_of(r, exchange, 11), experts, topk, device, unused) for r in range(ranks)
+    ]
+    every = [[t.to(dtype) if t.is_floating_point() else t for t in one] for one in every]
+    x, probs, routing_map, dy = every[rank]
+    x.requires_grad_()
+    probs.requires_grad_()
+    out, dispatch = run(layers, dispatcher, x, probs, routing_map, recipe)
+    out.backward(dy)
+    found = {"out": out, "x": x.grad, "probs": probs.grad}
+    found |= {f"fc{k} {n}": p.grad for k in (0, 1) for n, p in layers[k].named_parameters()}
+
+    whole = experts_of(experts, 0, device, dtype)
+    alone = TokenDispatcher(
+        experts, torch.distributed.new_group([rank], use_local_synchronization=True), align=align
+    )
+    joined = [torch.cat(parts).detach() for parts in zip(*every, strict=True)]
+    joined[0].requires_grad_()
+    joined[1].requires_grad_()
+    all_out, _ = run(whole, alone, joined[0], joined[1], joined[2], recipe)
+    all_out.backward(joined[3])
+    starts = [sum(one[0].shape[0] for one in every[:r]) for r in range(ranks + 1)]
+    mine = slice(starts[rank], starts[rank + 1])
+    expected = {"out": all_out[mine], "x": joined[0].grad[mine], "probs": joined[1].grad[mine]}
+    for k in (0, 1):
+        for i in range(2):
+            weight = getattr(whole[k], f"weight{2 * rank + i}")
+            expected[f"fc{k} weight{i}"] = weight.grad
+    splits = dispatch.m_splits
+    splits = splits if isinstance(splits, list) else splits.tolist()
+    assert all(split % align == 0 for split in splits)
+    for name, value in found.items():
+        wanted = expected[name]
+        assert value.shape == wanted.shape, name
+        if dtype is torch.float32:
+            torch.testing.assert_close(
+                value, wanted, rtol=1.3e-6, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        elif wanted.any():  # roundings differ; so do FP8 codes of what was rounded
+            ratio = noise_ratio(value, wanted)
+            assert ratio > (40 if recipe is None else 20), f"{name}: {ratio:.1f} dB"
+    return [p.grad.abs().sum().item() for p in layers[0].parameters()]
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize(("topk", "align"), [(1, 1), (2, 16), (4, 16)])
+def test_equals_one_rank(ranks, exchange, topk, align):
+    ranks.run(against_one_rank, ranks.size, "cpu", torch.float32, exchange, topk, align, "none", ())
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_an_empty_expert(two_ranks, exchange):
+    """Its rank takes part, and its weights get zeros."""
+    grads = two_ranks.run(
+        against_one_rank, 2, "cpu", torch.float32, exchange, 2, 16, "none", (2, 3)
+    )
+    assert grads[1] == [0.0, 0.0]
+    assert all(total > 0 for total in grads[0])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "delayed"])
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_fp8(two_ranks, exchange, recipe):
+    """Each expert sees all of its tokens, so its scales are those of one rank."""
+    two_ranks.run(against_one_rank, 2, "cpu", torch.float32, exchange, 2, 16, recipe, ())
+
+
+def test_fp8_blocks(two_ranks):
+    """Blocks that are shared by rows begin with each expert's."""
+    two_ranks.run(against_one_rank, 2, "cpu", torch.float32, "all_to_all", 2, 32, "mx", ())
+
+
+def _errors(rank):
+    found = []
+    for arguments, options in (
+        ((3,), {}),
+        ((True,), {}),
+        ((4,), {"align": 0}),
+        ((4,), {"exchange": "broadcast"}),
+        ((4, "world"), {}),
+    ):
+        try:
+            TokenDispatcher(*arguments, **options)
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
+    dispatcher = TokenDispatcher(4, exchange="all_gather")
+    x, probs, routing_map, _ = routed(rank, 3, 4, 1, "cpu")
+    for given in (
+        (x[0], probs, routing_map),
+        (x, probs[:, :2], routing_map),
+        (x, probs, routing_map.float()),
+        (x, probs.double(), routing_map),
+    ):
+        try:
+            dispatcher.dispatch(*given)
+        except (TypeError, ValueError) as error:
+            found.append(str(error))
+    dispatch = dispatcher.dispatch(x, probs, routing_map)
+    try:
+        dispatch.combine(dispatch.rows[:1])
+    except ValueError as error:
+        found.append(str(error))
+    try:
+        dispatcher.dispatch(x[:2], probs[:2], routing_map[:2])
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_errors(two_ranks):
+    for found in two_ranks.run(_errors):
+        wanted = (
+            "num_experts must be a multiple of the 2 ranks of group, got 3",
+            "num_experts must be an int, got bool",
+            "align must be at least 1, got 0",
+            "exchange must be one of all_to_all, all_gather, got 'broadcast'",
+            "group must be a torch.distributed.ProcessGroup, got str",
+            r"tokens must be [tokens, hidden], got [32]",
+            r"probs must have shape [3, 4], got [3, 2]",
+            "routing_map must have dtype bool, got torch.float32",
+            "probs must have dtype float32 or torch.float32, got torch.float64",
+            "results must be [",
+            "tokens must be 3 in each call",
+        )
+        assert len(found) == len(wanted)
+        for text, part in zip(found, wanted, strict=True):
+            assert part in text
+
+
+def _unequal(rank):
+    dispatcher = TokenDispatcher(4, exchange="all_gather")
+    x, probs, routing_map, _ = routed(rank, 3 + rank, 4, 1, "cpu")
+    with pytest.raises(ValueError, match="every rank must have as many tokens"):
+        dispatcher.dispatch(x, probs, routing_map)
+
+
+def test_ranks_with_other_numbers_of_tokens(two_ranks):
+    two_ranks.run(_unequal)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("recipe", ["none", "tensorwise"])
+def test_on_gpus(two_gpus, exchange, recipe):
+    two_gpus.run(against_one_rank, 2, "cuda", torch.bfloat16, exchange, 2, 16, recipe, ())
+
+
+def _without_waiting(rank):
+    device = torch.device("cuda", rank)
+    layers = experts_of(2, 2 * rank, device, torch.bfloat16)
+    dispatcher = TokenDispatcher(4, exchange="all_gather", max_experts_per_token=2)
+    x, probs, routing_map, dy = routed(rank, 64, 4, 2, device)
+    x, probs, dy = (t.bfloat16() for t in (x, probs, dy))
+    x.requires_grad_()
+
+    def step():
+        out, _ = run(layers, dispatcher, x, probs, routing_map, RECIPES["tensorwise"])
+        out.backward(dy)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return x.grad.float().abs().sum().item()
+
+
+@pytest.mark.cuda
+def test_nothing_waits_for_the_gpu(two_gpus):
+    assert all(total > 0 for total in two_gpus.run(_without_waiting))
