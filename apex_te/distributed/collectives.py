@@ -24,6 +24,13 @@ __all__ = [
     "world_size",
 ]
 
+# torch 2.13 has new names for these.
+_ALL_GATHER = "all_gather_single"
+_REDUCE_SCATTER = "reduce_scatter_single"
+if not hasattr(distributed, _ALL_GATHER):
+    _ALL_GATHER, _REDUCE_SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+_traced: Any = torch.ops._c10d_functional
+
 
 def world_size(group: Any) -> int:
     """Ranks of ``group``; 1 where nothing is initialised."""
@@ -58,6 +65,25 @@ class Pending:
         return self._result
 
 
+class _Traced(Pending):
+    """The result of a collective in a graph of torch.compile, its bytes as ``dtype``."""
+
+    __slots__ = ("_dtype",)
+
+    def __init__(self, result: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        super().__init__(result)
+        self._dtype = dtype
+
+    def wait(self) -> torch.Tensor:
+        result = _traced.wait_tensor(self._result)
+        return result if self._dtype is None else result.view(self._dtype)
+
+
+def _name(group: Any) -> str:
+    """What ops in a graph call a group."""
+    return (distributed.group.WORLD if group is None else group).group_name
+
+
 def done(result: torch.Tensor) -> Pending:
     """A result that is there already."""
     return Pending(result)
@@ -66,16 +92,20 @@ def done(result: torch.Tensor) -> Pending:
 def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
     """The rows of all ranks [ranks * rows, ..] of ``x`` [rows, ..]; every rank has as many."""
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        ranks, name = world_size(group), _name(group)
+        return _Traced(_traced.all_gather_into_tensor(_plain(x), ranks, name), x.dtype)
     out = x.new_empty((x.shape[0] * world_size(group), *x.shape[1:]))
-    work = distributed.all_gather_into_tensor(_plain(out), _plain(x), group=group, async_op=True)
-    return Pending(out, work, x)
+    gather = getattr(distributed, _ALL_GATHER)
+    return Pending(out, gather(_plain(out), _plain(x), group=group, async_op=True), x)
 
 
 def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = None) -> Pending:
     """This rank's rows [rows / ranks, ..] of the sum over ranks of ``x`` [rows, ..].
 
-    Written to ``out`` where it is given, contiguous. Errors: ValueError for rows that the ranks do
-    not divide.
+    Written to ``out`` where it is given, contiguous; in a graph of torch.compile a new tensor, as
+    torch 2.11 loses the gradient of a copy. Errors: ValueError for rows that the ranks do not
+    divide.
     """
     ranks = world_size(group)
     if x.shape[0] % ranks:
@@ -84,10 +114,12 @@ def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = 
             f"got {x.shape[0]}"
         )
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return _Traced(_traced.reduce_scatter_tensor(x, "sum", ranks, _name(group)))
     if out is None:
         out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-    work = distributed.reduce_scatter_tensor(out, x, group=group, async_op=True)
-    return Pending(out, work, x)
+    scatter = getattr(distributed, _REDUCE_SCATTER)
+    return Pending(out, scatter(out, x, group=group, async_op=True), x)
 
 
 def all_to_all_rows(
@@ -106,7 +138,9 @@ def all_to_all_rows(
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> Pending:
-    """The sum over ranks of ``x``, written in place."""
+    """The sum over ranks of ``x``, written in place; in a graph of torch.compile a new tensor."""
+    if torch.compiler.is_compiling():
+        return _Traced(_traced.all_reduce(x, "sum", _name(group)))
     return Pending(x, distributed.all_reduce(x, group=group, async_op=True))
 
 
@@ -116,7 +150,11 @@ def max_over_ranks(amax: torch.Tensor, group: Any) -> torch.Tensor:
     It travels as the bits of an int32, which order as the numbers do, Inf above every number and
     NaN above Inf: a NaN on one rank reaches all.
     """
-    distributed.all_reduce(amax.view(torch.int32), op=distributed.ReduceOp.MAX, group=group)
+    bits = amax.view(torch.int32)
+    if torch.compiler.is_compiling():
+        bits.copy_(_Traced(_traced.all_reduce(bits, "max", _name(group))).wait())
+        return amax
+    distributed.all_reduce(bits, op=distributed.ReduceOp.MAX, group=group)
     return amax
 
 

@@ -75,10 +75,9 @@ class Modes:
     """Per-module memory between forwards; slots, because nn.Module's setattr is slow.
 
     ``recompute`` and ``recompute_fp8`` describe the last recorded forward, ``in_ddp`` the last one
-    that was not a recompute; ``weight_cache`` holds
-    the FP8 weights of ``is_first_microbatch`` by GEMM; ``delayed`` the weight gradients to come;
-    ``captured`` takes the place of the cache while a CUDA graph is being made; ``gathered`` says by
-    parameter how FSDP2 gathers weights in FP8.
+    that was not a recompute; ``weight_cache`` holds the FP8 weights of ``is_first_microbatch`` by
+    GEMM; ``delayed`` the weight gradients to come; ``captured`` takes the place of the cache while
+    a CUDA graph is being made; ``gathered`` says by parameter how FSDP2 gathers weights in FP8.
     """
 
     __slots__ = (

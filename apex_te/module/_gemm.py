@@ -24,6 +24,7 @@ __all__ = [
     "input_gradient",
     "keeps_input",
     "multiply",
+    "plus_bias",
     "quantized_gradient",
     "quantized_input",
     "reduced",
@@ -155,8 +156,21 @@ def shaped_product(
         multiply(quantizers, x, weight, cached, bias, dtype, _flat(out))
         return out
     into = None if parallel.sequence_parallel else _flat(out)
-    parallel.reduce_output(multiply(quantizers, x, weight, cached, None, dtype, into), _flat(out))
-    return out if bias is None else out.add_(bias)  # once, not once a rank
+    partial = multiply(quantizers, x, weight, cached, None, dtype, into)
+    reduced = parallel.reduce_output(partial, _flat(out))
+    if torch.compiler.is_compiling():
+        out = reduced.view(out.shape)
+    return plus_bias(out, bias)
+
+
+def plus_bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A reduced output with the bias, which is added once, not once a rank; ``out`` is written to.
+
+    In a graph a new tensor: torch 2.11 loses the gradient of a Function's result changed in place.
+    """
+    if bias is None:
+        return out
+    return out + bias if torch.compiler.is_compiling() else out.add_(bias)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

@@ -145,8 +145,8 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
         out = partial
         if parallel.sequence_parallel:
             out = partial.new_empty(parallel.output_shape(inp.shape, w.shape[0]))
-        parallel.reduce_output(partial, out)
-        return out if bias is None else out.add_(bias)  # once, not once a rank
+        out = parallel.reduce_output(partial, out)
+        return _gemm.plus_bias(out, bias)
 
     @staticmethod
     @once_differentiable

@@ -73,12 +73,14 @@ class TensorParallel:
             first //= self.ranks
         return (first, *shape[1:-1], features)
 
-    def reduce_output(self, partial: torch.Tensor, out: torch.Tensor) -> None:
-        """Writes the reduction of a row-parallel GEMM's ``partial`` [rows, out] to ``out``."""
+    def reduce_output(self, partial: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """The reduction of a row-parallel GEMM's ``partial`` [rows, out]: ``out``, written to.
+
+        In a graph of torch.compile a new tensor.
+        """
         if self.sequence_parallel:
-            reduce_scatter_rows(partial, self.group, out).wait()
-        else:
-            all_reduce(partial, self.group).wait()
+            return reduce_scatter_rows(partial, self.group, out).wait()
+        return all_reduce(partial, self.group).wait()
 
     def start_input_gradient(self, grad: torch.Tensor) -> Pending:
         """The reduction of the gradient of a column-parallel GEMM's input [rows, in]."""

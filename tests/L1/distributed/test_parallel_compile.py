@@ -1,0 +1,97 @@
+"""torch.compile(fullgraph=True) of tensor-parallel modules: eager's bits, collectives included."""
+
+import copy
+
+import pytest
+import torch
+from shards import BATCH, FFN, IN, MODULES, TOKENS, build
+from torch._dynamo.utils import counters
+
+import apex_te
+from apex_te import fp8_autocast
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+
+RECIPES = {
+    "none": None,
+    "delayed": DelayedScaling(amax_history_len=3),
+    "tensorwise": CurrentScaling(),
+    "block": BlockScaling(),
+}
+
+
+def _module(name, device, sequence_parallel):
+    group = torch.distributed.group.WORLD
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name != "layer":
+        return build(name, device, dtype, sequence_parallel, group)[1]
+    torch.manual_seed(3)
+    return apex_te.TransformerLayer(
+        IN, FFN, 4, hidden_dropout=0.0, attention_dropout=0.0, set_parallel_mode=True,
+        tp_group=group, sequence_parallel=sequence_parallel, params_dtype=dtype, device=device,
+    )  # fmt: skip
+
+
+def _steps(module, run, recipe, shape, device):
+    results = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(*shape, generator=generator)
+        x = x.to(device, next(module.parameters()).dtype).requires_grad_()
+        module.zero_grad()
+        with fp8_autocast(recipe is not None, recipe):
+            out = run(x)
+        out.float().square().mean().backward()
+        results += [out.detach(), x.grad, *(p.grad.clone() for p in module.parameters())]
+    return results
+
+
+def _compare(rank, device, name, sequence_parallel, recipe):
+    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    torch._dynamo.reset()
+    module = _module(name, device, sequence_parallel)
+    other = copy.deepcopy(module)
+    features = IN if name == "layer" else MODULES[name][1][0]
+    if name == "row":
+        features //= torch.distributed.get_world_size()
+    shape = (TOKENS, BATCH, features)
+    expected = _steps(module, module, RECIPES[recipe], shape, device)
+    counters.clear()
+    backend = "aot_eager" if device.type == "cpu" else "inductor"
+    compiled = torch.compile(other, backend=backend, fullgraph=True)
+    found = _steps(other, compiled, RECIPES[recipe], shape, device)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    torch._dynamo.reset()
+    return [torch.equal(a, b) for a, b in zip(found, expected, strict=True)]
+
+
+CASES = [
+    ("column", False, "delayed"),
+    ("column", True, "none"),
+    ("column", True, "delayed"),
+    ("column", True, "block"),
+    ("row", False, "tensorwise"),
+    ("row", True, "none"),
+    ("row", True, "delayed"),
+    ("row", True, "block"),
+    ("norm", True, "tensorwise"),
+    ("gated", True, "delayed"),
+    ("mlp", False, "none"),
+    ("layer", True, "none"),
+    ("layer", True, "delayed"),
+    ("layer", False, "tensorwise"),
+]
+
+
+@pytest.mark.parametrize(("name", "sequence_parallel", "recipe"), CASES)
+def test_equals_eager(two_ranks, name, sequence_parallel, recipe):
+    for same in two_ranks.run(_compare, "cpu", name, sequence_parallel, recipe):
+        assert all(same), same
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel", "recipe"), [c for c in CASES if c[2] == "delayed"]
+)
+def test_equals_eager_on_gpus(two_gpus, name, sequence_parallel, recipe):
+    for same in two_gpus.run(_compare, "cuda", name, sequence_parallel, recipe):
+        assert all(same), same
