@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import parallel
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -39,8 +40,13 @@ class Block(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.mlp_norm(x)), approximate="tanh"))
 
 
-def te_block(dim: int, heads: int) -> TransformerLayer:
-    """The same block as one module: parameters of the same shapes in the same order."""
+def te_block(dim: int, heads: int, layout: parallel.Layout) -> TransformerLayer:
+    """The same block as one module: parameters of the same shapes in the same order.
+
+    With tensor parallelism it is this rank's part; with sequence parallelism it takes and gives
+    [context / ranks, batch, dim].
+    """
+    split = layout.tp > 1
     return TransformerLayer(
         dim,
         4 * dim,
@@ -49,7 +55,10 @@ def te_block(dim: int, heads: int) -> TransformerLayer:
         attention_dropout=0.0,
         fuse_qkv_params=True,
         qkv_weight_interleaved=False,
-        attn_input_format="bshd",
+        attn_input_format="sbhd" if layout.split_rows else "bshd",
+        set_parallel_mode=split,
+        tp_group=layout.tp_group if split else None,
+        sequence_parallel=layout.split_rows,
     )
 
 
@@ -57,20 +66,32 @@ class CharGPT(nn.Module):
     """Maps ids, int64 [batch, context], to logits [batch, context, vocabulary].
 
     ``te``: blocks are ``TransformerLayer``, which computes in FP8 under ``fp8_autocast``;
-    embeddings, last norm and head stay PyTorch's own and in high precision.
+    embeddings, last norm and head stay PyTorch's own and in high precision. ``layout``: how blocks
+    are split over ranks, which needs ``te``; the rest is whole on each.
     """
 
     def __init__(
-        self, vocabulary: int, context: int, layers: int, dim: int, heads: int, te: bool
+        self,
+        vocabulary: int,
+        context: int,
+        layers: int,
+        dim: int,
+        heads: int,
+        te: bool,
+        layout: parallel.Layout | None = None,
     ) -> None:
         super().__init__()
         if dim % heads:
             raise ValueError(f"CharGPT: dim must be a multiple of heads ({heads}), got {dim}")
+        self.layout = layout = parallel.Layout() if layout is None else layout
+        if layout.tp > 1 and not te:
+            raise ValueError("CharGPT: te must be True with tensor parallelism, got False")
         self.context = context
         self.tokens = nn.Embedding(vocabulary, dim)
         self.positions = nn.Embedding(context, dim)
-        block = te_block if te else Block
-        self.blocks = nn.ModuleList(block(dim, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            te_block(dim, heads, layout) if te else Block(dim, heads) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocabulary)
         self.reset_parameters()
@@ -79,14 +100,17 @@ class CharGPT(nn.Module):
     def reset_parameters(self) -> None:
         """Normal weights of deviation 0.02; the two layers that end a residual branch smaller.
 
-        The numbers come from torch's seed alone, whatever the blocks drew for themselves.
+        The numbers come from torch's seed alone, whatever the blocks drew for themselves; of a
+        split weight all are drawn and this rank's are kept.
         """
         generator = torch.Generator().manual_seed(torch.initial_seed())
         residual = 0.02 / math.sqrt(2 * len(self.blocks))
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 std = residual if name.endswith(ENDS_BRANCH) else 0.02
-                nn.init.normal_(parameter, std=std, generator=generator)
+                whole = torch.empty(self.layout.whole_shape(parameter))
+                nn.init.normal_(whole, std=std, generator=generator)
+                parameter.copy_(self.layout.cut(name, whole, parameter))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
@@ -96,8 +120,12 @@ class CharGPT(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        if self.layout.split_rows:
+            x = parallel.own_rows(x.transpose(0, 1), self.layout.tp_group)
         for block in self.blocks:
             x = block(x)
+        if self.layout.split_rows:
+            x = parallel.all_rows(x, self.layout.tp_group).transpose(0, 1)
         return self.head(self.norm(x))
 
     @torch.no_grad()

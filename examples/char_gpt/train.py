@@ -3,10 +3,12 @@
 
     python examples/char_gpt/train.py --use-fp8
     python examples/char_gpt/train.py --use-te --use-fp8 --fp8-recipe tensorwise --fp8-format hif8
+    torchrun --nproc_per_node 4 examples/char_gpt/train.py --tp 2 --sequence-parallel --fsdp
 
 Without switches only the baseline is trained: plain PyTorch, fp32 on a CPU, bf16 on a GPU. FP8 runs
 are made of ``TransformerLayer``. Every run starts from the same weights and sees the same batches.
-Sizes depend on the device; every one of them is an option.
+Sizes depend on the device; every one of them is an option. On several ranks the same model sees the
+same batches; with --tp the baseline is made of ``TransformerLayer``, too.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import checkpoint
 import data
+import parallel
 import report
 import torch
 from model import CharGPT
@@ -75,6 +78,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     common.add_arguments(parser, steps=0, lr=0.0, name="char_gpt")
+    parallel.add_arguments(parser)
     add = parser.add_argument
     add("--compare", action="store_true", help="the same as --use-te --use-fp8")
     add("--batch", type=int, help="windows per step")
@@ -104,6 +108,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--resume needs --checkpoint DIR")
     if args.stop_at is not None and not 0 < args.stop_at <= args.steps:
         parser.error(f"--stop-at must be between 1 and --steps ({args.steps}), got {args.stop_at}")
+    parallel.check(parser, args)
+    args.device = parallel.device_of(args.device)
+    if args.tp > 1:  # plain PyTorch blocks cannot be split
+        label = f"{args.runs[0].label}, apex_te"
+        others = [run for run in args.runs[1:] if run.label != label]
+        args.runs = [common.Run(label, True, None), *others]
     return args
 
 
@@ -132,24 +142,34 @@ def file_name(label: str) -> str:
 
 
 class Training:
-    """The training of one run."""
+    """The training of one run, on one rank or as ``layout`` says."""
 
-    def __init__(self, run: common.Run, args: argparse.Namespace, corpus: data.Corpus) -> None:
+    def __init__(
+        self,
+        run: common.Run,
+        args: argparse.Namespace,
+        corpus: data.Corpus,
+        layout: parallel.Layout | None = None,
+    ) -> None:
         self.started = time.perf_counter()
         self.run, self.args, self.corpus = run, args, corpus
+        self.layout = layout = parallel.Layout() if layout is None else layout
         self.device = torch.device(args.device)
         torch.manual_seed(args.seed)
-        self.model = CharGPT(
-            len(corpus.vocabulary), args.context, args.layers, args.dim, args.heads, run.te
-        ).to(self.device)
+        sizes = (args.context, args.layers, args.dim, args.heads)
+        self.model = CharGPT(len(corpus.vocabulary), *sizes, run.te, layout).to(self.device)
+        self.parallel = parallel.Parallel(layout, self.model, run.recipe)
         self.optimizer = make_optimizer(self.model, args.lr)
         self.generator = torch.Generator().manual_seed(args.seed)
         self.settings = {name: getattr(args, name) for name in RUN_SETTINGS}
         self.settings |= {"precision": run.label, "vocabulary": corpus.vocabulary.characters}
         self.first_step = 0
-        self.path = args.checkpoint / file_name(run.label) if args.checkpoint else None
-        if args.resume and self.path is not None and self.path.exists():
-            self.first_step = checkpoint.load(self.path, settings=self.settings, **self._state())
+        self.store: checkpoint.Store | None = None
+        if args.checkpoint:
+            self.store = checkpoint.store(args.checkpoint / file_name(run.label), layout)
+            if args.resume and self.store.exists():
+                state = self._state() | {"recipe": run.recipe}
+                self.first_step = self.store.load(settings=self.settings, **state)
         self.result = report.Result(
             run.label,
             len(corpus.vocabulary),
@@ -157,18 +177,20 @@ class Training:
             self.model.linears(),
             train_losses_from=self.first_step,
         )
-        self.validation = data.validation_batches(
+        batches = data.validation_batches(
             corpus.validation, args.batch, args.context, args.eval_batches
         )
-        self.result.validation_characters = sum(inputs.numel() for inputs, _ in self.validation)
+        self.result.validation_characters = sum(inputs.numel() for inputs, _ in batches)
+        self.validation = [layout.own_windows(batch) for batch in batches]
 
     def _state(self) -> dict:
         return {"model": self.model, "optimizer": self.optimizer, "generator": self.generator}
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean cross-entropy in nats per character, fp32."""
+        """Mean cross-entropy of this rank's windows in nats per character, fp32."""
+        model = self.parallel.module if torch.is_grad_enabled() else self.model
         with common.precision(self.run, self.args.device):
-            logits = self.model(inputs)
+            logits = model(inputs)
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
@@ -177,20 +199,21 @@ class Training:
         self.model.eval()
         losses = torch.stack([self.loss(*batch) for batch in self.validation])
         self.model.train()
-        self.result.validation_loss = losses.mean().item()
+        self.result.validation_loss = self.layout.mean(losses).mean().item()
         self.result.validation_losses.append((step, self.result.validation_loss))
 
     def train_step(self, step: int) -> torch.Tensor:
-        """One optimizer step; returns the loss on the device."""
+        """One optimizer step; returns the loss of this rank's windows on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = common.learning_rate(step, self.args.steps, self.args.lr)
         batch = data.random_batch(
             self.corpus.train, self.args.batch, self.args.context, self.generator
         )
-        loss = self.loss(*batch)
+        loss = self.loss(*self.layout.own_windows(batch))
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.parallel.finish_gradients()
+        self.parallel.clip_gradients(1.0)
         self.optimizer.step()
         return loss.detach()
 
@@ -202,7 +225,7 @@ class Training:
         training_seconds, timed, readings, gemms = 0.0, 0, 0, 0
         mark, gemms_mark = time.perf_counter(), fp8_gemm_count()
         bar = None
-        if tqdm is not None:
+        if tqdm is not None and self.layout.rank == 0:
             bar = tqdm(total=args.steps, initial=self.first_step, desc=self.run.label, unit="step")
         for step in range(self.first_step, last):
             pending.append(self.train_step(step))
@@ -212,7 +235,8 @@ class Training:
                 readings += 1
                 if readings == 2:  # the first one's ops were compiled at their first use
                     training_seconds, timed = 0.0, 0
-                result.train_losses += torch.stack(pending).tolist()  # waits for the device
+                losses = self.layout.mean(torch.stack(pending))
+                result.train_losses += losses.tolist()  # waits for the device
                 training_seconds += time.perf_counter() - mark
                 timed += len(pending) * args.batch * args.context
                 result.tokens_per_second = timed / training_seconds
@@ -227,10 +251,8 @@ class Training:
                 pending.clear()
                 if evaluate:
                     self.validate(done)
-                    if self.path is not None:
-                        checkpoint.save(
-                            self.path, step=done, settings=self.settings, **self._state()
-                        )
+                    if self.store is not None:
+                        self.store.save(step=done, settings=self.settings, **self._state())
                 mark, gemms_mark = time.perf_counter(), fp8_gemm_count()
         if bar is not None:
             bar.close()
@@ -239,7 +261,8 @@ class Training:
         if result.train_losses and self.run.recipe is not None:
             result.gemms_per_linear_and_step = gemms / result.linears / len(result.train_losses)
         result.seconds = time.perf_counter() - self.started
-        if args.sample > 0:
+        # A text of any length cannot be split over ranks.
+        if args.sample > 0 and not self.layout.split_rows:
             result.sample = self.sample(args.sample)
         return result
 
@@ -254,18 +277,33 @@ class Training:
 
 
 def main(argv: Sequence[str] | None = None) -> list[report.Result]:
-    """Runs the example and returns one result per run."""
+    """Runs the example and returns one result per run; the first rank prints and writes."""
     args = parse(argv)
     make_deterministic()
+    own_group = not torch.distributed.is_initialized()
+    layout = parallel.start(args)
     corpus = data.load_corpus(args.max_bytes).to(torch.device(args.device))
-    print(
-        f"text: {len(corpus.train):,} characters of {len(corpus.train_files)} files, "
-        f"{len(corpus.validation):,} characters of {len(corpus.validation_files)} held-out files; "
-        f"vocabulary {len(corpus.vocabulary)}, ln(vocabulary) "
-        f"{math.log(len(corpus.vocabulary)):.4f}; device {args.device}",
-        flush=True,
-    )
-    results = [Training(run, args, corpus).train() for run in args.runs]
+    if layout.rank == 0:
+        print(
+            f"text: {len(corpus.train):,} characters of {len(corpus.train_files)} files, "
+            f"{len(corpus.validation):,} characters of {len(corpus.validation_files)} held-out "
+            f"files; vocabulary {len(corpus.vocabulary)}, ln(vocabulary) "
+            f"{math.log(len(corpus.vocabulary)):.4f}; device {args.device}; {layout}",
+            flush=True,
+        )
+    results = [Training(run, args, corpus, layout).train() for run in args.runs]
+    if layout.rank == 0:
+        write(results, args, layout)
+    if layout.started and own_group:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return results
+
+
+def write(results: list[report.Result], args: argparse.Namespace, layout: parallel.Layout) -> None:
+    """Prints the table, writes every figure and draws the losses."""
+    if args.sample > 0 and layout.split_rows:
+        print("sample: none, a text of any length cannot be split over the ranks")
     for result in results:
         if result.sample:
             print(f"\n--- sample, {result.precision} ---\n{result.sample}")
@@ -277,13 +315,13 @@ def main(argv: Sequence[str] | None = None) -> list[report.Result]:
         if key != "runs"
     }
     settings |= {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    settings["ranks"] = layout.ranks
     report.write_json(results, settings, args.out / "results.json")
     print(f"figures: {args.out / 'results.json'}")
     if report.picture(results, args.out / "loss.png"):
         print(f"loss curves: {args.out / 'loss.png'}")
     else:
         print("loss curves: not drawn, matplotlib is not installed")
-    return results
 
 
 if __name__ == "__main__":

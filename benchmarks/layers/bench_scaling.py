@@ -1,0 +1,192 @@
+"""NCCL's collectives, and what of them a Llama-3-8B layer waits for, on 2 and 4 GPUs.
+
+`torchrun --nproc_per_node 4 benchmarks/layers/bench_scaling.py`: all_gather, reduce_scatter,
+all_reduce and all_to_all over 64 KB to 256 MB; the layer split by tensor and sequence parallelism,
+and LAYERS of them sharded by FSDP2, forward + backward of 2 x 4096 tokens (FSDP2: on each GPU).
+With 4 GPUs groups of 2 are measured, too, both at a time. Exposed communication is the step's time
+minus that of the same step whose collectives are copies on the device; what a step waits for is its
+time minus that of the step without them. benchmarks/scaling_model.py reads the results; what it
+predicts of the layers is printed beside.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import harness
+import scaling_model
+from bench_tensor_parallel import BATCH, TOKENS, copies_instead, layer, milliseconds, step
+
+from apex_te import recipe
+from apex_te.distributed import collectives
+from apex_te.distributed.fsdp import enable_fp8_all_gather
+from apex_te.module import _tensor_parallel
+
+LAYERS = 4
+SIZES = [64 << 10 << 2 * i for i in range(7)]  # bytes of the largest buffer: 64 KB to 256 MB
+STACKS = (("bf16", False), ("delayed", True))
+
+
+def collective_us(call: Callable[[], Any], repeats: int = 15) -> float:
+    """Median over repetitions of the time that the last rank to come needs, cold L2."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        distributed.barrier()
+        times.append(harness.kernel_us(call, 1, 0)["us"])
+    fastest = torch.tensor(times, device="cuda")
+    distributed.all_reduce(fastest, op=distributed.ReduceOp.MIN)
+    return statistics.median(fastest.tolist())
+
+
+def collective_times(group: Any, ranks: int) -> list[dict[str, Any]]:
+    """Times of each collective by the size of its largest buffer, bf16."""
+    rows = []
+    for size in SIZES:
+        whole = torch.randn(size // 2, device="cuda").bfloat16()
+        part = torch.empty(size // 2 // ranks, device="cuda", dtype=torch.bfloat16)
+        other = torch.empty_like(whole)
+        calls: dict[str, Callable[[], Any]] = {
+            "all_gather": lambda w=whole, p=part: distributed.all_gather_into_tensor(
+                w, p, group=group
+            ),
+            "reduce_scatter": lambda w=whole, p=part: distributed.reduce_scatter_tensor(
+                p, w, group=group
+            ),
+            "all_reduce": lambda o=other: distributed.all_reduce(o, group=group),
+            "all_to_all": lambda w=whole, o=other: distributed.all_to_all_single(o, w, group=group),
+        }
+        other.zero_()
+        for name, call in calls.items():
+            rows.append(
+                {"collective": name, "ranks": ranks, "bytes": size, "us": collective_us(call)}
+            )
+    return rows
+
+
+@contextmanager
+def stand_ins(copies: bool) -> Iterator[None]:
+    """Collectives of TP and FSDP2 replaced by copies of the same bytes on the device, or left out.
+
+    Left out, they leave what the allocator's memory holds: values of steps before.
+    """
+
+    def gather_rows(x: torch.Tensor, group: Any) -> collectives.Pending:
+        ranks = collectives.world_size(group)
+        return collectives.Pending(x.new_empty((x.shape[0] * ranks, *x.shape[1:])))
+
+    def scatter_rows(x: torch.Tensor, group: Any, out: Any = None) -> collectives.Pending:
+        rows = x.shape[0] // collectives.world_size(group)
+        return collectives.Pending(x.new_empty((rows, *x.shape[1:])) if out is None else out)
+
+    def gather(output_tensor: Any, input_tensor: Any, **_: Any) -> None:
+        if copies:
+            for part in output_tensor.view(-1, input_tensor.numel()):
+                part.copy_(input_tensor.view(-1))
+
+    def scatter(output: Any, input: Any, **_: Any) -> None:
+        if copies:
+            output.view(-1).copy_(input.view(-1)[: output.numel()])
+
+    replaced: list[tuple[Any, str, Any]] = [
+        # What FSDP2 calls has another name in torch 2.13.
+        (distributed, "all_gather_into_tensor", gather),
+        (distributed, "all_gather_single", gather),
+        (distributed, "reduce_scatter_tensor", scatter),
+        (distributed, "reduce_scatter_single", scatter),
+    ]
+    if not copies:
+        replaced.append((_tensor_parallel, "all_gather_rows", gather_rows))
+        replaced.append((_tensor_parallel, "reduce_scatter_rows", scatter_rows))
+    with ExitStack() as stack:
+        if copies:
+            stack.enter_context(copies_instead())
+        for owner, name, stand_in in replaced:
+            if hasattr(owner, name):
+                stack.enter_context(mock.patch.object(owner, name, stand_in))
+        yield
+
+
+def sharded(mesh: Any, fp8: bool) -> torch.nn.Module:
+    model = torch.nn.Sequential(*(layer(1, None) for _ in range(LAYERS)))
+    if fp8:
+        enable_fp8_all_gather(model, recipe.DelayedScaling())
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def layers(mesh: Any, ranks: int) -> list[dict[str, Any]]:
+    """Steps and their exposed communication, by split and recipe."""
+    rows = []
+    for stack, fp8 in STACKS:
+        for split in ("tp", "fsdp"):
+            if split == "tp":
+                run = step(layer(ranks, mesh.get_group()), TOKENS // ranks, fp8)
+            else:
+                run = step(sharded(mesh, fp8), TOKENS, fp8)
+            whole = milliseconds(run)
+            with stand_ins(copies=True):
+                local = milliseconds(run)
+            with stand_ins(copies=False):
+                alone = milliseconds(run)
+            rows.append(
+                {
+                    "layer": "Llama-3-8B",
+                    "split": split,
+                    "ranks": ranks,
+                    "stack": stack,
+                    "layers": 1 if split == "tp" else LAYERS,
+                    "tokens": TOKENS,
+                    "batch": BATCH,
+                    "ms": whole,
+                    "exposed ms": whole - local,
+                    "waited ms": whole - alone,
+                }
+            )
+            del run
+            torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    world = distributed.get_world_size()
+    rows: list[dict[str, Any]] = []
+    for stack, fp8 in STACKS:
+        ms = milliseconds(step(layer(1, None), TOKENS, fp8))
+        rows.append({"alone": stack, "tokens": TOKENS, "batch": BATCH, "ms": ms})
+    for ranks in (2, 4):
+        if world % ranks == 0:
+            shape = (world // ranks, ranks)
+            mesh = distributed.init_device_mesh("cuda", shape, mesh_dim_names=("other", "own"))
+            rows += collective_times(mesh["own"].get_group(), ranks)
+            rows += layers(mesh["own"], ranks)
+    if rank == 0:
+        machine = scaling_model.Machine(rows)
+        for row in rows:
+            if "split" in row:
+                row["predicted ms"] = scaling_model.predicted(machine, row)
+        harness.report("scaling", rows)
+        print(scaling_model.check(machine))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
