@@ -81,7 +81,8 @@ class _Traced(Pending):
 
 def _name(group: Any) -> str:
     """What ops in a graph call a group."""
-    return (distributed.group.WORLD if group is None else group).group_name
+    named: Any = distributed.group.WORLD if group is None else group
+    return named.group_name
 
 
 def done(result: torch.Tensor) -> Pending:

@@ -8,10 +8,10 @@ Bytes counted, with `row` = hidden * element size and k copies a token:
     sort_chunks         rows * row * 2
 The map, int32, is left out: 12 bytes a token and copy where a row of 4096 bf16 has 8192.
 
-What did not help on an H200, us at 16384x4096 top 2 where permute takes 114 and unpermute 116: 2 or 8
-words of 16 bytes a lane instead of 4 in permute, 114 and 113; 1 vector a lane instead of 2 in
-unpermute, 142; a map read when its token comes, one token a warp, 125 in unpermute. Warps that each
-take pieces of one row, before whole rows went to a block: permute 183 at 4096x7168 top 8, not 159,
+What did not help on an H200, us at 16384x4096 top 2 where permute takes 114 and unpermute 116: 2 or
+8 words of 16 bytes a lane instead of 4 in permute, 114 and 113; 1 vector a lane instead of 2 in
+unpermute, 142; a map read when its token comes, one token a warp, 125 in unpermute. Warps that take
+pieces of one row each, before whole rows went to a block: permute 183 at 4096x7168 top 8, not 159,
 but unpermute 146 there, not 159, and 209 at 16384x4095, not 237.
 
 PyTorch's way: a stable argsort of the experts and index_select, then for the sum either index_add
