@@ -1,7 +1,12 @@
 """Fixtures shared by all tests: the device under test and poisoned memory."""
 
+import os
 import sys
 from pathlib import Path
+
+# Before torch loads OpenMP. Two processes' threads on the same cores would mostly wait for each
+# other, and by default they spin while they wait: six times the CPU time of the work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch

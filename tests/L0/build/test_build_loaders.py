@@ -27,13 +27,15 @@ OUTER = cache.user_cache().path  # the user's own, before the tests get empty on
 
 
 @pytest.fixture
-def dispatcher(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The environment in which the dispatcher, the slowest build of all, is found ready."""
+def dispatcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """The environment in which the dispatcher, the slowest build of all, alone is found ready."""
     with monkeypatch.context() as patch:
         patch.setenv("APEX_TE_CACHE_DIR", OUTER)
         opened = op_builder.get_builder("apex_te_core").open()
-    folder = str(Path(opened.path).parents[2])
-    return {**os.environ, "APEX_TE_CACHE_PATH": folder, "PYTHONPATH": str(CHECKOUT)}
+    entry, folder = Path(opened.path).parents[1], tmp_path / "ready"
+    folder.mkdir(mode=0o700)
+    shutil.copytree(entry, folder / entry.name)
+    return {**os.environ, "APEX_TE_CACHE_PATH": str(folder), "PYTHONPATH": str(CHECKOUT)}
 
 
 def run(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

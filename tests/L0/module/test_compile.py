@@ -1,10 +1,14 @@
-"""torch.compile(fullgraph=True) of every module and recipe: eager's bits, without recompilation."""
+"""torch.compile(fullgraph=True) of every module and recipe: eager's bits, without recompilation.
+
+On the CPU, some pairs of a module and a recipe are in tests/L1/compile.
+"""
 
 import copy
 import dataclasses
 
 import pytest
 import torch
+from checks import needs_cuda
 from module_cases import RECIPES, SCHEMES, randomized
 from torch._dynamo.utils import counters
 
@@ -43,6 +47,15 @@ PLAIN_MODULES = {
 MODULES = GEMM_MODULES | BLOCKS | PLAIN_MODULES
 # Delayed scaling whose scales move; a step without scales that fit comes first.
 MOVING = {**RECIPES, "delayed": DelayedScaling(amax_history_len=3)}
+# Every module, every recipe. Tracing costs a second for each.
+PAIRS = [(name, "delayed") for name in (*GEMM_MODULES, *BLOCKS)]
+PAIRS += [("gelu", recipe) for recipe in SCHEMES if recipe != "delayed"]
+OTHER_PAIRS = [
+    (name, recipe)
+    for name in (*GEMM_MODULES, *BLOCKS)
+    for recipe in SCHEMES
+    if (name, recipe) not in PAIRS
+]
 
 
 @pytest.fixture(autouse=True)
@@ -114,12 +127,22 @@ def check(name, device, regions):
     return graphs
 
 
-@pytest.mark.parametrize("recipe", SCHEMES)
-@pytest.mark.parametrize("name", [*GEMM_MODULES, *BLOCKS])
-def test_equals_eager(device, name, recipe):
+def check_steps(name, recipe, device):
     """From a cold state: the first forward is a compiled one."""
     graphs = check(name, device, [(True, MOVING[recipe])] * 4)
     assert len(set(graphs[1:])) == 1
+
+
+@pytest.mark.parametrize(("name", "recipe"), PAIRS)
+def test_equals_eager(device, name, recipe):
+    check_steps(name, recipe, device)
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize(("name", "recipe"), OTHER_PAIRS)
+def test_other_pairs_equal_eager(name, recipe):
+    check_steps(name, recipe, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", MODULES)
