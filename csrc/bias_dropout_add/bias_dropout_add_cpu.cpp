@@ -1,10 +1,8 @@
 // CPU kernels of bias_dropout_add: tiles of 64 rows and 512 columns, one thread each.
 #include <algorithm>
-#include <type_traits>
 
 #include "bias_dropout_add/bias_dropout_add.h"
-#include "common/column_sums.h"
-#include "common/cpu_vec.h"
+#include "common/column_sums_cpu.h"
 #include "common/parallel.h"
 
 #if defined(__x86_64__)
@@ -139,35 +137,33 @@ APEX_TE_INLINE void factors_of(const BiasDropoutAdd& p, const Factors& all, int6
     memcpy(factors + v * kVec, all.of_byte[bytes[v]], sizeof(all.of_byte[0]));
 }
 
-template <typename T, typename Wide>
 APEX_TE_INLINE void fwd_tile(const BiasDropoutAdd& p, const Factors& all, int64_t row0,
                              int64_t col0) {
   const int64_t rows = std::min(kTileRows, p.rows - row0);
   const int64_t n = std::min(kTileCols, p.cols - col0);
   float bias[kTileCols], values[kTileCols], residual[kTileCols], factors[kTileCols];
-  const bool is_wide_bias = p.bias_dtype == DType::kFloat32;
-  if (p.bias && is_wide_bias) widen(static_cast<const float*>(p.bias) + col0, n, bias);
-  if (p.bias && !is_wide_bias) widen(static_cast<const T*>(p.bias) + col0, n, bias);
+  const RowDType dtype(p.dtype), wide(p.wide);
+  if (p.bias) RowDType(p.bias_dtype).widen(p.bias, col0, n, bias);
   std::fill_n(factors, n, p.dropout.scale);
   for (int64_t r = row0; r < row0 + rows; ++r) {
     const int64_t at = r * p.cols + col0;
     if (p.dropout.is_random) factors_of(p, all, r, col0, n, factors);
-    widen(static_cast<const T*>(p.x) + at, n, values);
-    widen(static_cast<const Wide*>(p.residual) + at, n, residual);
+    dtype.widen(p.x, at, n, values);
+    wide.widen(p.residual, at, n, residual);
     if (p.bias)
       for (int64_t c = 0; c < n; ++c) values[c] += bias[c];
     for (int64_t c = 0; c < n; ++c) values[c] = residual[c] + values[c] * factors[c];
-    narrow(values, n, static_cast<Wide*>(p.out) + at);
+    wide.narrow(values, n, p.out, at);
   }
 }
 
-template <typename T, typename Wide>
 APEX_TE_INLINE void bwd_tile(const BiasDropoutAdd& p, const Factors& all, int64_t row0,
                              int64_t col0) {
   const int64_t end = std::min(p.rows, row0 + kTileRows);
   const int64_t n = std::min(kTileCols, p.cols - col0);
   float values[kRows][kTileCols], factors[kTileCols], sums[kTileCols] = {};
   const float* addends[kRows];
+  const RowDType dtype(p.dtype), wide(p.wide);
   std::fill_n(factors, n, p.dropout.scale);
   const bool is_scaled = p.dropout.is_random || p.dropout.scale != 1.0f;
   for (int64_t r0 = row0; r0 < end; r0 += kRows) {
@@ -179,16 +175,17 @@ APEX_TE_INLINE void bwd_tile(const BiasDropoutAdd& p, const Factors& all, int64_
         continue;
       }
       if (row + kAhead < p.rows)
-        prefetch_row(static_cast<const Wide*>(p.dout) + at + kAhead * p.cols, n);
+        prefetch_row(static_cast<const char*>(wide.at(p.dout, at + kAhead * p.cols)),
+                     n * wide.size());
       if (p.dropout.is_random) factors_of(p, all, row, col0, n, factors);
-      if (std::is_same<Wide, float>::value && !is_scaled && !p.dx) {
+      if (wide.is_float() && !is_scaled && !p.dx) {
         addends[r] = static_cast<const float*>(p.dout) + at;
         continue;
       }
-      widen(static_cast<const Wide*>(p.dout) + at, n, values[r]);
+      wide.widen(p.dout, at, n, values[r]);
       if (is_scaled)
         for (int64_t c = 0; c < n; ++c) values[r][c] *= factors[c];
-      if (p.dx) narrow(values[r], n, static_cast<T*>(p.dx) + at);
+      if (p.dx) dtype.narrow(values[r], n, p.dx, at);
     }
     if (!p.dbias) continue;
     for (int64_t c = 0; c < n; ++c) {
@@ -200,31 +197,27 @@ APEX_TE_INLINE void bwd_tile(const BiasDropoutAdd& p, const Factors& all, int64_
   if (p.dbias) std::copy_n(sums, n, p.workspace + row0 / kTileRows * p.cols + col0);
 }
 
-template <typename T, typename Wide>
 APEX_TE_TARGET_PORTABLE void fwd_portable(const BiasDropoutAdd& p, const Factors& all, int64_t row0,
                                           int64_t col0) {
-  fwd_tile<T, Wide>(p, all, row0, col0);
+  fwd_tile(p, all, row0, col0);
 }
-template <typename T, typename Wide>
 APEX_TE_TARGET_AVX2 void fwd_avx2(const BiasDropoutAdd& p, const Factors& all, int64_t row0,
                                   int64_t col0) {
-  fwd_tile<T, Wide>(p, all, row0, col0);
+  fwd_tile(p, all, row0, col0);
 }
-template <typename T, typename Wide>
 APEX_TE_TARGET_PORTABLE void bwd_portable(const BiasDropoutAdd& p, const Factors& all, int64_t row0,
                                           int64_t col0) {
-  bwd_tile<T, Wide>(p, all, row0, col0);
+  bwd_tile(p, all, row0, col0);
 }
-template <typename T, typename Wide>
 APEX_TE_TARGET_AVX2 void bwd_avx2(const BiasDropoutAdd& p, const Factors& all, int64_t row0,
                                   int64_t col0) {
-  bwd_tile<T, Wide>(p, all, row0, col0);
+  bwd_tile(p, all, row0, col0);
 }
 
-template <typename T, typename Wide>
 void run_tiles(const BiasDropoutAdd& p) {
-  const auto fwd = use_avx2() ? fwd_avx2<T, Wide> : fwd_portable<T, Wide>;
-  const auto bwd = use_avx2() ? bwd_avx2<T, Wide> : bwd_portable<T, Wide>;
+  if (p.rows == 0 || p.cols == 0) return;
+  const auto fwd = use_avx2() ? fwd_avx2 : fwd_portable;
+  const auto bwd = use_avx2() ? bwd_avx2 : bwd_portable;
   const auto tile = p.out ? fwd : bwd;
   const Factors all(p.dropout);
   const int64_t row_tiles = (p.rows + kTileRows - 1) / kTileRows;
@@ -236,34 +229,18 @@ void run_tiles(const BiasDropoutAdd& p) {
   });
 }
 
-void run_dtypes(const BiasDropoutAdd& p) {
-  if (p.rows == 0 || p.cols == 0) return;
-  if (p.dtype == DType::kFloat32) return run_tiles<float, float>(p);
-  const bool is_wide = p.wide == DType::kFloat32;
-  if (p.dtype == DType::kFloat16)
-    return is_wide ? run_tiles<Half, float>(p) : run_tiles<Half, Half>(p);
-  return is_wide ? run_tiles<BFloat16, float>(p) : run_tiles<BFloat16, BFloat16>(p);
-}
-
 }  // namespace
 }  // namespace apex_te
 
 APEX_TE_DEFINE(bias_dropout_add_fwd) {
-  apex_te::run_dtypes(apex_te::check_bias_dropout_add_fwd(args));
+  apex_te::run_tiles(apex_te::check_bias_dropout_add_fwd(args));
 }
 
 APEX_TE_DEFINE(bias_dropout_add_bwd) {
   using namespace apex_te;
   const BiasDropoutAdd p = check_bias_dropout_add_bwd(args);
-  run_dtypes(p);
+  run_tiles(p);
   if (!p.dbias) return;
   const int64_t lines = (p.rows + kTileRows - 1) / kTileRows;
-  switch (p.bias_dtype) {
-    case DType::kFloat32:
-      return add_lines<float>(p.workspace, lines, p.cols, p.dbias);
-    case DType::kFloat16:
-      return add_lines<Half>(p.workspace, lines, p.cols, p.dbias);
-    default:
-      return add_lines<BFloat16>(p.workspace, lines, p.cols, p.dbias);
-  }
+  add_lines(p.workspace, lines, p.cols, p.bias_dtype, p.dbias);
 }

@@ -38,18 +38,45 @@ PanelCodes codes_of(const BlockQuantize& p, const Tile& t, int64_t c0) {
 }
 
 // scales[i] of amaxes[i] and scale_inv[i].
-APEX_TE_INLINE void scales_of(const ScaleRule& rule, const uint32_t* amaxes, int64_t n,
-                              float* scales, float* scale_inv) {
+APEX_TE_INLINE void scales_loop(const ScaleRule& given, const uint32_t* amaxes, int64_t n,
+                                float* scales, float* scale_inv) {
+  const ScaleRule rule = given;
   for (int64_t i = 0; i < n; ++i) {
     scales[i] = rule.scale_of(amaxes[i]);
     scale_inv[i] = rule.inverse_of(amaxes[i], scales[i]);
   }
 }
+APEX_TE_ONCE APEX_TE_TARGET_PORTABLE void scales_portable(const ScaleRule& rule,
+                                                          const uint32_t* amaxes, int64_t n,
+                                                          float* scales, float* scale_inv) {
+  scales_loop(rule, amaxes, n, scales, scale_inv);
+}
+APEX_TE_ONCE APEX_TE_TARGET_AVX2 void scales_avx2(const ScaleRule& rule, const uint32_t* amaxes,
+                                                  int64_t n, float* scales, float* scale_inv) {
+  scales_loop(rule, amaxes, n, scales, scale_inv);
+}
+void scales_of(const ScaleRule& rule, const uint32_t* amaxes, int64_t n, float* scales,
+               float* scale_inv) {
+  (use_avx2() ? scales_avx2 : scales_portable)(rule, amaxes, n, scales, scale_inv);
+}
+
+// What a format's name decides: the loops around it are made once for both.
+template <typename T>
+struct Encoder {
+  decltype(&encode_panel<E4M3, kBlock, T>) panel = encode_panel<E4M3, kBlock, T>;
+  decltype(&encode_blocks<E4M3, kBlock, T>) blocks = encode_blocks<E4M3, kBlock, T>;
+  explicit Encoder(DType fp8) {
+    if (fp8 != DType::kE5M2) return;
+    panel = encode_panel<E5M2, kBlock, T>;
+    blocks = encode_blocks<E5M2, kBlock, T>;
+  }
+};
 
 // Returns the tile's amax. All rows are scanned before the first scale is computed: a scale is long
 // in coming, and computed for many rows at once.
-template <typename T, typename Format>
-APEX_TE_INLINE uint32_t quantize_1x128(const BlockQuantize& p, const Tile& t, const T* next) {
+template <typename T>
+APEX_TE_INLINE uint32_t quantize_1x128(const BlockQuantize& p, const Encoder<T>& encoder,
+                                       const Tile& t, const T* next) {
   using Magnitude = RawMagnitude<T>;
   alignas(kLineBytes) typename Magnitude::Type columns[kTileCols] = {};
   alignas(kLineBytes) T panels[kBlock * kTileCols];
@@ -61,14 +88,13 @@ APEX_TE_INLINE uint32_t quantize_1x128(const BlockQuantize& p, const Tile& t, co
     scan_row<kBlock>(x, t.cols, r, kBlock, amaxes, p.transposed ? columns : nullptr, panels);
     for (int64_t b = 0; b < num_blocks(t.cols); ++b) row_amaxes[b][r] = amaxes[b];
   }
-  const ScaleRule rule = p.rule;
   uint32_t amax = 0;
   for (int64_t c0 = 0; c0 < t.cols; c0 += kPanel) {
     const int64_t cols = std::min(kPanel, t.cols - c0), block = (t.col0 + c0) / kBlock;
     const uint32_t* amaxes = row_amaxes[c0 / kBlock];
     alignas(kLineBytes) float column_scales[kPanel] = {};
     float scales[kBlock], unused[kBlock];
-    scales_of(rule, amaxes, t.rows, scales,
+    scales_of(p.rule, amaxes, t.rows, scales,
               p.rowwise ? p.rowwise_scale_inv + block * padded_to_4(p.rows) + t.row0 : unused);
     AmaxRange range;
     range.add(amaxes, t.rows);
@@ -77,19 +103,20 @@ APEX_TE_INLINE uint32_t quantize_1x128(const BlockQuantize& p, const Tile& t, co
       uint32_t column_amaxes[kPanel];
       for (int64_t c = 0; c < cols; ++c) column_amaxes[c] = Magnitude::bits(columns[c0 + c]);
       range.add(column_amaxes, cols);
-      scales_of(rule, column_amaxes, cols, column_scales,
+      scales_of(p.rule, column_amaxes, cols, column_scales,
                 p.transposed_scale_inv + t.row0 / kBlock * padded_to_4(p.cols) + t.col0 + c0);
     }
-    encode_panel<Format, kBlock>(panels + c0 * kBlock, t.rows, cols, scales, 1, column_scales,
-                                 kBlock, {range.is_bounded(), p.rule.pow2, range.is_regular()},
-                                 codes_of(p, t, c0), next ? next + c0 : nullptr, p.cols);
+    encoder.panel(panels + c0 * kBlock, t.rows, cols, scales, 1, column_scales, kBlock,
+                  {range.is_bounded(), p.rule.pow2, range.is_regular()}, codes_of(p, t, c0),
+                  next ? next + c0 : nullptr, p.cols);
   }
   finish_stream();
   return amax;
 }
 
-template <typename T, typename Format>
-APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Tile& t) {
+template <typename T>
+APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Encoder<T>& encoder,
+                                         const Tile& t) {
   const int64_t blocks = num_blocks(t.cols);
   uint32_t amaxes[kTileCols / kBlock] = {}, amax = 0;
   for (int64_t r = 0; r < t.rows; ++r) {
@@ -119,8 +146,7 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Tile& t) 
       for (int64_t c = r; c < t.cols; c += kBlock)
         prefetch_row(p.transposed + (t.col0 + c) * p.rows + t.row0, t.rows);
     uint8_t* row = codes + r * kTileCols;
-    encode_blocks<Format, kBlock>(t.row<T>(p, r), t.cols, scales, {amax < kBoundBits, p.rule.pow2},
-                                  row);
+    encoder.blocks(t.row<T>(p, r), t.cols, scales, {amax < kBoundBits, p.rule.pow2}, row);
     if (!p.rowwise) continue;
     uint8_t* out = p.rowwise + (t.row0 + r) * p.cols + t.col0;
     if (streamed)
@@ -136,30 +162,31 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Tile& t) 
 }
 
 // A thread's turn: kStripTiles tiles of a row of tiles from the first on. Returns their amax.
-template <typename T, typename Format>
-APEX_TE_INLINE uint32_t quantize_strip(const BlockQuantize& p, int64_t row_tile, int64_t first) {
+template <typename T>
+APEX_TE_INLINE uint32_t quantize_strip(const BlockQuantize& p, const Encoder<T>& encoder,
+                                       int64_t row_tile, int64_t first) {
   const int64_t last = std::min(col_tiles_of(p), first + kStripTiles) - 1;
   uint32_t amax = 0;
   for (int64_t i = first; i <= last; ++i) {
     const Tile t(p.rows, p.cols, row_tile, i), next(p.rows, p.cols, row_tile, i + 1);
     // A panel is asked for as a whole.
     const bool has_next = i < last && next.cols == kTileCols;
-    amax = std::max(
-        amax, p.block_rows == 1
-                  ? quantize_1x128<T, Format>(p, t, has_next ? next.template row<T>(p, 0) : nullptr)
-                  : quantize_128x128<T, Format>(p, t));
+    const T* next_row = has_next ? next.template row<T>(p, 0) : nullptr;
+    amax = std::max(amax, p.block_rows == 1 ? quantize_1x128<T>(p, encoder, t, next_row)
+                                            : quantize_128x128<T>(p, encoder, t));
   }
   return amax;
 }
-template <typename T, typename Format>
-APEX_TE_TARGET_PORTABLE uint32_t quantize_strip_portable(const BlockQuantize& p, int64_t row_tile,
-                                                         int64_t first) {
-  return quantize_strip<T, Format>(p, row_tile, first);
+template <typename T>
+APEX_TE_TARGET_PORTABLE uint32_t quantize_strip_portable(const BlockQuantize& p,
+                                                         const Encoder<T>& encoder,
+                                                         int64_t row_tile, int64_t first) {
+  return quantize_strip<T>(p, encoder, row_tile, first);
 }
-template <typename T, typename Format>
-APEX_TE_TARGET_AVX2 uint32_t quantize_strip_avx2(const BlockQuantize& p, int64_t row_tile,
-                                                 int64_t first) {
-  return quantize_strip<T, Format>(p, row_tile, first);
+template <typename T>
+APEX_TE_TARGET_AVX2 uint32_t quantize_strip_avx2(const BlockQuantize& p, const Encoder<T>& encoder,
+                                                 int64_t row_tile, int64_t first) {
+  return quantize_strip<T>(p, encoder, row_tile, first);
 }
 
 // The ends of the lines of scales, which no block of the matrix fills.
@@ -169,15 +196,15 @@ void fill_padding(float* scales, int64_t lines, int64_t used) {
     std::fill(scales + i * padded_to_4(used) + used, scales + (i + 1) * padded_to_4(used), 1.0f);
 }
 
-template <typename T, typename Format>
+template <typename T>
 void quantize_all(const BlockQuantize& p) {
-  const auto quantize =
-      use_avx2() ? quantize_strip_avx2<T, Format> : quantize_strip_portable<T, Format>;
+  const auto quantize = use_avx2() ? quantize_strip_avx2<T> : quantize_strip_portable<T>;
+  const Encoder<T> encoder(p.fp8);
   const int64_t row_blocks = num_blocks(p.rows), col_blocks = num_blocks(p.cols);
   std::atomic<uint32_t> amax{0};
   const int64_t strips = (col_tiles_of(p) + kStripTiles - 1) / kStripTiles;
   parallel_for(row_blocks * strips, [&](int64_t i) {
-    fold_amax(amax, quantize(p, i / strips, i % strips * kStripTiles));
+    fold_amax(amax, quantize(p, encoder, i / strips, i % strips * kStripTiles));
   });
   if (p.block_rows == 1) {
     fill_padding(p.rowwise_scale_inv, col_blocks, p.rows);
@@ -189,49 +216,25 @@ void quantize_all(const BlockQuantize& p) {
   if (p.amax) *p.amax = bits_float(std::max(amax.load(), float_bits(*p.amax)));
 }
 
-template <typename T>
-void quantize_format(const BlockQuantize& p) {
-  p.fp8 == DType::kE5M2 ? quantize_all<T, E5M2>(p) : quantize_all<T, E4M3>(p);
-}
-
 // Whole rows, so that memory is read and written in order.
-template <typename T, typename Format>
-APEX_TE_INLINE void dequantize_rows(const BlockDequantize& p, int64_t begin, int64_t end) {
-  for (int64_t r = begin; r < end; ++r)
-    for (int64_t c = 0; c < p.cols; c += kTileCols) {
-      const int64_t n = std::min(kTileCols, p.cols - c), first = c / kBlock;
-      float scales[kTileCols / kBlock];
-      for (int64_t b = 0; b < num_blocks(n); ++b)
-        scales[b] = p.block_rows == 1
-                        ? p.scale_inv[(first + b) * padded_to_4(p.rows) + r]
-                        : p.scale_inv[r / kBlock * padded_to_4(num_blocks(p.cols)) + first + b];
-      decode_blocks<Format, kBlock>(p.codes.data<uint8_t>() + r * p.cols + c, n, scales,
-                                    p.out.data<T>() + r * p.cols + c);
-    }
-}
-template <typename T, typename Format>
-APEX_TE_TARGET_PORTABLE void dequantize_rows_portable(const BlockDequantize& p, int64_t begin,
-                                                      int64_t end) {
-  dequantize_rows<T, Format>(p, begin, end);
-}
-template <typename T, typename Format>
-APEX_TE_TARGET_AVX2 void dequantize_rows_avx2(const BlockDequantize& p, int64_t begin,
-                                              int64_t end) {
-  dequantize_rows<T, Format>(p, begin, end);
-}
-
-template <typename T, typename Format>
+template <typename T>
 void dequantize_all(const BlockDequantize& p) {
   constexpr int64_t kRows = 16;
-  const auto dequantize =
-      use_avx2() ? dequantize_rows_avx2<T, Format> : dequantize_rows_portable<T, Format>;
-  parallel_for((p.rows + kRows - 1) / kRows,
-               [&](int64_t i) { dequantize(p, i * kRows, std::min(p.rows, (i + 1) * kRows)); });
-}
-
-template <typename T>
-void dequantize_format(const BlockDequantize& p) {
-  p.codes.dtype() == DType::kE5M2 ? dequantize_all<T, E5M2>(p) : dequantize_all<T, E4M3>(p);
+  const auto decode = p.codes.dtype() == DType::kE5M2 ? decode_blocks<E5M2, kBlock, T>
+                                                      : decode_blocks<E4M3, kBlock, T>;
+  parallel_for((p.rows + kRows - 1) / kRows, [&](int64_t i) {
+    for (int64_t r = i * kRows; r < std::min(p.rows, (i + 1) * kRows); ++r)
+      for (int64_t c = 0; c < p.cols; c += kTileCols) {
+        const int64_t n = std::min(kTileCols, p.cols - c), first = c / kBlock;
+        float scales[kTileCols / kBlock];
+        for (int64_t b = 0; b < num_blocks(n); ++b)
+          scales[b] = p.block_rows == 1
+                          ? p.scale_inv[(first + b) * padded_to_4(p.rows) + r]
+                          : p.scale_inv[r / kBlock * padded_to_4(num_blocks(p.cols)) + first + b];
+        decode(p.codes.data<uint8_t>() + r * p.cols + c, n, scales,
+               p.out.data<T>() + r * p.cols + c);
+      }
+  });
 }
 
 }  // namespace
@@ -242,11 +245,11 @@ APEX_TE_DEFINE(block_quantize) {
   const BlockQuantize p = check_block_quantize(args);
   switch (p.x.dtype()) {
     case DType::kFloat32:
-      return quantize_format<float>(p);
+      return quantize_all<float>(p);
     case DType::kFloat16:
-      return quantize_format<Half>(p);
+      return quantize_all<Half>(p);
     default:
-      return quantize_format<BFloat16>(p);
+      return quantize_all<BFloat16>(p);
   }
 }
 
@@ -255,10 +258,10 @@ APEX_TE_DEFINE(block_dequantize) {
   const BlockDequantize p = check_block_dequantize(args);
   switch (p.out.dtype()) {
     case DType::kFloat32:
-      return dequantize_format<float>(p);
+      return dequantize_all<float>(p);
     case DType::kFloat16:
-      return dequantize_format<Half>(p);
+      return dequantize_all<Half>(p);
     default:
-      return dequantize_format<BFloat16>(p);
+      return dequantize_all<BFloat16>(p);
   }
 }

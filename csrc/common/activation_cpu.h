@@ -7,8 +7,8 @@
 #include <type_traits>
 
 #include "common/activation_op.h"
-#include "common/column_sums.h"
-#include "common/cpu_vec.h"
+#include "common/column_sums_cpu.h"
+#include "common/cpu_rows.h"
 #include "common/parallel.h"
 
 namespace apex_te {
@@ -60,7 +60,7 @@ ActivationRow activation_row_of(Activation kind, ActivationKinds<kKinds...>) {
 constexpr int64_t kTableEntries = 1 << 16;
 constexpr int64_t kTabledElements = 1 << 18;  // from so many on it is worth making
 
-template <typename T, bool kBwd>
+template <typename T>
 std::unique_ptr<float[]> make_table(ActivationRow row) {
   constexpr int64_t kStep = 256;
   std::unique_ptr<float[]> table(new float[kTableEntries]);
@@ -72,15 +72,14 @@ std::unique_ptr<float[]> make_table(ActivationRow row) {
   }
   return table;
 }
-// Null where there is no table: for float, and where a gradient is no product with the derivative.
+// Null where there is no table: where a gradient is no product with the derivative.
 template <typename T, Activation kKind, bool kBwd>
 const float* activation_table() {
   constexpr bool kIsRelu = kKind == Activation::kRelu || kKind == Activation::kSquaredRelu;
-  if constexpr (std::is_same_v<T, float> || kIsRelu) {
+  if constexpr (kIsRelu) {
     return nullptr;
   } else {
-    static const std::unique_ptr<float[]> table =
-        make_table<T, kBwd>(activation_row_of<kKind, kBwd>());
+    static const std::unique_ptr<float[]> table = make_table<T>(activation_row_of<kKind, kBwd>());
     return table.get();
   }
 }
@@ -92,8 +91,8 @@ const float* activation_table_of(Activation kind, ActivationKinds<kKinds...>) {
 }
 
 #if defined(__x86_64__)
-template <typename T>
-APEX_TE_AVX512 void look_up_avx512(const float* table, const T* x, int64_t n, float* values) {
+APEX_TE_AVX512 void look_up_avx512(const float* table, const uint16_t* x, int64_t n,
+                                   float* values) {
   for (int64_t i = 0; i < n; i += 16) {
     const __mmask16 lanes = avx512::lanes_at(i, n);
     const __m512i at = _mm512_maskz_cvtepu16_epi32(lanes, _mm256_maskz_loadu_epi16(lanes, x + i));
@@ -103,26 +102,26 @@ APEX_TE_AVX512 void look_up_avx512(const float* table, const T* x, int64_t n, fl
   }
 }
 #endif
-template <typename T>
-APEX_TE_INLINE void look_up(const float* table, const T* x, int64_t n, float* values) {
+// values[i] = table[x[i]], where x are 16-bit elements.
+APEX_TE_INLINE void look_up(const float* table, const uint16_t* x, int64_t n, float* values) {
 #if defined(__x86_64__)
   if (use_avx512()) return look_up_avx512(table, x, n, values);
 #endif
-  for (int64_t i = 0; i < n; ++i) values[i] = table[x[i].bits];
+  for (int64_t i = 0; i < n; ++i) values[i] = table[x[i]];
 }
 
 // dy where x is above 0, else 0; NaN where x is NaN. In 16-bit words, as rounding would leave them.
-template <typename T>
-APEX_TE_INLINE void relu_gradient(const T* x, const T* dy, T* dx, int64_t n) {
-  constexpr int16_t kInfinity = std::is_same_v<T, Half> ? 0x7C00 : 0x7F80;
+APEX_TE_INLINE void relu_gradient(const uint16_t* x, const uint16_t* dy, uint16_t* dx, int64_t n,
+                                  bool is_half) {
+  const int16_t infinity = is_half ? 0x7C00 : 0x7F80;
   constexpr int16_t kNaN = 0x7FFF;
 #pragma GCC ivdep
   for (int64_t i = 0; i < n; ++i) {
-    const auto a = static_cast<int16_t>(x[i].bits), g = static_cast<int16_t>(dy[i].bits);
+    const auto a = static_cast<int16_t>(x[i]), g = static_cast<int16_t>(dy[i]);
     const auto magnitude = static_cast<int16_t>(a & 0x7FFF);
-    const int16_t kept = static_cast<int16_t>(g & 0x7FFF) > kInfinity ? kNaN : g;
+    const int16_t kept = static_cast<int16_t>(g & 0x7FFF) > infinity ? kNaN : g;
     const int16_t slope = a > 0 ? kept : int16_t{0};
-    dx[i].bits = static_cast<uint16_t>(magnitude > kInfinity ? kNaN : slope);
+    dx[i] = static_cast<uint16_t>(magnitude > infinity ? kNaN : slope);
   }
 }
 
@@ -137,16 +136,19 @@ struct ActivationCpuTile {
 };
 
 // One tile; returns its amax as bits.
-template <typename T>
 APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row,
                                         const float* table, const ActivationCpuTile& tile,
                                         int64_t row0, int64_t col0) {
   const int64_t rows = std::min(tile.rows, p.rows - row0);
   const int64_t cols = std::min(tile.cols, p.cols - col0);
+  const RowDType dtype(p.dtype);
+  const bool is_float = dtype.is_float();
+  const bool is_words = p.kind == Activation::kRelu && !is_float && p.dy && p.out && !p.bias &&
+                        !p.dbias;  // relu_gradient's
   float values[kActivationSegment], dy[kActivationSegment], bias[kActivationSegment];
   float sums[2][kActivationSegment];  // of the tile, and of 8 rows
   uint8_t codes[kActivationTileRows * 128];
-  if (p.bias) widen(static_cast<const T*>(p.bias) + col0, cols, bias);
+  if (p.bias) dtype.widen(p.bias, col0, cols, bias);
   if (p.dbias) std::fill_n(sums[0], cols, 0.0f);
   const float scale = p.scale ? *p.scale : 1.0f;
   uint32_t amax = 0;
@@ -154,21 +156,22 @@ APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row
     const int64_t i = (row0 + r) * p.cols + col0;
     const float *x = values, *grad = dy;
     float* result = values;
-    if constexpr (std::is_same_v<T, float>) {  // needs no copies
+    if (is_float) {  // needs no copies
       x = static_cast<const float*>(p.x) + i;
       if (p.dy) grad = static_cast<const float*>(p.dy) + i;
       if (p.out) result = static_cast<float*>(p.out) + i;
     } else {
-      if (p.kind == Activation::kRelu && p.dy && p.out && !p.bias && !p.dbias) {
-        relu_gradient(static_cast<const T*>(p.x) + i, static_cast<const T*>(p.dy) + i,
-                      static_cast<T*>(p.out) + i, cols);
+      const auto* words = static_cast<const uint16_t*>(p.x) + i;
+      if (is_words) {
+        relu_gradient(words, static_cast<const uint16_t*>(p.dy) + i,
+                      static_cast<uint16_t*>(p.out) + i, cols, p.dtype == DType::kFloat16);
         continue;
       }
       if (table)
-        look_up(table, static_cast<const T*>(p.x) + i, cols, values);
+        look_up(table, words, cols, values);
       else
-        widen(static_cast<const T*>(p.x) + i, cols, values);
-      if (p.dy) widen(static_cast<const T*>(p.dy) + i, cols, dy);
+        dtype.widen(p.x, i, cols, values);
+      if (p.dy) dtype.widen(p.dy, i, cols, dy);
     }
     if (p.bias) {
       for (int64_t c = 0; c < cols; ++c) values[c] = x[c] + bias[c];
@@ -184,7 +187,7 @@ APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row
         for (int64_t c = 0; c < cols; ++c) sums[0][c] += sums[1][c];
     }
     if (p.out) {
-      if (!std::is_same_v<T, float>) narrow(values, cols, static_cast<T*>(p.out) + i);
+      if (!is_float) dtype.narrow(values, cols, p.out, i);
       continue;
     }
     uint8_t* to = p.transposed ? codes + r * 128 : p.rowwise + i;
@@ -201,33 +204,31 @@ APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row
   if (p.dbias) std::copy_n(sums[0], cols, p.workspace + row0 / kActivationTileRows * p.cols + col0);
   return amax;
 }
-template <typename T>
-APEX_TE_TARGET_PORTABLE uint32_t activation_tile_portable(const ActivationOp& p, ActivationRow row,
-                                                          const float* table,
-                                                          const ActivationCpuTile& tile,
-                                                          int64_t row0, int64_t col0) {
-  return activation_tile<T>(p, row, table, tile, row0, col0);
+APEX_TE_TARGET_PORTABLE inline uint32_t activation_tile_portable(const ActivationOp& p,
+                                                                 ActivationRow row,
+                                                                 const float* table,
+                                                                 const ActivationCpuTile& tile,
+                                                                 int64_t row0, int64_t col0) {
+  return activation_tile(p, row, table, tile, row0, col0);
 }
-template <typename T>
-APEX_TE_TARGET_AVX2 uint32_t activation_tile_avx2(const ActivationOp& p, ActivationRow row,
-                                                  const float* table, const ActivationCpuTile& tile,
-                                                  int64_t row0, int64_t col0) {
-  return activation_tile<T>(p, row, table, tile, row0, col0);
+APEX_TE_TARGET_AVX2 inline uint32_t activation_tile_avx2(const ActivationOp& p, ActivationRow row,
+                                                         const float* table,
+                                                         const ActivationCpuTile& tile,
+                                                         int64_t row0, int64_t col0) {
+  return activation_tile(p, row, table, tile, row0, col0);
 }
-template <typename T>
-APEX_TE_TARGET_AVX512 uint32_t activation_tile_avx512(const ActivationOp& p, ActivationRow row,
-                                                      const float* table,
-                                                      const ActivationCpuTile& tile, int64_t row0,
-                                                      int64_t col0) {
-  return activation_tile<T>(p, row, table, tile, row0, col0);
+APEX_TE_TARGET_AVX512 inline uint32_t activation_tile_avx512(const ActivationOp& p,
+                                                             ActivationRow row, const float* table,
+                                                             const ActivationCpuTile& tile,
+                                                             int64_t row0, int64_t col0) {
+  return activation_tile(p, row, table, tile, row0, col0);
 }
 
 // All tiles; returns the amax as bits.
-template <typename T>
-uint32_t activation_tiles(const ActivationOp& p, ActivationRow row, const float* table) {
-  const auto run_tile = use_avx512() ? activation_tile_avx512<T>
-                        : use_avx2() ? activation_tile_avx2<T>
-                                     : activation_tile_portable<T>;
+inline uint32_t activation_tiles(const ActivationOp& p, ActivationRow row, const float* table) {
+  const auto run_tile = use_avx512() ? activation_tile_avx512
+                        : use_avx2() ? activation_tile_avx2
+                                     : activation_tile_portable;
   const ActivationCpuTile tile(p);
   const int64_t row_tiles = (p.rows + tile.rows - 1) / tile.rows;
   const int64_t col_tiles = (p.cols + tile.cols - 1) / tile.cols;
@@ -240,45 +241,36 @@ uint32_t activation_tiles(const ActivationOp& p, ActivationRow row, const float*
   return amax.load();
 }
 
-template <typename T, bool kBwd, typename Kinds>
-void run_activation_dtype(ActivationOp p) {
+template <bool kBwd, typename Kinds>
+void run_activation(ActivationOp p) {
   const ActivationRow row = activation_row_of<kBwd>(p.kind, Kinds{});
   const float* table = nullptr;
-  if (!p.bias && p.rows * p.cols >= kTabledElements)
-    table = activation_table_of<T, kBwd>(p.kind, Kinds{});
+  if (!p.bias && p.rows * p.cols >= kTabledElements) {
+    if (p.dtype == DType::kFloat16) table = activation_table_of<Half, kBwd>(p.kind, Kinds{});
+    if (p.dtype == DType::kBFloat16) table = activation_table_of<BFloat16, kBwd>(p.kind, Kinds{});
+  }
   uint32_t amax = 0;
   if (!p.bias && !p.dbias && !p.transposed) {
     // Rows mean nothing here: whole segments, then the elements that fill none.
     const int64_t numel = p.rows * p.cols;
     p.rows = numel / kActivationSegment;
     p.cols = kActivationSegment;
-    amax = activation_tiles<T>(p, row, table);
+    amax = activation_tiles(p, row, table);
     const int64_t done = p.rows * p.cols;
-    p.x = static_cast<const T*>(p.x) + done;
-    if (p.dy) p.dy = static_cast<const T*>(p.dy) + done;
-    if (p.out) p.out = static_cast<T*>(p.out) + done;
+    const RowDType dtype(p.dtype);
+    p.x = dtype.at(p.x, done);
+    if (p.dy) p.dy = dtype.at(p.dy, done);
+    if (p.out) p.out = dtype.at(p.out, done);
     if (p.rowwise) p.rowwise += done;
     p.rows = 1;
     p.cols = numel - done;
   }
-  amax = std::max(amax, activation_tiles<T>(p, row, table));
+  amax = std::max(amax, activation_tiles(p, row, table));
   if (p.amax) *p.amax = bits_float(std::max(amax, float_bits(*p.amax)));
   if (p.scale_inv) *p.scale_inv = 1.0f / *p.scale;
   if (p.dbias)
-    add_lines<T>(p.workspace, (p.rows + kActivationTileRows - 1) / kActivationTileRows, p.cols,
-                 p.dbias);
-}
-
-template <bool kBwd, typename Kinds>
-void run_activation(const ActivationOp& p) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return run_activation_dtype<float, kBwd, Kinds>(p);
-    case DType::kFloat16:
-      return run_activation_dtype<Half, kBwd, Kinds>(p);
-    default:
-      return run_activation_dtype<BFloat16, kBwd, Kinds>(p);
-  }
+    add_lines(p.workspace, (p.rows + kActivationTileRows - 1) / kActivationTileRows, p.cols,
+              p.dtype, p.dbias);
 }
 
 }  // namespace apex_te

@@ -9,6 +9,12 @@
 #include <cstring>
 
 #define APEX_TE_INLINE inline __attribute__((always_inline))
+// Of a loop over a row that functions of several instruction sets and dtypes call: compiled once.
+#if defined(__GNUC__) && !defined(__clang__)
+#define APEX_TE_ONCE __attribute__((noinline, noclone))
+#else
+#define APEX_TE_ONCE __attribute__((noinline))
+#endif
 
 // Of the function that serves processors without AVX2, where there is one that has it, too: made
 // without the long optimizations, it takes a sixth of the time to build instead of a third.

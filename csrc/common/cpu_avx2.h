@@ -5,11 +5,12 @@
 
 #include "common/codec.h"
 #include "common/cpu.h"
+#include "common/cpu_portable.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define APEX_TE_AVX2 APEX_TE_TARGET_AVX2 inline
+#define APEX_TE_AVX2 APEX_TE_TARGET_AVX2 APEX_TE_ONCE inline
 #define APEX_TE_AVX2_INLINE APEX_TE_TARGET_AVX2 APEX_TE_INLINE
 
 namespace apex_te {
@@ -111,7 +112,10 @@ struct FP8Encoder {
   static APEX_TE_AVX2_INLINE __m256i with_signs(__m256i codes, __m256i signs) {
     return _mm256_or_si256(codes, signs);
   }
-  static uint8_t encode(float value) { return encode_fp8<Format>(value); }
+  template <typename T>
+  static void encode_any(const T* x, int64_t n, float scale, uint8_t* codes) {
+    encode_row_portable<Format>(x, n, scale, codes);
+  }
 
  private:
   static APEX_TE_AVX2_INLINE __m256i steps(__m256 value) {
@@ -171,7 +175,7 @@ APEX_TE_AVX2 uint32_t encode_row(const T* x, int64_t n, float scale, uint8_t* co
     const uint32_t found = amax_bits(T{}, largest);
     // NaN, what overflows far and a negative scale are outside the fast way's domain.
     if (float_bits(bits_float(found) * scale) > kLimit || float_bits(scale) >> 31)
-      for (i = begin; i < end; ++i) codes[i] = Encoder::encode(to_float(x[i]) * scale);
+      Encoder::encode_any(x + begin, end - begin, scale, codes + begin);
     amax = found > amax ? found : amax;
   }
   return amax;
@@ -233,7 +237,7 @@ APEX_TE_AVX2 void widen(const Half* x, int64_t n, float* values) {
   for (int64_t i = 0; i < whole; i += 8)
     _mm256_storeu_ps(values + i,
                      _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
-  for (int64_t i = whole; i < n; ++i) values[i] = to_float(x[i]);
+  if (whole < n) widen_portable(x + whole, n - whole, values + whole);
 }
 
 // 16 values rounded to nearest even.
@@ -274,7 +278,7 @@ APEX_TE_AVX2 void narrow(const float* values, int64_t n, T* y) {
   const int64_t whole = n / 16 * 16;
   for (int64_t i = 0; i < whole; i += 16)
     narrow16({_mm256_loadu_ps(values + i), _mm256_loadu_ps(values + i + 8)}, y + i);
-  for (int64_t i = whole; i < n; ++i) y[i] = from_float<T>(values[i]);
+  if (whole < n) narrow_portable(values + whole, n - whole, y + whole);
 }
 
 }  // namespace avx2

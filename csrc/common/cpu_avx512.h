@@ -9,7 +9,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define APEX_TE_AVX512 APEX_TE_TARGET_AVX512 inline
+#define APEX_TE_AVX512 APEX_TE_TARGET_AVX512 APEX_TE_ONCE inline
 #define APEX_TE_AVX512_INLINE APEX_TE_TARGET_AVX512 APEX_TE_INLINE
 
 namespace apex_te {

@@ -256,8 +256,8 @@ struct ScaleTraits {
 
 // FP8 codes of a row, each block of kBlock elements times its scale.
 template <typename Format, int64_t kBlock, typename T>
-APEX_TE_INLINE void encode_blocks(const T* x, int64_t n, const float* scales, ScaleTraits traits,
-                                  uint8_t* codes) {
+APEX_TE_ONCE void encode_blocks(const T* x, int64_t n, const float* scales, ScaleTraits traits,
+                                uint8_t* codes) {
 #if defined(__x86_64__)
   if (traits.is_bounded && use_avx512())
     return avx512::encode_blocks<avx512::FP8Encoder<Format>, kBlock>(x, n, scales, codes);
@@ -272,7 +272,7 @@ APEX_TE_INLINE void encode_blocks(const T* x, int64_t n, const float* scales, Sc
 
 // A row of codes, each block of kBlock times its scale, in y's dtype.
 template <typename Format, int64_t kBlock, typename T>
-APEX_TE_INLINE void decode_blocks(const uint8_t* codes, int64_t n, const float* scales, T* y) {
+APEX_TE_ONCE void decode_blocks(const uint8_t* codes, int64_t n, const float* scales, T* y) {
   int64_t whole = 0;
 #if defined(__x86_64__)
   if (use_avx2()) {
@@ -288,9 +288,9 @@ APEX_TE_INLINE void decode_blocks(const uint8_t* codes, int64_t n, const float* 
 // `block_rows` rows, to out[col * out_ld + row], past the caches if `streamed`. scales:
 // [blocks][kPanel], which may be rearranged.
 template <typename Format, typename T>
-APEX_TE_INLINE void encode_transposed(const T* panel, int64_t rows, int64_t cols,
-                                      int64_t block_rows, float* scales, ScaleTraits traits,
-                                      uint8_t* out, int64_t out_ld, bool streamed) {
+APEX_TE_ONCE void encode_transposed(const T* panel, int64_t rows, int64_t cols, int64_t block_rows,
+                                    float* scales, ScaleTraits traits, uint8_t* out, int64_t out_ld,
+                                    bool streamed) {
   alignas(kLineBytes) uint8_t codes[kPanelRows * kPanel];
   const auto for_rows = [&](const auto& encode_row) {
     for (int64_t r = 0; r < rows; ++r) {
@@ -327,10 +327,10 @@ struct PanelCodes {
 // column as encode_transposed takes it. `next`: a panel of the matrix that is due next, or null; to
 // ask for it now keeps memory busy.
 template <typename Format, int64_t kBlock, typename T>
-APEX_TE_INLINE void encode_panel(const T* panel, int64_t rows, int64_t cols, const float* scales,
-                                 int64_t scales_ld, float* column_scales, int64_t block_rows,
-                                 ScaleTraits traits, const PanelCodes& out, const T* next = nullptr,
-                                 int64_t next_ld = 0) {
+APEX_TE_ONCE void encode_panel(const T* panel, int64_t rows, int64_t cols, const float* scales,
+                               int64_t scales_ld, float* column_scales, int64_t block_rows,
+                               ScaleTraits traits, const PanelCodes& out, const T* next,
+                               int64_t next_ld) {
 #if defined(__x86_64__)
   if (traits.is_bounded && use_avx512()) {
     alignas(kLineBytes) uint8_t codes[kPanelRows * kPanel];

@@ -117,7 +117,10 @@ struct FP8Encoder {
     return _mm512_maskz_min_epi16(kAll32, _mm512_sub_epi16(codes, _mm512_set1_epi16(kBase)),
                                   _mm512_set1_epi16(avx2::FP8Encoder<Format>::kMaxCode));
   }
-  static uint8_t encode(float value) { return encode_fp8<Format>(value); }
+  template <typename T>
+  static void encode_any(const T* x, int64_t n, float scale, uint8_t* codes) {
+    encode_row_portable<Format>(x, n, scale, codes);
+  }
 
  private:
   static APEX_TE_AVX512_INLINE __m512i steps(__m512 value) {
@@ -181,7 +184,7 @@ APEX_TE_AVX512 uint32_t encode_row(const T* x, int64_t n, float scale, uint8_t* 
     const uint32_t found = amax_bits(T{}, largest);
     // NaN, what overflows far and a negative scale are outside the fast way's domain.
     if (float_bits(bits_float(found) * scale) > kLimit || float_bits(scale) >> 31)
-      for (i = begin; i < end; ++i) codes[i] = Encoder::encode(to_float(x[i]) * scale);
+      Encoder::encode_any(x + begin, end - begin, scale, codes + begin);
     amax = found > amax ? found : amax;
   }
   return amax;

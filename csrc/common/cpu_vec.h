@@ -18,6 +18,7 @@
 #include "common/cpu_avx2.h"
 #include "common/cpu_avx512.h"
 #include "common/cpu_encode_avx512.h"
+#include "common/cpu_portable.h"
 #include "common/cpu_stream.h"
 
 namespace apex_te {
@@ -40,18 +41,20 @@ APEX_TE_INLINE void widen<Half>(const Half* x, int64_t n, float* values) {
   if (use_avx512()) return avx512::widen(x, n, values);
   if (use_avx2()) return avx2::widen(x, n, values);
 #endif
-  for (int64_t i = 0; i < n; ++i) values[i] = to_float(x[i]);
+  widen_portable(x, n, values);
 }
 
 template <typename T>
 APEX_TE_INLINE void narrow(const float* values, int64_t n, T* y) {
 #if defined(__x86_64__)
-  if constexpr (sizeof(T) == 2) {
-    if (use_avx512()) return avx512::narrow(values, n, y);
-    if (use_avx2()) return avx2::narrow(values, n, y);
-  }
+  if (use_avx512()) return avx512::narrow(values, n, y);
+  if (use_avx2()) return avx2::narrow(values, n, y);
 #endif
-  for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(values[i]);
+  narrow_portable(values, n, y);
+}
+template <>
+APEX_TE_INLINE void narrow<float>(const float* values, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; ++i) y[i] = values[i];
 }
 
 // Largest magnitude as bits; NaN counts above infinity.
@@ -104,13 +107,7 @@ APEX_TE_INLINE uint32_t encode_row(const T* x, int64_t n, float scale, uint8_t* 
     if (use_avx2()) return avx2::encode_row<avx2::FP8Encoder<Format>>(x, n, scale, codes);
   }
 #endif
-  uint32_t amax = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const float value = to_float(x[i]);
-    amax = std::max(amax, magnitude_bits(value));
-    codes[i] = encode_fp8<Format>(value * scale);
-  }
-  return amax;
+  return encode_row_portable<Format>(x, n, scale, codes);
 }
 
 // FP8 codes to the values they stand for, exactly.
@@ -121,7 +118,7 @@ APEX_TE_INLINE void decode_row(const uint8_t* codes, int64_t n, float* values) {
     if (use_avx2()) return avx2::decode_row<Format>(codes, n, values);
   }
 #endif
-  for (int64_t i = 0; i < n; ++i) values[i] = decode_fp8<Format>(codes[i]);
+  decode_row_portable<Format>(codes, n, values);
 }
 
 #if defined(__SSE2__)
@@ -144,8 +141,9 @@ APEX_TE_INLINE void transpose_16x16(const uint8_t* in, int64_t in_ld, uint8_t* o
 
 // out[c * out_ld + r] = in[r * in_ld + c]. With `streamed`, whole lines go past the caches; call
 // finish_stream() in the end.
-APEX_TE_INLINE void transpose_bytes(const uint8_t* in, int64_t in_ld, int64_t rows, int64_t cols,
-                                    uint8_t* out, int64_t out_ld, bool streamed = false) {
+APEX_TE_ONCE inline void transpose_bytes(const uint8_t* in, int64_t in_ld, int64_t rows,
+                                         int64_t cols, uint8_t* out, int64_t out_ld,
+                                         bool streamed = false) {
   int64_t whole_rows = 0, whole_cols = 0;
 #if defined(__SSE2__)
   // 64 rows at a time, so that whole cache lines are written: the columns of a matrix whose extent

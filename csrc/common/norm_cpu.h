@@ -4,7 +4,7 @@
 #include <cmath>
 #include <memory>
 
-#include "common/cpu_vec.h"
+#include "common/cpu_rows.h"
 #include "common/norm.h"
 #include "common/parallel.h"
 
@@ -77,22 +77,23 @@ struct FloatParams {
   Buffer gamma, bias;
 };
 
-template <typename T>
-Buffer float_param(const void* param, bool is_fp32, float offset, int64_t cols) {
+inline Buffer float_param(const void* param, DType dtype, float offset, int64_t cols) {
   if (!param) return nullptr;
   Buffer buffer = make_buffer(cols);
-  if (is_fp32)
-    widen(static_cast<const float*>(param), cols, buffer.get());
-  else
-    widen(static_cast<const T*>(param), cols, buffer.get());
+  RowDType(dtype).widen(param, 0, cols, buffer.get());
   for (int64_t i = 0; i < cols; ++i) buffer[i] += offset;
   return buffer;
 }
 
-template <typename T>
-FloatParams float_params(const NormParams& p, int64_t cols) {
-  return {float_param<T>(p.weight, p.is_fp32, p.gamma_offset, cols),
-          float_param<T>(p.bias, p.is_fp32, 0.0f, cols)};
+// Weight, bias and their gradients are in float or in the dtype of x.
+inline DType param_dtype(const NormParams& p, DType dtype) {
+  return p.is_fp32 ? DType::kFloat32 : dtype;
+}
+
+inline FloatParams float_params(const NormParams& p, DType x_dtype, int64_t cols) {
+  const DType dtype = param_dtype(p, x_dtype);
+  return {float_param(p.weight, dtype, p.gamma_offset, cols),
+          float_param(p.bias, dtype, 0.0f, cols)};
 }
 
 // y of a row of layer_norm with weight and bias, without a buffer between: the arithmetic of
@@ -113,17 +114,16 @@ APEX_TE_INLINE void fwd_row_in_place(const NormFwd& p, const FloatParams& params
 }
 
 // y of a row, in `out`; `values` and `other` are scratch with room for the padding.
-template <typename T, bool kLayerNorm>
-APEX_TE_INLINE void fwd_row(const NormFwd& p, const FloatParams& params, int64_t row, float* values,
-                            float* other, float* out) {
+template <bool kLayerNorm>
+APEX_TE_INLINE void fwd_row(const NormFwd& p, const FloatParams& params, const RowDType& dtype,
+                            int64_t row, float* values, float* other, float* out) {
   const int64_t n = p.cols;
-  widen(static_cast<const T*>(p.x) + row * n, n, values);
+  dtype.widen(p.x, row * n, n, values);
   if (p.residual) {
-    T* total = static_cast<T*>(p.residual_sum) + row * n;
-    widen(static_cast<const T*>(p.residual) + row * n, n, other);
+    dtype.widen(p.residual, row * n, n, other);
     for (int64_t i = 0; i < n; ++i) values[i] += other[i];
-    narrow(values, n, total);
-    widen(total, n, values);
+    dtype.narrow(values, n, p.residual_sum, row * n);
+    dtype.widen(p.residual_sum, row * n, n, values);
   }
   const double count = static_cast<double>(n);
   if (kLayerNorm) {
@@ -145,32 +145,30 @@ APEX_TE_INLINE void fwd_row(const NormFwd& p, const FloatParams& params, int64_t
 }
 
 // Rows begin to end, which are at most kFP8ChunkRows for FP8; returns the bits of their amax.
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 APEX_TE_INLINE uint32_t fwd_rows(const NormFwd& p, const FloatParams& params, int64_t begin,
                                  int64_t end) {
   const int64_t n = p.cols;
+  const RowDType dtype(p.dtype);
+  const bool is_float_out = dtype.is_float() && !p.scale;
   const Buffer values = make_buffer(n), other = make_buffer(n);
   std::unique_ptr<uint8_t[]> scratch;
   if (p.scale && !p.rowwise) scratch.reset(new uint8_t[kFP8ChunkRows * n + 1]);
   uint8_t* codes = p.rowwise ? p.rowwise + begin * n : scratch.get();
   uint32_t amax = 0;
-  const bool in_place = n % kLanes == 0 && params.gamma && params.bias && !p.residual;
+  const bool in_place =
+      kLayerNorm && is_float_out && n % kLanes == 0 && params.gamma && params.bias && !p.residual;
   for (int64_t row = begin; row < end; ++row) {
-    if (!p.scale) {
-      T* y = static_cast<T*>(p.y) + row * n;
-      if constexpr (sizeof(T) == sizeof(float)) {
-        if (kLayerNorm && in_place) {
-          fwd_row_in_place(p, params, row);
-          continue;
-        }
-        fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get(), y);
-      } else {
-        fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get(), values.get());
-        narrow(values.get(), n, y);
-      }
+    if (in_place) {
+      fwd_row_in_place(p, params, row);
       continue;
     }
-    fwd_row<T, kLayerNorm>(p, params, row, values.get(), other.get(), values.get());
+    float* out = is_float_out ? static_cast<float*>(p.y) + row * n : values.get();
+    fwd_row<kLayerNorm>(p, params, dtype, row, values.get(), other.get(), out);
+    if (!p.scale) {
+      if (!is_float_out) dtype.narrow(out, n, p.y, row * n);
+      continue;
+    }
     uint8_t* to = codes + (row - begin) * n;
     const uint32_t found = p.fp8 == DType::kE5M2 ? encode_row<E5M2>(values.get(), n, *p.scale, to)
                                                  : encode_row<E4M3>(values.get(), n, *p.scale, to);
@@ -229,10 +227,11 @@ APEX_TE_INLINE void bwd_row_in_place(const float* x, const float* dy, const floa
 }
 
 // Rows begin to end; adds their weight gradients to a line, if any.
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_t begin,
                              int64_t end, float* line) {
   const int64_t n = p.cols;
+  const RowDType dtype(p.dtype);
   const Buffer xhat_buffer = make_buffer(n), g_buffer = make_buffer(n), other = make_buffer(n);
   float *xhat = xhat_buffer.get(), *g = g_buffer.get();
   const float* gamma = params.gamma.get();
@@ -240,18 +239,16 @@ APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_
   const bool is_usual = gamma && line && p.dweight && (!kLayerNorm || p.dbias);
   for (int64_t row = begin; row < end; ++row) {
     const float mean = kLayerNorm ? p.mean[row] : 0.0f, rstd = p.rstd[row];
-    if constexpr (sizeof(T) == sizeof(float)) {
-      if (is_usual && n % kLanes == 0) {
-        const auto* extra = static_cast<const float*>(p.d_residual);
-        bwd_row_in_place<kLayerNorm>(static_cast<const float*>(p.x) + row * n,
-                                     static_cast<const float*>(p.dy) + row * n,
-                                     extra ? extra + row * n : nullptr, gamma, mean, rstd, n, line,
-                                     static_cast<float*>(p.dx) + row * n);
-        continue;
-      }
+    if (dtype.is_float() && is_usual && n % kLanes == 0) {
+      const auto* extra = static_cast<const float*>(p.d_residual);
+      bwd_row_in_place<kLayerNorm>(static_cast<const float*>(p.x) + row * n,
+                                   static_cast<const float*>(p.dy) + row * n,
+                                   extra ? extra + row * n : nullptr, gamma, mean, rstd, n, line,
+                                   static_cast<float*>(p.dx) + row * n);
+      continue;
     }
-    widen(static_cast<const T*>(p.x) + row * n, n, xhat);
-    widen(static_cast<const T*>(p.dy) + row * n, n, g);
+    dtype.widen(p.x, row * n, n, xhat);
+    dtype.widen(p.dy, row * n, n, g);
     // The usual case in one pass, with the same operations of each element.
     if (is_usual) {
       for (int64_t i = 0; i < n; ++i) {
@@ -275,51 +272,51 @@ APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_
         kLayerNorm ? static_cast<float>(sum_of(g, nullptr, n) / static_cast<double>(n)) : 0.0f;
     for (int64_t i = 0; i < n; ++i) xhat[i] = (g[i] - mean_g - xhat[i] * mean_gx) * rstd;
     if (p.d_residual) {
-      widen(static_cast<const T*>(p.d_residual) + row * n, n, other.get());
+      dtype.widen(p.d_residual, row * n, n, other.get());
       for (int64_t i = 0; i < n; ++i) xhat[i] += other[i];
     }
-    narrow(xhat, n, static_cast<T*>(p.dx) + row * n);
+    dtype.narrow(xhat, n, p.dx, row * n);
   }
 }
 
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 APEX_TE_TARGET_PORTABLE uint32_t fwd_rows_portable(const NormFwd& p, const FloatParams& f,
                                                    int64_t begin, int64_t end) {
-  return fwd_rows<T, kLayerNorm>(p, f, begin, end);
+  return fwd_rows<kLayerNorm>(p, f, begin, end);
 }
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 APEX_TE_TARGET_AVX2 uint32_t fwd_rows_avx2(const NormFwd& p, const FloatParams& f, int64_t begin,
                                            int64_t end) {
-  return fwd_rows<T, kLayerNorm>(p, f, begin, end);
+  return fwd_rows<kLayerNorm>(p, f, begin, end);
 }
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 APEX_TE_TARGET_AVX512 uint32_t fwd_rows_avx512(const NormFwd& p, const FloatParams& f,
                                                int64_t begin, int64_t end) {
-  return fwd_rows<T, kLayerNorm>(p, f, begin, end);
+  return fwd_rows<kLayerNorm>(p, f, begin, end);
 }
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 APEX_TE_TARGET_PORTABLE void bwd_rows_portable(const NormBwd& p, const FloatParams& f,
                                                int64_t begin, int64_t end, float* line) {
-  bwd_rows<T, kLayerNorm>(p, f, begin, end, line);
+  bwd_rows<kLayerNorm>(p, f, begin, end, line);
 }
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 APEX_TE_TARGET_AVX2 void bwd_rows_avx2(const NormBwd& p, const FloatParams& f, int64_t begin,
                                        int64_t end, float* line) {
-  bwd_rows<T, kLayerNorm>(p, f, begin, end, line);
+  bwd_rows<kLayerNorm>(p, f, begin, end, line);
 }
 
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 APEX_TE_TARGET_AVX512 void bwd_rows_avx512(const NormBwd& p, const FloatParams& f, int64_t begin,
                                            int64_t end, float* line) {
-  bwd_rows<T, kLayerNorm>(p, f, begin, end, line);
+  bwd_rows<kLayerNorm>(p, f, begin, end, line);
 }
 
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 void fwd_all(const NormFwd& p) {
-  const FloatParams params = float_params<T>(p.params, p.cols);
-  const auto rows_of = use_avx512() ? fwd_rows_avx512<T, kLayerNorm>
-                       : use_avx2() ? fwd_rows_avx2<T, kLayerNorm>
-                                    : fwd_rows_portable<T, kLayerNorm>;
+  const FloatParams params = float_params(p.params, p.dtype, p.cols);
+  const auto rows_of = use_avx512() ? fwd_rows_avx512<kLayerNorm>
+                       : use_avx2() ? fwd_rows_avx2<kLayerNorm>
+                                    : fwd_rows_portable<kLayerNorm>;
   const int64_t share =
       p.scale ? kFP8ChunkRows
               : std::max<int64_t>(1, (int64_t{1} << 16) / std::max<int64_t>(p.cols, 1));
@@ -331,20 +328,12 @@ void fwd_all(const NormFwd& p) {
   if (p.scale_inv) *p.scale_inv = 1.0f / *p.scale;
 }
 
-template <typename T>
-void store_gradient(void* out, bool is_fp32, const float* values, int64_t n) {
-  if (is_fp32)
-    std::copy_n(values, n, static_cast<float*>(out));
-  else
-    narrow(values, n, static_cast<T*>(out));
-}
-
-template <typename T, bool kLayerNorm>
+template <bool kLayerNorm>
 void bwd_all(const NormBwd& p) {
-  const FloatParams params = float_params<T>(p.params, p.cols);
-  const auto rows_of = use_avx512() ? bwd_rows_avx512<T, kLayerNorm>
-                       : use_avx2() ? bwd_rows_avx2<T, kLayerNorm>
-                                    : bwd_rows_portable<T, kLayerNorm>;
+  const FloatParams params = float_params(p.params, p.dtype, p.cols);
+  const auto rows_of = use_avx512() ? bwd_rows_avx512<kLayerNorm>
+                       : use_avx2() ? bwd_rows_avx2<kLayerNorm>
+                                    : bwd_rows_portable<kLayerNorm>;
   const int64_t share =
       std::max(kLineRows, (p.rows + 1) / std::max<int64_t>(norm_bwd_lines(p.rows, p.cols), 1) + 1);
   const int64_t lines = (p.rows + share - 1) / share;
@@ -363,11 +352,9 @@ void bwd_all(const NormBwd& p) {
       for (int k = 0; k < (kLayerNorm ? 2 : 1); ++k)
         for (int64_t c = 0; c < n; ++c)
           sums[k][c] += p.workspace[i * width + k * p.cols + begin + c];
-    const int64_t size = p.params.is_fp32 ? 4 : sizeof(T);
-    if (p.dweight)
-      store_gradient<T>(static_cast<char*>(p.dweight) + begin * size, p.params.is_fp32, sums[0], n);
-    if (p.dbias)
-      store_gradient<T>(static_cast<char*>(p.dbias) + begin * size, p.params.is_fp32, sums[1], n);
+    const RowDType dtype(param_dtype(p.params, p.dtype));
+    if (p.dweight) dtype.narrow(sums[0], n, p.dweight, begin);
+    if (p.dbias) dtype.narrow(sums[1], n, p.dbias, begin);
   });
 }
 
@@ -375,26 +362,12 @@ void bwd_all(const NormBwd& p) {
 
 template <bool kLayerNorm>
 void norm_fwd_cpu(const NormFwd& p) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return norm::fwd_all<float, kLayerNorm>(p);
-    case DType::kFloat16:
-      return norm::fwd_all<Half, kLayerNorm>(p);
-    default:
-      return norm::fwd_all<BFloat16, kLayerNorm>(p);
-  }
+  norm::fwd_all<kLayerNorm>(p);
 }
 
 template <bool kLayerNorm>
 void norm_bwd_cpu(const NormBwd& p) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return norm::bwd_all<float, kLayerNorm>(p);
-    case DType::kFloat16:
-      return norm::bwd_all<Half, kLayerNorm>(p);
-    default:
-      return norm::bwd_all<BFloat16, kLayerNorm>(p);
-  }
+  norm::bwd_all<kLayerNorm>(p);
 }
 
 }  // namespace apex_te

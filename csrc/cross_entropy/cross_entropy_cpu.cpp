@@ -2,10 +2,9 @@
 // gradient.
 #include <cmath>
 #include <limits>
-#include <type_traits>
 #include <vector>
 
-#include "common/cpu_vec.h"
+#include "common/cpu_rows.h"
 #include "common/exp.h"
 #include "common/parallel.h"
 #include "cross_entropy/cross_entropy.h"
@@ -44,19 +43,13 @@ APEX_TE_INLINE float exp_sum_of(float* x, int64_t n, float max) {
 }
 
 // Loss of one row; `values` is scratch of p.cols floats.
-template <typename T>
-APEX_TE_INLINE float row_loss_and_grad(const CrossEntropy& p, int64_t row, int64_t target,
-                                       const RowFactors& f, float* values) {
+APEX_TE_INLINE float row_loss_and_grad(const CrossEntropy& p, const RowDType& dtype, int64_t row,
+                                       int64_t target, const RowFactors& f, float* values) {
   const int64_t n = p.cols;
-  const T* logits = p.logits.data<const T>() + row * n;
-  if constexpr (std::is_same_v<T, float>) {
-    if (p.grad)
-      widen(logits, n, values);
-    else
-      values = const_cast<float*>(logits);  // only read
-  } else {
-    widen(logits, n, values);
-  }
+  if (dtype.is_float() && !p.grad)
+    values = p.logits.data<float>() + row * n;  // only read
+  else
+    dtype.widen(p.logits.data<const void>(), row * n, n, values);
   const float target_logit = values[target];
   const float total = f.smoothing != 0.0f ? sum_of(values, n) : 0.0f;
   const float max = max_of(values, n);
@@ -67,34 +60,30 @@ APEX_TE_INLINE float row_loss_and_grad(const CrossEntropy& p, int64_t row, int64
   if (p.grad) {
     const float inv_sum = 1.0f / exp_sum, smooth = f.smoothing / static_cast<float>(n);
     const float p_target = values[target];
-    T* grad = p.grad.data<T>() + row * n;
     for (int64_t i = 0; i < n; ++i) values[i] = (values[i] * inv_sum - smooth) * f.factor;
-    narrow(values, n, grad);
-    grad[target] = from_float<T>((p_target * inv_sum - smooth - (1.0f - f.smoothing)) * f.factor);
+    values[target] = (p_target * inv_sum - smooth - (1.0f - f.smoothing)) * f.factor;
+    dtype.narrow(values, n, p.grad.data(), row * n);
   }
   double loss = (1.0 - f.smoothing) * (lse - target_logit);
   if (f.smoothing != 0.0f) loss += f.smoothing * (lse - total / static_cast<double>(n));
   return static_cast<float>(loss);
 }
 
-template <typename T>
-APEX_TE_TARGET_PORTABLE float row_portable(const CrossEntropy& p, int64_t row, int64_t target,
-                                           const RowFactors& f, float* values) {
-  return row_loss_and_grad<T>(p, row, target, f, values);
+APEX_TE_TARGET_PORTABLE float row_portable(const CrossEntropy& p, const RowDType& dtype,
+                                           int64_t row, int64_t target, const RowFactors& f,
+                                           float* values) {
+  return row_loss_and_grad(p, dtype, row, target, f, values);
 }
-template <typename T>
-APEX_TE_TARGET_AVX2 float row_avx2(const CrossEntropy& p, int64_t row, int64_t target,
-                                   const RowFactors& f, float* values) {
-  return row_loss_and_grad<T>(p, row, target, f, values);
-}
-
-template <typename T>
-APEX_TE_TARGET_AVX512 float row_avx512(const CrossEntropy& p, int64_t row, int64_t target,
-                                       const RowFactors& f, float* values) {
-  return row_loss_and_grad<T>(p, row, target, f, values);
+APEX_TE_TARGET_AVX2 float row_avx2(const CrossEntropy& p, const RowDType& dtype, int64_t row,
+                                   int64_t target, const RowFactors& f, float* values) {
+  return row_loss_and_grad(p, dtype, row, target, f, values);
 }
 
-template <typename T>
+APEX_TE_TARGET_AVX512 float row_avx512(const CrossEntropy& p, const RowDType& dtype, int64_t row,
+                                       int64_t target, const RowFactors& f, float* values) {
+  return row_loss_and_grad(p, dtype, row, target, f, values);
+}
+
 void fwd(const CrossEntropy& p) {
   for (int64_t row = 0; row < p.rows; ++row) {
     const int64_t t = p.target[row];
@@ -104,7 +93,8 @@ void fwd(const CrossEntropy& p) {
            static_cast<long long>(row), static_cast<long long>(p.cols),
            static_cast<long long>(p.target.ignore_index), static_cast<long long>(t));
   }
-  const auto run_row = use_avx512() ? row_avx512<T> : use_avx2() ? row_avx2<T> : row_portable<T>;
+  const auto run_row = use_avx512() ? row_avx512 : use_avx2() ? row_avx2 : row_portable;
+  const RowDType dtype(p.logits.dtype());
   const RowFactors f{p.label_smoothing,
                      p.num_valid ? 1.0f / static_cast<float>(*p.num_valid) : 1.0f};
   parallel_for((p.rows + kRowsPerChunk - 1) / kRowsPerChunk, [&](int64_t chunk) {
@@ -113,11 +103,11 @@ void fwd(const CrossEntropy& p) {
     for (int64_t row = chunk * kRowsPerChunk; row < end; ++row) {
       const int64_t target = p.target[row];
       if (target != p.target.ignore_index) {
-        p.loss[row] = run_row(p, row, target, f, values.data());
+        p.loss[row] = run_row(p, dtype, row, target, f, values.data());
         continue;
       }
       p.loss[row] = 0.0f;
-      if (p.grad) std::fill_n(p.grad.data<T>() + row * p.cols, p.cols, from_float<T>(0.0f));
+      if (p.grad) memset(dtype.at(p.grad.data(), row * p.cols), 0, p.cols * dtype.size());
     }
   });
 }
@@ -138,14 +128,7 @@ void bwd(const CrossEntropyBwd& p) {
 APEX_TE_DEFINE(cross_entropy_fwd) {
   using namespace apex_te;
   const CrossEntropy p = check_cross_entropy_fwd(args);
-  switch (p.logits.dtype()) {
-    case DType::kFloat32:
-      return fwd<float>(p);
-    case DType::kFloat16:
-      return fwd<Half>(p);
-    default:
-      return fwd<BFloat16>(p);
-  }
+  fwd(p);
 }
 
 APEX_TE_DEFINE(cross_entropy_count) {

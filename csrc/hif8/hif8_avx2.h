@@ -26,8 +26,11 @@ struct Hif8Encoder {
     const __m256i is_zero = _mm256_cmpeq_epi8(codes, _mm256_setzero_si256());
     return _mm256_or_si256(codes, _mm256_andnot_si256(is_zero, signs));
   }
-  static uint8_t encode(float value) {
-    return kHif8Codes<kSaturate>.codes[float_bits(value) >> kHif8Shift];
+  template <typename T>
+  static APEX_TE_ONCE void encode_any(const T* x, int64_t n, float scale, uint8_t* codes) {
+    const uint8_t* table = kHif8Codes<kSaturate>.codes;
+    for (int64_t i = 0; i < n; ++i)
+      codes[i] = table[float_bits(to_float(x[i]) * scale) >> kHif8Shift];
   }
 
  private:

@@ -66,7 +66,10 @@ struct Hif8Encoder {
     return _mm512_add_epi16(_mm512_and_si512(entry, _mm512_set1_epi16(0xFF)),
                             _mm512_maskz_srlv_epi16(kAll32, mantissa, shift_right_words(entry, 8)));
   }
-  static uint8_t encode(float value) { return avx2::Hif8Encoder<kSaturate>::encode(value); }
+  template <typename T>
+  static void encode_any(const T* x, int64_t n, float scale, uint8_t* codes) {
+    avx2::Hif8Encoder<kSaturate>::encode_any(x, n, scale, codes);
+  }
 
  private:
   static APEX_TE_AVX512_INLINE __m512i look_up(const uint16_t* table, __m512i at) {

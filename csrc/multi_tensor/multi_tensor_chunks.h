@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/cpu_vec.h"
+#include "common/cpu_rows.h"
 #include "common/parallel.h"
 #include "multi_tensor/multi_tensor.h"
 
@@ -65,10 +65,7 @@ auto chunk_function() {
 APEX_TE_INLINE const float* read_values(const void* data, DType dtype, int64_t begin, int64_t n,
                                         float* buffer) {
   if (dtype == DType::kFloat32) return static_cast<const float*>(data) + begin;
-  if (dtype == DType::kFloat16)
-    widen(static_cast<const Half*>(data) + begin, n, buffer);
-  else
-    widen(static_cast<const BFloat16*>(data) + begin, n, buffer);
+  RowDType(dtype).widen(data, begin, n, buffer);
   return buffer;
 }
 
@@ -78,12 +75,8 @@ APEX_TE_INLINE float* result_values(void* data, DType dtype, int64_t begin, floa
 }
 APEX_TE_INLINE void finish_values(void* data, DType dtype, int64_t begin, int64_t n,
                                   const float* values) {
-  if (dtype == DType::kFloat16)
-    narrow(values, n, static_cast<Half*>(data) + begin);
-  else if (dtype == DType::kBFloat16)
-    narrow(values, n, static_cast<BFloat16*>(data) + begin);
-  else if (values != static_cast<float*>(data) + begin)
-    std::copy_n(values, n, static_cast<float*>(data) + begin);
+  if (dtype != DType::kFloat32 || values != static_cast<float*>(data) + begin)
+    RowDType(dtype).narrow(values, n, data, begin);
 }
 
 // The compiler's own vector types: sums in an array of floats would stay in memory, and words of

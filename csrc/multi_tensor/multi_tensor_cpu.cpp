@@ -148,19 +148,13 @@ struct AxpbyOp {
 
 struct QuantizeOp {
   using Result = uint32_t;
-  template <typename T, typename Format>
-  static APEX_TE_INLINE uint32_t encode(const Row& row, int64_t begin, int64_t n) {
+  template <typename T>
+  static APEX_TE_ONCE uint32_t encode(const Row& row, int64_t begin, int64_t n) {
     const float scale = *static_cast<const float*>(row.data[2]);
+    const DType fp8 = static_cast<int>(row.dtype(1)) == 1 ? DType::kE5M2 : DType::kE4M3;
     return quantize_range(static_cast<const T*>(row.data[0]) + begin, n,
                           static_cast<uint8_t*>(row.data[1]) + begin, row.numel >= kStreamedBytes,
-                          [scale](const T* x, int64_t count, uint8_t* codes) {
-                            return encode_row<Format>(x, count, scale, codes);
-                          });
-  }
-  template <typename T>
-  static APEX_TE_INLINE uint32_t encode(const Row& row, int64_t begin, int64_t n) {
-    return static_cast<int>(row.dtype(1)) == 1 ? encode<T, E5M2>(row, begin, n)
-                                               : encode<T, E4M3>(row, begin, n);
+                          fp8_row_encoder<T>(fp8, scale));
   }
   APEX_TE_INLINE uint32_t chunk(const Row& row, int64_t begin, int64_t n) const {
     if (row.dtype(0) == DType::kFloat32) return encode<float>(row, begin, n);

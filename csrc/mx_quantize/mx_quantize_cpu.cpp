@@ -14,14 +14,27 @@ constexpr int64_t kTileRows = 128, kTileCols = 256;
 constexpr int64_t kAhead = 8;       // rows
 constexpr int64_t kStripTiles = 4;  // a thread's turn
 
+// What a format's name decides: the loops around it are made once for both.
+template <typename T>
+struct Encoder {
+  uint32_t largest_exponent = (E4M3::kMaxBits >> 23) - 127u;
+  float inv_max = 1.0f / E4M3::kMax;
+  decltype(&encode_panel<E4M3, kMxBlock, T>) panel = encode_panel<E4M3, kMxBlock, T>;
+  explicit Encoder(DType fp8) {
+    if (fp8 != DType::kE5M2) return;
+    largest_exponent = (E5M2::kMaxBits >> 23) - 127u;
+    inv_max = 1.0f / E5M2::kMax;
+    panel = encode_panel<E5M2, kMxBlock, T>;
+  }
+};
+
 // mx_scale_code without a branch, so that the compiler vectorizes it.
-template <typename Format>
-APEX_TE_INLINE uint32_t scale_code(uint32_t amax, bool use_floor) {
+APEX_TE_INLINE uint32_t scale_code(uint32_t amax, uint32_t largest_exponent, float inv_max,
+                                   bool use_floor) {
   constexpr uint32_t kInfinity = 0x7F800000u;
-  constexpr uint32_t kLargestExponent = (Format::kMaxBits >> 23) - 127u;
   const uint32_t exponent = amax >> 23;
-  const uint32_t floor = exponent > kLargestExponent ? exponent - kLargestExponent : 0u;
-  const uint32_t ratio = float_bits(bits_float(amax) * (1.0f / Format::kMax));
+  const uint32_t floor = exponent > largest_exponent ? exponent - largest_exponent : 0u;
+  const uint32_t ratio = float_bits(bits_float(amax) * inv_max);
   const uint32_t up = ratio <= 0x00400000u ? 0u : (ratio + 0x007FFFFFu) >> 23;
   const uint32_t finite = use_floor ? floor : up;
   const uint32_t special = amax == kInfinity ? 0xFEu : 0xFFu;
@@ -29,20 +42,38 @@ APEX_TE_INLINE uint32_t scale_code(uint32_t amax, bool use_floor) {
 }
 
 // The scale codes of n amaxes, and what elements are multiplied by.
-template <typename Format>
-APEX_TE_INLINE void scales_of(const uint32_t* amaxes, int64_t n, bool use_floor, uint8_t* codes,
-                              float* multipliers) {
+APEX_TE_INLINE void scales_loop(uint32_t largest_exponent, float inv_max, const uint32_t* amaxes,
+                                int64_t n, bool use_floor, uint8_t* codes, float* multipliers) {
   // One loop each: together they are full of branches.
   uint32_t all[kTileRows * kTileCols / kMxBlock];
-  for (int64_t i = 0; i < n; ++i) all[i] = scale_code<Format>(amaxes[i], use_floor);
+  for (int64_t i = 0; i < n; ++i)
+    all[i] = scale_code(amaxes[i], largest_exponent, inv_max, use_floor);
   for (int64_t i = 0; i < n; ++i) codes[i] = static_cast<uint8_t>(all[i]);
   for (int64_t i = 0; i < n; ++i) multipliers[i] = mx_multiplier(all[i]);
+}
+APEX_TE_ONCE APEX_TE_TARGET_PORTABLE void scales_portable(uint32_t largest_exponent, float inv_max,
+                                                          const uint32_t* amaxes, int64_t n,
+                                                          bool use_floor, uint8_t* codes,
+                                                          float* multipliers) {
+  scales_loop(largest_exponent, inv_max, amaxes, n, use_floor, codes, multipliers);
+}
+APEX_TE_ONCE APEX_TE_TARGET_AVX2 void scales_avx2(uint32_t largest_exponent, float inv_max,
+                                                  const uint32_t* amaxes, int64_t n, bool use_floor,
+                                                  uint8_t* codes, float* multipliers) {
+  scales_loop(largest_exponent, inv_max, amaxes, n, use_floor, codes, multipliers);
+}
+template <typename T>
+void scales_of(const Encoder<T>& encoder, const uint32_t* amaxes, int64_t n, bool use_floor,
+               uint8_t* codes, float* multipliers) {
+  (use_avx2() ? scales_avx2 : scales_portable)(encoder.largest_exponent, encoder.inv_max, amaxes, n,
+                                               use_floor, codes, multipliers);
 }
 
 // kTileRows x kTileCols elements from (row0, col0) on. All rows are scanned before the first scale
 // is computed: a scale is long in coming, and computed for many rows at once.
-template <typename T, typename Format>
-APEX_TE_INLINE void quantize_tile(const MxQuantize& p, int64_t row0, int64_t col0, bool is_last) {
+template <typename T>
+APEX_TE_INLINE void quantize_tile(const MxQuantize& p, const Encoder<T>& encoder, int64_t row0,
+                                  int64_t col0, bool is_last) {
   using Magnitude = RawMagnitude<T>;
   constexpr int64_t kRowBlocks = kTileRows / kMxBlock, kColBlocks = kTileCols / kMxBlock;
   const int64_t rows = std::min(kTileRows, p.rows - row0);
@@ -63,7 +94,7 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, int64_t row0, int64_t col
   AmaxRange row_range;
   if (p.rowwise) {
     uint8_t codes[kTileRows * kColBlocks];
-    scales_of<Format>(amaxes, rows * kColBlocks, p.use_floor, codes, multipliers);
+    scales_of(encoder, amaxes, rows * kColBlocks, p.use_floor, codes, multipliers);
     row_range.add(amaxes, rows * kColBlocks);
     for (int64_t r = 0; r < rows; ++r)
       memcpy(p.rowwise_scale + (row0 + r) * mx_blocks(p.cols) + col0 / kMxBlock,
@@ -78,8 +109,8 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, int64_t row0, int64_t col
       for (int64_t b = 0; b < mx_blocks(rows); ++b) {
         uint32_t column_amaxes[kPanel];
         for (int64_t c = 0; c < kPanel; ++c) column_amaxes[c] = Magnitude::bits(columns[b][c0 + c]);
-        scales_of<Format>(column_amaxes, kPanel, p.use_floor, codes[b],
-                          column_multipliers + b * kPanel);
+        scales_of(encoder, column_amaxes, kPanel, p.use_floor, codes[b],
+                  column_multipliers + b * kPanel);
         range.add(column_amaxes, kPanel);
       }
       uint8_t* scale = p.transposed_scale + (col0 + c0) * ld + row0 / kMxBlock;
@@ -93,79 +124,59 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, int64_t row0, int64_t col
     const PanelCodes out = {p.rowwise ? p.rowwise + row0 * p.cols + col0 + c0 : nullptr, p.cols,
                             p.transposed ? p.transposed + (col0 + c0) * p.rows + row0 : nullptr,
                             p.rows, streamed};
-    encode_panel<Format, kMxBlock>(panels + c0 * kTileRows, rows, panel,
-                                   multipliers + c0 / kMxBlock, kColBlocks, column_multipliers,
-                                   kMxBlock, {range.is_bounded(), true, range.is_regular()}, out,
-                                   is_last ? nullptr : x + kTileCols + c0, p.cols);
+    encoder.panel(panels + c0 * kTileRows, rows, panel, multipliers + c0 / kMxBlock, kColBlocks,
+                  column_multipliers, kMxBlock, {range.is_bounded(), true, range.is_regular()}, out,
+                  is_last ? nullptr : x + kTileCols + c0, p.cols);
   }
   finish_stream();
 }
 
 // kStripTiles tiles.
-template <typename T, typename Format>
-APEX_TE_INLINE void quantize_strip(const MxQuantize& p, int64_t row0, int64_t col0) {
+template <typename T>
+APEX_TE_INLINE void quantize_strip(const MxQuantize& p, const Encoder<T>& encoder, int64_t row0,
+                                   int64_t col0) {
   const int64_t end = std::min(p.cols, col0 + kStripTiles * kTileCols);
   for (; col0 < end; col0 += kTileCols)
-    quantize_tile<T, Format>(p, row0, col0, col0 + 2 * kTileCols > end);
+    quantize_tile<T>(p, encoder, row0, col0, col0 + 2 * kTileCols > end);
 }
-template <typename T, typename Format>
-APEX_TE_TARGET_PORTABLE void quantize_strip_portable(const MxQuantize& p, int64_t row0,
-                                                     int64_t col0) {
-  quantize_strip<T, Format>(p, row0, col0);
+template <typename T>
+APEX_TE_TARGET_PORTABLE void quantize_strip_portable(const MxQuantize& p, const Encoder<T>& encoder,
+                                                     int64_t row0, int64_t col0) {
+  quantize_strip<T>(p, encoder, row0, col0);
 }
-template <typename T, typename Format>
-APEX_TE_TARGET_AVX2 void quantize_strip_avx2(const MxQuantize& p, int64_t row0, int64_t col0) {
-  quantize_strip<T, Format>(p, row0, col0);
-}
-
-template <typename T, typename Format>
-void quantize_all(const MxQuantize& p) {
-  const auto quantize =
-      use_avx2() ? quantize_strip_avx2<T, Format> : quantize_strip_portable<T, Format>;
-  constexpr int64_t kStripCols = kStripTiles * kTileCols;
-  const int64_t strips = (p.cols + kStripCols - 1) / kStripCols;
-  parallel_for((p.rows + kTileRows - 1) / kTileRows * strips,
-               [&](int64_t i) { quantize(p, i / strips * kTileRows, i % strips * kStripCols); });
+template <typename T>
+APEX_TE_TARGET_AVX2 void quantize_strip_avx2(const MxQuantize& p, const Encoder<T>& encoder,
+                                             int64_t row0, int64_t col0) {
+  quantize_strip<T>(p, encoder, row0, col0);
 }
 
 template <typename T>
-void quantize_format(const MxQuantize& p) {
-  p.fp8 == DType::kE5M2 ? quantize_all<T, E5M2>(p) : quantize_all<T, E4M3>(p);
-}
-
-template <typename T, typename Format>
-APEX_TE_INLINE void dequantize_row(const MxDequantize& p, int64_t row) {
-  const uint8_t* scale = p.scale + row * mx_blocks(p.cols);
-  for (int64_t c = 0; c < p.cols; c += kTileCols) {
-    const int64_t n = std::min(kTileCols, p.cols - c);
-    float scales[kTileCols / kMxBlock];
-    for (int64_t b = 0; b < mx_blocks(n); ++b) scales[b] = mx_scale_value(scale[c / kMxBlock + b]);
-    decode_blocks<Format, kMxBlock>(p.codes.data<uint8_t>() + row * p.cols + c, n, scales,
-                                    p.out.data<T>() + row * p.cols + c);
-  }
-}
-template <typename T, typename Format>
-APEX_TE_TARGET_PORTABLE void dequantize_row_portable(const MxDequantize& p, int64_t row) {
-  dequantize_row<T, Format>(p, row);
-}
-template <typename T, typename Format>
-APEX_TE_TARGET_AVX2 void dequantize_row_avx2(const MxDequantize& p, int64_t row) {
-  dequantize_row<T, Format>(p, row);
-}
-
-template <typename T, typename Format>
-void dequantize_all(const MxDequantize& p) {
-  constexpr int64_t kRows = 16;
-  const auto dequantize =
-      use_avx2() ? dequantize_row_avx2<T, Format> : dequantize_row_portable<T, Format>;
-  parallel_for((p.rows + kRows - 1) / kRows, [&](int64_t i) {
-    for (int64_t r = i * kRows; r < std::min(p.rows, (i + 1) * kRows); ++r) dequantize(p, r);
+void quantize_all(const MxQuantize& p) {
+  const auto quantize = use_avx2() ? quantize_strip_avx2<T> : quantize_strip_portable<T>;
+  const Encoder<T> encoder(p.fp8);
+  constexpr int64_t kStripCols = kStripTiles * kTileCols;
+  const int64_t strips = (p.cols + kStripCols - 1) / kStripCols;
+  parallel_for((p.rows + kTileRows - 1) / kTileRows * strips, [&](int64_t i) {
+    quantize(p, encoder, i / strips * kTileRows, i % strips * kStripCols);
   });
 }
 
 template <typename T>
-void dequantize_format(const MxDequantize& p) {
-  p.codes.dtype() == DType::kE5M2 ? dequantize_all<T, E5M2>(p) : dequantize_all<T, E4M3>(p);
+void dequantize_all(const MxDequantize& p) {
+  constexpr int64_t kRows = 16;
+  const auto decode = p.codes.dtype() == DType::kE5M2 ? decode_blocks<E5M2, kMxBlock, T>
+                                                      : decode_blocks<E4M3, kMxBlock, T>;
+  parallel_for((p.rows + kRows - 1) / kRows, [&](int64_t i) {
+    for (int64_t r = i * kRows; r < std::min(p.rows, (i + 1) * kRows); ++r)
+      for (int64_t c = 0; c < p.cols; c += kTileCols) {
+        const int64_t n = std::min(kTileCols, p.cols - c);
+        const uint8_t* scale = p.scale + r * mx_blocks(p.cols) + c / kMxBlock;
+        float scales[kTileCols / kMxBlock];
+        for (int64_t b = 0; b < mx_blocks(n); ++b) scales[b] = mx_scale_value(scale[b]);
+        decode(p.codes.data<uint8_t>() + r * p.cols + c, n, scales,
+               p.out.data<T>() + r * p.cols + c);
+      }
+  });
 }
 
 }  // namespace
@@ -176,11 +187,11 @@ APEX_TE_DEFINE(mx_quantize) {
   const MxQuantize p = check_mx_quantize(args);
   switch (p.x.dtype()) {
     case DType::kFloat32:
-      return quantize_format<float>(p);
+      return quantize_all<float>(p);
     case DType::kFloat16:
-      return quantize_format<Half>(p);
+      return quantize_all<Half>(p);
     default:
-      return quantize_format<BFloat16>(p);
+      return quantize_all<BFloat16>(p);
   }
 }
 
@@ -189,10 +200,10 @@ APEX_TE_DEFINE(mx_dequantize) {
   const MxDequantize p = check_mx_dequantize(args);
   switch (p.out.dtype()) {
     case DType::kFloat32:
-      return dequantize_format<float>(p);
+      return dequantize_all<float>(p);
     case DType::kFloat16:
-      return dequantize_format<Half>(p);
+      return dequantize_all<Half>(p);
     default:
-      return dequantize_format<BFloat16>(p);
+      return dequantize_all<BFloat16>(p);
   }
 }

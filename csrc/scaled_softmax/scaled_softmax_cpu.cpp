@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "common/activation.h"
-#include "common/cpu_vec.h"
+#include "common/cpu_rows.h"
 #include "common/parallel.h"
 #include "scaled_softmax/scaled_softmax.h"
 
@@ -21,14 +21,13 @@ constexpr int64_t kStep = 32;
 constexpr int64_t padded(int64_t n) { return (n + kStep - 1) / kStep * kStep; }
 
 // Widens a row's visible columns into `values`, hidden ones as -Inf; returns the largest.
-template <typename T>
-APEX_TE_INLINE float load_scores(const T* x, const uint8_t* mask, int64_t visible, bool negative,
-                                 float* values) {
+APEX_TE_INLINE float load_scores(const RowDType& dtype, const void* x, const uint8_t* mask,
+                                 int64_t visible, bool negative, float* values) {
   float max = -kInf;
   for (int64_t begin = 0; begin < visible; begin += kChunk) {
     const int64_t n = std::min(kChunk, visible - begin);
     float* v = values + begin;
-    widen(x + begin, n, v);
+    dtype.widen(x, begin, n, v);
     if (negative)
       for (int64_t i = 0; i < n; ++i) v[i] = -v[i];
     if (mask) {
@@ -41,10 +40,15 @@ APEX_TE_INLINE float load_scores(const T* x, const uint8_t* mask, int64_t visibl
   return max;
 }
 
-template <typename T>
-APEX_TE_INLINE void fwd_row(const T* x, const uint8_t* mask, int64_t visible, int64_t cols,
-                            const SoftmaxScale& scale, float* values, T* y) {
-  float max = load_scores(x, mask, visible, scale.negative, values);
+// Columns of a row that are hidden.
+APEX_TE_INLINE void fill_hidden(const RowDType& dtype, void* row, int64_t visible, int64_t cols) {
+  memset(dtype.at(row, visible), 0, (cols - visible) * dtype.size());
+}
+
+APEX_TE_INLINE void fwd_row(const RowDType& dtype, const void* x, const uint8_t* mask,
+                            int64_t visible, int64_t cols, const SoftmaxScale& scale, float* values,
+                            void* y) {
+  float max = load_scores(dtype, x, mask, visible, scale.negative, values);
   max = max == -kInf ? 0.0f : max;
   const float c = scale.scale_log2;
   float sum = 0.0f;
@@ -62,18 +66,17 @@ APEX_TE_INLINE void fwd_row(const T* x, const uint8_t* mask, int64_t visible, in
     for (int64_t i = 0; i < padded(n); ++i) v[i] *= factor;
     if (is_nan)
       for (int64_t i = 0; i < n; ++i) v[i] = mask && mask[begin + i] ? 0.0f : sum;
-    narrow(v, n, y + begin);
+    dtype.narrow(v, n, y, begin);
   }
-  std::fill(y + visible, y + cols, T{});
+  fill_hidden(dtype, y, visible, cols);
 }
 
-template <typename T>
-APEX_TE_INLINE void bwd_row(const T* dy, const T* y, int64_t visible, int64_t cols, float scale,
-                            T* dx) {
+APEX_TE_INLINE void bwd_row(const RowDType& dtype, const void* dy, const void* y, int64_t visible,
+                            int64_t cols, float scale, void* dx) {
   float g[kChunk], p[kChunk];
   const auto load = [&](int64_t begin, int64_t n) {
-    widen(dy + begin, n, g);
-    widen(y + begin, n, p);
+    dtype.widen(dy, begin, n, g);
+    dtype.widen(y, begin, n, p);
     std::fill(g + n, g + padded(n), 0.0f);
     std::fill(p + n, p + padded(n), 0.0f);
   };
@@ -95,22 +98,21 @@ APEX_TE_INLINE void bwd_row(const T* dy, const T* y, int64_t visible, int64_t co
       const float value = (g[i] - dot) * (p[i] * scale);
       g[i] = p[i] != 0.0f ? value : 0.0f;
     }
-    narrow(g, n, dx + begin);
+    dtype.narrow(g, n, dx, begin);
   }
-  std::fill(dx + visible, dx + cols, T{});
+  fill_hidden(dtype, dx, visible, cols);
 }
 
 // The variants of an instruction set.
-#define APEX_TE_SOFTMAX_ROWS(suffix, target)                                                   \
-  template <typename T>                                                                        \
-  target void fwd_row_##suffix(const T* x, const uint8_t* mask, int64_t visible, int64_t cols, \
-                               const SoftmaxScale& scale, float* values, T* y) {               \
-    fwd_row(x, mask, visible, cols, scale, values, y);                                         \
-  }                                                                                            \
-  template <typename T>                                                                        \
-  target void bwd_row_##suffix(const T* dy, const T* y, int64_t visible, int64_t cols,         \
-                               float scale, T* dx) {                                           \
-    bwd_row(dy, y, visible, cols, scale, dx);                                                  \
+#define APEX_TE_SOFTMAX_ROWS(suffix, target)                                              \
+  target void fwd_row_##suffix(const RowDType& dtype, const void* x, const uint8_t* mask, \
+                               int64_t visible, int64_t cols, const SoftmaxScale& scale,  \
+                               float* values, void* y) {                                  \
+    fwd_row(dtype, x, mask, visible, cols, scale, values, y);                             \
+  }                                                                                       \
+  target void bwd_row_##suffix(const RowDType& dtype, const void* dy, const void* y,      \
+                               int64_t visible, int64_t cols, float scale, void* dx) {    \
+    bwd_row(dtype, dy, y, visible, cols, scale, dx);                                      \
   }
 APEX_TE_SOFTMAX_ROWS(portable, )
 APEX_TE_SOFTMAX_ROWS(avx2, APEX_TE_TARGET_AVX2)
@@ -128,13 +130,17 @@ void for_rows(const SoftmaxShape& shape, int64_t scratch, const Body& body) {
   });
 }
 
-template <typename T>
-void fwd(const SoftmaxFwd& p) {
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(scaled_softmax_fwd) {
+  using namespace apex_te;
+  const SoftmaxFwd p = check_scaled_softmax_fwd(args);
   const SoftmaxShape& shape = p.shape;
+  if (shape.rows == 0 || shape.cols == 0) return;
   const SoftmaxScale scale(p.scale);
-  const auto run_row = use_avx512() ? fwd_row_avx512<T>
-                       : use_avx2() ? fwd_row_avx2<T>
-                                    : fwd_row_portable<T>;
+  const RowDType dtype(p.x.dtype());
+  const auto run_row = use_avx512() ? fwd_row_avx512 : use_avx2() ? fwd_row_avx2 : fwd_row_portable;
   for_rows(shape, padded(shape.cols), [&](int64_t row, int64_t query, float* values) {
     const uint8_t* mask = p.mask.data;
     if (mask) {
@@ -142,53 +148,24 @@ void fwd(const SoftmaxFwd& p) {
       mask += head / shape.heads * p.mask.batch_stride + head % shape.heads * p.mask.head_stride +
               query * p.mask.query_stride;
     }
-    run_row(p.x.data<const T>() + row * shape.cols, mask,
+    run_row(dtype, dtype.at(p.x.data<const void>(), row * shape.cols), mask,
             shape.causal ? shape.visible(query) : shape.cols, shape.cols, scale, values,
-            p.y.data<T>() + row * shape.cols);
+            dtype.at(p.y.data(), row * shape.cols));
   });
-}
-
-template <typename T>
-void bwd(const SoftmaxBwd& p) {
-  const SoftmaxShape& shape = p.shape;
-  const auto run_row = use_avx512() ? bwd_row_avx512<T>
-                       : use_avx2() ? bwd_row_avx2<T>
-                                    : bwd_row_portable<T>;
-  for_rows(shape, 0, [&](int64_t row, int64_t query, float*) {
-    const int64_t begin = row * shape.cols;
-    run_row(p.dy.data<const T>() + begin, p.y.data<const T>() + begin,
-            shape.causal ? shape.visible(query) : shape.cols, shape.cols, p.scale,
-            p.dx.data<T>() + begin);
-  });
-}
-
-}  // namespace
-}  // namespace apex_te
-
-APEX_TE_DEFINE(scaled_softmax_fwd) {
-  using namespace apex_te;
-  const SoftmaxFwd p = check_scaled_softmax_fwd(args);
-  if (p.shape.rows == 0 || p.shape.cols == 0) return;
-  switch (p.x.dtype()) {
-    case DType::kFloat32:
-      return fwd<float>(p);
-    case DType::kFloat16:
-      return fwd<Half>(p);
-    default:
-      return fwd<BFloat16>(p);
-  }
 }
 
 APEX_TE_DEFINE(scaled_softmax_bwd) {
   using namespace apex_te;
   const SoftmaxBwd p = check_scaled_softmax_bwd(args);
-  if (p.shape.rows == 0 || p.shape.cols == 0) return;
-  switch (p.dy.dtype()) {
-    case DType::kFloat32:
-      return bwd<float>(p);
-    case DType::kFloat16:
-      return bwd<Half>(p);
-    default:
-      return bwd<BFloat16>(p);
-  }
+  const SoftmaxShape& shape = p.shape;
+  if (shape.rows == 0 || shape.cols == 0) return;
+  const RowDType dtype(p.dy.dtype());
+  const auto run_row = use_avx512() ? bwd_row_avx512 : use_avx2() ? bwd_row_avx2 : bwd_row_portable;
+  for_rows(shape, 0, [&](int64_t row, int64_t query, float*) {
+    const int64_t begin = row * shape.cols;
+    run_row(dtype, dtype.at(p.dy.data<const void>(), begin),
+            dtype.at(p.y.data<const void>(), begin),
+            shape.causal ? shape.visible(query) : shape.cols, shape.cols, p.scale,
+            dtype.at(p.dx.data(), begin));
+  });
 }

@@ -1,10 +1,9 @@
 // CPU kernel of swiglu: chunks of whole rows, or with a transposed output or dbias tiles of
 // 64 x 1024; one thread each, row after row in fp32.
 #include <algorithm>
-#include <type_traits>
 
-#include "common/column_sums.h"
-#include "common/cpu_vec.h"
+#include "common/column_sums_cpu.h"
+#include "common/cpu_rows.h"
 #include "swiglu/swiglu.h"
 
 APEX_TE_LIBRARY()
@@ -70,13 +69,10 @@ RowLoop row_loop_of(Activation activation) {
 }
 
 // A part of a row as floats, with the bias added: where it lies, or in `values`.
-template <typename T>
-APEX_TE_INLINE const float* read_row(const void* matrix, int64_t offset, const float* bias,
-                                     int64_t n, float* values) {
-  const T* from = static_cast<const T*>(matrix) + offset;
-  if constexpr (std::is_same_v<T, float>)
-    if (!bias) return from;
-  widen(from, n, values);
+APEX_TE_INLINE const float* read_row(const RowDType& dtype, const void* matrix, int64_t offset,
+                                     const float* bias, int64_t n, float* values) {
+  if (dtype.is_float() && !bias) return static_cast<const float*>(matrix) + offset;
+  dtype.widen(matrix, offset, n, values);
   if (bias)
     for (int64_t c = 0; c < n; ++c) values[c] += bias[c];
   return values;
@@ -92,10 +88,10 @@ APEX_TE_INLINE void add_row(const float* values, int64_t n, bool is_last, float*
 }
 
 // Returns the amax.
-template <typename T>
 APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_t rows,
                              int64_t col0, int64_t cols) {
   const int halves = p.grad_output ? 2 : 1;
+  const RowDType dtype(p.dtype);
   uint8_t codes[2][kTileRows * kTileCols];
   float gate[kTileCols], up[kTileCols], grad[kTileCols], results[2][kTileCols];
   float gate_bias[kTileCols], up_bias[kTileCols];
@@ -105,23 +101,23 @@ APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_
     std::fill_n(part_sums[0], 2 * kTileCols, 0.0f);
   }
   if (p.gate_bias) {
-    widen(static_cast<const T*>(p.gate_bias) + col0, cols, gate_bias);
-    widen(static_cast<const T*>(p.up_bias) + col0, cols, up_bias);
+    dtype.widen(p.gate_bias, col0, cols, gate_bias);
+    dtype.widen(p.up_bias, col0, cols, up_bias);
   }
   uint32_t amax = 0;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t row = row0 + r;
     const float* first_bias = p.gate_bias ? gate_bias : nullptr;
     const float* second_bias = p.gate_bias ? up_bias : nullptr;
-    const float* g = read_row<T>(p.gate, row * p.gate_ld + col0, first_bias, cols, gate);
-    const float* u = read_row<T>(p.up, row * p.up_ld + col0, second_bias, cols, up);
+    const float* g = read_row(dtype, p.gate, row * p.gate_ld + col0, first_bias, cols, gate);
+    const float* u = read_row(dtype, p.up, row * p.up_ld + col0, second_bias, cols, up);
     const float* d = grad;
-    if (p.grad_output) d = read_row<T>(p.grad_output, row * p.cols + col0, nullptr, cols, grad);
+    if (p.grad_output) d = read_row(dtype, p.grad_output, row * p.cols + col0, nullptr, cols, grad);
     void* out[2] = {p.grad_output ? p.dgate : p.out, p.dup};
     const int64_t at = row * (p.grad_output ? p.grad_ld : p.cols) + col0;
     float* made[2];
     for (int h = 0; h < 2; ++h)
-      made[h] = std::is_same_v<T, float> && out[h] ? static_cast<float*>(out[h]) + at : results[h];
+      made[h] = dtype.is_float() && out[h] ? static_cast<float*>(out[h]) + at : results[h];
     loop(g, u, d, cols, made[0], made[1]);
     for (int h = 0; h < halves; ++h) {
       if (p.dbias) add_row(made[h], cols, r % 8 == 7 || r + 1 == rows, part_sums[h], sums[h]);
@@ -132,8 +128,8 @@ APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_
                                       : encode_row<E4M3>(made[h], cols, *p.scale, row_codes);
         amax = std::max(amax, row_amax);
         if (p.rowwise) std::copy_n(row_codes, cols, p.rowwise + (row * halves + h) * p.cols + col0);
-      } else if (!std::is_same_v<T, float>) {
-        narrow(made[h], cols, static_cast<T*>(out[h]) + at);
+      } else if (!dtype.is_float()) {
+        dtype.narrow(made[h], cols, out[h], at);
       }
     }
   }
@@ -148,42 +144,35 @@ APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_
 }
 
 // A block of rows x cols in tiles of at most `tile_rows` rows.
-template <typename T>
 APEX_TE_INLINE uint32_t block(const Swiglu& p, RowLoop loop, int64_t tile_rows, int64_t row0,
                               int64_t row_end, int64_t col0, int64_t col_end) {
   uint32_t amax = 0;
   for (int64_t row = row0; row < row_end; row += tile_rows)
     for (int64_t col = col0; col < col_end; col += kTileCols)
-      amax = std::max(amax, tile<T>(p, loop, row, std::min(tile_rows, row_end - row), col,
-                                    std::min(kTileCols, col_end - col)));
+      amax = std::max(amax, tile(p, loop, row, std::min(tile_rows, row_end - row), col,
+                                 std::min(kTileCols, col_end - col)));
   return amax;
 }
-template <typename T>
 APEX_TE_TARGET_PORTABLE uint32_t block_portable(const Swiglu& p, RowLoop loop, int64_t tile_rows,
                                                 int64_t row0, int64_t row_end, int64_t col0,
                                                 int64_t col_end) {
-  return block<T>(p, loop, tile_rows, row0, row_end, col0, col_end);
+  return block(p, loop, tile_rows, row0, row_end, col0, col_end);
 }
-template <typename T>
 APEX_TE_TARGET_AVX2 uint32_t block_avx2(const Swiglu& p, RowLoop loop, int64_t tile_rows,
                                         int64_t row0, int64_t row_end, int64_t col0,
                                         int64_t col_end) {
-  return block<T>(p, loop, tile_rows, row0, row_end, col0, col_end);
+  return block(p, loop, tile_rows, row0, row_end, col0, col_end);
 }
-template <typename T>
 APEX_TE_TARGET_AVX512 uint32_t block_avx512(const Swiglu& p, RowLoop loop, int64_t tile_rows,
                                             int64_t row0, int64_t row_end, int64_t col0,
                                             int64_t col_end) {
-  return block<T>(p, loop, tile_rows, row0, row_end, col0, col_end);
+  return block(p, loop, tile_rows, row0, row_end, col0, col_end);
 }
 
-template <typename T>
-void run_all(const Swiglu& p) {
+void run_swiglu(const Swiglu& p) {
   const RowLoop loop =
       p.grad_output ? row_loop_of<true>(p.activation) : row_loop_of<false>(p.activation);
-  const auto run_block = use_avx512() ? block_avx512<T>
-                         : use_avx2() ? block_avx2<T>
-                                      : block_portable<T>;
+  const auto run_block = use_avx512() ? block_avx512 : use_avx2() ? block_avx2 : block_portable;
   // Whole rows suit the memory best; columns are only summed or transposed in tiles.
   const bool in_tiles = p.transposed || p.dbias;
   const int64_t block_cols = in_tiles ? kTileCols : std::min<int64_t>(p.cols, 16384);
@@ -201,18 +190,7 @@ void run_all(const Swiglu& p) {
   });
   if (p.amax) *p.amax = bits_float(std::max(amax.load(), float_bits(*p.amax)));
   if (p.scale_inv) *p.scale_inv = 1.0f / *p.scale;
-  if (p.dbias) add_lines<T>(p.workspace, row_blocks, 2 * p.cols, p.dbias);
-}
-
-void run_swiglu(const Swiglu& p) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return run_all<float>(p);
-    case DType::kFloat16:
-      return run_all<Half>(p);
-    default:
-      return run_all<BFloat16>(p);
-  }
+  if (p.dbias) add_lines(p.workspace, row_blocks, 2 * p.cols, p.dtype, p.dbias);
 }
 
 }  // namespace
