@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,12 @@ _DIAGNOSTIC = re.compile(
     re.IGNORECASE,
 )
 _STATUS = re.compile(r"\[\d+/\d+\] (.*)")
+# A child forked while ninja is being started would hold its pipes open, and wait for the build that
+# reads them to their end.
+_starting = threading.Lock()
+os.register_at_fork(
+    before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
+)
 
 
 class Step(NamedTuple):
@@ -160,16 +167,17 @@ def run(
     labels = {shlex.join(step.command): step.label for step in steps}
     lines: list[str] = []
     with Progress(what, [step.label for step in steps], estimate) as progress:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=environment,
-            start_new_session=True,
-        )
+        with _starting:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
         assert process.stdout is not None
         _running.add(process)
         try:

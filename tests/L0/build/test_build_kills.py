@@ -151,6 +151,34 @@ print(codes, value())
     assert log.read_text() == "x\n"
 
 
+def test_fork_while_ninja_is_started(root: Path, tmp_path: Path) -> None:
+    """The child does not hold the pipe that the builder reads to its end."""
+    compiler, log = logging_compiler(tmp_path, sleep=0.2)
+    code = textwrap.dedent(f"""
+        import ctypes, subprocess, threading
+        start, entered = subprocess.Popen._execute_child, threading.Event()
+        def slowly(self, args, *more, **options):
+            if os.path.basename(args[0]) == "ninja":
+                entered.set()
+                time.sleep(0.5)  # its pipe is open, the parent's end of it not closed yet
+            return start(self, args, *more, **options)
+        subprocess.Popen._execute_child = slowly
+        def value():
+            return ctypes.CDLL(Tiny({str(root)!r}).open().proc_path).tiny()
+        thread = threading.Thread(target=value)
+        thread.start()
+        entered.wait()
+        child = os.fork()
+        if child == 0:
+            os._exit(10 + value())
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        thread.join()
+        print(code, value())
+    """)
+    assert finish(start(code, CXX=str(compiler))) == "11 1\n"
+    assert log.read_text() == "x\n"
+
+
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("how", ["ignored", "taken"])
 def test_exit_status_that_is_lost(root: Path, tmp_path: Path, how: str, broken: bool) -> None:
