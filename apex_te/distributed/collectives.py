@@ -13,6 +13,8 @@ import torch
 from torch import distributed
 
 __all__ = [
+    "ALL_GATHER",
+    "REDUCE_SCATTER",
     "Pending",
     "all_gather_rows",
     "all_reduce",
@@ -25,10 +27,10 @@ __all__ = [
 ]
 
 # torch 2.13 has new names for these.
-_ALL_GATHER = "all_gather_single"
-_REDUCE_SCATTER = "reduce_scatter_single"
-if not hasattr(distributed, _ALL_GATHER):
-    _ALL_GATHER, _REDUCE_SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+ALL_GATHER = "all_gather_single"
+REDUCE_SCATTER = "reduce_scatter_single"
+if not hasattr(distributed, ALL_GATHER):
+    ALL_GATHER, REDUCE_SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 _traced: Any = torch.ops._c10d_functional
 
 
@@ -97,7 +99,7 @@ def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
         ranks, name = world_size(group), _name(group)
         return _Traced(_traced.all_gather_into_tensor(_plain(x), ranks, name), x.dtype)
     out = x.new_empty((x.shape[0] * world_size(group), *x.shape[1:]))
-    gather = getattr(distributed, _ALL_GATHER)
+    gather = getattr(distributed, ALL_GATHER)
     return Pending(out, gather(_plain(out), _plain(x), group=group, async_op=True), x)
 
 
@@ -119,7 +121,7 @@ def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = 
         return _Traced(_traced.reduce_scatter_tensor(x, "sum", ranks, _name(group)))
     if out is None:
         out = x.new_empty((x.shape[0] // ranks, *x.shape[1:]))
-    scatter = getattr(distributed, _REDUCE_SCATTER)
+    scatter = getattr(distributed, REDUCE_SCATTER)
     return Pending(out, scatter(out, x, group=group, async_op=True), x)
 
 

@@ -55,18 +55,16 @@ def collective_us(call: Callable[[], Any], repeats: int = 15) -> float:
 
 def collective_times(group: Any, ranks: int) -> list[dict[str, Any]]:
     """Times of each collective by the size of its largest buffer, bf16."""
+    gather = getattr(distributed, collectives.ALL_GATHER)
+    scatter = getattr(distributed, collectives.REDUCE_SCATTER)
     rows = []
     for size in SIZES:
         whole = torch.randn(size // 2, device="cuda").bfloat16()
         part = torch.empty(size // 2 // ranks, device="cuda", dtype=torch.bfloat16)
         other = torch.empty_like(whole)
         calls: dict[str, Callable[[], Any]] = {
-            "all_gather": lambda w=whole, p=part: distributed.all_gather_into_tensor(
-                w, p, group=group
-            ),
-            "reduce_scatter": lambda w=whole, p=part: distributed.reduce_scatter_tensor(
-                p, w, group=group
-            ),
+            "all_gather": lambda w=whole, p=part: gather(w, p, group=group),
+            "reduce_scatter": lambda w=whole, p=part: scatter(p, w, group=group),
             "all_reduce": lambda o=other: distributed.all_reduce(o, group=group),
             "all_to_all": lambda w=whole, o=other: distributed.all_to_all_single(o, w, group=group),
         }

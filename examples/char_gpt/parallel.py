@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from apex_te.distributed.fsdp import enable_fp8_all_gather
-from apex_te.distributed.main_grad import reduce_main_grads
+from apex_te.distributed import enable_fp8_all_gather, reduce_main_grads
+from apex_te.distributed.collectives import all_gather_rows
 from apex_te.recipe import MXFP8Scaling, Recipe
 
 
@@ -260,7 +260,7 @@ class _OwnRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _gathered(grad, ctx.group), None
+        return all_gather_rows(grad, ctx.group).wait(), None
 
 
 class _AllRows(torch.autograd.Function):
@@ -269,7 +269,7 @@ class _AllRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
-        return _gathered(x, group)
+        return all_gather_rows(x, group).wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -279,13 +279,6 @@ class _AllRows(torch.autograd.Function):
 def _part(x: torch.Tensor, group: Any) -> torch.Tensor:
     parts = x.chunk(distributed.get_world_size(group))
     return parts[distributed.get_rank(group)].contiguous()
-
-
-def _gathered(x: torch.Tensor, group: Any) -> torch.Tensor:
-    x = x.contiguous()
-    out = x.new_empty((x.shape[0] * distributed.get_world_size(group), *x.shape[1:]))
-    distributed.all_gather_into_tensor(out, x, group=group)
-    return out
 
 
 def own_rows(x: torch.Tensor, group: Any) -> torch.Tensor:

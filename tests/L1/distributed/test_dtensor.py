@@ -17,6 +17,7 @@ from torch import distributed
 from torch.distributed.tensor import Replicate, Shard
 
 from apex_te import flush_fp8_state
+from apex_te.distributed.collectives import ALL_GATHER
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -46,7 +47,7 @@ def _against_own_arguments(rank, name, sequence_parallel, recipe):
         for key, parameter in own.named_parameters():
             value = part.get_parameter(key)
             parameter.copy_(value.to_local())
-    gathers, original = [], distributed.all_gather_into_tensor
+    gathers, original = [], getattr(distributed, ALL_GATHER)
 
     def counted(out, x, *args, **kwargs):
         gathers.append(x.dtype)
@@ -56,11 +57,11 @@ def _against_own_arguments(rank, name, sequence_parallel, recipe):
         if sequence_parallel:
             x, dy = (rows(t, rank, ranks) for t in (x, dy))
         expected = step(own, x, dy, recipe)
-        distributed.all_gather_into_tensor = counted
+        setattr(distributed, ALL_GATHER, counted)
         try:
             actual = step(part, x, dy, recipe)
         finally:
-            distributed.all_gather_into_tensor = original
+            setattr(distributed, ALL_GATHER, original)
         for a, b in zip(actual, expected, strict=True):
             assert torch.equal(a, b)
     flush_fp8_state()
