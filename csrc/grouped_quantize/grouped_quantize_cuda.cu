@@ -4,6 +4,7 @@
 // A warp finds its group with one load of the table for each 32 groups and a vote.
 #include <algorithm>
 
+#include "common/ballot.h"
 #include "common/fp8_tile.h"
 #include "grouped_quantize/grouped_quantize.h"
 
@@ -50,7 +51,7 @@ __device__ __forceinline__ Source source_of(const Table& table, int64_t column) 
     const bool exists = g < table.groups;
     const int column_end = exists ? table.data[table.groups + g] : 0x7FFFFFFF;
     const int end = exists ? table.data[g] : 0;
-    const int before = __popc(__ballot_sync(0xFFFFFFFFu, column_end <= column));
+    const int before = __popc(warp_ballot(column_end <= column));
     if (before > 0) {
       column_begin = __shfl_sync(0xFFFFFFFFu, column_end, before - 1);
       begin = __shfl_sync(0xFFFFFFFFu, end, before - 1);
