@@ -24,7 +24,9 @@ README_FUNCTIONS = {
     "bias_dropout_add": 2,
     "block_quantize": 5,
     "current_scale": 3,
+    "grouped_quantize": 2,
     "hif8": 2,
+    "moe_permute": 5,
     "rope": 3,
     "swiglu": 5,
 }
@@ -64,7 +66,7 @@ def ops_table(results: dict[str, dict[str, Any]], every_shape: bool) -> str:
     for op, data in results.items():
         main_rows = headlines(data["rows"])[: README_FUNCTIONS.get(op)]
         for row in data["rows"] if every_shape else main_rows:
-            name = row["function"]
+            name = f"{row['function']} {row.get('outputs', '')}".rstrip()
             if op.split("_")[0] not in name and op != "activation":
                 name = f"{op}: {name}"
             if "TB/s" not in row:
@@ -74,9 +76,10 @@ def ops_table(results: dict[str, dict[str, Any]], every_shape: bool) -> str:
             others = peers(row)
             best = min(others, key=others.__getitem__) if others else ""
             faster = f"{others[best] / row['us']:.2f}" if others else ""
+            of_copy = f"{row['of copy']:.0%}" if "of copy" in row else ""
             lines.append(
                 f"| {name} | {row['shape']} | {row['us']:.1f} | {row['TB/s']:.2f} | "
-                f"{row['of copy']:.0%} | {best} | {faster} |"
+                f"{of_copy} | {best} | {faster} |"
             )
     return "\n".join(lines)
 
@@ -137,6 +140,8 @@ def draw(name: str, data: dict[str, Any]) -> None:
         places = [i - 0.4 + width * (k + 0.5) for i in range(len(rows))]
         axes.bar(places, heights, width, label=contender)
     for i, row in enumerate(rows):
+        if "of copy" not in row:
+            continue
         ceiling = row["TB/s"] / row["of copy"]
         label = "copy_ of the same bytes" if i == 0 else None
         axes.plot([i - 0.45, i + 0.45], [ceiling, ceiling], color="black", lw=1.2, label=label)
