@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from shards import decibels
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
@@ -134,15 +135,11 @@ def _check(results, recipe):
         assert all(abs(loss) < 1e3 for loss in losses + all_losses)
 
 
-def _decibels(found, expected):
-    return 10 * torch.log10(expected.square().mean() / (found - expected).square().mean()).item()
-
-
 def _close(ours, whole, way, whole_way, recipe):
     if recipe == "none":
         torch.testing.assert_close(ours, whole, rtol=1e-5, atol=2e-6)
     else:  # the order of sums decides how values in the middle between two codes round
-        assert _decibels(way, whole_way) > 20
+        assert decibels(way, whole_way) > 20
 
 
 @pytest.mark.parametrize("recipe", ["none", "delayed"])
@@ -192,7 +189,7 @@ def test_on_gpus(two_gpus):
                 assert all(torch.equal(a, b) for a, b in zip(ours, first, strict=True))
                 for a, b in zip(our_states, states, strict=True):
                     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-                assert _decibels(way, whole_way) > 20
+                assert decibels(way, whole_way) > 20
 
 
 class _Branches(torch.nn.Module):

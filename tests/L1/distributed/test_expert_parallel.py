@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from shards import decibels
 from torch.nn import functional
 
 from apex_te import fp8_autocast
@@ -50,12 +51,6 @@ def run(layers, dispatcher, x, probs, routing_map, recipe):
     with fp8_autocast(recipe is not None, recipe):
         hidden = functional.silu(layers[0](dispatch.rows, dispatch.m_splits))
         return dispatch.combine(layers[1](hidden, dispatch.m_splits)), dispatch
-
-
-def noise_ratio(value, exact):
-    """Signal to noise in dB."""
-    error = (value.float() - exact.float()).square().mean().clamp(min=1e-30)
-    return 10 * torch.log10(exact.float().square().mean() / error).item()
 
 
 def tokens_of(rank, exchange, tokens):
@@ -108,7 +103,7 @@ def against_one_rank(rank, ranks, device, dtype, exchange, topk, align, recipe, 
                 value, wanted, rtol=1.3e-6, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
             )
         elif wanted.any():  # roundings differ; so do FP8 codes of what was rounded
-            ratio = noise_ratio(value, wanted)
+            ratio = decibels(value, wanted)
             assert ratio > (40 if recipe is None else 20), f"{name}: {ratio:.1f} dB"
     return [p.grad.abs().sum().item() for p in layers[0].parameters()]
 

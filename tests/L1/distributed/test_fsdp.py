@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from shards import decibels
 from torch import distributed
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -95,14 +96,6 @@ def gathered(x):
     return torch.cat(parts, 1)
 
 
-def ratio(found, expected):
-    """Signal to noise in dB."""
-    found, expected = found.double(), expected.double()
-    error = (found - expected).square().mean()
-    power = expected.square().mean()
-    return 300.0 if error == 0 else (10 * torch.log10(power / error)).item()
-
-
 def _compare(rank, name, scaling, dtype, device, options):
     """SQNRs of everything that the ranks compute against what one rank does."""
     options = dict(options)
@@ -125,15 +118,15 @@ def _compare(rank, name, scaling, dtype, device, options):
     y, dx, grads = steps(one, name, None, ranks, scaling, dtype, device, **options)
     own, own_dx, own_grads = steps(many, name, rank, ranks, scaling, dtype, device, **options)
     found = {
-        "output": ratio(gathered(own), y),
-        "input": ratio(gathered(own_dx) / ranks, dx),
+        "output": decibels(gathered(own), y),
+        "input": decibels(gathered(own_dx) / ranks, dx),
     }
     state = {k: whole(v) for k, v in many.state_dict().items()}
     for key, parameter in one.named_parameters():
         assert torch.isfinite(parameter).all()
         if not key.endswith("key_bias"):  # its gradient is 0 but for rounding
-            found[f"grad {key}"] = ratio(whole(own_grads[key]), grads[key])
-        found[key] = ratio(state[key], parameter)
+            found[f"grad {key}"] = decibels(whole(own_grads[key]), grads[key])
+        found[key] = decibels(state[key], parameter)
     if scaling is not None:
         for key, value in one.state_dict().items():
             if key.endswith("scale_fwd"):
@@ -268,7 +261,7 @@ def _held(rank, name):
     with torch.no_grad():
         many.load_state_dict(many.state_dict())
     assert torch.equal(whole(many.state_dict()["weight"]), found[1][-1])
-    return [ratio(b, a) for a, b in zip(*found, strict=True)]
+    return [decibels(b, a) for a, b in zip(*found, strict=True)]
 
 
 @pytest.mark.parametrize("name", HELD)

@@ -9,7 +9,8 @@ import itertools
 
 import pytest
 import torch
-from test_expert_parallel import FFN, HIDDEN, experts_of, noise_ratio, routed
+from shards import decibels
+from test_expert_parallel import FFN, HIDDEN, experts_of, routed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -114,11 +115,11 @@ def compare(found, expected, exact, dtype):
                 value, wanted, rtol=1.3e-6, atol=3e-5, msg=lambda text, name=name: f"{name}: {text}"
             )
         elif exact is None:  # sums of bf16 numbers in another order
-            assert noise_ratio(value, wanted) > 40, name
+            assert decibels(value, wanted) > 40, name
         elif name.endswith("bias"):  # few numbers, sums in which noise is mostly averaged out
-            assert noise_ratio(value, exact[name]) > (40 if "updated" in name else 14), name
+            assert decibels(value, exact[name]) > (40 if "updated" in name else 14), name
         else:
-            ours, theirs = (noise_ratio(x, exact[name]) for x in (value, wanted))
+            ours, theirs = (decibels(x, exact[name]) for x in (value, wanted))
             assert ours > max(14, min(theirs, 60) - 2), f"{name}: {ours:.1f}, {theirs:.1f} dB"
 
 
@@ -258,7 +259,7 @@ def expert_layout(rank, device, dtype, ranks, ep, data, exchange, recipe):
     if scaling is None:
         return compare(found, expected, None, dtype)
     for name, value in found.items():  # each rank scales its own tokens' rows
-        assert noise_ratio(value, expected[name]) > 17, name
+        assert decibels(value, expected[name]) > 17, name
 
 
 def expert_layouts(ranks):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from shards import MODULES, build, compare, step
+from shards import MODULES, build, compare, decibels, step
 
 import apex_te
 from apex_te import flush_fp8_state
@@ -42,18 +42,13 @@ def test_high_precision(ranks, name, sequence_parallel):
     ranks.run(_plain, name, sequence_parallel)
 
 
-def _decibels(found, expected):
-    noise = (found.float() - expected.float()).square().mean()
-    return 10 * torch.log10(expected.float().square().mean() / noise).item()
-
-
 def _quantized(rank, name, sequence_parallel, recipe):
     device = _device(rank)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     found_noise = {}
 
     def close(what, found, expected):
-        found_noise[what] = _decibels(found, expected)
+        found_noise[what] = decibels(found, expected)
 
     whole, shard = compare(name, sequence_parallel, RECIPES[recipe], device, dtype, close)
     flush_fp8_state()
@@ -103,7 +98,7 @@ def _no_grad(rank):
 
 def test_without_gradients(two_ranks):
     for whole, shard in two_ranks.run(_no_grad):
-        assert _decibels(shard, whole) >= 20.0
+        assert decibels(shard, whole) >= 20.0
 
 
 def _main_grad(rank, sequence_parallel):
