@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from ..ops import multi_tensor
 from ..optimizers._bucket import dense_order
+from ..optimizers._sharded import local, max_over_shards, placed, with_part
 
 __all__ = ["Flags", "move_grads", "unscale_grads"]
 
@@ -20,13 +23,17 @@ class Flags:
         self._flags: dict[torch.device, torch.Tensor] = {}
 
     def scale(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """output = input / scale for each pair; without a scale only the dtype changes."""
+        """output = input / scale for each pair; without a scale only the dtype changes.
+
+        DTensors of a pair are placed alike.
+        """
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for x, out in zip(inputs, outputs, strict=True):
             if x.layout is not torch.strided:
                 raise NotImplementedError(
                     f"amp.scale_loss: gradients must be dense, got one of layout {x.layout}"
                 )
+            x, out = local(x), local(out)
             order = dense_order(out)
             if order is not None:
                 x, out = x.permute(order), out.permute(order)
@@ -42,20 +49,20 @@ class Flags:
             factor = self._inv_scale.to(device, non_blocking=True)
             multi_tensor.scale(xs, outs, factor, found_inf=self._flags[device])
 
-    def combined(self, device: torch.device) -> torch.Tensor:
-        """One flag on ``device`` for all."""
+    def combined(self, device: torch.device, params: Iterable[torch.Tensor]) -> torch.Tensor:
+        """One flag on ``device`` for all, and for all ranks that have parts of ``params``."""
         total = torch.zeros((), dtype=torch.float32, device=device)
         for flag in self._flags.values():
             total = torch.maximum(total, flag.to(device, non_blocking=True))
-        return total
+        return max_over_shards(total, params)
 
 
 def move_grads(pairs: list[Pair], flags: Flags) -> None:
     """Unscale each parameter's gradient into its master's, which it is added to; none is left."""
     pairs = [(param, master) for param, master in pairs if param.grad is not None]
-    grads = [param.grad for param, _ in pairs]
+    grads = [_placed_grad(param) for param, _ in pairs]
     fresh = [torch.empty_like(master) for _, master in pairs]
-    flags.scale(grads, fresh)  # type: ignore[arg-type]
+    flags.scale(grads, fresh)
     for (param, master), grad in zip(pairs, fresh, strict=True):
         param.grad = None
         master.grad = grad if master.grad is None else master.grad.add_(grad)
@@ -66,14 +73,21 @@ def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], fla
     grads = []
     for param in params:
         if param.grad is not None:
-            if param.grad.layout is torch.strided and not _is_dense(param.grad):
-                param.grad = param.grad.contiguous()
-            grads.append(param.grad)
+            grad = _placed_grad(param)
+            if grad.layout is torch.strided and not _is_dense(local(grad)):
+                grad = with_part(grad, local(grad).contiguous())
+            param.grad = grad
+            grads.append(grad)
     flags.scale(grads, grads)
     for param in params:
         before = kept.get(id(param))
         if before is not None:
             param.grad = before if param.grad is None else before.add_(param.grad)
+
+
+def _placed_grad(param: torch.Tensor) -> torch.Tensor:
+    assert param.grad is not None
+    return placed("amp.scale_loss", "gradients", param.grad, param)
 
 
 def _is_dense(grad: torch.Tensor) -> bool:

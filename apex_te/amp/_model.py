@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from ..autocast import fp8_autocast
+from ..optimizers._bucket import needs_copy
 from ..recipe import Recipe
 from .levels import Properties
 
@@ -138,5 +138,5 @@ def _float32_state_dict(
         # A Parameter means keep_vars=True, whose caller wants the very object.
         if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
             is_half = value.dtype in (torch.float16, torch.bfloat16)
-            if is_half and not is_traceable_wrapper_subclass(value):
+            if is_half and not needs_copy(value):
                 state_dict[prefix + name] = value.float()

@@ -36,9 +36,10 @@ def initialize(
 ) -> Any:
     """Make models and optimizers compute in mixed precision, in place; ``levels`` has the table.
 
-    Call it once, with the models on their device, before wrapping them in DDP and before loading
-    a checkpoint. A second call replaces the first; weights keep the dtype that they have, unless
-    the level casts them.
+    Call it once, with the models on their device, before wrapping them in DDP, after
+    ``fully_shard`` (whose parameters the optimizers have), and before loading a checkpoint. A
+    second call replaces the first; weights keep the dtype that they have, unless the level casts
+    them.
 
     Args:
         models: a module or a list of modules.

@@ -42,6 +42,7 @@ def scale_loss(
     and added to those of before. Where one is not finite the next step of all ``optimizers`` is
     skipped, on the device: ``optimizer.found_inf`` says so to the fused optimizers and to torch's
     with ``fused=True``; for others the host reads it in ``step``, and waits for the device there.
+    Ranks that have parts of DTensor parameters find it together, and skip the same steps.
 
     Args:
         loss: a float tensor of one element.
@@ -66,7 +67,7 @@ def scale_loss(
     try:
         yield scaler.scale(loss)
     except BaseException:
-        for param in (p for o in all_optimizers for g in o.param_groups for p in g["params"]):
+        for param in _params(all_optimizers):
             if id(param) in kept:
                 param.grad = kept[id(param)]
         raise
@@ -79,7 +80,12 @@ def scale_loss(
         for optimizer, amp in amps:
             _unscale(optimizer, amp, scaler, kept, flags)
         if scaler.dynamic:
-            _report(scaler, all_optimizers, flags.combined(loss.device), delay_overflow_check)
+            found_inf = flags.combined(loss.device, _params(all_optimizers))
+            _report(scaler, all_optimizers, found_inf, delay_overflow_check)
+
+
+def _params(optimizers: list[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    return (p for o in optimizers for g in o.param_groups for p in g["params"])
 
 
 def _enter(

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from ._bucket import MASTER, STEP, Bucket, State, empty_state, has_master, needs_copy, new_master
+from ._bucket import MASTER, STEP, Bucket, State, has_master, needs_copy, new_master, new_state
 from ._bucket import partition as _partition
 from ._scalars import Scalars
+from ._sharded import local, placed
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -97,7 +98,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         Returns:
             What ``closure`` returned, else None.
 
-        Errors: NotImplementedError for a sparse gradient; TypeError for an unknown argument.
+        Errors: NotImplementedError for a sparse gradient; TypeError for an unknown argument, or a
+        gradient that is a DTensor where its parameter is none; ValueError for one on another mesh.
         """
         # Not in the signature: GradScaler would hand itself over, and warn that it stops doing so.
         grad_scaler = options.pop("grad_scaler", None)
@@ -110,7 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             scalars = Scalars.of(self, grad_scaler)
             work = [
-                Work(group, bucket, bucket.grads())
+                Work(group, bucket, bucket.grads(self._name))
                 for index, group in enumerate(self.param_groups)
                 for bucket in self._buckets(index, group)
             ]
@@ -211,7 +213,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             or plan[0] != names
             or len(plan[1]) != len(live)
             or not all(map(operator.is_, plan[1], live))
-            or not all(param.data_ptr() == address for param, address in plan[3])
+            or not all(address() == known for address, known in plan[3])
         ):
             if capturing:
                 raise RuntimeError(
@@ -219,7 +221,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "updates the same parameters"
                 )
             buckets = self._prepare(group, live, names)
-            plan = (names, live, buckets, [a for b in buckets for a in b.addresses()])
+            plan = (names, live, buckets, [w for b in buckets for w in b.watched()])
             self._plans[index] = plan
         return plan[2]
 
@@ -250,7 +252,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             state[STEP] = 1 if any(name in state for name in names) else 0
         for name in names:
             if name not in state:
-                state[name] = empty_state(param, self._moment_dtypes[name]).zero_()
+                state[name] = new_state(param, self._moment_dtypes[name])
         if self.master_weight(param) is None:
             state.pop(MASTER, None)  # of a parameter that was 16 bits wide
         return state
@@ -264,17 +266,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_group(group)
         for param in group["params"]:
             self._check("params", param.dtype, _DTYPES)
-            if needs_copy(param):
-                if hasattr(param, "_local_tensor"):
-                    raise NotImplementedError(
-                        f"{self._name}: params must be plain tensors or FP8 parameters, "
-                        f"got {type(param).__name__}"
-                    )
-                if not self.master_weights:
-                    raise ValueError(
-                        f"{self._name}: master_weights must be True for parameters of type "
-                        f"{type(param).__name__}, got False"
-                    )
+            placements = getattr(param, "placements", ())
+            if any(placement.is_partial() for placement in placements):
+                raise ValueError(
+                    f"{self._name}: params must be sharded or replicated where they are DTensors, "
+                    f"got {placements}"
+                )
+            if needs_copy(param) and not self.master_weights:
+                raise ValueError(
+                    f"{self._name}: master_weights must be True for parameters of type "
+                    f"{type(local(param)).__name__}, got False"
+                )
         if self.capturable and group["params"]:
             rate = torch.as_tensor(group["lr"], dtype=torch.float32)
             group["lr"] = rate.to(group["params"][0].device)
@@ -296,9 +298,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Load what ``state_dict`` gave; masters and moments keep their own dtypes.
 
         A moment saved in another dtype is converted to this optimizer's. A missing master weight
-        is made from its parameter. torch.optim's state of the same algorithm loads, too.
+        is made from its parameter. torch.optim's state of the same algorithm loads, too. The state
+        of a DTensor is DTensors; ``torch.distributed.checkpoint.state_dict`` loads whole tensors.
 
-        Errors: ValueError for a state of another shape or optimizer.
+        Errors: ValueError for a state of another shape, mesh or optimizer; TypeError for one whose
+        tensors are DTensors where the parameter is none, or the other way round.
         """
         # The last of the hooks, so that the others see tensors.
         handle = self.register_load_state_dict_pre_hook(_keep_dtypes)
@@ -340,7 +344,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 f"{self._name}: {name} must have shape {list(param.shape)}, got {list(value.shape)}"
             )
         with torch.no_grad():
-            return empty_state(param, dtype).copy_(value)
+            state = new_state(param, dtype)
+            local(state).copy_(local(placed(self._name, name, value, param)))
+            return state
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import runtime
 from ..ops import multi_tensor
+from ._sharded import local, placed, with_part
 
 MASTER = "master_param"
 STEP = "step"
@@ -21,7 +24,7 @@ State = dict[str, Any]
 
 def needs_copy(param: torch.Tensor) -> bool:
     """True for a parameter without plain storage (FP8), whose new value goes in by ``copy_``."""
-    return is_traceable_wrapper_subclass(param)
+    return is_traceable_wrapper_subclass(local(param))
 
 
 def has_master(param: torch.Tensor) -> bool:
@@ -29,23 +32,30 @@ def has_master(param: torch.Tensor) -> bool:
     return param.dtype is not torch.float32 or needs_copy(param)
 
 
-def empty_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A plain tensor of the parameter's shape, device and, where it has any, memory format."""
-    if needs_copy(param):
-        return torch.empty(param.shape, dtype=dtype, device=param.device)
-    return torch.empty_like(param, dtype=dtype, requires_grad=False)
+def new_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros of the parameter's shape, device, placement and, where it has any, memory format.
+
+    A DTensor for a DTensor, and plain inside.
+    """
+    part = local(param)
+    if needs_copy(part):
+        zeros = torch.zeros(part.shape, dtype=dtype, device=part.device)
+    else:
+        zeros = torch.zeros_like(part, dtype=dtype, requires_grad=False)
+    return with_part(param, zeros)
 
 
 def new_master(param: torch.Tensor) -> torch.Tensor:
     """The float32 copy of ``param``, from the value before its quantization where that is kept."""
-    master = empty_state(param, torch.float32)
+    part = local(param)
     source: torch.Tensor | None = None
-    if hasattr(param, "get_high_precision_init_val"):
-        source = param.get_high_precision_init_val()
+    if hasattr(part, "get_high_precision_init_val"):
+        source = part.get_high_precision_init_val()
     with torch.no_grad():
-        master.copy_(param.detach() if source is None else source)
+        master = new_state(param, torch.float32)
+        local(master).copy_(part.detach() if source is None else source)
     if source is not None:
-        param.clear_high_precision_init_val()  # type: ignore[attr-defined]
+        part.clear_high_precision_init_val()  # type: ignore[attr-defined]
     return master
 
 
@@ -63,55 +73,74 @@ class Source(NamedTuple):
     param: torch.Tensor
     master: torch.Tensor | None
     order: tuple[int, ...] | None
+    is_sharded: bool
 
-    def grad(self) -> torch.Tensor:
+    def grad(self, owner: str) -> torch.Tensor:
         grad = self.param.grad
         if self.master is not None and self.master.grad is not None:
             grad = self.master.grad
         assert grad is not None
+        if self.is_sharded:
+            grad = local(placed(owner, "gradients", grad, self.param))
         return grad if self.order is None else grad.permute(self.order)
 
 
 class Bucket:
     """Prepared lists of the parameters, masters and moments, and the step count they share.
 
+    Of DTensors the lists have this rank's part.
+
     ``step`` is a number on the host, a float32 scalar on the device, or None where the optimizer
     counts none.
     """
 
-    __slots__ = ("_plain", "_sources", "_states", "device", "masters", "moments", "params", "step",
-                 "wrapped")  # fmt: skip
+    __slots__ = ("_parts", "_plain", "_sources", "_states", "device", "masters", "moments",
+                 "owners", "params", "sharded", "step", "wrapped")  # fmt: skip
 
     def __init__(self, params: list[torch.Tensor], states: list[State], names: tuple[str, ...]):
-        orders = [None if needs_copy(p) else dense_order(p) for p in params]
+        parts = [local(p) for p in params]
+        orders = [None if needs_copy(p) else dense_order(p) for p in parts]
         masters: list[Any] = [s.get(MASTER) for s in states]
-        self.device = params[0].device
+        splits = [part is not param for part, param in zip(parts, params, strict=True)]
+        self.device = parts[0].device
         self._states = states
-        self._sources = [Source(*s) for s in zip(params, masters, orders, strict=True)]
-        self._plain = not any(orders) and masters[0] is None
+        self._sources = [Source(*s) for s in zip(params, masters, orders, splits, strict=True)]
+        self._plain = not any(orders) and masters[0] is None and not any(splits)
+        self.owners = params
+        self._parts = parts
+        self.sharded = [param for param, split in zip(params, splits, strict=True) if split]
         self.step: int | torch.Tensor | None = states[0].get(STEP)
-        self.wrapped = list(zip(params, masters, strict=True)) if needs_copy(params[0]) else []
+        masters = [None if master is None else local(master) for master in masters]
+        self.wrapped = list(zip(parts, masters, strict=True)) if needs_copy(parts[0]) else []
 
         def prepared(tensors: list[Any]) -> Any:
             pairs = zip(tensors, orders, strict=True)
             return runtime.tensor_list([t.detach().permute(o) if o else t for t, o in pairs])
 
-        self.params = prepared(masters if self.wrapped else params)
+        self.params = prepared(masters if self.wrapped else parts)
         has_masters = masters[0] is not None and not self.wrapped
         self.masters = prepared(masters) if has_masters else None
-        self.moments = [prepared([s[name] for s in states]) for name in names]
+        self.moments = [prepared([local(s[name]) for s in states]) for name in names]
 
-    def addresses(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Parameters that the lists hold as views of their present storage, and its address."""
-        for param, _, order in self._sources:
-            if order is not None:
-                yield param, param.data_ptr()
+    def watched(self) -> Iterator[tuple[Callable[[], int], int]]:
+        """Functions, and what each returns for as long as the lists hold what they are to hold.
 
-    def grads(self) -> list[torch.Tensor]:
-        """The gradients, in the order of the lists."""
+        Of storage of which there are views its address; of DTensors that their parts are the same.
+        """
+        for part, source in zip(self._parts, self._sources, strict=True):
+            if source.order is not None:
+                yield part.data_ptr, part.data_ptr()
+        if self.sharded:
+            yield self._has_parts, True
+
+    def _has_parts(self) -> bool:
+        return all(map(operator.is_, map(local, self.owners), self._parts))
+
+    def grads(self, owner: str) -> list[torch.Tensor]:
+        """The gradients, in the order of the lists; ``owner`` is for messages."""
         if self._plain:
             return [source.param.grad for source in self._sources]  # type: ignore[misc]
-        return [source.grad() for source in self._sources]
+        return [source.grad(owner) for source in self._sources]
 
     def set_step(self, step: int | torch.Tensor) -> None:
         """Give every parameter this count; a tensor is shared."""
@@ -135,13 +164,23 @@ class Bucket:
 
     def run(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
         """Call an optimizer step of ``ops.multi_tensor_optim`` on the lists."""
+        self.update(op, grads, options)
+        self.finish()
+
+    def update(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
+        """``run``, but for what ``finish`` does."""
         moments = [_widened(narrow) for narrow in self.moments]
         op(self.params, grads, *moments, masters=self.masters, **options)
         for narrow, wide in zip(self.moments, moments, strict=True):
             if wide is not narrow:
                 multi_tensor.scale(wide, narrow, 1.0)
+
+    def finish(self) -> None:
+        """Hand on what the lists have: to parameters without plain storage, and to autograd."""
         for param, master in self.wrapped:
             param.copy_(master)
+        if self.sharded:  # a DTensor counts its versions beside its part's
+            increment_version(self.sharded)
 
 
 def _widened(moments: Any) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from ._sharded import max_over_shards
+
 
 class Scalars:
     """The loss scale's inverse and the flag that skips a step, on each device that asks."""
@@ -54,7 +56,10 @@ class Scalars:
             scale = scaler._get_scale_async()
         kept["stage"] = OptState.STEPPED
         found_inf = None
+        params = [p for group in optimizer.param_groups for p in group["params"]]
         for flag in kept["found_inf_per_device"].values():
+            # torch's is that of the ranks which share the first gradient.
+            flag = max_over_shards(flag, params)
             if found_inf is not None:
                 flag = found_inf + flag.to(found_inf.device, non_blocking=True)
             found_inf = flag

@@ -19,6 +19,9 @@ class FusedAdam(FusedOptimizer):
     Args:
         params: parameters or groups, float32, float16 or bfloat16, mixed, on any devices; FP8
             parameters with ``master_weights=True``, each updated by ``param.copy_(master)``.
+            Any of them may be DTensors, sharded or replicated over any meshes: a rank updates its
+            own part, to the bits of the whole, and its state is DTensors placed alike. A gradient
+            with other placements is redistributed.
         lr: learning rate; a number or a tensor of one element.
         bias_correction: divide the moments by ``1 - beta**step``.
         betas: decay of the two moments, each in [0, 1).

@@ -9,6 +9,7 @@ import torch
 from ..ops import multi_tensor, multi_tensor_optim
 from ._base import FusedOptimizer, Work
 from ._scalars import Scalars
+from ._sharded_lamb import ShardedLamb
 
 __all__ = ["FusedLAMB"]
 
@@ -23,6 +24,10 @@ class FusedLAMB(FusedOptimizer):
         grad_averaging: the gradient enters ``exp_avg`` with weight ``1 - betas[0]``, else 1.
         max_grad_norm: clip the norm of all gradients of all groups together; 0 does not clip.
         use_nvlamb: scale tensors without weight decay, too.
+
+    Of DTensors that are split over ranks the norms are those of the whole tensors: one collective
+    (for each dimension of the mesh) for all norms of a step, one more for ``max_grad_norm``, and
+    two float32 copies of a rank's parts in memory during the step.
 
     State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master_param``.
 
@@ -58,6 +63,7 @@ class FusedLAMB(FusedOptimizer):
         self.adam_w_mode = adam_w_mode
         self.use_nvlamb = use_nvlamb
         self.max_grad_norm = max_grad_norm
+        self._sharded: dict[torch.device, ShardedLamb] = {}
         super().__init__(
             params,
             {
@@ -79,39 +85,70 @@ class FusedLAMB(FusedOptimizer):
         names = ("adam_w_mode", "use_nvlamb", "max_grad_norm")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in names}}
 
-    def _update(self, work: list[Work], scalars: Scalars) -> None:
-        norms = self._norms(work) if self.max_grad_norm else {}
-        for group, bucket, grads in work:
-            inv_scale, found_inf = scalars.on(bucket.device)
-            bucket.advance(found_inf)
-            options = {
-                "step": bucket.step,
-                "lr": self._lr(group, bucket.device),
-                "betas": group["betas"],
-                "eps": group["eps"],
-                "weight_decay": group["weight_decay"],
-                "adamw": self.adam_w_mode,
-                "bias_correction": group["bias_correction"],
-                "grad_averaging": group["grad_averaging"],
-                "nvlamb": self.use_nvlamb,
-                "max_grad_norm": self.max_grad_norm,
-                "grad_norm": norms.get(bucket.device),
-                "inv_scale": inv_scale,
-                "found_inf": found_inf,
-            }
-            bucket.run(multi_tensor_optim.lamb, grads, options)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._sharded = {}
+        super().__setstate__(state)
 
-    def _norms(self, work: list[Work]) -> dict[torch.device, torch.Tensor]:
-        """The norm of all gradients, before unscaling, on each device."""
-        grads: dict[torch.device, list[torch.Tensor]] = {}
+    def _update(self, work: list[Work], scalars: Scalars) -> None:
+        by_device: dict[torch.device, list[Work]] = {}
         for item in work:
-            grads.setdefault(item.bucket.device, []).extend(item.grads)
-        parts = {device: multi_tensor.l2norm(tensors) for device, tensors in grads.items()}
+            by_device.setdefault(item.bucket.device, []).append(item)
+        norms = self._norms(by_device) if self.max_grad_norm else {}
+        for device, items in by_device.items():
+            inv_scale, found_inf = scalars.on(device)
+            options = []
+            for group, bucket, _ in items:
+                bucket.advance(found_inf)
+                options.append(
+                    {
+                        "step": bucket.step,
+                        "lr": self._lr(group, device),
+                        "betas": group["betas"],
+                        "eps": group["eps"],
+                        "weight_decay": group["weight_decay"],
+                        "adamw": self.adam_w_mode,
+                        "bias_correction": group["bias_correction"],
+                        "grad_averaging": group["grad_averaging"],
+                        "nvlamb": self.use_nvlamb,
+                        "max_grad_norm": self.max_grad_norm,
+                        "grad_norm": norms.get(device),
+                        "inv_scale": inv_scale,
+                        "found_inf": found_inf,
+                    }
+                )
+            sharded = self._sharded_steps(device, items)
+            if sharded:
+                sharded.step([item.grads for item in items], options)
+                continue
+            for item, chosen in zip(items, options, strict=True):
+                item.bucket.run(multi_tensor_optim.lamb, item.grads, chosen)
+
+    def _sharded_steps(self, device: torch.device, items: list[Work]) -> ShardedLamb | None:
+        """What updates the buckets of a device where tensors are split over ranks."""
+        if not any(item.bucket.sharded for item in items):
+            return None
+        kept = self._sharded.get(device)
+        if (
+            kept is None
+            or len(kept.buckets) != len(items)
+            or not all(item.bucket is b for item, b in zip(items, kept.buckets, strict=True))
+        ):
+            kept = self._sharded[device] = ShardedLamb([item.bucket for item in items])
+        return kept
+
+    def _norms(self, by_device: dict[torch.device, list[Work]]) -> dict[torch.device, torch.Tensor]:
+        """The norm of all gradients, before unscaling, on each device."""
+        parts: dict[torch.device, torch.Tensor] = {}
+        for device, items in by_device.items():
+            grads = [grad for item in items for grad in item.grads]
+            sharded = self._sharded_steps(device, items)
+            norm: Any = sharded.norm(grads) if sharded else multi_tensor.l2norm(grads)
+            parts[device] = norm
         if len(parts) < 2:
-            return parts  # type: ignore[return-value]
+            return parts
         return {
             device: torch.linalg.vector_norm(
-                torch.stack([part.to(device, non_blocking=True) for part in parts.values()])  # type: ignore[union-attr]
+                torch.stack([part.to(device, non_blocking=True) for part in parts.values()])
             )
             for device in parts
         }
