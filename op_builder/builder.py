@@ -380,4 +380,4 @@ class CUDAOpBuilder(OpBuilder):
     """An op with a CPU and a CUDA library."""
 
     INCLUDE_FLAG = "APEX_BUILD_CUDA_OPS"
-    DEVICES = ("cpu", "cuda")
+    DEVICES: ClassVar[tuple[str, ...]] = ("cpu", "cuda")

@@ -6,7 +6,7 @@ is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ __all__ = [
     "all_reduce",
     "all_to_all_rows",
     "covers",
-    "done",
     "max_over_ranks",
     "reduce_scatter_rows",
     "world_size",
@@ -66,6 +65,18 @@ class Pending:
             self._work = self._keep = None
         return self._result
 
+    def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The result's rows as they arrive: which they are, and they themselves."""
+        result = self.wait()
+        yield slice(0, result.shape[0]), result
+
+    def borrow(self) -> torch.Tensor:
+        """The result, to be read until ``release``; ``wait`` gives one to keep."""
+        return self.wait()
+
+    def release(self) -> None:
+        """Ends what ``pieces`` or ``borrow`` began."""
+
 
 class _Traced(Pending):
     """The result of a collective in a graph of torch.compile, its bytes as ``dtype``."""
@@ -85,11 +96,6 @@ def _name(group: Any) -> str:
     """What ops in a graph call a group."""
     named: Any = distributed.group.WORLD if group is None else group
     return named.group_name
-
-
-def done(result: torch.Tensor) -> Pending:
-    """A result that is there already."""
-    return Pending(result)
 
 
 def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
@@ -133,6 +139,9 @@ def all_to_all_rows(
     ``x`` [sum(sent), ..] are this rank's rows for each of the others; any number, none included.
     """
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        sizes = (list(received), list(sent))
+        return _Traced(_traced.all_to_all_single(_plain(x), *sizes, _name(group)), x.dtype)
     out = x.new_empty((sum(received), *x.shape[1:]))
     work = distributed.all_to_all_single(
         _plain(out), _plain(x), list(received), list(sent), group=group, async_op=True

@@ -13,7 +13,7 @@ from ..parameter import FP8Parameter, held_copies, plain_values
 from ..quantizer import GemmQuantizers
 from ..quantizer.base import Producer
 from ..tensor import QuantizedTensor
-from ._tensor_parallel import TensorParallel
+from ._tensor_parallel import GatheredCodes, TensorParallel
 
 __all__ = [
     "GemmOptions",
@@ -27,7 +27,7 @@ __all__ = [
     "plus_bias",
     "quantized_gradient",
     "quantized_input",
-    "reduced",
+    "reduced_input_gradient",
     "saved_by",
     "saves_values",
     "shaped_product",
@@ -35,6 +35,8 @@ __all__ = [
 ]
 
 SAVED = 4  # tensors that `saved_by` gives
+
+Operand = QuantizedTensor | GatheredCodes
 
 
 class GemmOptions(NamedTuple):
@@ -114,7 +116,7 @@ def keeps_input(plan: GemmPlan) -> bool:
 
 def quantized_input(
     plan: GemmPlan, source: torch.Tensor | Producer
-) -> tuple[QuantizedTensor, QuantizedTensor | None]:
+) -> tuple[Operand, QuantizedTensor | None]:
     """The operand made of ``source``, [rows, in] or the op that makes it; and what to save of it.
 
     The second is this rank's part where the operand was gathered from codes, else the operand.
@@ -133,7 +135,7 @@ def quantized_input(
 
 def shaped_product(
     plan: GemmPlan,
-    x: QuantizedTensor,
+    x: Operand,
     weight: torch.Tensor,
     cached: QuantizedTensor | None,
     bias: torch.Tensor | None,
@@ -155,11 +157,15 @@ def shaped_product(
     if parallel.column:
         multiply(quantizers, x, weight, cached, bias, dtype, _flat(out))
         return out
-    into = None if parallel.sequence_parallel else _flat(out)
-    partial = multiply(quantizers, x, weight, cached, None, dtype, into)
-    reduced = parallel.reduce_output(partial, _flat(out))
-    if torch.compiler.is_compiling():
-        out = reduced.view(out.shape)
+    assert isinstance(x, QuantizedTensor)
+    assert x.rowwise is not None
+    if cached is None:
+        cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
+
+    def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
+        return quantizers.products.fprop(rows_of(x, rows), cached, dtype, None, into)
+
+    out = parallel.reduced_output(product, x.rowwise.shape[0], out, has_one_scale(x))
     return plus_bias(out, bias)
 
 
@@ -179,7 +185,7 @@ def _flat(x: torch.Tensor) -> torch.Tensor:
 
 def multiply(
     quantizers: GemmQuantizers,
-    x: QuantizedTensor,
+    x: Operand,
     weight: torch.Tensor,
     cached: QuantizedTensor | None,
     bias: torch.Tensor | None,
@@ -189,7 +195,14 @@ def multiply(
     """``x @ weight.T + bias``, [rows, out]; the weight is quantized unless ``cached`` is given."""
     if cached is None:
         cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
-    return quantizers.products.fprop(x, cached, out_dtype, bias, out)
+    products, operand = quantizers.products, cached
+    if isinstance(x, QuantizedTensor):
+        return products.fprop(x, operand, out_dtype, bias, out)
+    if out is None:
+        out = torch.empty(x.rows, weight.shape[0], dtype=out_dtype, device=weight.device)
+    return x.multiplied(
+        lambda piece, into: products.fprop(piece, operand, out_dtype, bias, into), out
+    )
 
 
 def _quantized_weight(
@@ -241,35 +254,76 @@ def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
     if not plan.need_weight or not gathers_input(plan):
         return None
     assert plan.options.parallel is not None
-    return plan.options.parallel.gathered_rows(saved[0])
-
-
-def reduced(plan: GemmPlan, grad: torch.Tensor) -> Pending | None:
-    """Begins to reduce the gradient of the input over ranks; None where it is the result."""
-    parallel = plan.options.parallel
-    return None if parallel is None else parallel.start_input_gradient(grad)
+    # A gather that is read much later would keep others from the peers' memory.
+    gather = plan.options.parallel.gathered_rows
+    return gather(saved[0], late=plan.options.delayed is not None)
 
 
 def input_gradient(
     plan: GemmPlan,
     saved: tuple,
-    dy: QuantizedTensor,
+    dy: Operand,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``dy @ weight``, [rows, in]; ``saved`` is what ``saved_by`` gave.
+    """``dy @ weight``, [rows, in], of this rank; ``saved`` is what ``saved_by`` gave.
 
     Takes the rowwise copy of ``dy``, whose memory the weight gradient may then have.
     """
+    weight, products = _weight_again(plan, saved), plan.quantizers.products
+    if isinstance(dy, QuantizedTensor):
+        grad = products.dgrad(dy, weight, out_dtype, out)
+        dy.rowwise = None
+        return grad
+    assert weight.transposed is not None
+    if out is None:
+        cols, device = weight.transposed.shape[0], weight.transposed.device
+        out = torch.empty(dy.rows, cols, dtype=out_dtype, device=device)
+    return dy.multiplied(lambda piece, into: products.dgrad(piece, weight, out_dtype, into), out)
+
+
+def reduced_input_gradient(
+    plan: GemmPlan, saved: tuple, dy: Operand, out_dtype: torch.dtype
+) -> tuple[torch.Tensor | None, Pending | None]:
+    """``input_gradient`` where ranks need not add theirs up; else None, and what begins to."""
+    parallel = plan.options.parallel
+    if parallel is None or not parallel.column:
+        return input_gradient(plan, saved, dy, out_dtype), None
+    assert isinstance(dy, QuantizedTensor)
+    assert dy.rowwise is not None
+    weight, products = _weight_again(plan, saved), plan.quantizers.products
+    assert weight.transposed is not None
+
+    def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
+        return products.dgrad(rows_of(dy, rows), weight, out_dtype, into)
+
+    rows, cols = dy.rowwise.shape[0], weight.transposed.shape[0]
+    like = torch.empty(0, cols, dtype=out_dtype, device=dy.rowwise.device)
+    pending = parallel.start_input_gradient(product, rows, like, has_one_scale(dy))
+    dy.rowwise = None
+    return None, pending
+
+
+def _weight_again(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
+    """The transposed copy of the weight: the cache's, else made of the weight now."""
     _, _, w, w_scale = saved
     quantizers = plan.quantizers
     if plan.weight_cached:
-        weight = QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
-    else:
-        weight = _quantized_weight(quantizers, quantizers.weight_again, w, True)
-    grad = quantizers.products.dgrad(dy, weight, out_dtype, out)
-    dy.rowwise = None
-    return grad
+        return QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
+    return _quantized_weight(quantizers, quantizers.weight_again, w, True)
+
+
+def has_one_scale(x: QuantizedTensor) -> bool:
+    """Whether any rows of ``x`` are an operand of their own."""
+    return x.rowwise_scale_inv is not None and x.rowwise_scale_inv.numel() == 1
+
+
+def rows_of(x: QuantizedTensor, rows: slice) -> QuantizedTensor:
+    """Some rows of the rowwise copy of ``x``, all of them or of one that `has_one_scale`."""
+    assert x.rowwise is not None
+    if rows.stop - rows.start == x.rowwise.shape[0]:
+        return x
+    return QuantizedTensor(x.rowwise[rows], x.rowwise_scale_inv, None, None, x.dtype)
 
 
 def quantized_gradient(

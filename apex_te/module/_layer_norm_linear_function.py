@@ -10,7 +10,15 @@ from torch.autograd.function import once_differentiable
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _gemm
-from ._gemm import SAVED, GemmOptions, GemmPlan, as_matrix, quantized_input, saves_values
+from ._gemm import (
+    SAVED,
+    GemmOptions,
+    GemmPlan,
+    Operand,
+    as_matrix,
+    quantized_input,
+    saves_values,
+)
 from ._linear_function import take_saved, without_autocast
 from ._producers import NormForward, norm_backward
 from ._weight_gradient import weight_gradient
@@ -38,7 +46,7 @@ class NormOptions(NamedTuple):
 
 def normalized(
     norm: NormForward, plan: GemmPlan, options: NormOptions
-) -> tuple[QuantizedTensor, QuantizedTensor | None, torch.Tensor | None]:
+) -> tuple[Operand, QuantizedTensor | None, torch.Tensor | None]:
     """The quantized norm and what to save of it, as ``quantized_input`` gives them.
 
     The third is the norm in high precision where it is returned or needed in backward.
@@ -144,9 +152,8 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     quantized, grad_bias, dy = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
     grad_weight = dx = d_gamma = d_beta = pending = None
     if plan.need_input:
-        d_norm = _gemm.input_gradient(plan, saved_gemm, quantized, ctx.input_dtype)
-        pending = _gemm.reduced(plan, d_norm)
-        if pending is None:  # frees the norm's memory before the weight gradient takes its own
+        d_norm, pending = _gemm.reduced_input_gradient(plan, saved_gemm, quantized, ctx.input_dtype)
+        if d_norm is not None:  # frees the norm's memory before the weight gradient takes its own
             dx, d_gamma, d_beta = norm_gradients(
                 ctx, saved_norm_tensors, d_norm, grad_norm, grad_residual
             )

@@ -75,12 +75,12 @@ class LayerNormMLPFunction(torch.autograd.Function):
 
         act = ActivationForward(options.activation, hidden)
         plain = act.plain() if _gemm.saves_values(plan2) else None
-        quantized, part = _gemm.quantized_input(plan2, act if plain is None else plain)
+        operand, part = _gemm.quantized_input(plan2, act if plain is None else plain)
         # With sequence parallelism the hidden rows are those of all ranks, and are split again.
         shape: tuple[int, ...] = inp.shape
         if plan1.options.parallel is not None:
             shape = plan1.options.parallel.output_shape(shape, shape[-1])
-        out = _gemm.shaped_product(plan2, quantized, w2, cached2, b2, dtype, shape)
+        out = _gemm.shaped_product(plan2, operand, w2, cached2, b2, dtype, shape)
 
         ctx.save_for_backward(
             *saved1,
@@ -135,9 +135,10 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
         del d_act, d_hidden, hidden
         pending = None
         if plan1.need_input:
-            d_norm = _gemm.input_gradient(plan1, saved1, quantized, ctx.input_dtype)
-            pending = _gemm.reduced(plan1, d_norm)
-            if pending is None:
+            d_norm, pending = _gemm.reduced_input_gradient(
+                plan1, saved1, quantized, ctx.input_dtype
+            )
+            if d_norm is not None:
                 dx, d_gamma, d_beta = norm_gradients(ctx, norm, d_norm, grad_norm, grad_residual)
             del d_norm
         if plan1.need_weight:

@@ -8,10 +8,12 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from ..distributed.collectives import Pending
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _gemm
 from ._gemm import GemmOptions, as_matrix
+from ._tensor_parallel import TensorParallel
 from ._weight_gradient import plain_weight_gradient, weight_gradient
 
 __all__ = [
@@ -102,8 +104,7 @@ def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     )
     grad_input = grad_weight = pending = None
     if plan.need_input:
-        grad_input = _gemm.input_gradient(plan, saved, quantized, ctx.input_dtype)
-        pending = _gemm.reduced(plan, grad_input)
+        grad_input, pending = _gemm.reduced_input_gradient(plan, saved, quantized, ctx.input_dtype)
     if plan.need_weight:
         grad_weight = weight_gradient(plan, saved, dy, quantized, gathered)
     if pending is not None:
@@ -131,21 +132,27 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(x if need_weight else None, w if need_input else None)
         ctx.needs = ctx.needs_input_grad[:3]
         ctx.dtypes = (inp.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.input_shape = inp.shape
         ctx.options = options
         ctx.parameter = weight if need_weight else None
         ctx.device_type = inp.device.type
         bias = None if bias is None else bias.to(out_dtype)
         if parallel is None:
             return functional.linear(x, w, bias)
-        if parallel.gathers_input:
-            x = parallel.gathered_rows(x).wait()
         if parallel.column:
-            return functional.linear(x, w, bias)
-        partial = functional.linear(x, w)
-        out = partial
-        if parallel.sequence_parallel:
-            out = partial.new_empty(parallel.output_shape(inp.shape, w.shape[0]))
-        out = parallel.reduce_output(partial, out)
+            if not parallel.gathers_input:
+                return functional.linear(x, w, bias)
+            gathered = parallel.gathered_rows(x, False)
+            out = _gathered_product(gathered, parallel.ranks, x, w, bias)
+            gathered.release()
+            return out
+        rows = as_matrix(x)
+
+        def product(some: slice, into: torch.Tensor | None) -> torch.Tensor:
+            return torch.mm(rows[some], w.t(), out=into)
+
+        out = x.new_empty(parallel.output_shape(inp.shape, w.shape[0]))
+        out = parallel.reduced_output(product, rows.shape[0], out, True)
         return _gemm.plus_bias(out, bias)
 
     @staticmethod
@@ -159,23 +166,66 @@ def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     need_input, need_weight, need_bias = ctx.needs
     input_dtype, weight_dtype, bias_dtype = ctx.dtypes
     parallel = ctx.options.parallel
-    grad_input = grad_weight = grad_bias = gathered = pending = None
+    late = ctx.options.delayed is not None
+    grad_input = grad_weight = grad_bias = gathered_x = gathered_dy = pending = None
     if need_bias:
         grad_bias = as_matrix(grad_output).sum(0).to(bias_dtype)
     if parallel is not None and parallel.gathers_input and need_weight:
-        gathered = parallel.gathered_rows(x)
+        gathered_x = parallel.gathered_rows(x, late=late)
     if parallel is not None and parallel.gathers_gradient:
-        grad_output = parallel.gathered_rows(grad_output).wait()
+        gathered_dy = parallel.gathered_rows(grad_output, need_weight, late)
     if need_input:
-        grad_input = torch.matmul(grad_output, w).to(input_dtype)
-        if parallel is not None:
-            pending = parallel.start_input_gradient(grad_input)
+        if gathered_dy is not None:
+            grad_input = _gathered_product(gathered_dy, parallel.ranks, grad_output, w.t())
+            grad_input = grad_input.to(input_dtype)
+        elif parallel is not None and parallel.column:
+            grad_input, pending = None, _start_input_gradient(parallel, grad_output, w, input_dtype)
+        else:
+            grad_input = torch.matmul(grad_output, w).to(input_dtype)
     if need_weight:
-        if gathered is not None:
-            x = gathered.wait()
+        if gathered_dy is not None:
+            grad_output = gathered_dy.borrow()
+        if gathered_x is not None:
+            x = gathered_x.borrow()
         grad_weight = plain_weight_gradient(
             ctx.parameter, as_matrix(grad_output), as_matrix(x), weight_dtype, ctx.options
         )
+    for gathered in (gathered_x, gathered_dy):
+        if gathered is not None:
+            gathered.release()
     if pending is not None:
-        grad_input = pending.wait()
+        grad_input = pending.wait().view(ctx.input_shape)
     return grad_input, grad_weight, grad_bias, None, None
+
+
+def _gathered_product(
+    gathered: Pending,
+    ranks: int,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``gathered @ w.T + bias``, the rows of which ``x`` is this rank's part, as they arrive."""
+    if torch.compiler.is_compiling():
+        return functional.linear(gathered.wait(), w, bias)
+    out = x.new_empty(x.shape[0] * ranks, *x.shape[1:-1], w.shape[0])
+    for rows, piece in gathered.pieces():
+        into = out[rows].view(-1, w.shape[0])
+        if bias is None:
+            torch.mm(as_matrix(piece), w.t(), out=into)
+        else:
+            torch.addmm(bias, as_matrix(piece), w.t(), out=into)
+    return out
+
+
+def _start_input_gradient(
+    parallel: TensorParallel, dy: torch.Tensor, w: torch.Tensor, dtype: torch.dtype
+) -> Pending:
+    """Begins to add up ``dy @ w`` [rows, in] over ranks."""
+    rows = as_matrix(dy)
+
+    def product(some: slice, into: torch.Tensor | None) -> torch.Tensor:
+        return torch.mm(rows[some], w, out=into).to(dtype)
+
+    like = torch.empty(0, w.shape[1], dtype=dtype, device=w.device)
+    return parallel.start_input_gradient(product, rows.shape[0], like, dtype is dy.dtype)

@@ -10,7 +10,8 @@ import torch
 from ..distributed.collectives import Pending
 from ..ops.byte_transpose import byte_transpose
 from ..tensor import QuantizedTensor
-from ._gemm import GemmOptions, GemmPlan, saves_values
+from ._gemm import GemmOptions, GemmPlan, Operand, saves_values
+from ._tensor_parallel import GatheredCodes
 
 __all__ = ["dummy_gradient", "main_grad_of", "plain_weight_gradient", "weight_gradient"]
 
@@ -21,7 +22,7 @@ def weight_gradient(
     plan: GemmPlan,
     saved: tuple,
     dy: torch.Tensor | None,
-    quantized: QuantizedTensor | None,
+    quantized: Operand | None,
     gathered: Pending | None = None,
 ) -> torch.Tensor | None:
     """``dy.T @ x`` [out, in], or None (a dummy) where it goes into ``main_grad`` or waits.
@@ -29,8 +30,9 @@ def weight_gradient(
     ``dy`` [rows, out] is used where the recipe wants this product in high precision; ``gathered``
     is what ``start_saved_input`` began.
     """
+    operand = quantized.arrived(False) if isinstance(quantized, GatheredCodes) else quantized
     return _now_or_later(
-        plan.parameter, plan.options, lambda: _weight_gradient(plan, saved, dy, quantized, gathered)
+        plan.parameter, plan.options, lambda: _weight_gradient(plan, saved, dy, operand, gathered)
     )
 
 
@@ -69,19 +71,31 @@ def _weight_gradient(
     quantized: QuantizedTensor | None,
     gathered: Pending | None,
 ) -> torch.Tensor | None:
-    x, x_scale, _, _ = saved
+    if gathered is None:
+        return _of_rows(plan, saved[0], saved[1], dy, quantized, False)
+    grad = _of_rows(plan, gathered.borrow(), saved[1], dy, quantized, True)
+    gathered.release()
+    return grad
+
+
+def _of_rows(
+    plan: GemmPlan,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    dy: torch.Tensor | None,
+    quantized: QuantizedTensor | None,
+    rowwise: bool,
+) -> torch.Tensor | None:
+    """The gradient from ``x``: values, codes of rows (``rowwise``) or transposed ones."""
     quantizers, options = plan.quantizers, plan.options
-    if gathered is not None:
-        x = gathered.wait()
     if quantizers.high_precision_wgrad:
         return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options)
     assert quantized is not None
     if saves_values(plan):
         inp = quantizers.input.requantize(x, x_scale)
     else:
-        if gathered is not None:
-            x = byte_transpose(x)
-        inp = QuantizedTensor(None, None, x, x_scale, quantizers.input.dtype)
+        transposed = byte_transpose(x) if rowwise else x
+        inp = QuantizedTensor(None, None, transposed, x_scale, quantizers.input.dtype)
     if options.accumulate is None:
         return quantizers.products.wgrad(quantized, inp, plan.weight_dtype)
     main_grad, accumulate = main_grad_of(plan.parameter, options)

@@ -5,8 +5,9 @@ all_reduce and all_to_all over 64 KB to 256 MB; the layer split by tensor and se
 and LAYERS of them sharded by FSDP2, forward + backward of 2 x 4096 tokens (FSDP2: on each GPU).
 With 4 GPUs groups of 2 are measured, too, both at a time. Exposed communication is the step's time
 minus that of the same step whose collectives are copies on the device; what a step waits for is its
-time minus that of the step without them. benchmarks/scaling_model.py reads the results; what it
-predicts of the layers is printed beside.
+time minus that of the step without them. Tensor parallelism runs collectives here, as it does
+between hosts, not exchanges through peers' memory (bench_tensor_parallel.py).
+benchmarks/scaling_model.py reads the results; what it predicts of the layers is printed beside.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import scaling_model
-from bench_tensor_parallel import BATCH, TOKENS, copies_instead, layer, milliseconds, step
+from bench_tensor_parallel import (
+    BATCH,
+    TOKENS,
+    copies_instead,
+    layer,
+    milliseconds,
+    step,
+    without_peer_memory,
+)
 
 from apex_te import recipe
 from apex_te.distributed import collectives
@@ -137,11 +146,12 @@ def layers(mesh: Any, ranks: int) -> list[dict[str, Any]]:
                 run = step(layer(ranks, mesh.get_group()), TOKENS // ranks, fp8)
             else:
                 run = step(sharded(mesh, fp8), TOKENS, fp8)
-            whole = milliseconds(run)
-            with stand_ins(copies=True):
-                local = milliseconds(run)
-            with stand_ins(copies=False):
-                alone = milliseconds(run)
+            with without_peer_memory():
+                whole = milliseconds(run)
+                with stand_ins(copies=True):
+                    local = milliseconds(run)
+                with stand_ins(copies=False):
+                    alone = milliseconds(run)
             rows.append(
                 {
                     "layer": "Llama-3-8B",

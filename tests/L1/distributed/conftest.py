@@ -45,3 +45,9 @@ def four_ranks(all_ranks):
 def two_gpus(all_ranks):
     """2 ranks, each with a GPU."""
     return _ranks(all_ranks, 2, "nccl")
+
+
+@pytest.fixture
+def four_gpus(all_ranks):
+    """4 ranks, each with a GPU."""
+    return _ranks(all_ranks, 4, "nccl")

@@ -1,0 +1,313 @@
+"""Rows that ranks of one host write into each other's GPU memory, piece by piece beside products.
+
+The buffers are torch's symmetric memory; the copies run on the GPUs' copy engines, which take no
+multiprocessor from a product, where collectives cut into chunks do. A piece of a gather is
+multiplied while the others travel, and a piece of a reduction travels while the next is computed.
+
+Every rank of a group runs the same exchanges in the same order. Each kind has two buffers that
+take turns: a rank writes to a peer's buffer again only after the exchange in between, whose signal
+the peer gave once it had read the first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import distributed
+
+from ..ops.peer_exchange import HEADER, await_rank, join, send, sum_pieces
+from .collectives import Pending
+
+__all__ = ["PeerMemory", "peer_memory"]
+
+# Bytes of a rank's piece below which a collective takes less time.
+SMALLEST = 2 << 20
+_OFF = "APEX_TE_PEER_MEMORY"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_known: WeakKeyDictionary[Any, PeerMemory | None] = WeakKeyDictionary()
+
+
+def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | None:
+    """What exchanges pieces of ``piece_bytes`` on the device of ``x``; None: use a collective.
+
+    The same on all ranks. Its first call of a group is collective: ranks tell each other whether
+    they are on one host, and may.
+    """
+    if not x.is_cuda or piece_bytes < SMALLEST or torch.compiler.is_compiling():
+        return None
+    if torch.cuda.is_current_stream_capturing():  # replays would not take turns
+        return None
+    group = distributed.group.WORLD if group is None else group
+    try:
+        return _known[group]
+    except KeyError:
+        memory = _known[group] = _found(group, x.device)
+        return memory
+
+
+def _found(group: Any, device: torch.device) -> PeerMemory | None:
+    if "nccl" not in distributed.get_backend(group) or torch.version.hip is not None:
+        return None
+    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    place = (socket.gethostname(), boot, os.environ.get(_OFF, "1") != "0")
+    places = _told(place, group)
+    if len(set(places)) > 1 or not place[-1]:
+        return None
+    return PeerMemory(group, device)
+
+
+def _told(value: Any, group: Any) -> list[Any]:
+    """What every rank says."""
+    values: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(values, value, group=group)
+    return values
+
+
+class PeerMemory:
+    """The buffers of a group's ranks; gone for good where one rank cannot have them.
+
+    Errors: a peer that does not answer within the group's timeout ends the process with a CUDA
+    error.
+    """
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = distributed.get_rank(group)
+        self.ranks = distributed.get_world_size(group)
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self.fork = _event(self.stream)
+        self.timeout_ms = _timeout_ms(group, device)
+        self.works = True
+        self._gathers = _Turns(self)
+        self._sums = _Turns(self)
+
+    def gather(self, x: torch.Tensor, whole: bool) -> Pending | None:
+        """Begins to gather the rows of all ranks of ``x`` [rows, ..], contiguous.
+
+        ``whole``: the matrix of all rows is asked for, too, not only its pieces. None where a
+        gather is under way or a rank has no buffers: use a collective.
+        """
+        buffer = self._gathers.begin(x.nbytes * self.ranks)
+        return None if buffer is None else _Gathered(self._gathers, buffer, x, whole)
+
+    def reduce(
+        self, out: torch.Tensor, produce: Callable[[slice, torch.Tensor], Any]
+    ) -> Pending | None:
+        """Begins to sum a matrix of rows over ranks; ``out`` [rows / ranks, cols] gets this rank's.
+
+        ``produce`` writes some rows of this rank's matrix; it is called for each rank's. None as in
+        ``gather``.
+        """
+        buffer = self._sums.begin(out.nbytes * self.ranks)
+        return None if buffer is None else _Reduced(self._sums, buffer, out, produce)
+
+    def _buffers(self, size: int) -> list[_Buffer] | None:
+        """Two symmetric buffers for pieces of ``size`` bytes in all, or None, on all ranks."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        torch.cuda.synchronize(self.device)  # what there was may be in use
+        error: Exception | None = None
+        buffers = []
+        try:
+            for _ in range(2):
+                own = symmetric.empty(HEADER + size, dtype=torch.uint8, device=self.device)
+                own[:HEADER].zero_()
+                torch.cuda.synchronize(self.device)  # before a peer writes to it
+                buffers.append(_Buffer(own, symmetric.rendezvous(own, self.group), self))
+        except (RuntimeError, TypeError, ValueError) as raised:
+            error = raised
+        if all(_told(error is None, self.group)):
+            return buffers
+        self.works = False
+        why = f"{type(error).__name__}: {error}" if error else "another rank has none"
+        warnings.warn(
+            f"apex_te: no symmetric memory of {size} bytes on {self.device} ({why}); collectives "
+            "of tensor parallelism run without it, beside fewer products",
+            stacklevel=2,
+        )
+        return None
+
+
+def _timeout_ms(group: Any, device: torch.device) -> int:
+    """The group's own, as its collectives have it."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", distributed.distributed_c10d.default_pg_timeout)
+    return int(timeout.total_seconds() * 1e3)
+
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """An event that has a handle."""
+    event = torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+class _Buffer:
+    """A symmetric buffer: this rank's bytes and its peers', beginning with the next rank's."""
+
+    __slots__ = ("handle", "number", "own", "peers", "sent")
+
+    def __init__(self, own: torch.Tensor, handle: Any, memory: PeerMemory) -> None:
+        self.own = own
+        self.handle = handle  # keeps the peers' memory mapped
+        self.peers = [
+            handle.get_buffer((memory.rank + step) % memory.ranks, own.shape, own.dtype)
+            for step in range(1, memory.ranks)
+        ]
+        self.sent = _event(memory.stream)
+        self.number = 0
+
+
+class _Turns:
+    """The buffers of one kind of exchange, and whether one is under way."""
+
+    __slots__ = ("_buffers", "_last_stream", "_size", "_turn", "busy", "memory")
+
+    def __init__(self, memory: PeerMemory) -> None:
+        self.memory = memory
+        self.busy = False
+        self._buffers: list[_Buffer] = []
+        self._size = 0
+        self._turn = 0
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def begin(self, size: int) -> _Buffer | None:
+        """The buffer of the next exchange, of ``size`` bytes."""
+        memory = self.memory
+        if self.busy or not memory.works:
+            return None
+        if size > self._size:
+            buffers = memory._buffers(size)
+            if buffers is None:
+                return None
+            self._buffers, self._size = buffers, size
+        if self._last_stream is not None and self._last_stream != torch.cuda.current_stream():
+            memory.stream.wait_stream(self._last_stream)  # it read what is overwritten next
+        self._turn ^= 1
+        self.busy = True
+        buffer = self._buffers[self._turn]
+        buffer.number = (buffer.number + 1) % (1 << 32)
+        return buffer
+
+    def end(self) -> None:
+        """All that reads the buffer is on the stream."""
+        self._last_stream = torch.cuda.current_stream()
+        self.busy = False
+
+    def send(
+        self,
+        buffer: _Buffer,
+        piece: torch.Tensor,
+        targets: Sequence[torch.Tensor],
+        own: torch.Tensor | None = None,
+    ) -> None:
+        """Copies this rank's ``piece`` to peers, behind what the stream has now."""
+        memory = self.memory
+        data = piece.view(-1).view(torch.uint8)
+        send(
+            data, targets, own, memory.rank, buffer.number, memory.stream, memory.fork, buffer.sent
+        )
+
+
+class _Gathered(Pending):
+    """Rows of all ranks on their way into this rank's buffer."""
+
+    __slots__ = ("_awaited", "_buffer", "_is_whole", "_turns", "_whole")
+
+    def __init__(self, turns: _Turns, buffer: _Buffer, x: torch.Tensor, whole: bool) -> None:
+        super().__init__(x)
+        self._turns = turns
+        self._buffer = buffer
+        self._is_whole = whole
+        self._awaited = 0
+        ranks = turns.memory.ranks
+        data = buffer.own[HEADER : HEADER + x.nbytes * ranks]
+        self._whole = data.view(x.dtype).view(x.shape[0] * ranks, *x.shape[1:])
+        turns.send(buffer, x, buffer.peers, buffer.own if whole else None)
+
+    def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        rows, rank = self._result.shape[0], self._turns.memory.rank
+        yield slice(rank * rows, (rank + 1) * rows), self._result
+        for rank in self._arrivals():
+            piece = slice(rank * rows, (rank + 1) * rows)
+            yield piece, self._whole[piece]
+
+    def _arrivals(self) -> Iterator[int]:
+        """The peers whose pieces were not waited for yet, in the order they come in."""
+        memory, buffer = self._turns.memory, self._buffer
+        while self._awaited + 1 < memory.ranks:
+            self._awaited += 1
+            rank = (memory.rank - self._awaited) % memory.ranks
+            await_rank(buffer.own, rank, buffer.number, memory.timeout_ms)
+            yield rank
+
+    def borrow(self) -> torch.Tensor:
+        if not self._is_whole:
+            raise RuntimeError("PeerMemory: whole must be True in gather for borrow, got False")
+        self._await_all()
+        return self._whole
+
+    def _await_all(self) -> None:
+        for _ in self._arrivals():
+            pass
+        join(self._buffer.own, self._buffer.sent)
+
+    def release(self) -> None:
+        self._await_all()
+        self._turns.end()
+
+    def wait(self) -> torch.Tensor:
+        whole = self.borrow().clone()
+        self._turns.end()
+        return whole
+
+
+class _Reduced(Pending):
+    """Every rank's part of this rank's rows on their way into its buffer."""
+
+    __slots__ = ("_buffer", "_turns")
+
+    def __init__(
+        self,
+        turns: _Turns,
+        buffer: _Buffer,
+        like: torch.Tensor,
+        produce: Callable[[slice, torch.Tensor], Any],
+    ) -> None:
+        super().__init__(like)
+        self._turns = turns
+        self._buffer: _Buffer | None = buffer
+        memory, rows = turns.memory, like.shape[0]
+        sending = []
+        for step, target in enumerate(buffer.peers, 1):
+            first = (memory.rank + step) % memory.ranks * rows
+            part = torch.empty_like(like)
+            produce(slice(first, first + rows), part)
+            turns.send(buffer, part, [target])
+            sending.append(part)
+        self._keep: Any = sending
+        first = memory.rank * rows
+        begin = HEADER + memory.rank * like.nbytes
+        own = buffer.own[begin : begin + like.nbytes].view(like.dtype).view(like.shape)
+        produce(slice(first, first + rows), own)
+
+    def wait(self) -> torch.Tensor:
+        buffer, memory = self._buffer, self._turns.memory
+        if buffer is not None:
+            sum_pieces(
+                buffer.own, memory.ranks, memory.rank, buffer.number, memory.timeout_ms,
+                self._result,
+            )  # fmt: skip
+            join(buffer.own, buffer.sent)
+            self._turns.end()
+            self._buffer = self._keep = None
+        return self._result
