@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from ._stacked_rows import Exchange, rows_of_matrices
 from .collectives import all_reduce
 
 __all__ = ["local_parameters"]
 
 
-def local_parameters(module: torch.nn.Module, summed: Iterable[str]) -> None:
+def local_parameters(
+    module: torch.nn.Module,
+    summed: Iterable[str],
+    stacked: Mapping[str, Exchange] | None = None,
+) -> None:
     """From now on ``module`` computes on the local tensors of its DTensor parameters.
 
     Its class becomes a subclass that has them in the parameters' place during forward; that of
@@ -22,11 +27,14 @@ def local_parameters(module: torch.nn.Module, summed: Iterable[str]) -> None:
 
     Args:
         summed: parameters whose gradient each rank has only a part of: summed over the mesh.
+        stacked: parameters that hold several matrices, placed as ``Shard(0)``, of which forward
+            exchanges rows.
     """
     kind: Any = type(module)
     module.__class__ = _local_class(kind)
-    kept = tuple(name for name in summed if module._parameters.get(name) is not None)
-    module._summed_gradients = frozenset(kept)  # type: ignore[assignment]
+    own = {name for name, parameter in module._parameters.items() if parameter is not None}
+    module._summed_gradients = own.intersection(summed)  # type: ignore[assignment]
+    module._stacked = {k: v for k, v in (stacked or {}).items() if k in own}  # type: ignore
 
 
 @functools.cache
@@ -45,7 +53,7 @@ def _local_class(kind: Any) -> type:
             )
         kept = self.__dict__
         parameters = kept["_parameters"]
-        kept["_parameters"] = _locals(kind, parameters, self._summed_gradients)
+        kept["_parameters"] = _locals(kind, parameters, kept["_summed_gradients"], kept["_stacked"])
         kept["_dtensors"] = parameters
         try:
             return inner(self, inp, *args, **kwargs)
@@ -55,6 +63,8 @@ def _local_class(kind: Any) -> type:
     def weight_sources(self: Any, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # An in-place op on a DTensor counts up its own version, not its local tensor's.
         own = [p for p in self._dtensors.values() if isinstance(p, DTensor)]
+        if self._stacked:  # rows that were exchanged are new ones in every forward
+            return (*(p.to_local() for p in own), *own)
         return (*kind._weight_sources(self, weight), *own)
 
     names: dict[str, Any] = {entry: on_local_tensors, "__module__": kind.__module__}
@@ -64,7 +74,7 @@ def _local_class(kind: Any) -> type:
 
 
 def _locals(
-    kind: type, parameters: dict[str, Any], summed: frozenset[str]
+    kind: type, parameters: dict[str, Any], summed: set[str], stacked: dict[str, Exchange]
 ) -> dict[str, torch.Tensor | None]:
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in parameters.items():
@@ -79,6 +89,8 @@ def _locals(
         local = parameter.to_local()
         if name in summed and local.requires_grad:
             local = _SumGradient.apply(local, parameter.device_mesh.get_group())
+        elif name in stacked:
+            local = rows_of_matrices(local, stacked[name], parameter.device_mesh.get_group())
         found[name] = local
     return found
 

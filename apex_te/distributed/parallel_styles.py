@@ -30,6 +30,7 @@ from ..module.linear import Linear
 from ..module.multihead_attention import MultiheadAttention
 from ..module.transformer_layer import TransformerLayer
 from ._local_parameters import local_parameters
+from ._stacked_rows import Exchange, exchange_of
 
 __all__ = ["ColumnParallel", "LayerParallel", "Replicated", "RowParallel", "SequenceParallel"]
 
@@ -123,11 +124,14 @@ class LayerParallel(_Style):
     Inner features and heads are split; input and output are whole, or with ``sequence_parallel``
     this rank's part of dimension 0. As ``set_parallel_mode=True``.
 
-    Errors: as ``ColumnParallel``; NotImplementedError, too, for parameters that hold several
-    matrices one after the other (a gated activation's ``fc1_weight``, fused projections with
-    ``qkv_weight_interleaved=False``): a rank's rows of them are not one piece, which a DTensor
-    cannot say. A gated MLP can be made of ``LayerNormLinear(parameters_split=("gate", "up"))`` and
-    ``Linear``; separate projections are what ``fuse_qkv_params=False`` makes.
+    Parameters that hold several matrices one after the other (a gated activation's ``fc1_weight``,
+    fused projections with ``qkv_weight_interleaved=False``) are ``Shard(0)``, too, one piece on
+    every rank, which is what checkpoints, ``fully_shard`` and optimizers need. A rank computes with
+    its rows of each matrix: forward exchanges rows of the weight, backward rows of its gradient, in
+    an all-to-all of at most the bytes of a rank's piece. What it computes with is kept until
+    backward, beside the parameter.
+
+    Errors: as ``ColumnParallel``.
     """
 
     _kinds = (LayerNormMLP, MultiheadAttention, TransformerLayer)
@@ -218,7 +222,10 @@ def _divided(split: _Split, module: torch.nn.Module, name: str, value: int) -> i
     return divided(f"{split.owner}: {type(module).__name__}", name, value, split.ranks)
 
 
-def _linear_changes(module: Any, split: _Split, mode: str) -> list[Change]:
+def _linear_changes(
+    module: Any, split: _Split, mode: str, matrices: tuple[int, ...] = ()
+) -> list[Change]:
+    """``matrices``: rows of each where the weight holds several, divided by the ranks."""
     _check_gemms(module, split)
     column = mode == "column"
     weights, biases = (module._linear_names(kind) for kind in ("weight", "bias"))
@@ -246,28 +253,35 @@ def _linear_changes(module: Any, split: _Split, mode: str) -> list[Change]:
         _distribute(module, split, weights, Shard(0 if column else 1))
         _distribute(module, split, biases, Shard(0) if column else Replicate())
         _distribute(module, split, norm, Replicate())
-        local_parameters(module, summed)
+        local_parameters(module, summed, _stacked((*weights, *biases), matrices, split))
 
     return [change]
 
 
+def _stacked(names: Iterable[str], matrices: tuple[int, ...], split: _Split) -> dict[str, Exchange]:
+    """The parameters of which a rank's rows are not one piece."""
+    if len(matrices) < 2 or split.ranks == 1:
+        return {}
+    exchange = exchange_of(matrices, split.mesh.get_local_rank(), split.ranks)
+    return dict.fromkeys(names, exchange)
+
+
 def _mlp_changes(module: Any, split: _Split) -> list[Change]:
     _check_gemms(module, split)
-    if is_gated(module.activation):
-        raise _refuse(
-            split, "LayerNormMLP.activation", "without a gate (see LayerParallel)",
-            repr(module.activation),
-        )  # fmt: skip
-    _divided(split, module, "ffn_hidden_size", module.ffn_hidden_size)
+    ffn = module.ffn_hidden_size
+    _divided(split, module, "ffn_hidden_size", ffn)
+    matrices = (ffn, ffn) if is_gated(module.activation) else (ffn,)
 
     def change() -> None:
         _make_parallel(module, split)
         module.set_parallel_mode = True
         norm = ("layer_norm_weight", "layer_norm_bias")
-        _distribute(module, split, ("fc1_weight", "fc1_bias"), Shard(0))
+        first = ("fc1_weight", "fc1_bias")
+        _distribute(module, split, first, Shard(0))
         _distribute(module, split, ("fc2_weight",), Shard(1))
         _distribute(module, split, ("fc2_bias", *norm), Replicate())
-        local_parameters(module, ("fc2_bias", *norm) if module.sequence_parallel else ())
+        summed = ("fc2_bias", *norm) if module.sequence_parallel else ()
+        local_parameters(module, summed, _stacked(first, matrices, split))
 
     return [change]
 
@@ -281,18 +295,17 @@ def _attention_changes(module: Any, split: _Split) -> list[Change]:
     core, heads, ranks = module.core_attention, module._heads, split.ranks
     own_heads = _divided(split, module, "num_attention_heads", core.num_attention_heads)
     own_groups = _divided(split, module, "num_gqa_groups", core.num_gqa_groups)
+    rows, kv_rows = core.num_attention_heads * heads.size, core.num_gqa_groups * heads.size
+    stacked: dict[str, tuple[int, ...]] = {"key_value": (kv_rows, kv_rows)}
+    stacked |= dict.fromkeys(("layernorm_qkv", "qkv"), (rows, kv_rows, kv_rows))
     changes: list[Change] = []
     for key in ("layernorm_qkv", "qkv", "layernorm_query", "query_layer", "key_value"):
         projection = module._modules.get(key)
         if projection is None:
             continue
-        several = key not in ("layernorm_query", "query_layer")
-        if several and projection.split is None and not heads.interleaved:
-            raise _refuse(
-                split, "MultiheadAttention.qkv_weight_interleaved",
-                "True with fuse_qkv_params=True (see LayerParallel)", "False",
-            )  # fmt: skip
-        changes += _linear_changes(projection, split, "column")
+        one_after_other = projection.split is None and not heads.interleaved
+        matrices = stacked.get(key, ()) if one_after_other else ()
+        changes += _linear_changes(projection, split, "column", matrices)
     for key in ("q_norm", "k_norm"):  # each rank has some of the heads
         if isinstance(module._modules[key], NormModule):
             changes += _whole_changes(module._modules[key], split, True)
@@ -301,7 +314,7 @@ def _attention_changes(module: Any, split: _Split) -> list[Change]:
     def change() -> None:
         module.set_parallel_mode = True
         module._heads = heads._replace(groups=own_groups)
-        core.tp_size, core.tp_group = ranks, split.mesh.get_group()
+        core.tp_size = ranks
         core.num_attention_heads, core.num_gqa_groups = own_heads, own_groups
 
     return [*changes, change]

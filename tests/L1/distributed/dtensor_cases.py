@@ -63,7 +63,25 @@ def _inside(kind, *sizes, **options):
     return build
 
 
-LLAMA = {"normalization": "RMSNorm", "num_gqa_groups": 2, "fuse_qkv_params": True, "bias": False}
+class _Cross(nn.Module):
+    """Attention to the input itself, through the projections of cross attention."""
+
+    def __init__(self, own):
+        super().__init__()
+        own = {"set_parallel_mode": True, **own} if own else {}
+        self.inner = apex_te.MultiheadAttention(
+            HIDDEN, HEADS, attention_dropout=0.0, attention_type="cross", **FLAT, **own
+        )
+
+    def forward(self, x):
+        return self.inner(x, encoder_output=x)
+
+
+FLAT = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
+LLAMA = {
+    "normalization": "RMSNorm", "num_gqa_groups": 2, "fuse_qkv_params": True, "bias": False,
+    "activation": "swiglu",
+}  # fmt: skip
 MODULES = {
     "pair": _pair,
     "gated": _Gated,
@@ -71,6 +89,12 @@ MODULES = {
     "attention": _inside(
         apex_te.MultiheadAttention, HIDDEN, HEADS, attention_dropout=0.0, qk_norm_type="RMSNorm"
     ),
+    "flat": _inside(
+        apex_te.MultiheadAttention, HIDDEN, HEADS, attention_dropout=0.0, num_gqa_groups=2,
+        input_layernorm=True, **FLAT,
+    ),
+    "cross": _Cross,
+    "geglu": _inside(apex_te.LayerNormMLP, HIDDEN, FFN, activation="geglu"),
     "layer": _inside(apex_te.TransformerLayer, HIDDEN, FFN, HEADS, **QUIET, **LLAMA),
     "block": lambda own: nn.Sequential(*(MODULES["mlp"](own) for _ in range(2))),
     "post-norm": _inside(
@@ -87,9 +111,28 @@ def _plan(name, sequence_parallel):
         return {"0": SequenceParallel() if sequence_parallel else Replicated(), **plan}
     if name == "block":
         return {"*": LayerParallel(**options)}
+    if name == "cross":
+        return {"inner": LayerParallel(**options)}
     if name == "gated":
         return {"first": ColumnParallel(**options), "second": RowParallel(**options)}
     return LayerParallel(**options)
+
+
+def matrices_of(key):
+    """Rows of the matrices that a parameter of "layer", "flat", "cross" or "geglu" holds."""
+    rows = {"fc1": [FFN, FFN], "layernorm_qkv": [HIDDEN, HIDDEN // 2, HIDDEN // 2]}
+    rows["key_value"] = [HIDDEN, HIDDEN]
+    return next((found for part, found in rows.items() if part in key), None)
+
+
+def computed_with(name, key, value):
+    """A rank's part of a whole parameter as its module has it when made with ``tp_group``."""
+    flat = "fc1" in key or name in ("flat", "cross")
+    matrices = matrices_of(key) if name != "mlp" and flat else None
+    if matrices is None or "layer_norm" in key:
+        return value.to_local()
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    return torch.cat([m.chunk(ranks)[rank] for m in value.full_tensor().split(matrices)])
 
 
 def whole_module(name, device="cpu", dtype=torch.float32):

@@ -7,6 +7,7 @@ from dtensor_cases import (
     RECIPES,
     against_one_rank,
     batches,
+    computed_with,
     parallelized,
     step,
     tp_mesh,
@@ -46,7 +47,7 @@ def _against_own_arguments(rank, name, sequence_parallel, recipe):
     with torch.no_grad():
         for key, parameter in own.named_parameters():
             value = part.get_parameter(key)
-            parameter.copy_(value.to_local())
+            parameter.copy_(computed_with(name, key, value.detach()))
     gathers, original = [], getattr(distributed, ALL_GATHER)
 
     def counted(out, x, *args, **kwargs):
@@ -70,7 +71,7 @@ def _against_own_arguments(rank, name, sequence_parallel, recipe):
         if getattr(parameter, "sequence_parallel", False):
             distributed.all_reduce(grad)
         found = part.get_parameter(key)
-        assert torch.equal(found.grad.to_local(), grad)
+        assert torch.equal(computed_with(name, key, found.grad), grad)
         assert not found.sequence_parallel
         assert found.tensor_model_parallel == found.placements[0].is_shard()
     for a, b in zip(part.modules(), own.modules(), strict=True):
@@ -84,7 +85,7 @@ def _against_own_arguments(rank, name, sequence_parallel, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["pair", "mlp", "layer"])
+@pytest.mark.parametrize("name", ["pair", "mlp", "layer", "flat", "cross", "geglu"])
 def test_bits_of_own_arguments(two_ranks, name, sequence_parallel, recipe):
     for gathers in two_ranks.run(_against_own_arguments, name, sequence_parallel, recipe):
         wanted = torch.float32 if recipe is None else torch.uint8
@@ -110,7 +111,7 @@ def test_placements(two_ranks):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["pair", "layer"])
+@pytest.mark.parametrize("name", ["pair", "layer", "flat"])
 def test_on_gpus(two_gpus, name, sequence_parallel):
     for found in two_gpus.run(against_one_rank, name, sequence_parallel, None, 2, "cuda"):
         assert min(found.values()) > 30, found

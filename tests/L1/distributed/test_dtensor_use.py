@@ -38,13 +38,6 @@ from apex_te.distributed.parallel_styles import (
 from apex_te.recipe import CurrentScaling
 
 
-@pytest.fixture
-def four_ranks(all_ranks):
-    from conftest import _ranks
-
-    return _ranks(all_ranks, 4, "gloo")
-
-
 @pytest.mark.parametrize("name", ["pair", "gated", "mlp"])
 def test_equals_one_rank_on_four(four_ranks, name):
     for found in four_ranks.run(against_one_rank, name, True, None, 1):
@@ -184,20 +177,20 @@ def _refused(rank):
             column,
         ),
         "gated": _raised(
-            parallelize_module, apex_te.LayerNormMLP(8, 8, activation="swiglu"), mesh,
+            parallelize_module, apex_te.LayerNormMLP(8, 9, activation="swiglu"), mesh,
             LayerParallel(),
         ),
     }  # fmt: skip
     flat = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
     for key, sizes, options in (
-        ("flat", (HIDDEN, HEADS), flat),
+        ("flat", (HIDDEN, HEADS), {**flat, "num_gqa_groups": 1}),
         ("heads", (9, 3), {}),
         ("own", (HIDDEN, HEADS), {"set_parallel_mode": True}),
     ):
         module = apex_te.MultiheadAttention(*sizes, **options)
         found[key] = _raised(parallelize_module, module, mesh, LayerParallel())
-    tried = apex_te.TransformerLayer(HIDDEN, FFN, HEADS, activation="swiglu")
-    _raised(parallelize_module, tried, mesh, LayerParallel())
+    tried = apex_te.TransformerLayer(HIDDEN, FFN + 1, HEADS)
+    assert "ffn_hidden_size" in _raised(parallelize_module, tried, mesh, LayerParallel())
     assert not any(isinstance(p, DTensor) for p in tried.parameters())  # nothing by halves
     own = apex_te.Linear(8, 8, parallel_mode="column", tp_group=distributed.group.WORLD)
     found["already"] = _raised(parallelize_module, own, mesh, column)
@@ -229,8 +222,8 @@ def test_refusals(two_ranks):
         "fused": "NotImplementedError: ColumnParallel: Linear.fuse_wgrad_accumulation must be F",
         "later": "NotImplementedError: ColumnParallel: Linear.delay_wgrad_compute must be False",
         "none": "ValueError: ColumnParallel: Linear must own its weight",
-        "gated": "NotImplementedError: LayerParallel: LayerNormMLP.activation must be without a g",
-        "flat": "NotImplementedError: LayerParallel: MultiheadAttention.qkv_weight_interleaved mus",
+        "gated": "ValueError: LayerParallel: LayerNormMLP: ffn_hidden_size must be a multiple of",
+        "flat": "ValueError: LayerParallel: MultiheadAttention: num_gqa_groups must be a multiple ",
         "heads": "ValueError: LayerParallel: MultiheadAttention: num_attention_heads must be a mul",
         "own": "ValueError: LayerParallel: MultiheadAttention must be whole before a style",
         "already": f"ValueError: ColumnParallel: Linear {gemm} 2 and parallel mode 'column'",
