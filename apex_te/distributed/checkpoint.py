@@ -41,7 +41,8 @@ def checkpoint(
             tensor among the arguments: one of as many equal 1-D parts as there are ranks (the last
             padded), which backward gathers. Every rank must have the same tensor, so not with
             sequence parallelism; for ``use_reentrant=True``.
-        get_rng_state_tracker: returns a tracker with ``get_states`` and ``set_states``.
+        get_rng_state_tracker: returns a tracker with ``get_states`` and ``set_states``; its earlier
+            name ``get_cuda_rng_tracker`` works, too.
         tp_group: the tensor-parallel ranks.
         use_reentrant: as in ``torch.utils.checkpoint.checkpoint``; ``context_fn``,
             ``determinism_check``, ``debug`` and ``preserve_rng_state`` are passed on to it.
@@ -63,6 +64,13 @@ def checkpoint(
         )
         distribute_saved_activations, get_rng_state_tracker, tp_group, *rest = args
         args = tuple(rest)
+    if "get_cuda_rng_tracker" in kwargs:
+        if get_rng_state_tracker is not None:
+            raise TypeError(
+                "checkpoint: get_cuda_rng_tracker must not be given beside get_rng_state_tracker, "
+                "whose earlier name it is"
+            )
+        get_rng_state_tracker = kwargs.pop("get_cuda_rng_tracker")
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     distributes = _distributes(
         function, distribute_saved_activations, tp_group, use_reentrant, (*args, *kwargs.values())

@@ -98,7 +98,8 @@ def _resolved_shape(
             f"got {normalized_shape} and {hidden_size}"
         )
     given: Any = hidden_size if normalized_shape is None else normalized_shape
-    shape = (given,) if isinstance(given, int) else tuple(given)
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    shape = tuple(given) if several else (given,)
     if not shape or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
         raise TypeError(f"{name}: normalized_shape must be an int or several ints, got {given!r}")
     return shape

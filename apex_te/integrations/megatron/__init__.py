@@ -4,6 +4,7 @@ Nothing of Megatron or MindSpeed is imported. ``config`` is any object with attr
 a SimpleNamespace, Megatron's TransformerConfig); ``_config.DEFAULTS`` lists those that are read.
 """
 
+from ...module.fp8_padding import Fp8Padding, Fp8Unpadding
 from .grouped import (
     MindSpeedTEColumnParallelGroupedLinear,
     MindSpeedTEGroupedLinear,
@@ -17,13 +18,21 @@ from .linear import (
 )
 from .norm import MindSpeedTELayernorm
 
+# MindSpeed's documentation names these without the prefix.
+TELayernorm = MindSpeedTELayernorm
+TEGroupedLinear = MindSpeedTEGroupedLinear
+
 __all__ = [
+    "Fp8Padding",
+    "Fp8Unpadding",
     "MindSpeedTEColumnParallelGroupedLinear",
     "MindSpeedTEGroupedLinear",
     "MindSpeedTELayerNormColumnParallelLinear",
     "MindSpeedTELayernorm",
     "MindSpeedTERowParallelGroupedLinear",
     "TEColumnParallelLinear",
+    "TEGroupedLinear",
     "TELayerNormColumnParallelLinear",
+    "TELayernorm",
     "TERowParallelLinear",
 ]

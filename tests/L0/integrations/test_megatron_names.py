@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+import apex_te
 from apex_te import CudaRNGStatesTracker, GroupedLinear, fp8_autocast
+from apex_te.integrations import megatron
 from apex_te.integrations.megatron import (
     MindSpeedTEColumnParallelGroupedLinear,
     MindSpeedTEGroupedLinear,
@@ -373,3 +375,13 @@ def test_copies(name):
     layer = make(name)
     x = torch.randn(4, IN)
     assert torch.equal(copy.deepcopy(layer)(x)[0], layer(x)[0])
+
+
+def test_documented_names():
+    """MindSpeed's documentation leaves the prefix out, and has apex_te's paddings."""
+    assert megatron.TELayernorm is megatron.MindSpeedTELayernorm
+    assert megatron.TEGroupedLinear is megatron.MindSpeedTEGroupedLinear
+    assert megatron.Fp8Padding is apex_te.Fp8Padding
+    assert megatron.Fp8Unpadding is apex_te.Fp8Unpadding
+    with pytest.raises(TypeError, match="normalized_shape must be an int or several ints, got nam"):
+        megatron.MindSpeedTELayernorm(SimpleNamespace(), 32)

@@ -172,3 +172,14 @@ def test_compiles():
     out = torch.compile(function, backend="aot_eager", fullgraph=True)(x)
     (grad,) = torch.autograd.grad(out.sum(), x)
     torch.testing.assert_close(grad, -x.sin().sin() * x.cos())
+
+
+def test_earlier_name_of_the_tracker():
+    tracker = CudaRNGStatesTracker()
+    x = torch.ones(3, requires_grad=True)
+    out = checkpoint(lambda v: v * 2, x, get_cuda_rng_tracker=lambda: tracker)
+    assert out.tolist() == [2.0] * 3
+    with pytest.raises(TypeError, match="get_cuda_rng_tracker must not be given beside get_rng"):
+        checkpoint(
+            torch.sin, x, get_cuda_rng_tracker=lambda: tracker, get_rng_state_tracker=lambda: None
+        )
