@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import distributed
@@ -79,7 +79,7 @@ class PeerMemory:
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
-        self.group = group
+        self._group = ref(group)  # its owner may end it
         self.device = device
         self.rank = distributed.get_rank(group)
         self.ranks = distributed.get_world_size(group)
@@ -114,6 +114,7 @@ class PeerMemory:
         """Two symmetric buffers for pieces of ``size`` bytes in all, or None, on all ranks."""
         from torch.distributed import _symmetric_memory as symmetric
 
+        group: Any = self._group()
         torch.cuda.synchronize(self.device)  # what there was may be in use
         error: Exception | None = None
         buffers = []
@@ -122,10 +123,10 @@ class PeerMemory:
                 own = symmetric.empty(HEADER + size, dtype=torch.uint8, device=self.device)
                 own[:HEADER].zero_()
                 torch.cuda.synchronize(self.device)  # before a peer writes to it
-                buffers.append(_Buffer(own, symmetric.rendezvous(own, self.group), self))
+                buffers.append(_Buffer(own, symmetric.rendezvous(own, group), self))
         except (RuntimeError, TypeError, ValueError) as raised:
             error = raised
-        if all(_told(error is None, self.group)):
+        if all(_told(error is None, group)):
             return buffers
         self.works = False
         why = f"{type(error).__name__}: {error}" if error else "another rank has none"
