@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["run_with_tensor_splits"]
 
-MULTIPLE = 16  # of extents, as torch's FP8 products need them
-LARGEST = 1023  # groups of one of torch's products
+MULTIPLE = 16  # of extents, as products of FP8 codes need them
+LARGEST = 1023  # groups of one product
 CACHE = -1  # of a module's FP8 weights: all of them
 Tensors = tuple[torch.Tensor, ...]
 

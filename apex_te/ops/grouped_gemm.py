@@ -1,20 +1,19 @@
 """Products of groups of rows whose sizes only the device knows; nothing waits for the device.
 
-torch's grouped products read the groups' ends on the device where there is a kernel for it:
-bfloat16 on sm_90 and sm_100, E4M3 with float32 scales of rows on sm_90. Elsewhere every group is
-multiplied with all rows and a mask keeps its own: right, and as many times slower as there are
-groups.
+FP8 codes are multiplied by kernels of our own on sm_90, E4M3 and E5M2 in any pair; bfloat16 by
+torch's grouped product on sm_90 and sm_100, and codes elsewhere are decoded for it. Where there is
+none, every group is multiplied with all rows and a mask keeps its own: right, and as many times
+slower as there are groups.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from ..gpu_arch import nvidia_capability
 from . import product_count
-from .grouped_quantize import Groups, decode, scale_rows
+from .grouped_quantize import ALIGN, Groups, decode, scale_rows
+from .registration import bind
 
 __all__ = [
     "contract_groups",
@@ -27,7 +26,14 @@ __all__ = [
 ]
 
 _GROUPED = ((9, 0), (10, 0))
-_GROUPED_FP8 = ((9, 0),)
+_GROUPED_FP8 = (9, 0)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_ARGUMENTS = (
+    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor ends, Tensor(a!) out, "
+    "bool use_split_accumulator) -> ()"
+)
+_multiply = bind("grouped_gemm", f"grouped_gemm_multiply{_ARGUMENTS}")
+_contract = bind("grouped_gemm", f"grouped_gemm_contract{_ARGUMENTS}")
 
 
 def has_grouped_products(device: torch.device) -> bool:
@@ -36,9 +42,8 @@ def has_grouped_products(device: torch.device) -> bool:
 
 
 def has_grouped_fp8(device: torch.device) -> bool:
-    """The same for E4M3 codes."""
-    public = hasattr(torch.nn.functional, "scaled_grouped_mm")
-    return public and nvidia_capability(device) in _GROUPED_FP8
+    """Whether there is a kernel that multiplies FP8 codes of groups by their ends on the device."""
+    return nvidia_capability(device) == _GROUPED_FP8
 
 
 def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -54,9 +59,12 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b.transpose(-2, -1), offs=groups.ends)
     group = _group_of_rows(groups.ends, a.shape[0])
+    zero = a.new_zeros(())
     out = a.new_zeros((a.shape[0], b.shape[1]))
     for g in range(groups.num_groups):
-        out = torch.where((group == g)[:, None], torch.mm(a, b[g].t()), out)
+        own = (group == g)[:, None]
+        # Of other rows zeros: NaN in one can reach the row before it in a product on the CPU.
+        out = torch.where(own, torch.mm(torch.where(own, a, zero), b[g].t()), out)
     return out
 
 
@@ -108,12 +116,14 @@ def scaled_multiply_groups(
     Args:
         a: [rows, K] FP8; a_scale_inv: float32 [rows].
         b: [groups, N, K] FP8; b_scale_inv: float32 [groups].
-        fast: fast accumulation, where the product is of codes.
+        fast: sums all in the matrix units, which keep fewer bits than float32; else sums of 128
+            products are added up in float32. Where codes are decoded it makes no difference.
     """
     product_count.add()
     if multiplies_codes(a, b):
-        scale = b_scale_inv[:, None].expand(-1, b.shape[1]).contiguous()
-        return _scaled(a, b.transpose(-2, -1), a_scale_inv, scale, groups.ends, fast)
+        out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
+        _multiply(a, a_scale_inv, b, b_scale_inv, groups.ends, out, not fast)
+        return out
     out = multiply_groups(decode(a), decode(b), groups)
     group = _group_of_rows(groups.ends, a.shape[0]).clamp_(max=groups.num_groups - 1)
     # One factor: two would round the result twice more.
@@ -138,33 +148,23 @@ def scaled_contract_groups(
     """
     product_count.add()
     if multiplies_codes(a, b):
-        of_a = a_scale_inv[:, None].expand(-1, a.shape[0]).reshape(-1)
-        of_b = b_scale_inv[:, None].expand(-1, b.shape[0]).reshape(-1)
-        return _scaled(a, b.t(), of_a, of_b, ends, fast)
+        shape = (ends.numel(), a.shape[0], b.shape[0])
+        out = torch.empty(shape, dtype=torch.bfloat16, device=a.device)
+        _contract(a, a_scale_inv, b, b_scale_inv, ends, out, not fast)
+        return out
     out = contract_groups(decode(a), decode(b).t(), ends)
     # As many rows as keep a GPU busy.
-    factor = (a_scale_inv * b_scale_inv)[:, None].expand(-1, a.shape[0]).reshape(-1)
+    factor = (a_scale_inv * b_scale_inv)[:, None].expand(-1, a.shape[0]).contiguous().view(-1)
     scale_rows(out.flatten(0, 1), factor)
     return out
 
 
 def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether FP8 codes of these dtypes are multiplied as they are; else they are decoded."""
-    e4m3 = a.dtype is torch.float8_e4m3fn and b.dtype is torch.float8_e4m3fn
-    return e4m3 and has_grouped_fp8(a.device)
+    """Whether these FP8 codes are multiplied as they are; else they are decoded.
 
-
-def _scaled(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale_inv: torch.Tensor,
-    b_scale_inv: torch.Tensor,
-    ends: torch.Tensor,
-    fast: bool,
-) -> torch.Tensor:
-    functional: Any = torch.nn.functional
-    rows = functional.ScalingType.RowWise
-    return functional.scaled_grouped_mm(
-        a, b, a_scale_inv, rows, b_scale_inv, rows, offs=ends, output_dtype=torch.bfloat16,
-        use_fast_accum=fast,
-    )  # fmt: skip
+    Their rows have to begin at multiples of 16 bytes, those of the result, too.
+    """
+    if a.dtype not in _FP8 or b.dtype not in _FP8 or not has_grouped_fp8(a.device):
+        return False
+    begins = a.storage_offset() % 16 == 0 and b.storage_offset() % 16 == 0
+    return begins and a.shape[-1] % ALIGN == 0 and b.shape[-2] % 8 == 0

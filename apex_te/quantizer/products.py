@@ -187,7 +187,7 @@ class HiF8Products(Products):
 def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
     if not grouped_gemm.multiplies_codes(a, b):
         what = "FP8 matrix products of groups whose sizes are on the device"
-        _say_decoded(what, "sm_90 and Format.E4M3, the only ones torch has")
+        _say_decoded(what, "sm_90 and sizes that are multiples of 16")
 
 
 def _say_decoded(what: str, needed: str) -> None:

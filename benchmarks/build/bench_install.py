@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import bench_build
 import harness
 import torch_extension
-from apex_te.op_builder import OpBuilder, builder_names, get_builder
+from apex_te.op_builder import OpBuilder, get_builder
 from apex_te.op_builder.jit.archs import parse_arch_list
 
 ROOT = bench_build.ROOT
@@ -71,7 +71,7 @@ def look_up_rows(site: Path) -> list[dict[str, Any]]:
     """From the first call of a prebuilt op to the bound function, with no program on PATH."""
     environment = {**os.environ, "PYTHONPATH": str(site), "PATH": "", "APEX_TE_DISABLE_JIT": "1"}
     rows = []
-    for op in builder_names():
+    for op in bench_build.ops_of("cpu"):
         command = [sys.executable, "-c", bench_build.CACHED, op]
         # not from the checkout, whose package would come first
         run = {"cwd": site, "env": environment, "capture_output": True, "text": True}

@@ -1,0 +1,98 @@
+// grouped_gemm: products of FP8 codes over groups whose sizes only the device knows, on sm_90.
+//
+// Both operands are row-major with the inner dimension contiguous. What is multiplied with what is
+// found on the device from the groups' ends; see grouped_quantize for how operands are made.
+#pragma once
+
+#include "common/fp8_formats.h"
+#include "common/op.h"
+
+// out[r] = (b[g] . a[r]) * a_scale_inv[r] * b_scale_inv[g] of each row r of group g, which ends
+// before row ends[g]: a [rows, K], b [G, N, K], out bfloat16 [rows, N]. Rows behind the last group
+// are not written. With use_split_accumulator sums of 128 products are added up in float32.
+APEX_TE_FUNCTION(grouped_gemm_multiply,
+                 "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
+                 "out: Tensor, use_split_accumulator: bool",
+                 "cuda")
+// out[g] = (a of g . (b of g)^T) * a_scale_inv[g] * b_scale_inv[g]: group g has the columns up to
+// ends[g] of a [M, columns] and b [N, columns] and begins at a multiple of 16; out bfloat16
+// [G, M, N], zeros of a group without columns.
+APEX_TE_FUNCTION(grouped_gemm_contract,
+                 "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
+                 "out: Tensor, use_split_accumulator: bool",
+                 "cuda")
+
+namespace apex_te {
+
+constexpr int64_t kMaxGemmGroups = 1023;
+constexpr int64_t kCopyAlign = 16;  // of the operands' rows, in bytes, and of the groups' columns
+
+struct GroupedGemm {
+  DType a_type, b_type;
+  const uint8_t *a, *b;
+  const float *a_scale_inv, *b_scale_inv;
+  const int32_t* ends;
+  uint16_t* out;
+  int64_t groups;
+  int64_t a_rows, b_rows, k;  // of the stored matrices; b_rows of all groups
+  int64_t m, n;               // of the result, m the rows of all groups in a multiplication
+  bool contract, split;
+};
+
+inline void check_aligned(const Args& args, const char* name, const void* data) {
+  if (reinterpret_cast<uintptr_t>(data) % 16 != 0)
+    fail(kApexTeValueError, "%s: %s must begin at a multiple of 16 bytes, got another address",
+         args.name(), name);
+}
+
+inline void check_multiple(const Args& args, const char* what, int64_t extent, int64_t of) {
+  if (extent % of != 0)
+    fail(kApexTeUnsupported, "%s: %s must be a multiple of %lld, got %lld", args.name(), what,
+         static_cast<long long>(of), static_cast<long long>(extent));
+}
+
+inline GroupedGemm check_grouped_gemm(Args& args, bool contract) {
+  GroupedGemm g{};
+  g.contract = contract;
+  const TensorView a = args.tensor(), a_scale = args.tensor();
+  const TensorView b = args.tensor(), b_scale = args.tensor();
+  const TensorView ends = args.tensor(), out = args.tensor();
+  g.split = args.boolean();
+  a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
+  b.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(contract ? 2 : 3);
+  ends.has_dtype({DType::kInt32}).has_ndim(1).is_dense();
+  g.groups = ends.size(0);
+  if (g.groups < 1 || g.groups > kMaxGemmGroups)
+    fail(kApexTeUnsupported, "%s: ends must have 1 to %lld elements, got %lld", args.name(),
+         static_cast<long long>(kMaxGemmGroups), static_cast<long long>(g.groups));
+  g.m = g.a_rows = a.size(0);
+  g.k = a.size(1);
+  g.n = b.size(contract ? 0 : 1);
+  g.b_rows = contract ? g.n : g.groups * g.n;
+  if (contract) {
+    b.has_shape({g.n, g.k}).is_dense();
+    out.has_shape({g.groups, g.m, g.n});
+  } else {
+    b.has_shape({g.groups, g.n, g.k}).is_dense();
+    out.has_shape({g.m, g.n});
+  }
+  out.has_dtype({DType::kBFloat16}).is_dense();
+  a_scale.has_dtype({DType::kFloat32}).has_shape({contract ? g.groups : g.m}).is_dense();
+  b_scale.has_dtype({DType::kFloat32}).has_shape({g.groups}).is_dense();
+  check_multiple(args, contract ? "columns of a and b" : "K", g.k, kCopyAlign);
+  check_multiple(args, "N", g.n, 8);  // rows of out are written 16 bytes at a time
+  g.a_type = a.dtype();
+  g.b_type = b.dtype();
+  g.a = a.data<const uint8_t>();
+  g.b = b.data<const uint8_t>();
+  g.a_scale_inv = a_scale.data<const float>();
+  g.b_scale_inv = b_scale.data<const float>();
+  g.ends = ends.data<const int32_t>();
+  g.out = out.data<uint16_t>();
+  check_aligned(args, "a", g.a);
+  check_aligned(args, "b", g.b);
+  check_aligned(args, "out", g.out);
+  return g;
+}
+
+}  // namespace apex_te

@@ -1,0 +1,200 @@
+// CUDA side of grouped_gemm, for sm_90: a persistent kernel of clusters of two blocks. In each
+// block one warp copies tiles of both operands into a ring in shared memory, and two warpgroups
+// multiply them, each half of the tile's rows.
+#include <algorithm>
+
+#include "common/cluster.h"
+#include "grouped_gemm/grouped_gemm.h"
+
+APEX_TE_LIBRARY()
+
+#if defined(__HIP_PLATFORM_AMD__)
+
+APEX_TE_DEFINE(grouped_gemm_multiply) {
+  apex_te::fail(kApexTeUnsupported, "%s: there is no kernel for AMD GPUs", args.name());
+}
+APEX_TE_DEFINE(grouped_gemm_contract) {
+  apex_te::fail(kApexTeUnsupported, "%s: there is no kernel for AMD GPUs", args.name());
+}
+
+#else
+
+#include "grouped_gemm/grouped_gemm_sums.h"
+
+namespace apex_te {
+namespace {
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+// Tells the compiler that a value is the same in all lanes: the tiles' places in shared memory are
+// then computed once for the warp, and the next product follows sooner.
+template <typename T>
+__device__ __forceinline__ T same_in_warp(T value) {
+  return __shfl_sync(0xFFFFFFFFu, value, 0);
+}
+
+// By the two warpgroups of consumers.
+template <typename A, typename B, bool kSplit>
+__device__ __forceinline__ void multiply_tiles(const Params& p, const Ring& ring, uint32_t staged) {
+  const GroupedGemm& g = p.g;
+  const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
+  const int warpgroup = same_in_warp(warp / 4);
+  staged += warp * kStagedBytes;
+  Place<kStages> place;
+  Place<kPlans> plan;
+  Sums<A, B, kSplit> sums;
+  for (;; plan.next()) {
+    barrier_wait(&ring.control->planned[plan.at], plan.phase);
+    const Plan& planned = ring.control->plans[plan.at];
+    const int group = planned.group, begin = planned.begin, end = planned.end;
+    const int m = planned.m * kTileM, column = planned.n * kTileN;
+    barrier_arrive(&ring.control->read[plan.at]);
+    if (group < 0) break;
+    // In a result [groups, M, N] the rows of all groups lie one after the other.
+    const int64_t first = g.contract ? group * g.m : begin;
+    const int64_t last = g.contract ? first + g.m : end;
+    const int64_t row = first + m + warp * kBoxRows, own = row + lane / 4;
+    float factor = g.b_scale_inv[group], factor_8 = factor;
+    if (g.contract) {
+      factor = factor_8 = g.a_scale_inv[group] * factor;
+    } else {
+      factor *= own < last ? g.a_scale_inv[own] : 0.0f;
+      factor_8 *= own + 8 < last ? g.a_scale_inv[own + 8] : 0.0f;
+    }
+    const int length = length_of(g, begin, end);
+    const int blocks = tiles_of(length, kTileK);
+    // Of a product's K the copies filled the rest with zeros.
+    const int rest = g.contract ? length % kTileK : 0;
+    sums.clear();
+    int stage = 0;
+    for (int i = 0; i < blocks; ++i, place.next()) {
+      stage = place.at;
+      const uint32_t tiles = same_in_warp(ring.a(stage));
+      barrier_wait(&ring.control->full[stage], place.phase);
+      if (rest && i == blocks - 1) zero_rest(tiles, rest);
+      sums.add(ring, stage, tiles, warpgroup, i == 0);
+    }
+    sums.finish(ring, stage, blocks > 0);
+    sums.store(p, staged, row, last, column, factor, factor_8);
+  }
+  if (lane == 0) stores_wait();
+}
+
+#endif
+
+template <typename A, typename B, bool kSplit>
+__global__ void __launch_bounds__(kThreads, 1)
+    grouped_gemm_kernel([[maybe_unused]] const __grid_constant__ Params p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t shared[];  // an atom of the swizzle
+  uint8_t* const staged = shared + kStages * kStageBytes;
+  auto* const control = reinterpret_cast<Control*>(staged + kConsumers / 32 * kStagedBytes);
+  const Ring ring{shared_address(shared), control};
+  if (threadIdx.x == 0) start(ring);
+  cluster_sync();
+  if (threadIdx.x >= kConsumers) {
+    give_registers<56>();
+    if (threadIdx.x < kConsumers + 32) copy_tiles(p, ring);
+  } else {
+    take_registers<224>();
+    multiply_tiles<A, B, kSplit>(p, ring, shared_address(staged));
+  }
+  cluster_sync();  // the other block still arrives at this one's barriers
+#endif
+}
+
+using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
+                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
+                            CUtensorMapFloatOOBfill);
+
+Encode find_encode() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result;
+#if CUDART_VERSION >= 12050
+  check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                              cudaEnableDefault, &result),
+             "cudaGetDriverEntryPointByVersion");
+#else
+  check_cuda(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result),
+             "cudaGetDriverEntryPoint");
+#endif
+  if (result != cudaDriverEntryPointSuccess || !found)
+    fail(kApexTeRuntimeError, "grouped_gemm: the NVIDIA driver has no cuTensorMapEncodeTiled");
+  return reinterpret_cast<Encode>(found);
+}
+
+// Boxes of box_rows rows of 128 bytes of a dense matrix [rows, columns].
+void describe(CUtensorMap* map, CUtensorMapDataType type, int bytes, const void* data, int64_t rows,
+              int64_t columns, int box_rows) {
+  static const Encode encode = find_encode();
+  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns * bytes)};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(128 / bytes),
+                             static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result =
+      encode(map, type, 2, const_cast<void*>(data), extents, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    fail(kApexTeRuntimeError, "grouped_gemm: cuTensorMapEncodeTiled of [%lld, %lld]: error %d",
+         static_cast<long long>(rows), static_cast<long long>(columns), static_cast<int>(result));
+}
+
+template <typename A, typename B, bool kSplit>
+void launch(const Params& p, int64_t clusters, cudaStream_t stream) {
+  const auto kernel = grouped_gemm_kernel<A, B, kSplit>;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  static_cast<int>(kSharedBytes)),
+             "cudaFuncSetAttribute");
+  launch_cluster(kernel, clusters * 2, kThreads, 2, kSharedBytes, stream, p);
+}
+
+int64_t ceil_of(int64_t extent, int tile) { return (extent + tile - 1) / tile; }
+
+void run_grouped_gemm(Args& args, bool contract) {
+  Params p;
+  p.g = check_grouped_gemm(args, contract);
+  const GroupedGemm& g = p.g;
+  const DeviceGuard guard(args.device_id());
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9)
+    fail(kApexTeUnsupported, "%s: the GPU must be of arch 9.0", args.name());
+  if (g.m == 0 || g.n == 0) return;
+  // Places in a matrix are 32 bits to a tensor copy, turns to the kernel.
+  const int64_t n_tiles = ceil_of(g.n, kTileN), m_tiles = ceil_of(g.m, kTileM);
+  const int64_t most = (contract ? g.groups * m_tiles : m_tiles + g.groups) * (n_tiles + 1);
+  constexpr int64_t kLimit = int64_t{1} << 30;
+  const int64_t out_rows = contract ? g.groups * g.m : g.m;
+  if (out_rows > kLimit || g.b_rows > kLimit || g.n > kLimit || g.k > kLimit || most > kLimit)
+    fail(kApexTeUnsupported, "%s: operands must have at most 2^30 rows, columns and tiles",
+         args.name());
+  if (g.k == 0) {
+    check_cuda(cudaMemsetAsync(g.out, 0, static_cast<size_t>(out_rows * g.n) * 2,
+                               static_cast<cudaStream_t>(args.stream())),
+               "cudaMemsetAsync");
+    return;
+  }
+  describe(&p.a, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, g.a, g.a_rows, g.k, kTileM / 2);
+  describe(&p.b, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, g.b, g.b_rows, g.k, kTileN / 2);
+  describe(&p.out, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, g.out, out_rows, g.n, kBoxRows);
+  const int64_t clusters =
+      std::min<int64_t>(most, device_attribute(cudaDevAttrMultiProcessorCount) / 2);
+  const auto stream = static_cast<cudaStream_t>(args.stream());
+  const bool split = g.split;
+  with_fp8_format(g.a_type, [&](auto a) {
+    with_fp8_format(g.b_type, [&](auto b) {
+      using A = decltype(a);
+      using B = decltype(b);
+      split ? launch<A, B, true>(p, clusters, stream) : launch<A, B, false>(p, clusters, stream);
+    });
+  });
+}
+
+}  // namespace
+}  // namespace apex_te
+
+APEX_TE_DEFINE(grouped_gemm_multiply) { apex_te::run_grouped_gemm(args, false); }
+APEX_TE_DEFINE(grouped_gemm_contract) { apex_te::run_grouped_gemm(args, true); }
+
+#endif

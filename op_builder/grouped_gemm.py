@@ -1,0 +1,17 @@
+"""Builder of grouped_gemm."""
+
+from typing import ClassVar
+
+from .builder import CUDAOpBuilder
+from .jit.archs import Capability
+
+
+class GroupedGemmBuilder(CUDAOpBuilder):
+    """Products of FP8 codes over groups whose sizes the device knows, on arch 9.0 alone.
+
+    There is no library for the CPU, where codes are decoded.
+    """
+
+    NAME = "grouped_gemm"
+    DEVICES = ("cuda",)
+    min_arch: ClassVar[Capability] = (9, 0)
