@@ -8,11 +8,27 @@ Bytes counted, with `row` = hidden * element size and k copies a token:
     sort_chunks         rows * row * 2
 The map, int32, is left out: 12 bytes a token and copy where a row of 4096 bf16 has 8192.
 
-What did not help on an H200, us at 16384x4096 top 2 where permute takes 114 and unpermute 116: 2 or
-8 words of 16 bytes a lane instead of 4 in permute, 114 and 113; 1 vector a lane instead of 2 in
-unpermute, 142; a map read when its token comes, one token a warp, 125 in unpermute. Warps that take
-pieces of one row each, before whole rows went to a block: permute 183 at 4096x7168 top 8, not 159,
-but unpermute 146 there, not 159, and 209 at 16384x4095, not 237.
+On an H200 a fill of as many bytes as permute writes takes 84 us of its 113 at 16384x4096 top 2 and
+143 of its 156 at 4096x7168 top 8: there is little left to gain. The map of a mask costs 13 us
+before the first row is written, that of indices 4.
+
+What did not help there, us at 16384x4096 top 2 unless another shape is named:
+    permute, 113      1, 2, 4, 8 or 16 rows one after another of a warp, in blocks of 2, 4 or 8
+                      warps: 111 to 114; 2 or 8 words of 16 bytes a lane for 4: 114, 113. Rows
+                      through shared memory by the bulk copy engine, 2 to 6 slots a warp, with and
+                      without evict-first: 161 to 170 for 158 at 4096x7168 top 8, 134 for 127 at
+                      16384x4095.
+    with its map, 126 Rows prefetched into the L2 cache while the map is made: 137. Maps by blocks
+                      of 1024 threads, 27 for 25 at 2048x4096, or 256, a map of 32 us for 23 at
+                      16384x2048 of 128.
+    unpermute, 111    A piece of 256 columns a warp for 1024: 142, of 512: 112; 4 copies at a time
+                      for 2: 132; two tokens a warp: 149; blocks of 128 threads for 64: 112; the
+                      map of a later token prefetched: 110.6; 48 registers: 114. Whole rows to a
+                      block of 256 threads, the next token's map ahead: 116, 159 for 139 at
+                      4096x7168, 237 for 164 at 16384x4095. The bulk copy engine: 145 for 139 at
+                      4096x7168, 164 for 158 at 16384x2048.
+    its backward      at 16384x4095, where elements go one by one, 375: words of 16 bytes through
+                      shuffles, 422, or the gradient read again for each copy, 385.
 
 PyTorch's way: a stable argsort of the experts and index_select, then for the sum either index_add
 ("torch") or a gather by the inverse order and a sum over k, compiled ("compile").
@@ -35,10 +51,14 @@ from apex_te.ops import moe_permute as op
 SHAPES = [
     (16384, 4096, 64, 2),
     (16384, 2048, 128, 8),
+    (4096, 2048, 256, 8),
+    (4096, 4096, 256, 8),
+    (4096, 5120, 256, 8),
     (4096, 7168, 256, 8),
     (2048, 4096, 8, 2),
     (16384, 4095, 64, 2),
 ]
+OTHER_DTYPES = (4096, 7168)  # measured in float32 and in bytes, too
 
 
 def permute(x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,13 +103,14 @@ def main() -> None:
 
         def measure(name: str, units: int, call: Any, peers: Any = None) -> None:
             num_bytes = tokens * row * units  # noqa: B023
-            if peers and not is_compared:  # noqa: B023
+            # compiling takes seconds
+            is_compared = tokens == 16384 and (hidden != 4095 or name.startswith("unpermute"))  # noqa: B023
+            if peers and not is_compared:
                 peers = {"torch": peers["torch"]}
             table.append(harness.measure(name, shape, num_bytes, call, peers))  # noqa: B023
 
         ids, r = made.row_id_map, copies
         compiled = [harness.compiled(f) for f in (permute, rows, gather_sum)]
-        is_compared = (tokens, hidden) in ((16384, 4096), (16384, 2048))  # compiling takes seconds
         with_map = {
             "torch": lambda x=x, i=index: permute(x, i),
             "compile": lambda x=x, i=index, f=compiled[0]: f(x, i),
@@ -120,6 +141,24 @@ def main() -> None:
         )  # fmt: skip
         us = harness.kernel_us(lambda m=mask: op.make_map(m))
         table.append({"function": "map alone", "shape": shape, **us})
+        if (tokens, hidden) == OTHER_DTYPES:
+            for name, other in (("float32", x.float()), ("bytes", x.view(torch.uint8)[:, :hidden])):
+                other, copied = other.contiguous(), y.float()
+                size = tokens * hidden * other.element_size() * (1 + k)
+                table.append(
+                    harness.measure(
+                        f"permute, {name}", shape, size,
+                        lambda o=other, ids=ids, r=r: op.permute(o, ids, r),
+                    )
+                )  # fmt: skip
+                if name == "bytes":
+                    continue
+                table.append(
+                    harness.measure(
+                        f"unpermute, probs, {name}", shape, size,
+                        lambda o=copied, ids=ids, p=dense: op.unpermute(o, ids, p),
+                    )
+                )  # fmt: skip
         if not main_shape:
             continue
         fixed = copies + experts * 16

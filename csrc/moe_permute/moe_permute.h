@@ -13,6 +13,7 @@
 
 #include "common/codec.h"
 #include "common/op.h"
+#include "common/with_dtype.h"
 
 APEX_TE_FUNCTION(moe_permute_map,
                  "routing_map: Tensor, workspace: Tensor, row_id_map: Tensor, "
@@ -241,17 +242,6 @@ struct Unpermute {
   const void* grad_output;
   Probs grad_probs;  // forward: of a permutation whose gradient this is
 };
-
-// Calls run(T{}) with the type of the elements.
-template <typename Run>
-void with_dtype(DType dtype, const Run& run) {
-  if (dtype == DType::kFloat32)
-    run(float{});
-  else if (dtype == DType::kFloat16)
-    run(Half{});
-  else
-    run(BFloat16{});
-}
 
 inline Unpermute check_unpermute(const TensorView& inp, const TensorView& probs,
                                  const TensorView& row_id_map) {

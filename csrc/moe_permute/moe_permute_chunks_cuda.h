@@ -27,7 +27,7 @@ __device__ __forceinline__ int chunk_of(const uint32_t* starts, int n, uint32_t 
 __global__ void __launch_bounds__(kChunkThreads) moe_chunk_map_kernel(const ChunkMap p) {
   __shared__ uint32_t inp_starts[kMaxChunks], out_starts[kMaxChunks];
   __shared__ int16_t order[kMaxChunks], places[kMaxChunks];
-  __shared__ uint32_t partials[kChunkThreads];
+  __shared__ uint32_t partials[kSumPartials];
   const int n = p.num_chunks;
   const auto size_of = [&](int chunk) {
     const int64_t size = element(p.split_sizes, p.has_long_sizes, chunk);

@@ -9,34 +9,46 @@
 namespace apex_te {
 namespace {
 
-constexpr int kMaxRouteThreads = 1024;
-constexpr int kAhead = 8;  // loads in flight of a lane
+constexpr int kMaxRouteThreads = 512;  // few enough for both kernels and the copies' at once
+constexpr int kSumPartials = 33;       // of exclusive_sums
+constexpr int kAhead = 8;              // loads in flight of a lane
 
 // As many threads as shared memory has room for counts of each warp.
 inline int route_threads(int experts) {
-  return experts <= 256 ? kMaxRouteThreads : experts <= 512 ? 512 : 256;
+  return experts <= 512 ? kMaxRouteThreads : kMaxRouteThreads / 2;
 }
 
 // Exclusive sums of `values` in place, by all threads of a block; returns the total. `partials` has
-// an element for each thread.
-// In unsigned arithmetic, which wraps where sizes make no sense.
-__device__ __forceinline__ uint32_t exclusive_sums(uint32_t* values, int n, uint32_t* partials) {
+// kSumPartials elements. In unsigned arithmetic, which wraps where sizes make no sense.
+template <typename Value>
+__device__ __forceinline__ Value exclusive_sums(Value* values, int n, Value* partials) {
   const int threads = blockDim.x, thread = threadIdx.x, each = (n + threads - 1) / threads;
   const int first = min(n, thread * each), last = min(n, first + each);
-  uint32_t sum = 0;
-  for (int i = first; i < last; ++i) sum += values[i];
-  partials[thread] = sum;
-  for (int offset = 1; offset < threads; offset *= 2) {
-    __syncthreads();
-    const uint32_t before = thread >= offset ? partials[thread - offset] : 0;
-    __syncthreads();
-    partials[thread] += before;
+  const int lane = thread % 32, warp = thread / 32, warps = threads / 32;
+  const auto sums_of_lanes = [&](Value sum) {
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const Value before = __shfl_sync(0xFFFFFFFFu, sum, (lane + 32 - offset) % 32);
+      if (lane >= offset) sum += before;
+    }
+    return sum;
+  };
+  Value own = 0;
+  for (int i = first; i < last; ++i) own += values[i];
+  const Value sum = sums_of_lanes(own);
+  if (lane == 31) partials[warp] = sum;
+  __syncthreads();
+  if (warp == 0) {
+    const Value all = sums_of_lanes(lane < warps ? partials[lane] : 0);
+    __syncwarp();
+    partials[1 + lane] = all;  // 33 of them
+    if (lane == 0) partials[0] = 0;
   }
   __syncthreads();
-  uint32_t running = thread ? partials[thread - 1] : 0;
-  const uint32_t total = partials[threads - 1];
+  const Value total = partials[warps];
+  Value running = partials[warp] + sum - own;
   for (int i = first; i < last; ++i) {
-    const uint32_t value = values[i];
+    const Value value = values[i];
     values[i] = running;
     running += value;
   }
@@ -170,23 +182,31 @@ __device__ __forceinline__ int32_t rows_that_fit(const Routing& p, uint32_t star
   return start >= p.num_rows ? 0 : static_cast<int32_t>(min(p.num_rows - start, int64_t(rows)));
 }
 
-// The map's last two rows, from where each expert starts and how many copies it gets.
-__device__ __forceinline__ void write_summary(const Routing& p, const uint32_t* starts,
+// Sums over the experts before one: of their rows with padding below, of their copies above.
+__device__ __forceinline__ uint32_t start_of(uint64_t sums) { return static_cast<uint32_t>(sums); }
+__device__ __forceinline__ uint32_t padding_of(uint64_t sums) {
+  return start_of(sums) - static_cast<uint32_t>(sums >> 32);
+}
+
+// The map's last two rows, from these sums and how many copies each expert gets.
+__device__ __forceinline__ void write_summary(const Routing& p, const uint64_t* sums,
                                               const uint32_t* counts, uint32_t total) {
   const int width = p.map.width;
-  uint32_t align = p.align;
+  const uint32_t align = p.align;
   if (threadIdx.x == 0) {
     *p.map.in_use() = static_cast<int32_t>(min(p.num_rows, int64_t(total)));
     *p.map.starts() = p.is_index() ? 0 : p.num_experts;
   }
   for (int e = threadIdx.x; e < p.num_experts; e += blockDim.x) {
-    const int32_t rows = rows_that_fit(p, starts[e], counts[e]);
+    const uint32_t start = start_of(sums[e]);
+    const int32_t rows = rows_that_fit(p, start, counts[e]);
     if (p.tokens_per_expert) p.tokens_per_expert[e] = rows;
     if (p.is_index()) continue;
     p.map.in_use()[1 + e] = rows;
     p.map.in_use()[1 + width + e] =
-        rows_that_fit(p, starts[e], (counts[e] + align - 1) / align * align);
-    p.map.starts()[1 + e] = static_cast<int32_t>(min(p.num_rows, int64_t(starts[e])));
+        rows_that_fit(p, start, (counts[e] + align - 1) / align * align);
+    p.map.starts()[1 + e] = static_cast<int32_t>(min(p.num_rows, int64_t(start)));
+    p.map.starts()[1 + width + e] = static_cast<int32_t>(padding_of(sums[e]));
   }
 }
 
@@ -196,13 +216,13 @@ __global__ void __launch_bounds__(kMaxRouteThreads) moe_assign_kernel(const Rout
   const int warps = blockDim.x / 32;
   uint32_t* before = next + warps * experts;  // [num_experts]: copies of earlier tiles
   uint32_t* counts = before + experts;        // of all tiles
-  uint32_t* starts = counts + experts;
-  uint32_t* partials = starts + experts;  // [blockDim.x]
+  uint64_t* sums = reinterpret_cast<uint64_t*>(counts + experts);  // behind an even number of words
+  uint64_t* partials = sums + experts;
   const Run run(p);
   for (int e = threadIdx.x; e < 2 * experts; e += blockDim.x) before[e] = 0;
+  let_next_kernel_start();
   count_tile(p, run, next);  // and its barriers
   wait_for_previous_kernel();
-  let_next_kernel_start();
   if (p.tiles > 1) {
     // Threads side by side read experts side by side; more of them share an expert's tiles.
     const int threads = blockDim.x, columns = min(threads, (experts + 31) / 32 * 32);
@@ -224,26 +244,21 @@ __global__ void __launch_bounds__(kMaxRouteThreads) moe_assign_kernel(const Rout
   __syncthreads();
   const uint32_t align = p.align;
   for (int e = threadIdx.x; e < experts; e += blockDim.x)
-    starts[e] = (counts[e] + align - 1) / align * align;
+    sums[e] = (counts[e] + align - 1) / align * align | static_cast<uint64_t>(counts[e]) << 32;
   __syncthreads();
-  const uint32_t total = exclusive_sums(starts, experts, partials);
-  if (blockIdx.x == 0) {
-    write_summary(p, starts, counts, total);
-    // the padding before each expert, which needs sums of its own
-    if (!p.is_index()) {
-      __syncthreads();
-      const int width = p.map.width;
-      exclusive_sums(counts, experts, partials);
-      for (int e = threadIdx.x; e < experts; e += blockDim.x)
-        p.map.starts()[1 + width + e] = static_cast<int32_t>(starts[e] - counts[e]);
-    }
-  }
+  const uint64_t total = exclusive_sums(sums, experts, partials);
+  if (blockIdx.x == 0) write_summary(p, sums, counts, start_of(total));
   for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-    uint32_t row = starts[e] + before[e];
-    for (int warp = 0; warp < warps; ++warp) {
-      const uint32_t count = next[warp * experts + e];
-      next[warp * experts + e] = row;
-      row += count;
+    uint32_t row = start_of(sums[e]) + before[e];
+    for (int warp = 0; warp < warps; warp += 8) {  // 8 or 16 of them
+      uint32_t count[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) count[i] = next[(warp + i) * experts + e];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        next[(warp + i) * experts + e] = row;
+        row += count[i];
+      }
     }
   }
   __syncthreads();
@@ -275,7 +290,13 @@ __global__ void __launch_bounds__(kMaxRouteThreads) moe_assign_kernel(const Rout
 inline void launch_route(const Routing& p, cudaStream_t stream) {
   const int threads = route_threads(p.num_experts);
   const size_t counted = sizeof(uint32_t) * (threads / 32) * p.num_experts;
-  const size_t all = counted + sizeof(uint32_t) * (3 * p.num_experts + threads);
+  const size_t all =
+      counted + sizeof(uint32_t) * 4 * p.num_experts + sizeof(uint64_t) * kSumPartials;
+  if (all > 48 * 1024)  // more has to be asked for
+    check_cuda(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(moe_assign_kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(all)),
+        "moe_permute");
   if (p.tiles <= 1) {  // and without tokens the summary is still to be written
     moe_assign_kernel<<<1, threads, all, stream>>>(p);
   } else {

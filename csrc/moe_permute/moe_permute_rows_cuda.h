@@ -1,11 +1,12 @@
 // Rows of bytes copied whole: from tokens to their experts, and between orders of chunks.
 //
 // A warp takes one piece of one row: kWords words of each lane, all loaded before the first is
-// stored. Words are of 16 bytes, or smaller where rows or addresses are not multiples of that.
+// stored.
 #pragma once
 
 #include "common/dependent_launch.h"
 #include "moe_permute/moe_permute.h"
+#include "moe_permute/moe_shift_cuda.h"
 
 namespace apex_te {
 namespace {
@@ -13,31 +14,73 @@ namespace {
 constexpr int kRowWarps = 8;
 constexpr int kRowThreads = 32 * kRowWarps;
 constexpr int kWords = 4;
-constexpr int kPieceWords = 32 * kWords;
 constexpr int kPermuteBlocks = 4;  // of a multiprocessor, at least
-constexpr int kMaxRun = 8;
+constexpr int kShiftBlocks = 3;    // where rows are no multiples of 16 bytes
 constexpr int64_t kZeroBlocks = 128;
 
-// A warp's words of one row.
-template <typename Word>
-struct Piece {
-  int64_t first, words;  // of the row
-  Word word[kWords];
-  __device__ Piece(unsigned index, int64_t row_words)
-      : first(static_cast<int64_t>(index) * kPieceWords + threadIdx.x % 32), words(row_words) {}
+// A warp's piece of one row, by words of 16 bytes.
+template <bool kAligned>
+struct Piece;
+
+template <>
+struct Piece<true> {
+  static constexpr int kBytes = 32 * 16 * kWords;
+  int64_t first, row_bytes;
+  uint4 word[kWords];
+  __device__ Piece(int64_t index, int64_t bytes)
+      : first(index * kBytes + threadIdx.x % 32 * 16), row_bytes(bytes) {}
   __device__ __forceinline__ void zero() {
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) word[i] = Word{};
+    for (int i = 0; i < kWords; ++i) word[i] = make_uint4(0u, 0u, 0u, 0u);
   }
-  __device__ __forceinline__ void load(const Word* row) {
+  __device__ __forceinline__ void load(const char* row) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
-      if (first + 32 * i < words) word[i] = row[first + 32 * i];
+      if (first + 512 * i < row_bytes)
+        word[i] = *reinterpret_cast<const uint4*>(row + first + 512 * i);
   }
-  __device__ __forceinline__ void store(Word* row) const {
+  __device__ __forceinline__ void store(char* row) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i)
-      if (first + 32 * i < words) row[first + 32 * i] = word[i];
+      if (first + 512 * i < row_bytes) *reinterpret_cast<uint4*>(row + first + 512 * i) = word[i];
+  }
+};
+
+// Which words of its row a piece takes depends on where it goes, so it is read, after the first
+// time from the caches, when it is stored.
+template <>
+struct Piece<false> {
+  static constexpr int kBytes = 32 * 16 * kWords - 16;  // whose words are one more at most
+  int64_t first;
+  int bytes;
+  const char* from;
+  __device__ Piece(int64_t index, int64_t row_bytes)
+      : first(index * kBytes),
+        bytes(static_cast<int>(max(int64_t{0}, min(row_bytes - first, int64_t{kBytes})))),
+        from(nullptr) {}
+  __device__ __forceinline__ void zero() { from = nullptr; }
+  __device__ __forceinline__ void load(const char* row) { from = row + first; }
+  __device__ __forceinline__ void store(char* row) const {
+    char* to = row + first;
+    const int before = misalignment(to);
+    to -= before;
+    const char* begin = from - before;  // of what goes to the first word
+    const int shift = misalignment(begin);
+    const char *words = begin - shift, *end = from + bytes;
+    uint4 low[kWords], high[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const char* word = words + 16 * (threadIdx.x % 32 + 32 * i);
+      low[i] = high[i] = make_uint4(0u, 0u, 0u, 0u);
+      if (from && word + 16 > from && word < end) low[i] = *reinterpret_cast<const uint4*>(word);
+      if (from && shift && word + 16 < end) high[i] = *reinterpret_cast<const uint4*>(word + 16);
+    }
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int at = 16 * (threadIdx.x % 32 + 32 * i);
+      store_range(to + at, shifted(low[i], high[i], shift), max(0, before - at),
+                  min(16, before + bytes - at));
+    }
   }
 };
 
@@ -81,8 +124,7 @@ __device__ __forceinline__ void for_each_unused_row(const RowMap& map, int64_t r
   for (int64_t row = max(0, *map.in_use()) + next; row < rows; row += warps) zero_row(row);
 }
 
-// What the map has of a token, for the warp that takes it: read at once, so that it can be asked
-// for before the token before is done.
+// What the map has of a token, read at once by the warp that takes it.
 struct Head {
   const int32_t* entry;
   int32_t word;
@@ -102,122 +144,99 @@ struct Head {
 };
 
 // How a block's warps share rows: `across` of them side by side in a row, so that whole rows are
-// read and written at about the same time, and `down` rows at once; `run` times, all but the first
-// with the map already there. `groups` blocks stand side by side in a longer row.
+// read and written at about the same time, and `down` rows at once. `groups` blocks stand side by
+// side in a longer row.
 struct Layout {
-  int across, down, run, groups;
+  int across, down, groups;
   __host__ __device__ int threads() const { return 32 * across * down; }
 };
-inline Layout layout_of(int64_t rows, int64_t pieces) {
-  constexpr int64_t kWarps = 16384;  // that a GPU takes in a few waves
-  const int64_t run = rows * pieces / kWarps, groups = (pieces + kRowWarps - 1) / kRowWarps;
+inline Layout layout_of(int64_t pieces) {
+  const int64_t groups = (pieces + kRowWarps - 1) / kRowWarps;
   if (groups > 0x7FFFFFFF) fail(kApexTeUnsupported, "moe_permute: rows are too long");
   const int across = static_cast<int>((pieces + groups - 1) / groups);
-  return {across, kRowWarps / across,
-          run < 1         ? 1
-          : run < kMaxRun ? static_cast<int>(run)
-                          : kMaxRun,
-          static_cast<int>(groups)};
-}
-inline int64_t row_blocks(int64_t rows, const Layout& layout) {
-  const int64_t each = layout.down * layout.run;
-  return (rows + each - 1) / each;
+  return {across, kRowWarps / across, static_cast<int>(groups)};
 }
 
-template <typename Word>
-__global__ void __launch_bounds__(kRowThreads, kPermuteBlocks)
+template <bool kAligned>
+__global__ void __launch_bounds__(kRowThreads, kAligned ? kPermuteBlocks : kShiftBlocks)
     moe_permute_kernel(const RowCopy p, const RowMap map, int64_t token_blocks,
                        const Layout layout) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t row_words = p.row_bytes / sizeof(Word);
   const unsigned groups = layout.groups,
                  index = blockIdx.x % groups * layout.across + warp % layout.across;
   const int64_t block = blockIdx.x / groups;
   const int row_of_block = warp / layout.across;
-  Word* out = static_cast<Word*>(p.out);
-  Piece<Word> piece(index, row_words);
+  char* out = static_cast<char*>(p.out);
+  Piece<kAligned> piece(index, p.row_bytes);
   if (block >= token_blocks) {
     wait_for_previous_kernel();
     piece.zero();
     for_each_unused_row(map, p.out_rows, (block - token_blocks) * layout.down + row_of_block,
                         kZeroBlocks * layout.down, [&](int64_t row) {
-                          piece.store(out + row * row_words);
+                          piece.store(out + row * p.row_bytes);
                           if (p.probs.to && index == 0 && lane == 0) zero_prob(p.probs, row);
                         });
     return;
   }
-  const Word* inp = static_cast<const Word*>(p.inp);
-  int64_t token = block * layout.down * layout.run + row_of_block;
-  if (token < map.tokens) piece.load(inp + token * row_words);
+  const char* inp = static_cast<const char*>(p.inp);
+  const int64_t token = block * layout.down + row_of_block;
+  if (token >= map.tokens) return;
+  piece.load(inp + token * p.row_bytes);
   wait_for_previous_kernel();
-  Head head(map, token);
-  for (int i = 0; i < layout.run && token < map.tokens; ++i) {
-    const Head ahead(map, i + 1 < layout.run ? token + layout.down : map.tokens);
-    const int n = head.copies();
-    for (int k = 0; k < n; ++k) {
-      const int32_t row = head.row(k);
-      if (row >= 0 && row < p.out_rows) piece.store(out + row * row_words);
-    }
-    if (p.probs.to && index == 0)
-      for (int k = lane; k < n; k += 32) {
-        const int32_t row = head.entry[1 + 2 * k], column = head.entry[2 + 2 * k];
-        if (row >= 0 && row < p.out_rows && column >= 0 && column < map.width)
-          copy_prob(p.probs, row, token * map.width + column);
-      }
-    token += layout.down;
-    head = ahead;
-    if (i + 1 < layout.run && token < map.tokens) piece.load(inp + token * row_words);
+  const Head head(map, token);
+  const int n = head.copies();
+  for (int k = 0; k < n; ++k) {
+    const int32_t row = head.row(k);
+    if (row >= 0 && row < p.out_rows) piece.store(out + row * p.row_bytes);
+  }
+  if (!p.probs.to || index != 0) return;
+  for (int k = lane; k < n; k += 32) {
+    const int32_t row = head.entry[1 + 2 * k], column = head.entry[2 + 2 * k];
+    if (row >= 0 && row < p.out_rows && column >= 0 && column < map.width)
+      copy_prob(p.probs, row, token * map.width + column);
   }
 }
 
 // Output row r is input row sources[r], or zeros.
-template <typename Word>
-__global__ void __launch_bounds__(kRowThreads, 6)
+template <bool kAligned>
+__global__ void __launch_bounds__(kRowThreads, kAligned ? 6 : kShiftBlocks)
     moe_sort_chunks_kernel(const RowCopy p, const int32_t* sources) {
-  const int64_t row_words = p.row_bytes / sizeof(Word);
   const int64_t row = block_row() * kRowWarps + threadIdx.x / 32;
   if (row >= p.out_rows) return;
   const int32_t source = sources[row];
   const bool is_used = source >= 0 && source < p.inp_rows;
-  Piece<Word> piece(blockIdx.x, row_words);
+  Piece<kAligned> piece(blockIdx.x, p.row_bytes);
   piece.zero();
-  if (is_used) piece.load(static_cast<const Word*>(p.inp) + source * row_words);
+  if (is_used) piece.load(static_cast<const char*>(p.inp) + source * p.row_bytes);
   if (p.probs.to && blockIdx.x == 0 && threadIdx.x % 32 == 0) {
     if (is_used)
       copy_prob(p.probs, row, source);
     else
       zero_prob(p.probs, row);
   }
-  piece.store(static_cast<Word*>(p.out) + row * row_words);
+  piece.store(static_cast<char*>(p.out) + row * p.row_bytes);
 }
 
-// Calls launch(Word{}, pieces) with the widest word that rows and addresses are multiples of.
+// Calls launch(is_aligned, pieces): whether rows consist of whole words, and the pieces of one.
 template <typename Launch>
-void with_word(const RowCopy& p, const Launch& launch) {
-  const auto fits = [&](int64_t bytes) {
-    return p.row_bytes % bytes == 0 && is_aligned(p.inp, bytes) && is_aligned(p.out, bytes);
-  };
+void with_pieces(const RowCopy& p, const Launch& launch) {
   const auto pieces = [&](int64_t bytes) {
-    const int64_t count = (p.row_bytes / bytes + kPieceWords - 1) / kPieceWords;
+    const int64_t count = (p.row_bytes + bytes - 1) / bytes;
     return count ? count : 1;  // probs are to be copied even where rows are empty
   };
-  if (fits(16))
-    launch(uint4{}, pieces(16));
-  else if (fits(4))
-    launch(uint32_t{}, pieces(4));
-  else if (fits(2))
-    launch(uint16_t{}, pieces(2));
+  if (p.row_bytes % 16 == 0 && is_aligned(p.inp, 16) && is_aligned(p.out, 16))
+    launch(std::true_type{}, pieces(Piece<true>::kBytes));
   else
-    launch(uint8_t{}, pieces(1));
+    launch(std::false_type{}, pieces(Piece<false>::kBytes));
 }
 
 // With is_dependent the kernel before it in the stream is the one that makes the map.
 inline void launch_permute(const RowCopy& p, const RowMap& map, bool is_dependent,
                            cudaStream_t stream) {
-  with_word(p, [&](auto word, int64_t count) {
-    const auto kernel = moe_permute_kernel<decltype(word)>;
-    const Layout layout = layout_of(map.tokens, count);
-    const int64_t token_blocks = row_blocks(map.tokens, layout);
+  with_pieces(p, [&](auto is_aligned_row, int64_t count) {
+    const auto kernel = moe_permute_kernel<decltype(is_aligned_row)::value>;
+    const Layout layout = layout_of(count);
+    const int64_t token_blocks = (map.tokens + layout.down - 1) / layout.down;
     const int64_t blocks = (token_blocks + kZeroBlocks) * layout.groups;
     if (blocks > 0x7FFFFFFF)
       fail(kApexTeUnsupported, "moe_permute: the matrix is too large for one launch");

@@ -7,11 +7,14 @@
 namespace apex_te {
 namespace {
 
-constexpr int kSumVecs = 2;     // of a lane
+constexpr int kSumWarps = 2;
+constexpr int kSumThreads = 32 * kSumWarps;
+template <typename T>
+constexpr int kSumVecs = 8 / sizeof(T);  // of a lane: 64 bytes of each copy
+template <typename T>
+constexpr int64_t kSumCols = 32 * kVec * kSumVecs<T>;
 constexpr int kGradVecs = 2;    // of a lane at a time
 constexpr int kGradCopies = 4;  // whose dot products a lane keeps
-constexpr int kSumBlocks = 4;   // of a multiprocessor, at least
-constexpr int kSumCols = 32 * kVec * kSumVecs;
 constexpr int kGradCols = 32 * kVec * kGradVecs;
 
 template <bool kAligned, typename T>
@@ -25,6 +28,20 @@ __device__ __forceinline__ void store_some(T* p, const Vec8<T>& v, int64_t n) {
     store_partial(p, v, n);
   else if (n > 0)
     store_vec_whole(p, v);
+}
+
+// Elements [at, at + 8) of a row of `cols`; of an aligned one they are all or none.
+template <bool kAligned, typename T>
+__device__ __forceinline__ Vec8<T> load_cols(const T* row, int64_t at, int64_t cols) {
+  if (!kAligned) return load_window(row, at, cols);
+  return at < cols ? load_vec(row + at) : Vec8<T>{};
+}
+template <bool kAligned, typename T>
+__device__ __forceinline__ void store_cols(T* row, const Vec8<T>& v, int64_t at, int64_t cols) {
+  if (!kAligned)
+    store_window(row, v, at, cols);
+  else if (at < cols)
+    store_vec_whole(row + at, v);
 }
 
 template <typename T>
@@ -60,14 +77,24 @@ __device__ __forceinline__ void scatter_prob_gradients(const Unpermute& p, int64
 }
 
 // A warp sums kSumCols columns of a token, two copies loaded at a time and added in their order.
+// Blocks are small: the next one waits for all warps of a block.
 template <typename T, bool kAligned>
-__device__ __forceinline__ void sum_copies(const Unpermute& p, int64_t token, const Head& head,
-                                           int64_t col) {
+__global__ void __launch_bounds__(kSumThreads)
+    moe_unpermute_fwd_kernel(const Unpermute p, uint32_t pieces) {
+  constexpr int kVecs = kSumVecs<T>;
+  const uint32_t index = blockIdx.x * kSumWarps + threadIdx.x / 32;
+  const int64_t token = index / pieces, piece = index % pieces;
+  if (token >= p.map.tokens) return;
+  const Head head(p.map, token);
   const int n = head.copies();
-  float sums[kSumVecs][kVec] = {};
+  T* out = static_cast<T*>(p.out) + token * p.cols;
+  // Words of the output are whole, those of the copies may lie otherwise.
+  const int64_t col = piece * kSumCols<T> + threadIdx.x % 32 * kVec -
+                      (kAligned ? 0 : misalignment(out) / static_cast<int>(sizeof(T)));
+  float sums[kVecs][kVec] = {};
   bool is_bad = false;
   for (int k = 0; k < n; k += 2) {
-    Vec8<T> x[2][kSumVecs];
+    Vec8<T> x[2][kVecs];
     float factors[2];
     bool is_used[2];
 #pragma unroll
@@ -78,17 +105,17 @@ __device__ __forceinline__ void sum_copies(const Unpermute& p, int64_t token, co
       is_bad = is_bad || copy.is_bad;
       is_used[i] = copy.is_used();
       if (!is_used[i]) continue;
-      const T* row = static_cast<const T*>(p.inp) + copy.row * p.cols + col;
+      const T* row = static_cast<const T*>(p.inp) + copy.row * p.cols;
 #pragma unroll
-      for (int v = 0; v < kSumVecs; ++v)
-        x[i][v] = load_some<kAligned>(row + v * 32 * kVec, p.cols - col - v * 32 * kVec);
+      for (int v = 0; v < kVecs; ++v)
+        x[i][v] = load_cols<kAligned>(row, col + v * 32 * kVec, p.cols);
       factors[i] = p.probs ? prob_of<T>(p, copy.prob) : 1.0f;
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (!is_used[i]) continue;
 #pragma unroll
-      for (int v = 0; v < kSumVecs; ++v) {
+      for (int v = 0; v < kVecs; ++v) {
         float values[kVec];
         unpack(x[i][v], values);
 #pragma unroll
@@ -96,33 +123,16 @@ __device__ __forceinline__ void sum_copies(const Unpermute& p, int64_t token, co
       }
     }
   }
-  T* out = static_cast<T*>(p.out) + token * p.cols + col;
 #pragma unroll
-  for (int v = 0; v < kSumVecs; ++v) {
+  for (int v = 0; v < kVecs; ++v) {
     if (is_bad)
 #pragma unroll
       for (int c = 0; c < kVec; ++c) sums[v][c] = __uint_as_float(0x7FFFFFFFu);
     Vec8<T> y;
     pack(sums[v], &y);
-    store_some<kAligned>(out + v * 32 * kVec, y, p.cols - col - v * 32 * kVec);
+    store_cols<kAligned>(out, y, col + v * 32 * kVec, p.cols);
   }
-}
-
-template <typename T, bool kAligned>
-__global__ void __launch_bounds__(kRowThreads, sizeof(T) == 4 ? 2 : kSumBlocks)
-    moe_unpermute_fwd_kernel(const Unpermute p, const Layout layout) {
-  const int warp = threadIdx.x / 32;
-  const int64_t piece = static_cast<int64_t>(blockIdx.x) * layout.across + warp % layout.across;
-  const int64_t col = piece * kSumCols + threadIdx.x % 32 * kVec;
-  int64_t token = block_row() * layout.down * layout.run + warp / layout.across;
-  Head head(p.map, token);
-  for (int i = 0; i < layout.run && token < p.map.tokens; ++i) {
-    const Head ahead(p.map, i + 1 < layout.run ? token + layout.down : p.map.tokens);
-    sum_copies<T, kAligned>(p, token, head, col);
-    if (p.grad_probs.to && piece == 0) scatter_prob_gradients(p, token, head.copies());
-    token += layout.down;
-    head = ahead;
-  }
+  if (p.grad_probs.to && piece == 0) scatter_prob_gradients(p, token, n);
 }
 
 // A warp takes a token: for each copy prob * gradient, and the dot product of copy and gradient.
@@ -217,11 +227,14 @@ void launch_unpermute_fwd(const Unpermute& p, cudaStream_t stream) {
   const bool is_aligned_row = p.cols % kVec == 0 && is_aligned(p.inp, 16) && is_aligned(p.out, 16);
   const auto kernel =
       is_aligned_row ? moe_unpermute_fwd_kernel<T, true> : moe_unpermute_fwd_kernel<T, false>;
-  const int64_t pieces = p.cols ? (p.cols + kSumCols - 1) / kSumCols : 1;
+  const int64_t before = is_aligned_row ? 0 : 16 / static_cast<int64_t>(sizeof(T)) - 1;
+  const int64_t pieces = p.cols ? (p.cols + before + kSumCols<T> - 1) / kSumCols<T> : 1;
   if (!p.map.tokens) return;
-  const Layout layout = layout_of(p.map.tokens, pieces);
-  const dim3 grid = grid_of(row_blocks(p.map.tokens, layout), layout.groups, "moe_unpermute");
-  kernel<<<grid, layout.threads(), 0, stream>>>(p, layout);
+  if (pieces > 0x7FFFFFFF / p.map.tokens)
+    fail(kApexTeUnsupported, "moe_unpermute: the matrix is too large for one launch");
+  const int64_t blocks = (p.map.tokens * pieces + kSumWarps - 1) / kSumWarps;
+  kernel<<<static_cast<unsigned>(blocks), kSumThreads, 0, stream>>>(p,
+                                                                    static_cast<uint32_t>(pieces));
   check_cuda(cudaGetLastError(), "moe_unpermute");
 }
 

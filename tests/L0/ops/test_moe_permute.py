@@ -234,6 +234,53 @@ def test_rows_of_bytes(device, poison, dtype):
         assert_same_bits(chunks.view(torch.uint8), ref.sort_chunks(codes, sizes, order))
 
 
+def placed(rows, hidden, shift, dtype, device):
+    """A matrix `shift` elements behind a multiple of 16 bytes, and what is around it."""
+    around = torch.full((rows * hidden + 64,), 7, dtype=dtype, device=device)
+    return around[16 + shift : 16 + shift + rows * hidden].view(rows, hidden), around
+
+
+def assert_only_within(matrix, around, shift, expected):
+    assert_same_bits(matrix, expected)
+    edges = torch.cat([around[: 16 + shift], around[16 + shift + expected.numel() :]])
+    assert torch.equal(edges, torch.full_like(edges, 7))
+
+
+@pytest.mark.parametrize("hidden", [1, 24, 61, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+def test_rows_at_any_address(device, poison, dtype, hidden):
+    """Wherever a matrix begins results have the same bits and nothing around it is written."""
+    tokens, copies, ops = 9, 36, torch.ops.apex_te
+    row_id_map = op.make_map(mask_of(tokens, 6, 3).to(device)).row_id_map
+    x = torch.randint(0, 250, (tokens, hidden), device=device)
+    x = x.to(dtype) if dtype == torch.uint8 else (x - 125).to(dtype) / 16
+    permuted = op.permute(x, row_id_map, copies)[0]
+    step = 16 // x.element_size()
+    for shift in range(step):
+        inp = placed(tokens, hidden, shift, dtype, device)[0].copy_(x)
+        other = (3 * shift + 1) % step
+        out, around = placed(copies, hidden, other, dtype, device)
+        ops.moe_permute_rows(inp, None, row_id_map, out, None)
+        assert_only_within(out, around, other, permuted)
+    if dtype == torch.uint8:
+        return
+    probs = torch.rand(tokens, 6, device=device)
+    merged = op.unpermute(permuted, row_id_map, probs)
+    grads = op.unpermute_bwd(x, permuted, row_id_map, probs)
+    for shift in range(step):
+        other = (3 * shift + 1) % step
+        inp = placed(copies, hidden, shift, dtype, device)[0].copy_(permuted)
+        out, around = placed(tokens, hidden, other, dtype, device)
+        ops.moe_unpermute_fwd(inp, probs, row_id_map, out, None, None)
+        assert_only_within(out, around, other, merged)
+        grad = placed(tokens, hidden, (shift + 1) % step, dtype, device)[0].copy_(x)
+        out, around = placed(copies, hidden, other, dtype, device)
+        grad_probs = torch.empty_like(probs)
+        ops.moe_unpermute_bwd(grad, inp, probs, row_id_map, out, grad_probs)
+        assert_only_within(out, around, other, grads[0])
+        assert_same_bits(grad_probs, grads[1])
+
+
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64])
 @pytest.mark.parametrize("chunks", [0, 1, 4, 64, 2048])
 @pytest.mark.parametrize("dtype", DTYPES)
