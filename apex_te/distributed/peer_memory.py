@@ -11,7 +11,6 @@ the peer gave once it had read the first.
 
 from __future__ import annotations
 
-import os
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import distributed
 
+from ..op_builder.jit import env
 from ..ops.peer_exchange import HEADER, await_rank, join, send, sum_pieces
 from .collectives import Pending
 
@@ -29,7 +29,7 @@ __all__ = ["PeerMemory", "peer_memory"]
 
 # Bytes of a rank's piece below which a collective takes less time.
 SMALLEST = 2 << 20
-_OFF = "APEX_TE_PEER_MEMORY"
+_WANTED = "APEX_TE_PEER_MEMORY"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _known: WeakKeyDictionary[Any, PeerMemory | None] = WeakKeyDictionary()
@@ -57,9 +57,17 @@ def _found(group: Any, device: torch.device) -> PeerMemory | None:
     if "nccl" not in distributed.get_backend(group) or torch.version.hip is not None:
         return None
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
-    place = (socket.gethostname(), boot, os.environ.get(_OFF, "1") != "0")
+    wanted: bool | str
+    try:
+        wanted = bool(env.boolean(_WANTED, True))
+    except ValueError as error:
+        wanted = str(error)
+    place = (socket.gethostname(), boot, wanted)
     places = _told(place, group)
-    if len(set(places)) > 1 or not place[-1]:
+    for *_, refused in places:
+        if isinstance(refused, str):  # on all ranks
+            raise ValueError(refused)
+    if len(set(places)) > 1 or not wanted:
         return None
     return PeerMemory(group, device)
 

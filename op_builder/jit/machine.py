@@ -266,6 +266,7 @@ _READ: dict[str, Callable[[], object] | None] = {
     "APEX_TE_JIT_VERBOSE": env.jit_verbose,
     "APEX_TE_LOCK_TIMEOUT": env.lock_timeout,
     "APEX_TE_NVTX": None,
+    "APEX_TE_PEER_MEMORY": _boolean("APEX_TE_PEER_MEMORY"),
     "APEX_TE_ROCM_ARCH": _archs,
     "APEX_TE_ROCM_HOME": None,
     "APEX_TE_TOPLEVEL_COMPAT": _boolean("APEX_TE_TOPLEVEL_COMPAT"),

@@ -295,16 +295,21 @@ def test_a_rank_that_is_gone(tmp_path):
     assert time.monotonic() - start < 60
 
 
-def _switched_off(rank):
+def _switched_off(rank, value):
     device = torch.device("cuda", rank)
     group = distributed.new_group([0, 1])
-    os.environ["APEX_TE_PEER_MEMORY"] = "0" if rank == 1 else "1"
+    os.environ["APEX_TE_PEER_MEMORY"] = value if rank == 1 else "1"
     try:
+        if value != "0":
+            with pytest.raises(ValueError, match="APEX_TE_PEER_MEMORY must be .* got 'maybe'"):
+                peer_memory.peer_memory(group, torch.empty(1, device=device), 1 << 30)
+            return None
         return peer_memory.peer_memory(group, torch.empty(1, device=device), 1 << 30)
     finally:
         del os.environ["APEX_TE_PEER_MEMORY"]
 
 
 @pytest.mark.cuda
-def test_switched_off_on_one_rank(two_gpus):
-    assert two_gpus.run(_switched_off) == [None, None]
+@pytest.mark.parametrize("value", ["0", "maybe"])
+def test_switched_off_on_one_rank(two_gpus, value):
+    assert two_gpus.run(_switched_off, value) == [None, None]
