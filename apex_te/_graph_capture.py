@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ._first_due import set_first_due, still_due
 from .autocast import fp8_autocast
 from .module._fp8_module import CapturedWeights, FP8Module, Modes
 from .parameter import FP8Parameter
@@ -283,12 +284,12 @@ def preserved(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     held += [g for g in (getattr(p, "main_grad", None) for p in parameters) if g is not None]
     copies = [tensor.clone() for tensor in held]
     devices = {p.device.index for p in parameters if p.device.type == "cuda"}
-    pending = registry.pending
+    clocks = registry.clocks
     try:
         with torch.random.fork_rng(sorted(devices)):
             yield
     finally:
-        registry.pending = pending
+        registry.clocks = clocks
         with torch.no_grad():
             for state in states:
                 state.restore()
@@ -330,7 +331,7 @@ class _SavedState:
 
     def __init__(self, state: FP8State) -> None:
         self.state = state
-        self.first_due = list(state.first_due)
+        self.first_due = still_due(state)
         self.tensors: dict[str, torch.Tensor] = {}
         if state.allocated:
             self.tensors = {name: getattr(state, name).clone() for name in TENSORS}
@@ -344,4 +345,4 @@ class _SavedState:
             if target.shape != value.shape:  # the recipe's history has another length
                 value = resized_history(value, target.shape[0])
             target.copy_(value)
-        self.state.first_due[:] = self.first_due
+        set_first_due(self.state, self.first_due)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from ._process_groups import ranks_of
+from ._scale_scope import Scope, scope_key
+
 if TYPE_CHECKING:
     from .recipe import Recipe
-    from .scale_update import UpdatePlan
     from .state import FP8State
 
 __all__ = ["Registry", "intern", "recipe_named", "registry", "traced_key"]
@@ -58,19 +61,43 @@ class Registry:
     """All states of the process, in the order of their construction, and the regions pending."""
 
     def __init__(self) -> None:
-        self.pending = 0
-        self._recipe: Recipe | None = None  # of the last region
-        self.group: Any = None  # that the last region named; None is the whole world
+        self.scope: Scope | None = None  # of the last region
+        self._recipe: Recipe | None = None  # and its recipe
+        self._scopes: list[Scope] = []
+        self.several = False  # scopes
+        self._pending = 0  # where scopes to come begin
         self._states: dict[int, weakref.ref[FP8State]] = {}
         self._next = 0
         self._sizes: list[int] = []  # slots of every state there ever was
         self._labels: list[str] = []  # and whose it was
-        self._plan: UpdatePlan | None = None
         # Reentrant: the garbage collector may drop a state while the lock is held.
         self._lock = threading.RLock()
 
+    @property
+    def pending(self) -> int:
+        """Regions since the last update, of the scope that has most; set it of all."""
+        return max((scope.pending for scope in self._scopes), default=self._pending)
+
+    @pending.setter
+    def pending(self, count: int) -> None:
+        self.clocks = (count, [count] * len(self._scopes))
+
+    @property
+    def clocks(self) -> tuple[int, list[int]]:
+        """The regions pending of scopes to come and of each one, to be put back."""
+        return self._pending, [scope.pending for scope in self._scopes]
+
+    @clocks.setter
+    def clocks(self, counts: tuple[int, list[int]]) -> None:
+        self._pending, known = counts
+        for scope, count in itertools.zip_longest(self._scopes, known, fillvalue=self._pending):
+            scope.pending = count  # type: ignore[union-attr]
+
     def add(self, state: FP8State) -> None:
-        """Register ``state``, which gets its number; it leaves by itself when it dies."""
+        """Register ``state``, which gets its number; it leaves by itself when it dies.
+
+        Its slots stay: on another rank it may still live.
+        """
         with self._lock:
             key = self._next
             self._next += 1
@@ -79,16 +106,16 @@ class Registry:
 
             def dropped(_: Any, key: int = key) -> None:
                 self._states.pop(key, None)
-                self._plan = None
+                self.changed()
 
             self._states[key] = weakref.ref(state, dropped)
-            self._plan = None
+            self.changed()
             state.number = key
 
     def relabel(self, state: FP8State) -> None:
         """The label of ``state`` is another one."""
         self._labels[state.number] = state.label
-        self._plan = None
+        self.changed()
 
     def state(self, number: int) -> FP8State:
         """The living state with this number."""
@@ -101,49 +128,98 @@ class Registry:
         return [s for s in (ref() for ref in list(self._states.values())) if s is not None]
 
     def changed(self) -> None:
-        """A state was allocated, moved or given another recipe."""
-        self._plan = None
+        """A state was allocated, moved or given another recipe or scope."""
+        for scope in self._scopes:
+            scope.plan = None
 
-    def enter_region(self, recipe: Any, group: Any, may_update: bool) -> None:
+    def scope_of(self, recipe: Any, group: Any) -> Scope:
+        """The scope of a region, which from now on is reduced over ``group``."""
+        last = self.scope
+        if last is not None and last.group is group and last.reduces == recipe.reduce_amax:
+            return last
+        key = scope_key(recipe, group)
+        scope = next((s for s in self._scopes if s.key == key), None)
+        if scope is None:
+            scope = next((s for s in self._scopes if s.key is None), None) or self._add_scope()
+            scope.key = key
+        scope.group = group if scope.reduces else None
+        return scope
+
+    def _add_scope(self) -> Scope:
+        scope = Scope(len(self._scopes), self._pending)
+        self._scopes.append(scope)
+        self.several = len(self._scopes) > 1
+        return scope
+
+    def enter_region(self, recipe: Any, group: Any, may_update: bool) -> Scope | None:
         """Count a recorded region; before that, update once ``recipe.interval`` have passed."""
         if not recipe.keeps_state:
-            return
+            return None
         with self._lock:
-            self.group = group
+            scope = self.scope = self.scope_of(recipe, group)
             if may_update:
-                self.catch_up(recipe, group)
-            self.pending += 1
+                self.catch_up(recipe, scope)
+            scope.pending += 1
             if recipe.first_step == "current" or recipe is not self._recipe:
                 self._recipe = recipe
                 key = intern(recipe)[0]
                 for state in self.living():
                     state.follow(key, recipe)
+        return scope
 
-    def catch_up(self, recipe: Any, group: Any) -> None:
-        """Update as entering a region of ``recipe`` would."""
+    def catch_up(self, recipe: Any, scope: Scope) -> None:
+        """Update as entering a region of ``recipe`` in ``scope`` would."""
         with self._lock:
-            if recipe.keeps_state and self.pending >= recipe.interval:
-                self._update(recipe, group)
+            if recipe.keeps_state and scope.pending >= recipe.interval:
+                self._update(recipe, scope)
 
     def flush(self, group: Any) -> None:
-        """Apply the pending update, if any."""
-        with self._lock:
-            if self.pending:
-                self._update(None, group)
+        """Apply pending updates: of ``group``, or each scope's.
 
-    def _update(self, recipe: Any, group: Any) -> None:
-        plan = self._plan
+        Errors: ValueError for a group of no region while others are pending.
+        """
+        with self._lock:
+            waiting = [scope for scope in self._scopes if scope.pending]
+            if group is not None and waiting:
+                ranks = ranks_of(group)
+                wanted = ("world" if ranks == ranks_of(None) else ranks, "own", None)
+                known = any(scope.key in (wanted[0], None) for scope in self._scopes)
+                if not known and any(scope.reduces for scope in waiting):
+                    raise ValueError(
+                        "flush_fp8_state: group must be the fp8_group of regions that have run "
+                        f"(None: each one's own), got ranks {list(ranks)}"
+                    )
+                waiting = [scope for scope in waiting if scope.key in wanted]
+            for scope in waiting:
+                if scope.key is None:
+                    scope.group = group
+                self._update(None, scope)
+
+    def loaded(self, state: FP8State, number: int | None, pending: int) -> None:
+        """``state`` was saved when it was in scope ``number``, with ``pending`` regions there."""
+        if number is None:
+            self.pending = pending
+        else:
+            while number >= len(self._scopes):
+                self._add_scope()
+            if state.sharing.scope is None:
+                state.sharing.scope = self._scopes[number]
+            state.sharing.scope.pending = pending
+        self.changed()
+
+    def _update(self, recipe: Any, scope: Scope) -> None:
+        plan = scope.plan
         if plan is None:
             from .scale_update import UpdatePlan
 
-            states = [s for s in self.living() if s.allocated]
+            living = [s for s in self.living() if s.allocated]
+            states = [s for s in living if s.sharing.scope in (None, scope)]
             for state in states:
                 if state.recipe is None:  # loaded, with functions that no file can hold
                     state.recipe = recipe
-            plan = self._plan = UpdatePlan(states, self._sizes, self._labels)
-        last = self._recipe if recipe is None else recipe
-        plan.run(group, getattr(last, "reduce_amax", True))
-        self.pending = 0
+            plan = scope.plan = UpdatePlan(scope, states, self._sizes, self._labels)
+        plan.run()
+        scope.pending = 0
 
 
 registry = Registry()

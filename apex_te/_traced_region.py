@@ -32,8 +32,18 @@ def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
     torch.ops.apex_te.enter_region(_token, key, name, may_update)
 
 
-def follow_traced_region(used: list[tuple[FP8State, str]], state: FP8State, key: str) -> None:
-    """Give what the graph uses of ``state`` the values that it has in the region, once."""
+def follow_traced_region(
+    used: list[tuple[FP8State, str]] | None, state: FP8State, key: str
+) -> None:
+    """Give what the graph uses of ``state`` the values that it has in the region, once.
+
+    ``used`` None: the region was entered before the graph, which uses the state as it is; layers
+    that share its code may run in regions of different groups.
+    """
+    if used is None:
+        if registry.several:
+            torch.ops.apex_te.note_region(_token, state.handle, key)
+        return
     if not state.staging(key) or any(s is state and k == key for s, k in used):
         return
     used.append((state, key))
@@ -49,9 +59,10 @@ def leave_traced_region(used: list[tuple[FP8State, str]]) -> None:
 def _catch_up(key: str, group: str | None, may_update: bool) -> bool:
     """Update before the modules that are traced adapt their scales to another recipe."""
     recipe: Any = recipe_named(key)
-    registry.group = _group(group)
-    if may_update and any(s.recipe not in (None, recipe) for s in registry.living()):
-        registry.catch_up(recipe, registry.group)
+    if recipe.keeps_state:
+        scope = registry.scope = registry.scope_of(recipe, _group(group))
+        if may_update and any(s.recipe not in (None, recipe) for s in registry.living()):
+            registry.catch_up(recipe, scope)
     return True
 
 
@@ -73,7 +84,15 @@ def _enter(token: torch.Tensor, key: str, group: str | None, may_update: bool) -
 def _follow(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    _copy(tensors, registry.state(int(handle)).staging(key))
+    state = registry.state(int(handle))
+    if state.sharing.scope is not registry.scope:
+        state.enter(registry.scope)
+    _copy(tensors, state.staging(key))
+
+
+def _note(token: torch.Tensor, handle: torch.Tensor, key: str) -> None:
+    if recipe_named(key).keeps_state and torch._C._current_graph_task_id() == -1:
+        registry.state(int(handle)).enter(registry.scope)
 
 
 def _leave(
@@ -92,6 +111,10 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
 register(
     "enter_region(Tensor(a!) token, str key, str? group, bool may_update) -> ()",
     _enter,
+)
+register(
+    "note_region(Tensor(a!) token, Tensor handle, str key) -> ()",
+    _note,
 )
 register(
     "follow_region(Tensor token, Tensor handle, Tensor(a!)[] tensors, str key) -> ()",

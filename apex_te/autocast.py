@@ -5,13 +5,17 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ._process_groups import is_process_group
 from ._registry import intern, registry, traced_key
 from ._traced_region import enter_traced_region, leave_traced_region
 from .recipe import DelayedScaling, Recipe
+
+if TYPE_CHECKING:
+    from ._scale_scope import Scope
 
 __all__ = ["fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
 
@@ -26,7 +30,7 @@ class Region:
 
     __slots__ = (
         "calibrating", "enabled", "grad", "in_fp8", "outer", "recipe", "recipe_key", "records",
-        "traced",
+        "scope", "traced",
     )  # fmt: skip
 
     def __init__(
@@ -52,6 +56,10 @@ class Region:
         self.records: bool = self.grad or calibrating
         if outer is not None and outer.in_fp8:
             self.records = outer.records
+        # Where what is staged inside is reduced; None where nothing is counted.
+        self.scope: Scope | None = None
+        if outer is not None and self.records and self.recipe.keeps_state:
+            self.scope = outer.scope
         # The states that compiled code has used since it entered the outermost region itself.
         self.traced: list[Any] | None = None if outer is None else outer.traced
 
@@ -72,16 +80,19 @@ class fp8_autocast:
         enabled: run in FP8; False inside an enabled region switches it off.
         fp8_recipe: a recipe, default ``DelayedScaling()``; read on entry. A bool here is taken as
             ``calibrating``.
-        fp8_group: process group over which amaxes are MAX-reduced; None is the whole world. Its
-            ranks have the same FP8 modules: data-, tensor- and expert-parallel ones, never those of
-            another pipeline stage. Ranks whose modules differ in number, size, class or the
-            ``layer_number`` of their TransformerLayer or MultiheadAttention get a RankMismatchError
-            at the first update. Stages that are equal in all of these cannot be told apart: each
+        fp8_group: process group over which amaxes are MAX-reduced; None is the whole world. That of
+            the outermost region counts. Its ranks have the same FP8 modules: data-, tensor- and
+            expert-parallel ones, never those of another pipeline stage. Ranks whose modules differ
+            in number, size, class, the ``layer_number`` of their TransformerLayer or
+            MultiheadAttention, or the pipeline stage that Megatron knows get a RankMismatchError at
+            the first update. Stages that are equal in all of these cannot be told apart: each
             other's amaxes would then set their scales, which are too small for one of them.
         calibrating: collect amaxes even where ``enabled`` is False (results in high precision).
 
     Scales move in one place: on entering an outermost region with grad enabled, once ``interval``
     regions have passed since the last update. ``apex_te.flush_fp8_state()`` applies a pending one.
+    Regions with different groups, or with ``reduce_amax`` and without, count and update on their
+    own: each the modules that ran in its like last.
 
     Errors: TypeError for an argument of a wrong type.
     """
@@ -126,7 +137,7 @@ class fp8_autocast:
                     region.traced = []
                     enter_traced_region(region.recipe_key, self.group, region.grad)
             elif graph_task_id() == -1:
-                registry.enter_region(region.recipe, self.group, may_update=region.grad)
+                region.scope = registry.enter_region(region.recipe, self.group, region.grad)
         local.region = region
 
     def __exit__(self, *exc: object) -> None:
@@ -152,12 +163,6 @@ class fp8_autocast:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
-
-
-def is_process_group(value: object) -> bool:
-    """Whether ``value`` is a torch.distributed process group."""
-    distributed = torch.distributed
-    return distributed.is_available() and isinstance(value, distributed.ProcessGroup)
 
 
 def is_fp8_enabled() -> bool:

@@ -277,7 +277,7 @@ class FP8Parameter(torch.Tensor):
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
         """The codes as bytes and the scales of this shard; all shards hold as many rows."""
-        return shard_codes(self, mesh, outer_size, mp_policy)
+        return shard_codes(self, mesh, outer_size, module, mp_policy)
 
     def fsdp_post_all_gather(
         self,

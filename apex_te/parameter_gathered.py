@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,12 @@ if TYPE_CHECKING:
     from .parameter import FP8Parameter
     from .quantizer import GemmQuantizers
 
-__all__ = ["Gathered", "gathered_codes", "joined", "replace", "shard_codes"]
+__all__ = [
+    "Gathered", "check_resharding", "fsdp_groups", "gathered_codes", "joined", "replace",
+    "shard_codes",
+]  # fmt: skip
+
+_checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class Gathered:
@@ -71,12 +77,46 @@ class Gathered:
             quantizer.stage(self.amax, self.group)
 
 
-def shard_codes(shard: FP8Parameter, mesh: Any, outer_size: Any, mp_policy: Any) -> tuple:
+def fsdp_groups() -> Iterator[Any]:
+    """What FSDP2 gathers at once, of all models; torch has no public way to ask."""
+    from torch.distributed import _composable_state
+
+    for reference in list(_composable_state._module_state_mapping.values()):
+        state: Any = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.11 has one
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        yield from (group for group in groups if group is not None)
+
+
+def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
+    """Ask, once, what becomes of the gathered weights of ``module`` after a forward.
+
+    Errors: NotImplementedError, on all ranks and before anything is gathered, where FSDP2 is to
+    spread them over fewer ranks: it takes the codes for values, and cannot gather them again.
+    """
+    if module is None or module in _checked:
+        return
+    for group in fsdp_groups():
+        if getattr(group, "_use_post_forward_mesh", False) and any(
+            part._module_info.module is module for part in group.fsdp_params
+        ):
+            raise NotImplementedError(
+                f"{owner}: reshard_after_forward of fully_shard must be a bool where weights are "
+                "gathered as codes, got an int"
+            )
+    _checked.add(module)
+
+
+def shard_codes(
+    shard: FP8Parameter, mesh: Any, outer_size: Any, module: Any, mp_policy: Any
+) -> tuple:
     """What FSDP2 gathers of a shard that is held in FP8: codes as bytes, scales; and a context.
 
     Errors: NotImplementedError on all ranks for shards that are not rows, as many on each rank and
-    in whole blocks.
+    in whole blocks, and for a ``reshard_after_forward`` that is an int.
     """
+    check_resharding("FP8Parameter", module)
     layout, held = shard._layout, shard._held
     assert held.rowwise is not None
     assert held.rowwise_scale_inv is not None

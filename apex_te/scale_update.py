@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import runtime
-from ._rank_reduction import RankReduction
+from ._rank_reduction import RankReduction, Slots
 from .distributed.collectives import world_size
 from .gpu_arch import formats_of
 from .ops.amax_scale_update import amax_scale_update
 
 if TYPE_CHECKING:
+    from ._scale_scope import Scope, Sharing
     from .recipe import DelayedScaling
     from .state import FP8State
 
@@ -146,27 +147,38 @@ class _Group:
 
 
 class UpdatePlan:
-    """The tensors of all states, grouped once and reused until a state changes."""
+    """The tensors of a scope's states, grouped once and reused until a state changes."""
 
     def __init__(
-        self, states: Sequence[FP8State], sizes: Sequence[int], labels: Sequence[str]
+        self,
+        scope: Scope,
+        states: Sequence[FP8State],
+        sizes: Sequence[int],
+        labels: Sequence[str],
     ) -> None:
         """``sizes``, ``labels``: slots and owner of every state of the process by its number."""
+        self.scope = scope
         self.groups: dict[tuple, _Group] = {}
         self.sizes = tuple(sizes)
         self.labels = tuple(labels)
-        self.staged: list[tuple[int, torch.Tensor]] = []
+        self.reduced: list[Slots] = []
         self.reduction: RankReduction | None = None
         self.finished: list[list[bool]] = []
+        self._sharing: list[tuple[Sharing, bool]] = []
+        self._noted = False  # what the update means for them
         starts = [0, *itertools.accumulate(sizes)]
         for state in states:
             recipe = state.recipe
             if recipe is None or state.device.type == "meta":
                 continue
+            self._sharing.append((state.sharing, scope.reduces and recipe.reduce_amax))
             if recipe.reduce_amax:
-                at, forward = starts[state.number], state.amax_history_fwd[0]
-                self.staged.append((at, forward))
-                self.staged.append((at + forward.numel(), state.amax_history_bwd[0]))
+                at, forward = starts[state.number], state.amax_history_fwd
+                self.reduced.append(Slots(at, forward, state.scale_fwd, state.scale_inv_fwd))
+                at += forward.shape[1]
+                self.reduced.append(
+                    Slots(at, state.amax_history_bwd, state.scale_bwd, state.scale_inv_bwd)
+                )
             if recipe.first_step == "scale_one":
                 self.finished.append(state.first_due)
             self._add(state, recipe)
@@ -185,17 +197,25 @@ class UpdatePlan:
         group.scale_invs += [state.scale_inv_fwd, state.scale_inv_bwd]
         group.fp8_max += [limits.max_fwd, limits.max_bwd]
 
-    def run(self, process_group: Any, reduce_amax: bool) -> None:
-        """Reduce over ``process_group`` if the recipe asks for it, then update every slot."""
-        if reduce_amax and world_size(process_group) > 1:
+    def run(self) -> None:
+        """Reduce over the scope's ranks, if it does that, then update every slot."""
+        scope, equalised = self.scope, False
+        if scope.reduces and world_size(scope.group) > 1:
             if self.reduction is None:
-                device = _device_of(process_group)
-                self.reduction = RankReduction(self.sizes, self.labels, self.staged, device)
-            self.reduction.run(process_group)
+                unsure = any(reduced and not s.sure_in(scope) for s, reduced in self._sharing)
+                device = _device_of(scope.group)
+                self.reduction = RankReduction(
+                    self.sizes, self.labels, self.reduced, device, unsure
+                )
+            equalised = self.reduction.run(scope.group)
         for (device, *_), group in self.groups.items():
             update_scales(*group.lists(), group.fp8_max, group.recipe, nonfinite_count(device))
         for due in self.finished:
             due[:] = [False] * len(due)
+        if equalised or not self._noted:
+            for sharing, reduced in self._sharing:
+                sharing.updated(scope, reduced, equalised)
+            self._noted = True
 
 
 def _device_of(group: Any) -> torch.device:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from ._amax_history import resized_history, warn_resized
+from ._first_due import set_first_due, still_due
+from ._layer_label import label_of, number_layer
+from ._process_groups import is_process_group
 from ._registry import intern, recipe_named, registry
+from ._scale_scope import Scope, Sharing
 from .gpu_arch import formats_of
 from .recipe import DelayedScaling, Recipe
 
@@ -38,7 +42,6 @@ TENSORS = (
     "scale_inv_bwd",
     "amax_history_bwd",
 )
-_resized: set[tuple[int, int]] = set()
 
 
 class Compiled:
@@ -58,9 +61,13 @@ class FP8State:
         scale_fwd, scale_inv_fwd: ``[3 G]``; scale_bwd, scale_inv_bwd: ``[2 G]``.
         amax_history_fwd: ``[L, 3 G]``; amax_history_bwd: ``[L, 2 G]``. Row 0 is the staging row
             into which casts write, row 1 the oldest, row ``L - 1`` the newest.
-        first_due: per slot, True while ``first_step="current"`` has still to set its scale.
-        label: the module's class and, in a numbered layer, its number: the same on all ranks.
+        first_due: per slot, True while ``first_step="current"`` has still to set its scale, as far
+            as the host knows; ``still_due(state)`` is what is true.
+        first_on_device: the same of slots whose data's rows only the device counts: int32
+            ``[slots]`` for a tuple of slots.
+        label: the module's class and its layer's number or pipeline stage, where known.
         recipe: the recipe of the last forward that keeps state, or None.
+        sharing: over which ranks the scales move, and are equal.
 
     The tensors keep their addresses from then on, until the module changes device or the
     history its length.
@@ -82,11 +89,13 @@ class FP8State:
     def __init__(self, gemms: int = 1, owner: Any = None, registered: bool = True) -> None:
         self.gemms = gemms
         self._owner = None if owner is None else weakref.ref(owner)
-        self.label = "" if owner is None else type(owner).__name__
+        self.label = label_of(owner)
         self.allocated = False
         self.device = torch.device("meta")
         self.recipe: DelayedScaling | None = None
         self.first_due = [True] * self.slots
+        self.first_on_device: dict[tuple[int, ...], torch.Tensor] = {}
+        self.sharing = Sharing()
         self.forget()
         if registered:
             registry.add(self)
@@ -116,15 +125,22 @@ class FP8State:
         return (FORWARD_SLOTS + BACKWARD_SLOTS) * self.gemms
 
     def quantizers(
-        self, key: str, recipe: Recipe, device: torch.device, records: bool = True
+        self,
+        key: str,
+        recipe: Recipe,
+        device: torch.device,
+        records: bool = True,
+        scope: Scope | None = None,
     ) -> QuantizerSets:
-        """The quantizers for ``recipe``, interned as ``key``, to which a recording state adapts."""
+        """The quantizers for ``recipe``, interned as ``key``; a recording state adapts to them."""
         if torch.compiler.is_compiling():
             self._prepare(key, device.type, device.index, records)
             return getattr(self.compiled, key)[0]
         active = self._active
-        if active is not None and self._active_key == key:
+        entered = scope is None or scope is self.sharing.scope
+        if active is not None and self._active_key == key and entered:
             return active
+        self.enter(scope)
         return self.adapt(key, recipe, device, records)
 
     def _prepare(self, key: str, device: str, index: int | None, records: bool) -> bool:
@@ -136,11 +152,15 @@ class FP8State:
         """
         where = torch.device(device) if index is None else torch.device(device, index)
         recipe = recipe_named(key)
+        scope = registry.scope if records and recipe.keeps_state else None
+        self.enter(scope)
         self.adapt(key, recipe, where, records)
+        set_first_due(self, still_due(self))
         self._traced = True
         self._first_traced |= records and recipe.keeps_state
         for state in registry.living():
             if not state._sets and state.owner_device() == where:
+                state.enter(scope)
                 state.adapt(key, recipe, where, records)
                 state._traced = True
                 state._first_traced |= records and recipe.keeps_state
@@ -201,6 +221,13 @@ class FP8State:
         if records:
             self._active_key, self._active = key, sets
         return sets
+
+    def enter(self, scope: Scope | None) -> None:
+        """The module runs in a region of ``scope``, if that is known."""
+        if scope is not None:
+            if scope is not self.sharing.scope:
+                registry.changed()
+            self.sharing.enter(scope)
 
     def follow(self, key: str, recipe: DelayedScaling) -> None:
         """Do on entry to a region what compiled code cannot: end the first step, adapt."""
@@ -264,7 +291,9 @@ class FP8State:
             self.amax_history_fwd = zeros(forward)
             self.amax_history_bwd = zeros(backward)
         self.first_due = [True] * self.slots
+        self.first_on_device = {}
         self.allocated = True
+        self.sharing.renewed()
         self._replaced()
 
     def reset(self) -> None:
@@ -273,7 +302,9 @@ class FP8State:
             with torch.no_grad():
                 for name in TENSORS:
                     getattr(self, name).fill_(0.0 if "history" in name else 1.0)
-            self.first_due[:] = [True] * len(self.first_due)
+            set_first_due(self, [True] * self.slots)
+            self.sharing.renewed()
+            registry.changed()
 
     def move(self, device: torch.device) -> None:
         """Follow the module to ``device``; nothing is kept across the meta device."""
@@ -286,6 +317,8 @@ class FP8State:
         with torch.inference_mode(False), torch.no_grad():
             for name in TENSORS:
                 setattr(self, name, getattr(self, name).to(device, copy=True))
+            for slots, flags in self.first_on_device.items():
+                self.first_on_device[slots] = flags.to(device, copy=True)
         self._replaced()
 
     def resize(self, length: int) -> None:
@@ -306,40 +339,35 @@ class FP8State:
         registry.changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"gemms", "label", "allocated", "device", "recipe", "first_due", *TENSORS}
-        return {key: value for key, value in self.__dict__.items() if key in kept}
+        kept = {"gemms", "label", "allocated", "device", "recipe", *TENSORS}
+        values = {key: value for key, value in self.__dict__.items() if key in kept}
+        return values | {"first_due": still_due(self)}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
+        self.first_on_device = {}
+        self.sharing = Sharing()
+        if self.allocated:
+            self.sharing.loaded(None)
         self._owner = None
         self.forget()
         registry.add(self)
 
 
-def warn_resized(old: int, new: int) -> None:
-    """Say once per pair of lengths that histories change their length."""
-    if (old, new) not in _resized:
-        _resized.add((old, new))
-        what = "trimmed" if new < old else "padded"
-        warnings.warn(f"FP8State: amax history {what} from length {old} to {new}", stacklevel=3)
-
-
-def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
-    """A copy of ``history`` [old, slots] with ``length`` rows: staging row and newest rows kept."""
-    new = history.new_zeros(length, history.shape[1])
-    new[0] = history[0]
-    kept = min(history.shape[0], length) - 1
-    if kept:
-        new[-kept:] = history[-kept:]
-    return new
-
-
 def flush_fp8_state(group: Any = None) -> None:
-    """Apply a pending scale update now; collective over ``group`` (None: the whole world).
+    """Apply pending scale updates now; collective over the ``fp8_group`` of the regions.
 
     Scales otherwise move on entering the next ``fp8_autocast``. Call it before saving where all
     ranks must save the same scales. Does nothing if no region has run since the last update.
+
+    ``group``: update only what ran in regions with this ``fp8_group``; None: all, each over its
+    own. Errors: TypeError for what is no process group; ValueError for a group of no region.
     """
+    if group is not None and not is_process_group(group):
+        raise TypeError(
+            "flush_fp8_state: group must be a torch.distributed.ProcessGroup, "
+            f"got {type(group).__name__}"
+        )
     registry.flush(group)
 
 
@@ -360,17 +388,6 @@ def init_fp8_state(model: torch.nn.Module, recipe: Recipe | None = None) -> None
         init = getattr(module, "_init_fp8_state", None)
         if init is not None:
             init(recipe)
-
-
-def number_layer(layer: torch.nn.Module, layer_number: int | None) -> None:
-    """Note in the FP8 states of ``layer`` which layer of the model it is, if that is known."""
-    if layer_number is None:
-        return
-    for module in layer.modules():
-        state = getattr(module, "_fp8", None)
-        if isinstance(state, FP8State):
-            state.label = f"{type(module).__name__} of layer {layer_number}"
-            registry.relabel(state)
 
 
 def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ._first_due import set_first_due, still_due
 from .recipe import DelayedScaling, Format
 from .state import (
     BACKWARD_SLOTS,
@@ -25,6 +26,7 @@ VERSION = 1
 HEADER_BYTES = 512
 HEADER_BYTES_PER_SLOT = 6
 NAMES = (*TENSORS, "header")
+_SCOPES = 256  # the most that a file may ask for
 
 
 def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> None:
@@ -42,11 +44,14 @@ def header_of(state: FP8State) -> torch.Tensor:
 
 
 def _header(state: FP8State) -> dict[str, Any]:
+    scope = state.sharing.scope
     header: dict[str, Any] = {
         "version": VERSION,
         "history": state.history_length,
-        "pending": registry.pending,
-        "first_due": state.first_due,
+        "pending": registry.pending if scope is None else scope.pending,
+        "scope": None if scope is None else scope.number,
+        "equal": state.sharing.fingerprint(),
+        "first_due": still_due(state),
     }
     recipe = state.recipe
     if recipe is not None:
@@ -110,6 +115,14 @@ def _read(header: dict[str, Any], slots: int) -> tuple[int, list[bool], DelayedS
     return pending, due, recipe
 
 
+def _counts(header: dict[str, Any], name: str, limit: int) -> int | None:
+    """A number below ``limit``, None where there is none."""
+    value = header.get(name)
+    if value is not None and not (type(value) is int and 0 <= value < limit):
+        raise ValueError(f"{name} must be a count below {limit}, got {value!r}")
+    return value
+
+
 def load_state(
     state: FP8State,
     tensors: dict[str, Any],
@@ -132,7 +145,9 @@ def load_state(
         missing_keys.extend(absent)
         return
     try:
-        pending, due, recipe = _read(_decode(found["header"]), state.slots)
+        header = _decode(found["header"])
+        pending, due, recipe = _read(header, state.slots)
+        scope, equal = _counts(header, "scope", _SCOPES), _counts(header, "equal", 1 << 32)
         length = _check_shapes(found, state.gemms)
     except ValueError as error:
         error_msgs.append(f"FP8State: {prefix}{error}")
@@ -150,11 +165,12 @@ def load_state(
     with torch.no_grad():
         for name in TENSORS:
             getattr(state, name).copy_(found[name])
-    state.first_due[:] = due
+    set_first_due(state, due)
     if state.recipe is None:
         state.recipe = recipe
         registry.changed()
-    registry.pending = pending
+    registry.loaded(state, scope, pending)
+    state.sharing.loaded(equal)
 
 
 def _check_shapes(found: dict[str, Any], gemms: int) -> int:

@@ -29,9 +29,10 @@ class fp8_statistics:
 
     One entry for each module, GEMM, role (input, weight, grad_output) and step; a step is one
     outermost ``fp8_autocast`` region entered with grad enabled. Evaluation, recomputation, weights
-    that are cached or held in FP8, and what torch.compile or a CUDA graph runs are not noted.
-    Results do not change. The figures stay on the device, with no synchronisation, until they are
-    asked for; a noted step reads each tensor a few times more.
+    that are cached or held in FP8, what torch.compile or a CUDA graph runs, and a GroupedLinear on
+    the GPU whose ``m_splits`` are a tensor are not noted. Results do not change. The figures stay
+    on the device, with no synchronisation, until they are asked for; a noted step reads each tensor
+    a few times more.
 
     Args:
         model: holds FP8 modules; those of it that run in FP8 are noted.

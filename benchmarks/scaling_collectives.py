@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SLOTS = 5  # amaxes of a GEMM: apex_te.state
-HEADER, QUANTUM = 4, 16384  # numbers of the amax collective: apex_te._rank_reduction
+HEADER, QUANTUM = 5, 16384  # numbers of the amax collective: apex_te._rank_reduction
 
 
 class Group(NamedTuple):
@@ -234,13 +234,16 @@ def sharded(
 
 
 def exchanged(model: Model, layout: Layout, recipe: Recipe) -> list[Collective]:
-    """Of a layer's tokens: to their experts and back, values; and how many go where."""
+    """Of a layer's tokens: to their experts and back, values; and how many go where.
+
+    The latter with a word for each rank, by which ranks that differ learn that they do.
+    """
     if layout.ep == 1:
         return []
     group = layout.group(layout.ep, 1)
     rows = model.sequence * model.batch * model.topk // layout.tp
     size = rows * model.hidden * recipe.value_bytes
-    counts = Collective("forward", "ep", "all_to_all", 4 * model.experts, group)
+    counts = Collective("forward", "ep", "all_to_all", 4 * (model.experts + layout.ep), group)
     return [counts] + [
         Collective(phase, "ep", "all_to_all", size, group)
         for phase in ("forward", "backward")

@@ -25,6 +25,27 @@ _KEEPING = {
 }  # fmt: skip
 
 
+class _BeforeGather:
+    """FSDP2's first hook. It asks for the signature at every gather, which a method makes slow."""
+
+    __slots__ = ("weight",)
+
+    __signature__ = inspect.Signature(
+        [
+            inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+            for name in ("mesh", "outer_size", "outer_stride", "module", "mp_policy")
+        ]
+    )
+
+    def __init__(self, weight: ShardedWeight) -> None:
+        self.weight = weight
+
+    def __call__(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        return self.weight.source.payload(self.weight, mesh, outer_size, mp_policy)
+
+
 class ShardedWeight(torch.Tensor):
     """A weight, or the rows of it that a rank has, which is gathered as its ``source`` says.
 
@@ -83,11 +104,10 @@ class ShardedWeight(torch.Tensor):
             plain = torch.nn.Parameter(plain, self.requires_grad)
         return plain.__reduce_ex__(protocol)
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """The codes of this shard, padded to what FSDP2 expects, and the scales of blocks."""
-        return self.source.payload(self.plain(), mesh, outer_size, mp_policy)
+    @property
+    def fsdp_pre_all_gather(self) -> _BeforeGather:
+        """To be called for the codes of this shard, padded to what FSDP2 expects."""
+        return _BeforeGather(self)
 
     def fsdp_post_all_gather(
         self,
@@ -99,11 +119,6 @@ class ShardedWeight(torch.Tensor):
     ) -> Any:
         """The whole weight over the gathered codes; into ``out`` from the second time on."""
         return self.source.whole(all_gather_outputs, metadata, param_dtype, out)
-
-
-# FSDP2 asks for the signature at every gather, and annotations make that slow.
-_hook: Any = ShardedWeight.fsdp_pre_all_gather
-_hook.__signature__ = inspect.signature(_hook)
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:

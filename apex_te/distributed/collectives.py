@@ -19,7 +19,6 @@ __all__ = [
     "all_gather_rows",
     "all_reduce",
     "all_to_all_rows",
-    "covers",
     "max_over_ranks",
     "reduce_scatter_rows",
     "world_size",
@@ -38,14 +37,6 @@ def world_size(group: Any) -> int:
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
     return distributed.get_world_size(group)
-
-
-def covers(outer: Any, inner: Any) -> bool:
-    """Whether every rank of ``inner`` is one of ``outer``; None is the whole world."""
-    if outer is None or outer is inner:
-        return True
-    ranks = distributed.get_process_group_ranks
-    return set(ranks(inner)) <= set(ranks(outer))
 
 
 class Pending:

@@ -20,12 +20,13 @@ from ..autocast import local
 from ..ops import multi_tensor
 from ..parameter import FP8Parameter
 from ..parameter_dispatch import KERNEL_DTYPES
-from ..parameter_gathered import Gathered, replace
+from ..parameter_gathered import Gathered, check_resharding, replace
 from ..parameter_ops import quantizers_of
 from ..quantizer.stored import layout_of, stored_recipe
 from ..recipe import DelayedScaling, Recipe
 from ..state import intern
 from ..tensor import QuantizedTensor
+from ._gather_group import GatherGroup, parts_gathered_with
 from ._sharded_weight import ShardedWeight, local_of
 from .collectives import max_over_ranks
 
@@ -51,7 +52,8 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | None = None) 
     Errors: TypeError for an argument or a weight's dtype; ValueError for a model that is sharded
     or enabled already, or that has no such weight; NotImplementedError for MXFP8, whose transposed
     copy has to be made of the values. In forward, ValueError for an ``fp8_autocast`` with another
-    recipe or a group that is too small, NotImplementedError for shards that cut a block.
+    recipe or a group that is too small, NotImplementedError for shards that cut a block and for
+    ``fully_shard(reshard_after_forward=<int>)``, which would shard codes.
     """
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(model, torch.nn.Module):
@@ -120,8 +122,12 @@ class Part:
         self.name = name
         self.changes = 0
         self.seen: tuple[int, int] | None = None  # the state whose amax was taken
-        self._mesh: Any = None
-        self._group: Any = None  # of that mesh; None for one rank
+        self.ready: Any = None  # what the next gather sends of it, made with others
+        self.size: Any = None  # of the whole, as the last gather said
+        self.ranks = 1
+        self.mesh: Any = None
+        self.group: Any = None  # of that mesh; None for one rank
+        self._together: GatherGroup | None = None
 
     def parameter(self) -> Any:
         """What the module has in its place now; None for a module that is gone."""
@@ -148,49 +154,69 @@ class Part:
         elif shard is None and type(parameter) is torch.nn.Parameter:
             module._parameters[self.name] = _parameter(parameter, self)
 
-    def group(self, mesh: Any) -> Any:
-        """The ranks of ``mesh``; None where there is one."""
-        if mesh is not self._mesh:
-            self._mesh = mesh
-            self._group = mesh.get_group() if mesh.size() > 1 else None
-        return self._group
+    def _meet(self, mesh: Any, size: Any) -> None:
+        """Take note of the ranks that have shards."""
+        check_resharding("enable_fp8_all_gather", self.unit.module())
+        self.mesh, self.size, self.ranks = mesh, size, mesh.size()
+        self.group = mesh.get_group() if self.ranks > 1 else None
+        if self._together is None:
+            together = GatherGroup(parts_gathered_with(self))
+            for part in together.parts:
+                part._together = together
 
     # What a ShardedWeight asks.
 
     def payload(
-        self, x: torch.Tensor, mesh: Any, size: Any, mp_policy: Any
+        self, shard: ShardedWeight, mesh: Any, size: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Codes of the shard ``x`` as bytes; of blocks their scales, too; and a context."""
-        unit, weights = self.unit, self.unit.weights
-        ranks = mesh.size()
-        weights.check_shard(self.name, x, ranks, size)
+        """Codes of the shard as bytes; of blocks their scales, too; and a context."""
+        ready = self.ready
+        if ready is not None:  # made as the first of those that are gathered with it was asked
+            self.ready = None
+            return ready
         dtype = mp_policy.param_dtype
+        if dtype is not None and dtype not in KERNEL_DTYPES:
+            raise TypeError(
+                "enable_fp8_all_gather: param_dtype must be float32, float16 or bfloat16, got "
+                f"{dtype}"
+            )
+        if mesh is not self.mesh and mesh != self.mesh:
+            self._meet(mesh, size)
+        assert self._together is not None
+        if self._together.parts[0] is self and self._together.quantize(shard, dtype):
+            ready, self.ready = self.ready, None
+            return ready
+        return self._payload_alone(shard.plain(), size, dtype)
+
+    def _payload_alone(
+        self, x: torch.Tensor, size: Any, dtype: torch.dtype | None
+    ) -> tuple[tuple[torch.Tensor, ...], Any]:
+        unit, weights = self.unit, self.unit.weights
+        weights.check_shard(self.name, x, self.ranks, size)
         if dtype is not None and dtype is not x.dtype:
-            if dtype not in KERNEL_DTYPES:
-                raise TypeError(
-                    "enable_fp8_all_gather: param_dtype must be float32, float16 or bfloat16, got "
-                    f"{dtype}"
-                )
             x = x.to(dtype)
-        group = self.group(mesh)
-        codes, scale_inv, note = unit.quantized(self, x, group, size)
+        codes, scale_inv, note = unit.quantized(self, x, self.group, size)
         codes = codes.view(torch.uint8)
-        rows = -(-size[0] // ranks)
+        rows = -(-size[0] // self.ranks)
         if codes.shape[1] == size[1] and codes.shape[0] != rows:
             codes = functional.pad(codes, (0, 0, 0, rows - codes.shape[0]))
         inputs = (codes, scale_inv) if weights.layout.block_rows else (codes,)
-        return inputs, (note, scale_inv, size)
+        return inputs, (note, scale_inv, size, False)
 
     def whole(
         self, outputs: tuple[torch.Tensor, ...], context: Any, dtype: torch.dtype, out: Any
     ) -> Any:
         """The weight [rows, cols] over all ranks' codes; FSDP2's padding is cut off."""
-        note, scale_inv, size = context
+        note, scale_inv, size, kept = context
         if len(outputs) > 1:  # with one rank FSDP2 hands over the first only
             scale_inv = outputs[1]
+        codes = outputs[0]
+        if codes.shape != size:
+            codes = codes.view(-1)[: size[0] * size[1]].view(size)
         codes_dtype = note.settings[1]
-        codes = outputs[0].view(-1)[: size[0] * size[1]].view(size).view(codes_dtype)
-        if codes.is_cuda:  # made on FSDP2's stream of copies, read by the stream of products
+        codes = codes.view(codes_dtype)
+        if not kept and codes.is_cuda:
+            # Made on FSDP2's stream of copies, read by the stream of products.
             stream = torch.cuda.current_stream()
             for tensor in (scale_inv, note.amax):
                 if tensor is not None:
@@ -220,27 +246,34 @@ class Unit:
         """Whether the amax is not that of the weight now."""
         return any(part.seen is None or part.now() != part.seen for part in self.parts)
 
+    def quantizer(self, device: torch.device) -> tuple[Any, bool]:
+        """Quantizer of the weight now, and whether what it makes of an amax is to be kept."""
+        weights, region = self.weights, local.region
+        keep = region is None or region.records or not region.in_fp8
+        if not weights.recipe.keeps_state:
+            return quantizers_of(weights.recipe, device).weight, keep
+        module: Any = self.module()
+        state = module._fp8
+        key, recipe = weights.key, weights.recipe
+        if region is not None and region.in_fp8 and region.recipe.keeps_state:
+            key, recipe = region.recipe_key, region.recipe
+        elif state.recipe is not None:
+            key, recipe = intern(state.recipe)
+        sets = state.quantizers(key, recipe, device, keep and region is not None)
+        if device.type == "cuda":
+            weights.wait_for_scales(self)
+        self.scales = state.scale_fwd._version
+        return sets.recording[self.gemm].weight, keep
+
     def quantized(
         self, part: Part, x: torch.Tensor, group: Any, size: Any
     ) -> tuple[torch.Tensor, torch.Tensor, Gathered]:
         """Codes and inverse scales of the shard ``x``, and what goes with them."""
         weights, state = self.weights, None
-        region = local.region
-        keep = region is None or region.records or not region.in_fp8
         if weights.recipe.keeps_state:
             module: Any = self.module()
             state = module._fp8
-            key, recipe = weights.key, weights.recipe
-            if region is not None and region.in_fp8 and region.recipe.keeps_state:
-                key, recipe = region.recipe_key, region.recipe
-            elif state.recipe is not None:
-                key, recipe = intern(state.recipe)
-            sets = state.quantizers(key, recipe, x.device, keep and region is not None)
-            quantizer = sets.recording[self.gemm].weight
-            if x.is_cuda:
-                weights.wait_for_scales(self)
-        else:
-            quantizer = quantizers_of(weights.recipe, x.device).weight
+        quantizer, keep = self.quantizer(x.device)
         amax = None
         if quantizer.needs_whole_amax():
             amax = weights.amax_of(self, part, group, x.device, size)
@@ -253,9 +286,12 @@ class Unit:
         codes, scale_inv, own = quantizer.quantize_rows(x, amax, keep)
         if state is not None:
             self.scales = state.scale_fwd._version
-        stamp = (id(self), weights.passes, self.scales)
-        settings = quantizer.settings()
-        return codes, scale_inv, Gathered(settings, weights.name, own, group, stamp)
+        return codes, scale_inv, self.note(quantizer, own, group)
+
+    def note(self, quantizer: Any, amax: torch.Tensor | None, group: Any) -> Gathered:
+        """What goes with codes of ``quantizer``."""
+        stamp = (id(self), self.weights.passes, self.scales)
+        return Gathered(quantizer.settings(), self.weights.name, amax, group, stamp)
 
 
 class Weights:

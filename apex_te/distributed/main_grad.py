@@ -23,8 +23,22 @@ _IN_FLIGHT = 4  # buckets at a time, which bounds the memory that they take
 _HEADER = 5
 _QUANTUM = 4096
 _TOP = 0x7FFFFFFF
-# By group and digest, what a rank says of parameters that the ranks were found to agree on.
-_agreed: weakref.WeakKeyDictionary[Any, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
+
+
+class _Agreed:
+    """What the ranks of a group were found to agree on.
+
+    Attributes:
+        capacity: numbers of their collective.
+        said: by digest, what a rank says of the parameters.
+    """
+
+    def __init__(self) -> None:
+        self.capacity = _QUANTUM
+        self.said: dict[int, torch.Tensor] = {}
+
+
+_agreed: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
 
 
 def reduce_main_grads(
@@ -156,8 +170,9 @@ def _complete(
     """The gradients that any rank has, zeros where others have one.
 
     One small collective, which also tells whether the ranks have the same parameters and none an
-    ``error``. Its size is a multiple of 4096 numbers, so that ranks that differ still take part in
-    the same one.
+    ``error``. It has as many numbers as the ranks agreed on last, 4096 before they ever did, so
+    that ranks that differ still take part in the same one; more follow once it shows that they do
+    not.
     """
     if parameters:
         device = parameters[0].device
@@ -174,20 +189,22 @@ def _complete(
     present = [0 if gradient is None else 1 for gradient in gradients]
     failed = 0 if error is None else 1
     usual = all(present) and error is None
-    agreed = _agreed.setdefault(group, {})
-    own = agreed.get(digest) if usual else None
+    agreed = _agreed.setdefault(group, _Agreed())
+    own = agreed.said.get(digest) if usual else None
     known = own is not None
     if own is None:
-        own = torch.zeros(-(-used // _QUANTUM) * _QUANTUM, dtype=torch.int32)
-        own[:used] = torch.tensor([count, _TOP - count, digest, _TOP - digest, failed, *present])
+        own = torch.zeros(used, dtype=torch.int32)
+        own[:] = torch.tensor([count, _TOP - count, digest, _TOP - digest, failed, *present])
         own = own.to(device)
-    numbers = own.clone()
-    distributed.all_reduce(numbers, op=distributed.ReduceOp.MAX, group=group)
+    first = agreed.capacity
+    numbers = own.new_zeros(max(first, -(-used // _QUANTUM) * _QUANTUM))
+    numbers[:used] = own
+    distributed.all_reduce(numbers[:first], op=distributed.ReduceOp.MAX, group=group)
     if error is not None:
         raise error
     if known and device.type == "cuda":
         return [gradient for gradient in gradients if gradient is not None]
-    most, least, high, low, failed, *anywhere = numbers[:used].tolist()
+    most, least, high, low, failed = numbers[:_HEADER].tolist()
     ranks = distributed.get_process_group_ranks(group)
     if failed:
         raise RankMismatchError(
@@ -200,8 +217,12 @@ def _complete(
             f"parameters, in number, sizes, dtypes and main_grads; this rank has {count}, the "
             f"ranks have from {_TOP - least} to {most}"
         )
+    if numbers.numel() > first:
+        distributed.all_reduce(numbers[first:], op=distributed.ReduceOp.MAX, group=group)
+        agreed.capacity = numbers.numel()
     if usual:
-        agreed[digest] = own
+        agreed.said[digest] = own
+    anywhere = numbers[_HEADER:used].tolist()
     for i, parameter in enumerate(parameters):
         if gradients[i] is None and anywhere[i]:
             parameter.grad = torch.zeros_like(parameter)

@@ -144,10 +144,11 @@ class FP8Module(torch.nn.Module):
                 modes.recompute = None
                 modes.recompute_fp8 = False
             return None, False, False
-        sets = self._fp8.quantizers(region.recipe_key, region.recipe, device, region.records)
+        key = region.recipe_key
+        sets = self._fp8.quantizers(key, region.recipe, device, region.records, region.scope)
         if region.records:
-            if compiling and region.traced is not None:
-                follow_traced_region(region.traced, self._fp8, region.recipe_key)
+            if compiling:
+                follow_traced_region(region.traced, self._fp8, key)
             if not compiling:
                 modes.recompute = sets.recompute
                 modes.recompute_fp8 = fp8
@@ -187,6 +188,7 @@ class FP8Module(torch.nn.Module):
         if self.fuse_wgrad_accumulation:
             accumulate = is_first_microbatch is not True
             in_ddp = DistributedDataParallel._active_ddp_module is not None
+            in_ddp = in_ddp or self._has_ddp_hooks()
             if not torch.compiler.is_compiling():
                 modes = self._modes
                 if graph_task_id() == -1:
@@ -201,6 +203,19 @@ class FP8Module(torch.nn.Module):
                 )
             delayed = self._modes.delayed.append
         return GemmOptions(accumulate, self.save_original_input, delayed, None, in_ddp)
+
+    def _has_ddp_hooks(self) -> bool:
+        """Whether DistributedDataParallel's "python_reducer" waits for gradients of this module."""
+        return any(
+            getattr(getattr(hook, "func", hook), "__module__", "")
+            == DistributedDataParallel.__module__
+            for parameter in self._parameters.values()
+            if parameter is not None
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values()
+        )
+
+    # torch.compile does not see hooks: asked while it traces.
+    _has_ddp_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that ``delay_wgrad_compute=True`` left out of backward."""

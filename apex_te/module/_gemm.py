@@ -56,7 +56,11 @@ class GemmOptions(NamedTuple):
 
 
 class GemmPlan(NamedTuple):
-    """What the backward of one GEMM has to know besides tensors."""
+    """What the backward of one GEMM has to know besides tensors.
+
+    ``shared_input``: quantizes rows of the input with a scale that all ranks have, so that codes
+    are gathered; None where values are, or nothing is. Asked once: scales may move until backward.
+    """
 
     quantizers: GemmQuantizers
     need_input: bool
@@ -65,6 +69,7 @@ class GemmPlan(NamedTuple):
     options: GemmOptions
     parameter: Any  # the weight whose main_grad or .grad is written here, else None
     weight_cached: bool
+    shared_input: Any
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
@@ -86,9 +91,13 @@ def gemm_plan(
     in_place = options.accumulate is not None or options.delayed is not None
     # main_grad is an attribute of this very parameter, which a saved copy could lose.
     parameter = weight if in_place and need_weight else None
+    parallel, shared = options.parallel, None
+    if parallel is not None and parallel.gathers_input:
+        shared = quantizers.input.shared(parallel.group)
     return GemmPlan(
-        quantizers, need_input, need_weight, weight.dtype, options, parameter, cached is not None
-    )
+        quantizers, need_input, need_weight, weight.dtype, options, parameter, cached is not None,
+        shared,
+    )  # fmt: skip
 
 
 def gathers_input(plan: GemmPlan) -> bool:
@@ -103,10 +112,7 @@ def saves_values(plan: GemmPlan) -> bool:
         return False
     if plan.options.save_original or plan.quantizers.high_precision_wgrad:
         return True
-    parallel = plan.options.parallel
-    if parallel is None or not parallel.gathers_input:
-        return False
-    return plan.quantizers.input.shared(parallel.group) is None
+    return gathers_input(plan) and plan.shared_input is None
 
 
 def keeps_input(plan: GemmPlan) -> bool:
@@ -123,7 +129,7 @@ def quantized_input(
     """
     parallel = plan.options.parallel
     if parallel is not None and parallel.gathers_input:
-        quantized, local = parallel.gathered_input(plan.quantizers, source)
+        quantized, local = parallel.gathered_input(plan.quantizers.input, plan.shared_input, source)
         return quantized, local
     keep = keeps_input(plan)
     if isinstance(source, torch.Tensor):

@@ -29,7 +29,7 @@ from ..distributed.collectives import (
 from ..distributed.peer_memory import peer_memory
 from ..ops.byte_transpose import byte_transpose
 from ..quantizer import GemmQuantizers
-from ..quantizer.base import Producer
+from ..quantizer.base import Producer, Quantizer
 from ..tensor import QuantizedTensor
 
 __all__ = ["GatheredCodes", "TensorParallel"]
@@ -138,14 +138,13 @@ class TensorParallel:
         return all_gather_rows(x, self.group)
 
     def gathered_input(
-        self, quantizers: GemmQuantizers, source: torch.Tensor | Producer
+        self, quantizer: Quantizer, shared: Quantizer | None, source: torch.Tensor | Producer
     ) -> tuple[QuantizedTensor | GatheredCodes, QuantizedTensor | None]:
         """The quantized rows of all ranks, from this rank's rows or from the op that makes them.
 
-        Also this rank's codes, where those travelled.
+        ``shared`` is what ``quantizer`` gave for the group. Also this rank's codes, where those
+        travelled.
         """
-        quantizer = quantizers.input
-        shared = quantizer.shared(self.group)
         if shared is None:
             values = source if isinstance(source, torch.Tensor) else source.plain()
             gathered = self.gathered_rows(values)

@@ -107,6 +107,16 @@ class Quantizer:
             "gathered, because its transposed copy is made of the values"
         )
 
+    def scales_of_rows(
+        self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
+        """Scales fp32 [1] with which `multi_tensor.quantize` makes the codes of ``quantize_rows``.
+
+        Of ``quantizers``, of which this is the first, for ``amaxes`` [quantizers] where they count.
+        Second: the inverses [quantizers] if they are no plain ones. None where rows take more.
+        """
+        return None
+
     def stage(self, amax: torch.Tensor, group: Any) -> None:
         """Record ``amax`` fp32 [1] of this rank's rows of a matrix that ``group`` has whole."""
 

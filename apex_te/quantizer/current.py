@@ -11,6 +11,7 @@ from ..distributed.collectives import max_over_ranks
 from ..gpu_arch import formats_of
 from ..ops.current_scale import current_scale, scale_of, tensor_amax
 from ..ops.fp8_output import FP8_DTYPES
+from ..ops.grouped_quantize import scales_of
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets, stateless_sets
 from .base import Producer, Quantizer, shared_scale
@@ -71,6 +72,15 @@ class CurrentScalingQuantizer(Quantizer):
         )
         assert out.rowwise is not None
         return out.rowwise, out.scale_inv, None
+
+    def scales_of_rows(
+        self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor] | None:
+        if self.dtype not in FP8_DTYPES:
+            return None
+        assert amaxes is not None
+        scales, inverses = scales_of(amaxes, self.dtype, eps=self.eps, pow2=self.pow2)
+        return scales.split(1), inverses
 
     def produce(
         self, producer: Producer, rowwise: bool = True, transposed: bool = True

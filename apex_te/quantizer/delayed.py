@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..distributed.collectives import covers, max_over_ranks
+from ..distributed.collectives import max_over_ranks
 from ..gpu_arch import formats_of
 from ..ops.cast_transpose import cast_transpose
 from ..ops.fp8_output import FP8_DTYPES
 from ..scale_update import update_scales
-from ..state import BACKWARD_SLOTS, FORWARD_SLOTS, registry
+from ..state import BACKWARD_SLOTS, FORWARD_SLOTS
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets
 from .base import Producer, Quantizer, shared_scale
@@ -21,6 +21,7 @@ from .grouped import DelayedGroups, GroupQuantizer
 from .products import FP8Products
 
 if TYPE_CHECKING:
+    from .._scale_scope import Sharing
     from ..recipe import DelayedScaling
     from ..state import FP8State
 
@@ -32,7 +33,11 @@ GRAD_OUTPUT = 0
 
 
 class FirstStep:
-    """Computes a slot's scale from the first tensor that it records (``first_step="current"``)."""
+    """Computes a slot's scale from the first tensor that it records (``first_step="current"``).
+
+    ``due`` is what the host knows; where ``on_device`` has a flag for the slot that has to be set,
+    too (``grouped``: only the device sees whether a group has rows).
+    """
 
     __slots__ = (
         "due", "fp8_max", "group", "index", "on_device", "recipe", "scale", "scale_inv"
@@ -40,22 +45,21 @@ class FirstStep:
 
     def __init__(
         self,
-        due: list[bool],
+        state: FP8State,
         index: int,
         scale: torch.Tensor,
         scale_inv: torch.Tensor,
         fp8_max: float,
         recipe: DelayedScaling,
     ) -> None:
-        self.due = due
+        self.due = state.first_due
+        self.on_device = state.first_on_device
         self.index = index
         self.scale = scale
         self.scale_inv = scale_inv
         self.fp8_max = fp8_max
         self.recipe = recipe
         self.group: Any = None  # ranks whose largest amax counts
-        # int32 [groups]: the flags of groups whose splits are on the device (`grouped`)
-        self.on_device: torch.Tensor | None = None
 
     def over(self, group: Any) -> FirstStep:
         """The same with the largest amax of all ranks of ``group``."""
@@ -71,7 +75,25 @@ class FirstStep:
         measure(amax[0])
         if self.group is not None:
             max_over_ranks(amax, self.group)
-        self.take(amax, self.scale, self.scale_inv)
+        flag = self._flag()
+        if flag is None:
+            self.take(amax, self.scale, self.scale_inv)
+            return
+        scale, scale_inv = self.scale.clone(), self.scale_inv.clone()
+        self.take(amax, scale, scale_inv)
+        due = flag != 0
+        self.scale.copy_(torch.where(due, scale, self.scale))
+        self.scale_inv.copy_(torch.where(due, scale_inv, self.scale_inv))
+        flag.zero_()
+
+    def _flag(self) -> torch.Tensor | None:
+        """The slot's flag [1] on the device, if it was told of it."""
+        if self.on_device and not torch.compiler.is_compiling():
+            for slots, flags in self.on_device.items():
+                if self.index in slots:
+                    at = slots.index(self.index)
+                    return flags[at : at + 1]
+        return None
 
     def take(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Make ``scale`` and its inverse of ``amax`` [1, 1], which is used up."""
@@ -87,10 +109,10 @@ class DelayedScalingQuantizer(Quantizer):
         scale: fp32 ``[1]``, a view of the state.
         amax: fp32 ``[1]`` staging slot that takes max |x|, or None to record nothing.
         first: computes the first scale from the data, or None.
-        reduced: the scale is computed from the amaxes of all ranks of ``fp8_group``.
+        sharing: whose scale it is, if it is computed from the amaxes of all ranks of a group.
     """
 
-    __slots__ = ("amax", "first", "reduced", "scale")
+    __slots__ = ("amax", "first", "scale", "sharing")
 
     def __init__(
         self,
@@ -98,13 +120,13 @@ class DelayedScalingQuantizer(Quantizer):
         scale: torch.Tensor,
         amax: torch.Tensor | None = None,
         first: FirstStep | None = None,
-        reduced: bool = False,
+        sharing: Sharing | None = None,
     ) -> None:
         self.dtype = dtype
         self.scale = scale
         self.amax = amax
         self.first = first
-        self.reduced = reduced
+        self.sharing = sharing
 
     def quantize(
         self,
@@ -154,6 +176,13 @@ class DelayedScalingQuantizer(Quantizer):
         assert out.rowwise is not None
         return out.rowwise, out.scale_inv, own
 
+    def scales_of_rows(
+        self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
+    ) -> tuple[Sequence[torch.Tensor], None] | None:
+        if self.dtype not in FP8_DTYPES or any(q.needs_whole_amax() for q in quantizers):
+            return None
+        return [q.scale for q in quantizers], None
+
     def stage(self, amax: torch.Tensor, group: Any) -> None:
         """As ``Quantizer.stage``.
 
@@ -161,11 +190,12 @@ class DelayedScalingQuantizer(Quantizer):
         """
         if self.amax is None:
             return
-        if group is not None and not (self.reduced and covers(registry.group, group)):
+        sharing = self.sharing
+        if group is not None and (sharing is None or not sharing.reduced_over(group)):
             raise ValueError(
                 "fp8_autocast: amaxes of weights that are gathered in FP8 must be reduced over "
                 "the ranks that have the shards (reduce_amax=True and an fp8_group with all of "
-                "them), got " + ("another fp8_group" if self.reduced else "reduce_amax=False")
+                "them), got " + ("reduce_amax=False" if sharing is None else "another fp8_group")
             )
         first = self.first
         if first is not None:
@@ -183,10 +213,11 @@ class DelayedScalingQuantizer(Quantizer):
         return shared_scale(producer.fp8(scale, dtype, rowwise, transposed, self.amax), dtype)
 
     def shared(self, group: Any) -> DelayedScalingQuantizer | None:
-        if not self.reduced or not covers(registry.group, group):
+        sharing = self.sharing
+        if sharing is None or not sharing.over(group):
             return None
         first = None if self.first is None else self.first.over(group)
-        return DelayedScalingQuantizer(self.dtype, self.scale, self.amax, first, True)
+        return DelayedScalingQuantizer(self.dtype, self.scale, self.amax, first, sharing)
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
         return DelayedGroups(quantizers) if self.dtype in FP8_DTYPES else None
@@ -250,10 +281,11 @@ def _build_gemm(
         first = None
         if recipe.first_step == "current":
             scale_inv = scale_invs[index : index + 1]
-            first = FirstStep(state.first_due, flag, scale, scale_inv, fp8_max, recipe)
-        amax, reduced = history[0, index : index + 1], recipe.reduce_amax
-        recording = DelayedScalingQuantizer(dtype, scale, amax, first, reduced)
-        return recording, DelayedScalingQuantizer(dtype, scale, reduced=reduced)
+            first = FirstStep(state, flag, scale, scale_inv, fp8_max, recipe)
+        amax = history[0, index : index + 1]
+        sharing = state.sharing if recipe.reduce_amax else None
+        recording = DelayedScalingQuantizer(dtype, scale, amax, first, sharing)
+        return recording, DelayedScalingQuantizer(dtype, scale, sharing=sharing)
 
     forward, backward = FORWARD_SLOTS * gemm, BACKWARD_SLOTS * gemm
     inp, inp_frozen = pair(fwd, state.amax_history_fwd, forward + INPUT, forward + INPUT)

@@ -143,10 +143,10 @@ class DelayedGroups(GroupQuantizer):
 
     The first scales (``first_step="current"``) are the work of the device, which alone knows
     whether a group has rows; a group that has none keeps its first step. It is told here which
-    are due, once: from then on the host's flags say that nothing is.
+    are due, once; the state keeps its flags.
     """
 
-    __slots__ = ("amax", "firsts", "scale")
+    __slots__ = ("amax", "firsts", "scale", "slots")
 
     def __init__(self, quantizers: Sequence[DelayedScalingQuantizer]) -> None:
         super().__init__(quantizers[0].dtype)
@@ -154,6 +154,7 @@ class DelayedGroups(GroupQuantizer):
         staged = [q.amax for q in quantizers if q.amax is not None]
         self.amax = _column(staged) if staged else None
         self.firsts = [q.first for q in quantizers if q.first is not None]
+        self.slots = tuple(first.index for first in self.firsts)
 
     def scaling(
         self, source: _Source
@@ -174,47 +175,44 @@ class DelayedGroups(GroupQuantizer):
 
     def _set_first(self, source: _Source) -> None:
         firsts = self.firsts
-        if not firsts:
+        if not any(first.due[first.index] for first in firsts):
             return
-        if any(first.due[first.index] for first in firsts):
-            self._hand_over()
         first = firsts[0]
-        due = first.on_device
+        recipe: Any = first.recipe
+        if recipe.uses_callables:
+            raise NotImplementedError(
+                "GroupedLinear: first_step='current' with a function that computes scales needs "
+                "m_splits as a list of ints, got a tensor"
+            )
+        due = first.on_device.get(self.slots)
         if due is None:
-            return
+            due = self._hand_over()
         groups = source.groups
         if groups is None:  # all matrices are wanted
             groups = groups_of(torch.ones_like(due), len(firsts))
         amax = torch.zeros_like(due, dtype=torch.float32)
         source.measure(amax, self.dtype, due)
-        recipe: Any = first.recipe
         first_scales(
             amax, groups, due, self.scale, self._scale_inv(), first.fp8_max,
             margin=recipe.margin, pow2=recipe.scaling_factor_compute_algo == "pow2",
         )  # fmt: skip
 
-    def _hand_over(self) -> None:
+    def _hand_over(self) -> torch.Tensor:
         """Tell the device which slots are due."""
         firsts = self.firsts
-        if firsts[0].recipe.uses_callables:
-            raise NotImplementedError(
-                "GroupedLinear: first_step='current' with a function that computes scales needs "
-                "m_splits as a list of ints, got a tensor"
-            )
         if self.scale.is_cuda and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(
                 "GroupedLinear: first_step='current' with m_splits as a tensor needs one step "
                 "before the capture of a CUDA graph, got none"
             )
-        due = firsts[0].on_device
-        if due is None:
-            with torch.inference_mode(False):
-                due = torch.zeros(len(firsts), dtype=torch.int32, device=self.scale.device)
-            firsts[0].on_device = due
-        for i, first in enumerate(firsts):
-            if first.due[first.index]:
+        wanted = [int(first.due[first.index]) for first in firsts]
+        with torch.inference_mode(False):
+            due = torch.zeros(len(firsts), dtype=torch.int32, device=self.scale.device)
+        for i, flag in enumerate(wanted):
+            if flag:
                 due[i : i + 1].fill_(1)
-                first.due[first.index] = False
+        firsts[0].on_device[self.slots] = due
+        return due
 
     def _scale_inv(self) -> torch.Tensor:
         return _column([first.scale_inv for first in self.firsts])

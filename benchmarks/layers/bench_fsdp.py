@@ -4,14 +4,17 @@
 by `fully_shard`, 4096 tokens a rank, whole training steps (forward, backward, AdamW) in FP8, with
 delayed and with tensorwise scaling. Payload is counted at the collective: what a rank gathers in
 one step. The same seeds and data for both; 20 losses are compared bit for bit, with PyTorch's
-deterministic algorithms. Times are those of the slowest rank, without them.
+deterministic algorithms. Times are those of the slowest rank, without them: of a step that begins
+with an empty device, of one of several that follow each other, and of the host alone.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -122,22 +125,46 @@ def losses_of(scaling: recipe.Recipe, fp8: bool) -> tuple[torch.Tensor, dict[str
     return torch.stack(losses).cpu(), counts
 
 
-def measured(scaling: recipe.Recipe, fp8: bool, repeats: int = 12) -> dict[str, float]:
-    """Median over steps of the slowest rank's time, and the largest memory in use."""
-    torch.cuda.empty_cache()
-    run = step(sharded(scaling, fp8), scaling)
-    for _ in range(4):
-        run()
-    torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(repeats):
-        distributed.barrier()
-        times.append(harness.kernel_us(run, 1, 0)["us"] / 1e3)
+IN_A_ROW = 5
+
+
+def measured(runs: dict[str, Callable[[], Any]], repeats: int = 12) -> dict[str, dict[str, float]]:
+    """Of each run, all taking turns, median times of the slowest rank."""
+    times: dict[str, dict[str, list[float]]] = {}
+    for name, run in runs.items():
+        for _ in range(4):
+            run()
+        times[name] = {"ms": [], "ms in a row": [], "host ms": []}
+    for repeat in range(repeats):
+        for name, run in runs.items():
+            found = times[name]
+            distributed.barrier()
+            found["ms"].append(harness.kernel_us(run, 1, 0)["us"] / 1e3)
+            distributed.barrier()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            found["host ms"].append((time.perf_counter() - start) * 1e3)
+            if repeat % 3 == 0:
+                torch.cuda.synchronize()
+                row = harness.kernel_us(lambda run=run: [run() for _ in range(IN_A_ROW)], 1, 0)
+                found["ms in a row"].append(row["us"] / 1e3 / IN_A_ROW)
+    return {name: {key: _slowest(v) for key, v in found.items()} for name, found in times.items()}
+
+
+def _slowest(times: list[float]) -> float:
     slowest = torch.tensor(times, device="cuda")
     distributed.all_reduce(slowest, op=distributed.ReduceOp.MAX)
-    peak = torch.cuda.max_memory_allocated() / 1e9
-    apex_te.flush_fp8_state()
-    return {"ms": statistics.median(slowest.tolist()), "peak memory GB": peak}
+    return statistics.median(slowest.tolist())
+
+
+def peak_memory(run: Callable[[], Any]) -> float:
+    """GB that a step takes at most, with what there is before it."""
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 1e9
 
 
 def main() -> None:
@@ -150,7 +177,17 @@ def main() -> None:
         (ours, sent), (theirs, plain) = (losses_of(scaling, fp8) for fp8 in (True, False))
         equal = torch.tensor([torch.equal(ours, theirs)], dtype=torch.int32, device="cuda")
         distributed.all_reduce(equal, op=distributed.ReduceOp.MIN)
-        for gather, fp8, counts in (("FP8", True, sent), ("bf16", False, plain)):
+        runs: dict[str, Any] = {}
+        peaks = {}
+        for gather in ("FP8", "bf16"):
+            gc.collect()  # models that are gone
+            torch.cuda.empty_cache()
+            before = torch.cuda.memory_allocated() / 1e9
+            runs[gather] = step(sharded(scaling, gather == "FP8"), scaling)
+            peaks[gather] = peak_memory(runs[gather]) - before
+        times = measured(runs)
+        apex_te.flush_fp8_state()
+        for gather, counts in (("FP8", sent), ("bf16", plain)):
             rows.append(
                 {
                     "layers": f"{LAYERS} x Llama-3-8B",
@@ -161,8 +198,9 @@ def main() -> None:
                     "of bf16": counts["bytes"] / plain["bytes"],
                     "MAX reductions a step": counts["maxima"],
                     "losses equal": bool(equal.item()),
-                    "last loss": ours[-1].item() if fp8 else theirs[-1].item(),
-                    **measured(scaling, fp8),
+                    "last loss": (ours if gather == "FP8" else theirs)[-1].item(),
+                    **times[gather],
+                    "peak memory GB": peaks[gather],
                 }
             )
     if rank == 0:

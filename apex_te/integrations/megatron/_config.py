@@ -28,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "tensor_model_parallel_size": None,  # the ranks of the group, else 1
     "expert_tensor_parallel_size": None,  # tensor_model_parallel_size
     "expert_model_parallel_size": 1,
+    "pipeline_model_parallel_rank": None,  # that of Megatron's parallel_state, if it is in use
     "get_rng_state_tracker": None,
     "init_method": None,  # N(0, 0.023)
     "perform_initialization": True,  # False: new weights have no values yet

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...module._parallel_module import _Group, tag
+from ...state import number_layer
 from ._config import Layout, Reader, refuse
 
 __all__ = ["MegatronLayer", "check_flags"]
@@ -45,6 +46,7 @@ class MegatronLayer(torch.nn.Module):
         self.sharded_axes = axes if layout.ranks > 1 else {}
         self._shard_group = _Group(layout.group)
         self._spread = not layout.allreduce
+        number_layer(self, read.pipeline_model_parallel_rank, "stage")
         for name, parameter in self.named_parameters(recurse=False):
             if layout.explicit:
                 tag(parameter, self.sharded_axes.get(name), False)

@@ -195,7 +195,7 @@ def test_meta_then_to_empty():
 
 @pytest.mark.parametrize("length", [2, 6])
 def test_other_history_length_is_trimmed_or_padded(length):
-    from apex_te.state import _resized
+    from apex_te._amax_history import _resized
 
     model, other = trained(4), build()
     _resized.clear()
@@ -226,6 +226,9 @@ def header(**changes):
         ({"version": None}, "version must be 1 .* got None"),
         ({"pending": -1}, "pending must be a count, got -1"),
         ({"pending": True}, "pending must be a count, got True"),
+        ({"scope": -1}, "scope must be a count below 256, got -1"),
+        ({"scope": 256}, "scope must be a count below 256, got 256"),
+        ({"equal": 1.5}, "equal must be a count below 4294967296, got 1.5"),
         ({"first_due": [1]}, "first_due must be 5 bools"),
         ({"format": "E9M9"}, "recipe must be the one that was saved"),
     ],

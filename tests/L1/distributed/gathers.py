@@ -95,12 +95,15 @@ def counted():
 
 
 def sharded(
-    fp8, scaling, dtype, device, *, reshard=None, policy=None, mesh=None, build=None, **options
-):
+    fp8, scaling, dtype, device, *, reshard=None, policy=None, offload=None, mesh=None, build=None,
+    **options,
+):  # fmt: skip
     model = Layers(dtype, device, **options) if build is None else build(dtype, device)
     if fp8:
         enable_fp8_all_gather(model, scaling)
     more = {} if policy is None else {"mp_policy": policy}
+    if offload is not None:
+        more["offload_policy"] = offload
     if mesh is not None:
         names = ("replicate", "shard")
         more["mesh"] = init_device_mesh(torch.device(device).type, mesh, mesh_dim_names=names)

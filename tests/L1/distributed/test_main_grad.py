@@ -304,6 +304,52 @@ def test_gradients_that_come_both_ways(two_ranks):
     assert two_ranks.run(_tied) == [expected] * 2
 
 
+def _many(rank, case):
+    """More parameters than the first collective has numbers for, on one rank or on both."""
+    group = distributed.new_group([0, 1])
+    small = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    count = 5 if rank and case == "differ" else 5000
+    many = [torch.nn.Parameter(torch.zeros(1)) for _ in range(count)]
+    found, calls, original = [], [], distributed.all_reduce
+
+    def counted(tensor, *args, **kwargs):
+        if tensor.dtype is torch.int32:
+            calls.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    distributed.all_reduce = counted
+    try:
+        for parameters in (small, many, small, many):
+            for parameter in parameters:
+                parameter.grad = torch.ones(1)
+            if rank:
+                parameters[-1].grad = None
+            if rank and case == "error" and parameters is many:
+                parameters[0].main_grad = torch.zeros(3)
+            reduce_main_grads(parameters, group, average=False)
+            found.append([parameters[0].grad.item(), parameters[-1].grad.item()])
+    except (RuntimeError, ValueError) as error:
+        found.append(f"{type(error).__name__}: {error}")
+    finally:
+        distributed.all_reduce = original
+    return found, calls
+
+
+def test_more_parameters_than_the_first_collective_holds(two_ranks):
+    """It grows once, where all ranks have more; then it is one collective again."""
+    for found, calls in two_ranks.run(_many, "same"):
+        assert found == [[2.0, 1.0]] * 4
+        assert calls == [4096, 4096, 4096, 8192, 8192]
+
+
+@pytest.mark.parametrize("case", ["differ", "error"])
+def test_ranks_on_both_sides_of_the_size(two_ranks, case):
+    for rank, (found, calls) in enumerate(two_ranks.run(_many, case)):
+        assert calls == [4096, 4096]
+        kind = "ValueError" if case == "error" and rank else "RankMismatchError"
+        assert found[-1].startswith(f"{kind}: reduce_main_grads: ")
+
+
 def _rejected(rank):
     from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 

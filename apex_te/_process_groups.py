@@ -1,0 +1,56 @@
+"""Which ranks process groups have; imports nothing of the package."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch import distributed
+
+__all__ = ["covers", "is_process_group", "pipeline_stage", "ranks_of"]
+
+_Covered = weakref.WeakKeyDictionary[Any, bool]
+_covered: weakref.WeakKeyDictionary[Any, _Covered] = weakref.WeakKeyDictionary()
+
+
+def is_process_group(value: object) -> bool:
+    """Whether ``value`` is a torch.distributed process group."""
+    return distributed.is_available() and isinstance(value, distributed.ProcessGroup)
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    """The global ranks of ``group`` in rising order; None is the whole world."""
+    return tuple(sorted(distributed.get_process_group_ranks(group)))
+
+
+def pipeline_stage() -> int | None:
+    """This rank's pipeline stage, in a program that has Megatron say so."""
+    state: Any = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return None
+    rank = getattr(state, "get_pipeline_model_parallel_rank", None)
+    return None if rank is None else rank()
+
+
+def covers(outer: Any, inner: Any) -> bool:
+    """Whether every rank of ``inner`` is one of ``outer``; None is the whole world."""
+    if outer is None or outer is inner:
+        return True
+    if torch.compiler.is_compiling():
+        return _covers(outer, inner)
+    # By the objects, while they live: another group may get the name or the address of one.
+    known = _covered.get(outer)
+    if known is None:
+        known = _covered[outer] = weakref.WeakKeyDictionary()
+    inner = distributed.group.WORLD if inner is None else inner
+    found = known.get(inner)
+    if found is None:
+        found = known[inner] = _covers(outer, inner)
+    return found
+
+
+def _covers(outer: Any, inner: Any) -> bool:
+    ranks = distributed.get_process_group_ranks
+    return set(ranks(inner)) <= set(ranks(outer))
