@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
@@ -9,11 +10,17 @@ from torch import distributed
 
 from ..autocast import is_process_group
 from ..permutation import moe_permute, moe_permute_and_pad_with_probs, moe_unpermute
+from ._same_on_ranks import check_same
 from .collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
 
 __all__ = ["Dispatch", "TokenDispatcher"]
 
 _EXCHANGES = ("all_to_all", "all_gather")
+# What `_kind` gives.
+_COMPARED = (
+    "hidden size", "dtype of tokens", "dtype of probs",
+    "tokens.requires_grad", "probs.requires_grad",
+)  # fmt: skip
 
 
 class TokenDispatcher:
@@ -90,7 +97,9 @@ class TokenDispatcher:
         self.exchange = exchange
         per_token = num_experts if max_experts_per_token is None else max_experts_per_token
         self.copies = min(per_token, self.local_experts)  # of a token on one rank, at most
-        self._tokens: int | None = None  # of every rank, once they were found to agree
+        self._tokens: int | None = None  # of every rank, with "all_gather"
+        self._compared = False  # whether the ranks' first calls were found to agree
+        self._combined: set[bool] = set()  # and those of `combine`, with and without gradients
 
     def dispatch(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
@@ -103,43 +112,88 @@ class TokenDispatcher:
                 expert's result.
             routing_map: [tokens, num_experts] bool, True where a token goes to an expert.
 
-        Errors: TypeError for a dtype, ValueError for a shape, or for ranks whose numbers of tokens
-        differ with "all_gather" (on every rank, at the first call).
+        Errors: TypeError for a dtype, ValueError for a shape or, with "all_gather", another number
+        of tokens than in the first call. RankMismatchError on all ranks where they differ in
+        ``num_experts``, hidden size, dtypes, ``requires_grad`` or, with "all_gather", number of
+        tokens, and on those whose neighbours raise; with "all_gather" on GPUs, where later calls
+        wait for nothing, in the first call only.
         """
+        error = self._refusal(tokens, probs, routing_map)
+        if error is not None and self.ranks == 1:
+            raise error
+        if self.exchange == "all_gather":
+            return self._gathered(tokens, probs, routing_map, error)
+        return self._exchanged(tokens, probs, routing_map, error)
+
+    def _refusal(
+        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+    ) -> Exception | None:
+        """What is wrong with the arguments of this rank."""
         if tokens.dim() != 2:
-            raise ValueError(
+            return ValueError(
                 f"TokenDispatcher: tokens must be [tokens, hidden], got {list(tokens.shape)}"
             )
         shape = (tokens.shape[0], self.num_experts)
         for name, value in (("probs", probs), ("routing_map", routing_map)):
             if value.shape != shape:
-                raise ValueError(
+                return ValueError(
                     f"TokenDispatcher: {name} must have shape {list(shape)}, "
                     f"got {list(value.shape)}"
                 )
         if routing_map.dtype is not torch.bool:
-            raise TypeError(
+            return TypeError(
                 f"TokenDispatcher: routing_map must have dtype bool, got {routing_map.dtype}"
             )
         if probs.dtype not in (torch.float32, tokens.dtype):
-            raise TypeError(
+            return TypeError(
                 f"TokenDispatcher: probs must have dtype float32 or {tokens.dtype}, "
                 f"got {probs.dtype}"
             )
-        if self.exchange == "all_gather":
-            return self._gathered(tokens, probs, routing_map)
-        return self._exchanged(tokens, probs, routing_map)
+        if self.exchange == "all_gather" and self._tokens not in (None, tokens.shape[0]):
+            return ValueError(
+                f'TokenDispatcher: tokens must be {self._tokens} in each call with "all_gather", '
+                f"as in the first, got {tokens.shape[0]}"
+            )
+        return None
+
+    def _compare(self, tokens: torch.Tensor, probs: torch.Tensor, error: Exception | None) -> None:
+        """Raises on every rank if one has an ``error`` or other tokens; the host waits."""
+        values: dict[str, object] = {}
+        if error is None:
+            named = zip(_COMPARED, _kind(tokens, probs), strict=True)
+            values = {"num_experts": self.num_experts, "exchange": self.exchange, **dict(named)}
+            if self.exchange == "all_gather":
+                values["number of tokens"] = tokens.shape[0]
+        check_same("TokenDispatcher", "group", self.group, values, tokens.device, error)
 
     def _exchanged(
-        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        error: Exception | None,
     ) -> Dispatch:
         ranks, local = self.ranks, self.local_experts
-        counts = routing_map.sum(0, dtype=torch.int32)
+        if ranks > 1 and not self._compared:  # the counts would not fit together
+            self._compare(tokens, probs, error)
+            self._compared = True
+        # What a rank sends to another: what kind its rows are of, and how many each expert gets.
+        counts = torch.empty(ranks, 1 + local, dtype=torch.int32, device=tokens.device)
+        if error is None:
+            counts[:, 0] = zlib.crc32(repr(_kind(tokens, probs)).encode()) & 0x7FFFFFFF
+            counts[:, 1:] = routing_map.sum(0).view(ranks, local)
+        else:
+            counts.fill_(-1)
         arriving = counts
         if ranks > 1:
             arriving = torch.empty_like(counts)
             distributed.all_to_all_single(arriving, counts, group=self.group)
-        sent, received = torch.stack((counts, arriving)).view(2, ranks, local).tolist()  # the wait
+        both = torch.stack((counts, arriving)).tolist()  # the wait
+        kind = both[0][0][0]
+        if kind == -1 or any(row[0] != kind for row in both[1]):
+            self._compare(tokens, probs, error)
+        sent, received = ([row[1:] for row in rows] for rows in both)
+        arriving = arriving[:, 1:].flatten()
         sizes = ([sum(row) for row in sent], [sum(row) for row in received])
         permuted, ids = moe_permute(tokens, routing_map, sum(sizes[0]))
         rows = _AllToAll.apply(permuted, sizes[0], sizes[1], self.group) if ranks > 1 else permuted
@@ -158,12 +212,22 @@ class TokenDispatcher:
                 back = _AllToAll.apply(back, sizes[1], sizes[0], self.group)
             return moe_unpermute(back, ids, probs)
 
-        return Dispatch(rows, m_splits, combine)
+        return Dispatch(rows, m_splits, combine, self._compare_results)
 
     def _gathered(
-        self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        probs: torch.Tensor,
+        routing_map: torch.Tensor,
+        error: Exception | None,
     ) -> Dispatch:
-        self._check_tokens(tokens)
+        # On a GPU the host would wait for what the others say.
+        if self.ranks > 1 and not (tokens.is_cuda and (self._compared or _capturing())):
+            self._compare(tokens, probs, error)
+            self._compared = True
+        if error is not None:
+            raise error
+        self._tokens = tokens.shape[0]
         local = self.local_experts
         rank = distributed.get_rank(self.group) if self.ranks > 1 else 0
         mine = slice(rank * local, (rank + 1) * local)
@@ -185,26 +249,38 @@ class TokenDispatcher:
             partial = moe_unpermute(results, ids, own_probs)
             return _ReduceScatter.apply(partial, self.group) if self.ranks > 1 else partial
 
-        return Dispatch(rows, m_splits, combine)
+        return Dispatch(rows, m_splits, combine, self._compare_results)
 
-    def _check_tokens(self, tokens: torch.Tensor) -> None:
-        """Every rank has to have as many tokens, or a gather would read past their ends."""
-        count = tokens.shape[0]
-        if self._tokens is None and self.ranks > 1:
-            extremes = torch.tensor([count, -count], dtype=torch.int64, device=tokens.device)
-            distributed.all_reduce(extremes, op=distributed.ReduceOp.MAX, group=self.group)
-            most, least = extremes.tolist()
-            if most != -least:
-                raise ValueError(
-                    'TokenDispatcher: every rank must have as many tokens with "all_gather", got '
-                    f"{count} on this one and from {-least} to {most} on all"
-                )
-        if self._tokens not in (None, count):
-            raise ValueError(
-                f'TokenDispatcher: tokens must be {self._tokens} in each call with "all_gather", '
-                f"as in the first, got {count}"
-            )
-        self._tokens = count
+    def _compare_results(self, results: torch.Tensor, error: Exception | None) -> None:
+        """Raises an ``error``; the first time with and without gradients, if any rank has one."""
+        grad = torch.is_grad_enabled()
+        known = self.ranks == 1 or grad in self._combined
+        if not known and not (results.is_cuda and _capturing()):
+            values = {
+                "shape of a row": list(results.shape[1:]),
+                "dtype": results.dtype,
+                "results.requires_grad": grad and results.requires_grad,
+            }
+            check_same("Dispatch", "group", self.group, values, results.device, error)
+            self._combined.add(grad)
+        if error is not None:
+            raise error
+
+
+def _kind(tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
+    """What has to be alike on all ranks for their collectives to fit together, in each call."""
+    grad = torch.is_grad_enabled()
+    return (
+        tokens.shape[1],
+        tokens.dtype,
+        probs.dtype,
+        grad and tokens.requires_grad,
+        grad and probs.requires_grad,
+    )
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
 
 
 class Dispatch:
@@ -215,25 +291,30 @@ class Dispatch:
         m_splits: rows of each expert, fillings included: what ``GroupedLinear`` takes.
     """
 
-    __slots__ = ("_combine", "m_splits", "rows")
+    __slots__ = ("_combine", "_compare", "m_splits", "rows")
 
-    def __init__(self, rows: torch.Tensor, m_splits: Any, combine: Any) -> None:
+    def __init__(self, rows: torch.Tensor, m_splits: Any, combine: Any, compare: Any) -> None:
         self.rows = rows
         self.m_splits = m_splits
         self._combine = combine
+        self._compare = compare
 
     def combine(self, results: torch.Tensor) -> torch.Tensor:
         """The sum over each token's experts of prob * result, [tokens, features]; collective.
 
         ``results`` [rows, features] are what the experts made of ``rows``, any number of features.
 
-        Errors: ValueError for another number of rows.
+        Errors: ValueError for another number of rows. In the first call of a dispatcher, with and
+        without gradients, RankMismatchError on the ranks whose neighbours raise that, and on all
+        of them where features, dtypes or ``requires_grad`` differ.
         """
+        error = None
         if results.dim() != 2 or results.shape[0] != self.rows.shape[0]:
-            raise ValueError(
+            error = ValueError(
                 f"Dispatch: results must be [{self.rows.shape[0]}, features], "
                 f"got {list(results.shape)}"
             )
+        self._compare(results, error)
         return self._combine(results)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..autocast import is_process_group
+from ..autocast import is_process_group, local
+from ..distributed._same_on_ranks import check_same, recipe_values
 from ..distributed.collectives import world_size
 from ._fp8_module import FP8Module
 from ._gemm import GemmOptions
@@ -23,6 +24,13 @@ __all__ = [
     "set_group_of_children",
     "tag",
 ]
+
+
+# Attributes of a module that decide on its collectives.
+_COMPARED = (
+    "parallel_mode", "set_parallel_mode", "sequence_parallel", "activation", "normalization",
+    "fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input",
+)  # fmt: skip
 
 
 def checked_mode(owner: str, parallel_mode: Any) -> str | None:
@@ -106,6 +114,7 @@ class _Group:
 class ParallelModule(FP8Module):
     """An FP8 module whose GEMMs may be split over the ranks of ``tp_group``."""
 
+    has_collectives = True  # around its GEMMs, where they are split
     tp_group: Any
     tp_size: int
     sequence_parallel: bool
@@ -136,6 +145,7 @@ class ParallelModule(FP8Module):
         self.get_rng_state_tracker = get_rng_state_tracker
         self.rng_tracker_name = rng_tracker_name
         self._collectives: dict[bool, TensorParallel] = {}
+        self._compared = self.tp_size == 1
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Name the ranks over which the layer is split, as many as ``tp_size``; before forward.
@@ -151,6 +161,7 @@ class ParallelModule(FP8Module):
                 )
         self.tp_group = tp_group
         self._collectives = {}
+        self._compared = self.tp_size == 1
 
     def _parallel(self, mode: str | None) -> TensorParallel | None:
         """The collectives of a GEMM split in this ``mode``; None for one that is whole.
@@ -176,6 +187,58 @@ class ParallelModule(FP8Module):
         parallel = self._parallel(mode)
         return options if parallel is None else options._replace(parallel=parallel)
 
+    def _compute_dtype(
+        self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
+    ) -> torch.dtype:
+        """As every FP8 module's; the first forward with gradients asks the other ranks, too.
+
+        Errors: also RankMismatchError, on all ranks, if these are about to do something else.
+        """
+        # Asked in this order, compiled code does not depend on what only eager code changes.
+        if torch.compiler.is_compiling() or self._compared or not self._may_compare(inp):
+            return super()._compute_dtype(inp, features, parameters)
+        error = None
+        try:
+            dtype = super()._compute_dtype(inp, features, parameters)
+        except (TypeError, ValueError) as refusal:
+            error = refusal
+        values = {} if error is not None else self._description(inp, parameters, dtype)
+        check_same(type(self).__name__, "tp_group", self.tp_group, values, inp.device, error)
+        self._compared = True
+        return dtype
+
+    def _may_compare(self, inp: torch.Tensor) -> bool:
+        """Whether this forward has collectives, gradients and a host that may wait."""
+        if not torch.is_grad_enabled() or self.tp_group is None or not self.has_collectives:
+            return False
+        if not (getattr(self, "parallel_mode", None) or getattr(self, "set_parallel_mode", False)):
+            return False
+        return not (inp.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def _description(
+        self, inp: torch.Tensor, parameters: tuple[torch.Tensor | None, ...], dtype: torch.dtype
+    ) -> dict[str, object]:
+        """What has to be the same on all ranks for their collectives to fit together."""
+        own = self._parameters
+        trained = [name for name, p in own.items() if p is not None and p.requires_grad]
+        given = [p for p in parameters if p is not None and not any(p is q for q in own.values())]
+        trained += [f"operand {i}" for i, p in enumerate(given) if p.requires_grad]
+        region = local.region
+        if region is not None and not (region.enabled or region.calibrating):
+            region = None
+        values: dict[str, object] = {"class": type(self).__name__}
+        values |= {name: getattr(self, name, None) for name in _COMPARED}
+        values |= {
+            "weight shapes": [list(p.shape) for p in parameters if p is not None and p.dim() > 1],
+            "inp shape": list(inp.shape),
+            "inp dtype": inp.dtype,
+            "dtype": dtype,
+            "inp requires_grad": inp.requires_grad,
+            "trained parameters": ", ".join(trained) or "none",
+            "fp8_autocast enabled": region is not None and region.enabled,
+        }
+        return values | recipe_values(None if region is None else region.recipe)
+
     def _forked(self, split: bool) -> AbstractContextManager[Any]:
         """Where values of a parameter are drawn: the tracker's sequence if ranks must differ."""
         make = self.get_rng_state_tracker
@@ -189,6 +252,7 @@ class ParallelModule(FP8Module):
         kept = super().__getstate__()
         kept["tp_group"] = _Group(self.tp_group)
         kept["_collectives"] = {}
+        kept["_compared"] = self.tp_size == 1
         return kept
 
     def __setstate__(self, state: dict[str, Any]) -> None:

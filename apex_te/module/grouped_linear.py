@@ -51,6 +51,8 @@ class GroupedLinear(ParallelModule):
     Interface and defaults follow TransformerEngine's GroupedLinear.
     """
 
+    has_collectives = False
+
     def __init__(
         self,
         num_gemms: int,
@@ -153,9 +155,9 @@ class GroupedLinear(ParallelModule):
         With a tensor, ``inp`` has room for the worst case: rows behind the last group are not read,
         their outputs and gradients are zeros. Splits that are negative or exceed the rows are an
         error on the CPU; on a GPU, where only the device sees them, all outputs and gradients
-        become NaN. There FP8 products are rounded to bfloat16, those in another dtype, too; torch
-        has them for ``Format.E4M3`` on sm_90 (other codes are decoded and multiplied in bfloat16),
-        and those in fp16 and fp32 cost as much as ``num_gemms`` layers over all rows.
+        become NaN. There FP8 products are rounded to bfloat16, those in another dtype, too; they
+        are of FP8 codes on sm_90 (elsewhere codes are decoded and multiplied in bfloat16), and
+        those in fp16 and fp32 cost as much as ``num_gemms`` layers over all rows.
         ``fp8_statistics`` does not note them.
 
         Errors: TypeError for a dtype or ``m_splits`` that are no ints, ValueError for a shape,

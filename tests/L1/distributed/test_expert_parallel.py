@@ -193,15 +193,100 @@ def test_errors(two_ranks):
             assert part in text
 
 
-def _unequal(rank):
-    dispatcher = TokenDispatcher(4, exchange="all_gather")
-    x, probs, routing_map, _ = routed(rank, 3 + rank, 4, 1, "cpu")
-    with pytest.raises(ValueError, match="every rank must have as many tokens"):
-        dispatcher.dispatch(x, probs, routing_map)
+# One rank differs, at the first call or later: each raises something of its own or the mismatch.
 
 
-def test_ranks_with_other_numbers_of_tokens(two_ranks):
-    two_ranks.run(_unequal)
+def _caught(function, *args):
+    try:
+        function(*args)
+    except (RuntimeError, TypeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def _differing(rank, device, exchange, what, later):
+    device = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    dispatcher = TokenDispatcher(4 + 2 * (what == "experts" and rank), align=1, exchange=exchange)
+
+    def call(what):
+        odd = rank == 1 and what is not None
+        x, probs, routing_map, dy = routed(
+            rank, 3 + (odd and what == "tokens"), dispatcher.num_experts, 2, device
+        )
+        if odd and what == "probs":
+            probs = probs[:, :3]
+        elif odd and what == "hidden":
+            x, dy = x[:, :16], dy[:, :16]
+        elif odd and what == "dtype":
+            x, dy = x.bfloat16(), dy.bfloat16()
+        x.requires_grad_(not (odd and what == "frozen"))
+        dispatch = dispatcher.dispatch(x, probs, routing_map)
+        rows = dispatch.rows * 2
+        if odd and what == "rows":
+            rows = torch.cat((rows, rows))
+        elif odd and what == "results":
+            rows = rows.detach()
+        dispatch.combine(rows).backward(dy)
+
+    if later:
+        call(None)
+    message = _caught(call, what)
+    if what != "experts":
+        call(None)  # all of them may go on
+    return message
+
+
+MISMATCHES = {  # what differs: whether rank 1 raises something else, and what rank 0 is told
+    "experts": (None, "num_experts (got 4 on rank 0 and 6 on rank 1)"),
+    "tokens": (None, "number of tokens (got 3 on rank 0 and 4 on rank 1)"),
+    "probs": ("ValueError: TokenDispatcher: probs must have shape [3, 4], got [3, 3]",) * 2,
+    "hidden": (None, "hidden size (got 32 on rank 0 and 16 on rank 1)"),
+    "dtype": (None, "dtype of tokens (got torch.float32 on rank 0 and torch.bfloat16 on rank 1)"),
+    "frozen": (None, "tokens.requires_grad (got True on rank 0 and False on rank 1)"),
+    "rows": ("ValueError: Dispatch: results must be [",) * 2,
+    "results": (None, "results.requires_grad (got True on rank 0 and False on rank 1)"),
+}
+
+
+def _check(messages, own, told):
+    ours, theirs = messages
+    assert ours.startswith("RankMismatchError: ")
+    assert told in ours
+    assert theirs == ours if own is None else theirs.startswith(own)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("what", MISMATCHES)
+def test_ranks_that_differ(two_ranks, exchange, what):
+    messages = two_ranks.run(_differing, "cpu", exchange, what, False)
+    if exchange == "all_to_all" and what == "tokens":
+        assert messages == ["nothing was raised"] * 2
+    else:
+        _check(messages, *MISMATCHES[what])
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+@pytest.mark.parametrize("what", ["tokens", "probs", "hidden", "dtype", "frozen"])
+def test_ranks_that_differ_later(two_ranks, exchange, what):
+    """The counts that travel say so; between GPUs "all_gather" has none, but on CPUs asks again."""
+    messages = two_ranks.run(_differing, "cpu", exchange, what, True)
+    if what == "tokens" and exchange == "all_to_all":
+        assert messages == ["nothing was raised"] * 2
+    elif what == "tokens":
+        own = 'ValueError: TokenDispatcher: tokens must be 3 in each call with "all_gather"'
+        _check(messages, own, own)
+    else:
+        _check(messages, *MISMATCHES[what])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_ranks_that_differ_on_gpus(two_gpus, exchange):
+    for what in ("experts", "probs", "frozen"):
+        _check(two_gpus.run(_differing, "cuda", exchange, what, False), *MISMATCHES[what])
+    if exchange == "all_to_all":
+        for what in ("probs", "dtype"):
+            _check(two_gpus.run(_differing, "cuda", exchange, what, True), *MISMATCHES[what])
 
 
 @pytest.mark.cuda
