@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from .parallel_styles import Replicated as Replicated
     from .parallel_styles import RowParallel as RowParallel
     from .parallel_styles import SequenceParallel as SequenceParallel
+    from .state_dict import get_model_state_dict as get_model_state_dict
+    from .state_dict import get_optimizer_state_dict as get_optimizer_state_dict
+    from .state_dict import get_state_dict as get_state_dict
+    from .state_dict import set_model_state_dict as set_model_state_dict
+    from .state_dict import set_optimizer_state_dict as set_optimizer_state_dict
+    from .state_dict import set_state_dict as set_state_dict
 
 _NAMES = {
     "ColumnParallel": "parallel_styles",
@@ -26,7 +32,13 @@ _NAMES = {
     "SequenceParallel": "parallel_styles",
     "TokenDispatcher": "expert_parallel",
     "enable_fp8_all_gather": "fsdp",
+    "get_model_state_dict": "state_dict",
+    "get_optimizer_state_dict": "state_dict",
+    "get_state_dict": "state_dict",
     "reduce_main_grads": "main_grad",
+    "set_model_state_dict": "state_dict",
+    "set_optimizer_state_dict": "state_dict",
+    "set_state_dict": "state_dict",
 }
 __all__ = ["CudaRNGStatesTracker", "checkpoint", *_NAMES]
 __getattr__, __dir__ = attach(__name__, _NAMES)

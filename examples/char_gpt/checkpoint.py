@@ -1,7 +1,7 @@
 """Saving and restoring a run so that the resumed run continues bit for bit.
 
 One process writes a file. Several ranks write a folder by torch.distributed.checkpoint, which all
-of them must see; another number of data-parallel ranks can read it.
+of them must see; another number of ranks can read it.
 """
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ LATEST = "latest.json"  # which step is whole, and the settings
 
 
 class Folder:
-    """A run of several ranks: <folder>/<step>/tp<rank>, and a file that names the last step.
+    """A run of several ranks: <folder>/<step>, and a file that names the last step.
 
-    Each tensor-parallel rank has a checkpoint of its own, which its data-parallel ranks share:
-    parts of a split weight are plain tensors of the same name, and would be taken for copies.
-    Of random states there is only that of the batches; nothing else here draws after the start.
+    Parts of split weights are saved at their place in the whole, so that ranks may split them
+    otherwise when they resume. Of random states there is only that of the batches; nothing else
+    here draws after the start.
     """
 
     def __init__(self, path: Path, layout: Layout) -> None:
@@ -157,9 +157,6 @@ class Folder:
             )
         return bool(found.item())
 
-    def _part(self, step: int) -> Path:
-        return self.path / str(step) / f"tp{self.layout.tp_rank}"
-
     def save(
         self,
         *,
@@ -173,12 +170,9 @@ class Folder:
 
         apex_te.flush_fp8_state()
         state = _state(model, optimizer, generator)
-        part = self._part(step)
-        part.mkdir(parents=True, exist_ok=True)
-        checkpoint.save(state, checkpoint_id=part, process_group=self.layout.dp_group)
-        distributed.barrier()  # every rank's part is whole
+        checkpoint.save(state, checkpoint_id=self.path / str(step))
         if self.layout.rank == 0:
-            latest = {"step": step, "tp": self.layout.tp, "settings": settings}
+            latest = {"step": step, "settings": settings}
             partial = self.path / "partial.json"
             partial.write_text(json.dumps(latest, indent=1) + "\n", encoding="utf-8")
             os.replace(partial, self.path / LATEST)
@@ -196,17 +190,15 @@ class Folder:
         recipe: Recipe | None,
     ) -> int:
         from torch.distributed import checkpoint
-        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        from apex_te.distributed import set_state_dict
 
         latest = json.loads((self.path / LATEST).read_text(encoding="utf-8"))
-        _check(
-            self.path, latest["settings"] | {"tp": latest["tp"]}, settings | {"tp": self.layout.tp}
-        )
+        _check(self.path, latest["settings"], settings)
         if recipe is not None:  # only what the model has already is loaded
             apex_te.init_fp8_state(model, recipe)
         state = _state(model, optimizer, generator)
-        part = self._part(latest["step"])
-        checkpoint.load(state, checkpoint_id=part, process_group=self.layout.dp_group)
+        checkpoint.load(state, checkpoint_id=self.path / str(latest["step"]))
         set_state_dict(
             model,
             optimizer,
@@ -220,7 +212,7 @@ class Folder:
 def _state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, generator: torch.Generator
 ) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from apex_te.distributed import get_state_dict
 
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments, "batches": generator.get_state()}
