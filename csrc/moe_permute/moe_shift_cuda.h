@@ -54,33 +54,41 @@ __device__ __forceinline__ void store_range(char* to, const uint4& w, int first,
 }
 
 // Elements [at, at + 8) of a row of `cols`, at any address of an element; those that are not of the
-// row may be anything.
+// row may be anything. The words are kept as they were read until all of a thread's are on their
+// way.
 template <typename T>
-__device__ __forceinline__ Vec8<T> load_window(const T* row, int64_t at, int64_t cols) {
-  constexpr int kWordsOf = sizeof(T) / 2;
-  const T* p = row + at;
-  const int shift = misalignment(p);
-  const char* from = reinterpret_cast<const char*>(p) - shift;
-  const char *begin = reinterpret_cast<const char*>(row),
-             *end = reinterpret_cast<const char*>(row + cols);
+struct Window {
+  static constexpr int kWordsOf = sizeof(T) / 2;
   uint4 w[kWordsOf + 1];
+  int shift;
+
+  __device__ __forceinline__ void load(const T* row, int64_t at, int64_t cols) {
+    const T* p = row + at;
+    shift = misalignment(p);
+    const char* from = reinterpret_cast<const char*>(p) - shift;
+    const char *begin = reinterpret_cast<const char*>(row),
+               *end = reinterpret_cast<const char*>(row + cols);
 #pragma unroll
-  for (int i = 0; i <= kWordsOf; ++i) {
-    w[i] = make_uint4(0u, 0u, 0u, 0u);
-    if (from + 16 * i + 16 > begin && from + 16 * i < end && (i < kWordsOf || shift))
-      w[i] = *reinterpret_cast<const uint4*>(from + 16 * i);
+    for (int i = 0; i <= kWordsOf; ++i) {
+      w[i] = make_uint4(0u, 0u, 0u, 0u);
+      if (from + 16 * i + 16 > begin && from + 16 * i < end && (i < kWordsOf || shift))
+        w[i] = *reinterpret_cast<const uint4*>(from + 16 * i);
+    }
   }
-  Vec8<T> v;
+
+  __device__ __forceinline__ Vec8<T> elements() const {
+    Vec8<T> v;
 #pragma unroll
-  for (int i = 0; i < kWordsOf; ++i) {
-    const uint4 word = shifted(w[i], w[i + 1], shift);
-    v.words[4 * i] = word.x;
-    v.words[4 * i + 1] = word.y;
-    v.words[4 * i + 2] = word.z;
-    v.words[4 * i + 3] = word.w;
+    for (int i = 0; i < kWordsOf; ++i) {
+      const uint4 word = shifted(w[i], w[i + 1], shift);
+      v.words[4 * i] = word.x;
+      v.words[4 * i + 1] = word.y;
+      v.words[4 * i + 2] = word.z;
+      v.words[4 * i + 3] = word.w;
+    }
+    return v;
   }
-  return v;
-}
+};
 
 // The inverse, where `row + at` is a multiple of 16 bytes.
 template <typename T>

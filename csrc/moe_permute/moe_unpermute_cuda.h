@@ -32,10 +32,15 @@ __device__ __forceinline__ void store_some(T* p, const Vec8<T>& v, int64_t n) {
 
 // Elements [at, at + 8) of a row of `cols`; of an aligned one they are all or none.
 template <bool kAligned, typename T>
-__device__ __forceinline__ Vec8<T> load_cols(const T* row, int64_t at, int64_t cols) {
-  if (!kAligned) return load_window(row, at, cols);
-  return at < cols ? load_vec(row + at) : Vec8<T>{};
-}
+struct Cols : Window<T> {};
+template <typename T>
+struct Cols<true, T> {
+  Vec8<T> v;
+  __device__ __forceinline__ void load(const T* row, int64_t at, int64_t cols) {
+    v = at < cols ? load_vec(row + at) : Vec8<T>{};
+  }
+  __device__ __forceinline__ const Vec8<T>& elements() const { return v; }
+};
 template <bool kAligned, typename T>
 __device__ __forceinline__ void store_cols(T* row, const Vec8<T>& v, int64_t at, int64_t cols) {
   if (!kAligned)
@@ -94,7 +99,7 @@ __global__ void __launch_bounds__(kSumThreads)
   float sums[kVecs][kVec] = {};
   bool is_bad = false;
   for (int k = 0; k < n; k += 2) {
-    Vec8<T> x[2][kVecs];
+    Cols<kAligned, T> x[2][kVecs];
     float factors[2];
     bool is_used[2];
 #pragma unroll
@@ -107,8 +112,7 @@ __global__ void __launch_bounds__(kSumThreads)
       if (!is_used[i]) continue;
       const T* row = static_cast<const T*>(p.inp) + copy.row * p.cols;
 #pragma unroll
-      for (int v = 0; v < kVecs; ++v)
-        x[i][v] = load_cols<kAligned>(row, col + v * 32 * kVec, p.cols);
+      for (int v = 0; v < kVecs; ++v) x[i][v].load(row, col + v * 32 * kVec, p.cols);
       factors[i] = p.probs ? prob_of<T>(p, copy.prob) : 1.0f;
     }
 #pragma unroll
@@ -117,7 +121,7 @@ __global__ void __launch_bounds__(kSumThreads)
 #pragma unroll
       for (int v = 0; v < kVecs; ++v) {
         float values[kVec];
-        unpack(x[i][v], values);
+        unpack(x[i][v].elements(), values);
 #pragma unroll
         for (int c = 0; c < kVec; ++c) sums[v][c] += factors[i] * values[c];
       }
