@@ -17,10 +17,32 @@ import torch
 import torch.multiprocessing as mp
 
 LIMIT = 120.0  # seconds for a call
+PRELOAD = (
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "apex_te",
+    "apex_te.distributed.parallel_styles",
+    "apex_te.distributed.state_dict",
+)
 
 
-def _serve(rank, size, backend, path, pipe, folders):
+def _context(backend):
+    """Processes of a server that has torch loaded: half a test run would be imports.
+
+    A fork after CUDA has begun is none, so ranks with GPUs start afresh.
+    """
+    if backend == "nccl":
+        return mp.get_context("spawn")
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
+def _serve(rank, size, backend, path, pipe, folders, environment):
     sys.path[:0] = folders
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -58,12 +80,13 @@ class Ranks:
         self.size = size
         self.backend = backend
         self._folder = tempfile.TemporaryDirectory()
-        context = mp.get_context("spawn")
+        context = _context(backend)
         folders = [str(Path(__file__).resolve().parent), *sys.path]
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            args = (rank, size, backend, f"{self._folder.name}/store", theirs, folders)
+            store = f"{self._folder.name}/store"
+            args = (rank, size, backend, store, theirs, folders, dict(os.environ))
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             self._pipes.append(ours)
