@@ -27,8 +27,9 @@ from .collectives import Pending
 
 __all__ = ["PeerMemory", "peer_memory"]
 
-# Bytes of a rank's piece below which a collective takes less time.
-SMALLEST = 2 << 20
+# Bytes of a rank's piece below which a step with collectives takes less time: what one more product
+# and copy cost the host (figures: benchmarks/layers/bench_tensor_parallel.py).
+SMALLEST = 16 << 20
 _WANTED = "APEX_TE_PEER_MEMORY"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -16,6 +16,8 @@ from apex_te.distributed import collectives, peer_memory
 from apex_te.distributed.collectives import Pending
 from apex_te.module import _tensor_parallel
 
+SMALLEST = peer_memory.SMALLEST
+
 
 class _Rows(Pending):
     """Gathered rows that arrive one rank's after the other's, none before it is asked for."""
@@ -108,7 +110,7 @@ def _memory(x):
     try:
         return peer_memory.peer_memory(None, x, 1)
     finally:
-        peer_memory.SMALLEST = 2 << 20
+        peer_memory.SMALLEST = SMALLEST
 
 
 def _same_as_collectives(rank, rounds):
@@ -227,7 +229,7 @@ def _used(rank, name, recipe):
             _plain(rank, name, True) if recipe is None else _quantized(rank, name, True, recipe)
         )
     finally:
-        peer_memory.SMALLEST = 2 << 20
+        peer_memory.SMALLEST = SMALLEST
         for what, function in kept.items():
             setattr(peer_memory.PeerMemory, what, function)
     return result, counts
@@ -301,7 +303,7 @@ def _switched_off(rank, value):
     os.environ["APEX_TE_PEER_MEMORY"] = value if rank == 1 else "1"
     try:
         if value != "0":
-            with pytest.raises(ValueError, match="APEX_TE_PEER_MEMORY must be .* got 'maybe'"):
+            with pytest.raises(ValueError, match=r"APEX_TE_PEER_MEMORY must be .* got 'maybe'"):
                 peer_memory.peer_memory(group, torch.empty(1, device=device), 1 << 30)
             return None
         return peer_memory.peer_memory(group, torch.empty(1, device=device), 1 << 30)
