@@ -22,9 +22,9 @@ Pieces, one exchange with its product on 2 H200, us (FP8; gathers of 2 x 16.8 MB
 Also tried: NCCL in 4 pieces (projection 339, FC2 608), the product writing to the peer's memory
 itself (200, 429), two copies for each piece (165, 389).
 
-One step of the layer, time with collectives over time with pieces of any size, FP8 / bf16: on 2 GPUs
-2 x 1024 tokens 0.99 / 0.99, 2 x 2048 0.99 / 1.18; on 4 GPUs 2 x 4096 0.94 / 1.13. Hence the smallest
-piece of 16 MiB: smaller ones save less time than their launches take.
+One step of the layer, time with collectives over time with pieces of any size, FP8 / bf16: on 2
+GPUs 2 x 1024 tokens 0.99 / 0.99, 2 x 2048 0.99 / 1.18; on 4 GPUs 2 x 4096 0.94 / 1.13. Hence the
+smallest piece of 16 MiB: smaller ones save less time than their launches take.
 """
 
 from __future__ import annotations
