@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from ._stacked_rows import shares_of
+
 __all__ = ["Parts", "SplitTensor", "parts_of"]
 
 _aten = torch.ops.aten
@@ -55,9 +57,9 @@ def parts_of(
     rank has an equal share; their sum divides ``length``.
     """
     unit, first, pieces = length // sum(matrices), 0, []
-    for size in matrices:
-        own = size * unit
-        pieces.append((first, own, first * ranks + rank * own))
+    rows = tuple(size * unit * ranks for size in matrices)
+    for in_whole, own in shares_of(rows, rank, ranks):
+        pieces.append((first, own, in_whole))
         first += own
     return Parts(dim, length * ranks, tuple(pieces))
 

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .collectives import all_to_all_rows
 
-__all__ = ["Exchange", "exchange_of", "rows_of_matrices"]
+__all__ = ["Exchange", "exchange_of", "rows_of_matrices", "shares_of"]
 
 
 class Exchange(NamedTuple):
@@ -26,20 +26,30 @@ class Exchange(NamedTuple):
     received: tuple[int, ...]  # rows from each rank, in the order of the parameter
 
 
+def shares_of(matrices: tuple[int, ...], rank: int, ranks: int) -> list[tuple[int, int]]:
+    """First row and number of rows of ``rank``'s share of each matrix.
+
+    ``matrices``: rows of each, multiples of ``ranks``, one after the other.
+    """
+    found, top = [], 0
+    for rows in matrices:
+        own = rows // ranks
+        found.append((top + rank * own, own))
+        top += rows
+    return found
+
+
 def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
     """That of a parameter whose ``matrices`` have so many rows each, multiples of ``ranks``."""
     kept = sum(matrices) // ranks
 
     def pieces(source: int, receiver: int) -> list[tuple[int, int]]:
         """Rows [first, last) that ``source`` keeps and ``receiver`` computes with."""
-        found, top = [], 0
-        for rows in matrices:
-            own = rows // ranks
-            first = max(top + receiver * own, source * kept)
-            last = min(top + (receiver + 1) * own, (source + 1) * kept)
+        found = []
+        for top, own in shares_of(matrices, receiver, ranks):
+            first, last = max(top, source * kept), min(top + own, (source + 1) * kept)
             if first < last:
                 found.append((first, last))
-            top += rows
         return found
 
     def count(found: list[tuple[int, int]]) -> int:

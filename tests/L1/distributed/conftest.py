@@ -51,3 +51,11 @@ def two_gpus(all_ranks):
 def four_gpus(all_ranks):
     """4 ranks, each with a GPU."""
     return _ranks(all_ranks, 4, "nccl")
+
+
+@pytest.fixture
+def fresh():
+    """Two ranks of their own: what they construct stays in their registries."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()

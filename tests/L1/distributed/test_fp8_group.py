@@ -1,8 +1,6 @@
 """Amaxes over ``fp8_group``: one collective, whatever the ranks run, and no hang if they differ."""
 
-import pytest
 import torch
-from ranks import Ranks
 from torch import distributed
 
 import apex_te
@@ -11,14 +9,6 @@ from apex_te.parameter import FP8Parameter
 from apex_te.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
-
-
-@pytest.fixture
-def fresh():
-    """Two ranks of their own: what they construct stays in their registries."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 def _step(modules, value=1.0, group=None):

@@ -5,7 +5,6 @@ import gc
 
 import pytest
 import torch
-from ranks import Ranks
 from torch import distributed
 
 import apex_te
@@ -18,14 +17,6 @@ from apex_te.state import TENSORS, registry
 RECIPE = DelayedScaling(amax_history_len=4)
 OWN = DelayedScaling(amax_history_len=4, reduce_amax=False)
 SIZE = 16
-
-
-@pytest.fixture
-def fresh():
-    """Two ranks of their own: what they construct stays in their registries."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
 
 
 def _device(rank):

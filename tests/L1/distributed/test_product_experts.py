@@ -58,6 +58,15 @@ def state_of(layers, first, count):
     return torch.stack(rows)
 
 
+def updated(step, name, parameter):
+    """A step on a parameter: what of it is compared."""
+    found = {f"{step} gradient {name}": whole(parameter.grad).clone()}
+    parameter.sub_(LR * parameter.grad)
+    if step == STEPS - 1:
+        found[f"updated {name}"] = whole(parameter.detach()).clone()
+    return found
+
+
 def train(model, layers, dispatcher, recipe, group, take, scale, ranks, device, dtype, mine):
     """As in test_product; ``mine``: the first of the experts that are compared, and their number.
 
@@ -83,10 +92,7 @@ def train(model, layers, dispatcher, recipe, group, take, scale, ranks, device, 
             for name, parameter in layers.named_parameters():
                 layer, number = name.split(".weight")
                 name = f"{layer}.weight{first + int(number)}"
-                found[f"{step} gradient {name}"] = whole(parameter.grad).clone()
-                parameter.sub_(LR * parameter.grad)
-                if step == STEPS - 1:
-                    found[f"updated {name}"] = whole(parameter.detach()).clone()
+                found |= updated(step, name, parameter)
         flush_fp8_state(group)
         if recipe is not None and recipe.keeps_state:
             scales.append(state_of(layers, mine[0] - first, mine[1]))
@@ -274,10 +280,7 @@ def train_both(dense, layers, experts, dispatcher, recipe, take, scale, replicas
                     parameter.grad /= scale
                     name, number = name.split(".weight")
                     name = f"{name}.weight{first + int(number)}"
-                found[f"{step} gradient {name}"] = whole(parameter.grad).clone()
-                parameter.sub_(LR * parameter.grad)
-                if step == STEPS - 1:
-                    found[f"updated {name}"] = whole(parameter.detach()).clone()
+                found |= updated(step, name, parameter)
         flush_fp8_state()
         if step == 0 and recipe is not None and recipe.keeps_state:
             scales = scales_of([plain.first._fp8, plain.second._fp8])
