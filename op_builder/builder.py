@@ -238,6 +238,11 @@ class OpBuilder:
         """Where an installed package keeps libraries made at install time."""
         return str(self.root / "prebuilt")
 
+    @property
+    def exports_c_functions(self) -> bool:
+        """Whether the library is opened by the dispatcher rather than imported by Python."""
+        return self.BINDING == "c"
+
     def check_device(self, device: str) -> None:
         """Raise UnknownOpError if the op has no library for ``device``."""
         if device not in self.DEVICES:

@@ -32,6 +32,10 @@ class CoreBuilder(CPUOpBuilder):
     def absolute_name(self) -> str:
         return self.NAME
 
+    @property
+    def exports_c_functions(self) -> bool:
+        return False
+
     def sources(self) -> list[str]:
         return sorted(
             str(path.relative_to(self.root)) for path in (self.root / "csrc/core").glob("*.cpp")

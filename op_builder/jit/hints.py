@@ -54,6 +54,11 @@ _ARCH = _line(
     r"|(?:invalid target ID|unsupported HIP gpu architecture:?) '?(?P<hip>gfx\w+)"
 )
 _NOT_EXECUTABLE = re.compile(r"failed to map segment from shared object", _FLAGS)
+_BROKEN = re.compile(
+    r"file too short|invalid ELF header|cannot read file data|undefined symbol"
+    r"|ELF load command|wrong ELF class",
+    _FLAGS,
+)
 _OLD_SYSTEM = re.compile(
     r"version [`'](?P<name>(?:GLIBC|GLIBCXX|CXXABI)_[\w.]+)' not found", _FLAGS
 )
@@ -164,6 +169,14 @@ _LOAD_RULES = (
         ),
     ),
     _Rule(
+        "broken",
+        _BROKEN,
+        _fixed(
+            "the compiler left a broken library: remove it and build it again"
+            " (python -m apex_te clean <op>, then build <op>)"
+        ),
+    ),
+    _Rule(
         "system",
         _OLD_SYSTEM,
         _fixed(
@@ -198,6 +211,11 @@ def loading(text: str) -> str:
     What the CUDA runtime says is explained in csrc/common/gpu.h, which hears it.
     """
     return _first(_LOAD_RULES, text)
+
+
+def is_not_executable(text: str) -> bool:
+    """Whether dlopen failed because the file system of the library is mounted noexec."""
+    return bool(_NOT_EXECUTABLE.search(text))
 
 
 def load_error(what: str, path: str, problem: ImportError) -> ImportError:

@@ -14,7 +14,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from . import failure, hints, resources
-from .errors import BuildInterruptedError, CompileError, DiskFullError, NoPermissionError
+from .errors import (
+    BuildError,
+    BuildInterruptedError,
+    CompileError,
+    DiskFullError,
+    NoPermissionError,
+)
 from .progress import Progress
 from .toolchain import find_ninja
 
@@ -23,6 +29,9 @@ _DIAGNOSTIC = re.compile(
     r"|nvcc fatal|multiple definition of|undefined symbol:|ld: cannot open",
     re.IGNORECASE,
 )
+_LONGEST_LINE = 600  # characters of a compiler's message that an error shows; the log has them all
+# nvcc hands paths to a shell and splits them at commas
+_REFUSED_BY_NVCC = '$",`'
 _STATUS = re.compile(r"\[\d+/\d+\] (.*)")
 # A child forked while ninja is being started would hold its pipes open, and wait for the build that
 # reads them to their end.
@@ -45,6 +54,21 @@ def _escape(path: str) -> str:
     return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
+def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
+    """Raise BuildError for a path that ninja or a compiler cannot be told of."""
+    sources = [path for step in steps for path in step.inputs if not path.startswith(folder)]
+    with_nvcc = any(os.path.basename(step.command[0]) == "nvcc" for step in steps)
+    refused = _REFUSED_BY_NVCC if with_nvcc else ""
+    for path in (folder, *sources):
+        unfit = next((c for c in path if not c.isprintable() or c in refused), None)
+        if unfit is not None:
+            advice = "; name another folder with APEX_TE_CACHE_DIR" if path is folder else ""
+            raise BuildError(
+                f"{what}: a path of a build must not have the character {unfit!r}, got"
+                f" {path!r}{advice}"
+            )
+
+
 def write_graph(folder: str, steps: Sequence[Step]) -> None:
     """Write ``build.ninja``; every step is one command line."""
     lines = ["rule run", "  command = $cmd", "  description = $label", ""]
@@ -61,7 +85,10 @@ def first_line(output: str, pattern: re.Pattern[str]) -> str:
     """The first line that matches and is not ninja's, "" if there is none."""
     for line in output.splitlines():
         if not line.startswith(("ninja:", "FAILED:")) and pattern.search(line):
-            return line.strip()
+            line = line.strip()
+            if len(line) <= _LONGEST_LINE:
+                return line
+            return f"{line[:_LONGEST_LINE]} ... ({len(line)} characters)"
     return ""
 
 
@@ -103,6 +130,62 @@ def disk_errors(what: str, folder: str) -> Iterator[None]:
             text = f"{error.filename or folder}: {error.strerror}"
             raise NoPermissionError(f"{what}: {_details(text, hints.building(text))}") from None
         raise
+
+
+class _Watch:
+    """A shell that stops ninja, and so the compilers, once this process is gone however it ended.
+
+    A process that a signal kills cannot stop them itself, and ninja is in a session of its own. The
+    shell reads a pipe whose other end this process holds: it ends with a line when ninja is done,
+    without one when this process has died.
+    """
+
+    _SCRIPT = 'read -r done || kill -TERM "$1"'
+
+    def __init__(self, ninja: int) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        reading, self.pipe = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", self._SCRIPT, "sh", str(ninja)],
+                stdin=reading,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            _watches.add(self)
+        except OSError:  # for want of processes; the build goes on
+            self.forget()
+        finally:
+            os.close(reading)
+
+    def end(self) -> None:
+        """Let the shell end: ninja is done."""
+        if self.process is None or self.pipe < 0:
+            return
+        _watches.discard(self)
+        with contextlib.suppress(OSError):
+            os.write(self.pipe, b"done\n")
+        self.forget()
+        self.process.wait()
+
+    def forget(self) -> None:
+        """Close the pipe's end, which a forked child must not keep open."""
+        pipe, self.pipe = self.pipe, -1
+        with contextlib.suppress(OSError):
+            os.close(pipe)
+
+
+_watches: set[_Watch] = set()
+
+
+def _forked() -> None:
+    for watch in list(_watches):
+        watch.forget()
+    _watches.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
@@ -151,6 +234,7 @@ def run(
     Raises CompileError, BuildInterruptedError, DiskFullError, NoPermissionError,
     NinjaNotFoundError.
     """
+    _check_paths(what, folder, steps)
     write_graph(folder, steps)
     command = [find_ninja(), "-C", folder, "-j", str(jobs or resources.jobs())]
     if verbose:
@@ -178,6 +262,7 @@ def run(
                 env=environment,
                 start_new_session=True,
             )
+            watch = _Watch(process.pid)
         assert process.stdout is not None
         _running.add(process)
         try:
@@ -194,6 +279,7 @@ def run(
         finally:
             _running.discard(process)
             process.stdout.close()
+            watch.end()
         if process.returncode != 0 or not _finished(lines, len(steps)):
             _raise_failure(what, folder, "".join(lines), process.returncode, log)
 
@@ -222,6 +308,6 @@ def _raise_failure(what: str, folder: str, output: str, code: int, log: str) -> 
         raise CompileError(f"{what}: {text}", error, command, log, hint)
     else:
         what_for = "the build failed without a compiler's message: "
-    last = " / ".join(line.strip() for line in output.strip().splitlines()[-3:])
+    last = " / ".join(line.strip() for line in output.strip().splitlines()[-3:])[:_LONGEST_LINE]
     text = _details(f"{error or last} (ninja returned {code})", hint, command, log)
     raise BuildInterruptedError(f"{what}: {what_for}{text}")

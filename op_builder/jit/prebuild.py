@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..builder import OpBuilder
 
 CPP_OPS, CUDA_OPS = GROUPS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
-_NOT_PORTABLE = ("-march=native", "-mcpu=native")
 # what apex's setup.py takes -> what says it here
 _APEX_OPTIONS = {"--cpp_ext": CPP_OPS, "--cuda_ext": CUDA_OPS}
 
@@ -129,8 +128,8 @@ def into_package(
 
 
 def _check_portable(wanted: Wanted) -> None:
-    for flag in [*wanted.builder.key_flags(wanted.device), *toolchain.find_cxx()[1:]]:
-        if any(part in _NOT_PORTABLE for part in flag.replace("=-", ",-").split(",")):
+    for flag in wanted.builder.key_flags(wanted.device):
+        if toolchain.is_for_this_machine(flag):
             raise SettingError(
                 f"{wanted.op} ({wanted.device}): {flag} makes a library for this machine's CPU"
                 " alone; what is installed must run on others"

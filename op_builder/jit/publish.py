@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from . import cache, inventory, ninja_build
+from . import cache, inventory, ninja_build, verify
 from .entry import OpenedLibrary, open_entry, open_folder, warn_once
 from .errors import BuildInterruptedError, CompileError
 from .lock import is_abandoned, is_free, marked
@@ -149,12 +149,18 @@ def _compile(request: Request, location: cache.Location, parent: str, folder: st
     os.mkdir(entry, 0o755)
     os.chmod(entry, 0o755)
     start = time.monotonic()
-    steps = request.steps(folder, os.path.join(entry, f"{request.library}.so"))
+    library = os.path.join(entry, f"{request.library}.so")
+    steps = request.steps(folder, library)
     estimate = inventory.last_seconds(location, request.library, request.tag)
     log = os.path.join(parent, f"log-{request.tag}.txt")
     ninja_build.run(request.what, folder, steps, log, request.verbose, request.jobs, estimate)
     if request.builder.key(request.device) != request.key:
         raise BuildInterruptedError(f"{request.what}: sources changed while being compiled")
+    if problem := verify.problem(request.builder, request.device, library):
+        raise BuildInterruptedError(
+            f"{request.what}: {steps[-1].command[0]} reported success and left a library that"
+            f" cannot be used: {problem}; check the compiler, what wraps it, and the disk"
+        )
     commands = [" ".join(step.command).replace(folder, "<build>") for step in steps]
     _write_entry(entry, request, time.monotonic() - start, commands)
     return _own_copy(folder, os.path.join(parent, request.tag), request, location.kind)

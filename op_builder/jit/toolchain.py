@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .errors import (
@@ -20,6 +21,18 @@ from .errors import (
     HipccNotFoundError,
     NinjaNotFoundError,
     NvccNotFoundError,
+    SettingError,
+)
+
+_ONE_MACHINE = re.compile(r"-m(arch|cpu)=native")
+_ONE_CPU = re.compile(
+    r"-m(arch|cpu)=(?!x86-64$|armv8-a$|generic$).+"
+    r"|-m(avx\w*|sse[34][\w.]*|ssse3|fma4?|f16c|bmi2?|lzcnt|popcnt|amx[\w-]*)"
+)
+_RELAXED_MATH = re.compile(
+    r"-ffast-math|-Ofast|-funsafe-math-optimizations|-fassociative-math|-freciprocal-math"
+    r"|-ffinite-math-only|-fno-signed-zeros|-ffp-contract=(?!off$).*|-ffp-model=(fast|aggressive)"
+    r"|--?use_fast_math|--?ftz=true|--?prec-(div|sqrt)=false|--?fmad=true"
 )
 
 
@@ -32,20 +45,65 @@ class Nvcc(NamedTuple):
 
 def _version(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""
 
 
+def _passed_on(flag: str) -> list[str]:
+    """Return the flags in one word: -Xcompiler=-march=native,-O2 passes two on."""
+    return flag.replace("=-", ",-").split(",")
+
+
+def is_for_this_machine(flag: str) -> bool:
+    """Whether a flag makes the compiler use whatever this machine's CPU offers."""
+    return any(_ONE_MACHINE.fullmatch(part) for part in _passed_on(flag))
+
+
+def unfit_flag(words: Sequence[str]) -> str:
+    """Return the first flag that no shared library may be compiled with and why, "" without one.
+
+    Flags for one kind of CPU and flags that relax floating-point arithmetic are unfit. Such flags
+    of a builder are part of the cache key; those that a compiler reads from the environment are
+    not, so a library made with them would be loaded by processes that did not ask for them.
+    """
+    for flag in words:
+        if is_for_this_machine(flag):
+            return f"{flag} makes a library for this machine's CPU alone"
+        for part in _passed_on(flag):
+            if _ONE_CPU.fullmatch(part):
+                return f"{flag} makes a library for one kind of CPU alone"
+            if _RELAXED_MATH.fullmatch(part):
+                return f"{flag} changes the results of floating-point arithmetic"
+    return ""
+
+
+def _words(variable: str) -> list[str]:
+    """Split an environment variable as a shell does; raises SettingError for unfit content."""
+    text = os.environ.get(variable, "")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise SettingError(f"{variable}={text!r} cannot be split into words: {error}") from None
+    if reason := unfit_flag(words):
+        raise SettingError(
+            f"{variable}={text!r}: {reason}; a library in the cache or a package serves others, too"
+        )
+    return words
+
+
 def find_cxx() -> list[str]:
-    """The C++ compiler as a command: CXX, else g++, c++, clang++. Raises CompilerNotFoundError."""
-    named = shlex.split(os.environ.get("CXX", ""))
+    """The C++ compiler as a command: CXX, else g++, c++, clang++.
+
+    Raises CompilerNotFoundError; SettingError where CXX cannot be read or has an unfit flag.
+    """
+    named = _words("CXX")
     for command in [named] if named else [["g++"], ["c++"], ["clang++"]]:
         found = shutil.which(command[0])
         if found:
             return [found, *command[1:]]
-    detail = f"CXX={os.environ['CXX']} is not a program on PATH" if named else "no g++ on PATH"
+    detail = f"CXX={os.environ['CXX']!r} is not a program on PATH" if named else "no g++ on PATH"
     raise CompilerNotFoundError(
         f"no C++ compiler found: {detail}; install one (Debian and Ubuntu: apt install g++)"
     )
@@ -70,8 +128,10 @@ def _nvcc_in(home: str) -> Nvcc | None:
 def find_nvcc() -> Nvcc:
     """nvcc: APEX_TE_CUDA_HOME, CUDA_HOME, CUDA_PATH, PATH, NVIDIA's wheels, /usr/local/cuda*.
 
-    Raises NvccNotFoundError.
+    Raises NvccNotFoundError; SettingError for unfit flags in variables that nvcc itself reads.
     """
+    for variable in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        _words(variable)
     for variable in ("APEX_TE_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         home = os.environ.get(variable, "").strip(": \t")
         if home:
@@ -107,8 +167,10 @@ def find_nvcc() -> Nvcc:
 def find_hipcc() -> Nvcc:
     """hipcc: APEX_TE_ROCM_HOME, ROCM_HOME, ROCM_PATH, PATH, /opt/rocm*.
 
-    Raises HipccNotFoundError.
+    Raises HipccNotFoundError; SettingError for unfit flags in variables that hipcc itself reads.
     """
+    for variable in ("HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND"):
+        _words(variable)
     for variable in ("APEX_TE_ROCM_HOME", "ROCM_HOME", "ROCM_PATH"):
         home = os.environ.get(variable, "").strip(": \t")
         path = os.path.join(os.path.realpath(home), "bin", "hipcc")

@@ -379,7 +379,9 @@ def test_load_error_names_the_file_and_what_to_do() -> None:
     assert "noexec" in str(error)
     said = "/lib/x86_64-linux-gnu/libstdc++.so.6: version `GLIBCXX_9.9.9' not found (required by x)"
     assert "newer system" in hints.loading(said)
-    assert "hint" not in str(hints.load_error("rope", "/x.so", ImportError("file too short")))
+    for said in ("/x.so: file too short", "/x.so: undefined symbol: gone"):
+        assert "apex_te clean <op>" in hints.loading(said)
+    assert "hint" not in str(hints.load_error("rope", "/x.so", ImportError("no such thing")))
 
 
 def test_cache_on_a_noexec_file_system(tmp_path: Path, root: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from planted import contents, copy, plant
-from tiny_op import CHECKOUT
+from tiny_op import CHECKOUT, quick_compiler
 
 import op_builder
 
@@ -57,13 +57,7 @@ def test_pip_uninstall_leaves_nothing(tmp_path: Path, cache_dir: Path) -> None:
         copy(CHECKOUT / name, checkout / name)
     for name in ("MANIFEST.in", "LICENSE", "README.md"):
         copy(CHECKOUT / name, checkout / name)
-    # what is compiled is not the matter here
-    compiler = tmp_path / "quick-cxx"
-    compiler.write_text(
-        '#!/bin/sh\ncase " $* " in *" --version "*) echo quick 1; exit;; esac\n'
-        'while [ "$1" != -o ]; do shift; done; echo "$2" > "$2"\n'
-    )
-    compiler.chmod(0o755)
+    compiler = quick_compiler(tmp_path)  # what is compiled is not the matter here
     code = f"import setuptools.build_meta as b; b.build_wheel({str(tmp_path)!r})"
     environment = {**os.environ, "APEX_BUILD_CPP_OPS": "1", "CXX": str(compiler), "PYTHONPATH": ""}
     made = subprocess.run(
@@ -107,5 +101,10 @@ def test_pip_uninstall_leaves_nothing(tmp_path: Path, cache_dir: Path) -> None:
     built = [name for name, builder in builders.items() if "cpu" in builder.DEVICES]
     assert prebuilt == {"apex_te_core", *built}
     assert list(site.rglob("apex_te/**/*.pyc"))
+    # pip alone: the folder that it lies in may hold another installation of apex_te
+    only_pip = tmp_path / "only_pip"
+    only_pip.mkdir()
+    (only_pip / "pip").symlink_to(Path(pip_package.origin).parent)
+    environment["PYTHONPATH"] = str(only_pip)
     call(*pip, "uninstall", "-y", "apex_te")
     assert contents(site) == before

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from tiny_op import CHECKOUT
+from tiny_op import CHECKOUT, quick_compiler
 
 from op_builder import all_builders
 from op_builder.core import CoreBuilder
@@ -32,22 +32,10 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-FAKE_COMPILER = """#!/bin/sh
-for word in "$@"; do
-    [ "$before" = -o ] && echo library > "$word"
-    before=$word
-done
-echo "fake 1.0"
-"""
-
-
 @pytest.fixture(scope="module")
 def fake_compiler(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A compiler that makes an output of any source at once."""
-    path = tmp_path_factory.mktemp("compiler") / "fake-cxx"
-    path.write_text(FAKE_COMPILER)
-    path.chmod(0o755)
-    return str(path)
+    return str(quick_compiler(tmp_path_factory.mktemp("compiler")))
 
 
 def run_hook(checkout: Path, call: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -25,6 +25,13 @@ class TinyCuda(CUDAOpBuilder):
 """
 
 
+# What APEX_TE_LIBRARY defines, without the suite's headers.
+ABI = (
+    'extern "C" { extern const int apex_te_abi __attribute__((visibility("default")));'
+    " const int apex_te_abi = 1; }\n"
+)
+
+
 class Tiny(CPUOpBuilder):
     """An op with a CPU source."""
 
@@ -51,7 +58,7 @@ def write_op(root: Path, value: int = 1, body: str = "") -> Path:
         'APEX_TE_FUNCTION(tiny_cuda_only, "x: Tensor", "cuda")\n'
     )
     define = '#define APEX_TE_FUNCTION(name, ...)\n#include "tiny.h"\n'
-    code = f'{define}extern "C" __attribute__((visibility("default"))) int tiny() {{'
+    code = f'{define}{ABI}extern "C" __attribute__((visibility("default"))) int tiny() {{'
     (folder / "tiny_cpu.cpp").write_text(f"{code} {body} return VALUE; }}\n")
     (folder / "tiny_cuda.cu").write_text(f"{code} return VALUE; }}\n")
     return root
@@ -78,3 +85,17 @@ def logging_compiler(folder: Path, sleep: float = 0.0) -> tuple[Path, Path]:
     )
     script.chmod(0o755)
     return script, log
+
+
+def quick_compiler(folder: Path) -> Path:
+    """A compiler that takes any source and copies the same small library to every output."""
+    library, script = folder / "quick.so", folder / "quick-cxx"
+    (folder / "quick.cpp").write_text(ABI)
+    build = ["g++", "-shared", "-fPIC", "-o", str(library), str(folder / "quick.cpp")]
+    subprocess.run(build, check=True)
+    script.write_text(
+        '#!/bin/sh\ncase " $* " in *" --version "*) echo "quick 1.0"; exit;; esac\n'
+        f'while [ "$1" != -o ]; do shift; done; cp {library} "$2"\n'
+    )
+    script.chmod(0o755)
+    return script
