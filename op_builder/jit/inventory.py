@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import cache
+from . import cache, verify
 from .entry import MANIFEST, open_entry, open_folder, open_inside, read_text
 from .errors import BuildError, CacheError
 from .key import closure, relative_name
@@ -97,7 +97,10 @@ def _entry(
         if not key.startswith(match["digits"]) or (check and opened is None):
             problem = "its manifest is of another entry"
         if opened is not None:
-            os.close(opened.fd)
+            try:
+                problem = problem or verify.file_problem(f"/proc/self/fd/{opened.fd}")
+            finally:
+                os.close(opened.fd)
     except NotADirectoryError:
         return None
     except (CacheError, OSError, ValueError) as error:

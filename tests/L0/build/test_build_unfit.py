@@ -15,7 +15,7 @@ from attacks import processes_of, wait_for
 from tiny_op import Tiny, TinyCuda, logging_compiler, start, write_op
 
 from op_builder import get_builder
-from op_builder.jit import toolchain, verify
+from op_builder.jit import cache, clean, inventory, toolchain, verify
 from op_builder.jit.errors import (
     BuildError,
     BuildInterruptedError,
@@ -93,6 +93,22 @@ def test_every_shortened_library_is_noticed(root: Path, tmp_path: Path) -> None:
     assert verify.file_problem(str(path)) == ""
     path.write_bytes(b"\x7fELF" + os.urandom(4096))
     assert verify.file_problem(str(path))
+
+
+def test_broken_library_of_an_earlier_version_is_stale(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checksum is right: it was published before libraries were checked."""
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "problem", lambda *_: "")
+        patch.setenv("CXX", str(wrapper(root, 'truncate -s 4096 "$out"')))
+        path = Tiny(root).open().path
+    (entry,) = inventory.entries(cache.user_cache())
+    assert "ends after 4096 bytes" in entry.problem
+    monkeypatch.setenv("CXX", "g++")
+    (removed,) = clean.remove_stale(cache.user_cache(), inventory.current([Tiny(root)]))
+    assert "ends after 4096 bytes" in removed.reason
+    assert not Path(path).exists()
 
 
 def test_libraries_of_the_suite_are_whole() -> None:
