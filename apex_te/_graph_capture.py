@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from ._first_due import set_first_due, still_due
 from .autocast import fp8_autocast
-from .module._fp8_module import CapturedWeights, FP8Module, Modes
+from .module._captured_weights import CapturedWeights, KeptWeight
+from .module._fp8_module import FP8Module, Modes
 from .parameter import FP8Parameter
 from .state import TENSORS, FP8State, registry, resized_history
 
@@ -48,7 +49,7 @@ class Capture:
         parameters: what gradients are needed of, besides the inputs.
         modules: the FP8 modules in it.
         region: what to capture in.
-        noop: int32 [1] flag that makes replays keep the FP8 weights they have, or None.
+        keeps_weights: replays can keep the FP8 weights of earlier ones.
         allow_unused: an input or parameter may have no gradient.
     """
 
@@ -61,16 +62,17 @@ class Capture:
         parameters: Sequence[torch.nn.Parameter],
         modules: Sequence[FP8Module],
         region: fp8_autocast,
-        noop: torch.Tensor | None,
+        keeps_weights: bool,
         allow_unused: bool,
     ) -> None:
         self.owner = owner
         self.forward = forward
         self.region = region
+        self.every_parameter = tuple(parameters)
         self.parameters = [p for p in parameters if p.requires_grad]
         self.held = [p._held for p in parameters if isinstance(p, FP8Parameter)]
         self.modules = modules
-        self.noop = noop
+        self.keeps_weights = keeps_weights
         self.allow_unused = allow_unused
         paths, self.spec = pytree.tree_flatten_with_path((args, kwargs))
         self.names = [_path_name(path) for path, _ in paths]
@@ -79,6 +81,7 @@ class Capture:
         main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
         self.main_grads = [grad for grad in main_grads if grad is not None]
         self.weights: list[CapturedWeights] = []
+        self.cache: WeightCache | None = None
         self.forward_graph = torch.cuda.CUDAGraph()
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.stand_ins: dict[int, torch.nn.Parameter] = {}
@@ -93,10 +96,12 @@ class Capture:
             # A copy kept from before would be read by replays after it has been replaced.
             held.transposed = held.transposed_scale_inv = None
         waiting = [(module, module._modes.delayed.copy()) for module in self.modules]
-        if self.noop is not None:
+        if self.keeps_weights:
+            known = {id(x) for x in (*self.inputs, *self.stand_ins.values())}
             for module in self.modules:
-                module._modes.captured = CapturedWeights(self.noop)
-                self.weights.append(module._modes.captured)
+                captured = CapturedWeights(type(module).__name__, known)
+                module._modes.captured = captured
+                self.weights.append(captured)
         try:
             yield
         finally:
@@ -107,7 +112,7 @@ class Capture:
     def _run(self, graph: Any) -> tuple[list[Any], Any]:
         """One forward, in a region that moves no scale and whose entry ``graph`` does not hold."""
         for captured in self.weights:
-            captured.weights.clear()
+            captured.begin()
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
         registry.pending = 0
         with self.region, graph:
@@ -131,6 +136,18 @@ class Capture:
             grads = [torch.ones_like(o) if _needs_grad(o) else None for o in outputs]
             if self._sources() and any(g is not None for g in grads):
                 self._gradients(outputs, grads)
+
+    def settle(self) -> None:
+        """End the warm-up: what it has allocated for FP8 weights is what replays write or keep."""
+        if not self.keeps_weights:
+            return
+        for captured in self.weights:
+            captured.is_settled = True
+        kept = [weight for captured in self.weights for weight in captured.kept.values()]
+        # What a call has in place of what the runs here read.
+        given: dict[int, Any] = {id(self.stand_ins[id(p)]): p for p in self.every_parameter}
+        given |= {id(x): i for i, x in enumerate(self.inputs)}
+        self.cache = WeightCache(kept, [[given[id(s)] for s in w.sources] for w in kept])
 
     def capture_forward(self, pool: Any) -> None:
         """Record the forward; its outputs stay where replays write them."""
@@ -221,6 +238,57 @@ class Capture:
         return [*self.input_grads, *self.parameter_grads]
 
 
+class WeightCache:
+    """Which of its FP8 weights a graph is to make again: what a module's own cache would do.
+
+    Args:
+        kept: the weights.
+        sources: of what each is made: parameters, and of inputs their numbers.
+    """
+
+    def __init__(
+        self, kept: Sequence[KeptWeight], sources: Sequence[Sequence[torch.Tensor | int]]
+    ) -> None:
+        self.sources = sources
+        self.is_filled = False  # by any replay
+        self._versions: list[list[Any] | None] = [None] * len(kept)
+        self._keeps = [False] * len(kept)
+        self._noop: torch.Tensor | None = None
+        if kept:
+            device = kept[0].sources[0].device
+            self._noop = torch.zeros(len(kept), dtype=torch.int32, device=device)
+            for weight, noop in zip(kept, self._noop.split(1), strict=True):
+                weight.noop = noop
+
+    def choose(self, first: bool | None, recomputed: bool, inputs: Sequence[torch.Tensor]) -> None:
+        """Tell the graph, from outside of it, before the replay of a call with ``inputs``.
+
+        A recompute keeps all. Without a promise (``first`` None) all are made, and none is kept for
+        later.
+        """
+        self.is_filled = True
+        if recomputed or self._noop is None:
+            keeps = [True] * len(self._keeps)
+        else:
+            keeps = []
+            for i, sources in enumerate(self.sources):
+                now = [_version(inputs[s] if isinstance(s, int) else s) for s in sources]
+                keeps.append(first is False and now == self._versions[i])
+                self._versions[i] = None if first is None else now
+        if keeps == self._keeps or self._noop is None:
+            return
+        if all(keeps) or not any(keeps):
+            self._noop.fill_(int(keeps[0]))
+        else:
+            for flag, keep in zip(self._noop.split(1), keeps, strict=True):
+                flag.fill_(int(keep))
+        self._keeps = keeps
+
+
+def _version(x: torch.Tensor) -> tuple[int, int]:
+    return (0 if x.is_inference() else x._version), x.data_ptr()
+
+
 class DelayedGradient:
     """A weight gradient that is made after a replay, of what lies in the memory of the graph.
 
@@ -273,8 +341,10 @@ def _path_name(path: Any) -> str:
 
 
 @contextlib.contextmanager
-def preserved(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Puts back what runs of ``modules`` change.
+def preserved(
+    modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
+) -> Iterator[None]:
+    """Puts back what runs of ``modules`` on ``devices`` change.
 
     FP8 state (of these modules and the regions pending), buffers, main_grads, random generators.
     """
@@ -283,10 +353,10 @@ def preserved(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     held = [b for module in modules for b in module.buffers()]
     held += [g for g in (getattr(p, "main_grad", None) for p in parameters) if g is not None]
     copies = [tensor.clone() for tensor in held]
-    devices = {p.device.index for p in parameters if p.device.type == "cuda"}
+    indices = {device.index for device in devices if device.type == "cuda"}
     clocks = registry.clocks
     try:
-        with torch.random.fork_rng(sorted(devices)):
+        with torch.random.fork_rng(sorted(indices)):
             yield
     finally:
         registry.clocks = clocks

@@ -40,7 +40,7 @@ def make_graphed_callables(
     does to FP8 state, main_grads, buffers and random generators is undone.
 
     Args:
-        modules: a module or several, on a CUDA device.
+        modules: a module or several, on a CUDA device; also without parameters.
         sample_args: the arguments of its ``forward``, or a tuple of them for each module. Tensors
             give shape, dtype and ``requires_grad``; anything else is a constant of the graph.
         num_warmup_iters: forwards and backwards before the capture, at least 1.
@@ -48,9 +48,11 @@ def make_graphed_callables(
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group: as in ``fp8_autocast``, in which the
             modules are captured. A call outside any region enters such a region itself.
         fp8_weight_caching: FP8 weights are made when a module is called with
-            ``is_first_microbatch=True`` or None, and kept with False as long as the parameters do
-            not change. Recipes other than delayed scaling make them in each call, with the same
-            codes.
+            ``is_first_microbatch=True`` or None, and kept with False as long as their parameters do
+            not change, with the scales that they were made with. Recipes other than delayed scaling
+            make them in each call, with the same codes, as every recipe does with weights that are
+            neither parameters nor arguments of the module. The codes that are kept have memory
+            outside of the graphs' pool.
         sample_kwargs: as ``sample_args``: the keyword arguments.
         pool: memory pool of other graphs to share, from ``torch.cuda.graph_pool_handle()``.
 
@@ -84,16 +86,15 @@ def make_graphed_callables(
     for module, _, _ in given:
         _check_module(module)
     _check_surroundings()
-    for module, args, kwargs in given:
-        _check_devices(module, args, kwargs)
+    devices = [_device_of(module, args, kwargs) for module, args, kwargs in given]
     graphs = [
         GraphedForward(module, args, kwargs, region, fp8_weight_caching, allow_unused_input)
         for module, args, kwargs in given
     ]
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.cuda.device(graphs[0].parameters[0].device))
-        stack.enter_context(preserved([module for module, _, _ in given]))
+        stack.enter_context(torch.cuda.device(devices[0]))
+        stack.enter_context(preserved([module for module, _, _ in given], devices))
         stack.enter_context(torch.enable_grad())
         stand_ins = stack.enter_context(substituted([module for module, _, _ in given]))
         for graph in graphs:
@@ -106,6 +107,7 @@ def make_graphed_callables(
         torch.cuda.synchronize()
         for graph in graphs:
             graph.note_first_steps()
+            graph.capture.settle()
         # In the order in which they will run, because they share memory.
         stack.enter_context(no_collection())
         for graph in graphs:
@@ -174,15 +176,21 @@ def _check_surroundings() -> None:
         )
 
 
-def _check_devices(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
+    """The device that a module runs on; all its parameters and samples must be on some GPU."""
     parameters = list(module.parameters())
-    if not parameters:
-        raise ValueError(f"{_NAME}: modules must have parameters, got none")
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     for name, values in (("parameters", parameters), ("samples", tensors)):
         for value in values:
             if value.device.type != "cuda":
                 raise ValueError(f"{_NAME}: {name} must be on a CUDA device, got {value.device}")
+    found = [*parameters, *tensors]
+    if not found:
+        raise ValueError(
+            f"{_NAME}: a module without parameters must have a tensor in sample_args, got none for "
+            f"{type(module).__name__}"
+        )
+    return found[0].device
 
 
 class GraphedForward:
@@ -210,18 +218,13 @@ class GraphedForward:
         self.uses_fp8 = region.enabled or region.calibrating
         self.parameters = tuple(module.parameters())
         self.addresses = [p.data_ptr() for p in self.parameters]
-        self.noop: torch.Tensor | None = None
-        if weight_caching:
-            self.noop = torch.zeros(1, dtype=torch.int32, device=self.parameters[0].device)
-        self.is_noop = False
-        self.cached_versions: list[int] | None = None  # of the parameters, when last quantized
         self.replayed = False
         self.first_steps: list[tuple[Any, int]] = []
         self.states: list[tuple[Any, torch.Tensor]] = []
         modules = fp8_modules(module)
         self.capture = Capture(
-            self.owner, self.eager, args, kwargs, self.parameters, modules, region, self.noop,
-            allow_unused,
+            self.owner, self.eager, args, kwargs, self.parameters, modules, region,
+            weight_caching, allow_unused,
         )  # fmt: skip
 
     def note_first_steps(self) -> None:
@@ -246,7 +249,7 @@ class GraphedForward:
         return self._call(args, kwargs, is_first_microbatch)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool | None) -> Any:
-        if first is not None and self.noop is None:
+        if first is not None and not self.capture.keeps_weights:
             raise ValueError(
                 f"{self.owner}: is_first_microbatch must be None where {_NAME} was given "
                 f"fp8_weight_caching=False, got {first}"
@@ -261,9 +264,9 @@ class GraphedForward:
         given = self._checked_inputs(args, kwargs)
         self._check_addresses()
         self.replayed = True
-        if self.noop is not None:
-            self._choose_weights(self.noop, first, recomputed)
         capture = self.capture
+        if capture.cache is not None:
+            capture.cache.choose(first, recomputed, given)
         results = iter(
             _Graphed.apply(capture, recomputed, first is True, *given, *capture.parameters)
         )
@@ -282,7 +285,8 @@ class GraphedForward:
             return False
         if not (region.records and (region.enabled or region.calibrating)):
             return False
-        if first is False and self.cached_versions is None:
+        cache = self.capture.cache
+        if first is False and cache is not None and not cache.is_filled:
             return False  # what is cached are the module's own FP8 weights
         return not any(state.first_due[i] for state, i in self.first_steps)
 
@@ -327,16 +331,6 @@ class GraphedForward:
             raise RuntimeError(
                 f"{self.owner}: {what} must stay where {_NAME} found them, got moved ones"
             )
-
-    def _choose_weights(self, noop: torch.Tensor, first: bool | None, recomputed: bool) -> None:
-        """Tell the graph, from outside of it, whether to make the FP8 weights again."""
-        versions = [p._version for p in self.parameters]
-        keep = recomputed or (first is False and versions == self.cached_versions)
-        if not keep:
-            self.cached_versions = versions
-        if keep != self.is_noop:
-            noop.fill_(int(keep))
-            self.is_noop = keep
 
     def __reduce__(self) -> tuple:
         """Copies of the module have parameters and state that this graph does not know."""

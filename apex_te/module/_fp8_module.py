@@ -18,6 +18,7 @@ from ..parameter import FP8Parameter, held_copies, plain_values, record_weight
 from ..state import FP8State, intern
 from ..state_io import NAMES, load_state, save_state
 from ..tensor import QuantizedTensor
+from ._captured_weights import CapturedWeights
 from ._gemm import GemmOptions, as_matrix
 from ._linear_function import HighPrecisionLinearFunction
 
@@ -37,38 +38,6 @@ def _say_cache_is_off() -> None:
         "weights they are made of; apex_te.distributed.enable_fp8_all_gather gathers FP8 codes",
         stacklevel=4,
     )
-
-
-class CapturedWeights:
-    """FP8 weights of a module in a CUDA graph, by GEMM: what caches them across its replays.
-
-    A replay writes them unless the int32 element ``noop`` on the device is set then; recipes whose
-    casts have no such flag write them in each replay. Kept alive here, the graph's memory that they
-    lie in holds nothing else.
-    """
-
-    __slots__ = ("noop", "weights")
-
-    def __init__(self, noop: torch.Tensor) -> None:
-        self.noop = noop
-        self.weights: dict[int, QuantizedTensor] = {}
-
-    def quantized(
-        self, gemm: int, weight: torch.Tensor, quantizers: GemmQuantizers
-    ) -> QuantizedTensor | None:
-        """Both FP8 copies, which a weight used again in the same graph has already.
-
-        None for a weight that is held in FP8, of which each replay makes what it needs.
-        """
-        if type(weight) is FP8Parameter and held_copies(weight, quantizers, False) is not None:
-            return None
-        found = self.weights.get(gemm)
-        if found is None:
-            with torch.no_grad():
-                weight = plain_values(weight).contiguous()
-                found = quantizers.weight.quantize(weight, True, True, noop=self.noop)[0]
-            self.weights[gemm] = found
-        return found
 
 
 class Modes:
@@ -303,7 +272,7 @@ class FP8Module(torch.nn.Module):
         captured = self._modes.captured
         if captured is not None:
             return tuple(
-                captured.quantized(gemm, weight, quantizers[gemm])
+                captured.quantized(gemm, weight, self._weight_sources(weight), quantizers[gemm])
                 for gemm, weight in enumerate(weights)
             )
         if is_first_microbatch is None or self._sharded_by_fsdp(weights):

@@ -172,9 +172,12 @@ def _cached(
 ) -> GroupedOutput | None:
     """Both FP8 copies of all weights, made again when asked for or when a weight changed.
 
-    None without a promise, and in a CUDA graph, each replay of which makes them.
+    None without a promise.
     """
-    if is_first_microbatch is None or module._modes.captured is not None:
+    captured = module._modes.captured
+    if captured is not None:
+        return captured.quantized_matrices(weights, quantizers.weight)
+    if is_first_microbatch is None:
         return None
     cache: Any = module._modes.weight_cache
     versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in weights]

@@ -171,6 +171,7 @@ def quantize_matrices(
     amax: torch.Tensor | None = None,
     scale_inv: torch.Tensor | None = None,
     due: torch.Tensor | None = None,
+    out: GroupedOutput | None = None,
 ) -> GroupedOutput:
     """`quantize_groups` of one matrix for each group, all of one shape and dtype, in one launch.
 
@@ -180,18 +181,26 @@ def quantize_matrices(
         rowwise: make [groups, rows, cols].
         transposed: make [groups, cols, rows].
         scale, fp8_dtype, amax, scale_inv, due: as in `quantize_groups`.
+        out: what an earlier call has made, both copies and their scales, to be written instead of
+            new tensors; groups that are not due keep theirs.
     """
     matrices = [matrix.contiguous() for matrix in matrices]
     like, count = matrices[0], len(matrices)
-    row = like.new_empty((count, *like.shape), dtype=fp8_dtype) if rowwise else None
-    col = like.new_empty((count, *like.shape[::-1]), dtype=fp8_dtype) if transposed else None
     given = scale_inv is not None
-    if scale_inv is None:
-        scale_inv = like.new_empty(count, dtype=torch.float32)
+    if out is None:
+        row = like.new_empty((count, *like.shape), dtype=fp8_dtype) if rowwise else None
+        col = like.new_empty((count, *like.shape[::-1]), dtype=fp8_dtype) if transposed else None
+        if scale_inv is None:
+            scale_inv = like.new_empty(count, dtype=torch.float32)
+        out = GroupedOutput(row, col, scale_inv, None)
+    else:
+        note_written(out.rowwise, out.transposed, out.scale_inv)
     table = None if groups is None else groups.table
-    _quantize_matrices(matrices, table, scale, scale_inv, row, col, amax, due, given)
+    _quantize_matrices(
+        matrices, table, scale, out.scale_inv, out.rowwise, out.transposed, amax, due, given
+    )
     note_written(amax)
-    return GroupedOutput(row, col, scale_inv, None)
+    return out
 
 
 def scales_of(

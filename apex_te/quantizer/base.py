@@ -61,7 +61,6 @@ class Quantizer:
         rowwise: bool = True,
         transposed: bool = True,
         with_dbias: bool = False,
-        noop: torch.Tensor | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """Low-precision copies of ``x`` [rows, cols] and, if asked for, its column sums [cols].
 
@@ -150,6 +149,15 @@ class Quantizer:
     def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Scale and staging slot with which to cast ``x``; None where the scale comes from it."""
         return None
+
+    def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
+        """Write both copies of ``x`` and their scales into ``held``, which ``quantize`` has made.
+
+        ``noop`` is an int32 element on the device: non-zero leaves ``held``, and what would be
+        staged, as they are. Returns False, and writes nothing, for a scheme that can be asked to
+        quantize again with the same result.
+        """
+        return False
 
     def kept(self) -> tuple[torch.Tensor, ...]:
         """The tensors of a state that a cast reads and writes."""

@@ -43,7 +43,6 @@ class BlockQuantizer(Quantizer):
         rowwise: bool = True,
         transposed: bool = True,
         with_dbias: bool = False,
-        noop: torch.Tensor | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         out = block_quantize(
             x, self.dtype, block_rows=self.block_rows, rowwise=rowwise, transposed=transposed,

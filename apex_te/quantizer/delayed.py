@@ -134,12 +134,7 @@ class DelayedScalingQuantizer(Quantizer):
         rowwise: bool = True,
         transposed: bool = True,
         with_dbias: bool = False,
-        noop: torch.Tensor | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        """As ``Quantizer.quantize``.
-
-        ``noop`` is a device flag: non-zero means that nothing is written.
-        """
         first = self.first
         if first is not None and first.due[first.index] and x.numel():
             first.run(lambda amax: self._measure(x, amax))
@@ -152,10 +147,23 @@ class DelayedScalingQuantizer(Quantizer):
             transposed=transposed,
             amax=self.amax,
             with_dbias=with_dbias,
-            noop=noop,
         )
         scale_inv = out[2]
         return QuantizedTensor(out[0], scale_inv, out[1], scale_inv, dtype), out[3]
+
+    def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
+        # One launch writes the codes, their inverse scale and the amax, or none of them.
+        cast_transpose(
+            x,
+            self.scale,
+            self.dtype,
+            amax=self.amax,
+            scale_inv=held.rowwise_scale_inv,
+            noop=noop,
+            out_rowwise=held.rowwise,
+            out_transposed=held.transposed,
+        )
+        return True
 
     def needs_whole_amax(self) -> bool:
         first = self.first

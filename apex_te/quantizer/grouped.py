@@ -71,6 +71,12 @@ class GroupQuantizer:
             amax=amax, scale_inv=scale_inv,
         )  # fmt: skip
 
+    def rewrite_matrices(
+        self, matrices: Sequence[torch.Tensor], held: GroupedOutput, noop: torch.Tensor | None
+    ) -> bool:
+        """Write both copies of all matrices into ``held``, as ``Quantizer.rewrite`` does of one."""
+        return False
+
     def record(self, x: torch.Tensor, groups: Groups) -> None:
         """Stage what later scales need of the groups' rows; nothing by default."""
 
@@ -161,6 +167,16 @@ class DelayedGroups(GroupQuantizer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         self._set_first(source)
         return self.scale, None, self.amax
+
+    def rewrite_matrices(
+        self, matrices: Sequence[torch.Tensor], held: GroupedOutput, noop: torch.Tensor | None
+    ) -> bool:
+        scale, _, amax = self.scaling(_Matrices(matrices, None))
+        due = None
+        if noop is not None:  # read when the graph runs
+            due = (noop == 0).to(torch.int32).expand(len(matrices)).contiguous()
+        quantize_matrices(matrices, scale, self.dtype, amax=amax, due=due, out=held)
+        return True
 
     def record(self, x: torch.Tensor, groups: Groups) -> None:
         self._record(_Rows(x, groups))

@@ -49,7 +49,6 @@ class HiF8Quantizer(Quantizer):
         rowwise: bool = True,
         transposed: bool = True,
         with_dbias: bool = False,
-        noop: torch.Tensor | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         amax = None if self.group is None else max_over_ranks(tensor_amax(x), self.group)
         out = hif8.quantize_current(

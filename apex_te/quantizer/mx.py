@@ -39,7 +39,6 @@ class MXQuantizer(Quantizer):
         rowwise: bool = True,
         transposed: bool = True,
         with_dbias: bool = False,
-        noop: torch.Tensor | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         out = mx_quantize(
             x, self.dtype, rowwise=rowwise, transposed=transposed, rounding=self.rounding

@@ -69,9 +69,8 @@ class ObservedQuantizer(Quantizer):
         rowwise: bool = True,
         transposed: bool = True,
         with_dbias: bool = False,
-        noop: torch.Tensor | None = None,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        out = self.inner.quantize(x, rowwise, transposed, with_dbias, noop)
+        out = self.inner.quantize(x, rowwise, transposed, with_dbias)
         if _is_eager(x):
             self.note(x, out[0], self.inner)
         return out
@@ -119,6 +118,9 @@ class ObservedQuantizer(Quantizer):
 
     def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         return self.inner.kept_scaling(x)
+
+    def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
+        return self.inner.rewrite(x, held, noop)
 
     def kept(self) -> tuple[torch.Tensor, ...]:
         return self.inner.kept()

@@ -22,7 +22,7 @@ constexpr int64_t kMaxGroups = 1023;
 APEX_TE_FUNCTION(grouped_offsets, "splits: Tensor, table: Tensor, rows: int")
 // q = satcast_rne(float(x) * scale[g]). amax[g] becomes max(amax[g], max |x of g|), NaN above
 // infinity; row_scale_inv[r] is its group's inverse; scale_inv is written unless it is given. With
-// `due`, only groups whose flag is set are looked at.
+// `due`, only groups whose flag is set are looked at; nothing is written of the others.
 APEX_TE_FUNCTION(grouped_quantize,
                  "x: Tensor, table: Tensor, scale: Tensor, scale_inv: Tensor, rowwise: Tensor?, "
                  "transposed: Tensor?, row_scale_inv: Tensor?, amax: Tensor?, due: Tensor?, "

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
   if (is_writer && p.first == 0) {
     const bool bad = p.table.data && p.table.bad();
     for (int g = threadIdx.x; g < p.table.groups; g += kThreads)
-      if (bad || !p.inverse_given)
+      if ((bad || !p.inverse_given) && (!p.due || p.due[g]))
         p.scale_inv[g] = bad ? __uint_as_float(0x7FC00000u) : 1.0f / p.scale[g];
   }
   int64_t index = blockIdx.x;

@@ -25,10 +25,10 @@ from apex_te import Linear, flush_fp8_state, fp8_autocast
 from apex_te._graph_capture import no_collection
 from apex_te.graph import make_graphed_callables
 from apex_te.model_init import fp8_model_init
-from apex_te.module._fp8_module import CapturedWeights
+from apex_te.module._captured_weights import CapturedWeights
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.recipe import DelayedScaling
-from apex_te.state import intern, registry
+from apex_te.state import registry
 
 
 def train(model, batches, recipe=None, microbatches=1, caching=False, group=None):
@@ -52,39 +52,67 @@ def train(model, batches, recipe=None, microbatches=1, caching=False, group=None
     return seen + [p.detach().clone() for p in model.parameters()] + fp8_state(model)
 
 
+def run(captured, model, x, recipe):
+    """A run of ``model`` as a capture makes it, and the codes of its weight."""
+    captured.begin()
+    with fp8_autocast(True, recipe):
+        out = model(x)
+    return out, captured._made[(0, id(model.weight))]
+
+
 @each_recipe
 def test_captured_weights_are_cached(recipe):
     model = Linear(16, 16)
     other = copy.deepcopy(model)
-    captured = CapturedWeights(torch.zeros(1, dtype=torch.int32))
+    captured = CapturedWeights("Linear", {id(p) for p in other.parameters()})
     other._modes.captured = captured
     x, dy = torch.randn(4, 16), torch.randn(4, 16)
-    outs = []
-    for m, first in ((model, True), (other, None)):
-        with fp8_autocast(True, recipe):
-            outs += [m(x, is_first_microbatch=first) for _ in range(2)]
-        outs[-1].backward(dy)
+    with fp8_autocast(True, recipe):
+        outs = [model(x, is_first_microbatch=True) for _ in range(2)]
+    outs[-1].backward(dy)
+    captured.begin()
+    with fp8_autocast(True, recipe):
+        outs += [other(x) for _ in range(2)]
+    outs[-1].backward(dy)
     assert all(torch.equal(out, outs[0]) for out in outs)
     assert torch.equal(other.weight.grad, model.weight.grad)
-    assert list(captured.weights) == [0]
     assert other._modes.weight_cache == {}
     # With the flag set delayed scaling writes nothing, not even an amax; others make equal codes.
-    state, kept = other._fp8, captured.weights.pop(0)
-    amax = state.amax_history_fwd[0].clone() if recipe.keeps_state else None
-    captured.noop.fill_(1)
-    with torch.no_grad():
-        other.weight.mul_(2)
-    quantizers = state.quantizers(*intern(recipe), torch.device("cpu")).recording[0]
-    again = captured.quantized(0, other.weight, quantizers)
+    flush_fp8_state()
+    held = run(captured, other, x, recipe)[1]
+    assert len(captured.kept) == recipe.keeps_state
+    for kept in captured.kept.values():
+        assert kept.held is held
+        kept.noop = torch.ones(1, dtype=torch.int32)
+    before = [held.rowwise.clone(), held.transposed.clone(), held.rowwise_scale_inv.clone()]
+    x = 100 * x
+    run(captured, other, x, recipe)
     if recipe.keeps_state:
-        assert torch.equal(state.amax_history_fwd[0], amax)
-    else:
         with torch.no_grad():
-            other.weight.mul_(0.5)
-        captured.weights.clear()
-        again = captured.quantized(0, other.weight, quantizers)
-        assert_same_bits(again.rowwise, kept.rowwise)
-        assert_same_bits(again.transposed, kept.transposed)
+            other.weight.mul_(2)
+    flush_fp8_state()
+    _, again = run(captured, other, x, recipe)
+    assert_same_bits([again.rowwise, again.transposed, again.rowwise_scale_inv], before)
+    if recipe.keeps_state:
+        assert again is held
+        assert other._fp8.amax_history_fwd[0, 1] == 0  # of the weight; the input's is staged
+        assert other._fp8.amax_history_fwd[0, 0] == x.abs().max()
+        kept.noop.zero_()
+        run(captured, other, x, recipe)
+        assert other._fp8.amax_history_fwd[0, 1] == other.weight.abs().max()
+
+
+def test_captured_weights_must_be_known():
+    model = Linear(16, 16, bias=False)
+    captured = CapturedWeights("Linear", {id(model.weight)})
+    model._modes.captured = captured
+    x, other = torch.randn(4, 16), torch.randn(16, 16)
+    with fp8_autocast(True, DELAYED):
+        model(x, other)  # made again in each replay
+        assert captured.kept == {}
+        captured.is_settled = True
+        with pytest.raises(RuntimeError, match="Linear: each weight must be used in the warm-up"):
+            model(x)
 
 
 @on_gpu

@@ -101,6 +101,18 @@ def test_capture_changes_nothing():
 
 
 @on_gpu
+def test_a_module_without_parameters_draws_as_before():
+    model, x = torch.nn.Dropout(0.5), data(1)[0, 0].requires_grad_()
+    random = torch.cuda.get_rng_state()
+    make_graphed_callables(model, (x,))
+    assert_same_bits(torch.cuda.get_rng_state(), random)
+    first, second = model(x).detach().clone(), model(x)
+    assert not torch.equal(first == 0, second == 0)
+    (grad,) = torch.autograd.grad(second.sum(), x)
+    assert torch.equal(grad == 0, second == 0)
+
+
+@on_gpu
 def test_a_history_of_another_length_is_kept():
     model, batches = layer(Linear), data(2)
     with fp8_autocast(True, DelayedScaling(amax_history_len=8)):
@@ -202,8 +214,8 @@ def test_captures_are_checked():
         make_graphed_callables(Linear(WIDTH, 16), (x,))
     with pytest.raises(ValueError, match="samples must be on a CUDA device, got cpu"):
         make_graphed_callables(layer(Linear), (x.cpu(),))
-    with pytest.raises(ValueError, match="modules must have parameters"):
-        make_graphed_callables(torch.nn.GELU(), (x,))
+    with pytest.raises(ValueError, match=r"without parameters must have a tensor .* for GELU"):
+        make_graphed_callables(torch.nn.GELU(), (1.0,))
     inner = torch.nn.Sequential(layer(Linear))
     graphed(inner[0])
     with pytest.raises(ValueError, match="modules must not hold a module that has a graph"):

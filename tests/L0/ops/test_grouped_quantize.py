@@ -161,6 +161,22 @@ def test_only_what_is_due(device):
     assert amax.tolist() == [x[:10].abs().max().item(), 0, 0, 0]
 
 
+def test_matrices_that_are_not_due_keep_what_they_have(device):
+    matrices = list(torch.randn(3, 32, 48, device=device).bfloat16())
+    scale, due = scales(3, device), torch.tensor([1, 0, 1], dtype=torch.int32, device=device)
+    first = op.quantize_matrices(matrices, scale, FP8[0])
+    before = [x.clone() for x in first[:3]]
+    expected = op.quantize_matrices(matrices, 2 * scale, FP8[0])
+    amax = torch.zeros(3, device=device)
+    again = op.quantize_matrices(matrices, 2 * scale, FP8[0], amax=amax, due=due, out=first)
+    assert again is first
+    for now, was, new in zip(again[:3], before, expected[:3], strict=True):
+        for g in range(3):
+            assert_same_bits(now[g], (new if due[g] else was)[g])
+    wanted = [matrix.abs().max().item() for matrix in matrices]
+    assert amax.tolist() == [wanted[0], 0, wanted[2]]
+
+
 def test_other_storage(device):
     splits = [20, 0, 13]
     groups, scale = made(40, splits, device), scales(3, device)
