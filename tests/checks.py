@@ -49,6 +49,22 @@ def assert_as_good_as_torch(actual, exact, same_dtype):
     assert error <= bound, f"error {error:.3e} must be at most {bound:.3e}"
 
 
+def assert_error_as_torch(actual, exact, same_dtype, above=1.1):
+    """The root mean square of actual's error is at most `above` times that of PyTorch's result.
+
+    `exact` is the formula in float64, `same_dtype` PyTorch's result in the op's dtype, or `exact`
+    rounded to it. All values are finite.
+    """
+    assert actual.dtype == same_dtype.dtype
+    assert exact.dtype == torch.float64
+    assert actual.shape == exact.shape == same_dtype.shape
+    exact = exact.detach().cpu()
+    error, bound = (
+        (t.detach().cpu().double() - exact).square().mean().sqrt() for t in (actual, same_dtype)
+    )
+    assert error <= above * bound, f"error {error:.3e} is {error / bound:.2f} times PyTorch's"
+
+
 def assert_adjacent_codes(actual, expected, one_in=10_000):
     """FP8 tensors whose differing codes are neighbours, at most one element in `one_in`."""
     assert actual.dtype == expected.dtype

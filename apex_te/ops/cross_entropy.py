@@ -1,4 +1,10 @@
-"""Softmax cross entropy whose forward also makes the gradient, from one read of the logits."""
+"""Softmax cross entropy; the gradient comes with the loss, or from the logits in backward.
+
+The mean's gradient is made by forward, which has the row, where the dtype has float32's range: the
+incoming gradient is then mostly 1 and nothing is left to do. Else backward makes it from the logits
+and two float32 a row, once it knows the incoming gradient: that of float16 would vanish before a
+loss scale multiplied it, and sums and single losses are mostly multiplied by something.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,13 @@ from .registration import bind, note_written
 _fwd = bind(
     "cross_entropy",
     "cross_entropy_fwd(Tensor logits, Tensor target, Tensor(a!) loss, Tensor(b!)? grad, "
-    "Tensor? num_valid, int ignore_index, float label_smoothing) -> ()",
+    "Tensor(c!)? stats, Tensor? num_valid, int ignore_index, float label_smoothing) -> ()",
+)
+_bwd = bind(
+    "cross_entropy",
+    "cross_entropy_bwd(Tensor logits, Tensor target, Tensor stats, Tensor grad_output, "
+    "Tensor(a!) grad, Tensor? num_valid, int ignore_index, float label_smoothing, "
+    "bool made) -> ()",
 )
 _count = bind(
     "cross_entropy",
@@ -21,7 +33,7 @@ _sum = bind(
     "cross_entropy",
     "cross_entropy_sum(Tensor loss, Tensor? num_valid, Tensor(a!) total) -> ()",
 )
-_bwd = bind("cross_entropy", "cross_entropy_bwd(Tensor(a!) grad, Tensor grad_output) -> ()")
+_scale = bind("cross_entropy", "cross_entropy_scale(Tensor(a!) grad, Tensor grad_output) -> ()")
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -37,9 +49,11 @@ def cross_entropy(
 ) -> torch.Tensor:
     """Cross entropy between softmax(logits) and target indices, as torch.nn.functional's.
 
-    The forward pass writes the gradient while it has the row, so backward only multiplies it by
-    the incoming gradient, and touches nothing where that is 1. As backward does so in place, it
-    may run once.
+    Backward multiplies by the incoming gradient in float32 before it rounds to the dtype of the
+    logits, so that a loss scale keeps float16 gradients from vanishing. It reads the logits, which
+    must stay as they are until then. The forward pass makes the gradient of a mean of float32 or
+    bfloat16 logits; backward then touches nothing where the incoming gradient is 1 and may run
+    once. If that gradient overwrites the logits, another factor rounds it a second time.
 
     Args:
         logits: [..., V] float32, float16 or bfloat16.
@@ -48,7 +62,8 @@ def cross_entropy(
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
         label_smoothing: in [0, 1], share of the target's probability spread over all V.
         reduction: "mean" over rows that are not ignored, "sum" or "none".
-        overwrite_logits: put the gradient into the logits' memory, which then hold no logits.
+        overwrite_logits: put the gradient into the logits' memory, which hold no logits after the
+            forward pass; backward may run once. torch.compile ignores it.
 
     Returns:
         float32: one element, or with "none" the shape of `target`.
@@ -81,6 +96,7 @@ def cross_entropy_fwd(
     target: torch.Tensor,
     *,
     grad: torch.Tensor | None = None,
+    stats: torch.Tensor | None = None,
     num_valid: torch.Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -91,14 +107,49 @@ def cross_entropy_fwd(
         logits: [rows, V] float32, float16 or bfloat16, contiguous.
         target: [rows] int64 or int32, contiguous.
         grad: like `logits`, and may be `logits`.
+        stats: [rows, 2] float32, written for `cross_entropy_bwd`: the largest logit of each row
+            and the sum of exp(logit - largest).
         num_valid: one int32 element by which the gradient is divided.
         ignore_index: as in `cross_entropy`.
         label_smoothing: as in `cross_entropy`.
     """
     loss = logits.new_empty(target.shape, dtype=torch.float32)
-    _fwd(logits, target, loss, grad, num_valid, ignore_index, label_smoothing)
-    note_written(grad)
+    _fwd(logits, target, loss, grad, stats, num_valid, ignore_index, label_smoothing)
+    note_written(grad, stats)
     return loss
+
+
+def cross_entropy_bwd(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    grad_output: torch.Tensor,
+    grad: torch.Tensor,
+    *,
+    num_valid: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    made: bool = False,
+) -> torch.Tensor:
+    """Writes `grad_output` times the gradient of the losses into `grad`, and returns it.
+
+    Each element is computed in float32 and rounded once.
+
+    Args:
+        logits: as in `cross_entropy_fwd`, which made `stats` of them.
+        target: as in `cross_entropy_fwd`.
+        stats: what `cross_entropy_fwd` wrote.
+        grad_output: float32, one element or [rows].
+        grad: like `logits`, and may be `logits`.
+        num_valid: one int32 element by which the gradient is divided.
+        ignore_index: as in `cross_entropy`.
+        label_smoothing: as in `cross_entropy`.
+        made: `grad` is what `cross_entropy_fwd` made of the same arguments; it stays as it is where
+            `grad_output`, one element, is 1.
+    """
+    _bwd(logits, target, stats, grad_output, grad, num_valid, ignore_index, label_smoothing, made)
+    note_written(grad)
+    return grad
 
 
 def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
@@ -121,23 +172,33 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = logits.detach().reshape(target.numel(), logits.shape[-1]).contiguous()
         targets = target.reshape(-1).contiguous()
-        grad = None
+        grad = stats = None
+        ctx.with_scale = False
         if ctx.needs_input_grad[0]:
             # A compiler plans memory itself, and an input written there would be copied back.
             in_place = overwrite_logits and not torch.compiler.is_compiling()
-            grad = rows if in_place else torch.empty_like(rows)
+            if reduction == "mean" and logits.dtype is not torch.float16:
+                grad = rows if in_place else torch.empty_like(rows)
+                ctx.with_scale = in_place
+            if not ctx.with_scale:
+                stats = rows.new_empty(len(rows), 2, dtype=torch.float32)
+            ctx.in_place = in_place
         num_valid = count_valid(targets, ignore_index) if reduction == "mean" else None
         loss = cross_entropy_fwd(
             rows,
             targets,
             grad=grad,
+            stats=stats,
             num_valid=num_valid,
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
         )
-        if grad is not None:
+        if ctx.with_scale:
             ctx.save_for_backward(grad)
-            ctx.shape = logits.shape
+        elif stats is not None:
+            ctx.save_for_backward(rows, targets, stats, num_valid, grad)
+            ctx.options = ignore_index, label_smoothing
+        ctx.shape = logits.shape
         if reduction == "none":
             return loss.view(target.shape)
         total = loss.new_empty(())
@@ -147,10 +208,29 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (grad,) = ctx.saved_tensors
-        _bwd(grad, grad_output.reshape(-1).contiguous())
-        # A second backward would multiply again: autograd sees the change and refuses.
-        note_written(grad)
+        factor = grad_output.reshape(-1).contiguous()
+        # A second backward would find what this one writes over: autograd sees it and refuses.
+        if ctx.with_scale:
+            (grad,) = ctx.saved_tensors
+            _scale(grad, factor)
+            note_written(grad)
+        else:
+            rows, targets, stats, num_valid, made = ctx.saved_tensors
+            ignore_index, label_smoothing = ctx.options
+            grad = made
+            if made is None:
+                grad = rows if ctx.in_place else torch.empty_like(rows)
+            cross_entropy_bwd(
+                rows,
+                targets,
+                stats,
+                factor,
+                grad,
+                num_valid=num_valid,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                made=made is not None,
+            )
         return grad.view(ctx.shape), None, None, None, None, None
 
 

@@ -1,7 +1,17 @@
 """cross_entropy: loss and gradient in one kernel, against the formulas that need more passes.
 
 Bytes counted: 4 an element for bf16 (read the logits once, write the gradient once), whether into
-new memory or over the logits; 2 for the loss alone.
+new memory or over the logits; 2 for the loss alone; 4 for the gradient from the logits.
+
+Where the gradient is made, in bytes an element of 16 bits:
+    with the loss, rounded, then multiplied    4, and 4 more unless the factor is 1; two roundings
+    with the loss, made again from the logits  4, and 4 more unless the factor is 1; one rounding
+    in backward, from the logits               2 for the loss, 4 for the gradient; one rounding
+cross_entropy takes the second way for a mean of float32 or bf16, whose factor is mostly 1, and the
+third for float16, whose gradient of a mean is below 6e-8 before a loss scale multiplies it, and for
+sums and single losses, whose factor is mostly not 1. The first is left to a mean that overwrites
+the logits. Holding the logits until backward takes no higher peak than before: both are there when
+the forward pass ends.
 
 What did not help (16384x8192 to 2048x262144): a cluster of blocks that each keep a part of the row
 in registers, 2.3 to 2.9 TB/s; reading a long row again from L2 without keeping any of it, 2.9 to
@@ -81,6 +91,34 @@ def main() -> None:
                 name,
                 x.numel() * 4,
                 lambda x=x, ours=ours: ours(x),
+                repeats=20,
+            )
+        )
+        x.copy_(leaf.detach())
+        stats = torch.empty(shape[0], 2, device="cuda")
+        op.cross_entropy_fwd(x, target, stats=stats)
+        one, third = torch.ones(1, device="cuda"), torch.full((1,), 1 / 3, device="cuda")
+
+        def backward(
+            factor: torch.Tensor, made: bool, x=x, target=target, stats=stats, grad=grad
+        ) -> Any:
+            return op.cross_entropy_bwd(x, target, stats, factor, grad, made=made)
+
+        rows.append(
+            harness.measure(
+                "cross_entropy bwd from the logits",
+                name,
+                x.numel() * 4,
+                lambda backward=backward, third=third: backward(third, False),
+                repeats=20,
+            )
+        )
+        rows.append(
+            harness.measure(
+                "cross_entropy bwd, nothing to do",
+                name,
+                4,
+                lambda backward=backward, one=one: backward(one, True),
                 repeats=20,
             )
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from apex_te._version import __version__ as __version__
-from apex_te.ops.cross_entropy import cross_entropy_fwd
+from apex_te.ops.cross_entropy import cross_entropy_bwd, cross_entropy_fwd
 
 __all__ = ["backward", "forward"]
 
@@ -61,9 +61,13 @@ def backward(
             f"got {list(grad_loss.shape)}"
         )
     logits = logits.contiguous()
+    labels, smoothing = labels.contiguous(), float(smoothing)
+    # Not from max_log_sum_exp, which may be of 16 bits.
+    stats = logits.new_empty(len(logits), 2, dtype=torch.float32)
+    cross_entropy_fwd(logits, labels, stats=stats, label_smoothing=smoothing)
+    factor = grad_loss.float().contiguous()
     grad = torch.empty_like(logits)
-    cross_entropy_fwd(logits, labels.contiguous(), grad=grad, label_smoothing=float(smoothing))
-    return grad.mul_(grad_loss.unsqueeze(1))
+    return cross_entropy_bwd(logits, labels, stats, factor, grad, label_smoothing=smoothing)
 
 
 def _check(op: str, logits: torch.Tensor, labels: torch.Tensor) -> None:

@@ -5,22 +5,33 @@
 //   grad_j = (p_j - (1 - e) [j == t] - e / V) / num_valid
 // A row whose target is ignore_index has loss 0 and gradient 0 and is not read. A target outside
 // [0, V) is an error on the CPU; on the GPU it makes the row's loss and gradient NaN.
+//
+// The gradient is made with the loss (fwd) or later from the logits (bwd), when the factor that the
+// incoming gradient brings is known: each element is then rounded once.
 #pragma once
 
 #include "common/codec.h"
 #include "common/op.h"
 
-// loss: [rows] float32. grad: the logits' dtype, may be the logits themselves. num_valid: one
-// int32, divides the gradient.
+// loss: [rows] float32. grad: the logits' dtype, may be the logits themselves. stats: [rows, 2]
+// float32, the largest logit of a row and the sum of exp(x - largest), not written for ignored
+// rows. num_valid: one int32, divides the gradient.
 APEX_TE_FUNCTION(cross_entropy_fwd,
-                 "logits: Tensor, target: Tensor, loss: Tensor, grad: Tensor?, num_valid: Tensor?, "
-                 "ignore_index: int, label_smoothing: float")
+                 "logits: Tensor, target: Tensor, loss: Tensor, grad: Tensor?, stats: Tensor?, "
+                 "num_valid: Tensor?, ignore_index: int, label_smoothing: float")
+// grad = that of fwd times grad_output (float32, one element or one a row), from the logits, which
+// it may overwrite, and their stats. made: grad is what fwd made; a grad_output of 1, which must be
+// one element, then leaves it as it is.
+APEX_TE_FUNCTION(
+    cross_entropy_bwd,
+    "logits: Tensor, target: Tensor, stats: Tensor, grad_output: Tensor, grad: Tensor, "
+    "num_valid: Tensor?, ignore_index: int, label_smoothing: float, made: bool")
 // num_valid = number of targets other than ignore_index.
 APEX_TE_FUNCTION(cross_entropy_count, "target: Tensor, num_valid: Tensor, ignore_index: int")
 // total = sum of the losses in a fixed order, over num_valid where it is given.
 APEX_TE_FUNCTION(cross_entropy_sum, "loss: Tensor, num_valid: Tensor?, total: Tensor")
-// grad *= grad_output (one element, or one a row) in place; a factor of 1 touches nothing.
-APEX_TE_FUNCTION(cross_entropy_bwd, "grad: Tensor, grad_output: Tensor")
+// grad *= grad_output (one element) in place; a factor of 1 touches nothing.
+APEX_TE_FUNCTION(cross_entropy_scale, "grad: Tensor, grad_output: Tensor")
 
 namespace apex_te {
 
@@ -50,12 +61,13 @@ struct CrossEntropy {
   Targets target;
   float* loss;
   TensorView grad;
+  float* stats;
   const int32_t* num_valid;
   float label_smoothing;
 };
 
-inline CrossEntropy check_cross_entropy_fwd(Args& args) {
-  CrossEntropy p;
+// The logits and their targets, with which both directions begin.
+inline void read_rows(Args& args, CrossEntropy& p) {
   p.logits = args.tensor();
   p.logits.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
   p.rows = p.logits.size(0);
@@ -64,9 +76,14 @@ inline CrossEntropy check_cross_entropy_fwd(Args& args) {
   if (p.target.rows != p.rows)
     fail(kApexTeValueError, "%s: target must have shape [%lld], got [%lld]", args.name(),
          static_cast<long long>(p.rows), static_cast<long long>(p.target.rows));
-  p.loss = args.tensor().has_dtype({DType::kFloat32}).has_shape({p.rows}).is_dense().data<float>();
-  p.grad = args.optional_tensor();
-  if (p.grad) p.grad.has_dtype({p.logits.dtype()}).has_shape({p.rows, p.cols}).is_dense();
+}
+
+inline float* read_stats(const TensorView& stats, int64_t rows) {
+  return stats.has_dtype({DType::kFloat32}).has_shape({rows, 2}).is_dense().data<float>();
+}
+
+// num_valid, ignore_index and label_smoothing, with which both directions end.
+inline void read_options(Args& args, CrossEntropy& p) {
   const TensorView num_valid = args.optional_tensor();
   if (num_valid) num_valid.is_scalar(DType::kInt32);
   p.num_valid = num_valid.data<int32_t>();
@@ -78,6 +95,48 @@ inline CrossEntropy check_cross_entropy_fwd(Args& args) {
   if (p.rows && (!p.cols || p.cols > 0x7FFFFFFF - 4096))
     fail(kApexTeValueError, "%s: logits must have 1 to 2^31 - 4097 columns, got %lld", args.name(),
          static_cast<long long>(p.cols));
+}
+
+inline CrossEntropy check_cross_entropy_fwd(Args& args) {
+  CrossEntropy p;
+  read_rows(args, p);
+  p.loss = args.tensor().has_dtype({DType::kFloat32}).has_shape({p.rows}).is_dense().data<float>();
+  p.grad = args.optional_tensor();
+  if (p.grad) p.grad.has_dtype({p.logits.dtype()}).has_shape({p.rows, p.cols}).is_dense();
+  const TensorView stats = args.optional_tensor();
+  p.stats = stats ? read_stats(stats, p.rows) : nullptr;
+  read_options(args, p);
+  return p;
+}
+
+// The factor of each row's gradient.
+struct GradOutput {
+  const float* data;
+  bool per_row, made;
+
+  APEX_TE_HD float operator[](int64_t row) const { return data[per_row ? row : 0]; }
+};
+
+struct CrossEntropyBwd : CrossEntropy {
+  GradOutput grad_output;
+};
+
+inline CrossEntropyBwd check_cross_entropy_bwd(Args& args) {
+  CrossEntropyBwd p;
+  read_rows(args, p);
+  p.loss = nullptr;
+  p.stats = read_stats(args.tensor(), p.rows);
+  const TensorView factor = args.tensor();
+  factor.has_dtype({DType::kFloat32}).is_dense();
+  const bool per_row = factor.ndim() == 1 && factor.size(0) == p.rows && p.rows != 1;
+  if (!per_row) factor.is_scalar(DType::kFloat32);
+  p.grad = args.tensor();
+  p.grad.has_dtype({p.logits.dtype()}).has_shape({p.rows, p.cols}).is_dense();
+  read_options(args, p);
+  p.grad_output = GradOutput{factor.data<float>(), per_row, args.boolean()};
+  if (p.grad_output.made && per_row)
+    fail(kApexTeValueError, "%s: grad_output must have one element where grad is made, got %lld",
+         args.name(), static_cast<long long>(p.rows));
   return p;
 }
 
@@ -114,15 +173,14 @@ inline CrossEntropySum check_cross_entropy_sum(Args& args) {
   return p;
 }
 
-struct CrossEntropyBwd {
+struct CrossEntropyScale {
   TensorView grad;
   int64_t rows, cols;
   const float* grad_output;
-  bool per_row;
 };
 
-inline CrossEntropyBwd check_cross_entropy_bwd(Args& args) {
-  CrossEntropyBwd p;
+inline CrossEntropyScale check_cross_entropy_scale(Args& args) {
+  CrossEntropyScale p;
   p.grad = args.tensor();
   p.grad.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
   p.rows = p.grad.size(0);
@@ -130,11 +188,7 @@ inline CrossEntropyBwd check_cross_entropy_bwd(Args& args) {
   if (p.cols > 0x7FFFFFFF - 4096)
     fail(kApexTeValueError, "%s: grad must have at most 2^31 - 4097 columns, got %lld", args.name(),
          static_cast<long long>(p.cols));
-  const TensorView factor = args.tensor();
-  factor.has_dtype({DType::kFloat32}).is_dense();
-  p.per_row = factor.ndim() == 1 && factor.size(0) == p.rows && p.rows != 1;
-  if (!p.per_row) factor.is_scalar(DType::kFloat32);
-  p.grad_output = factor.data<float>();
+  p.grad_output = args.tensor().is_scalar(DType::kFloat32).data<float>();
   return p;
 }
 

@@ -4,7 +4,8 @@
 // one goes to shared memory as it is read; several blocks share a multiprocessor, so that some read
 // while others write. Rows that only one block could hold (about 50,000 bf16 logits and more) take
 // the ring of cross_entropy_ring.h. What does not fit in shared memory is read twice, soon enough
-// to be still in L2.
+// to be still in L2. The gradient from known statistics needs no row at once: persistent blocks
+// take pieces of rows.
 #include "cross_entropy/cross_entropy_ring.h"
 #include "cross_entropy/cross_entropy_row.h"
 
@@ -197,13 +198,68 @@ __global__ void __launch_bounds__(kSumThreads) cross_entropy_sum_kernel(const Cr
   if (threadIdx.x == 0) *p.total = static_cast<float>(p.num_valid ? sum / *p.num_valid : sum);
 }
 
+constexpr int kBwdThreads = 128, kBwdBlocks = 8;  // blocks a multiprocessor
+
+// Vectors of a row that a block takes at once.
+template <typename T>
+constexpr int kPiece = kBwdThreads * 8 / static_cast<int>(sizeof(T));
+
+// kVectors: the gradient is aligned as the logits are, which it may overwrite.
+template <typename T, bool kVectors>
+__global__ void __launch_bounds__(kBwdThreads, kBwdBlocks)
+    cross_entropy_bwd_kernel(const Params p, const GradOutput grad_output, const int pieces) {
+  constexpr int kSteps = kPiece<T> / kBwdThreads;
+  if (grad_output.made && *grad_output.data == 1.0f) return;
+  const int32_t num_valid = num_valid_of(p);
+  for (int64_t i = blockIdx.x; i < p.rows * pieces; i += gridDim.x) {
+    const int64_t r = i / pieces, target = p.target[r];
+    const int first = static_cast<int>(i - r * pieces) * kPiece<T> + static_cast<int>(threadIdx.x);
+    const Row<T> row(p.logits, r, p.cols);
+    T* grad = static_cast<T*>(p.grad) + r * p.cols;
+    Vec8<T> in[kSteps];
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+      in[k] = load_or_neutral(row.data + row.head, first + k * kBwdThreads, row.num_vecs);
+    const int edge = i == r * pieces ? row.edge_col() : -1;
+    float edge_logit = edge >= 0 ? row.at(edge) : -INFINITY;
+    RowGrad g{0.0f, 0.0f, 0.0f, 0.0f, -1};  // of neutral logits: 0
+    if (target != p.target.ignore_index) {
+      const float2 stats = p.stats[r];
+      g = row_grad(p, target, stats.x, stats.y, grad_factor(num_valid, grad_output[r]));
+    } else {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) in[k] = load_or_neutral(row.data, 0, 0);
+      edge_logit = -INFINITY;
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      const int v = first + k * kBwdThreads;
+      if (v < row.num_vecs) store_grad<T, kVectors>(grad, row.col(v), in[k], g);
+    }
+    if (edge >= 0) store_edge_grad(grad, edge, edge_logit, g);
+  }
+}
+
+template <typename T>
+void launch_bwd(const Params& p, const GradOutput& grad_output, cudaStream_t stream) {
+  if (!p.rows) return;
+  const auto offset = reinterpret_cast<uintptr_t>(p.logits) - reinterpret_cast<uintptr_t>(p.grad);
+  const int64_t vecs = p.cols / kVec;
+  const int pieces = static_cast<int>(max(int64_t{1}, (vecs + kPiece<T> - 1) / kPiece<T>));
+  const int64_t at_once = device_attribute(cudaDevAttrMultiProcessorCount) * kBwdBlocks;
+  const auto blocks = static_cast<unsigned>(min(p.rows * pieces, at_once));
+  const auto kernel = offset % (kVec * sizeof(T)) ? cross_entropy_bwd_kernel<T, false>
+                                                  : cross_entropy_bwd_kernel<T, true>;
+  kernel<<<blocks, kBwdThreads, 0, stream>>>(p, grad_output, pieces);
+  check_cuda(cudaGetLastError(), "cross_entropy_bwd");
+}
+
 template <typename T>
 __global__ void __launch_bounds__(256)
-    cross_entropy_bwd_kernel(T* grad, int64_t rows, int64_t cols, const float* grad_output,
-                             bool per_row) {
+    cross_entropy_scale_kernel(T* grad, int64_t rows, int64_t cols, const float* grad_output) {
+  const float factor = *grad_output;
+  if (factor == 1.0f) return;
   for (int64_t r = blockIdx.x; r < rows; r += gridDim.x) {
-    const float factor = grad_output[per_row ? r : 0];
-    if (factor == 1.0f) continue;
     const Row<T> row(grad, r, cols);
     for (int i = threadIdx.x; i < row.num_vecs; i += blockDim.x) {
       T* at = row.data + row.col(i);
@@ -221,12 +277,24 @@ __global__ void __launch_bounds__(256)
 }
 
 template <typename T>
-void launch_bwd(const CrossEntropyBwd& p, cudaStream_t stream) {
+void launch_scale(const CrossEntropyScale& p, cudaStream_t stream) {
   if (!p.rows || !p.cols) return;
-  const int64_t blocks = p.rows < 0x7FFFFFFF ? p.rows : 0x7FFFFFFF;
-  cross_entropy_bwd_kernel<T><<<static_cast<unsigned>(blocks), 256, 0, stream>>>(
-      p.grad.data<T>(), p.rows, p.cols, p.grad_output, p.per_row);
-  check_cuda(cudaGetLastError(), "cross_entropy_bwd");
+  const int64_t at_once = device_attribute(cudaDevAttrMultiProcessorCount) * 8;
+  cross_entropy_scale_kernel<T><<<static_cast<unsigned>(min(p.rows, at_once)), 256, 0, stream>>>(
+      p.grad.data<T>(), p.rows, p.cols, p.grad_output);
+  check_cuda(cudaGetLastError(), "cross_entropy_scale");
+}
+
+Params params_of(const CrossEntropy& c) {
+  return Params{c.logits.data<void>(),
+                c.grad.data<void>(),
+                c.rows,
+                c.cols,
+                c.target,
+                c.loss,
+                reinterpret_cast<float2*>(c.stats),
+                c.num_valid,
+                c.label_smoothing};
 }
 
 }  // namespace
@@ -236,8 +304,7 @@ APEX_TE_DEFINE(cross_entropy_fwd) {
   using namespace apex_te;
   const CrossEntropy c = check_cross_entropy_fwd(args);
   const DeviceGuard guard(args.device_id());
-  const Params p{c.logits.data<void>(), c.grad.data<void>(), c.rows, c.cols, c.target, c.loss,
-                 c.num_valid,           c.label_smoothing};
+  const Params p = params_of(c);
   const auto stream = static_cast<cudaStream_t>(args.stream());
   switch (c.logits.dtype()) {
     case DType::kFloat32:
@@ -268,15 +335,31 @@ APEX_TE_DEFINE(cross_entropy_sum) {
 
 APEX_TE_DEFINE(cross_entropy_bwd) {
   using namespace apex_te;
-  const CrossEntropyBwd p = check_cross_entropy_bwd(args);
+  const CrossEntropyBwd c = check_cross_entropy_bwd(args);
+  const DeviceGuard guard(args.device_id());
+  const Params p = params_of(c);
+  const auto stream = static_cast<cudaStream_t>(args.stream());
+  switch (c.logits.dtype()) {
+    case DType::kFloat32:
+      return launch_bwd<float>(p, c.grad_output, stream);
+    case DType::kFloat16:
+      return launch_bwd<Half>(p, c.grad_output, stream);
+    default:
+      return launch_bwd<BFloat16>(p, c.grad_output, stream);
+  }
+}
+
+APEX_TE_DEFINE(cross_entropy_scale) {
+  using namespace apex_te;
+  const CrossEntropyScale p = check_cross_entropy_scale(args);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
   switch (p.grad.dtype()) {
     case DType::kFloat32:
-      return launch_bwd<float>(p, stream);
+      return launch_scale<float>(p, stream);
     case DType::kFloat16:
-      return launch_bwd<Half>(p, stream);
+      return launch_scale<Half>(p, stream);
     default:
-      return launch_bwd<BFloat16>(p, stream);
+      return launch_scale<BFloat16>(p, stream);
   }
 }

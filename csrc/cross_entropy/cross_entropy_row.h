@@ -17,6 +17,7 @@ struct Params {
   int64_t rows, cols;
   Targets target;
   float* loss;
+  float2* stats;
   const int32_t* num_valid;
   float label_smoothing;
 };
@@ -174,33 +175,41 @@ struct RowGrad {
 __device__ __forceinline__ int32_t num_valid_of(const Params& p) {
   return p.num_valid ? *p.num_valid : 1;
 }
-// Its reciprocal. The conversion stays where it is called: moved to the load, it would wait for it.
-__device__ __forceinline__ float grad_factor(int32_t num_valid) {
+// What the gradient is multiplied by. The conversion stays where it is called: moved to the load,
+// it would wait for it.
+__device__ __forceinline__ float grad_factor(int32_t num_valid, float grad_output = 1.0f) {
 #if defined(__CUDA_ARCH__)
   float divisor;
   asm volatile("cvt.rn.f32.s32 %0, %1;" : "=f"(divisor) : "r"(num_valid));
-  return 1.0f / divisor;
+  return grad_output / divisor;
 #else
-  return 1.0f / static_cast<float>(num_valid);
+  return grad_output / static_cast<float>(num_valid);
 #endif
+}
+
+// factor: what the gradient is multiplied by.
+__device__ __forceinline__ RowGrad row_grad(const Params& p, int64_t target, float max,
+                                            float exp_sum, float factor) {
+  const float smoothing = p.label_smoothing, inv_cols = 1.0f / static_cast<float>(p.cols);
+  if (target < 0 || target >= p.cols) factor = NAN;
+  return RowGrad{max, factor / exp_sum, smoothing * inv_cols * factor, (1.0f - smoothing) * factor,
+                 target};
 }
 
 __device__ __forceinline__ RowGrad finish_row(const Params& p, int64_t row, int64_t target,
                                               float target_logit, const Stats& total, float factor,
                                               bool writes_loss) {
-  const float smoothing = p.label_smoothing, inv_cols = 1.0f / static_cast<float>(p.cols);
-  const bool valid = target >= 0 && target < p.cols;
+  const float smoothing = p.label_smoothing;
   if (writes_loss) {
     // lse(x) may be much larger than the loss: logits are subtracted from its larger part first.
     const float log_sum = logf(total.exp_sum);
     float loss = (1.0f - smoothing) * (total.max - target_logit + log_sum);
     if (smoothing != 0.0f)
       loss += smoothing * (total.max - total.sum / static_cast<float>(p.cols) + log_sum);
-    p.loss[row] = valid ? loss : NAN;
+    p.loss[row] = target >= 0 && target < p.cols ? loss : NAN;
+    if (p.stats) p.stats[row] = make_float2(total.max, total.exp_sum);
   }
-  if (!valid) factor = NAN;
-  return RowGrad{total.max, factor / total.exp_sum, smoothing * inv_cols * factor,
-                 (1.0f - smoothing) * factor, target};
+  return row_grad(p, target, total.max, total.exp_sum, factor);
 }
 
 // The gradient of the vector at `col`; kVectors: the gradient is aligned as the logits are.

@@ -122,13 +122,139 @@ def test_overwrite_puts_gradient_into_logits(device):
     assert_same_bits(grad, other)
 
 
-def test_second_backward_is_refused(device):
+@pytest.mark.parametrize(("overwrite", "reduction"), [(False, "mean"), (True, "sum")])
+def test_second_backward_is_refused_where_the_first_wrote(device, overwrite, reduction):
     logits, target = make(6, 40, torch.float32)
-    x = logits.to(device).requires_grad_()
-    loss = cross_entropy(x, target.to(device))
+    x = logits.to(device).requires_grad_() * 1.0
+    loss = cross_entropy(x, target.to(device), overwrite_logits=overwrite, reduction=reduction)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_second_backward_of_a_sum(device):
+    logits, target = make(6, 40, torch.float16)
+    x = logits.to(device).requires_grad_()
+    loss = cross_entropy(x, target.to(device), reduction="sum")
+    first, second = (torch.autograd.grad(loss, x, retain_graph=True)[0] for _ in range(2))
+    assert_same_bits(first, second)
+
+
+def test_changed_logits_are_refused(device):
+    """Backward reads the logits: what they became must not pass for what they were."""
+    logits, target = make(6, 40, torch.float16)
+    x = logits.to(device).requires_grad_() * 1.0
+    loss = cross_entropy(x, target.to(device))
+    x.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_float16_gradients_survive_a_loss_scale(device):
+    x = torch.zeros(8192, 512, dtype=torch.float16, device=device, requires_grad=True)
+    target = torch.zeros(8192, dtype=torch.int64, device=device)
+    (cross_entropy(x, target) * 65536).backward()
+    exact = torch.tensor(65536 / 8192 / 512, dtype=torch.float64)
+    assert (x.grad[:, 1:].double() == exact.half().double()).all()
+    assert (x.grad[:, 0].double() == (exact - 8).half().double()).all()
+
+
+GRAD_OUTPUTS = {
+    "one": lambda rows: torch.ones(rows),
+    "loss scale": lambda rows: torch.full((rows,), 65536.0),
+    "third": lambda rows: torch.full((rows,), 1 / 3),
+    "of each row": lambda rows: torch.randn(rows) * 5,
+}
+
+
+@pytest.mark.parametrize("grad_output", GRAD_OUTPUTS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_are_as_accurate_as_torch(device, dtype, reduction, grad_output):
+    """16-bit gradients are rounded once, those of float32 as PyTorch's, whatever the factor is."""
+    rows, cols = 96, 1031
+    logits, target = make(rows, cols, dtype)
+    target[::5] = 7
+    factor = GRAD_OUTPUTS[grad_output](rows)
+    factor = factor if reduction == "none" else factor[0] / 4096
+    for smoothing in (0.0, 0.1):
+        options = {"ignore_index": 7, "label_smoothing": smoothing, "reduction": reduction}
+
+        def gradient(function, x, place, options=options):
+            x = x.to(place).requires_grad_()
+            loss = function(x, target.to(place), **options)
+            return torch.autograd.grad(loss, x, factor.to(place, loss.dtype))[0].cpu()
+
+        exact = gradient(F.cross_entropy, logits.double(), "cpu")
+        actual = gradient(cross_entropy, logits, device)
+        if dtype is torch.float32:
+            checks.assert_error_as_torch(actual, exact, gradient(F.cross_entropy, logits, device))
+        else:
+            checks.assert_error_as_torch(actual, exact, exact.to(dtype))
+        assert not actual[::5].any()
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("cols", COLUMNS)
+def test_bwd_gives_the_gradient_of_fwd(device, poison, cols, dtype, smoothing):
+    logits, target = make(9, cols, dtype)
+    target[2] = -100
+    logits[2, 0] = torch.nan  # not read
+    x, t = logits.to(device), target.to(device)
+    expected = torch.empty_like(x)
+    stats = x.new_empty(9, 2, dtype=torch.float32)
+    options = {"num_valid": op.count_valid(t), "label_smoothing": smoothing}
+    op.cross_entropy_fwd(x, t, grad=expected, stats=stats, **options)
+    one, two = (torch.full((1,), value, device=device) for value in (1.0, 2.0))
+    grad = op.cross_entropy_bwd(x, t, stats, one, torch.empty_like(x), **options)
+    assert_same_bits(grad, expected)
+    each = op.cross_entropy_bwd(x, t, stats, one.expand(9).clone(), torch.empty_like(x), **options)
+    assert_same_bits(each, expected)
+    # The gradient that is there already is left alone for a factor of 1, else written over.
+    marked = torch.full_like(x, 5.0)
+    op.cross_entropy_bwd(x, t, stats, one, marked, made=True, **options)
+    assert (marked == 5).all()
+    op.cross_entropy_bwd(x, t, stats, two, marked, made=True, **options)
+    other = op.cross_entropy_bwd(x, t, stats, two, torch.empty_like(x), **options)
+    assert_same_bits(marked, other)
+    if dtype is not torch.float16:
+        assert_same_bits(other, expected * 2)
+    over = x.clone()
+    assert_same_bits(op.cross_entropy_bwd(over, t, stats, two, over, **options), other)
+    # A gradient that is not aligned as the logits are.
+    aside = torch.empty(9 * cols + 1, dtype=dtype, device=device)[1:].view(9, cols)
+    assert_same_bits(op.cross_entropy_bwd(x, t, stats, two, aside, **options), other)
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bwd_of_many_long_rows(poison, dtype):
+    """More pieces of rows than blocks, and rows of the ring's kernel."""
+    x = torch.randn(330, 65529, device="cuda").to(dtype)
+    t = torch.randint(0, 65529, (330,), device="cuda")
+    t[::7] = -100
+    expected, stats = torch.empty_like(x), x.new_empty(330, 2, dtype=torch.float32)
+    op.cross_entropy_fwd(x, t, grad=expected, stats=stats)
+    one = torch.ones(1, device="cuda")
+    op.cross_entropy_bwd(x, t, stats, one, x)
+    assert_same_bits(x, expected)
+
+
+def test_bwd_refuses(device):
+    x, t = torch.zeros(3, 5, device=device), torch.zeros(3, dtype=torch.int64, device=device)
+    stats, factor = torch.ones(3, 2, device=device), torch.ones(3, device=device)
+    for change, error, message in (
+        ({"stats": stats[:2]}, ValueError, r"stats must have shape \[3, 2\]"),
+        ({"grad_output": factor[:2]}, ValueError, "grad_output must have one element"),
+        ({"grad_output": factor.half()}, TypeError, "grad_output must have dtype float32"),
+        ({"made": True}, ValueError, "grad_output must have one element where grad is made, got 3"),
+        ({"grad": x[:2]}, ValueError, r"grad must have shape \[3, 5\]"),
+    ):
+        given = {"stats": stats, "grad_output": factor, "grad": torch.empty_like(x), **change}
+        with pytest.raises(error, match=message):
+            op.cross_entropy_bwd(x, t, **given)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -216,14 +342,16 @@ def test_repeatable(device):
 def test_portable_path_gives_the_same_bits():
     checks.assert_portable_gives_same_bits(
         "import torch\n"
-        "from apex_te.ops.cross_entropy import cross_entropy_fwd\n"
+        "from apex_te.ops.cross_entropy import cross_entropy_bwd, cross_entropy_fwd\n"
         "def run():\n"
         "    torch.manual_seed(0)\n"
         "    for dtype in (torch.float32, torch.float16, torch.bfloat16):\n"
         "        x = (torch.randn(9, 1003) * 4).to(dtype)\n"
         "        grad = torch.empty_like(x)\n"
-        "        loss = cross_entropy_fwd(x, torch.arange(9), grad=grad, label_smoothing=0.1)\n"
-        "        yield from (loss, grad)\n"
+        "        stats, t = torch.empty(9, 2), torch.arange(9)\n"
+        "        loss = cross_entropy_fwd(x, t, grad=grad, stats=stats, label_smoothing=0.1)\n"
+        "        yield from (loss, grad, stats)\n"
+        "        yield cross_entropy_bwd(x, t, stats, torch.randn(9), torch.empty_like(x))\n"
     )
 
 
@@ -276,23 +404,35 @@ def test_opcheck_and_compile():
     ops = torch.ops.apex_te
     tests = ("test_schema", "test_faketensor")
     grad, loss, count = torch.zeros_like(logits), torch.zeros(4), torch.ones(1, dtype=torch.int32)
+    stats = torch.ones(4, 2)
     torch.library.opcheck(
-        ops.cross_entropy_fwd, (logits, target, loss, grad, count, -100, 0.1), test_utils=tests
+        ops.cross_entropy_fwd,
+        (logits, target, loss, grad, stats, count, -100, 0.1),
+        test_utils=tests,
+    )
+    torch.library.opcheck(
+        ops.cross_entropy_bwd,
+        (logits, target, stats, torch.ones(4), grad, count, -100, 0.1, False),
+        test_utils=tests,
     )
     torch.library.opcheck(ops.cross_entropy_count, (target, count, -100), test_utils=tests)
     torch.library.opcheck(ops.cross_entropy_sum, (loss, None, torch.zeros(1)), test_utils=tests)
-    torch.library.opcheck(ops.cross_entropy_bwd, (grad, torch.ones(1)), test_utils=tests)
+    torch.library.opcheck(ops.cross_entropy_scale, (grad, torch.ones(1)), test_utils=tests)
 
-    def step(x, overwrite):
-        return cross_entropy(x * 2, target, label_smoothing=0.1, overwrite_logits=overwrite) * 3
+    def step(x, overwrite, reduction):
+        loss = cross_entropy(
+            x * 2, target, label_smoothing=0.1, overwrite_logits=overwrite, reduction=reduction
+        )
+        return loss.sum() * 4
 
-    for overwrite in (False, True):
-        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-        a, b = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-        actual, expected = compiled(a, overwrite), step(b, overwrite)
-        actual.backward()
-        expected.backward()
-        assert_same_bits((actual, a.grad), (expected, b.grad))
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for reduction in ("mean", "sum", "none"):
+        for overwrite in (False, True):
+            a, b = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+            actual, expected = (f(x, overwrite, reduction) for f, x in ((compiled, a), (step, b)))
+            actual.backward()
+            expected.backward()
+            assert_same_bits((actual, a.grad), (expected, b.grad))
 
 
 @pytest.mark.cuda
