@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cast_transpose/cast_transpose.h"
+#include "common/column_sums.h"
 #include "common/quantize_cpu.h"
 
 APEX_TE_LIBRARY()
@@ -44,20 +45,6 @@ APEX_TE_TARGET_AVX2 void sum_tile_avx2(const CastTranspose& p, int64_t row0, int
 }
 
 template <typename T>
-void sum_tiles(const CastTranspose& p) {
-  const int64_t tiles = (p.rows + kTileRows - 1) / kTileRows;
-  T* dbias = p.dbias.data<T>();
-  parallel_for((p.cols + 1023) / 1024, [&](int64_t chunk) {
-    const int64_t end = std::min(p.cols, (chunk + 1) * 1024);
-    for (int64_t c = chunk * 1024; c < end; ++c) {
-      float sum = 0.0f;
-      for (int64_t t = 0; t < tiles; ++t) sum += p.workspace[t * p.cols + c];
-      dbias[c] = from_float<T>(sum);
-    }
-  });
-}
-
-template <typename T>
 void cast_all(const CastTranspose& p) {
   const float scale = *p.scale;
   const Quantize q{p.x, p.rows, p.cols, p.fp8, p.rowwise, p.transposed};
@@ -66,7 +53,7 @@ void cast_all(const CastTranspose& p) {
   if (p.dbias) {
     const auto sum = use_avx2() ? sum_tile_avx2<T> : sum_tile_portable<T>;
     amax = quantize_tiles<T>(q, encode, [&](int64_t row0, int64_t col0) { sum(p, row0, col0); });
-    sum_tiles<T>(p);
+    add_lines<T>(p.workspace, (p.rows + kTileRows - 1) / kTileRows, p.cols, p.dbias.data());
   } else if (p.rowwise || p.transposed) {
     amax = quantize_all<T>(q, encode);
   } else {

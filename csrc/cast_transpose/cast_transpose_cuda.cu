@@ -4,6 +4,7 @@
 // With the transposed copy: tiles of 256 x 128 (common/fp8_tile.h); a thread's 8 loads of 16 bytes
 // are all in flight.
 #include "cast_transpose/cast_transpose.h"
+#include "common/column_sums.h"
 #include "common/fp8_tile.h"
 
 APEX_TE_LIBRARY()
@@ -20,7 +21,6 @@ static_assert(kRows == kCastTransposeRowsPerThread, "rows of one partial bias su
 constexpr int kTileThreads = Tile::kThreads;
 constexpr int kThreads = 256;  // of the rowwise kernel
 constexpr int kSteps = 2;      // vectors a thread of the rowwise kernel has in flight
-constexpr int kDbiasThreads = 64;
 
 struct Params {
   const void* x;
@@ -126,27 +126,6 @@ __global__ void __launch_bounds__(kThreads) cast_rowwise_kernel(const Params p) 
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
 }
 
-// Adds the tiles' sums of a column in order of rows.
-template <typename T>
-__global__ void dbias_kernel(const float* sums, int64_t tiles, int64_t cols, T* dbias,
-                             const int32_t* noop) {
-  if (noop && *noop != 0) return;
-  constexpr int kInFlight = 16;
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * kDbiasThreads + threadIdx.x;
-  if (c >= cols) return;
-  float sum = 0.0f;
-  int64_t tile = 0;
-  for (; tile + kInFlight <= tiles; tile += kInFlight) {
-    float parts[kInFlight];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) parts[i] = sums[(tile + i) * cols + c];
-#pragma unroll
-    for (int i = 0; i < kInFlight; ++i) sum += parts[i];
-  }
-  for (; tile < tiles; ++tile) sum += sums[tile * cols + c];
-  dbias[c] = from_float<T>(sum);
-}
-
 template <typename T, typename Format>
 void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
   const bool in_aligned = is_aligned(p.x, 16) && p.cols % kVec == 0;
@@ -173,10 +152,8 @@ void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
     // An empty x has no tile, but scale_inv is still due: one block writes it.
     kernel<<<static_cast<unsigned>(tiles ? tiles : 1), kTileThreads, 0, stream>>>(p);
     check_cuda(cudaGetLastError(), "cast_transpose");
-    if (c.dbias && p.cols)
-      dbias_kernel<T>
-          <<<static_cast<unsigned>((p.cols + kDbiasThreads - 1) / kDbiasThreads), kDbiasThreads, 0,
-             stream>>>(p.workspace, row_tiles, p.cols, c.dbias.data<T>(), p.noop);
+    if (c.dbias)
+      launch_column_sums<T>(p.workspace, row_tiles, p.cols, c.dbias.data<T>(), stream, p.noop);
   }
   check_cuda(cudaGetLastError(), "cast_transpose");
 }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 
+#include "common/column_sums_cpu.h"
 #include "common/cpu_rows.h"
 #include "common/norm.h"
 #include "common/parallel.h"
@@ -15,6 +16,7 @@ constexpr int64_t kLanes = 32;         // of a sum, which a row's buffer is padd
 constexpr int64_t kSumBlock = 512;     // elements that a lane's sum starts anew after
 constexpr int64_t kFP8ChunkRows = 64;  // a cache line of a transposed column
 constexpr int64_t kLineRows = 16;      // at least, for one line of partial weight gradients
+constexpr int64_t kPartRows = 16;      // rows of weight gradients that are added in float
 
 inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
@@ -226,7 +228,14 @@ APEX_TE_INLINE void bwd_row_in_place(const float* x, const float* dy, const floa
     for (int64_t i = 0; i < n; ++i) dx[i] += d_residual[i];
 }
 
-// Rows begin to end; adds their weight gradients to a line, if any.
+// Adds a line's sums to totals and begins them anew.
+APEX_TE_INLINE void fold_line(float* line, int64_t width, double* totals) {
+  for (int64_t i = 0; i < width; ++i) totals[i] += line[i];
+  std::fill_n(line, width, 0.0f);
+}
+
+// Rows begin to end; leaves the sums of their weight gradients in a line, if any: of few rows in
+// float, of all in double, since the rounding of long sums would show.
 template <bool kLayerNorm>
 APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_t begin,
                              int64_t end, float* line) {
@@ -235,9 +244,15 @@ APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_
   const Buffer xhat_buffer = make_buffer(n), g_buffer = make_buffer(n), other = make_buffer(n);
   float *xhat = xhat_buffer.get(), *g = g_buffer.get();
   const float* gamma = params.gamma.get();
-  if (line) std::fill_n(line, (kLayerNorm ? 2 : 1) * n, 0.0f);
+  const int64_t width = (kLayerNorm ? 2 : 1) * n;
+  std::unique_ptr<double[]> totals;
+  if (line) {
+    totals.reset(new double[width]());
+    std::fill_n(line, width, 0.0f);
+  }
   const bool is_usual = gamma && line && p.dweight && (!kLayerNorm || p.dbias);
   for (int64_t row = begin; row < end; ++row) {
+    if (line && row > begin && (row - begin) % kPartRows == 0) fold_line(line, width, totals.get());
     const float mean = kLayerNorm ? p.mean[row] : 0.0f, rstd = p.rstd[row];
     if (dtype.is_float() && is_usual && n % kLanes == 0) {
       const auto* extra = static_cast<const float*>(p.d_residual);
@@ -277,6 +292,9 @@ APEX_TE_INLINE void bwd_rows(const NormBwd& p, const FloatParams& params, int64_
     }
     dtype.narrow(xhat, n, p.dx, row * n);
   }
+  if (!line) return;
+  fold_line(line, width, totals.get());
+  for (int64_t i = 0; i < width; ++i) line[i] = static_cast<float>(totals[i]);
 }
 
 template <bool kLayerNorm>
@@ -344,18 +362,11 @@ void bwd_all(const NormBwd& p) {
             with_lines ? p.workspace + i * width : nullptr);
   });
   if (!with_lines) return;
-  constexpr int64_t kCols = 1024;
-  parallel_for((p.cols + kCols - 1) / kCols, [&](int64_t chunk) {
-    const int64_t begin = chunk * kCols, n = std::min(kCols, p.cols - begin);
-    float sums[2][kCols] = {};
-    for (int64_t i = 0; i < lines; ++i)
-      for (int k = 0; k < (kLayerNorm ? 2 : 1); ++k)
-        for (int64_t c = 0; c < n; ++c)
-          sums[k][c] += p.workspace[i * width + k * p.cols + begin + c];
-    const RowDType dtype(param_dtype(p.params, p.dtype));
-    if (p.dweight) dtype.narrow(sums[0], n, p.dweight, begin);
-    if (p.dbias) dtype.narrow(sums[1], n, p.dbias, begin);
-  });
+  const Buffer sums = make_buffer(width);
+  add_lines<float>(p.workspace, lines, width, sums.get());
+  const RowDType dtype(param_dtype(p.params, p.dtype));
+  if (p.dweight) dtype.narrow(sums.get(), p.cols, p.dweight, 0);
+  if (p.dbias) dtype.narrow(sums.get() + p.cols, p.cols, p.dbias, 0);
 }
 
 }  // namespace norm

@@ -105,6 +105,7 @@ void quantize_all_groups(const GroupedQuantize& p) {
 
 constexpr int64_t kLoopCols = 256;  // columns of a row that are widened at once
 constexpr int64_t kRowsApart = 8;   // sums of a column, added at last: the CUDA kernel's order
+constexpr int64_t kPartRows = 32;   // whose sums are floats; those of more are doubles
 constexpr int64_t kRowsAtOnce = 64;
 
 // Adds a bias to rows.
@@ -134,15 +135,23 @@ template <typename T>
 APEX_TE_INLINE void sum_rows(const T* x, int64_t rows, int64_t cols, int64_t n, float start,
                              float* totals) {
   float sums[kRowsApart][kLoopCols] = {}, values[kLoopCols];
+  double parts[kRowsApart][kLoopCols] = {};
   for (int64_t r = 0; r < rows; ++r) {
     if (r + kQuantizeRowsAhead < rows) prefetch_row(x + (r + kQuantizeRowsAhead) * cols, n);
     widen(x + r * cols, n, values);
     float* sum = sums[r % kRowsApart];
     for (int64_t c = 0; c < n; ++c) sum[c] += values[c];
+    if (r % kPartRows != kPartRows - 1 && r != rows - 1) continue;
+    for (int64_t i = 0; i < kRowsApart; ++i) {
+      for (int64_t c = 0; c < n; ++c) parts[i][c] += sums[i][c];
+      std::fill_n(sums[i], n, 0.0f);
+    }
   }
-  for (int64_t c = 0; c < n; ++c) totals[c] = start;
-  for (const auto& sum : sums)
-    for (int64_t c = 0; c < n; ++c) totals[c] += sum[c];
+  for (int64_t c = 0; c < n; ++c) {
+    double total = start;
+    for (int64_t i = 0; i < kRowsApart; ++i) total += parts[i][c];
+    totals[c] = static_cast<float>(total);
+  }
 }
 template <typename T>
 APEX_TE_TARGET_PORTABLE void sum_rows_portable(const T* x, int64_t rows, int64_t cols, int64_t n,

@@ -120,17 +120,18 @@ __global__ void __launch_bounds__(kThreads) clear_kernel(T* out, int64_t cols, c
     store_any<T, kAligned>(out + g * cols + c, v, cols - c);
 }
 
-// blockIdx.y is the group, blockIdx.x 256 columns of it. Warp w adds the rows w, w + 8, ..; then
-// the warps' sums are added in their order.
+// blockIdx.y is the group, blockIdx.x 256 columns of it. Warp w adds the rows w, w + 8, ..: each
+// four in float, those sums in double, since the rounding of long sums would show. Then the warps'
+// sums are added in their order.
 template <typename T, bool kAligned>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(const T* x, int64_t cols, const Table table, T* out) {
   constexpr int kWarps = kThreads / 32, kInFlight = 4;
-  __shared__ float sums[kWarps][32 * kVec];
+  __shared__ double sums[kWarps][32 * kVec];
   const int g = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t c = blockIdx.x * (32 * kVec) + lane * kVec;
   const int64_t end = table.end(g);
-  float sum[kVec] = {};
+  double sum[kVec] = {};
   if (c < cols) {
     for (int64_t r = table.begin(g) + warp; r < end; r += kWarps * kInFlight) {
       Vec8<T> in[kInFlight];
@@ -139,13 +140,16 @@ __global__ void __launch_bounds__(kThreads)
         const int64_t row = r + i * kWarps;
         in[i] = row < end ? load_any<T, kAligned>(x + row * cols + c, cols - c) : Vec8<T>{};
       }
+      float part[kVec] = {};
 #pragma unroll
       for (int i = 0; i < kInFlight; ++i) {
         float values[kVec];
         unpack(in[i], values);
 #pragma unroll
-        for (int k = 0; k < kVec; ++k) sum[k] += values[k];
+        for (int k = 0; k < kVec; ++k) part[k] += values[k];
       }
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) sum[k] += part[k];
     }
   }
 #pragma unroll
@@ -153,10 +157,10 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const int64_t column = blockIdx.x * (32 * kVec) + threadIdx.x;
   if (column >= cols) return;
-  float total = table.bad() ? __uint_as_float(kNaNBits) : 0.0f;
+  double total = table.bad() ? __uint_as_float(kNaNBits) : 0.0f;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) total += sums[w][threadIdx.x];
-  out[g * cols + column] = from_float<T>(total);
+  out[g * cols + column] = from_float<T>(static_cast<float>(total));
 }
 static_assert(32 * kVec == kThreads, "a thread for each column");
 
