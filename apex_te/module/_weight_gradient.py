@@ -9,6 +9,7 @@ import torch
 
 from ..distributed.collectives import Pending
 from ..ops.byte_transpose import byte_transpose
+from ..ops.wgrad_gemm import wgrad_gemm
 from ..tensor import QuantizedTensor
 from ._gemm import GemmOptions, GemmPlan, Operand, saves_values
 from ._tensor_parallel import GatheredCodes
@@ -107,14 +108,11 @@ def _plain_wgrad(
     dy: Any, x: Any, parameter: Any, dtype: torch.dtype, options: GemmOptions
 ) -> torch.Tensor | None:
     """Weight gradient in high precision, returned or put into ``main_grad``."""
-    grad = torch.mm(dy.t(), x.to(dy.dtype))
+    x = x.to(dy.dtype)
     if options.accumulate is None:
-        return grad.to(dtype)
+        return torch.mm(dy.t(), x).to(dtype)
     main_grad, accumulate = main_grad_of(parameter, options)
-    if accumulate:
-        main_grad.add_(grad)
-    else:
-        main_grad.copy_(grad)
+    wgrad_gemm(dy, x, main_grad, accumulate=accumulate)
     return dummy_gradient(parameter)
 
 

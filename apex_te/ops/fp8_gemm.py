@@ -15,7 +15,7 @@ from .registration import note_written, register
 _lib = runtime.ops("fp8_gemm")
 
 # What cuBLASLt's heuristic may use on Hopper; smaller workspaces rule out its split-K algorithms.
-_WORKSPACE_BYTES = 32 << 20
+WORKSPACE_BYTES = 32 << 20
 _E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 # cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16.
 _MULTIPLE = 16
@@ -155,7 +155,7 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_a
 
 
 def _run_cuda(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
-    scratch = runtime.workspace(a.device, _WORKSPACE_BYTES)
+    scratch = runtime.workspace(a.device, WORKSPACE_BYTES)
     operands = (a, b, a_scale_inv, b_scale_inv)
     index = 0
     if gemm_tuning.is_active:
@@ -189,7 +189,7 @@ def _tuned_algorithm(operands, out, bias, aux, accumulate, use_split_accumulator
 
     def launch(index: int) -> None:
         results = torch.empty_like(out), None if aux is None else torch.empty_like(aux)
-        scratch = runtime.workspace(a.device, _WORKSPACE_BYTES)
+        scratch = runtime.workspace(a.device, WORKSPACE_BYTES)
         _lib.fp8_gemm(
             *operands, results[0], bias, results[1], scratch, accumulate, use_split_accumulator,
             index,
@@ -289,7 +289,7 @@ def _run_block(a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_
 
 def _run_block_cuda(operands, out, bias, blocks, accumulate):
     def launch(index: int, result: torch.Tensor = out) -> None:
-        scratch = runtime.workspace(out.device, _WORKSPACE_BYTES)
+        scratch = runtime.workspace(out.device, WORKSPACE_BYTES)
         _lib.fp8_gemm_block(*operands, result, bias, scratch, *blocks, accumulate, index)
 
     index = 0

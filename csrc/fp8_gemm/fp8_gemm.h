@@ -22,6 +22,11 @@ APEX_TE_FUNCTION(fp8_gemm_block,
                  "bias: Tensor?, workspace: Tensor?, a_block_rows: int, b_block_rows: int, "
                  "accumulate: bool, algorithm: int",
                  "cuda")
+// out[M, N] = dy[K, M]^T . x[K, N], added to out with accumulate: the weight gradient of a layer in
+// float16 or bfloat16, K its rows. Sums of products are kept in float32 and rounded once, to the
+// dtype of out, which is float32 or that of the operands.
+APEX_TE_FUNCTION(wgrad_gemm,
+                 "dy: Tensor, x: Tensor, out: Tensor, workspace: Tensor?, accumulate: bool", "cuda")
 // cuBLASLt's version on the machine; the tensor only names the device.
 APEX_TE_FUNCTION(cublaslt_version, "probe: Tensor -> int", "cuda")
 APEX_TE_FUNCTION(fp8_decode, "codes: Tensor, out: Tensor", "cpu")
@@ -62,7 +67,14 @@ struct Fp8Gemm : Fp8Epilogue {
   bool accumulate, use_split_accumulator;
   int64_t algorithm;                           // place in the heuristic's list, 0 the first
   int64_t a_block_rows = 0, b_block_rows = 0;  // 0: one scale for the whole operand
+  bool k_is_outer = false;                     // a is [K, M] and b [K, N], without scales
 };
+
+inline TensorView workspace_of(Args& args) {
+  const TensorView workspace = args.optional_tensor();
+  if (workspace) workspace.has_dtype({DType::kUInt8}).has_ndim(1).is_dense();
+  return workspace;
+}
 
 inline void check_operands(Args& args, Fp8Gemm* g) {
   g->a = args.tensor();
@@ -95,8 +107,7 @@ inline Fp8Gemm check_fp8_gemm(Args& args) {
   g.bias = args.optional_tensor();
   g.aux = args.optional_tensor();
   check_epilogue(g, g.m, g.n);
-  g.workspace = args.optional_tensor();
-  if (g.workspace) g.workspace.has_dtype({DType::kUInt8}).has_ndim(1).is_dense();
+  g.workspace = workspace_of(args);
   g.accumulate = args.boolean();
   g.use_split_accumulator = args.boolean();
   g.algorithm = check_algorithm(args);
@@ -118,8 +129,7 @@ inline Fp8Gemm check_fp8_gemm_block(Args& args) {
   g.out = args.tensor();
   g.bias = args.optional_tensor();
   check_epilogue(g, g.m, g.n);
-  g.workspace = args.optional_tensor();
-  if (g.workspace) g.workspace.has_dtype({DType::kUInt8}).has_ndim(1).is_dense();
+  g.workspace = workspace_of(args);
   g.a_block_rows = check_block_rows(args);
   g.b_block_rows = check_block_rows(args);
   refuse_two_square_blocks(args, g.a_block_rows, g.b_block_rows);
@@ -130,6 +140,27 @@ inline Fp8Gemm check_fp8_gemm_block(Args& args) {
   g.accumulate = args.boolean();
   g.use_split_accumulator = true;
   g.algorithm = check_algorithm(args);
+  return g;
+}
+
+inline Fp8Gemm check_wgrad_gemm(Args& args) {
+  Fp8Gemm g;
+  g.a = args.tensor();
+  g.b = args.tensor();
+  g.a.has_dtype({DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
+  g.k = g.a.size(0);
+  g.m = g.a.size(1);
+  g.b.has_dtype({g.a.dtype()}).has_ndim(2);
+  g.n = g.b.size(1);
+  g.b.has_shape({g.k, g.n}).is_dense();
+  g.out = args.tensor();
+  g.out.has_dtype({DType::kFloat32, g.a.dtype()}).has_shape({g.m, g.n}).is_dense();
+  g.a_scale_inv = g.b_scale_inv = nullptr;
+  g.workspace = workspace_of(args);
+  g.accumulate = args.boolean();
+  g.use_split_accumulator = true;
+  g.algorithm = 0;
+  g.k_is_outer = true;
   return g;
 }
 

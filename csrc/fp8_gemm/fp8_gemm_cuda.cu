@@ -21,7 +21,7 @@ struct PlanKey {
   int32_t alignment_a, alignment_b, alignment_out;
   int32_t split_accumulator, accumulate, algorithm;
   int32_t a_block_rows, b_block_rows;
-  int32_t unused;  // no padding bytes: the key is compared and hashed whole
+  int32_t k_is_outer;  // no padding bytes: the key is compared and hashed whole
   bool operator==(const PlanKey& o) const { return memcmp(this, &o, sizeof(*this)) == 0; }
 };
 static_assert(sizeof(PlanKey) == 4 * 8 + 14 * 4, "PlanKey is compared and hashed by its bytes");
@@ -104,8 +104,10 @@ int64_t lt_version([[maybe_unused]] int device) {
 
 // The call's pointers, which a plan's descriptor holds only for one call.
 void set_pointers(const Plan& plan, const Fp8Gemm& g) {
-  set(plan.matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(g.b_scale_inv));
-  set(plan.matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(g.a_scale_inv));
+  if (!g.k_is_outer) {
+    set(plan.matmul, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(g.b_scale_inv));
+    set(plan.matmul, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(g.a_scale_inv));
+  }
   if (g.bias) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_POINTER, g.bias.data<const void>());
   if (g.aux) set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, g.aux.data<void>());
 }
@@ -164,17 +166,28 @@ void check_arch(const Fp8Gemm&, int device) {
 }
 #endif
 
+// Row-major [rows, cols] is column-major [cols, rows].
+cublasLtMatrixLayout_t layout_of(const TensorView& x, const char* what) {
+  cublasLtMatrixLayout_t layout = nullptr;
+  check_cublaslt(CublasLt::get().cublasLtMatrixLayoutCreate(
+                     &layout, cuda_type(x.dtype()), static_cast<uint64_t>(x.size(1)),
+                     static_cast<uint64_t>(x.size(0)), x.size(1)),
+                 what);
+  return layout;
+}
+
 Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
-  check_arch(g, key.device);
+  if (!g.k_is_outer) check_arch(g, key.device);
   const CublasLt& lt = CublasLt::get();
   Plan plan;
   check_cublaslt(lt.cublasLtMatmulDescCreate(&plan.matmul, CUBLAS_COMPUTE_32F, CUDA_R_32F),
                  "cublasLtMatmulDescCreate");
-  set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
-  set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
+  set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSA, g.k_is_outer ? CUBLAS_OP_N : CUBLAS_OP_T);
+  set(plan.matmul, CUBLASLT_MATMUL_DESC_TRANSB, g.k_is_outer ? CUBLAS_OP_T : CUBLAS_OP_N);
 #if !defined(__HIP_PLATFORM_AMD__)  // hipBLASLt has no such choice
-  set(plan.matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM,
-      static_cast<int8_t>(g.use_split_accumulator ? 0 : 1));
+  if (!g.k_is_outer)
+    set(plan.matmul, CUBLASLT_MATMUL_DESC_FAST_ACCUM,
+        static_cast<int8_t>(g.use_split_accumulator ? 0 : 1));
 #endif
   set(plan.matmul, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue_of(g));
   if (g.bias) set(plan.matmul, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, cuda_type(g.bias.dtype()));
@@ -185,12 +198,9 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
   set_scale_mode(plan, kScaleModeA, g.b_block_rows);
   set_scale_mode(plan, kScaleModeB, g.a_block_rows);
   set_pointers(plan, g);
-  check_cublaslt(lt.cublasLtMatrixLayoutCreate(&plan.a, cuda_type(g.b.dtype()), g.k, g.n, g.k),
-                 "layout of b");
-  check_cublaslt(lt.cublasLtMatrixLayoutCreate(&plan.b, cuda_type(g.a.dtype()), g.k, g.m, g.k),
-                 "layout of a");
-  check_cublaslt(lt.cublasLtMatrixLayoutCreate(&plan.out, cuda_type(g.out.dtype()), g.n, g.m, g.n),
-                 "layout of out");
+  plan.a = layout_of(g.b, "layout of b");
+  plan.b = layout_of(g.a, "layout of a");
+  plan.out = layout_of(g.out, "layout of out");
 
   cublasLtMatmulPreference_t preference = nullptr;
   check_cublaslt(lt.cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
@@ -203,6 +213,10 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.alignment_a));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.alignment_out));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.alignment_out));
+  // Partial sums of a split K in the dtype of out would be rounded more than once.
+  if (g.k_is_outer)
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
 #endif
   cublasLtMatmulHeuristicResult_t found[kMaxAlgorithms];
   int count = 0;
@@ -249,6 +263,7 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   key.algorithm = static_cast<int32_t>(g.algorithm);
   key.a_block_rows = static_cast<int32_t>(g.a_block_rows);
   key.b_block_rows = static_cast<int32_t>(g.b_block_rows);
+  key.k_is_outer = g.k_is_outer;
 
   const std::lock_guard<std::mutex> lock(mutex);
   auto found = plans.find(key);
@@ -264,7 +279,7 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
                  "cublasLtMatmul");
 }
 
-// What both functions do once their arguments are checked.
+// What both FP8 functions do once their arguments are checked.
 void launch(const Fp8Gemm& g, Args& args) {
   if (g.m == 0 || g.n == 0) return;
   if (g.k == 0 || g.k % 16 || g.n % 16)
@@ -292,6 +307,15 @@ APEX_TE_DEFINE(fp8_gemm_block) {
     fail(kApexTeValueError, "fp8_gemm_block: M must be a multiple of 4, got %lld",
          static_cast<long long>(g.m));
   launch(g, args);
+}
+
+APEX_TE_DEFINE(wgrad_gemm) {
+  using namespace apex_te;
+  const Fp8Gemm g = check_wgrad_gemm(args);
+  if (g.m == 0 || g.n == 0) return;
+  if (g.k == 0) g.a.refuse(kApexTeValueError, "have one row or more", "0");
+  const DeviceGuard guard(args.device_id());
+  matmul(g, args.device_id(), static_cast<cudaStream_t>(args.stream()));
 }
 
 APEX_TE_DEFINE(cublaslt_version) {

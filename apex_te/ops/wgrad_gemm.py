@@ -1,0 +1,93 @@
+"""Weight-gradient products in high precision that add to a given gradient, rounded once."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import runtime
+from .fp8_gemm import WORKSPACE_BYTES
+from .registration import note_written, register
+
+__all__ = ["wgrad_gemm"]
+
+_lib = runtime.ops("fp8_gemm")
+_SHORT = (torch.float16, torch.bfloat16)
+
+
+def wgrad_gemm(
+    dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False
+) -> torch.Tensor:
+    """``out[M, N] = dy[rows, M].T @ x[rows, N]``, plus ``out`` with ``accumulate``.
+
+    Products of float16 and bfloat16 are summed in float32, together with ``out``, and rounded once
+    to its dtype: a float32 ``out`` gets sums that were never rounded to 16 bits. Wider operands are
+    multiplied as torch multiplies their dtype.
+
+    Args:
+        dy: ``[rows, M]`` in a floating-point dtype, contiguous.
+        x: ``[rows, N]`` of its dtype, contiguous.
+        out: ``[M, N]`` in any floating-point dtype, contiguous; written.
+        accumulate: add to ``out`` instead of overwriting it.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        TypeError: ``dy`` and ``x`` differ in dtype.
+        ValueError: an argument of another shape.
+    """
+    if dy.dtype is not x.dtype:
+        raise TypeError(f"wgrad_gemm: x must have dtype {dy.dtype} like dy, got {x.dtype}")
+    if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0]:
+        raise ValueError(
+            "wgrad_gemm: dy and x must be [rows, M] and [rows, N], "
+            f"got {list(dy.shape)} and {list(x.shape)}"
+        )
+    shape = (dy.shape[1], x.shape[1])
+    if out.shape != shape:
+        raise ValueError(f"wgrad_gemm: out must have shape {list(shape)}, got {list(out.shape)}")
+    if torch.compiler.is_compiling():
+        torch.ops.apex_te.wgrad_gemm(dy, x, out, accumulate)
+    else:
+        _run(dy, x, out, accumulate)
+        note_written(out)
+    return out
+
+
+def _run(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    if dy.shape[0] == 0 or out.numel() == 0:
+        if not accumulate:
+            out.zero_()
+        return
+    if dy.is_cuda and dy.dtype in _SHORT and out.dtype in (torch.float32, dy.dtype):
+        try:
+            _run_cuda(dy, x, out, accumulate)
+            return
+        except NotImplementedError:  # cuBLASLt has no such product for this shape or GPU
+            pass
+    if not dy.is_cuda and dy.dtype in _SHORT:
+        dy, x = dy.float(), x.float()  # a CPU multiplies 16 bits slowly
+    if dy.dtype in _SHORT:
+        _write(torch.mm(dy.t(), x, out_dtype=torch.float32), out, accumulate)
+    elif dy.dtype is not out.dtype:
+        _write(torch.mm(dy.t(), x), out, accumulate)
+    elif accumulate:
+        out.addmm_(dy.t(), x)
+    else:
+        torch.mm(dy.t(), x, out=out)
+
+
+def _write(product: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """Puts a product into ``out``; a sum of two dtypes is made in the wider one."""
+    if accumulate:
+        out.add_(product)
+    else:
+        out.copy_(product)
+
+
+def _run_cuda(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    scratch = runtime.workspace(out.device, WORKSPACE_BYTES)
+    _lib.wgrad_gemm(dy.contiguous(), x.contiguous(), out, scratch, accumulate)
+
+
+register("wgrad_gemm(Tensor dy, Tensor x, Tensor(a!) out, bool accumulate) -> ()", _run)
