@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,10 @@ from ..parameter import FP8Parameter
 
 __all__ = [
     "INIT_STD",
+    "check_count",
     "check_num_gemms",
+    "checked_eps",
+    "checked_groups",
     "checked_splits",
     "fill",
     "parameter",
@@ -112,12 +116,56 @@ def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[st
     return parts
 
 
+def check_count(owner: str, name: str, value: Any) -> None:
+    """Check that an argument is an int of at least 1.
+
+    Raises:
+        TypeError: no int. ValueError: an int below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{owner}: {name} must be at least 1, got {value}")
+
+
 def check_num_gemms(owner: str, num_gemms: Any) -> None:
-    """Raises for anything but an int of at least 1."""
-    if isinstance(num_gemms, bool) or not isinstance(num_gemms, int):
-        raise TypeError(f"{owner}: num_gemms must be an int, got {type(num_gemms).__name__}")
-    if num_gemms < 1:
-        raise ValueError(f"{owner}: num_gemms must be at least 1, got {num_gemms}")
+    """Check that ``num_gemms`` is an int of at least 1; raises as ``check_count`` does."""
+    check_count(owner, "num_gemms", num_gemms)
+
+
+def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) -> int:
+    """The number of key and value heads, ``num_attention_heads`` where ``num_gqa_groups`` is None.
+
+    Raises:
+        TypeError: a number that is no int.
+        ValueError: a number below 1, or groups that do not divide the heads.
+    """
+    check_count(owner, "num_attention_heads", num_attention_heads)
+    if num_gqa_groups is None:
+        return num_attention_heads
+    check_count(owner, "num_gqa_groups", num_gqa_groups)
+    if num_attention_heads % num_gqa_groups:
+        raise ValueError(
+            f"{owner}: num_gqa_groups must divide num_attention_heads={num_attention_heads}, "
+            f"got {num_gqa_groups}"
+        )
+    return num_gqa_groups
+
+
+def checked_eps(owner: str, name: str, eps: Any) -> float:
+    """The epsilon of a norm as a float.
+
+    An epsilon of 1 or more hides the variance: it is another argument in the wrong place.
+
+    Raises:
+        TypeError: no number. ValueError: a number below 0, of 1 or more, or NaN.
+    """
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
+        raise TypeError(f"{owner}: {name} must be a float, got {type(eps).__name__}")
+    value = float(eps)
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{owner}: {name} must be at least 0 and below 1, got {eps}")
+    return value
 
 
 def checked_splits(

@@ -152,6 +152,11 @@ class FP8Module(torch.nn.Module):
 
     def _options(self, is_first_microbatch: bool | None) -> GemmOptions:
         """How this forward wants its GEMMs."""
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+            raise TypeError(  # 1, taken for True here and not there, would mix gradients
+                f"{type(self).__name__}: is_first_microbatch must be None or a bool, "
+                f"got {type(is_first_microbatch).__name__}"
+            )
         accumulate = None
         in_ddp = False
         if self.fuse_wgrad_accumulation:

@@ -73,7 +73,13 @@ _BOTTOM_RIGHT = Visibility("bottom_right")
 
 
 def mask_type(owner: str, name: str) -> MaskType:
-    """The mask type called ``name``; ValueError for an unknown one."""
+    """The mask type called ``name``.
+
+    Raises:
+        TypeError: no string. ValueError: an unknown type.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"{owner}: attn_mask_type must be a string, got {type(name).__name__}")
     found = MASK_TYPES.get(name)
     if found is None:
         raise ValueError(

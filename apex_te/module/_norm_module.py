@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ._arguments import parameter, params_dtype_of
+from ._arguments import checked_eps, parameter, params_dtype_of
 
 __all__ = ["NormModule"]
 
@@ -32,7 +32,7 @@ class NormModule(torch.nn.Module):
         torch.nn.Module.__init__(self)
         name = type(self).__name__
         self.normalized_shape = _resolved_shape(name, normalized_shape, hidden_size)
-        self.eps = eps
+        self.eps = checked_eps(name, "eps", eps)
         self.elementwise_affine = True
         self.sequence_parallel = sequence_parallel
         self.zero_centered_gamma = zero_centered_gamma

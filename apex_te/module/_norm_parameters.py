@@ -42,7 +42,7 @@ class NormedModule(ParallelModule):
                 f"{owner}: normalization must be one of {', '.join(NORMALIZATIONS)}, "
                 f"got {normalization!r}"
             )
-        self.eps = float(eps)
+        self.eps = _arguments.checked_eps(owner, "eps", eps)
         self.normalization = normalization
         self.zero_centered_gamma = bool(zero_centered_gamma)
         self.return_layernorm_output = bool(return_layernorm_output)

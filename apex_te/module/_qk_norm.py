@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..ops.rms_norm import rms_norm
+from ._arguments import checked_eps
 from ._parallel_module import tag
 from .layer_norm import LayerNorm
 from .rms_norm import RMSNorm
@@ -37,6 +38,7 @@ def qk_norm(
 
     ``split``: each rank has some of the heads, so the gradients have to be summed over ranks.
     """
+    eps = checked_eps(owner, "qk_norm_eps", eps)
     if kind is None:
         return None
     if kind == "L2Normalization":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..distributed.checkpoint import checkpoint
-from . import _masks
+from . import _arguments, _masks
 from ._attention_backends import Options, Path, attend, choose
 from ._masks import broadcasts
 from ._packed_attention import attend_packed, choose_packed, packing
@@ -55,7 +55,7 @@ class DotProductAttention(torch.nn.Module):
         tp_group, tp_size: the ranks, or their number, that heads and groups are split over: the
             tensors have this rank's. sequence_parallel: accepted; attention sees whole sequences.
 
-    Interface follows TransformerEngine's DotProductAttention.
+    Interface and the order of arguments follow TransformerEngine's DotProductAttention.
     """
 
     def __init__(
@@ -79,12 +79,7 @@ class DotProductAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         ranks = checked_tp_size(_NAME, tp_group, tp_size)
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
-        if groups < 1 or num_attention_heads % groups:
-            raise ValueError(
-                f"{_NAME}: num_gqa_groups must divide num_attention_heads={num_attention_heads}, "
-                f"got {num_gqa_groups}"
-            )
+        groups = _arguments.checked_groups(_NAME, num_attention_heads, num_gqa_groups)
         if not 0.0 <= attention_dropout < 1.0:
             raise ValueError(
                 f"{_NAME}: attention_dropout must be at least 0 and below 1, "
@@ -94,8 +89,8 @@ class DotProductAttention(torch.nn.Module):
             raise ValueError(
                 f"{_NAME}: attention_type must be 'self' or 'cross', got {attention_type!r}"
             )
-        if layer_number is not None and layer_number < 1:
-            raise ValueError(f"{_NAME}: layer_number must be at least 1, got {layer_number}")
+        if layer_number is not None:
+            _arguments.check_count(_NAME, "layer_number", layer_number)
         sizes = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
         if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
             raise ValueError(
@@ -138,6 +133,7 @@ class DotProductAttention(torch.nn.Module):
         qkv_format: str | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_kv: torch.Tensor | None = None,
+        *,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         attn_mask_type: str | None = None,

@@ -9,6 +9,7 @@ import torch
 
 from ..ops.rope import rope
 from ..state import number_layer
+from ._arguments import check_count, checked_eps, checked_groups
 from ._masks import Mask
 from ._parallel_module import checked_tp_size, divided, set_group_of_children
 from ._qk_norm import qk_norm
@@ -58,7 +59,7 @@ class MultiheadAttention(torch.nn.Module):
         set_parallel_mode: split the heads over the ranks of ``tp_group``; sequence_parallel,
             tp_group, tp_size: as in ``Linear``.
 
-    Interface follows TransformerEngine's MultiheadAttention.
+    Interface and the order of arguments follow TransformerEngine's MultiheadAttention.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class MultiheadAttention(torch.nn.Module):
         output_layer_init_method: _Init = None,
         layer_number: int | None = None,
         attn_mask_type: str = "causal",
-        *,
         window_size: Sequence[int] | None = None,
+        *,
         num_gqa_groups: int | None = None,
         fuse_wgrad_accumulation: bool = False,
         get_rng_state_tracker: Callable[[], Any] | None = None,
@@ -105,6 +106,9 @@ class MultiheadAttention(torch.nn.Module):
             raise ValueError(
                 f"{_NAME}: fuse_qkv_params must be True with fuse_wgrad_accumulation=True"
             )
+        check_count(_NAME, "hidden_size", hidden_size)
+        groups = checked_groups(_NAME, num_attention_heads, num_gqa_groups)
+        layernorm_epsilon = checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon)
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"{_NAME}: num_attention_heads must divide hidden_size={hidden_size}, "
@@ -112,7 +116,6 @@ class MultiheadAttention(torch.nn.Module):
             )
         super().__init__()
         size = hidden_size // num_attention_heads if kv_channels is None else kv_channels
-        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         self.set_parallel_mode = set_parallel_mode
         ranks = checked_tp_size(_NAME, tp_group, tp_size) if set_parallel_mode else 1
         self.core_attention = DotProductAttention(
@@ -215,6 +218,7 @@ class MultiheadAttention(torch.nn.Module):
         encoder_output: torch.Tensor | None = None,
         attn_mask_type: str | None = None,
         window_size: Sequence[int] | None = None,
+        *,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
@@ -274,6 +278,10 @@ class MultiheadAttention(torch.nn.Module):
                 f"{_NAME}: encoder_output must be given in cross attention and only there, "
                 f"got {type(encoder_output).__name__} with attention_type {self.attention_type!r}"
             )
+        if encoder_output is not None and not isinstance(encoder_output, torch.Tensor):
+            raise TypeError(
+                f"{_NAME}: encoder_output must be a tensor, got {type(encoder_output).__name__}"
+            )
         start = 0
         if inference_params is not None:
             start = inference_params.sequence_len_offset
@@ -294,9 +302,12 @@ class MultiheadAttention(torch.nn.Module):
                 if kind in ("causal", "padding_causal"):
                     attn_mask_type = kind + "_bottom_right"
         context = self.core_attention(
-            q, k, v, attention_mask, None, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q,
-            max_seqlen_kv, attn_mask_type, window_size, core_attention_bias_type,
-            core_attention_bias, checkpoint_core_attention,
+            q, k, v, attention_mask, None, cu_seqlens_q, cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type, window_size=window_size,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias,
+            checkpoint_core_attention=checkpoint_core_attention,
         )  # fmt: skip
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)
         if not self.return_layernorm_output or not self.input_layernorm:

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ..ops.bias_dropout_add import bias_dropout_add
 from ..state import number_layer
+from ._arguments import checked_eps, checked_groups
 from ._masks import Mask
 from ._parallel_module import checked_tp_size, set_group_of_children
 from .inference_params import InferenceParams
@@ -45,6 +46,9 @@ class TransformerLayer(torch.nn.Module):
             FC1, and of PROJ and FC2.
         layer_number: position in the model, from 1; names the layer in ``inference_params``.
         self_attn_mask_type, window_size: as in ``DotProductAttention``.
+        enc_dec_attn_mask_type, enc_dec_window_size: the same of a decoder's cross attention; a type
+            of None is ``"padding"`` in calls with ``enc_dec_attn_mask`` or ``cu_seqlens_kv``, else
+            ``"no_mask"``.
         apply_query_key_layer_scaling: see ``DotProductAttention``: neutral to the maths, acts only
             with a ``layer_number`` and where scores are stored in fp16.
         attention_softmax_in_fp32: accepted; the softmax always computes in fp32.
@@ -68,7 +72,7 @@ class TransformerLayer(torch.nn.Module):
             hidden states are this rank's part of dimension 0, and hidden dropout draws from the
             tracker.
 
-    Interface and defaults follow TransformerEngine's TransformerLayer.
+    Interface, defaults and the order of arguments follow TransformerEngine's TransformerLayer.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class TransformerLayer(torch.nn.Module):
         hidden_size: int,
         ffn_hidden_size: int,
         num_attention_heads: int,
+        num_gqa_groups: int | None = None,
         layernorm_epsilon: float = 1e-5,
         hidden_dropout: float = 0.1,
         attention_dropout: float = 0.1,
@@ -84,6 +89,10 @@ class TransformerLayer(torch.nn.Module):
         layer_number: int | None = None,
         kv_channels: int | None = None,
         self_attn_mask_type: str = "causal",
+        window_size: Sequence[int] | None = None,
+        *,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: Sequence[int] | None = None,
         tp_group: Any = None,
         tp_size: int = 1,
         params_dtype: torch.dtype | None = None,
@@ -100,9 +109,6 @@ class TransformerLayer(torch.nn.Module):
         drop_path_rate: float = 0.0,
         set_parallel_mode: bool = False,
         fuse_qkv_params: bool = False,
-        *,
-        num_gqa_groups: int | None = None,
-        window_size: Sequence[int] | None = None,
         zero_centered_gamma: bool = False,
         qkv_weight_interleaved: bool = True,
         bias: bool = True,
@@ -121,17 +127,26 @@ class TransformerLayer(torch.nn.Module):
             raise ValueError(
                 f"{_NAME}: layer_type must be 'encoder' or 'decoder', got {layer_type!r}"
             )
+        num_gqa_groups = checked_groups(_NAME, num_attention_heads, num_gqa_groups)
+        layernorm_epsilon = checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon)
         for key, value in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"{_NAME}: {key} must be from 0 to 1, got {value}")
         post_norm = apply_residual_connection_post_layernorm
-        if parallel_attention_mlp and (post_norm or layer_type == "decoder"):
+        is_decoder = layer_type == "decoder"
+        if parallel_attention_mlp and (post_norm or is_decoder):
             raise ValueError(
                 f"{_NAME}: parallel_attention_mlp must be False with layer_type 'decoder' or "
                 "apply_residual_connection_post_layernorm=True, got True"
             )
+        if not is_decoder and not (enc_dec_attn_mask_type is enc_dec_window_size is None):
+            raise ValueError(
+                f"{_NAME}: enc_dec_attn_mask_type and enc_dec_window_size must be None with "
+                f"layer_type 'encoder', got {enc_dec_attn_mask_type!r} and {enc_dec_window_size!r}"
+            )
         super().__init__()
         self.layer_type = layer_type
+        self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
         self.hidden_dropout = hidden_dropout
         self.drop_path_rate = drop_path_rate
         self.parallel_attention_mlp = parallel_attention_mlp
@@ -189,11 +204,12 @@ class TransformerLayer(torch.nn.Module):
             name=called("self_attention"),
             **attention,
         )
-        if layer_type == "decoder":
+        if is_decoder:
             self.inter_attention = MultiheadAttention(
                 hidden_size,
                 num_attention_heads,
-                attn_mask_type="padding",
+                attn_mask_type=enc_dec_attn_mask_type or "padding",
+                window_size=enc_dec_window_size,
                 input_layernorm=True,
                 attention_type="cross",
                 name=called("inter_attention"),
@@ -227,14 +243,16 @@ class TransformerLayer(torch.nn.Module):
         self,
         hidden_states: torch.Tensor,
         attention_mask: Mask = None,
+        self_attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
         encoder_output: torch.Tensor | None = None,
         enc_dec_attn_mask: Mask = None,
+        *,
+        enc_dec_attn_mask_type: str | None = None,
+        enc_dec_window_size: Sequence[int] | None = None,
         is_first_microbatch: bool | None = None,
         checkpoint_core_attention: bool = False,
         inference_params: InferenceParams | None = None,
-        *,
-        self_attn_mask_type: str | None = None,
-        window_size: Sequence[int] | None = None,
         rotary_pos_emb: Any = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
@@ -252,6 +270,7 @@ class TransformerLayer(torch.nn.Module):
             encoder_output: what a decoder's cross attention reads, in the same layout.
             enc_dec_attn_mask: padding masks (of decoder tokens, of encoder tokens), each
                 [b, 1, 1, s]; None hides nothing.
+            enc_dec_attn_mask_type, enc_dec_window_size: replace the module's own.
             is_first_microbatch: as in ``Linear``.
             rotary_pos_emb, core_attention_bias_type, core_attention_bias: of self attention; see
                 ``MultiheadAttention.forward``.
@@ -263,10 +282,16 @@ class TransformerLayer(torch.nn.Module):
         Errors: TypeError for a dtype, ValueError for a shape, mask or option that does not fit.
         """
         decoder = self.layer_type == "decoder"
-        if not decoder and (encoder_output is not None or enc_dec_attn_mask is not None):
+        if not decoder and not (
+            encoder_output
+            is enc_dec_attn_mask
+            is enc_dec_attn_mask_type
+            is enc_dec_window_size
+            is None
+        ):
             raise ValueError(
-                f"{_NAME}: encoder_output and enc_dec_attn_mask must be None with layer_type "
-                "'encoder', got a tensor"
+                f"{_NAME}: encoder_output and what begins with enc_dec must be None with "
+                "layer_type 'encoder', got another value"
             )
         keys = (None, None) if decoder else (cu_seqlens_kv, max_seqlen_kv)
         post_norm = self.apply_residual_connection_post_layernorm
@@ -288,10 +313,12 @@ class TransformerLayer(torch.nn.Module):
         if decoder:
             hidden_states = self._add(x, bias, residual, cu_seqlens_q)
             cross = self.inter_attention
-            no_mask = enc_dec_attn_mask is None and cu_seqlens_kv is None
+            kind = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
+            if kind is None and enc_dec_attn_mask is None and cu_seqlens_kv is None:
+                kind = "no_mask"
             out, residual = cross.forward_with_residual(
-                hidden_states, enc_dec_attn_mask, encoder_output, "no_mask" if no_mask else None,
-                None, is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None,
+                hidden_states, enc_dec_attn_mask, encoder_output, kind, enc_dec_window_size,
+                is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None,
                 cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
                 return_residual=not post_norm,
             )  # fmt: skip

@@ -90,7 +90,7 @@ class T5Copy(nn.Module):
             for layer in self.encoder:
                 memory = layer(memory, hidden)
             for layer in self.decoder:
-                x = layer(x, None, memory, (seen[:, None, None], hidden))
+                x = layer(x, encoder_output=memory, enc_dec_attn_mask=(seen[:, None, None], hidden))
         else:
             length = target.shape[1]
             future = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)

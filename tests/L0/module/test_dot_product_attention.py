@@ -228,8 +228,8 @@ def test_bias_before_the_scale_and_without_gradient(path):
     module = DotProductAttention(H, D, G, softmax_scale=0.5, attn_mask_type="no_mask")
     q, k, v = (t.transpose(1, 2) for t in tensors(7, 7))
     bias = torch.randn(1, 1, 7, 7)
-    before = module(q, k, v, None, "bshd", None, None, None, None, None, None,
-                    "pre_scale_bias", bias)  # fmt: skip
+    before = module(q, k, v, None, "bshd", core_attention_bias_type="pre_scale_bias",
+                    core_attention_bias=bias)  # fmt: skip
     after = module(q, k, v, qkv_format="bshd", core_attention_bias_type="post_scale_bias",
                    core_attention_bias=0.5 * bias)  # fmt: skip
     torch.testing.assert_close(before, after)

@@ -222,7 +222,9 @@ def test_options_of_a_call_reach_the_projections():
         module(x, is_first_microbatch=True)
         assert all(linear._modes.weight_cache for linear in linears)
     core, seen = module.core_attention, []
-    core.register_forward_pre_hook(lambda _, args: seen.append(args[-1]))
+    core.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["checkpoint_core_attention"]), with_kwargs=True
+    )
     module(x, checkpoint_core_attention=True)
     module(x)
     assert seen == [True, False]

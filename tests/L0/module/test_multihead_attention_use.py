@@ -190,7 +190,9 @@ def test_heads_are_views_of_the_projection(monkeypatch):
     module = build(fuse_qkv_params=True, qkv_weight_interleaved=False, qkv_format="bshd")
     seen, core = [], module.core_attention
     monkeypatch.setattr(
-        core, "forward", lambda *args: seen.append(args[:3]) or type(core).forward(core, *args)
+        core,
+        "forward",
+        lambda *args, **more: seen.append(args[:3]) or type(core).forward(core, *args, **more),
     )
     module(torch.randn(SHAPES["bshd"]))
     q, k, v = seen[0]

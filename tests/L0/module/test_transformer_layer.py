@@ -74,7 +74,7 @@ def test_decoder(options, dropout, masked, device):
         masks = tuple(m.to(device) for m in masks)
     compare(
         layer,
-        lambda m, x, y: m(x, None, y, masks),
+        lambda m, x, y: m(x, encoder_output=y, enc_dec_attn_mask=masks),
         plain(options, other_hidden=hidden),
         torch.randn(SHAPES["sbhd"]),
         torch.randn(7, 2, HIDDEN),
@@ -131,7 +131,7 @@ def test_packed_sequences_are_as_alone(decoder, device):
     out = packed(x, cu_seqlens_q=cu, max_seqlen_q=5, **more)
     expected = []
     for a, b in zip(x.split(lengths), y.split(key_lengths), strict=True):
-        expected.append(alone(a[None], None, b[None] if decoder else None)[0])
+        expected.append(alone(a[None], encoder_output=b[None] if decoder else None)[0])
     torch.testing.assert_close(out, torch.cat(expected), rtol=1.3e-6, atol=1e-5)
 
 
@@ -197,14 +197,17 @@ def test_options_of_a_call_reach_the_projections():
     layer = build(layer_type="decoder")
     x = torch.randn(16, 2, HIDDEN)
     with fp8_autocast(True, RECIPE):
-        layer(x, None, x)
+        layer(x, encoder_output=x)
         caches = [m._modes.weight_cache for m in layer.modules() if hasattr(m, "_modes")]
         assert len(caches) == 6
         assert not any(caches)
-        layer(x, None, x, is_first_microbatch=True)
+        layer(x, encoder_output=x, is_first_microbatch=True)
         assert all(caches)
     seen = []
     for attention in (layer.self_attention, layer.inter_attention):
-        attention.core_attention.register_forward_pre_hook(lambda _, args: seen.append(args[-1]))
-    layer(x, None, x, checkpoint_core_attention=True)
+        attention.core_attention.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["checkpoint_core_attention"]),
+            with_kwargs=True,
+        )
+    layer(x, encoder_output=x, checkpoint_core_attention=True)
     assert seen == [True, True]

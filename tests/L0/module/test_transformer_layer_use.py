@@ -77,7 +77,7 @@ class TestDropout:
     def test_cross_attention_is_dropped_too(self):
         layer = build(drop_path_rate=1.0, layer_type="decoder")
         x = torch.randn(SHAPES["sbhd"])
-        assert torch.equal(layer(x, None, torch.randn(7, 2, HIDDEN)), x)
+        assert torch.equal(layer(x, encoder_output=torch.randn(7, 2, HIDDEN)), x)
 
     def test_attention_dropout_draws_from_the_tracker(self):
         if torch.cuda.is_available():
@@ -149,7 +149,7 @@ class TestInference:
 
 def test_keys_hints_and_initialisation():
     layer = TransformerLayer(
-        HIDDEN, FFN, HEADS, 0.5, init_method=torch.nn.init.ones_,
+        HIDDEN, FFN, HEADS, layernorm_epsilon=0.5, init_method=torch.nn.init.ones_,
         output_layer_init_method=torch.nn.init.zeros_, params_dtype=torch.bfloat16,
         kv_channels=16, seq_length=8, micro_batch_size=2, attention_softmax_in_fp32=True,
         output_layernorm=True, layer_type="decoder", name="layer",
@@ -229,7 +229,7 @@ def test_compiles(options):
     found = []
     for each in (layer, compiled):
         t = x.clone().requires_grad_()
-        out = each(t, None, other)
+        out = each(t, encoder_output=other)
         found.append([out, *torch.autograd.grad(out.square().mean(), [t, *layer.parameters()])])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1.3e-6, atol=1e-5)
@@ -261,15 +261,15 @@ def test_rejects_arguments(kwargs, error, message):
 
 def test_rejects_inputs():
     x = torch.randn(SHAPES["sbhd"])
-    with pytest.raises(ValueError, match="encoder_output and enc_dec_attn_mask must be None"):
-        build()(x, None, x)
+    with pytest.raises(ValueError, match="encoder_output and what begins with enc_dec must be"):
+        build()(x, encoder_output=x)
     with pytest.raises(ValueError, match="encoder_output must be given in cross attention"):
         build(layer_type="decoder")(x)
     mask = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"use 'padding_causal' or 'arbitrary'"):
         build()(x, mask)
     with pytest.raises(ValueError, match=r"must be a tuple \(queries, keys\)"):
-        build(layer_type="decoder")(x, None, x, mask)
+        build(layer_type="decoder")(x, encoder_output=x, enc_dec_attn_mask=mask)
     with pytest.raises(TypeError, match=r"tp_group must be a .*ProcessGroup"):
         build().set_tensor_parallel_group(object())
     build().set_tensor_parallel_group(None)

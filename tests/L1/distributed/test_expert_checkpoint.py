@@ -229,7 +229,7 @@ def _styles(rank, path):
         more = {"set_parallel_mode": True, **split} if split else {}
         return torch.nn.ModuleDict(
             {
-                "layer": apex_te.TransformerLayer(HIDDEN, FFN, HEADS, 4, **llama, **more),
+                "layer": apex_te.TransformerLayer(HIDDEN, FFN, HEADS, **llama, **more),
                 "column": apex_te.Linear(HIDDEN, FFN, **column, **split),
             }
         )
