@@ -38,12 +38,14 @@ if _TYPE_CHECKING:
     from .arguments import (
         recipe_from_arguments as recipe_from_arguments,
     )
+    from .autocast import autocast as autocast
     from .autocast import fp8_autocast as fp8_autocast
     from .autocast import is_fp8_enabled as is_fp8_enabled
     from .distributed.checkpoint import checkpoint as checkpoint
     from .distributed.rng import CudaRNGStatesTracker as CudaRNGStatesTracker
     from .graph import make_graphed_callables as make_graphed_callables
     from .model_init import fp8_model_init as fp8_model_init
+    from .model_init import quantized_model_init as quantized_model_init
     from .module.dot_product_attention import DotProductAttention as DotProductAttention
     from .module.fp8_padding import Fp8Padding as Fp8Padding
     from .module.fp8_padding import Fp8Unpadding as Fp8Unpadding
@@ -75,6 +77,7 @@ _NAMES = {
     "TransformerLayer": "module.transformer_layer",
     "add_fp8_arguments": "arguments",
     "amp": "",
+    "autocast": "autocast",
     "checkpoint": "distributed.checkpoint",
     "distributed": "",
     "flush_fp8_state": "state",
@@ -90,6 +93,7 @@ _NAMES = {
     "optimizers": "",
     "permutation": "",
     "prebuild": "_prebuild",
+    "quantized_model_init": "model_init",
     "recipe": "",
     "recipe_from_arguments": "arguments",
 }

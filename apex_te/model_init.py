@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
-from .recipe import DelayedScaling, Recipe
+from .recipe import Recipe, chosen_recipe
 
-__all__ = ["fp8_model_init", "settings"]
+__all__ = ["fp8_model_init", "quantized_model_init", "settings"]
 
 
 class Settings(NamedTuple):
@@ -35,13 +35,15 @@ class fp8_model_init:
 
     Args:
         enabled: False inside an enabled one switches it off.
-        recipe: how weights are quantized, when they are made and whenever they are written to;
-            default ``DelayedScaling()``. Delayed scaling scales them by their own amax.
+        recipe: how weights are quantized, when they are made and whenever they are written to: a
+            recipe or its name; default ``DelayedScaling()``. Delayed scaling scales them by their
+            own amax.
         preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
             optimizer's master copy: ``weight.get_high_precision_init_val()``, and
             ``weight.clear_high_precision_init_val()`` to free them.
 
-    A context manager, nestable, per thread. Errors: TypeError for an argument of a wrong type.
+    A context manager, nestable, per thread. Errors: TypeError for an argument of a wrong type;
+    ValueError for an unknown name of a recipe.
     """
 
     __slots__ = ("_outer", "_settings")
@@ -49,24 +51,18 @@ class fp8_model_init:
     def __init__(
         self,
         enabled: bool = True,
-        recipe: Recipe | None = None,
+        recipe: Recipe | str | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
         flags = {
             "enabled": enabled,
             "preserve_high_precision_init_val": preserve_high_precision_init_val,
         }
+        owner = type(self).__name__
         for name, value in flags.items():
             if not isinstance(value, bool):
-                raise TypeError(
-                    f"fp8_model_init: {name} must be a bool, got {type(value).__name__}"
-                )
-        recipe = DelayedScaling() if recipe is None else recipe
-        if not isinstance(recipe, Recipe):
-            raise TypeError(
-                "fp8_model_init: recipe must be a recipe from apex_te.recipe, "
-                f"got {type(recipe).__name__}"
-            )
+                raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
+        recipe = chosen_recipe(owner, "recipe", recipe)
         self._settings = Settings(enabled, recipe, preserve_high_precision_init_val)
         self._outer: list[Settings | None] = []
 
@@ -76,6 +72,12 @@ class fp8_model_init:
 
     def __exit__(self, *exc: Any) -> None:
         _local.settings = self._outer.pop()
+
+
+class quantized_model_init(fp8_model_init):
+    """``fp8_model_init`` by the name that Transformer Engine gives it now; the same arguments."""
+
+    __slots__ = ()
 
 
 def settings() -> Settings | None:

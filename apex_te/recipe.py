@@ -19,8 +19,17 @@ __all__ = [
     "MXFP8BlockScaling",
     "MXFP8Scaling",
     "Recipe",
+    "chosen_recipe",
     "make_recipe",
 ]
+
+# Margins beyond it leave E4M3, 18 powers of two from smallest to largest value, no more than two of
+# them above or below a tensor's amax. Within it the scale of every amax up to 2**117 is a normal
+# fp32 number, which is where the update keeps that of the smallest amaxes, too.
+MAX_MARGIN = 16
+# 16 times the default. Bounds what a file can make a module allocate: 320 KiB for a GEMM.
+MAX_HISTORY_LENGTH = 16384
+_FLT_MAX = torch.finfo(torch.float32).max
 
 # Split accumulation of (fprop, dgrad, wgrad).
 GemmFlags = tuple[bool, bool, bool]
@@ -86,11 +95,24 @@ class Recipe:
     def _name(self) -> str:
         return type(self).__name__
 
-    def _check_int(self, name: str, value: object, minimum: int | None) -> None:
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """Restore a pickled recipe, checked as a new one is."""
+        self.__dict__.update(values)
+        check = getattr(self, "__post_init__", None)
+        if check is not None:
+            check(False, False)
+
+    def _check_int(
+        self, name: str, value: object, minimum: int, maximum: int | None = None
+    ) -> None:
         if isinstance(value, bool) or not isinstance(value, int):
             raise TypeError(f"{self._name}: {name} must be an int, got {type(value).__name__}")
-        if minimum is not None and value < minimum:
+        if value < minimum and maximum is None:
             raise ValueError(f"{self._name}: {name} must be at least {minimum}, got {value}")
+        if maximum is not None and not minimum <= value <= maximum:
+            raise ValueError(
+                f"{self._name}: {name} must be from {minimum} to {maximum}, got {value}"
+            )
 
     def _check_bool(self, name: str) -> None:
         value = getattr(self, name)
@@ -100,7 +122,7 @@ class Recipe:
     def _check_eps(self, value: object) -> None:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{self._name}: eps must be a float, got {type(value).__name__}")
-        if not 0.0 <= value < float("inf"):
+        if not 0.0 <= value <= _FLT_MAX:  # an infinite one in fp32 would make every scale 0
             raise ValueError(f"{self._name}: eps must be finite and at least 0, got {value}")
 
     def _check_format(self, value: object) -> None:
@@ -132,16 +154,19 @@ class DelayedScaling(Recipe):
     """Scales each tensor by the largest magnitude seen over the last steps (numbers: fp32).
 
     Args:
-        margin: the scale is divided by ``2 ** margin``.
+        margin: the scale is divided by ``2 ** margin``; from -16 to 16.
         interval: regions (microbatches) between two scale updates.
         fp8_format: ``Format.HYBRID`` or ``Format.E4M3``; pure E5M2 is refused.
-        amax_history_len: rows of the amax history, the staging row included.
+        amax_history_len: rows of the amax history, the staging row included; at most 16384.
         amax_compute_algo: ``"max"``, ``"most_recent"`` or a callable
             ``(history [length, slots]) -> amax [slots]``; row 0 of the history is the newest amax,
             row 1 the oldest, the last row the one before the newest.
         scaling_factor_compute_algo: None (``fp8_max / amax / 2**margin``), ``"pow2"`` (that ratio
             rounded down to a power of two) or a callable
-            ``(amax [slots], old_scale [slots], fp8_max, recipe) -> scale [slots]``.
+            ``(amax [slots], old_scale [slots], fp8_max, recipe) -> scale [slots]``. A callable is
+            hashable. If it raises, its modules keep their scales, drop the amaxes staged since the
+            last update, and the region with this recipe that needed the update raises; modules
+            with other recipes are updated all the same.
         override_linear_precision: high precision for (fprop, dgrad, wgrad); only wgrad may be.
         reduce_amax: MAX-reduce the amaxes over the FP8 group before an update.
         first_step: ``"scale_one"`` starts with scale 1; ``"current"`` takes the first scale of
@@ -172,8 +197,8 @@ class DelayedScaling(Recipe):
 
     def __post_init__(self, fp8_dpa: bool, fp8_mha: bool) -> None:
         self._check_shared(fp8_dpa, fp8_mha)
-        self._check_int("margin", self.margin, None)
-        self._check_int("amax_history_len", self.amax_history_len, 1)
+        self._check_int("margin", self.margin, -MAX_MARGIN, MAX_MARGIN)
+        self._check_int("amax_history_len", self.amax_history_len, 1, MAX_HISTORY_LENGTH)
         self._check_algo("amax_compute_algo", self.amax_compute_algo, ("max", "most_recent"))
         if self.scaling_factor_compute_algo is not None:
             name = "scaling_factor_compute_algo"
@@ -193,6 +218,12 @@ class DelayedScaling(Recipe):
     @staticmethod
     def _check_algo(name: str, value: object, names: tuple[str, ...]) -> None:
         if callable(value):
+            try:
+                hash(value)
+            except TypeError as error:
+                raise TypeError(
+                    f"DelayedScaling: {name} must be hashable, got {type(value).__name__}"
+                ) from error
             return
         wanted = " or ".join(f'"{n}"' for n in names)
         if not isinstance(value, str):
@@ -324,26 +355,65 @@ _RECIPES: dict[str, type[Recipe]] = {
 }
 
 
-def make_recipe(name: str, fp8_format: str | None = None, **options: Any) -> Recipe:
-    """A recipe by its command-line names.
+def make_recipe(name: str, fp8_format: str | Format | None = None, **options: Any) -> Recipe:
+    """Make the recipe with a command-line name.
 
     Args:
         name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"`` or ``"mxfp8"``.
-        fp8_format: ``"e4m3"``, ``"hybrid"`` or ``"hif8"`` (tensorwise only); None: the recipe's own
-            default.
+        fp8_format: ``"e4m3"``, ``"hybrid"`` or ``"hif8"`` (tensorwise only) in any case, or a
+            ``Format``; None: the recipe's own default.
         options: further arguments of the recipe.
 
-    Errors: ValueError for an unknown name or a format that the recipe does not have.
+    Errors: ValueError for an unknown name or a format that the recipe does not have; TypeError for
+    an argument of a wrong type.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"make_recipe: name must be a str, got {type(name).__name__}")
     if name not in _RECIPES:
         raise ValueError(f"make_recipe: name must be one of {', '.join(_RECIPES)}, got {name!r}")
     kind = _RECIPES[name]
     if fp8_format is not None:
+        if not isinstance(fp8_format, (str, Format)):
+            raise TypeError(
+                "make_recipe: fp8_format must be a str or a recipe.Format, "
+                f"got {type(fp8_format).__name__}"
+            )
+        wanted = fp8_format.name if isinstance(fp8_format, Format) else fp8_format
         names = {f.name.lower(): f for f in kind.formats}
-        if fp8_format not in names:
+        if wanted.lower() not in names:
             raise ValueError(
                 f"make_recipe: fp8_format must be one of {', '.join(names)} with {name!r}, "
                 f"got {fp8_format!r}"
             )
-        options["fp8_format"] = names[fp8_format]
+        options["fp8_format"] = names[wanted.lower()]
     return kind(**options)
+
+
+# Made once, so that a name costs nothing where a region is entered.
+_BY_NAME = {name: kind() for name, kind in _RECIPES.items()}
+
+
+def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Recipe:
+    """Return the recipe that a caller's argument asks for.
+
+    Args:
+        owner, argument: the function and its argument, for the errors.
+        value: a recipe, a name that ``make_recipe`` takes, or None for ``DelayedScaling()``.
+
+    Errors: ValueError for an unknown name; TypeError for a value of another type.
+    """
+    if isinstance(value, Recipe):
+        return value
+    if value is None:
+        return _BY_NAME["delayed"]
+    if not isinstance(value, str):
+        raise TypeError(
+            f"{owner}: {argument} must be a recipe from apex_te.recipe or its name, "
+            f"got {type(value).__name__}"
+        )
+    found = _BY_NAME.get(value)
+    if found is None:
+        raise ValueError(
+            f"{owner}: {argument} must be a recipe or one of {', '.join(_BY_NAME)}, got {value!r}"
+        )
+    return found

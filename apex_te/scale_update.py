@@ -108,7 +108,8 @@ def _new_scale(
     # Not number / tensor, which torch computes as a reciprocal and a product, rounding twice.
     if algo == "pow2":
         ratio = (torch.full_like(amax, fp8_max) / amax).clamp(max=_FLT_MAX)
-        return (ratio.view(torch.int32) & 0x7F800000).view(torch.float32) * 2.0**-recipe.margin
+        power = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
+        return (power * 2.0**-recipe.margin).clamp(max=2.0**127)
     return torch.full_like(amax, fp8_max * 2.0**-recipe.margin) / amax
 
 

@@ -15,7 +15,7 @@ from ._process_groups import is_process_group
 from ._registry import intern, recipe_named, registry
 from ._scale_scope import Scope, Sharing
 from .gpu_arch import formats_of
-from .recipe import DelayedScaling, Recipe
+from .recipe import DelayedScaling, Recipe, chosen_recipe
 
 if TYPE_CHECKING:
     from ._traced_weight import TracedWeight
@@ -371,19 +371,14 @@ def flush_fp8_state(group: Any = None) -> None:
     registry.flush(group)
 
 
-def init_fp8_state(model: torch.nn.Module, recipe: Recipe | None = None) -> None:
+def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -> None:
     """Allocate the FP8 state of every module in ``model`` now, before its first forward.
 
     A distributed checkpoint needs it, because it loads only keys that the model already has.
-    State that exists is kept. ``recipe`` gives the history length, default ``DelayedScaling()``;
-    one that keeps no state allocates nothing.
+    State that exists is kept. ``recipe``, a recipe or its name, gives the history length, default
+    ``DelayedScaling()``; one that keeps no state allocates nothing.
     """
-    recipe = DelayedScaling() if recipe is None else recipe
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            "init_fp8_state: recipe must be a recipe from apex_te.recipe, "
-            f"got {type(recipe).__name__}"
-        )
+    recipe = chosen_recipe("init_fp8_state", "recipe", recipe)
     for module in model.modules():
         init = getattr(module, "_init_fp8_state", None)
         if init is not None:

@@ -23,7 +23,7 @@ from ..parameter_dispatch import KERNEL_DTYPES
 from ..parameter_gathered import Gathered, check_resharding, replace
 from ..parameter_ops import quantizers_of
 from ..quantizer.stored import layout_of, stored_recipe
-from ..recipe import DelayedScaling, Recipe
+from ..recipe import Recipe, chosen_recipe
 from ..state import intern
 from ..tensor import QuantizedTensor
 from ._gather_group import GatherGroup, parts_gathered_with
@@ -33,7 +33,7 @@ from .collectives import max_over_ranks
 __all__ = ["enable_fp8_all_gather"]
 
 
-def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | None = None) -> None:
+def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = None) -> None:
     """Have ``fully_shard`` gather the weights of FP8 GEMMs as FP8 codes, a byte an element.
 
     To be called once, on the whole model, before ``fully_shard`` and before an optimizer is made.
@@ -45,9 +45,10 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | None = None) 
     (``fp8_model_init``) travel as codes anyway; copies of a model have to be enabled anew.
 
     Args:
-        recipe: how weights are quantized, default ``DelayedScaling()``. Delayed scaling needs
-            ``reduce_amax=True`` and an ``fp8_group`` with all ranks of a weight's shards; block
-            scaling needs shards of whole 128-row blocks, as many on each rank.
+        recipe: how weights are quantized, a recipe or its name; default ``DelayedScaling()``.
+            Delayed scaling needs ``reduce_amax=True`` and an ``fp8_group`` with all ranks of a
+            weight's shards; block scaling needs shards of whole 128-row blocks, as many on each
+            rank.
 
     Errors: TypeError for an argument or a weight's dtype; ValueError for a model that is sharded
     or enabled already, or that has no such weight; NotImplementedError for MXFP8, whose transposed
@@ -55,15 +56,10 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | None = None) 
     recipe or a group that is too small, NotImplementedError for shards that cut a block and for
     ``fully_shard(reshard_after_forward=<int>)``, which would shard codes.
     """
-    recipe = DelayedScaling() if recipe is None else recipe
+    recipe = chosen_recipe("enable_fp8_all_gather", "recipe", recipe)
     if not isinstance(model, torch.nn.Module):
         raise TypeError(
             f"enable_fp8_all_gather: model must be a torch.nn.Module, got {type(model).__name__}"
-        )
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            "enable_fp8_all_gather: recipe must be a recipe from apex_te.recipe, "
-            f"got {type(recipe).__name__}"
         )
     weights = Weights(recipe)
     if not weights.layout.exact:

@@ -41,7 +41,7 @@ def amax_scale_update(
         fp8_max: the format's largest value for each history, 448 (E4M3) or 57344 (E5M2).
         margin: powers of two of headroom.
         algo: "max" or "most_recent".
-        pow2: round the ratio down to a power of two.
+        pow2: round the ratio down to a power of two; the scale is 2**127 at most.
         nonfinite_count: one int32 element.
 
     Raises:
@@ -84,7 +84,8 @@ def reference(
             if pow2:
                 ratio = (limit / amax).clamp(max=_FLOAT_MAX)
                 exponent = torch.frexp(ratio).exponent - 1
-                scale[slot] = torch.ldexp(torch.tensor(1.0), exponent) * 2.0**-margin
+                power = torch.ldexp(torch.tensor(1.0), exponent) * 2.0**-margin
+                scale[slot] = power.clamp(max=2.0**127)
             else:
                 scale[slot] = (limit * 2.0**-margin / amax).clamp(max=_FLOAT_MAX)
         history[:, slot] = column

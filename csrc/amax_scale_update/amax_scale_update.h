@@ -40,11 +40,13 @@ struct AmaxScaleUpdate {
 
 // New scale from an amax that is finite and above zero.
 APEX_TE_HD float scale_from_amax(float amax, float fp8_max, float range_factor, bool pow2) {
-  constexpr uint32_t kLargest = 0x7F7FFFFFu;
+  constexpr uint32_t kLargest = 0x7F7FFFFFu, kLargestPower = 0x7F000000u;
   if (pow2) {
     uint32_t bits = float_bits(fp8_max / amax);
     bits = bits < kLargest ? bits : kLargest;
-    return bits_float(bits & 0x7F800000u) * range_factor;
+    // A negative margin can leave float's range.
+    bits = float_bits(bits_float(bits & 0x7F800000u) * range_factor);
+    return bits_float(bits < kLargestPower ? bits : kLargestPower);
   }
   const uint32_t bits = float_bits(fp8_max * range_factor / amax);
   return bits_float(bits < kLargest ? bits : kLargest);

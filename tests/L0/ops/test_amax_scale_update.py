@@ -14,7 +14,7 @@ def state(length, slots, device):
 
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 @pytest.mark.parametrize("pow2", [False, True])
-@pytest.mark.parametrize("margin", [0, 2])
+@pytest.mark.parametrize("margin", [0, 2, -16])
 def test_matches_reference(device, algo, pow2, margin):
     sizes = [(1, 3), (2, 2), (3, 1), (4, 3), (16, 2), (1024, 3), (1025, 2), (5000, 5), (1, 1)]
     states = [state(length, slots, device) for length, slots in sizes]

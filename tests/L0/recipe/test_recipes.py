@@ -182,6 +182,9 @@ def test_mx_rounding_rejected(rounding):
         (("tensorwise", "hif8"), CurrentScaling(fp8_format=Format.HIF8)),
         (("blockwise", "hybrid"), BlockScaling(fp8_format=Format.HYBRID)),
         (("mxfp8", "hybrid"), MXFP8Scaling(fp8_format=Format.HYBRID)),
+        (("delayed", "HYBRID"), DelayedScaling()),
+        (("delayed", Format.E4M3), DelayedScaling(fp8_format=Format.E4M3)),
+        (("tensorwise", "HiF8"), CurrentScaling(fp8_format=Format.HIF8)),
     ],
 )
 def test_make_recipe(args, expected):
@@ -203,9 +206,29 @@ def test_make_recipe_passes_options_on():
         (("blockwise", "hif8"), "with 'blockwise', got 'hif8'"),
         (("mxfp8", "hif8"), "with 'mxfp8', got 'hif8'"),
         (("tensorwise", "e5m2"), "one of hybrid, e4m3, hif8 with 'tensorwise', got 'e5m2'"),
-        (("tensorwise", "HYBRID"), "got 'HYBRID'"),
+        (("mxfp8", Format.HIF8), "with 'mxfp8', got <Format.HIF8: .*>"),
     ],
 )
 def test_make_recipe_rejects(args, message):
     with pytest.raises(ValueError, match=f"^make_recipe: .*{message}$"):
         make_recipe(*args)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((None,), "name must be a str, got NoneType"),
+        (("delayed", 3), "fp8_format must be a str or"),
+    ],
+)
+def test_make_recipe_rejects_types(args, message):
+    with pytest.raises(TypeError, match=f"^make_recipe: {message}"):
+        make_recipe(*args)
+
+
+def test_a_huge_eps_would_make_every_scale_zero():
+    for kind in (CurrentScaling, BlockScaling):
+        assert kind(eps=torch.finfo(torch.float32).max)
+        for eps in (1e39, 10**400):
+            with pytest.raises(ValueError, match="eps must be finite and at least 0, got 1"):
+                kind(eps=eps)
