@@ -42,13 +42,18 @@ bool refuse(PyObject* type, const CallState& state, int index, int item, const c
 
 namespace {
 
+// A type whose tensors are described without running Python code.
+bool is_plain(PyObject* object) {
+  return Py_TYPE(object) == g_tensor_type || Py_TYPE(object) == g_parameter_type;
+}
+
 bool is_tensor(PyObject* object) {
-  PyTypeObject* type = Py_TYPE(object);
-  return type == g_tensor_type || type == g_parameter_type || PyType_IsSubtype(type, g_tensor_type);
+  return is_plain(object) || PyType_IsSubtype(Py_TYPE(object), g_tensor_type);
 }
 
 // Wraps a conversion error of torch (meta, sparse, functorch wrappers) in one line with a name.
 bool refuse_conversion(const CallState& state, int index, int item) {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return false;  // KeyboardInterrupt
   PyObject *type, *value, *trace;
   PyErr_Fetch(&type, &value, &trace);
   std::string reason = "one that DLPack cannot describe";
@@ -84,6 +89,7 @@ bool convert_tensor(CallState& state, PyObject* object, DLTensor* out, int index
   if (!is_tensor(object))
     return refuse(PyExc_TypeError, state, index, item, "be a torch.Tensor",
                   Py_TYPE(object)->tp_name);
+  if (!is_plain(object)) state.ran_python = true;
   if (g_api->dltensor_from_py_object_no_sync(object, out) != 0)
     return refuse_conversion(state, index, item);
   if (out->dtype.code == kDLComplex)
@@ -147,6 +153,26 @@ bool refresh_list(CallState& state, TensorListObject* list, Views* held, int ind
   return true;
 }
 
+// A float or int as a double, and in a list whatever else has __float__ or __index__.
+bool convert_float(CallState& state, PyObject* object, double* out, int index, int item) {
+  if (PyFloat_Check(object)) {
+    *out = PyFloat_AS_DOUBLE(object);
+    return true;
+  }
+  const bool is_int = PyLong_Check(object);
+  if (!is_int) state.ran_python = true;
+  *out = is_int ? PyLong_AsDouble(object) : PyFloat_AsDouble(object);
+  if (*out != -1.0 || !PyErr_Occurred()) return true;
+  if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+    PyErr_Clear();
+    return refuse(PyExc_ValueError, state, index, item, "be in the range of a double",
+                  "an int beyond it");
+  }
+  if (!PyErr_ExceptionMatches(PyExc_TypeError)) return false;  // of the object's own method
+  PyErr_Clear();
+  return refuse(PyExc_TypeError, state, index, item, "be a float", Py_TYPE(object)->tp_name);
+}
+
 bool convert_list(CallState& state, PyObject* object, int index, int32_t kind) {
   ApexTeArg& arg = state.args[index];
   if (kind == kApexTeTensorList && is_tensor_list(object)) {
@@ -166,10 +192,13 @@ bool convert_list(CallState& state, PyObject* object, int index, int32_t kind) {
   if (!PyList_Check(object) && !PyTuple_Check(object))
     return refuse(PyExc_TypeError, state, index, -1, "be a list or tuple",
                   Py_TYPE(object)->tp_name);
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(object);
-  PyObject** items = PySequence_Fast_ITEMS(object);
   if (!state.lists) state.lists = std::make_unique<std::array<ListStorage, kMaxParameters>>();
   ListStorage& storage = (*state.lists)[index];
+  // The user's code, run by a conversion or on another thread, may clear the list.
+  storage.items = PyList_Check(object) ? PyList_AsTuple(object) : Py_NewRef(object);
+  if (!storage.items) return false;
+  const Py_ssize_t count = PyTuple_GET_SIZE(storage.items);
+  PyObject** items = PySequence_Fast_ITEMS(storage.items);
   arg.kind = kind;
   arg.count = static_cast<int32_t>(count);
   if (kind == kApexTeTensorList) {
@@ -180,14 +209,9 @@ bool convert_list(CallState& state, PyObject* object, int index, int32_t kind) {
     arg.value.tensors = storage.tensors.data();
   } else {
     storage.floats.resize(count);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      storage.floats[i] = PyFloat_AsDouble(items[i]);
-      if (storage.floats[i] == -1.0 && PyErr_Occurred()) {
-        PyErr_Clear();
-        return refuse(PyExc_TypeError, state, index, static_cast<int>(i), "be a float",
-                      Py_TYPE(items[i])->tp_name);
-      }
-    }
+    for (Py_ssize_t i = 0; i < count; ++i)
+      if (!convert_float(state, items[i], &storage.floats[i], index, static_cast<int>(i)))
+        return false;
     arg.value.floats = storage.floats.data();
   }
   return true;
@@ -205,14 +229,14 @@ bool convert_scalar(CallState& state, PyObject* object, int index, int32_t kind)
     expected = "be a bool";
   } else if (kind == kApexTeInt) {
     if (PyLong_Check(object) && !PyBool_Check(object)) {
-      arg.value.i = PyLong_AsLongLong(object);
-      return !(arg.value.i == -1 && PyErr_Occurred());
+      int overflow;
+      arg.value.i = PyLong_AsLongLongAndOverflow(object, &overflow);
+      if (!overflow) return true;
+      return refuse(PyExc_ValueError, state, index, -1, "be an int of 64 bits", "one beyond them");
     }
   } else {
-    if (PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object))) {
-      arg.value.f = PyFloat_AsDouble(object);
-      return !(arg.value.f == -1.0 && PyErr_Occurred());
-    }
+    if (PyFloat_Check(object) || (PyLong_Check(object) && !PyBool_Check(object)))
+      return convert_float(state, object, &arg.value.f, index, -1);
     expected = "be a float";
   }
   return refuse(PyExc_TypeError, state, index, -1, expected, Py_TYPE(object)->tp_name);
@@ -234,6 +258,42 @@ bool convert(CallState& state, PyObject* object, int index) {
   if (parameter.kind == kApexTeTensorList || parameter.kind == kApexTeFloatList)
     return convert_list(state, object, index, parameter.kind);
   return convert_scalar(state, object, index, parameter.kind);
+}
+
+bool refuse_change(CallState& state, int index, int item) {
+  PyErr_Clear();
+  return refuse(PyExc_RuntimeError, state, index, item, "stay as it is while the call is prepared",
+                "other storage, sizes or strides");
+}
+
+bool describes(PyObject* object, const DLTensor& view) {
+  DLTensor now;
+  return g_api->dltensor_from_py_object_no_sync(object, &now) == 0 && is_same_view(now, view);
+}
+
+// After the last conversion that may have run the user's code: each tensor must still be what it
+// was when it was converted. Those that may run such code again come first.
+bool check_unchanged(CallState& state) {
+  const auto& parameters = state.self->signature->parameters;
+  for (const bool plain : {false, true})
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      const ApexTeArg& arg = state.args[i];
+      PyObject* object = state.objects[i];
+      if (arg.kind == kApexTeTensor) {
+        if (is_plain(object) == plain && !describes(object, *arg.value.tensor))
+          return refuse_change(state, static_cast<int>(i), -1);
+      } else if (arg.kind == kApexTeTensorList) {
+        PyObject* items = is_tensor_list(object)
+                              ? reinterpret_cast<TensorListObject*>(object)->tensors
+                              : (*state.lists)[i].items;
+        for (int32_t k = 0; k < arg.count; ++k) {
+          PyObject* item = PyTuple_GET_ITEM(items, k);
+          if (is_plain(item) == plain && !describes(item, arg.value.tensors[k]))
+            return refuse_change(state, static_cast<int>(i), k);
+        }
+      }
+    }
+  return true;
 }
 
 }  // namespace
@@ -268,6 +328,7 @@ bool convert_all(CallState& state, PyObject* const* args, Py_ssize_t positional,
                    parameters[i].name.c_str());
       return false;
     }
+    state.objects[i] = object;
     if (!convert(state, object, i)) return false;
   }
   if (used != num_names) {
@@ -282,7 +343,13 @@ bool convert_all(CallState& state, PyObject* const* args, Py_ssize_t positional,
       }
     }
   }
-  return true;
+  return !state.ran_python || check_unchanged(state);
+}
+
+void release(CallState& state) {
+  if (!state.lists) return;
+  for (size_t i = 0; i < state.self->signature->parameters.size(); ++i)
+    Py_CLEAR((*state.lists)[i].items);
 }
 
 const DLPackExchangeAPI* exchange_api() { return g_api; }

@@ -30,6 +30,7 @@ struct FunctionObject {
 
 // What one call needs beside the stack arrays: the tensors of list arguments.
 struct ListStorage {
+  PyObject* items = nullptr;  // a tuple that owns what the list held; see release()
   std::vector<DLTensor> tensors;
   Views prepared;              // a TensorList's, held while the call runs
   PyObject* source = nullptr;  // that TensorList
@@ -41,6 +42,8 @@ struct CallState {
   std::array<ApexTeArg, kMaxParameters> args;
   std::array<DLTensor, kMaxParameters> tensors;
   std::unique_ptr<std::array<ListStorage, kMaxParameters>> lists;  // made for the first list
+  std::array<PyObject*, kMaxParameters> objects;  // the arguments; the caller owns them
+  bool ran_python = false;  // a conversion may have run the user's code, which may change tensors
   bool has_device = false;
   DLDevice device{kDLCPU, 0};
   int device_parameter = 0;
@@ -55,6 +58,10 @@ bool refuse(PyObject* type, const CallState& state, int index, int item, const c
 
 // Positional arguments straight from the vector, keywords by name, None for optionals left out.
 bool convert_all(CallState& state, PyObject* const* args, Py_ssize_t positional, PyObject* names);
+
+// Drops the references that a call holds. No destructor does so: one may run without the GIL, when
+// the interpreter ends a daemon thread that is in a kernel.
+void release(CallState& state);
 
 // torch's exchange table, once load_exchange_api() (function.h) has read it.
 const DLPackExchangeAPI* exchange_api();

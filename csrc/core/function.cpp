@@ -3,6 +3,8 @@
 
 #include <structmember.h>
 
+#include <new>
+
 #include "core/convert.h"
 
 namespace apex_te {
@@ -32,11 +34,13 @@ PyObject* raise(const ApexTeCall& call) {
   return nullptr;
 }
 
-PyObject* function_call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* names) {
-  auto* self = reinterpret_cast<FunctionObject*>(object);
-  CallState state;
-  state.self = self;
-  if (!convert_all(state, args, PyVectorcall_NARGS(nargsf), names)) return nullptr;
+// The call, or, before its device's library is known, the search for that. `is_resolved`: false
+// where the search was all that was done.
+PyObject* call(CallState& state, PyObject* const* args, Py_ssize_t positional, PyObject* names,
+               bool* is_resolved) {
+  FunctionObject* self = state.self;
+  *is_resolved = true;
+  if (!convert_all(state, args, positional, names)) return nullptr;
 
   const bool is_cpu = state.device.device_type == kDLCPU;
   const bool is_gpu = state.device.device_type == kDLCUDA || state.device.device_type == kDLROCM;
@@ -46,24 +50,44 @@ PyObject* function_call(PyObject* object, PyObject* const* args, size_t nargsf, 
     return nullptr;
   }
   const Target target = is_cpu ? kCpu : kCuda;
-  if (!self->targets[target] && !resolve(self, target, state.device.device_id)) return nullptr;
+  if (!self->targets[target]) {
+    *is_resolved = !resolve(self, target, state.device.device_id);
+    return nullptr;
+  }
 
-  ApexTeCall call;
-  call.args = state.args.data();
-  call.num_args = static_cast<int32_t>(self->signature->parameters.size());
-  call.device_id = state.device.device_id;
-  call.stream = nullptr;
-  call.result = 0;
+  ApexTeCall c_call;
+  c_call.args = state.args.data();
+  c_call.num_args = static_cast<int32_t>(self->signature->parameters.size());
+  c_call.device_id = state.device.device_id;
+  c_call.stream = nullptr;
+  c_call.result = 0;
   if (is_gpu && exchange_api()->current_work_stream(state.device.device_type,
-                                                    state.device.device_id, &call.stream) != 0)
+                                                    state.device.device_id, &c_call.stream) != 0)
     return nullptr;
   int32_t error;
   Py_BEGIN_ALLOW_THREADS;
-  error = self->targets[target](&call);
+  error = self->targets[target](&c_call);
   Py_END_ALLOW_THREADS;
-  if (error) return raise(call);
-  if (self->signature->returns_int) return PyLong_FromLongLong(call.result);
+  if (error) return raise(c_call);
+  if (self->signature->returns_int) return PyLong_FromLongLong(c_call.result);
   Py_RETURN_NONE;
+}
+
+PyObject* function_call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* names) {
+  // A second time after a search, which runs Python code and lets other threads change tensors.
+  for (;;) {
+    CallState state;
+    state.self = reinterpret_cast<FunctionObject*>(object);
+    PyObject* result = nullptr;
+    bool is_resolved = true;
+    try {
+      result = call(state, args, PyVectorcall_NARGS(nargsf), names, &is_resolved);
+    } catch (const std::bad_alloc&) {
+      PyErr_NoMemory();
+    }
+    release(state);
+    if (is_resolved) return result;
+  }
 }
 
 PyObject* function_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
@@ -72,6 +96,12 @@ PyObject* function_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   if (!PyArg_ParseTupleAndKeywords(args, kwargs, "UUO:Function", const_cast<char**>(keywords),
                                    &name, &text, &resolver))
     return nullptr;
+  for (PyObject* given : {name, text})
+    if (!PyUnicode_AsUTF8(given)) {
+      PyErr_Format(PyExc_ValueError, "Function: %s must have no surrogates, got %A",
+                   given == name ? "name" : "signature", given);
+      return nullptr;
+    }
   auto signature = std::make_unique<Signature>();
   const std::string problem = parse_signature(PyUnicode_AsUTF8(text), signature.get());
   if (!problem.empty() || signature->parameters.size() > kMaxParameters) {

@@ -44,9 +44,17 @@ PYBIND11_MODULE(apex_te_core, m) {
   m.def("open_library", &open_library, py::arg("path"), "dlopen; returns the handle.");
   m.def("symbol", &symbol, py::arg("handle"), py::arg("name"), "dlsym; 0 where it is absent.");
   m.def(
-      "read_string", [](uintptr_t at) { return std::string(*reinterpret_cast<const char**>(at)); },
+      "read_string",
+      [](uintptr_t at) {
+        if (!at) throw py::value_error("read_string: address must be that of a symbol, got 0");
+        return std::string(*reinterpret_cast<const char**>(at));
+      },
       py::arg("address"), "Text that the C string pointer at an address points to.");
   m.def(
-      "read_int32", [](uintptr_t at) { return *reinterpret_cast<const int32_t*>(at); },
+      "read_int32",
+      [](uintptr_t at) {
+        if (!at) throw py::value_error("read_int32: address must be that of a symbol, got 0");
+        return *reinterpret_cast<const int32_t*>(at);
+      },
       py::arg("address"), "The int32 at an address.");
 }

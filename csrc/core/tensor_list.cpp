@@ -31,14 +31,11 @@ int list_traverse(PyObject* object, visitproc visit, void* arg) {
   return 0;
 }
 
-int list_clear(PyObject* object) {
-  Py_CLEAR(self_of(object)->tensors);
-  return 0;
-}
-
+// Like a tuple it needs no tp_clear: it exists after what it holds, so that another object closes
+// any cycle. A cleared one could still be used by a destructor.
 void list_dealloc(PyObject* object) {
   PyObject_GC_UnTrack(object);
-  list_clear(object);
+  Py_XDECREF(self_of(object)->tensors);
   delete self_of(object)->views;
   Py_TYPE(object)->tp_free(object);
 }
@@ -79,7 +76,6 @@ PyTypeObject* tensor_list_type() {
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC;
   type.tp_new = list_new;
   type.tp_traverse = list_traverse;
-  type.tp_clear = list_clear;
   type.tp_dealloc = list_dealloc;
   type.tp_as_sequence = &methods;
   type.tp_iter = list_iter;
