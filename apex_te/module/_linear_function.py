@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..distributed.collectives import Pending
+from ..ops.product_into import product_into
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _gemm
@@ -149,7 +150,7 @@ class HighPrecisionLinearFunction(torch.autograd.Function):
         rows = as_matrix(x)
 
         def product(some: slice, into: torch.Tensor | None) -> torch.Tensor:
-            return torch.mm(rows[some], w.t(), out=into)
+            return product_into(rows[some], w.t(), into)
 
         out = x.new_empty(parallel.output_shape(inp.shape, w.shape[0]))
         out = parallel.reduced_output(product, rows.shape[0], out, True)
@@ -211,10 +212,7 @@ def _gathered_product(
     out = x.new_empty(x.shape[0] * ranks, *x.shape[1:-1], w.shape[0])
     for rows, piece in gathered.pieces():
         into = out[rows].view(-1, w.shape[0])
-        if bias is None:
-            torch.mm(as_matrix(piece), w.t(), out=into)
-        else:
-            torch.addmm(bias, as_matrix(piece), w.t(), out=into)
+        product_into(as_matrix(piece), w.t(), into, bias)
     return out
 
 
@@ -225,7 +223,7 @@ def _start_input_gradient(
     rows = as_matrix(dy)
 
     def product(some: slice, into: torch.Tensor | None) -> torch.Tensor:
-        return torch.mm(rows[some], w, out=into).to(dtype)
+        return product_into(rows[some], w, into).to(dtype)
 
     like = torch.empty(0, w.shape[1], dtype=dtype, device=w.device)
     return parallel.start_input_gradient(product, rows.shape[0], like, dtype is dy.dtype)

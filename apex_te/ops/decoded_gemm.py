@@ -13,6 +13,7 @@ import torch
 from . import hif8, product_count
 from .block_quantize import block_dequantize
 from .mx_quantize import mx_dequantize
+from .product_into import product_into
 from .registration import register
 
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -171,17 +172,18 @@ def _run(kind, a, b, a_scale, b_scale, out, bias, accumulate):
         scale = a_scale * b_scale
         a, b = (hif8.decode(x, dtype) if kind == "hif8" else x.to(dtype) for x in (a, b))
     if out.dtype is a.dtype and scale is None and bias is None and not accumulate:
-        torch.mm(a, b.t(), out=out)
+        product_into(a, b.t(), out)
         return
     # Whatever follows the product works on its float32 sums, which are rounded once.
     if a.dtype is torch.float32:
         product = torch.mm(a, b.t())
     else:
         product = torch.mm(a, b.t(), out_dtype=torch.float32)
+    # Not in place: a selective checkpoint may have saved the product.
     if scale is not None:
-        product.mul_(scale)
+        product = product * scale
     if bias is not None:
-        product.add_(bias)
+        product = product + bias
     if accumulate:
         out.add_(product)
     else:

@@ -1,10 +1,14 @@
 """Products of MXFP8 and HiF8 operands against the float64 product of what they stand for."""
 
+import functools
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from apex_te.ops import hif8, mx_quantize
 from apex_te.ops.decoded_gemm import hif8_gemm, mx_gemm
+from apex_te.ops.product_into import product_into
 
 SHAPES = [(16, 16, 128), (144, 272, 384), (1, 16, 32), (7, 5, 3), (33, 100, 57)]
 
@@ -107,3 +111,29 @@ def test_hif8_rejects_a_scale_of_rows():
     a, sa, _ = hif8_operand(16, 64, "cpu")
     with pytest.raises(ValueError, match="b_scale_inv must have one element"):
         hif8_gemm(a, a, sa, torch.ones(16))
+
+
+def test_a_product_that_a_selective_checkpoint_has_saved(device):
+    """The recompute gets what was saved, in whichever tensor it was to be written."""
+    a, b = torch.randn(3, 4, device=device), torch.randn(4, 5, device=device)
+    for bias in (None, torch.randn(5, device=device)):
+        seen = []
+
+        def function(x, bias=bias, seen=seen):
+            out = torch.full((3, 5), float("nan"), device=device)
+            with torch.no_grad():
+                product_into(a, b, out, bias)
+            seen.append(out)
+            return x * out
+
+        def save_all(ctx, func, *args, **kwargs):
+            return func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+
+        context_fn = functools.partial(create_selective_checkpoint_contexts, save_all)
+        x = torch.ones(3, 5, device=device, requires_grad=True)
+        checkpoint(function, x, use_reentrant=False, context_fn=context_fn).sum().backward()
+        assert len(seen) == 2
+        expected = a @ b if bias is None else torch.addmm(bias, a, b)
+        assert torch.equal(seen[0], expected)
+        assert torch.equal(seen[1], expected)
+        assert torch.equal(x.grad, expected)
