@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from ..distributed.checkpoint import checkpoint
 from . import _arguments, _masks
 from ._attention_backends import Options, Path, attend, choose
 from ._masks import broadcasts
@@ -51,7 +51,9 @@ class DotProductAttention(torch.nn.Module):
         apply_query_key_layer_scaling: with a ``layer_number`` L, keep scores divided by L until the
             softmax, so that fp16 does not overflow. It changes roundings only, and these only where
             scores are stored: the fused kernels keep them in fp32.
-        get_rng_state_tracker: returns a tracker in whose ``fork()`` dropout draws.
+        get_rng_state_tracker: returns a tracker in whose ``fork()`` dropout draws. A checkpoint
+            around the module must repeat the tracker's states, too: ``apex_te.checkpoint`` with
+            this argument, not ``torch.utils.checkpoint``, whose recompute would draw another mask.
         tp_group, tp_size: the ranks, or their number, that heads and groups are split over: the
             tensors have this rank's. sequence_parallel: accepted; attention sees whole sequences.
 
@@ -160,17 +162,28 @@ class DotProductAttention(torch.nn.Module):
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (scaled as the scores
                 are) or ``"post_scale_bias"``.
             core_attention_bias: broadcasts to [b, h, sq, sk]; differentiable.
-            checkpoint_core_attention: save only the inputs and attend again in backward.
+            checkpoint_core_attention: save only the inputs and attend again in backward, with the
+                same dropout mask, whether a tracker's or not.
 
         Errors: TypeError for a dtype, ValueError for a shape, mask or option that does not fit.
         """
-        _, run, inputs, order = self._plan(
+        _, attended, inputs, order = self._plan(
             query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
             cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
             core_attention_bias_type, core_attention_bias,
         )  # fmt: skip
+        run = attended
         if checkpoint_core_attention:
-            out = checkpoint(run, *inputs, use_reentrant=False)
+
+            def run(*inputs: Any) -> torch.Tensor:
+                return checkpoint(attended, *inputs, use_reentrant=False)
+
+        dropout = self.attention_dropout if self.training else 0.0
+        if dropout > 0.0 and self.get_rng_state_tracker is not None:
+            # Outside of the checkpoint, which saves the state that it finds and so repeats the
+            # tracked draws without a second step of the tracker.
+            with self.get_rng_state_tracker().fork():
+                out = run(*inputs)
         else:
             out = run(*inputs)
         return out.flatten(1) if order is None else out.permute(order).flatten(2)
@@ -236,13 +249,9 @@ class DotProductAttention(torch.nn.Module):
             path = choose(q, k, v, seen, bias, options)
             fixed = (path, seen, options)
         call = attend if order is not None else attend_packed
-        tracker = self.get_rng_state_tracker if options.dropout > 0.0 else None
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any) -> torch.Tensor:
-            if tracker is None:
-                return call(q, k, v, bias, *fixed)
-            with tracker().fork():
-                return call(q, k, v, bias, *fixed)
+            return call(q, k, v, bias, *fixed)
 
         return path, run, (q, k, v, bias), order
 
