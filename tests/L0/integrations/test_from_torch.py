@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from huggingface_like import Conv1D, GPT2Model, Llama, LlamaRMSNorm
+from rounding import assert_within, named, rounding_bounds
 from torch import nn
 
 from apex_te import fp8_autocast
@@ -34,7 +35,9 @@ class Mixed(nn.Module):
         self.rms_eps = nn.RMSNorm(24, eps=1e-3)
         self.rms_plain = nn.RMSNorm(24, elementwise_affine=False)
         self.two_dims = nn.LayerNorm((3, 8))
-        self.batch_norm = nn.BatchNorm1d(24)
+        # With a batch's own statistics the gradient of every bias before it is exactly 0: what two
+        # programs find there is their rounding, divided by a deviation that may be small.
+        self.batch_norm = nn.BatchNorm1d(24).eval()
         self.out = nn.Linear(24, 7)
         for name, p in self.named_parameters():
             if "norm" in name or "rms" in name or "two" in name:
@@ -82,14 +85,12 @@ def converted(model, **options):
 def test_equal_outputs_and_gradients(name, device):
     build, make_input = MODELS[name]
     model, inputs = build().to(device), make_input().to(device)
-    out, grads = run(copy.deepcopy(model), inputs)
+    exact, bounds = rounding_bounds(model, inputs, run)
+    plain = named(run(copy.deepcopy(model), inputs))
     same = converted(model)
     assert same is model
-    actual, actual_grads = run(model, inputs)
-    torch.testing.assert_close(actual, out, **TOLERANCE)
-    assert actual_grads.keys() == grads.keys()
-    for key, grad in grads.items():
-        torch.testing.assert_close(actual_grads[key], grad, **TOLERANCE, msg=key)
+    assert_within(plain, exact, bounds)  # the bounds hold for PyTorch's own arithmetic
+    assert_within(named(run(model, inputs)), exact, bounds)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -47,6 +47,11 @@ def group_of(kind, config=None, sizes=(2, IN, OUT), **options):
     return kind(*sizes, **{"config": config, "init_method": None, **GROUPED, **options})
 
 
+def inputs(layer, *shape):
+    """Random values where ``layer`` is: on the current GPU, if there is one, as Megatron's are."""
+    return torch.randn(shape, device=next(layer.parameters()).device)
+
+
 def plain(layer, x):
     if hasattr(layer, "layer_norm_weight"):
         x = functional.layer_norm(
@@ -84,7 +89,7 @@ def test_results_are_pairs(name, bias, skip_bias_add):
     layer = make(name, bias=bias, skip_bias_add=skip_bias_add)
     if bias:
         torch.nn.init.normal_(layer.bias)
-    x = torch.randn(6, 2, IN)
+    x = inputs(layer, 6, 2, IN)
     out, returned = layer(x)
     expected = plain(layer, x)
     if bias and not skip_bias_add:
@@ -99,7 +104,7 @@ def test_results_are_pairs(name, bias, skip_bias_add):
 @pytest.mark.parametrize("name", LINEAR)
 def test_in_fp8(name):
     layer = make(name, bias=False)
-    x = torch.randn(16, IN)
+    x = inputs(layer, 16, IN)
     with fp8_autocast(True, CurrentScaling()):
         out = layer(x)[0]
     exact = plain(layer, x)
@@ -186,7 +191,7 @@ def test_experts():
         assert layer.weight.partition_dim == dim
         assert layer.weight.tensor_model_parallel
         assert not any(p.allreduce for p in layer.parameters())
-    x = torch.randn(4, IN)  # no collective, so no group is needed
+    x = inputs(column, 4, IN)  # no collective, so no group is needed
     torch.testing.assert_close(column(x)[0], plain(column, x))
     with pytest.raises(NotImplementedError, match="bias must be False or skip_bias_add True"):
         make("row", config, is_expert=True)
@@ -217,9 +222,9 @@ def test_grouped(kind):
     torch.manual_seed(2)
     layer = group_of(kind, sizes=(3, IN, OUT), **options)
     assert [k for k, _ in layer.named_parameters()] == ["weight0", "weight1", "weight2"]
-    other = GroupedLinear(3, IN, OUT, False)
+    other = GroupedLinear(3, IN, OUT, False, device=layer.weight0.device)
     other.load_state_dict(layer.state_dict())
-    x, splits = torch.randn(10, IN), [4, 0, 6]
+    x, splits = inputs(layer, 10, IN), [4, 0, 6]
     for recipe in (None, CurrentScaling(), make_recipe("tensorwise", "hif8")):
         with fp8_autocast(recipe is not None, recipe):
             out, bias = layer(x, splits)
@@ -229,7 +234,7 @@ def test_grouped(kind):
 
 def test_grouped_and_block_scaling():
     layer = group_of(MindSpeedTERowParallelGroupedLinear)
-    x = torch.randn(8, IN)
+    x = inputs(layer, 8, IN)
     with (
         fp8_autocast(True, BlockScaling()),
         pytest.raises(NotImplementedError, match="fp8_recipe must be another than block scaling"),
@@ -263,7 +268,7 @@ def test_grouped_over_ranks():
 def test_layernorm():
     norm = MindSpeedTELayernorm(IN, 1e-3, True)
     assert [p.sequence_parallel for p in norm.parameters()] == [True, True]
-    x = torch.randn(4, IN)
+    x = inputs(norm, 4, IN)
     torch.testing.assert_close(norm(x), functional.layer_norm(x, (IN,), eps=1e-3))
     config = SimpleNamespace(params_dtype=torch.bfloat16)
     assert MindSpeedTELayernorm(hidden_size=IN, config=config).weight.dtype is torch.bfloat16
@@ -276,7 +281,7 @@ def test_layernorm():
 def test_first_microbatch():
     """With the cache, a loop that sets the attribute decides when weights are quantized."""
     layer = make("column", SimpleNamespace(disable_parameter_transpose_cache=False))
-    x = torch.randn(16, IN)
+    x = inputs(layer, 16, IN)
     with fp8_autocast(True, CurrentScaling()):
         first = layer(x)[0]
         assert not layer.is_first_microbatch
@@ -373,7 +378,7 @@ def test_formats_of_config(fp8):
 @pytest.mark.parametrize("name", LINEAR)
 def test_copies(name):
     layer = make(name)
-    x = torch.randn(4, IN)
+    x = inputs(layer, 4, IN)
     assert torch.equal(copy.deepcopy(layer)(x)[0], layer(x)[0])
 
 
