@@ -18,6 +18,7 @@ from ..parameter import FP8Parameter, held_copies, plain_values, record_weight
 from ..state import FP8State, intern
 from ..state_io import NAMES, load_state, save_state
 from ..tensor import QuantizedTensor
+from ._autocast import autocast_dtype
 from ._captured_weights import CapturedWeights
 from ._gemm import GemmOptions, as_matrix
 from ._linear_function import HighPrecisionLinearFunction
@@ -138,9 +139,9 @@ class FP8Module(torch.nn.Module):
                 f"{type(self).__name__}: inp must have a last dimension of {features}, "
                 f"got {list(shape)}"
             )
-        device_type = inp.device.type
-        if torch.is_autocast_enabled(device_type):
-            return torch.get_autocast_dtype(device_type)
+        autocast = autocast_dtype(type(self).__name__, "inp", inp)
+        if autocast is not None:
+            return autocast
         dtype = inp.dtype
         for parameter in parameters:
             if parameter is not None and parameter.dtype is not dtype:

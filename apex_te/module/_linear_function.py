@@ -13,6 +13,7 @@ from ..ops.product_into import product_into
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _gemm
+from ._autocast import is_autocast
 from ._gemm import GemmOptions, as_matrix
 from ._tensor_parallel import TensorParallel
 from ._weight_gradient import plain_weight_gradient, weight_gradient
@@ -29,7 +30,7 @@ __all__ = [
 def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
     """Run a backward whose products keep their dtypes under ``torch.autocast``."""
     device_type = ctx.device_type
-    if not torch.is_autocast_enabled(device_type):
+    if not is_autocast(device_type):
         return backward(ctx, *grads)
     with torch.autocast(device_type, enabled=False):
         return backward(ctx, *grads)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ._arguments import checked_eps, parameter, params_dtype_of
+from ._autocast import autocast_dtype
 
 __all__ = ["NormModule"]
 
@@ -66,9 +67,9 @@ class NormModule(torch.nn.Module):
                 f"{type(self).__name__}: inp must have shape "
                 f"[..., {', '.join(map(str, normalized))}], got {list(shape)}"
             )
-        dtype, device_type = inp.dtype, inp.device.type
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
+        dtype, autocast = inp.dtype, autocast_dtype(type(self).__name__, "inp", inp)
+        if autocast is not None:
+            dtype = autocast
             inp = inp.to(dtype)
             # The op takes fp32 parameters beside any input.
             parameters = tuple(

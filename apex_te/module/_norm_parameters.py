@@ -8,6 +8,7 @@ import torch
 
 from ..ops import layer_norm, rms_norm
 from . import _arguments
+from ._autocast import is_autocast
 from ._layer_norm_linear_function import NormOptions
 from ._parallel_module import ParallelModule, tag
 
@@ -79,7 +80,7 @@ class NormedModule(ParallelModule):
                 f"{type(self).__name__}: residual must have shape {list(inp.shape)}, "
                 f"got {list(residual.shape)}"
             )
-        if residual.dtype is not inp.dtype and not torch.is_autocast_enabled(inp.device.type):
+        if residual.dtype is not inp.dtype and not is_autocast(inp.device.type):
             raise TypeError(
                 f"{type(self).__name__}: residual must have dtype {inp.dtype} outside "
                 f"torch.autocast, got {residual.dtype}"

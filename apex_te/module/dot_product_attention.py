@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import _arguments, _masks
 from ._attention_backends import Options, Path, attend, choose
+from ._autocast import autocast_dtype
 from ._masks import broadcasts
 from ._packed_attention import attend_packed, choose_packed, packing
 from ._parallel_module import checked_tp_size, divided
@@ -324,9 +325,9 @@ class DotProductAttention(torch.nn.Module):
                 f"{_NAME}: core_attention_bias must be given unless core_attention_bias_type is "
                 f"'no_bias', got {bias_type!r} and {'no bias' if bias is None else 'a bias'}"
             )
-        dtype, device_type = q.dtype, q.device.type
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
+        dtype, autocast = q.dtype, autocast_dtype(_NAME, "query_layer", q)
+        if autocast is not None:
+            dtype = autocast
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         elif k.dtype is not dtype or v.dtype is not dtype:
             raise TypeError(

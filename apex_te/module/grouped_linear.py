@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _arguments, _gemm
+from ._autocast import is_autocast
 from ._gemm import SAVED, GemmOptions, as_matrix
 from ._grouped_on_device import run_with_tensor_splits
 from ._linear_function import take_saved, without_autocast
@@ -179,7 +180,7 @@ class GroupedLinear(ParallelModule):
             run = self._run
         applied = () if self.return_bias else biases
         device_type = inp.device.type
-        if torch.is_autocast_enabled(device_type):
+        if is_autocast(device_type):
             with torch.autocast(device_type, enabled=False):
                 out = run(inp, splits, weights, applied, dtype, is_first_microbatch)
         else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import _arguments
+from ._autocast import is_autocast
 from ._layer_norm_linear_function import LayerNormLinearFunction
 from ._linear_function import without_autograd
 from ._linear_parameters import LinearParameters
@@ -131,7 +132,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         device_type = inp.device.type
         applied = None if self.return_bias else bias
         args = (inp, residual, weight, applied, dtype, is_first_microbatch, return_residual)
-        if torch.is_autocast_enabled(device_type):
+        if is_autocast(device_type):
             with torch.autocast(device_type, enabled=False):
                 out, norm, total = self._run(*args)
         else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import _arguments
+from ._autocast import is_autocast
 from ._layer_norm_mlp_function import LayerNormMLPFunction, MLPOptions
 from ._linear_function import without_autograd
 from ._norm_parameters import NormedModule
@@ -164,7 +165,7 @@ class LayerNormMLP(NormedModule):
             self._check_residual(inp, residual)
         device_type = inp.device.type
         args = (inp, residual, linear, dtype, is_first_microbatch, return_residual)
-        if torch.is_autocast_enabled(device_type):
+        if is_autocast(device_type):
             with torch.autocast(device_type, enabled=False):
                 out, norm, total = self._run(*args)
         else:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import _arguments
+from ._autocast import is_autocast
 from ._linear_function import LinearFunction, without_autograd
 from ._linear_parameters import LinearParameters
 from ._parallel_module import checked_mode
@@ -123,8 +124,9 @@ class Linear(LinearParameters, torch.nn.Linear):
         """Apply the layer to ``inp`` [..., in_features]; gives [..., out_features].
 
         ``inp`` has the dtype of the parameters (fp32, fp16 or bf16 for FP8), or any of these
-        under ``torch.autocast``, whose dtype the output then has. ``weight`` and ``bias`` replace
-        the module's own. ``is_first_microbatch``: None quantizes the weight on each call, True
+        under ``torch.autocast``, whose dtype the output then has (FP8 codes are made of the input
+        as it is, without rounding it to that dtype first). ``weight`` and ``bias`` replace the
+        module's own. ``is_first_microbatch``: None quantizes the weight on each call, True
         keeps its FP8 copies, False reuses them while the weight is unchanged.
 
         Errors: TypeError for a dtype, ValueError for a shape or a missing weight or bias.
@@ -136,7 +138,7 @@ class Linear(LinearParameters, torch.nn.Linear):
         dtype = self._compute_dtype(inp, self.in_features, (weight, bias))
         applied = None if self.return_bias else bias
         device_type = inp.device.type
-        if torch.is_autocast_enabled(device_type):
+        if is_autocast(device_type):
             with torch.autocast(device_type, enabled=False):
                 out = self._run(inp, weight, applied, dtype, is_first_microbatch)
         else:

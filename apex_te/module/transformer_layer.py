@@ -12,6 +12,7 @@ from torch.nn import functional
 from ..ops.bias_dropout_add import bias_dropout_add
 from ..state import number_layer
 from ._arguments import checked_eps, checked_groups
+from ._autocast import autocast_dtype
 from ._masks import Mask
 from ._parallel_module import checked_tp_size, set_group_of_children
 from .inference_params import InferenceParams
@@ -264,7 +265,9 @@ class TransformerLayer(torch.nn.Module):
         """Apply the layer; gives the shape of ``hidden_states``.
 
         Args:
-            hidden_states: [s, b, h], [b, s, h] or [t, h], as ``attn_input_format`` says.
+            hidden_states: [s, b, h], [b, s, h] or [t, h], as ``attn_input_format`` says, of the
+                dtype of the parameters; under ``torch.autocast`` of any, and the result has that
+                of autocast.
             attention_mask: bool, True = masked out, read with padding types and ``"arbitrary"``;
                 see ``DotProductAttention.forward``.
             encoder_output: what a decoder's cross attention reads, in the same layout.
@@ -293,6 +296,10 @@ class TransformerLayer(torch.nn.Module):
                 f"{_NAME}: encoder_output and what begins with enc_dec must be None with "
                 "layer_type 'encoder', got another value"
             )
+        # Else the residuals would stay in the dtype of the input, and so would the result.
+        autocast = autocast_dtype(_NAME, "hidden_states", hidden_states)
+        if autocast is not None:
+            hidden_states = hidden_states.to(autocast)
         keys = (None, None) if decoder else (cu_seqlens_kv, max_seqlen_kv)
         post_norm = self.apply_residual_connection_post_layernorm
         attention, mlp = self.self_attention, self.layernorm_mlp
