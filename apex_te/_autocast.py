@@ -29,8 +29,8 @@ class Region:
     """One entered fp8_autocast, as the modules inside see it."""
 
     __slots__ = (
-        "calibrating", "enabled", "grad", "in_fp8", "outer", "recipe", "recipe_key", "records",
-        "scope", "traced",
+        "calibrated", "calibrating", "enabled", "grad", "in_fp8", "outer", "previewed", "recipe",
+        "recipe_key", "records", "scope", "traced",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,10 @@ class Region:
         self.scope: Scope | None = None
         if outer is not None and self.records and self.recipe.keeps_state:
             self.scope = outer.scope
+        # Whether this is an evaluation that reads the scales of a pending update.
+        self.previewed: bool = outer is not None and outer.previewed
+        # What is updated on leaving a calibrating region.
+        self.calibrated: Scope | None = None
         # The states that compiled code has used since it entered the outermost region itself.
         self.traced: list[Any] | None = None if outer is None else outer.traced
 
@@ -90,8 +94,13 @@ class fp8_autocast:
             other's amaxes would then set their scales, which are too small for one of them.
         calibrating: collect amaxes even where ``enabled`` is False (results in high precision).
 
-    Scales move in one place: on entering an outermost region with grad enabled, once ``interval``
-    regions have passed since the last update. ``apex_te.flush_fp8_state()`` applies a pending one.
+    Scales move on entering an outermost region with grad enabled, once ``interval`` regions have
+    passed since the last update, and on leaving an outermost calibrating one without grad, where no
+    region with grad is pending; both are collective over ``fp8_group``. An evaluation (an outermost
+    region without grad) changes nothing, but reads the scales that a pending update will give. Over
+    several ranks, which an evaluation may not all enter, and in code that torch.compile or a CUDA
+    graph captures together with the region, it reads those of the last update:
+    ``apex_te.flush_fp8_state()``, on all ranks, applies a pending one before.
     Regions with different groups, or with ``reduce_amax`` and without, count and update on their
     own: each the modules that ran in its like last.
 
@@ -152,6 +161,10 @@ class fp8_autocast:
                     enter_traced_region(region.recipe_key, self.group, region.grad)
             elif graph_task_id() == -1:
                 region.scope = registry.enter_region(region.recipe, self.group, region.grad)
+                if not region.grad:
+                    region.calibrated = region.scope
+        elif outermost and not torch.compiler.is_compiling() and graph_task_id() == -1:
+            region.previewed = registry.preview(region.recipe)
         local.region = region
 
     def __exit__(self, *exc: object) -> None:
@@ -162,6 +175,8 @@ class fp8_autocast:
         if region.traced is not None and (outer is None or outer.traced is None):
             leave_traced_region(region.traced)
         local.region = outer
+        if region.calibrated is not None and not any(exc):
+            registry.leave_calibration(region.recipe, region.calibrated)
 
     def __call__(self, function: _F) -> _F:
         """Decorate ``function`` so that each call runs in a region of its own."""

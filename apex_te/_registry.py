@@ -5,14 +5,18 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ._process_groups import ranks_of
 from ._scale_scope import Scope, scope_key
 
 if TYPE_CHECKING:
     from .recipe import Recipe
+    from .scale_update import PendingScales, UpdateFailure
     from .state import FP8State
 
 __all__ = ["Registry", "intern", "recipe_named", "registry", "traced_key"]
@@ -67,6 +71,8 @@ class Registry:
         self.several = False  # scopes
         self._pending = 0  # where scopes to come begin
         self._states: dict[int, weakref.ref[FP8State]] = {}
+        self._preview: PendingScales | None = None
+        self._failures: dict[Recipe, UpdateFailure] = {}  # that nobody was told of
         self._next = 0
         self._sizes: list[int] = []  # slots of every state there ever was
         self._labels: list[str] = []  # and whose it was
@@ -131,6 +137,7 @@ class Registry:
         """A state was allocated, moved or given another recipe or scope."""
         for scope in self._scopes:
             scope.plan = None
+        self._preview = None
 
     def scope_of(self, recipe: Any, group: Any) -> Scope:
         """The scope of a region, which from now on is reduced over ``group``."""
@@ -152,13 +159,20 @@ class Registry:
         return scope
 
     def enter_region(self, recipe: Any, group: Any, may_update: bool) -> Scope | None:
-        """Count a recorded region; before that, update once ``recipe.interval`` have passed."""
+        """Count a recorded region; before that, update once ``recipe.interval`` have passed.
+
+        Raises:
+            The error of an update of states with this recipe, once; the region is not counted.
+        """
         if not recipe.keeps_state:
             return None
         with self._lock:
             scope = self.scope = self.scope_of(recipe, group)
             if may_update:
                 self.catch_up(recipe, scope)
+            self._raise_failure(recipe)
+            # Where none is pending, what was trained before is done.
+            scope.training = may_update or (scope.training and scope.pending > 0)
             scope.pending += 1
             if recipe.first_step == "current" or recipe is not self._recipe:
                 self._recipe = recipe
@@ -166,6 +180,35 @@ class Registry:
                 for state in self.living():
                     state.follow(key, recipe)
         return scope
+
+    def leave_calibration(self, recipe: Any, scope: Scope) -> None:
+        """Update on leaving a calibrating region without gradients.
+
+        Not where regions with gradients are pending: their backward may be to come, and would find
+        other scales than its forward had.
+        """
+        with self._lock:
+            if scope.pending and not scope.training:
+                self._update(recipe, scope)
+                self._raise_failure(recipe)
+
+    def preview(self, recipe: Any) -> bool:
+        """Compute the scales that pending updates will give, for an evaluation to read.
+
+        The states stay as they are. Returns False where no update is pending that this process
+        could make alone: one over several ranks would be a collective that the others may not be
+        in.
+        """
+        if not self._pending and not any(scope.pending for scope in self._scopes):
+            return False
+        # Inference tensors could not be written by a later evaluation outside of inference mode.
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if self._preview is None:
+                from .scale_update import PendingScales
+
+                allocated = [s for s in self.living() if s.allocated]
+                self._preview = PendingScales(allocated, recipe)
+            return self._preview.run()
 
     def catch_up(self, recipe: Any, scope: Scope) -> None:
         """Update as entering a region of ``recipe`` in ``scope`` would."""
@@ -176,7 +219,8 @@ class Registry:
     def flush(self, group: Any) -> None:
         """Apply pending updates: of ``group``, or each scope's.
 
-        Errors: ValueError for a group of no region while others are pending.
+        Errors: ValueError for a group of no region while others are pending; the error of a state
+        that could not be updated, after all others.
         """
         with self._lock:
             waiting = [scope for scope in self._scopes if scope.pending]
@@ -194,6 +238,8 @@ class Registry:
                 if scope.key is None:
                     scope.group = group
                 self._update(None, scope)
+            for recipe in list(self._failures):
+                self._raise_failure(recipe)
 
     def loaded(self, state: FP8State, number: int | None, pending: int) -> None:
         """``state`` was saved when it was in scope ``number``, with ``pending`` regions there."""
@@ -218,8 +264,24 @@ class Registry:
                 if state.recipe is None:  # loaded, with functions that no file can hold
                     state.recipe = recipe
             plan = scope.plan = UpdatePlan(scope, states, self._sizes, self._labels)
-        plan.run()
+        failures = plan.run()
         scope.pending = 0
+        for failure in failures:
+            self._failures[failure.recipe] = failure
+            if recipe is not None and failure.recipe != recipe:
+                # The region that is entered here may be another model's.
+                warnings.warn(
+                    f"{failure.error()}; the next region with that recipe raises this",
+                    RuntimeWarning,
+                    stacklevel=5,
+                )
+        if failures:
+            self.changed()
+
+    def _raise_failure(self, recipe: Recipe) -> None:
+        failure = self._failures.pop(recipe, None) if self._failures else None
+        if failure is not None:
+            raise failure.error()
 
 
 registry = Registry()

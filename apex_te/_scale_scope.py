@@ -24,16 +24,18 @@ class Scope:
             state has named the number.
         group: as the last region named it; None is the whole world.
         pending: regions since the last update.
+        training: a gradient of them may be to come, whose scales must not move before.
         plan: of its updates, until a state changes.
     """
 
-    __slots__ = ("group", "key", "number", "pending", "plan")
+    __slots__ = ("group", "key", "number", "pending", "plan", "training")
 
     def __init__(self, number: int, pending: int) -> None:
         self.number = number
         self.key: tuple[int, ...] | str | None = None
         self.group: Any = None
         self.pending = pending
+        self.training = False
         self.plan: Any = None
 
     @property

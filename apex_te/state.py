@@ -61,6 +61,8 @@ class FP8State:
         scale_fwd, scale_inv_fwd: ``[3 G]``; scale_bwd, scale_inv_bwd: ``[2 G]``.
         amax_history_fwd: ``[L, 3 G]``; amax_history_bwd: ``[L, 2 G]``. Row 0 is the staging row
             into which casts write, row 1 the oldest, row ``L - 1`` the newest.
+        pending_scale_fwd: ``[3 G]``, what the forward scales become with the next update; written
+            and read by evaluations only (``Registry.preview``).
         first_due: per slot, True while ``first_step="current"`` has still to set its scale, as far
             as the host knows; ``still_due(state)`` is what is true.
         first_on_device: the same of slots whose data's rows only the device counts: int32
@@ -79,8 +81,10 @@ class FP8State:
     scale_bwd: torch.Tensor
     scale_inv_bwd: torch.Tensor
     amax_history_bwd: torch.Tensor
+    pending_scale_fwd: torch.Tensor
     number: int  # in the registry
     label = ""
+    update_failed = False  # the last one, which a recipe's function did not survive
     handle: torch.Tensor  # its number, for compiled code
     _wrap: Callable[[QuantizerSets], QuantizerSets] | None = None
     _first_traced = False  # and the code sets the first scales
@@ -190,6 +194,12 @@ class FP8State:
 
     _prepare_weight._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
+    def described(self) -> str:
+        """The module of this state, for messages."""
+        owner = None if self._owner is None else self._owner()
+        name = self.label or ("a module" if owner is None else type(owner).__name__)
+        return name if owner is None else f"{name}({owner.extra_repr()})"
+
     def belong_to(self, owner: Any) -> None:
         """Remember the module of this state, weakly."""
         self._owner = weakref.ref(owner)
@@ -290,6 +300,7 @@ class FP8State:
             self.scale_bwd, self.scale_inv_bwd = ones(backward), ones(backward)
             self.amax_history_fwd = zeros(forward)
             self.amax_history_bwd = zeros(backward)
+            self.pending_scale_fwd = ones(forward)
         self.first_due = [True] * self.slots
         self.first_on_device = {}
         self.allocated = True
@@ -317,6 +328,7 @@ class FP8State:
         with torch.inference_mode(False), torch.no_grad():
             for name in TENSORS:
                 setattr(self, name, getattr(self, name).to(device, copy=True))
+            self.pending_scale_fwd = self.scale_fwd.clone()
             for slots, flags in self.first_on_device.items():
                 self.first_on_device[slots] = flags.to(device, copy=True)
         self._replaced()
@@ -349,6 +361,7 @@ class FP8State:
         self.sharing = Sharing()
         if self.allocated:
             self.sharing.loaded(None)
+            self.pending_scale_fwd = self.scale_fwd.clone()
         self._owner = None
         self.forget()
         registry.add(self)
@@ -361,7 +374,8 @@ def flush_fp8_state(group: Any = None) -> None:
     ranks must save the same scales. Does nothing if no region has run since the last update.
 
     ``group``: update only what ran in regions with this ``fp8_group``; None: all, each over its
-    own. Errors: TypeError for what is no process group; ValueError for a group of no region.
+    own. Errors: TypeError for what is no process group; ValueError for a group of no region; the
+    error of a recipe's function that raised, after all other modules were updated.
     """
     if group is not None and not is_process_group(group):
         raise TypeError(

@@ -41,6 +41,10 @@ def _say_cache_is_off() -> None:
     )
 
 
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Modes:
     """Per-module memory between forwards; slots, because nn.Module's setattr is slow.
 
@@ -123,7 +127,12 @@ class FP8Module(torch.nn.Module):
                 modes.recompute = sets.recompute
                 modes.recompute_fp8 = fp8
             return sets.recording, fp8, False
-        return (sets.frozen if fp8 else None), fp8, False
+        if not fp8:
+            return None, False, False
+        # A CUDA graph outlives the region, with whose entry those scales are made.
+        if region.previewed and not (not compiling and _is_capturing(device)):
+            return sets.previewed, True, False
+        return sets.frozen, True, False
 
     def _compute_dtype(
         self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]

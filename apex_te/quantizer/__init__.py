@@ -30,15 +30,17 @@ class GemmQuantizers(NamedTuple):
 
 
 class QuantizerSets(NamedTuple):
-    """The three ways in which a module may quantize; one entry for each of its GEMMs.
+    """The ways in which a module may quantize; one entry for each of its GEMMs.
 
     ``recording`` stages every amax; ``recompute`` repeats a recorded forward, so that only its
-    gradients are new; ``frozen`` stages nothing.
+    gradients are new; ``frozen`` stages nothing; ``previewed`` stages nothing either, and reads the
+    scales that a pending update will give.
     """
 
     recording: tuple[GemmQuantizers, ...]
     recompute: tuple[GemmQuantizers, ...]
     frozen: tuple[GemmQuantizers, ...]
+    previewed: tuple[GemmQuantizers, ...]
 
 
 def build_quantizers(recipe: Recipe, state: FP8State, device: torch.device) -> QuantizerSets:
@@ -50,4 +52,4 @@ def build_quantizers(recipe: Recipe, state: FP8State, device: torch.device) -> Q
 def stateless_sets(quantizers: GemmQuantizers, gemms: int) -> QuantizerSets:
     """Sets of a scheme that records nothing: the same quantizers for every GEMM and use."""
     same = (quantizers,) * gemms
-    return QuantizerSets(same, same, same)
+    return QuantizerSets(same, same, same, same)

@@ -69,8 +69,6 @@ class FirstStep:
 
     def run(self, measure: Callable[[torch.Tensor], object]) -> None:
         """Set the scale from the amax that ``measure`` writes; the slot is then done."""
-        if not torch.compiler.is_compiling():  # else the next region sets it
-            self.due[self.index] = False
         amax = torch.zeros(1, 1, dtype=torch.float32, device=self.scale.device)
         measure(amax[0])
         if self.group is not None:
@@ -78,13 +76,16 @@ class FirstStep:
         flag = self._flag()
         if flag is None:
             self.take(amax, self.scale, self.scale_inv)
-            return
-        scale, scale_inv = self.scale.clone(), self.scale_inv.clone()
-        self.take(amax, scale, scale_inv)
-        due = flag != 0
-        self.scale.copy_(torch.where(due, scale, self.scale))
-        self.scale_inv.copy_(torch.where(due, scale_inv, self.scale_inv))
-        flag.zero_()
+        else:
+            scale, scale_inv = self.scale.clone(), self.scale_inv.clone()
+            self.take(amax, scale, scale_inv)
+            due = flag != 0
+            self.scale.copy_(torch.where(due, scale, self.scale))
+            self.scale_inv.copy_(torch.where(due, scale_inv, self.scale_inv))
+            flag.zero_()
+        # Last, because a recipe's function may raise.
+        if not torch.compiler.is_compiling():  # else the next region sets it
+            self.due[self.index] = False
 
     def _flag(self) -> torch.Tensor | None:
         """The slot's flag [1] on the device, if it was told of it."""
@@ -266,14 +267,13 @@ def build_quantizers(
     """The quantizers over the slots of ``state``; views are taken once, here."""
     products = FP8Products(recipe.use_split_accumulator, device)
     gemms = [_build_gemm(recipe, state, products, gemm) for gemm in range(state.gemms)]
-    recording, recompute, frozen = zip(*gemms, strict=True)
-    return QuantizerSets(recording, recompute, frozen)
+    return QuantizerSets(*zip(*gemms, strict=True))
 
 
 def _build_gemm(
     recipe: DelayedScaling, state: FP8State, products: FP8Products, gemm: int
-) -> tuple[GemmQuantizers, GemmQuantizers, GemmQuantizers]:
-    """Recording, recompute and frozen quantizers of one GEMM."""
+) -> tuple[GemmQuantizers, ...]:
+    """Quantizers of one GEMM, in the order of ``QuantizerSets``."""
     formats = formats_of(recipe.fp8_format, state.device)
     fwd = (formats.fwd_dtype, formats.max_fwd, state.scale_fwd, state.scale_inv_fwd)
     bwd = (formats.bwd_dtype, formats.max_bwd, state.scale_bwd, state.scale_inv_bwd)
@@ -301,8 +301,15 @@ def _build_gemm(
     slot = backward + GRAD_OUTPUT
     grad, grad_frozen = pair(bwd, state.amax_history_bwd, slot, state.scale_fwd.numel() + slot)
     rest = (products, recipe.override_linear_precision[2])
+
+    def previewed(index: int, live: DelayedScalingQuantizer) -> DelayedScalingQuantizer:
+        scale = state.pending_scale_fwd[forward + index : forward + index + 1]
+        return DelayedScalingQuantizer(live.dtype, scale, sharing=live.sharing)
+
+    inp_later, weight_later = previewed(INPUT, inp_frozen), previewed(WEIGHT, weight_frozen)
     return (
         GemmQuantizers(inp, weight, weight_frozen, grad, *rest),
         GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad, *rest),
         GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad_frozen, *rest),
+        GemmQuantizers(inp_later, weight_later, weight_later, grad_frozen, *rest),
     )

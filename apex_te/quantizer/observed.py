@@ -146,7 +146,7 @@ def observed_sets(
     Of a recompute only the gradients are new, and what is frozen is not part of the training.
     """
     recording, recompute = [], []
-    for gemm, (new, again, frozen) in enumerate(zip(*sets, strict=True)):
+    for gemm, (new, again, frozen, _) in enumerate(zip(*sets, strict=True)):
 
         def observed(role: str, new: Any = new, frozen: Any = frozen, gemm: int = gemm) -> Any:
             return ObservedQuantizer(
@@ -160,7 +160,7 @@ def observed_sets(
             )
         )
         recompute.append(again._replace(grad_output=grad_output))
-    return QuantizerSets(tuple(recording), tuple(recompute), sets.frozen)
+    return QuantizerSets(tuple(recording), tuple(recompute), sets.frozen, sets.previewed)
 
 
 def measure(
