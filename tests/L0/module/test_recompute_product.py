@@ -106,9 +106,13 @@ def train(kind, recipe, dropout, tracked, way, device, plain=False):
     for step in data:
         for x, other, dy in step:
             x = x.clone().requires_grad_()
-            given = (x, None, other) if kind == "decoder" else (x,)
+            given = (x, other) if kind == "decoder" else (x,)
             core = {"checkpoint_core_attention": way is not None and "core" in way}
-            call = functools.partial(layer, **core)
+
+            def call(x, *encoder_output, core=core):
+                names = {"encoder_output": encoder_output[0]} if encoder_output else {}
+                return layer(x, **core, **names)
+
             with fp8_autocast(recipe is not None, recipe):
                 if way is None or WAYS[way] is None:
                     out = call(*given)

@@ -233,7 +233,7 @@ def test_prepared_list_in_a_cycle_is_freed_and_stays_usable_until_then():
 
 def test_names_with_surrogates_are_refused():
     for name, signature in (("f\ud800", "x: Tensor"), ("f", "x\udcff: Tensor")):
-        with pytest.raises(ValueError, match="Function: (name|signature) must have no surrogates"):
+        with pytest.raises(ValueError, match=r"Function: (name|signature) must have no surrogates"):
             core().Function(name, signature, lambda device, index: 0)
     cast = function("cast_transpose", "cast_transpose")
     with pytest.raises(TypeError, match="cast_transpose: unknown argument"):
