@@ -1,8 +1,18 @@
 """Fixtures of the module tests."""
 
+import sys
+
 import pytest
 
 from apex_te.state import registry
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    """Each test compiles anew: torch refuses a function that many tests of a process compiled."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
 
 
 @pytest.fixture(autouse=True)
