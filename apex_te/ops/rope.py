@@ -43,9 +43,9 @@ def rope(
         x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or
             [t, h, d] (thd), of any strides but a dense last dimension: views of a fused qkv
             tensor are read where they are.
-        freqs: angles in radians, float32 [max_seq, c] or [max_seq, 1, 1, c]: a column for each
-            element, of which the first of a pair is read (the other must be equal), or, with
-            c = rotary_dim / 2, for each pair.
+        freqs: angles in radians, float32, float16 or bfloat16 [max_seq, c] or [max_seq, 1, 1, c]: a
+            column for each element, of which the first of a pair is read (the other must be equal),
+            or, with c = rotary_dim / 2, for each pair.
         cos, sin: instead of freqs, of the same layout.
         layout: "sbhd", "bshd" or "thd".
         rotary_dim: even, at most d and 8192; c unless given.
@@ -81,11 +81,13 @@ def rope(
 
 
 def _table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
-    """[max_seq, columns] of a table that may have dimensions of extent 1 between."""
+    """[max_seq, columns] in float32 of a table that may have dimensions of extent 1 between."""
     if table is None:
         return None
     if table.requires_grad:
         raise NotImplementedError(f"rope: {name} must not require a gradient: none is computed")
+    if table.dtype in (torch.float16, torch.bfloat16):
+        table = table.float()
     if table.dim() > 2 and all(extent == 1 for extent in table.shape[1:-1]):
         table = table.reshape(table.shape[0], table.shape[-1])
     return table.contiguous()

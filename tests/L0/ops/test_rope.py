@@ -151,6 +151,24 @@ def test_tables_of_every_kind_give_the_same(device, interleaved):
         assert_as_good_as_torch(out, exact, op.reference(x, **tables, **options))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_tables_in_half_precision(device, dtype, x_dtype):
+    """As their values in fp32: the rotation is not rounded besides."""
+    x = torch.randn(5, 2, 3, 8, device=device, dtype=x_dtype, requires_grad=True)
+    freqs = (torch.rand(9, 1, 1, 8, device=device) * 9).to(dtype)
+    cos, sin = (freqs.float().cos().to(dtype), freqs.float().sin().to(dtype))
+    for low, high in (
+        ({"freqs": freqs}, {"freqs": freqs.float()}),
+        ({"cos": cos, "sin": sin}, {"cos": cos.float(), "sin": sin.float()}),
+        ({"cos": cos, "sin": sin.float()}, {"cos": cos.float(), "sin": sin.float()}),
+    ):
+        found = [rope(x, **tables) for tables in (low, high)]
+        assert found[0].dtype == x_dtype
+        assert torch.equal(*found)
+        assert torch.equal(*(torch.autograd.grad(y.float().square().sum(), x)[0] for y in found))
+
+
 def test_positions_outside(device):
     """Outside the table NaN; tokens of no sequence come back as they are."""
     x = torch.randn(12, 2, 20, device=device)
@@ -278,7 +296,7 @@ X, F = torch.zeros(4, 2, 3, 8), torch.zeros(4, 8)
         ({"x": X.double()}, TypeError,
          "x must have dtype float32, float16 or bfloat16, got float64"),
         ({"x": X[0]}, ValueError, "x must have 4 dimensions, got [2, 3, 8]"),
-        ({"freqs": F.half()}, TypeError, "freqs must have dtype float32, got float16"),
+        ({"freqs": F.double()}, TypeError, "freqs must have dtype float32, got float64"),
         ({"freqs": F[0]}, ValueError, "freqs must have 2 dimensions, got [8]"),
         ({"freqs": F[:, :6], "rotary_dim": 8}, ValueError,
          "freqs must have rotary_dim = 8 or half as many columns, got 6"),
