@@ -7,8 +7,11 @@ from checks import assert_as_good_as_torch
 
 from apex_te.module import _packed_attention, dot_product_attention
 from apex_te.module._attention_backends import Path
+from apex_te.module.dot_product_attention import DotProductAttention
 
 PATHS = ["chosen", "softmax"]
+B, H, G, D = 2, 4, 2, 8
+TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 
 
 def exact_attention(q, k, v, hidden, scale=None, bias=None):
@@ -67,3 +70,83 @@ def take_path(request, monkeypatch):
         for module in (dot_product_attention, _packed_attention):
             monkeypatch.setattr(module, "choose", lambda *args: forced)
     return request.param
+
+
+def hides(kind, window, queries, keys, lengths):
+    """Plain statement of the mask types: bool [b, 1, queries, keys], True = masked out."""
+    hidden = torch.zeros(B, 1, queries, keys, dtype=torch.bool)
+    left, right = window or (-1, -1)
+    right = 0 if "causal" in kind else right
+    for b in range(B):
+        q_length, k_length = lengths[b] if "padding" in kind else (queries, keys)
+        offset = 0 if kind in ("causal", "padding_causal") else k_length - q_length
+        for i in range(queries):
+            for j in range(keys):
+                hidden[b, 0, i, j] = (
+                    i >= q_length
+                    or j >= k_length
+                    or (right >= 0 and j > i + offset + right)
+                    or (left >= 0 and j < i + offset - left)
+                )
+    return hidden
+
+
+def padding_masks(queries, keys, lengths):
+    q, k = (torch.zeros(B, 1, 1, n, dtype=torch.bool) for n in (queries, keys))
+    for b, (q_length, k_length) in enumerate(lengths):
+        q[b, ..., q_length:] = True
+        k[b, ..., k_length:] = True
+    return q, k
+
+
+def check(
+    module, inputs, hidden, fmt, *, mask=None, scale=None, bias=None, constant=None, **kwargs
+):
+    """Output and gradients for inputs [b, h, s, d] on the CPU; q may be on any device.
+
+    ``constant``: what the module adds to the scores by itself.
+    """
+    device = module.device
+
+    def run(dtype):
+        tensors = [t.to(dtype).requires_grad_() for t in inputs]
+        added = None if bias is None else bias.to(dtype).requires_grad_()
+        known = added if constant is None else constant.to(dtype)
+        out = exact_attention(*tensors, hidden, scale, known)
+        leaves = tensors if bias is None else [*tensors, added]
+        return [out, *torch.autograd.grad(out, leaves, grad.to(dtype))]
+
+    dtype = inputs[0].dtype
+    grad = torch.randn(*inputs[0].shape[:-1], inputs[2].shape[-1]).to(dtype)
+    order = TO_HEADS[fmt]
+    back = [order.index(i) for i in range(4)]
+    tensors = [t.to(device).permute(back).contiguous().requires_grad_() for t in inputs]
+    added = None if bias is None else bias.to(device).to(dtype).requires_grad_()
+    if mask is not None:
+        mask = tuple(m.to(device) for m in mask) if isinstance(mask, tuple) else mask.to(device)
+    if bias is not None:
+        kwargs.setdefault("core_attention_bias_type", "post_scale_bias")
+    out = module(*tensors, mask, qkv_format=fmt, core_attention_bias=added, **kwargs)
+    assert out.dtype == dtype
+    leaves = tensors if bias is None else [*tensors, added]
+    grad_out = grad.to(device).permute(back).flatten(2)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    heads = out.unflatten(2, (H, -1))
+    actual = [t.permute(order) for t in (heads, *grads[:3])] + list(grads[3:])
+    for triple in zip(actual, run(torch.float64), run(dtype), strict=True):
+        assert_matches(*triple)
+    dead = hidden.all(-1).expand(B, H, -1)
+    if dead.any():
+        assert actual[0].cpu()[dead].eq(0).all()
+        assert actual[1].cpu()[dead].eq(0).all()
+
+
+def build(device, *args, **kwargs):
+    module = DotProductAttention(*args, **kwargs)
+    module.device = device
+    return module
+
+
+def tensors(queries, keys, groups=G, dtype=torch.float32, value=D):
+    shapes = ((H, queries, D), (groups, keys, D), (groups, keys, value))
+    return [torch.randn(B, *shape).to(dtype) for shape in shapes]

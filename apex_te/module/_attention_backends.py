@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..gpu_arch import nvidia_capability
 from ..ops.scaled_softmax import scaled_softmax
+from ._alibi import Alibi
 from ._masks import Visibility, band
 
 __all__ = ["Options", "Path", "attend", "choose", "to_visible", "varlen", "varlen_obstacle"]
@@ -142,8 +143,15 @@ def attend(
     path: Path,
     seen: Visibility,
     options: Options,
+    alibi: Alibi | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T + bias) v [b, h, sq, dv]; a query that sees nothing gives zeros."""
+    """softmax(scale * q k^T + bias) v [b, h, sq, dv]; a query that sees nothing gives zeros.
+
+    With ``alibi`` what is given as ``bias`` are the slopes that it is made of.
+    """
+    if alibi is not None:
+        assert bias is not None
+        bias = alibi.bias(bias, q, k)
     if path.name == "softmax":
         out = _softmax(q, k, v, seen, bias, options)
     elif path.name == "varlen":

@@ -13,6 +13,8 @@ __all__ = [
     "Visibility",
     "band",
     "broadcasts",
+    "distances",
+    "joined_masks",
     "lengths_mask",
     "mask_type",
     "visibility",
@@ -149,10 +151,14 @@ def visibility(
         causal = "bottom_right" if bottom_right else "upper_left"
     if kind.padding and kind.bottom_right and hidden is not query_mask and max(left, right) >= 0:
         # Sequences of several lengths: no offset is common to all.
-        assert query_mask is not None
         assert hidden is not None
-        q = _ranks(query_mask, last=_lengths(hidden)).transpose(-1, -2)
-        hidden = hidden | _band(q, _ranks(hidden, last=_lengths(hidden)), left, right)
+        if query_mask is None:
+            raise ValueError(
+                f"{owner}: attention_mask must be a tuple (queries, keys) with attn_mask_type "
+                f"{kind.name!r} and window_size {size}, whose positions count back from the last "
+                "tokens that are not padded, got one tensor"
+            )
+        hidden = hidden | _band(*_positions_from_the_end(query_mask, hidden), left, right)
         causal = None
     elif left >= 0 or right > 0:
         # The causal half, where there is one, stays with ``causal``.
@@ -179,6 +185,44 @@ def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tens
     return (k > q + right) | (k < q - left)
 
 
+def distances(
+    kind: MaskType, mask: Mask, queries: int, keys: int, device: torch.device
+) -> torch.Tensor:
+    """Distances of queries and keys, fp32 [1 or b, 1, sq, sk]; positions as in `visibility`."""
+    pair = kind.padding and kind.bottom_right and isinstance(mask, (tuple, list))
+    if pair and mask[0] is not mask[1]:  # type: ignore[index]
+        q, k = _positions_from_the_end(*mask)  # type: ignore[misc]
+        return (q - k).abs().float()
+    first = keys - queries if kind.bottom_right else 0
+    q = torch.arange(first, first + queries, dtype=torch.float32, device=device)
+    k = torch.arange(keys, dtype=torch.float32, device=device)
+    return (q[:, None] - k).abs()[None, None]
+
+
+def joined_masks(
+    owner: str,
+    kind: MaskType,
+    mask: Mask,
+    cross: bool,
+    scores: tuple[int, int, int, int],
+    by_length: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
+    """Padding masks (queries, keys) that hide what ``by_length`` and ``mask`` do.
+
+    The second is what else ``mask`` hides, of the scores [b, h, sq, sk], or None.
+    """
+    if mask is None:
+        return by_length, None
+    batch, _, queries, keys = scores
+    query_mask, hidden = _padding(owner, kind, mask, cross, batch, queries, keys)
+    if query_mask is None:
+        return by_length, hidden
+    joined = by_length[0] | query_mask
+    if hidden is query_mask and by_length[0] is by_length[1]:
+        return (joined, joined), None
+    return (joined, by_length[1] | hidden), None
+
+
 def broadcasts(x: torch.Tensor, shape: tuple[int, int, int, int]) -> bool:
     """``x`` has four dimensions, each of ``shape`` or 1."""
     return x.dim() == 4 and all(n == m or n == 1 for n, m in zip(x.shape, shape, strict=True))
@@ -200,10 +244,22 @@ def _ranks(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     return valid.cumsum(-1) - valid.sum(-1, keepdim=True) + last - 1
 
 
+def _positions_from_the_end(
+    query_mask: torch.Tensor, key_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions [b, 1, sq, 1] and [b, 1, 1, sk], of which the last tokens not padded are equal."""
+    last = _lengths(key_mask)
+    return _ranks(query_mask, last).transpose(-1, -2), _ranks(key_mask, last)
+
+
 def _padding(
     owner: str, kind: MaskType, mask: Mask, cross: bool, batch: int, queries: int, keys: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks of padded queries and keys, [b, 1, 1, s]; the same tensor where one serves both."""
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Masks of padded queries and keys, [b, 1, 1, s]; the same tensor where one serves both.
+
+    One tensor in cross attention is of the scores, [b, 1, sq, sk]: it is the second then, and the
+    first is None.
+    """
     if isinstance(mask, (tuple, list)):
         if len(mask) != 2:
             raise ValueError(
@@ -216,10 +272,13 @@ def _padding(
             f"attn_mask_type {kind.name!r}, got None"
         )
     elif cross:
-        raise ValueError(
-            f"{owner}: attention_mask must be a tuple (queries, keys) in cross attention, "
-            f"got {type(mask).__name__}"
-        )
+        _check_bool(owner, mask)
+        if not broadcasts(mask, (batch, 1, queries, keys)) or mask.shape[3] != keys:
+            raise ValueError(
+                f"{owner}: attention_mask must be a tuple (queries, keys) in cross attention or "
+                f"have shape {[batch, 1, queries, keys]}, got {list(mask.shape)}"
+            )
+        return None, mask
     else:
         query_mask = key_mask = mask
     for what, each, extent in (("query", query_mask, queries), ("key", key_mask, keys)):

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from ._alibi import Alibi
 from ._attention_backends import Options, Path, attend, choose, varlen, varlen_obstacle
-from ._masks import MASK_TYPES, MaskType, lengths_mask, visibility
+from ._masks import MASK_TYPES, Mask, MaskType, joined_masks, lengths_mask, visibility
 
 __all__ = ["Packing", "attend_packed", "choose_packed", "packing"]
 
@@ -90,6 +91,7 @@ def choose_packed(
     where: Packing,
     kind: MaskType,
     has_bias: bool,
+    has_mask: bool,
     options: Options,
 ) -> Path:
     """``"varlen"``, PyTorch's kernel for packed sequences, where it applies, else ``"padded"``."""
@@ -98,6 +100,8 @@ def choose_packed(
         return Path("padded", obstacle)
     if has_bias:
         return Path("padded", "PyTorch's varlen_attn has no bias")
+    if has_mask:
+        return Path("padded", "PyTorch's varlen_attn has no mask besides cu_seqlens")
     if not q.shape[0] or not v.shape[0]:
         return Path("padded", "there are no tokens")
     if not where.is_self and not kind.bottom_right:
@@ -116,10 +120,15 @@ def attend_packed(
     kind: MaskType,
     size: tuple[int, int] | None,
     options: Options,
+    mask: Mask,
+    cross: bool,
+    has_alibi: bool,
 ) -> torch.Tensor:
     """Attention within each sequence: q [t, h, d], k [u, g, d], v [u, g, dv] to [t, h, dv].
 
-    Tokens of no sequence give zeros. ``bias`` broadcasts over [n, h, longest_query, longest_key].
+    Tokens of no sequence give zeros. ``bias`` broadcasts over [n, h, longest_query, longest_key],
+    or is ALiBi's slopes. ``mask`` hides tokens of the sequences besides, as padding masks do, and
+    may be longer than they are; of ``cross`` attention it may be of the scores.
     """
     kind = _KINDS.get(kind.name, kind)
     if path.name == "varlen":
@@ -133,7 +142,7 @@ def attend_packed(
         k, v = (_ZeroGradientOutside.apply(x, where.keys) for x in (k, v))
         out = varlen(q, k, v, starts, longest, limits, options)
         return out.masked_fill(_outside(out, where.queries), 0.0)
-    return _padded(owner, q, k, v, where, kind, size, bias, options)
+    return _padded(owner, q, k, v, where, kind, size, bias, options, mask, cross, has_alibi)
 
 
 def _padded(
@@ -146,6 +155,9 @@ def _padded(
     size: tuple[int, int] | None,
     bias: torch.Tensor | None,
     options: Options,
+    mask: Mask,
+    cross: bool,
+    has_alibi: bool,
 ) -> torch.Tensor:
     heads, longest = q.shape[1], where.longest_query
     query_mask = lengths_mask(where.queries.diff(), longest)
@@ -153,11 +165,17 @@ def _padded(
     if not where.is_self:
         key_mask = lengths_mask(where.keys.diff(), where.longest_key)
     scores = (query_mask.shape[0], heads, longest, where.longest_key)
-    seen = visibility(owner, kind, (query_mask, key_mask), size, True, scores, q.device)
+    mask = _cut(mask, where, cross)
+    masks, hidden = joined_masks(owner, kind, mask, cross, scores, (query_mask, key_mask))
+    seen = visibility(owner, kind, masks, size, True, scores, q.device)
+    if hidden is not None:
+        assert seen.hidden is not None
+        seen = seen._replace(hidden=seen.hidden | hidden)
     padded = _pad(q, where.queries, longest)
     keys, values = (_pad(x, where.keys, where.longest_key) for x in (k, v))
     path = choose(padded, keys, values, seen, bias, options)
-    out = attend(padded, keys, values, bias, path, seen, options)
+    alibi = Alibi(kind, masks) if has_alibi else None
+    out = attend(padded, keys, values, bias, path, seen, options, alibi)
     token = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
     sequence = (torch.searchsorted(where.queries, token, right=True) - 1).clamp(min=0)
     index = sequence * longest + token - where.queries[sequence]
@@ -165,6 +183,16 @@ def _padded(
     out = out.transpose(1, 2).flatten(0, 1)
     out = out.index_select(0, index.masked_fill(outside.flatten(), 0))
     return out.masked_fill(outside, 0.0)
+
+
+def _cut(mask: Mask, where: Packing, cross: bool) -> Mask:
+    """The part of a mask that is about tokens which the longest sequences have."""
+    queries, keys = where.longest_query, where.longest_key
+    if isinstance(mask, torch.Tensor):
+        return mask[..., :queries, :keys] if cross else mask[..., :queries]
+    if isinstance(mask, (tuple, list)) and len(mask) == 2:
+        return mask[0][..., :queries], mask[1][..., :keys]
+    return mask
 
 
 def _outside(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:

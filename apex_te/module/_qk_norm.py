@@ -10,7 +10,7 @@ from ._parallel_module import tag
 from .layer_norm import LayerNorm
 from .rms_norm import RMSNorm
 
-__all__ = ["qk_norm"]
+__all__ = ["qk_norms"]
 
 
 class _L2Normalization(torch.nn.Module):
@@ -25,7 +25,7 @@ class _L2Normalization(torch.nn.Module):
         return rms_norm(x, None, self.eps) * self.factor
 
 
-def qk_norm(
+def qk_norms(
     owner: str,
     kind: str | None,
     size: int,
@@ -33,24 +33,28 @@ def qk_norm(
     params_dtype: torch.dtype | None,
     device: torch.device | str | int | None,
     split: bool,
-) -> torch.nn.Module | None:
-    """A norm of heads of ``size`` elements, or None.
+) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """The norms of query and key heads of ``size`` elements, or two times None.
+
+    L2 normalisation has no parameters: one module serves both.
 
     ``split``: each rank has some of the heads, so the gradients have to be summed over ranks.
     """
     eps = checked_eps(owner, "qk_norm_eps", eps)
     if kind is None:
-        return None
+        return None, None
     if kind == "L2Normalization":
-        return _L2Normalization(size, eps)
+        shared = _L2Normalization(size, eps)
+        return shared, shared
     if kind not in ("RMSNorm", "LayerNorm"):
         raise ValueError(
             f"{owner}: qk_norm_type must be None, 'RMSNorm', 'LayerNorm' or 'L2Normalization', "
             f"got {kind!r}"
         )
     make = RMSNorm if kind == "RMSNorm" else LayerNorm
-    norm = make(size, eps, params_dtype=params_dtype, device=device)
+    norms = tuple(make(size, eps, params_dtype=params_dtype, device=device) for _ in range(2))
     if split:
-        for parameter in norm.parameters():
-            tag(parameter, None, True)
-    return norm
+        for norm in norms:
+            for parameter in norm.parameters():
+                tag(parameter, None, True)
+    return norms[0], norms[1]

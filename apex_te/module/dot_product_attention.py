@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from . import _arguments, _masks
+from ._alibi import Alibi, checked_slopes, standard_slopes
 from ._attention_backends import Options, Path, attend, choose
 from ._autocast import autocast_dtype
 from ._masks import broadcasts
@@ -19,7 +20,7 @@ from ._parallel_module import checked_tp_size, divided
 __all__ = ["DotProductAttention"]
 
 _NAME = "DotProductAttention"
-_BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias")
+_BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 # To [b, h, s, d]; each is its own inverse or has it beside.
 _TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 _FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
@@ -143,6 +144,7 @@ class DotProductAttention(torch.nn.Module):
         window_size: Sequence[int] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
     ) -> torch.Tensor:
         """Attend; gives [.., h * dv] in the layout of the queries.
@@ -151,18 +153,22 @@ class DotProductAttention(torch.nn.Module):
             query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d] of one
                 dtype and any strides but a dense last dimension; keys and values have g heads.
             attention_mask: bool, True = masked out. Padding types: [b, 1, 1, s], or a tuple of two
-                for queries and keys (always in cross attention); padded queries give zeros, and so
-                does a query that sees nothing. ``"arbitrary"``: broadcasts to [b, h, sq, sk].
-                Other types take none.
-            cu_seqlens_q, cu_seqlens_kv: int32 [n + 1], where sequences begin and end. For thd,
-                whose mask they are (kv as q unless given); for padding types of the other formats
-                instead of a mask.
+                for queries and keys; in cross attention that tuple, or one tensor of the scores,
+                [b, 1, sq, sk] with sq or 1 queries. Padded queries give zeros, and so does a query
+                that sees nothing. ``"arbitrary"``: broadcasts to [b, h, sq, sk]. Other types take
+                none. With thd the batch is the sequences, and s their longest or more; such a mask
+                costs padding them, which ``cu_seqlens_q`` alone does not.
+            cu_seqlens_q, cu_seqlens_kv: int32 [n + 1], where sequences begin and end (kv as q
+                unless given). For thd always; for padding types of the other formats instead of a
+                mask or beside one.
             max_seqlen_q, max_seqlen_kv: longest sequences of thd; read from the device unless
                 given.
             qkv_format, attn_mask_type, window_size: replace the module's own.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (scaled as the scores
-                are) or ``"post_scale_bias"``.
+                are), ``"post_scale_bias"`` or ``"alibi"``, which adds ``-slope * |i - j|`` to the
+                scores of query i and key j, counted as by ``window_size``.
             core_attention_bias: broadcasts to [b, h, sq, sk]; differentiable.
+            alibi_slopes: [h] or [b, h], of ``"alibi"``; those of its paper unless given.
             checkpoint_core_attention: save only the inputs and attend again in backward, with the
                 same dropout mask, whether a tracker's or not.
 
@@ -171,7 +177,7 @@ class DotProductAttention(torch.nn.Module):
         _, attended, inputs, order = self._plan(
             query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
             cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-            core_attention_bias_type, core_attention_bias,
+            core_attention_bias_type, core_attention_bias, alibi_slopes,
         )  # fmt: skip
         run = attended
         if checkpoint_core_attention:
@@ -217,6 +223,7 @@ class DotProductAttention(torch.nn.Module):
         window_size: Sequence[int] | None = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
     ) -> tuple[Path, Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...] | None]:
         """The path, the function that takes it, its inputs and the order of the output's dims."""
         layout = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
@@ -227,28 +234,45 @@ class DotProductAttention(torch.nn.Module):
         q, k, v, bias = self._checked(
             q, k, v, layout, core_attention_bias_type, core_attention_bias
         )
+        if alibi_slopes is not None and core_attention_bias_type != "alibi":
+            raise ValueError(
+                f"{_NAME}: alibi_slopes must be None unless core_attention_bias_type is 'alibi', "
+                f"got slopes and {core_attention_bias_type!r}"
+            )
+        has_alibi = core_attention_bias_type == "alibi"
         options = self._training if self.training else self._evaluation
         order = None
         if layout == "thd":
-            if attention_mask is not None:
+            if attention_mask is not None and not kind.padding:
                 raise ValueError(
-                    f"{_NAME}: attention_mask must be None with qkv_format 'thd', whose mask "
-                    "cu_seqlens_q and cu_seqlens_kv are, got a mask"
+                    f"{_NAME}: attention_mask must be None with qkv_format 'thd', whose sequences "
+                    f"cu_seqlens_q and cu_seqlens_kv are, and attn_mask_type {kind.name!r} (one "
+                    "with 'padding' hides tokens of them, too), got a mask"
                 )
             if kind.arbitrary:
                 raise ValueError(
                     f"{_NAME}: attn_mask_type must not be 'arbitrary' with qkv_format 'thd'"
                 )
             where = packing(_NAME, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
-            path = choose_packed(q, v, where, kind, bias is not None, options)
-            fixed: tuple[Any, ...] = (path, _NAME, where, kind, size, options)
+            if has_alibi:
+                bias = self._slopes(alibi_slopes, where.queries.shape[0] - 1, q.device)
+            masked = attention_mask is not None
+            path = choose_packed(q, v, where, kind, bias is not None, masked, options)
+            cross = self.attention_type == "cross"
+            fixed: tuple[Any, ...] = (
+                path, _NAME, where, kind, size, options, attention_mask, cross, has_alibi
+            )  # fmt: skip
         else:
             order = _FROM_HEADS[layout]
             q, k, v = (x.permute(_TO_HEADS[layout]) for x in (q, k, v))
             cu = (cu_seqlens_q, cu_seqlens_kv)
-            seen = self._seen(q, k, kind, size, bias, attention_mask, cu)
+            seen, mask = self._seen(q, k, kind, size, bias, attention_mask, cu)
+            alibi = None
+            if has_alibi:
+                alibi = Alibi(kind, mask)
+                bias = self._slopes(alibi_slopes, q.shape[0], q.device)
             path = choose(q, k, v, seen, bias, options)
-            fixed = (path, seen, options)
+            fixed = (path, seen, options, alibi)
         call = attend if order is not None else attend_packed
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any) -> torch.Tensor:
@@ -265,23 +289,44 @@ class DotProductAttention(torch.nn.Module):
         bias: torch.Tensor | None,
         mask: _masks.Mask,
         cu: tuple[torch.Tensor | None, torch.Tensor | None],
-    ) -> _masks.Visibility:
-        """What is hidden in the scores of q [b, h, sq, d] and k [b, g, sk, d]."""
+    ) -> tuple[_masks.Visibility, _masks.Mask]:
+        """What is hidden in the scores of q [b, h, sq, d] and k [b, g, sk, d], and the mask."""
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         cross = self.attention_type == "cross"
-        if mask is None and cu[0] is not None and kind.padding:
+        scores, hidden = (batch, heads, queries, keys), None
+        if cu[0] is not None or cu[1] is not None:
+            if not kind.padding:
+                raise ValueError(
+                    f"{_NAME}: cu_seqlens_q and cu_seqlens_kv must be None with attn_mask_type "
+                    f"{kind.name!r} and qkv_format {self.qkv_format!r} (types with 'padding' read "
+                    "them), got a tensor"
+                )
             where = packing(_NAME, *cu, queries, keys)
-            mask = _masks.lengths_mask(where.queries.diff(), queries)
-            if cross or queries != keys or not where.is_self:
-                mask = (mask, _masks.lengths_mask(where.keys.diff(), keys))
-        scores = (batch, heads, queries, keys)
+            padded = _masks.lengths_mask(where.queries.diff(), queries)
+            lengths = (padded, padded)
+            if queries != keys or not where.is_self:
+                lengths = (padded, _masks.lengths_mask(where.keys.diff(), keys))
+            mask, hidden = _masks.joined_masks(_NAME, kind, mask, cross, scores, lengths)
         if bias is not None and not broadcasts(bias, scores):
             raise ValueError(
                 f"{_NAME}: core_attention_bias must broadcast to {list(scores)}, "
                 f"got {list(bias.shape)}"
             )
-        return _masks.visibility(_NAME, kind, mask, size, cross, scores, q.device)
+        seen = _masks.visibility(_NAME, kind, mask, size, cross, scores, q.device)
+        if hidden is not None:
+            assert seen.hidden is not None
+            seen = seen._replace(hidden=seen.hidden | hidden)
+        return seen, mask
+
+    def _slopes(
+        self, slopes: torch.Tensor | None, batch: int, device: torch.device
+    ) -> torch.Tensor:
+        """The slopes of ALiBi [h] or [b, h], the standard ones unless given."""
+        heads = self.num_attention_heads
+        if slopes is None:
+            return standard_slopes(_NAME, heads, self.tp_size, self.tp_group, device)
+        return checked_slopes(_NAME, slopes, heads, batch)
 
     def _checked(
         self,
@@ -320,10 +365,11 @@ class DotProductAttention(torch.nn.Module):
                 f"{_NAME}: core_attention_bias_type must be one of {', '.join(_BIAS_TYPES)}, "
                 f"got {bias_type!r}"
             )
-        if (bias is None) != (bias_type == "no_bias"):
+        if (bias is None) != (bias_type in ("no_bias", "alibi")):
             raise ValueError(
                 f"{_NAME}: core_attention_bias must be given unless core_attention_bias_type is "
-                f"'no_bias', got {bias_type!r} and {'no bias' if bias is None else 'a bias'}"
+                f"'no_bias' or 'alibi', got {bias_type!r} and "
+                f"{'no bias' if bias is None else 'a bias'}"
             )
         dtype, autocast = q.dtype, autocast_dtype(_NAME, "query_layer", q)
         if autocast is not None:

@@ -9,10 +9,11 @@ import torch
 
 from ..ops.rope import rope
 from ..state import number_layer
+from ._alibi import standard_slopes
 from ._arguments import check_count, checked_eps, checked_groups
 from ._masks import Mask
 from ._parallel_module import checked_tp_size, divided, set_group_of_children
-from ._qk_norm import qk_norm
+from ._qk_norm import qk_norms
 from ._qkv_heads import HeadLayout, Rotation, rotation_of, split_heads
 from .dot_product_attention import DotProductAttention
 from .inference_params import InferenceParams, extended
@@ -191,9 +192,11 @@ class MultiheadAttention(torch.nn.Module):
             project(key, {"query": rows}, input_layernorm)
             project("key_value", keys_values, False)
             self._heads = HeadLayout(qkv_format, 0, groups, size, interleaved)
-        for key in ("q_norm", "k_norm"):
-            made = qk_norm(_NAME, qk_norm_type, size, qk_norm_eps, params_dtype, device, ranks > 1)
-            self.register_module(key, made)
+        q_norm, k_norm = qk_norms(
+            _NAME, qk_norm_type, size, qk_norm_eps, params_dtype, device, ranks > 1
+        )
+        self.register_module("q_norm", q_norm)
+        self.register_module("k_norm", k_norm)
         self.proj = Linear(
             rows,
             hidden_size,
@@ -225,6 +228,7 @@ class MultiheadAttention(torch.nn.Module):
         rotary_pos_emb: Any = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_kv: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
@@ -235,7 +239,8 @@ class MultiheadAttention(torch.nn.Module):
         Args:
             hidden_states: [s, b, hidden], [b, s, hidden] or [t, hidden], as ``qkv_format`` says.
             encoder_output: the same for keys and values, in cross attention only.
-            rotary_pos_emb: angles float32 [max_seq, 1, 1, c], or two (of queries, of keys).
+            rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16 (rounded then, but the
+                rotation is not), or two (of queries, of keys).
             inference_params: keeps keys and values of earlier calls, to which the queries attend
                 too; causal types then count back from the last token. Without gradients only.
             is_first_microbatch: as in ``Linear``. Others: as in ``DotProductAttention.forward``.
@@ -249,8 +254,8 @@ class MultiheadAttention(torch.nn.Module):
         return self.forward_with_residual(
             hidden_states, attention_mask, encoder_output, attn_mask_type, window_size,
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
-            core_attention_bias_type, core_attention_bias, cu_seqlens_q, cu_seqlens_kv,
-            max_seqlen_q, max_seqlen_kv, return_residual=False,
+            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
+            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, return_residual=False,
         )[0]  # fmt: skip
 
     def forward_with_residual(
@@ -266,6 +271,7 @@ class MultiheadAttention(torch.nn.Module):
         rotary_pos_emb: Any = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_kv: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
@@ -301,12 +307,18 @@ class MultiheadAttention(torch.nn.Module):
                 k, v = extended(_NAME, inference_params, self.layer_number, k, v, self.qkv_format)
                 if kind in ("causal", "padding_causal"):
                     attn_mask_type = kind + "_bottom_right"
-        context = self.core_attention(
+        core = self.core_attention
+        if core_attention_bias_type == "alibi" and alibi_slopes is None and core.tp_size > 1:
+            alibi_slopes = standard_slopes(
+                _NAME, core.num_attention_heads, core.tp_size, self.proj.tp_group,
+                hidden_states.device,
+            )  # fmt: skip
+        context = core(
             q, k, v, attention_mask, None, cu_seqlens_q, cu_seqlens_kv,
             max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
             attn_mask_type=attn_mask_type, window_size=window_size,
             core_attention_bias_type=core_attention_bias_type,
-            core_attention_bias=core_attention_bias,
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
             checkpoint_core_attention=checkpoint_core_attention,
         )  # fmt: skip
         projected = self.proj(context, is_first_microbatch=is_first_microbatch)

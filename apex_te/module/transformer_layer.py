@@ -257,6 +257,7 @@ class TransformerLayer(torch.nn.Module):
         rotary_pos_emb: Any = None,
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
         cu_seqlens_q: torch.Tensor | None = None,
         cu_seqlens_kv: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
@@ -272,11 +273,11 @@ class TransformerLayer(torch.nn.Module):
                 see ``DotProductAttention.forward``.
             encoder_output: what a decoder's cross attention reads, in the same layout.
             enc_dec_attn_mask: padding masks (of decoder tokens, of encoder tokens), each
-                [b, 1, 1, s]; None hides nothing.
+                [b, 1, 1, s], or one tensor of the scores, [b, 1, sq, sk]; None hides nothing.
             enc_dec_attn_mask_type, enc_dec_window_size: replace the module's own.
             is_first_microbatch: as in ``Linear``.
-            rotary_pos_emb, core_attention_bias_type, core_attention_bias: of self attention; see
-                ``MultiheadAttention.forward``.
+            rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: of self
+                attention; see ``MultiheadAttention.forward``.
             cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: see
                 ``DotProductAttention.forward``; in a decoder kv are the encoder's tokens.
             checkpoint_core_attention, inference_params, self_attn_mask_type, window_size: as
@@ -308,8 +309,8 @@ class TransformerLayer(torch.nn.Module):
         out, residual = attention.forward_with_residual(
             hidden_states, attention_mask, None, self_attn_mask_type, window_size,
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
-            core_attention_bias_type, core_attention_bias, cu_seqlens_q, keys[0], max_seqlen_q,
-            keys[1], return_residual=not (post_norm and attention.input_layernorm),
+            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, keys[0],
+            max_seqlen_q, keys[1], return_residual=not (post_norm and attention.input_layernorm),
         )  # fmt: skip
         if self.parallel_attention_mlp:
             out = out + mlp(hidden_states, is_first_microbatch)
@@ -325,7 +326,7 @@ class TransformerLayer(torch.nn.Module):
                 kind = "no_mask"
             out, residual = cross.forward_with_residual(
                 hidden_states, enc_dec_attn_mask, encoder_output, kind, enc_dec_window_size,
-                is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None,
+                is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None, None,
                 cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
                 return_residual=not post_norm,
             )  # fmt: skip

@@ -167,7 +167,7 @@ PAD = torch.zeros(2, 1, 1, 8, dtype=torch.bool)
         ),
         ({"window_size": (1, 1)}, ValueError, "window_size must end at 0 with .*'causal'"),
         ({"qkv_format": "thd"}, ValueError, r"must have shape \[t, 2, 4\] with qkv_format 'thd'"),
-        ({"core_attention_bias_type": "alibi"}, ValueError, "must be one of .* got 'alibi'"),
+        ({"core_attention_bias_type": "relative"}, ValueError, "one of .* got 'relative'"),
         ({"core_attention_bias_type": "post_scale_bias"}, ValueError, "bias must be given unless"),
         ({"core_attention_bias": PAD}, ValueError, "bias must be given unless"),
         (
@@ -198,6 +198,6 @@ def test_rejects_tensors():
         module(x, x.half(), x)
     cross = DotProductAttention(2, 4, attention_type="cross", attn_mask_type="padding")
     with pytest.raises(ValueError, match=r"must be a tuple \(queries, keys\) in cross attention"):
-        cross(x, x, x, PAD)
+        cross(x, x, x, PAD[..., 1:])
     with pytest.raises(ValueError, match=r"must be a tensor or two .* got 3"):
         cross(x, x, x, (PAD, PAD, PAD))

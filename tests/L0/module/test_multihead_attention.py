@@ -1,5 +1,7 @@
 """MultiheadAttention against the same attention in plain PyTorch, with all its gradients."""
 
+import copy
+
 import pytest
 import torch
 from checks import DTYPES
@@ -211,6 +213,30 @@ def test_angles_of_queries_and_of_keys(device):
     q, k = rope(q, both[0]), rope(k, both[1])
     torch.testing.assert_close(out, module.proj(module.core_attention(q, k, v)))
     assert not torch.allclose(out, module(x, rotary_pos_emb=both[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"qk_norm_type": "RMSNorm", "qk_norm_before_rope": True}])
+def test_angles_in_half_precision(dtype, options, device):
+    module = build(device=device, **options)
+    x = torch.randn(SHAPES["sbhd"], device=device)
+    angles = torch.rand(9, 1, 1, SIZE, device=device).to(dtype)
+    out = module(x, rotary_pos_emb=angles)
+    assert torch.equal(out, module(x, rotary_pos_emb=angles.float()))
+    assert torch.equal(out, module(x, rotary_pos_emb=(angles, angles.float())))
+    assert not torch.allclose(out, module(x))
+
+
+def test_one_l2_norm_serves_queries_and_keys():
+    shared, own = build(qk_norm_type="L2Normalization"), build(qk_norm_type="RMSNorm")
+    assert shared.q_norm is shared.k_norm
+    assert not [key for key in shared.state_dict() if "norm" in key]
+    assert own.q_norm is not own.k_norm
+    assert build().q_norm is build().k_norm is None
+    again = copy.deepcopy(shared)
+    assert again.q_norm is again.k_norm
+    x = torch.randn(SHAPES["sbhd"])
+    assert torch.equal(again(x), shared(x))
 
 
 def test_options_of_a_call_reach_the_projections():

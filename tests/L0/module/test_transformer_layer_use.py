@@ -268,8 +268,10 @@ def test_rejects_inputs():
     mask = torch.zeros(2, 1, 1, 5, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"use 'padding_causal' or 'arbitrary'"):
         build()(x, mask)
-    with pytest.raises(ValueError, match=r"must be a tuple \(queries, keys\)"):
-        build(layer_type="decoder")(x, encoder_output=x, enc_dec_attn_mask=mask)
+    with pytest.raises(
+        ValueError, match=r"must be a tuple \(queries, keys\) .* got \[2, 1, 1, 4\]"
+    ):
+        build(layer_type="decoder")(x, encoder_output=x, enc_dec_attn_mask=mask[..., 1:])
     with pytest.raises(TypeError, match=r"tp_group must be a .*ProcessGroup"):
         build().set_tensor_parallel_group(object())
     build().set_tensor_parallel_group(None)

@@ -26,6 +26,7 @@ LAYERS = {
     "post-norm": {"apply_residual_connection_post_layernorm": True, "output_layernorm": True},
     "parallel": {"parallel_attention_mlp": True},
     "decoder": {"layer_type": "decoder"},
+    "alibi": {},
 }
 
 
@@ -81,6 +82,8 @@ def _run(rank, name, sequence_parallel, recipe):
             own = own.clone().requires_grad_()
             module.zero_grad()
             more = {"encoder_output": enc} if name == "decoder" else {}
+            if name == "alibi":  # each rank has the slopes of its own heads
+                more = {"core_attention_bias_type": "alibi"}
             with fp8_autocast(recipe is not None, recipe):
                 out = module(own, **more)
             out.backward(grad)
