@@ -48,9 +48,21 @@ def bind(op: str, schema: str) -> Callable[..., None]:
         if torch.compiler.is_compiling():
             registered(*args)
         else:
-            getattr(lib, name)(*args)
+            try:
+                getattr(lib, name)(*args)
+            except TypeError:
+                if not _on_meta(args):
+                    raise
+                registered(*args)
 
     return call
+
+
+def _on_meta(args: tuple[Any, ...]) -> bool:
+    """Whether the tensors of a call are all on the meta device, where they have shapes only."""
+    tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,))]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    return bool(tensors) and all(t.is_meta for t in tensors)
 
 
 def note_written(*tensors: torch.Tensor | None) -> None:
