@@ -113,7 +113,8 @@ class FP8Module(torch.nn.Module):
                 modes.recompute_fp8 = False
             return None, False, False
         fp8 = region.enabled
-        if not fp8 and not region.calibrating:
+        # On the meta device there are shapes only, the same in FP8, and no state to begin.
+        if (not fp8 and not region.calibrating) or device.type == "meta":
             if region.records and not compiling:
                 modes.recompute = None
                 modes.recompute_fp8 = False

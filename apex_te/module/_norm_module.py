@@ -9,6 +9,7 @@ import torch
 
 from ._arguments import checked_eps, parameter, params_dtype_of
 from ._autocast import autocast_dtype
+from ._materialize import initialize, materialize
 
 __all__ = ["NormModule"]
 
@@ -41,17 +42,28 @@ class NormModule(torch.nn.Module):
         for key in self._PARAMETERS:
             value = parameter(self.normalized_shape, dtype, device, gemm_weight=False)
             self.register_parameter(key, value)
-        self.reset_parameters()
+        self._tag_parameters()
+        initialize(self)
 
     def reset_parameters(self) -> None:
-        """Set gamma to 1 and the bias, where there is one, to 0; tag them again."""
+        """Set gamma to 1 and the bias, where there is one, to 0; tag them again.
+
+        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        """
+        materialize(self)
         for key in self._PARAMETERS:
             value = self._parameters[key]
             if value is not None:
                 one = key == "weight" and not self.zero_centered_gamma
                 with torch.no_grad():
                     value.fill_(1.0 if one else 0.0)
-                # What frameworks read that reduce such gradients themselves.
+        self._tag_parameters()
+
+    def _tag_parameters(self) -> None:
+        """Set what frameworks read that reduce such gradients themselves."""
+        for key in self._PARAMETERS:
+            value = self._parameters[key]
+            if value is not None:
                 value.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def extra_repr(self) -> str:

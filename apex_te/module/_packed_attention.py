@@ -73,9 +73,15 @@ def packing(
             ends.append(ends[0])
             continue
         lengths, end = cu.diff(), None
+        readable = cu.device.type == "cpu" and not torch.compiler.is_compiling()
+        if given is None and cu.is_meta:
+            raise ValueError(
+                f"{owner}: max_seqlen_{name} must be given where cu_seqlens_{name} is on the meta "
+                "device, got None"
+            )
         if given is None:
             given, end = torch.stack((lengths.max(), cu[-1])).tolist()
-        elif not cu.is_cuda and not torch.compiler.is_compiling() and int(lengths.max()) > given:
+        elif readable and int(lengths.max()) > given:
             raise ValueError(
                 f"{owner}: max_seqlen_{name} must be at least the longest sequence, "
                 f"{int(lengths.max())}, got {given}"

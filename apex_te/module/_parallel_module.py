@@ -90,6 +90,9 @@ def tag(parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool
     parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
 
+_TAGS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+
+
 def set_group_of_children(module: torch.nn.Module, tp_group: Any) -> None:
     """Names the ranks to every child that knows the method."""
     for child in module.children():
@@ -238,6 +241,20 @@ class ParallelModule(FP8Module):
             "fp8_autocast enabled": region is not None and region.enabled,
         }
         return values | recipe_values(None if region is None else region.recipe)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Keep the tags of parameters on the meta device, which are made anew where they move."""
+        own = self._parameters
+        tags = {
+            name: {tag: getattr(p, tag) for tag in _TAGS if hasattr(p, tag)}
+            for name, p in own.items()
+            if p is not None and p.is_meta
+        }
+        result = super()._apply(fn, recurse)
+        for name, kept in tags.items():
+            for tag, value in kept.items():
+                setattr(own[name], tag, value)
+        return result
 
     def _forked(self, split: bool) -> AbstractContextManager[Any]:
         """Where values of a parameter are drawn: the tracker's sequence if ranks must differ."""

@@ -16,6 +16,7 @@ from ._autocast import is_autocast
 from ._gemm import SAVED, GemmOptions, as_matrix
 from ._grouped_on_device import run_with_tensor_splits
 from ._linear_function import take_saved, without_autocast
+from ._materialize import initialize, materialize
 from ._parallel_module import ParallelModule, checked_mode, divided, tag
 from ._weight_gradient import plain_weight_gradient, weight_gradient
 
@@ -41,7 +42,7 @@ class GroupedLinear(ParallelModule):
         save_original_input: save the input as it came instead of its FP8 copies, which are made
             again in backward.
         name: names the module in reports.
-        device: where the parameters live, ``"meta"`` included.
+        device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
         parallel_mode: ``"column"`` splits ``out_features`` over the ranks of ``tp_group``,
             ``"row"`` splits ``in_features``. There is no collective here: gathering tokens and
             reducing results is the work of their dispatcher. Without biases only.
@@ -115,10 +116,14 @@ class GroupedLinear(ParallelModule):
             self.register_parameter(key, value)
         for key in self._bias_names:
             self.register_parameter(key, _arguments.parameter((out_features,), wanted, device))
-        self.reset_parameters()
+        initialize(self)
 
     def reset_parameters(self) -> None:
-        """Fill the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0."""
+        """Fill the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0.
+
+        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        """
+        materialize(self)
         with self._forked(self.parallel_mode is not None):
             for key in self._weight_names:
                 _arguments.fill(getattr(self, key), self.init_method)

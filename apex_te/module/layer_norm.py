@@ -23,7 +23,7 @@ class LayerNorm(NormModule, torch.nn.LayerNorm):
         params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; ``dtype`` is
             the same.
         zero_centered_gamma: gamma is ``1 + weight``, and the weight starts at 0.
-        device: where the parameters live, ``"meta"`` included.
+        device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
 
     Parameters: ``weight`` and ``bias``, both of ``normalized_shape``.
     Interface and defaults follow TransformerEngine's LayerNorm.

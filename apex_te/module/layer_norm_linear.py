@@ -12,6 +12,7 @@ from ._autocast import is_autocast
 from ._layer_norm_linear_function import LayerNormLinearFunction
 from ._linear_function import without_autograd
 from ._linear_parameters import LinearParameters
+from ._materialize import initialize, materialize
 from ._norm_parameters import NormedModule
 from ._parallel_module import checked_mode
 
@@ -88,10 +89,14 @@ class LayerNormLinear(NormedModule, LinearParameters):
             wanted, device,
         )  # fmt: skip
         self._make_linear(parameters_split, wanted, device)
-        self.reset_parameters()
+        initialize(self)
 
     def reset_parameters(self) -> None:
-        """Gamma 1, beta 0, the weight by ``init_method`` (default N(0, 0.023)), the bias 0."""
+        """Set gamma to 1, beta and the bias to 0, the weight by ``init_method`` (N(0, 0.023)).
+
+        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        """
+        materialize(self)
         self.reset_layer_norm_parameters()
         self._reset_linear()
 

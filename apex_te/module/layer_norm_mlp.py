@@ -11,6 +11,7 @@ from . import _arguments
 from ._autocast import is_autocast
 from ._layer_norm_mlp_function import LayerNormMLPFunction, MLPOptions
 from ._linear_function import without_autograd
+from ._materialize import initialize, materialize
 from ._norm_parameters import NormedModule
 from ._parallel_module import divided, tag
 from ._producers import ACTIVATIONS, activate, is_gated
@@ -114,10 +115,14 @@ class LayerNormMLP(NormedModule):
             if set_parallel_mode:
                 tag(value, dim, dim is None and self.sequence_parallel)
             self.register_parameter(parameter, value)
-        self.reset_parameters()
+        initialize(self)
 
     def reset_parameters(self) -> None:
-        """Gamma 1, beta 0, the weights by their init methods (default N(0, 0.023)), biases 0."""
+        """Set gamma to 1, beta and biases to 0, the weights by their methods (N(0, 0.023)).
+
+        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        """
+        materialize(self)
         self.reset_layer_norm_parameters()
         with self._forked(self.set_parallel_mode):
             _arguments.fill(self._parameters["fc1_weight"], self.init_method)

@@ -11,6 +11,7 @@ from . import _arguments
 from ._autocast import is_autocast
 from ._linear_function import LinearFunction, without_autograd
 from ._linear_parameters import LinearParameters
+from ._materialize import initialize, materialize
 from ._parallel_module import checked_mode
 
 __all__ = ["Linear"]
@@ -18,6 +19,9 @@ __all__ = ["Linear"]
 
 class Linear(LinearParameters, torch.nn.Linear):
     """``y = x @ weight.T + bias``, in FP8 inside an enabled ``fp8_autocast`` region.
+
+    Elsewhere it computes as ``torch.nn.Linear`` does. Its initial values are not that class's but
+    TransformerEngine's: the weight is drawn from N(0, 0.023), the bias is 0.
 
     Args:
         in_features, out_features: sizes; any, multiples of 16 are fastest.
@@ -37,7 +41,7 @@ class Linear(LinearParameters, torch.nn.Linear):
         save_original_input: save the input as it came instead of its FP8 copy, which is made again
             in backward: less memory where the input is saved by its producer anyway.
         name: names the module in reports.
-        device: where the parameters live, ``"meta"`` included.
+        device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
         parallel_mode: None, ``"column"`` (the rank has out_features / ranks rows of the weight) or
             ``"row"`` (in_features / ranks columns).
         tp_group, tp_size: the ranks that the layer is split over, or their number, with
@@ -95,10 +99,16 @@ class Linear(LinearParameters, torch.nn.Linear):
         own = not skip_weight_param_allocation
         self._make_linear(parameters_split, wanted, device, own)
         if own:
-            self.reset_parameters()
+            initialize(self)
 
     def reset_parameters(self) -> None:
-        """Fill the weight by ``init_method`` (default N(0, 0.023)) and the bias with 0."""
+        """Fill the weight by ``init_method`` (default N(0, 0.023)) and the bias with 0.
+
+        Parameters on the meta device are made on the current one first: the current GPU, or
+        PyTorch's default device where that is no CPU or there is no GPU (``to_empty`` before makes
+        them elsewhere).
+        """
+        materialize(self)
         self._reset_linear()
 
     def extra_repr(self) -> str:

@@ -12,6 +12,7 @@ from ..state import number_layer
 from ._alibi import standard_slopes
 from ._arguments import check_count, checked_eps, checked_groups
 from ._masks import Mask
+from ._materialize import reset_children
 from ._parallel_module import checked_tp_size, divided, set_group_of_children
 from ._qk_norm import qk_norms
 from ._qkv_heads import HeadLayout, Rotation, rotation_of, split_heads
@@ -209,6 +210,13 @@ class MultiheadAttention(torch.nn.Module):
             **shared,
         )
         number_layer(self, layer_number)
+
+    def reset_parameters(self) -> None:
+        """Give all parameters new values, those on the meta device on the current one.
+
+        See ``Linear.reset_parameters``.
+        """
+        reset_children(self)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Name the ranks over which heads are split; see ``Linear.set_tensor_parallel_group``."""

@@ -14,6 +14,7 @@ from ..state import number_layer
 from ._arguments import checked_eps, checked_groups
 from ._autocast import autocast_dtype
 from ._masks import Mask
+from ._materialize import reset_children
 from ._parallel_module import checked_tp_size, set_group_of_children
 from .inference_params import InferenceParams
 from .layer_norm import LayerNorm
@@ -235,6 +236,13 @@ class TransformerLayer(torch.nn.Module):
                 device=device,
             )
         number_layer(self, layer_number)
+
+    def reset_parameters(self) -> None:
+        """Give all parameters new values, those on the meta device on the current one.
+
+        See ``Linear.reset_parameters``.
+        """
+        reset_children(self)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Name the ranks that the layer is split over; see ``Linear.set_tensor_parallel_group``."""

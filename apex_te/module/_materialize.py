@@ -1,0 +1,40 @@
+"""Modules whose parameters are on the meta device, and how these get memory and values."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["initialize", "materialize", "reset_children"]
+
+
+def initialize(module: torch.nn.Module) -> None:
+    """Give a new module's parameters their first values; on the meta device there are none."""
+    if not _is_on_meta(module):
+        module.reset_parameters()  # type: ignore[operator]
+
+
+def materialize(module: torch.nn.Module) -> None:
+    """Move a module's own parameters from the meta device to the current one, without values.
+
+    The current device is PyTorch's default device unless that is the CPU and there is a GPU, then
+    the current one. Where the default device is ``"meta"`` nothing happens.
+    """
+    if not _is_on_meta(module):
+        return
+    device = torch.get_default_device()
+    if device.type == "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device.type != "meta":
+        module.to_empty(device=device, recurse=False)
+
+
+def reset_children(module: torch.nn.Module) -> None:
+    """Call ``reset_parameters`` of every child that has it."""
+    for child in module.children():
+        reset = getattr(child, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+
+def _is_on_meta(module: torch.nn.Module) -> bool:
+    return any(p is not None and p.is_meta for p in module._parameters.values())
