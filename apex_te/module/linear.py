@@ -169,6 +169,8 @@ class Linear(LinearParameters, torch.nn.Linear):
                 raise ValueError("Linear: weight must be None with parameters_split, got a tensor")
             self._check_given("weight", weight, (self.out_features, self.in_features))
         if not self.use_bias:
+            if bias is not None:
+                raise ValueError("Linear: bias must be None with bias=False, got one")
             return weight, None
         if bias is None:
             bias = self._parameters.get("bias")

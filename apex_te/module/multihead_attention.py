@@ -111,6 +111,8 @@ class MultiheadAttention(torch.nn.Module):
         check_count(_NAME, "hidden_size", hidden_size)
         groups = checked_groups(_NAME, num_attention_heads, num_gqa_groups)
         layernorm_epsilon = checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon)
+        if kv_channels is not None:
+            check_count(_NAME, "kv_channels", kv_channels)
         if kv_channels is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"{_NAME}: num_attention_heads must divide hidden_size={hidden_size}, "
@@ -298,6 +300,11 @@ class MultiheadAttention(torch.nn.Module):
             )
         start = 0
         if inference_params is not None:
+            if self.attention_type == "cross":
+                raise ValueError(
+                    f"{_NAME}: inference_params must be None in cross attention, whose keys are "
+                    "those of encoder_output in each call, got some"
+                )
             start = inference_params.sequence_len_offset
         rotation = None
         if rotary_pos_emb is not None:
@@ -311,10 +318,9 @@ class MultiheadAttention(torch.nn.Module):
         )  # fmt: skip
         if inference_params is not None:
             kind = self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
-            if self.attention_type == "self":
-                k, v = extended(_NAME, inference_params, self.layer_number, k, v, self.qkv_format)
-                if kind in ("causal", "padding_causal"):
-                    attn_mask_type = kind + "_bottom_right"
+            k, v = extended(_NAME, inference_params, self.layer_number, k, v, self.qkv_format)
+            if kind in ("causal", "padding_causal"):
+                attn_mask_type = kind + "_bottom_right"
         core = self.core_attention
         if core_attention_bias_type == "alibi" and alibi_slopes is None and core.tp_size > 1:
             alibi_slopes = standard_slopes(

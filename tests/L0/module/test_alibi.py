@@ -89,12 +89,13 @@ def test_mask_types(kind, queries, keys, slopes, path, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision(dtype, path, device):
+@pytest.mark.parametrize("groups", [G, H])
+def test_half_precision(dtype, groups, path, device):
     """The bias is rounded to the dtype of the scores, as given biases are."""
-    module = build(device, H, D, G)
+    module = build(device, H, D, groups)
     constant = bias_of("causal", torch.tensor(paper_slopes(H)), 33, 33, None).to(dtype)
     hidden = hides("causal", None, 33, 33, None)
-    check(module, tensors(33, 33, dtype=dtype), hidden, "bshd", constant=constant, **ALIBI)
+    check(module, tensors(33, 33, groups, dtype), hidden, "bshd", constant=constant, **ALIBI)
 
 
 def test_window(path, device):

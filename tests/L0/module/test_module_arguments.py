@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import apex_te
+from apex_te.module.inference_params import InferenceParams
 
 ATTENTION = "attn_mask_type window_size"
 # What can be passed by position: the first arguments of TransformerEngine 2, up to one that its
@@ -136,6 +137,17 @@ def test_refuses_what_another_order_passes():
     core = apex_te.DotProductAttention(2, 8)
     with pytest.raises(TypeError, match="positional argument"):
         core(x.unflatten(-1, (2, 8)), x, x, None, "sbhd", None, None, 4, 4)
+
+
+def test_refuses_what_would_be_ignored():
+    x = torch.randn(4, 1, 16)
+    with pytest.raises(ValueError, match="Linear: bias must be None with bias=False, got one"):
+        apex_te.Linear(16, 16, bias=False)(x, bias=torch.zeros(16))
+    cross = apex_te.MultiheadAttention(16, 2, attention_type="cross", attn_mask_type="no_mask")
+    with pytest.raises(ValueError, match="inference_params must be None in cross attention"):
+        cross(x, None, x, inference_params=InferenceParams(1, 4))
+    with pytest.raises(TypeError, match="kv_channels must be an int, got float"):
+        apex_te.MultiheadAttention(16, 2, 8.0)
 
 
 MICROBATCHED = {
