@@ -3,10 +3,14 @@
 // kGelu is the tanh form of Hendrycks and Gimpel (arXiv 1606.08415) written as x * sigmoid(2 u),
 // u = sqrt(2/pi) (x + 0.044715 x^3); kGeluErf is the exact form.
 //
-// All are branch-free and rest on 2^z and 1/y: special-function instructions on the device, on the
-// host a polynomial that the compiler vectorizes, with the same bits for every instruction set.
-// 2^z is within 1.2 ulp on the host, 2 on the device; powers below 2^-126 are 0. Rounding z, the
-// exponent, adds |z| / 2 ulp to the digits of a negative tail: gelu is within 40 ulp at -5, the
+// All are branch-free and rest on e^y or 2^z and a division. On the host these are polynomials that
+// the compiler vectorizes and the division of floats, with the same bits for every instruction set;
+// on the device special-function instructions, or, where a result is kept in float32 (kFine), the
+// math library's e^y and the division, since results of 16 and 8 bits need no more.
+//
+// silu, quick gelu and sigmoid take e^-x, within 1.5 ulp: their values are within 3 ulp. gelu takes
+// 2^z, within 1.2 ulp on the host, 2 on the device; powers below 2^-126 are 0. Rounding z, the
+// exponent, adds |z| / 2 ulp to the digits of the negative tail: gelu is within 40 ulp at -5, the
 // absolute error within 1e-6 of the larger of 1 and |f(x)| everywhere.
 //
 // NaN gives NaN, in value and derivative. At an infinity they are what PyTorch's formulas give in
@@ -18,6 +22,7 @@
 #include <cmath>
 
 #include "common/codec.h"
+#include "common/exp.h"
 
 namespace apex_te {
 
@@ -89,22 +94,71 @@ APEX_TE_HD float reciprocal(float y) {
 #endif
 }
 
-// s = 1 / (1 + 2^z); sigmoid(x) is the value at z = -log2(e) x.
-APEX_TE_HD float logistic(float z) { return reciprocal(1.0f + power_of_two(z)); }
+constexpr float kLog2E = 1.442695041f;
 
-// The same; *product receives s (1 - s) without the cancellation of 1 - s.
-APEX_TE_HD float logistic(float z, float* product) {
-  const float power = power_of_two_capped(-fabsf(z));
-  const float larger = reciprocal(1.0f + power);
-  const float smaller = power * larger;
-  *product = smaller * larger;
-  return z < 0.0f ? larger : smaller;
+// e^y: 0 below 2^-126 or less, infinity above 2^127.5.
+template <bool kFine>
+APEX_TE_HD float power_of_e(float y) {
+#if defined(__CUDA_ARCH__)
+  return kFine ? expf(y) : power_of_two(kLog2E * y);
+#else
+  return exp_fast(y);
+#endif
 }
 
-constexpr float kLog2E = 1.442695041f;
-constexpr float kTwoSqrt2OverPi = 1.595769122f, kCubic = 0.044715f;  // of gelu's tanh form
+// x / y for y >= 1, infinity and NaN included.
+template <bool kFine>
+APEX_TE_HD float ratio(float x, float y) {
+#if defined(__CUDA_ARCH__)
+  return kFine ? x / y : x * reciprocal(y);
+#else
+  return x / y;
+#endif
+}
 
-APEX_TE_HD float sigmoid(float x) { return logistic(-kLog2E * x); }
+// x / (1 + power) for power >= 0, or with is_lower x power / (1 + power). Where the result is
+// nearly x it is the difference to x that is rounded: half an ulp, where 1 + power would bring
+// another half.
+template <bool kFine>
+APEX_TE_HD float gated_value(float x, float power, bool is_lower = false) {
+#if defined(__CUDA_ARCH__)
+  if (!kFine) return ratio<kFine>(x, 1.0f + power);
+#endif
+  const bool is_near = !is_lower && power < 0.5f && power > 0.0f;  // none from an infinite x
+  const float quotient = ratio<kFine>(is_near || is_lower ? x * power : x, 1.0f + power);
+  return is_near ? x - quotient : quotient;
+}
+
+// s + y s (1 - s), the derivative of x s, for either s or rest = 1 - s with all its digits, the
+// smaller of the two: little is added to 1, or 1 + y has most of the sum.
+APEX_TE_HD float gated_derivative(float y, float s, float rest, bool is_lower) {
+  const float upper = mul_add(rest, mul_add(y, s, -1.0f), 1.0f);
+  const float lower = s * mul_add(-y, s, 1.0f + y);
+  return is_lower ? lower : upper;
+}
+
+// s = 1 / (1 + power), or with is_lower 1 - 1 / (1 + power), for power <= 1; s (1 - s) without the
+// cancellation of 1 - s; and x s.
+struct Logistic {
+  float s, rest, product, value;
+};
+template <bool kFine>
+APEX_TE_HD Logistic logistic(float x, float power, bool is_lower) {
+  const float sum = 1.0f + power;
+  const float larger = ratio<kFine>(1.0f, sum);
+  const float smaller = power * larger;
+  const float s = is_lower ? smaller : larger;
+#if defined(__CUDA_ARCH__)
+  if (!kFine) return Logistic{s, is_lower ? larger : smaller, smaller * larger, x * s};
+#endif
+  const float value = gated_value<kFine>(x, power, is_lower);
+  // The difference is exact, so that in the product its error and that of `larger` nearly cancel; a
+  // small one would have few digits.
+  const float product = (power > 0.0625f ? 1.0f - larger : smaller) * larger;
+  return Logistic{s, is_lower ? larger : smaller, product, value};
+}
+
+constexpr float kTwoSqrt2OverPi = 1.595769122f, kCubic = 0.044715f;  // of gelu's tanh form
 
 // P(X <= x) of a normal distribution. *with_density, where it is not null, receives that plus
 // x exp(-x^2 / 2) / sqrt(2 pi), the derivative of x P(X <= x).
@@ -138,19 +192,19 @@ APEX_TE_HD float sum_with_tail(float a, float b, float c) {
 }
 
 // The value; *derivative receives f'(x) where it is not null.
-template <Activation kAct>
+template <Activation kAct, bool kFine = true>
 APEX_TE_HD float activate(float x, float* derivative = nullptr) {
   if (kAct == Activation::kGelu) {
     constexpr float kA = -kLog2E * kTwoSqrt2OverPi, kB = kA * kCubic;
     const float square = x * x;
-    if (!derivative) return x * logistic(x * mul_add(kB, square, kA));
+    if (!derivative) return gated_value<kFine>(x, power_of_two(x * mul_add(kB, square, kA)));
     // Beyond, s is 0 or 1, and 0 times the slope must not become 0 times infinity.
     const float bounded = square < 1e4f ? square : 1e4f;
-    float product;
-    const float s = logistic(x * mul_add(kB, bounded, kA), &product);
+    const float z = x * mul_add(kB, bounded, kA);
+    const Logistic g = logistic<kFine>(x, power_of_two_capped(-fabsf(z)), !(z < 0.0f));
     const float slope = mul_add(3.0f * kTwoSqrt2OverPi * kCubic, bounded, kTwoSqrt2OverPi);
-    *derivative = sum_with_tail(x * product, slope, s);
-    return x * s;
+    *derivative = sum_with_tail(x * g.product, slope, g.s);
+    return g.value;
   }
   if (kAct == Activation::kGeluErf) {
     return x * normal_cdf(x, derivative);
@@ -166,45 +220,53 @@ APEX_TE_HD float activate(float x, float* derivative = nullptr) {
     return y;
   }
   constexpr float kFactor = kAct == Activation::kQuickGelu ? 1.702f : 1.0f;
-  const float z = -kLog2E * kFactor * x;
-  if (!derivative) return kAct == Activation::kSigmoid ? logistic(z) : x * logistic(z);
-  float product;
-  const float s = logistic(z, &product);
-  *derivative = kAct == Activation::kSigmoid ? product : sum_with_tail(x * product, kFactor, s);
-  return kAct == Activation::kSigmoid ? s : x * s;
+  constexpr bool kIsSigmoid = kAct == Activation::kSigmoid;
+  const float y = -kFactor * x;
+  if (!derivative) return ratio<kFine>(kIsSigmoid ? 1.0f : x, 1.0f + power_of_e<kFine>(y));
+  const float power = power_of_e<kFine>(-fabsf(y));
+  const bool is_lower = !(y < 0.0f);
+  const Logistic g = logistic<kFine>(x, power, is_lower);
+  if (kIsSigmoid)
+    *derivative = g.product;
+  else if (kFine && kAct == Activation::kSilu)
+    *derivative = gated_derivative(x, g.s, g.rest, is_lower);
+  else
+    *derivative = sum_with_tail(x * g.product, kFactor, g.s);
+  return kIsSigmoid ? g.s : g.value;
 }
 
 // f'(x) of x sigmoid(g(x)), in fewer operations than with the value. Beyond the bounds, where it is
 // 0 or 1 to within 2e-36, it is that of a bound: so 2^z is finite and 0 is met by no infinity.
-template <Activation kAct>
+template <Activation kAct, bool kFine>
 APEX_TE_HD float bounded_derivative(float x) {
   constexpr bool kIsGelu = kAct == Activation::kGelu;
   constexpr float kFactor = kAct == Activation::kQuickGelu ? 1.702f : 1.0f;
   constexpr float kBound = kIsGelu ? 10.0f : 87.0f / kFactor;
   const float above = x > -kBound ? x : -kBound;
-  const float bounded = !kIsGelu || above < kBound ? above : kBound;
-  float z, slope;
+  const float bounded = above < kBound ? above : kBound;
+  float power, slope;
   if (kIsGelu) {
     const float square = bounded * bounded;
-    z = bounded * mul_add(-kLog2E * kTwoSqrt2OverPi * kCubic, square, -kLog2E * kTwoSqrt2OverPi);
+    power = power_of_two_within(
+        bounded * mul_add(-kLog2E * kTwoSqrt2OverPi * kCubic, square, -kLog2E * kTwoSqrt2OverPi));
     slope = mul_add(3.0f * kTwoSqrt2OverPi * kCubic, square, kTwoSqrt2OverPi);
   } else {
-    z = -kLog2E * kFactor * bounded;
+    power = power_of_e<kFine>(-kFactor * bounded);
     slope = kFactor;
   }
-  const float power = kIsGelu ? power_of_two_within(z) : power_of_two_capped(z);
-  const float s = reciprocal(1.0f + power);
-  const float derivative = mul_add(bounded, slope * (power * s * s), s);
+  const float s = ratio<kFine>(1.0f, 1.0f + power);
+  const float derivative = kFine ? gated_derivative(bounded * slope, s, power * s, power > 1.0f)
+                                 : mul_add(bounded, slope * (power * s * s), s);
   return mul_add(x, 0.0f, derivative);  // NaN where x is NaN or infinite
 }
 
 // dy f'(x). Where relu's derivative is 0 the result is 0, whatever dy is.
-template <Activation kAct>
+template <Activation kAct, bool kFine = true>
 APEX_TE_HD float activation_gradient(float x, float dy) {
   if (kAct == Activation::kGelu || kAct == Activation::kQuickGelu || kAct == Activation::kSilu)
-    return dy * bounded_derivative<kAct>(x);
+    return dy * bounded_derivative<kAct, kFine>(x);
   float derivative;
-  activate<kAct>(x, &derivative);
+  activate<kAct, kFine>(x, &derivative);
   const float result = dy * derivative;
   if (kAct != Activation::kRelu && kAct != Activation::kSquaredRelu) return result;
   return derivative == 0.0f ? 0.0f : result;

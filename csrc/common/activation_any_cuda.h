@@ -29,6 +29,7 @@ __global__ void __launch_bounds__(kAnyThreads)
   const float scale = p.scale ? *p.scale : 1.0f;
   const uint32_t seen = amax_so_far(p.amax);
   const float bias = p.bias && col < p.cols ? load_element(p.bias, col, p.dtype) : 0.0f;
+  const bool is_fine = p.dtype == DType::kFloat32;
   uint32_t amax = 0;
   float column_sum = 0.0f;
   for (int r0 = group; r0 < kAnyRows; r0 += kGroups * kBatch) {
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kAnyThreads)
     Kinds::choose(p.kind, [&](auto kind) {
 #pragma unroll
       for (int k = 0; k < kBatch; ++k)
-        values[k] = activation_result<decltype(kind)::value, kBwd>(x[k] + bias, dy[k]);
+        values[k] = activation_result<decltype(kind)::value, kBwd>(x[k] + bias, dy[k], is_fine);
     });
     float batch_sum = 0.0f;
 #pragma unroll

@@ -25,10 +25,15 @@ struct ActivationKinds {
   }
 };
 
-// f(x), or dy f'(x).
-template <Activation kKind, bool kBwd>
+// f(x), or dy f'(x); kFine: for a result in float32.
+template <Activation kKind, bool kBwd, bool kFine>
 __device__ __forceinline__ float activation_result(float x, float dy) {
-  return kBwd ? activation_gradient<kKind>(x, dy) : activate<kKind>(x);
+  return kBwd ? activation_gradient<kKind, kFine>(x, dy) : activate<kKind, kFine>(x);
+}
+template <Activation kKind, bool kBwd>
+__device__ __forceinline__ float activation_result(float x, float dy, bool is_fine) {
+  return is_fine ? activation_result<kKind, kBwd, true>(x, dy)
+                 : activation_result<kKind, kBwd, false>(x, dy);
 }
 
 using Words4 = Vec8<BFloat16>;  // 16 bytes: 8 elements of 16 bits, of either type, or 4 floats
@@ -106,7 +111,7 @@ __global__ void __launch_bounds__(kFlatThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = __uint_as_float(in[k].words[i]);
-        out.words[i] = __float_as_uint(activation_result<kKind, kBwd>(
+        out.words[i] = __float_as_uint(activation_result<kKind, kBwd, true>(
             kBias ? x + __uint_as_float(bias[k].words[i]) : x, __uint_as_float(grad[k].words[i])));
       }
     } else {
@@ -121,16 +126,17 @@ __global__ void __launch_bounds__(kFlatThreads)
       }
 #pragma unroll
       for (int i = 0; i < kVec; ++i)
-        values[i] = activation_result<kKind, kBwd>(values[i], kBwd ? grads[i] : 0.0f);
+        values[i] = activation_result<kKind, kBwd, false>(values[i], kBwd ? grads[i] : 0.0f);
       out = pack16(values, is_half);
     }
     if (v < vectors) store_vec(static_cast<BFloat16*>(p.out) + v * kVec, out);
   }
   const int64_t rest = (is_float ? vectors * 4 : vectors * 8) + threadIdx.x;
   if (blockIdx.x == 0 && !kBias && rest < numel)
-    store_element(p.out, rest, p.dtype,
-                  activation_result<kKind, kBwd>(load_element(p.x, rest, p.dtype),
-                                                 kBwd ? load_element(p.dy, rest, p.dtype) : 0.0f));
+    store_element(
+        p.out, rest, p.dtype,
+        activation_result<kKind, kBwd>(load_element(p.x, rest, p.dtype),
+                                       kBwd ? load_element(p.dy, rest, p.dtype) : 0.0f, is_float));
 }
 
 // 16-byte accesses fit, and a vector lies in one row where there is a bias.

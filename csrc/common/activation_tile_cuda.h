@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
     if (kBwd) unpack16(grad[r], is_half, grads);
 #pragma unroll
     for (int i = 0; i < kVec; ++i)
-      values[i] = activation_result<kKind, kBwd>(kBias ? values[i] + bias[i] : values[i],
-                                                 kBwd ? grads[i] : 0.0f);
+      values[i] = activation_result<kKind, kBwd, false>(kBias ? values[i] + bias[i] : values[i],
+                                                        kBwd ? grads[i] : 0.0f);
     if (r < rows) {
       if (kDbias) {
 #pragma unroll

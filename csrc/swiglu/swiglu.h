@@ -34,16 +34,17 @@ APEX_TE_FUNCTION(swiglu_bwd_fp8,
 
 namespace apex_te {
 
-template <Activation kAct>
+// kFine: for results in float32.
+template <Activation kAct, bool kFine = true>
 APEX_TE_HD float gated(float gate, float up) {
-  return activate<kAct>(gate) * up;
+  return activate<kAct, kFine>(gate) * up;
 }
 
 // Where relu's derivative is 0 so is dgate, whatever the rest.
-template <Activation kAct>
+template <Activation kAct, bool kFine = true>
 APEX_TE_HD void gated_gradient(float gate, float up, float grad, float* dgate, float* dup) {
   float slope;
-  const float value = activate<kAct>(gate, &slope);
+  const float value = activate<kAct, kFine>(gate, &slope);
   const float product = grad * up * slope;
   *dgate = kAct == Activation::kRelu && slope == 0.0f ? 0.0f : product;
   *dup = grad * value;

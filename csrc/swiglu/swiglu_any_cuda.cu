@@ -72,9 +72,10 @@ __global__ void __launch_bounds__(kThreads) swiglu_any_kernel(const Swiglu p) {
             u += up_bias;
           }
           if (kBwd)
-            gated_gradient<kAct>(g, u, to_float(grad[k]), &results[0][k], &results[kHalves - 1][k]);
+            gated_gradient<kAct, sizeof(T) == 4>(g, u, to_float(grad[k]), &results[0][k],
+                                                 &results[kHalves - 1][k]);
           else
-            results[0][k] = gated<kAct>(g, u);
+            results[0][k] = gated<kAct, sizeof(T) == 4>(g, u);
         }
       });
 #pragma unroll
@@ -164,9 +165,9 @@ __global__ void __launch_bounds__(kThreads, kLineBlocks) swiglu_line_kernel(cons
 #pragma unroll
     for (int k = 0; k < kLineElements; ++k) {
       if (kBwd)
-        gated_gradient<kAct>(g[k], u[k], to_float(grad[k]), &g[k], &u[k]);
+        gated_gradient<kAct, sizeof(T) == 4>(g[k], u[k], to_float(grad[k]), &g[k], &u[k]);
       else
-        g[k] = gated<kAct>(g[k], u[k]);
+        g[k] = gated<kAct, sizeof(T) == 4>(g[k], u[k]);
     }
   });
   T* first = static_cast<T*>(kBwd ? p.dgate : p.out) + row * (kBwd ? p.grad_ld : p.cols) + col;

@@ -37,13 +37,12 @@ __device__ __forceinline__ void add_bias(const void* bias, int64_t col, float* v
 
 // Blocks of a multiprocessor: enough loads in flight with a vector of each input for each thread.
 template <typename T, bool kBwd>
-constexpr int kBlocks = sizeof(T) == 4 ? 5
-                        : kBwd         ? 6
-                                       : 8;
+constexpr int kBlocks = sizeof(T) == 4 ? (kBwd ? 4 : 5) : (kBwd ? 6 : 8);
 
 template <typename T, Activation kAct, bool kBwd>
 __global__ void __launch_bounds__(kThreads, kBlocks<T, kBwd>)
     swiglu_kernel(const Swiglu p, const Vectors n) {
+  constexpr bool kFine = sizeof(T) == 4;
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= n.count) return;
   const uint32_t vector_row = n.row_of(i);
@@ -65,14 +64,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<T, kBwd>)
     float d[kVec];
     unpack(grad, d);
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) gated_gradient<kAct>(g[k], u[k], d[k], &g[k], &u[k]);
+    for (int k = 0; k < kVec; ++k) gated_gradient<kAct, kFine>(g[k], u[k], d[k], &g[k], &u[k]);
     pack(g, &out);
     store_vec(static_cast<T*>(p.dgate) + row * p.grad_ld + col, out);
     pack(u, &out);
     store_vec(static_cast<T*>(p.dup) + row * p.grad_ld + col, out);
   } else {
 #pragma unroll
-    for (int k = 0; k < kVec; ++k) g[k] = gated<kAct>(g[k], u[k]);
+    for (int k = 0; k < kVec; ++k) g[k] = gated<kAct, kFine>(g[k], u[k]);
     pack(g, &out);
     store_vec(static_cast<T*>(p.out) + row * p.cols + col, out);
   }
