@@ -2,7 +2,8 @@
 
 Parameters and gradients are float32, float16 or bfloat16, mixed at will; moments and master weights
 are float32. With a master weight the parameter is only written: it becomes the rounded master.
-Gradients are only read. A launch takes up to 624 parameters; empty ones may stand anywhere.
+Gradients are only read, unless they are to be unscaled in place. A launch takes up to 624
+parameters; empty ones may stand anywhere.
 
 For a captured graph, what changes from step to step may be a tensor of one element on the device:
 `lr`, `step`, `inv_scale` and `found_inf`. A `found_inf` that is not zero makes the whole step a
@@ -20,26 +21,27 @@ from .registration import bind
 
 _adam = bind(
     "multi_tensor",
-    "multi_tensor_adam(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "multi_tensor_adam(Tensor(a!)[] params, Tensor(g!)[] grads, Tensor(b!)[] exp_avgs, "
     "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] masters, float lr, float beta1, float beta2, "
     "float eps, float weight_decay, int step, bool adamw, bool bias_correction, bool maximize, "
-    "Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? found_inf) -> ()",
+    "Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? found_inf, "
+    "bool unscale_grads) -> ()",
 )
 _sgd = bind(
     "multi_tensor",
-    "multi_tensor_sgd(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentums, "
+    "multi_tensor_sgd(Tensor(a!)[] params, Tensor(g!)[] grads, Tensor(b!)[] momentums, "
     "Tensor(c!)[] masters, float lr, float momentum, float dampening, float weight_decay, "
     "bool nesterov, bool first_step, bool maximize, Tensor? lr_tensor, Tensor? inv_scale, "
-    "Tensor? found_inf) -> ()",
+    "Tensor? found_inf, bool unscale_grads) -> ()",
 )
 _lamb = bind(
     "multi_tensor",
-    "multi_tensor_lamb(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "multi_tensor_lamb(Tensor(a!)[] params, Tensor(g!)[] grads, Tensor(b!)[] exp_avgs, "
     "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] masters, float lr, float beta1, float beta2, "
     "float eps, float weight_decay, int step, bool adamw, bool bias_correction, "
     "bool grad_averaging, bool nvlamb, float max_grad_norm, Tensor? grad_norm, "
     "Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? found_inf, "
-    "Tensor(e!) workspace) -> ()",
+    "bool unscale_grads, Tensor(e!) workspace) -> ()",
 )
 
 
@@ -50,6 +52,15 @@ def _number_or_tensor(value: float | torch.Tensor) -> tuple[float, torch.Tensor 
 def _written(*lists: Tensors) -> None:
     for tensors in lists:
         mark_written(tensors, None)
+
+
+def _wrote_grads(given: Tensors, read: Tensors) -> None:
+    """Hands on unscaled gradients: to those that were read from a dense copy, and to autograd."""
+    if given is not read:
+        for grad, copy in zip(given, read, strict=True):
+            if copy is not grad:
+                grad.copy_(copy)
+    _written(given)
 
 
 def adam(
@@ -69,6 +80,7 @@ def adam(
     masters: Tensors | None = None,
     inv_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
+    unscale_grads: bool = False,
 ) -> None:
     """One step in place of AdamW (decoupled weight decay) or Adam (L2), as torch.optim computes it.
 
@@ -88,6 +100,8 @@ def adam(
         masters: float32, of params' shapes.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; not zero skips the step.
+        unscale_grads: also write the gradients times `inv_scale`, where that is given and the step
+            is not skipped.
 
     Raises:
         TypeError, ValueError: a dtype, shape, device, length or option that does not match.
@@ -97,11 +111,15 @@ def adam(
     masters = [] if masters is None else masters
     rate, rate_tensor = _number_or_tensor(lr)
     count, count_tensor = _number_or_tensor(step)
+    read = dense(grads)
     _adam(
-        params, dense(grads), exp_avgs, exp_avg_sqs, masters, rate, *betas, eps, weight_decay,
+        params, read, exp_avgs, exp_avg_sqs, masters, rate, *betas, eps, weight_decay,
         count, adamw, bias_correction, maximize, rate_tensor, count_tensor, inv_scale, found_inf,
+        unscale_grads,
     )  # fmt: skip
     _written(params, exp_avgs, exp_avg_sqs, masters)
+    if unscale_grads and inv_scale is not None:
+        _wrote_grads(grads, read)
 
 
 def sgd(
@@ -119,6 +137,7 @@ def sgd(
     masters: Tensors | None = None,
     inv_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
+    unscale_grads: bool = False,
 ) -> None:
     """One step of stochastic gradient descent as torch.optim.SGD computes it, in place.
 
@@ -136,6 +155,8 @@ def sgd(
         masters: float32, of params' shapes.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; not zero skips the step.
+        unscale_grads: also write the gradients times `inv_scale`, where that is given and the step
+            is not skipped.
 
     Raises:
         TypeError, ValueError: a dtype, shape, device, length or option that does not match.
@@ -145,11 +166,14 @@ def sgd(
     momentums = [] if momentums is None or not momentum else momentums
     masters = [] if masters is None else masters
     rate, rate_tensor = _number_or_tensor(lr)
+    read = dense(grads)
     _sgd(
-        params, dense(grads), momentums, masters, rate, momentum, dampening, weight_decay,
-        nesterov, first_step, maximize, rate_tensor, inv_scale, found_inf,
+        params, read, momentums, masters, rate, momentum, dampening, weight_decay,
+        nesterov, first_step, maximize, rate_tensor, inv_scale, found_inf, unscale_grads,
     )  # fmt: skip
     _written(params, momentums, masters)
+    if unscale_grads and inv_scale is not None:
+        _wrote_grads(grads, read)
 
 
 def lamb(
@@ -172,6 +196,7 @@ def lamb(
     masters: Tensors | None = None,
     inv_scale: torch.Tensor | None = None,
     found_inf: torch.Tensor | None = None,
+    unscale_grads: bool = False,
 ) -> None:
     """One step of LAMB (arXiv 1904.00962) in place: Adam's update with a rate for each tensor.
 
@@ -180,7 +205,7 @@ def lamb(
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
-        masters, inv_scale, found_inf: as for `adam`.
+        masters, inv_scale, found_inf, unscale_grads: as for `adam`.
         adamw: add weight decay to the update instead of the gradient.
         grad_averaging: the gradient enters exp_avg with weight 1 - betas[0], else 1.
         nvlamb: apply the trust ratio without weight decay, too.
@@ -192,22 +217,24 @@ def lamb(
     """
     if not len(params) and not len(grads):
         return
-    grads = dense(grads)
+    read = dense(grads)
     if max_grad_norm <= 0:
         grad_norm = None
     elif grad_norm is None:
-        norm = l2norm(grads)
+        norm = l2norm(read)
         assert isinstance(norm, torch.Tensor)
         grad_norm = norm
     masters = [] if masters is None else masters
     rate, rate_tensor = _number_or_tensor(lr)
     count, count_tensor = _number_or_tensor(step)
     _lamb(
-        params, grads, exp_avgs, exp_avg_sqs, masters, rate, *betas, eps, weight_decay, count,
+        params, read, exp_avgs, exp_avg_sqs, masters, rate, *betas, eps, weight_decay, count,
         adamw, bias_correction, grad_averaging, nvlamb, max_grad_norm, grad_norm, rate_tensor,
-        count_tensor, inv_scale, found_inf, workspace(params[0], len(params), 2),
+        count_tensor, inv_scale, found_inf, unscale_grads, workspace(params[0], len(params), 2),
     )  # fmt: skip
     _written(params, exp_avgs, exp_avg_sqs, masters)
+    if unscale_grads and inv_scale is not None:
+        _wrote_grads(grads, read)
 
 
 def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -93,7 +93,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss.
             grad_scaler: keyword only; a ``torch.amp.GradScaler`` whose scale divides the gradients
                 and whose finding of non-finite ones skips the step, both on the device.
-                ``scaler.step(optimizer)`` does the same.
+                ``scaler.step(optimizer)`` does the same. As with torch's fused optimizers the
+                gradients are unscaled afterwards, and left as they are if the step is skipped.
 
         Returns:
             What ``closure`` returned, else None.

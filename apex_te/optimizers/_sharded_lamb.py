@@ -86,6 +86,8 @@ def _direct(
         wide = [torch.empty_like(u) for u in update]
         multi_tensor.scale(grads, wide, _factor(options, bucket.device))
         multi_tensor.axpby(wide, base, wide, 1.0, decay)
+        if options["unscale_grads"]:
+            multi_tensor.scale(grads, grads, _unscaling(options))
         grads = wide
         chosen |= {"max_grad_norm": 0.0, "grad_norm": None, "inv_scale": None}
 
@@ -95,6 +97,12 @@ def _direct(
     bucket.update(op, grads, chosen)
     # A parameter of zeros became minus its update.
     multi_tensor.axpby(base, update, update, decay if options["adamw"] else 0.0, -1.0)
+
+
+def _unscaling(options: dict[str, Any]) -> torch.Tensor:
+    """What an unscaled gradient is multiplied by: 1 where the step is skipped."""
+    skip, inv_scale = options["found_inf"], options["inv_scale"]
+    return inv_scale if skip is None else torch.where(skip.reshape(()) == 0, inv_scale, 1.0)
 
 
 def _factor(options: dict[str, Any], device: torch.device) -> torch.Tensor:

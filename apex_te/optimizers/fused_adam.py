@@ -108,5 +108,6 @@ class FusedAdam(FusedOptimizer):
                 "bias_correction": group["bias_correction"],
                 "inv_scale": inv_scale,
                 "found_inf": found_inf,
+                "unscale_grads": inv_scale is not None,
             }
             bucket.run(multi_tensor_optim.adam, grads, options)

@@ -114,6 +114,7 @@ class FusedLAMB(FusedOptimizer):
                         "grad_norm": norms.get(device),
                         "inv_scale": inv_scale,
                         "found_inf": found_inf,
+                        "unscale_grads": inv_scale is not None,
                     }
                 )
             sharded = self._sharded_steps(device, items)

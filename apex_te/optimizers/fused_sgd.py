@@ -91,6 +91,7 @@ class FusedSGD(FusedOptimizer):
                 "nesterov": group["nesterov"],
                 "inv_scale": inv_scale,
                 "found_inf": found_inf,
+                "unscale_grads": inv_scale is not None,
             }
             bucket.advance(found_inf)
             step = bucket.step

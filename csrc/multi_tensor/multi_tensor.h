@@ -39,19 +39,19 @@ APEX_TE_FUNCTION(multi_tensor_adam,
                  "masters: Tensor[], lr: float, beta1: float, beta2: float, eps: float, "
                  "weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
                  "maximize: bool, lr_tensor: Tensor?, step_tensor: Tensor?, inv_scale: Tensor?, "
-                 "found_inf: Tensor?")
+                 "found_inf: Tensor?, unscale_grads: bool")
 APEX_TE_FUNCTION(multi_tensor_sgd,
                  "params: Tensor[], grads: Tensor[], momentums: Tensor[], masters: Tensor[], "
                  "lr: float, momentum: float, dampening: float, weight_decay: float, "
                  "nesterov: bool, first_step: bool, maximize: bool, lr_tensor: Tensor?, "
-                 "inv_scale: Tensor?, found_inf: Tensor?")
+                 "inv_scale: Tensor?, found_inf: Tensor?, unscale_grads: bool")
 APEX_TE_FUNCTION(multi_tensor_lamb,
                  "params: Tensor[], grads: Tensor[], exp_avgs: Tensor[], exp_avg_sqs: Tensor[], "
                  "masters: Tensor[], lr: float, beta1: float, beta2: float, eps: float, "
                  "weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
                  "grad_averaging: bool, nvlamb: bool, max_grad_norm: float, grad_norm: Tensor?, "
                  "lr_tensor: Tensor?, step_tensor: Tensor?, inv_scale: Tensor?, "
-                 "found_inf: Tensor?, workspace: Tensor")
+                 "found_inf: Tensor?, unscale_grads: bool, workspace: Tensor")
 
 namespace apex_te {
 

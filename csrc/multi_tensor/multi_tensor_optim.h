@@ -3,7 +3,8 @@
 //
 // Columns of a row: parameter, gradient, exp_avg or momentum, exp_avg_sq, master weight. Moments
 // and master weights are float32. With a master weight the parameter is only written: it becomes
-// the rounded master weight. A gradient is never written.
+// the rounded master weight. A gradient is written only on request: with its product with
+// inv_scale.
 #pragma once
 
 #include <cmath>
@@ -21,6 +22,7 @@ struct DeviceScalars {
   const void* step;
   bool is_int_step;
   Flag found_inf;
+  bool unscale_grads;  // only with inv_scale
 };
 
 struct Moments {
@@ -102,26 +104,31 @@ struct Adam {
 
 struct Sgd {
   const Rows* rows;
-  double lr;
-  float momentum, one_minus_dampening, weight_decay;
+  double lr, momentum, one_minus_dampening, weight_decay;
   bool with_momentum, nesterov, first_step, maximize;
   DeviceScalars device;
 };
 
-APEX_TE_HD float sgd_lr(const Sgd& c) {
-  return c.device.lr ? *c.device.lr : static_cast<float>(c.lr);
+APEX_TE_HD double sgd_lr(const Sgd& c) {
+  return c.device.lr ? static_cast<double>(*c.device.lr) : c.lr;
 }
 APEX_TE_HD float sgd_inv_scale(const Sgd& c) {
   const float inv_scale = c.device.inv_scale ? *c.device.inv_scale : 1.0f;
   return c.maximize ? -inv_scale : inv_scale;
 }
-APEX_TE_HD void sgd_element(const Sgd& c, float lr, float inv_scale, float g, float* p, float* m) {
-  g = g * inv_scale + c.weight_decay * *p;
+// In double where PyTorch's fused step is: where little is left of a difference, the parameter's
+// last digits depend on it.
+APEX_TE_HD void sgd_element(const Sgd& c, double lr, float inv_scale, float g, float* p, float* m) {
+  const double w = static_cast<double>(*p);
+  g = static_cast<float>(static_cast<double>(g * inv_scale) + c.weight_decay * w);
   if (c.with_momentum) {
-    *m = c.first_step ? g : c.momentum * *m + c.one_minus_dampening * g;
-    g = c.nesterov ? g + c.momentum * *m : *m;
+    const double mean = c.first_step ? static_cast<double>(g)
+                                     : c.momentum * static_cast<double>(*m) +
+                                           c.one_minus_dampening * static_cast<double>(g);
+    *m = static_cast<float>(mean);
+    g = static_cast<float>(c.nesterov ? static_cast<double>(g) + c.momentum * mean : mean);
   }
-  *p -= lr * g;
+  *p = static_cast<float>(w - lr * static_cast<double>(g));
 }
 
 struct Lamb {
@@ -201,6 +208,13 @@ inline Moments take_moments(Args& args) {
   return m;
 }
 
+// inv_scale to unscale_grads, which all take.
+inline void take_scaling(Args& args, DeviceScalars* d) {
+  d->inv_scale = take_scalar(args);
+  d->found_inf = take_flag(args);
+  d->unscale_grads = args.boolean() && d->inv_scale;
+}
+
 inline void take_step_tensor(Args& args, const Moments& m, DeviceScalars* d) {
   const TensorView step = args.optional_tensor();
   if (step) {
@@ -222,8 +236,7 @@ inline Adam check_adam(Args& args) {
   p.moments.maximize = args.boolean();
   p.device.lr = take_scalar(args);
   take_step_tensor(args, p.moments, &p.device);
-  p.device.inv_scale = take_scalar(args);
-  p.device.found_inf = take_flag(args);
+  take_scaling(args, &p.device);
   return p;
 }
 
@@ -233,17 +246,16 @@ inline Sgd check_sgd(Args& args) {
   Sgd p{};
   p.rows = &fill_optimizer_rows(args, lists, kColumns, 4, 2);
   p.lr = args.floating();
-  p.momentum = static_cast<float>(args.floating());
-  p.one_minus_dampening = static_cast<float>(1.0 - args.floating());
-  p.weight_decay = static_cast<float>(args.floating());
+  p.momentum = args.floating();
+  p.one_minus_dampening = 1.0 - args.floating();
+  p.weight_decay = args.floating();
   p.nesterov = args.boolean();
   p.first_step = args.boolean();
   p.maximize = args.boolean();
-  p.with_momentum = p.momentum != 0.0f;
+  p.with_momentum = p.momentum != 0.0;
   if (p.with_momentum) lists[2].check_count(args, lists[0].count, "params");
   p.device.lr = take_scalar(args);
-  p.device.inv_scale = take_scalar(args);
-  p.device.found_inf = take_flag(args);
+  take_scaling(args, &p.device);
   return p;
 }
 
@@ -260,8 +272,7 @@ inline Lamb check_lamb(Args& args) {
   p.device.grad_norm = take_scalar(args);
   p.device.lr = take_scalar(args);
   take_step_tensor(args, p.moments, &p.device);
-  p.device.inv_scale = take_scalar(args);
-  p.device.found_inf = take_flag(args);
+  take_scaling(args, &p.device);
   p.partials = split_workspace(args, args.tensor(), rows, 2);
   return p;
 }

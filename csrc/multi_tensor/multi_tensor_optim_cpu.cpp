@@ -24,6 +24,12 @@ struct OptimBlock {
     m = static_cast<float*>(r.data[kExpAvg]) + begin;
     v = static_cast<float*>(r.data[kExpAvgSq]) + begin;
   }
+  // Writes the gradients times `factor`; those that were read may change.
+  APEX_TE_INLINE void store_unscaled_grads(float factor) {
+    float* out = result_values(row.data[kGrad], row.dtype(kGrad), begin, grads);
+    for (int64_t k = 0; k < size; ++k) out[k] = g[k] * factor;
+    finish_values(row.data[kGrad], row.dtype(kGrad), begin, size, out);
+  }
   APEX_TE_INLINE void store_weights() const {
     finish_values(row.data[kParam], row.dtype(kParam), begin, size, p);
   }
@@ -33,17 +39,19 @@ struct AdamOp {
   using Result = bool;
   Moments moments;
   StepScalars scalars;
+  DeviceScalars device;
   APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
     const Moments c = moments;
     const StepScalars s = scalars;
     for (int64_t i = 0; i < n; i += kBlock) {
-      const OptimBlock b(row, begin + i, std::min(kBlock, n - i));
+      OptimBlock b(row, begin + i, std::min(kBlock, n - i));
       const float* g = b.g;
       float *p = b.p, *m = b.m, *v = b.v;
       const int64_t size = b.size;
 #pragma GCC ivdep
       for (int64_t k = 0; k < size; ++k) adam_element(c, s, g[k], &p[k], &m[k], &v[k]);
       b.store_weights();
+      if (device.unscale_grads) b.store_unscaled_grads(*device.inv_scale);
     }
     return false;
   }
@@ -54,9 +62,10 @@ struct SgdOp {
   Sgd options;
   APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
     const Sgd c = options;
-    const float lr = sgd_lr(options), inv_scale = sgd_inv_scale(options);
+    const double lr = sgd_lr(options);
+    const float inv_scale = sgd_inv_scale(options);
     for (int64_t i = 0; i < n; i += kBlock) {
-      const OptimBlock b(row, begin + i, std::min(kBlock, n - i));
+      OptimBlock b(row, begin + i, std::min(kBlock, n - i));
       const float* g = b.g;
       float *p = b.p, *m = b.m, unused;
       const int64_t size = b.size;
@@ -68,6 +77,7 @@ struct SgdOp {
         for (int64_t k = 0; k < size; ++k) sgd_element(c, lr, inv_scale, g[k], &p[k], &unused);
       }
       b.store_weights();
+      if (c.device.unscale_grads) b.store_unscaled_grads(*c.device.inv_scale);
     }
     return false;
   }
@@ -88,7 +98,7 @@ struct LambMomentsOp {
     const float f = factor;
     float params[kLanes] = {}, updates[kLanes] = {}, u[kBlock];
     for (int64_t i = 0; i < n; i += kBlock) {
-      const OptimBlock b(row, begin + i, std::min(kBlock, n - i));
+      OptimBlock b(row, begin + i, std::min(kBlock, n - i));
       const float *g = b.g, *p = b.p;
       float *m = b.m, *v = b.v;
       const int64_t size = b.size;
@@ -99,6 +109,7 @@ struct LambMomentsOp {
       }
       add_squares(p, size, params);
       add_squares(u, size, updates);
+      if (c.device.unscale_grads) b.store_unscaled_grads(*c.device.inv_scale);
     }
     return {sum_lanes(params), sum_lanes(updates)};
   }
@@ -141,7 +152,7 @@ APEX_TE_DEFINE(multi_tensor_adam) {
   using namespace apex_te;
   const Adam p = check_adam(args);
   if (p.device.found_inf.is_set()) return;
-  run_step(*p.rows, AdamOp{p.moments, step_scalars(p.moments, p.device)});
+  run_step(*p.rows, AdamOp{p.moments, step_scalars(p.moments, p.device), p.device});
 }
 
 APEX_TE_DEFINE(multi_tensor_sgd) {

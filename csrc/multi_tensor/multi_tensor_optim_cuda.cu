@@ -2,6 +2,8 @@
 //
 // Vectors of 4 elements: 16-byte accesses to moments and master weights, which are most of the
 // bytes, and 8-byte ones to parameters and gradients of 16 bits.
+#include <type_traits>
+
 #include "multi_tensor/multi_tensor_launch.h"
 #include "multi_tensor/multi_tensor_optim.h"
 
@@ -17,8 +19,7 @@ using OptimWork = Work<kNumColumns, kBytes>;
 
 // The columns of a chunk: weights are the master's where there is one, else the parameter's.
 struct Columns {
-  void *param, *weight, *m, *v;
-  const void* grad;
+  void *param, *weight, *m, *v, *grad;
   int param_dtype, weight_dtype, grad_dtype;
   template <int kBytes>
   __device__ explicit Columns(const OptimWork<kBytes>& w)
@@ -35,6 +36,16 @@ struct Columns {
     store_values<kWidth, kVector>(param, param_dtype, i, n, values);
     if (weight != param) store_values<kWidth, kVector>(weight, 0, i, n, values);
   }
+  // Writes a gradient as it was read, times inv_scale.
+  template <bool kVector>
+  __device__ __forceinline__ void store_unscaled(const DeviceScalars& device, int64_t i, int64_t n,
+                                                 const float* grads) const {
+    const float factor = *device.inv_scale;
+    float values[kWidth];
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) values[e] = grads[e] * factor;
+    store_values<kWidth, kVector>(grad, grad_dtype, i, n, values);
+  }
 };
 
 // One block's scalars: the first thread computes them while the others' loads are under way.
@@ -45,9 +56,12 @@ __device__ __forceinline__ StepScalars shared_scalars(const Moments& m, const De
   return scalars;
 }
 
+// kUnscale: writes the unscaled gradients; in kernels of their own, which need more registers.
+template <bool kUnscale>
 struct AdamBody {
   Columns c;
   const Moments& moments;
+  const DeviceScalars& device;
   StepScalars s;
   template <int kSteps, bool kVector>
   __device__ __forceinline__ void run(int64_t i, int64_t n) {
@@ -73,26 +87,31 @@ struct AdamBody {
       store_values<kWidth, kVector>(c.m, 0, at, n, mv);
       store_values<kWidth, kVector>(c.v, 0, at, n, vv);
       c.template store_weight<kVector>(at, n, pv);
+      if (kUnscale) c.template store_unscaled<kVector>(device, at, n, gv);
     }
   }
 };
 
-template <int kBytes>
+template <bool kUnscale, int kBytes>
 __global__ void __launch_bounds__(kThreads)
     multi_tensor_adam_kernel(const __grid_constant__ Table<kNumColumns, kBytes> table,
-                             const __grid_constant__ Moments moments, const DeviceScalars device,
+                             const __grid_constant__ Moments moments,
+                             const __grid_constant__ DeviceScalars device,
                              const __grid_constant__ StepScalars host_scalars) {
   if (device.found_inf.is_set()) return;
   const OptimWork<kBytes> w(table);
   const bool on_device = device.lr || device.step || device.inv_scale;
-  AdamBody body{Columns(w), moments, on_device ? shared_scalars(moments, device) : host_scalars};
+  AdamBody<kUnscale> body{Columns(w), moments, device,
+                          on_device ? shared_scalars(moments, device) : host_scalars};
   for_chunk<kWidth, kSteps>(w.begin, w.n, w.is_aligned, body);
 }
 
+template <bool kUnscale>
 struct SgdBody {
   Columns c;
   const Sgd& o;
-  float lr, inv_scale;
+  double lr;
+  float inv_scale;
   template <int kSteps, bool kVector>
   __device__ __forceinline__ void run(int64_t i, int64_t n) {
     Raw<kWidth> m[kSteps], p[kSteps], g[kSteps];
@@ -116,17 +135,18 @@ struct SgdBody {
       for (int e = 0; e < kWidth; ++e) sgd_element(o, lr, inv_scale, gv[e], &pv[e], &mv[e]);
       if (o.with_momentum) store_values<kWidth, kVector>(c.m, 0, at, n, mv);
       c.template store_weight<kVector>(at, n, pv);
+      if (kUnscale) c.template store_unscaled<kVector>(o.device, at, n, gv);
     }
   }
 };
 
-template <int kBytes>
+template <bool kUnscale, int kBytes>
 __global__ void __launch_bounds__(kThreads)
     multi_tensor_sgd_kernel(const __grid_constant__ Table<kNumColumns, kBytes> table,
                             const __grid_constant__ Sgd options) {
   if (options.device.found_inf.is_set()) return;
   const OptimWork<kBytes> w(table);
-  SgdBody body{Columns(w), options, sgd_lr(options), sgd_inv_scale(options)};
+  SgdBody<kUnscale> body{Columns(w), options, sgd_lr(options), sgd_inv_scale(options)};
   for_chunk<kWidth, kSteps>(w.begin, w.n, w.is_aligned, body);
 }
 
@@ -166,6 +186,7 @@ struct LambMomentsBody {
       }
       store_values<kWidth, kVector>(c.m, 0, at, n, mv);
       store_values<kWidth, kVector>(c.v, 0, at, n, vv);
+      if (o.device.unscale_grads) c.template store_unscaled<kVector>(o.device, at, n, gv);
     }
   }
 };
@@ -247,11 +268,14 @@ APEX_TE_DEFINE(multi_tensor_adam) {
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
   const StepScalars scalars = host_scalars(p.moments, p.device);
-  launch_list<kNumColumns>(*p.rows, chunk_of(*p.rows), kPack,
-                           [&](const auto& table, unsigned blocks, int, int64_t) {
-                             multi_tensor_adam_kernel<<<blocks, kThreads, 0, stream>>>(
-                                 table, p.moments, p.device, scalars);
-                           });
+  const auto launch = [&](auto unscale) {
+    launch_list<kNumColumns>(
+        *p.rows, chunk_of(*p.rows), kPack, [&](const auto& table, unsigned blocks, int, int64_t) {
+          multi_tensor_adam_kernel<decltype(unscale)::value>
+              <<<blocks, kThreads, 0, stream>>>(table, p.moments, p.device, scalars);
+        });
+  };
+  p.device.unscale_grads ? launch(std::true_type()) : launch(std::false_type());
 }
 
 APEX_TE_DEFINE(multi_tensor_sgd) {
@@ -259,10 +283,14 @@ APEX_TE_DEFINE(multi_tensor_sgd) {
   const Sgd p = check_sgd(args);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  launch_list<kNumColumns>(*p.rows, chunk_of(*p.rows), kPack,
-                           [&](const auto& table, unsigned blocks, int, int64_t) {
-                             multi_tensor_sgd_kernel<<<blocks, kThreads, 0, stream>>>(table, p);
-                           });
+  const auto launch = [&](auto unscale) {
+    launch_list<kNumColumns>(*p.rows, chunk_of(*p.rows), kPack,
+                             [&](const auto& table, unsigned blocks, int, int64_t) {
+                               multi_tensor_sgd_kernel<decltype(unscale)::value>
+                                   <<<blocks, kThreads, 0, stream>>>(table, p);
+                             });
+  };
+  p.device.unscale_grads ? launch(std::true_type()) : launch(std::false_type());
 }
 
 APEX_TE_DEFINE(multi_tensor_lamb) {

@@ -288,11 +288,11 @@ def test_opcheck_and_compile():
     ops = torch.ops.apex_te
     scratch = torch.empty(100_000)
     for target, args in (
-        (ops.multi_tensor_adam, (p, g, m, v, [], *tail, False, None, None, None, None)),
-        (ops.multi_tensor_sgd, (p, g, m, [], 0.1, 0.9, 0.0, 0.1, *[False] * 3, *[None] * 3)),
+        (ops.multi_tensor_adam, (p, g, m, v, [], *tail, False, None, None, None, None, False)),
+        (ops.multi_tensor_sgd, (p, g, m, [], 0.1, 0.9, 0.0, 0.1, *[False] * 3, *[None] * 3, False)),
         (
             ops.multi_tensor_lamb,
-            (p, g, m, v, [], *tail, True, False, 0.0, *[None] * 5, scratch),
+            (p, g, m, v, [], *tail, True, False, 0.0, *[None] * 5, False, scratch),
         ),
     ):
         torch.library.opcheck(target, args, test_utils=utils)

@@ -288,3 +288,59 @@ def test_nothing_to_do():
         optimizer.param_groups[1]["params"][0].grad = torch.zeros(0)
         optimizer.step()
     assert torch.equal(param.detach(), torch.ones(3))
+
+
+def torch_s_fused_sgd(
+    p, g, m, first, lr, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False
+):
+    """(p, m) in float32 after the step of torch's CUDA kernel: its CPU kernel leaves p as it is."""
+    w = p.double()
+    g = (g.double() + weight_decay * w).float()
+    if momentum:
+        mean = g.double() if first else momentum * m.double() + (1 - dampening) * g.double()
+        m, g = mean.float(), (g.double() + momentum * mean if nesterov else mean).float()
+    return (w - lr * g.double()).float(), m
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight_decay": 0.1},
+        {"momentum": 0.9, "weight_decay": 0.1},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.3},
+    ],
+)
+def test_sgd_is_torch_s_to_an_ulp(device, dtype, options):
+    """Each step from the same state, also where most of a parameter's digits cancel."""
+    param = torch.nn.Parameter(torch.randn(50_000, device=device).to(dtype))
+    other = torch.nn.Parameter(param.detach().clone())
+    optimizer = FusedSGD([param], lr=0.1, **options)
+    theirs = torch.optim.SGD([other], lr=0.1, fused=True, **options)
+    buffer = None
+    for i in range(4):
+        param.grad = torch.randn(50_000, device=device).to(dtype)
+        other.grad = param.grad.clone()
+        expected, buffer = torch_s_fused_sgd(
+            param.detach().float(), param.grad.float(), buffer, i == 0, 0.1, **options
+        )
+        optimizer.step()
+        assert_within_an_ulp(param.detach(), expected.to(dtype))
+        if device.type == "cuda":
+            theirs.step()
+            assert_within_an_ulp(param.detach(), other.detach())
+            if buffer is not None:  # torch keeps it in the parameter's dtype
+                buffer = theirs.state[other]["momentum_buffer"].float()
+                optimizer.state[param]["momentum_buffer"].copy_(buffer)
+        with torch.no_grad():
+            other.copy_(param)
+
+
+def assert_within_an_ulp(a, b):
+    kind = torch.int32 if a.dtype is torch.float32 else torch.int16
+    a, b = (t.view(kind).long() for t in (a, b))
+    lowest = torch.iinfo(kind).min
+    a, b = (torch.where(t < 0, lowest - t, t) for t in (a, b))  # in order of value
+    assert (a - b).abs().max() <= 1

@@ -83,6 +83,47 @@ def test_grad_scaler(device, name, direct):
     assert int(optimizer.state[params[0]].get("step", 5)) == 5
 
 
+@pytest.mark.parametrize("is_inf", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", MAKERS)
+def test_gradients_are_unscaled(device, name, dtype, is_inf):
+    """After GradScaler.step as after torch's fused Adam: unscaled, unless the step is skipped."""
+    sizes = [(5,), (70_001,), (33, 64), (0,)]
+    grads = [torch.randn(size, device=device).to(dtype) * 1024 for size in sizes]
+    grads[2] = grads[2].t().contiguous().t()  # read from a dense copy
+    if is_inf:
+        grads[1][7] = torch.inf
+    found = []
+    for make in (MAKERS[name], lambda params: torch.optim.Adam(params, fused=True)):
+        params = [
+            torch.ones(size, device=device, dtype=dtype, requires_grad=True) for size in sizes
+        ]
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.clone(memory_format=torch.preserve_format)
+        versions = [param.grad._version for param in params]
+        scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
+        scaler.scale(torch.ones((), device=device))
+        scaler.step(make(params))
+        found.append([param.grad for param in params])
+        if len(found) == 1 and not is_inf:
+            assert all(p.grad._version > v for p, v in zip(params, versions, strict=True))
+    for ours, theirs, grad in zip(*found, grads, strict=True):
+        assert torch.equal(ours, theirs)
+        assert torch.equal(ours, grad if is_inf else (grad.float() / 1024).to(dtype))
+
+
+def test_gradients_of_masters_are_unscaled(device):
+    param = torch.ones(40, device=device, dtype=torch.bfloat16, requires_grad=True)
+    optimizer = FusedAdam([param], master_weights=True)
+    master = optimizer.master_weight(param)
+    param.grad = torch.full_like(param, 3.0)
+    master.grad = torch.full_like(master, 96.0)
+    optimizer.grad_scale = torch.tensor(32.0, device=device)
+    optimizer.step()
+    assert (master.grad == 3).all()
+    assert (param.grad == 3).all()  # not read, so not written
+
+
 def test_grad_scaler_needs_an_update_between_steps(device):
     params = make_params(device)
     optimizer = FusedAdam(params)
