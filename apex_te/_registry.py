@@ -251,7 +251,19 @@ class Registry:
             if state.sharing.scope is None:
                 state.sharing.scope = self._scopes[number]
             state.sharing.scope.pending = pending
+        self._recipe = None  # so that states of compiled code follow the next region's
         self.changed()
+
+    def unpickled(self, state: FP8State, number: int | None, pending: int) -> None:
+        """``state`` is a copy of one in scope ``number``, with ``pending`` regions there.
+
+        In a process that has trained itself, the regions pending there count as well.
+        """
+        if number is not None and number < len(self._scopes):
+            pending = max(pending, self._scopes[number].pending)
+        elif number is None:
+            pending = max(pending, self.pending)
+        self.loaded(state, number, pending)
 
     def _update(self, recipe: Any, scope: Scope) -> None:
         plan = scope.plan

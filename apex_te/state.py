@@ -260,6 +260,15 @@ class FP8State:
             registry.changed()
         self.recipe = recipe
 
+    def take_recipe(self, recipe: DelayedScaling | None) -> None:
+        """Say with which recipe values that were loaded were made; None if that is not known.
+
+        The next recorded forward brings them to its own.
+        """
+        if recipe is not None and recipe != self.recipe:
+            self.recipe = recipe
+            self._active = None
+
     def _rescale(self, old: DelayedScaling, new: DelayedScaling) -> None:
         """Bring scales that were set for ``old`` to the format and the margin of ``new``."""
         if callable(old.scaling_factor_compute_algo) or callable(new.scaling_factor_compute_algo):
@@ -296,11 +305,11 @@ class FP8State:
         # Inference tensors could not be updated in a later training step.
         forward, backward = FORWARD_SLOTS * self.gemms, BACKWARD_SLOTS * self.gemms
         with torch.inference_mode(False):
-            self.scale_fwd, self.scale_inv_fwd = ones(forward), ones(forward)
-            self.scale_bwd, self.scale_inv_bwd = ones(backward), ones(backward)
-            self.amax_history_fwd = zeros(forward)
-            self.amax_history_bwd = zeros(backward)
-            self.pending_scale_fwd = ones(forward)
+            scales = ones(forward), ones(forward), ones(forward), ones(backward), ones(backward)
+            histories = zeros(forward), zeros(backward)  # last: they may not fit into memory
+        self.scale_fwd, self.scale_inv_fwd, self.pending_scale_fwd = scales[:3]
+        self.scale_bwd, self.scale_inv_bwd = scales[3:]
+        self.amax_history_fwd, self.amax_history_bwd = histories
         self.first_due = [True] * self.slots
         self.first_on_device = {}
         self.allocated = True
@@ -326,8 +335,9 @@ class FP8State:
             self.allocate(self.history_length, device)
             return
         with torch.inference_mode(False), torch.no_grad():
-            for name in TENSORS:
-                setattr(self, name, getattr(self, name).to(device, copy=True))
+            moved = {name: getattr(self, name).to(device, copy=True) for name in TENSORS}
+            for name, tensor in moved.items():
+                setattr(self, name, tensor)
             self.pending_scale_fwd = self.scale_fwd.clone()
             for slots, flags in self.first_on_device.items():
                 self.first_on_device[slots] = flags.to(device, copy=True)
@@ -340,8 +350,10 @@ class FP8State:
             return
         warn_resized(old, length)
         with torch.inference_mode(False), torch.no_grad():
-            for name in ("amax_history_fwd", "amax_history_bwd"):
-                setattr(self, name, resized_history(getattr(self, name), length))
+            names = ("amax_history_fwd", "amax_history_bwd")
+            resized = [resized_history(getattr(self, name), length) for name in names]
+            for name, history in zip(names, resized, strict=True):
+                setattr(self, name, history)
         self._replaced()
 
     def _replaced(self) -> None:
@@ -353,9 +365,12 @@ class FP8State:
     def __getstate__(self) -> dict[str, Any]:
         kept = {"gemms", "label", "allocated", "device", "recipe", *TENSORS}
         values = {key: value for key, value in self.__dict__.items() if key in kept}
-        return values | {"first_due": still_due(self)}
+        scope = self.sharing.scope
+        clock = (None, registry.pending) if scope is None else (scope.number, scope.pending)
+        return values | {"first_due": still_due(self), "clock": clock}
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
+        number, pending = kept.pop("clock", (None, 0))
         self.__dict__.update(kept)
         self.first_on_device = {}
         self.sharing = Sharing()
@@ -365,6 +380,8 @@ class FP8State:
         self._owner = None
         self.forget()
         registry.add(self)
+        if self.allocated and pending:
+            registry.unpickled(self, number, pending)
 
 
 def flush_fp8_state(group: Any = None) -> None:

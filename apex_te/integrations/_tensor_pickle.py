@@ -70,13 +70,22 @@ class Inert:
 class Storage:
     """The bytes behind tensors, ``numel`` elements of ``dtype``; they may arrive later."""
 
-    __slots__ = ("data", "dtype", "key", "numel")
+    __slots__ = ("data", "dtype", "key", "numel", "values")
 
     def __init__(self, dtype: torch.dtype, key: str, numel: int) -> None:
         self.dtype = dtype
         self.key = key
         self.numel = numel
         self.data: bytes | None = None
+        self.values: torch.Tensor | None = None
+
+    def flat(self) -> torch.Tensor:
+        """The elements, which tensors then share: a file's size bounds what it can ask for."""
+        if self.data is None:
+            raise TensorPickleError("a storage has no bytes")
+        if self.values is None:
+            self.values = torch.frombuffer(bytearray(self.data), dtype=self.dtype)
+        return self.values
 
 
 class Strided(NamedTuple):
@@ -164,7 +173,7 @@ class _Reader:
         elif op == "BUILD":
             stack.pop()
             if not isinstance(stack[-1], Inert):
-                raise TensorPickleError(f"BUILD must set an inert object, got {stack[-1]!r}")
+                raise TensorPickleError(f"BUILD must set an inert object, got {_kind(stack[-1])}")
         elif op == "BINPERSID":
             stack.append(self._storage(stack.pop()))
         else:
@@ -196,7 +205,7 @@ class _Reader:
     def _call(self, function: Any, arguments: Any) -> Any:
         """What a call stands for: a tensor, a storage, a dict or an inert object."""
         if not isinstance(function, Global) or type(arguments) is not tuple:
-            raise TensorPickleError(f"a call must be of a global, got {function!r}")
+            raise TensorPickleError(f"a call must be of a global, got {_kind(function)}")
         if function == ("torch._utils", "_rebuild_tensor_v2"):
             storage, offset, size, stride = arguments[:4]
             return _strided(storage, offset, size, stride)
@@ -216,10 +225,10 @@ class _Reader:
     def _storage(self, description: Any) -> Storage:
         """A storage as torch.save refers to it: ("storage", type, key, location, elements, ...)."""
         if type(description) is not tuple or len(description) < 5 or description[0] != "storage":
-            raise TensorPickleError(f"a reference must be to a storage, got {description!r}")
+            raise TensorPickleError(f"a reference must be to a storage, got {_kind(description)}")
         kind, key, numel = description[1], description[2], description[4]
         if not isinstance(kind, Global) or kind.name not in DTYPES or not isinstance(key, str):
-            raise TensorPickleError(f"a storage must have a type of torch, got {kind!r}")
+            raise TensorPickleError(f"a storage must have a type of torch, got {_kind(kind)}")
         _count(numel)
         storage = self.storages.get(key)
         if storage is None:
@@ -250,9 +259,17 @@ def _pairs(items: list[Any]) -> dict[Any, Any]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
+def _kind(value: Any) -> str:
+    """A short description; containers that share their items could print without end."""
+    plain = isinstance(value, (Global, Inert, Storage, bool, float, type(None)))
+    if plain or (isinstance(value, int) and abs(value) < 1 << 64):
+        return repr(value)
+    return type(value).__name__
+
+
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise TensorPickleError(f"a size must be an int of at least 0, got {value!r}")
+        raise TensorPickleError(f"a size must be an int of at least 0, got {_kind(value)}")
     return value
 
 
@@ -266,7 +283,7 @@ def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
     if not isinstance(storage, Storage):
         raise TensorPickleError(f"a tensor must have a storage, got {type(storage).__name__}")
     if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
-        raise TensorPickleError(f"a tensor must have a shape, got {size!r}, {stride!r}")
+        raise TensorPickleError(f"a tensor must have a shape, got {_kind(size)}, {_kind(stride)}")
     for number in (offset, *size, *stride):
         _count(number)
     elements = math.prod(size)
@@ -284,7 +301,7 @@ def _legacy(data: bytes) -> Any:
     _Reader().read(stream)  # version
     system = _Reader().read(stream)
     if type(system) is not dict or system.get("little_endian") is not True:
-        raise TensorPickleError(f"it must be little-endian, got {system!r}")
+        raise TensorPickleError(f"it must be little-endian, got {_kind(system)}")
     reader = _Reader()
     value = reader.read(stream)
     keys = _Reader().read(stream)
@@ -328,13 +345,9 @@ def _fill(storage: Storage, data: bytes) -> None:
 def _resolved(value: Any) -> Any:
     """``value`` with tensors for their descriptions, in it or among its items."""
     if isinstance(value, Strided):
-        storage = value.storage
-        if storage.data is None:
-            raise TensorPickleError("a storage has no bytes")
         if 0 in value.size:
-            return torch.empty(value.size, dtype=storage.dtype)
-        flat = torch.frombuffer(bytearray(storage.data), dtype=storage.dtype)
-        return flat.as_strided(value.size, value.stride, value.offset).clone()
+            return torch.empty(value.size, dtype=value.storage.dtype)
+        return value.storage.flat().as_strided(value.size, value.stride, value.offset)
     if type(value) is dict:
         return {key: _resolved(item) if _is_tensor(item) else item for key, item in value.items()}
     if type(value) is list:

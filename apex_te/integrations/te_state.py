@@ -17,12 +17,14 @@ columns that measured nothing, those of the outputs, tell one from the other.
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 
 from ..module._fp8_module import STATE_PREFIX, FP8Module
+from ..recipe import MAX_HISTORY_LENGTH
 from ..state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State, registry
 from ..state_io import load_state, save_state
 from ._tensor_pickle import TensorPickleError, read_pickle, read_saved
@@ -41,7 +43,8 @@ class TEState(NamedTuple):
 
     ``L`` is the history length, the staging row 0 included; ``F`` and ``B`` are the forward and
     backward slots. ``pending``: the staged amaxes await the update at the next forward, as in the
-    releases that kept a global buffer.
+    releases that kept a global buffer. Amaxes that are not finite, which such histories may hold,
+    are 0 here, as if that step had not been.
     """
 
     scale_fwd: torch.Tensor  # [F]
@@ -54,8 +57,11 @@ class TEState(NamedTuple):
 def read_te_extra_state(extra_state: Any) -> TEState | None:
     """The state in an ``_extra_state`` of any release; None where it holds none.
 
-    Errors: TypeError for an object that no release saves; TEStateError for one that is damaged,
-    or that asks for code: nothing in it is imported or called.
+    Amaxes that are not finite are dropped, with a warning.
+
+    Errors: TypeError for an object that no release saves; TEStateError for one that is damaged
+    (scales that are not finite and above 0, with such an inverse; negative amaxes; histories of
+    more than 16384 rows), or that asks for code: nothing in it is imported or called.
     """
     saved = _decoded(extra_state)
     if isinstance(saved, list):  # releases 0.1 and 0.2
@@ -123,13 +129,36 @@ def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, tor
                 f"read_te_extra_state: {name} must have {dims} dimension(s) and a row, "
                 f"got {list(value.shape)}"
             )
+        if value.shape[0] > MAX_HISTORY_LENGTH and dims == 2:
+            raise TEStateError(
+                f"read_te_extra_state: {name} must have at most {MAX_HISTORY_LENGTH} rows, "
+                f"got {value.shape[0]}"
+            )
+        if value.layout is not torch.strided or value.device.type == "meta":
+            raise TEStateError(
+                f"read_te_extra_state: {name} must be a dense tensor with values, "
+                f"got layout {value.layout} on {value.device}"
+            )
         found.append(value.detach().to("cpu", torch.float32))
     scale, history = found
-    if not ((scale > 0) & torch.isfinite(scale)).all():
+    if not ((scale > 0) & torch.isfinite(scale) & torch.isfinite(scale.reciprocal())).all():
         raise TEStateError(
-            f"read_te_extra_state: scale_{direction} must be finite and above 0, "
-            f"got {scale.min().item():g} to {scale.max().item():g}"
+            f"read_te_extra_state: scale_{direction} must be finite and above 0, as must be its "
+            f"inverse, got {scale.min().item():g} to {scale.max().item():g}"
         )
+    if (history < 0).any():
+        raise TEStateError(
+            f"read_te_extra_state: amax_history_{direction} must be at least 0, "
+            f"got {history.nan_to_num(nan=0.0).min().item():g}"
+        )
+    finite = torch.isfinite(history)
+    if not finite.all():
+        warnings.warn(
+            f"read_te_extra_state: {int((~finite).sum())} amaxes of amax_history_{direction} are "
+            "not finite and are dropped",
+            stacklevel=3,
+        )
+        history = torch.where(finite, history, torch.zeros_like(history))
     if history.shape[1] != scale.shape[0]:
         raise TEStateError(
             f"read_te_extra_state: amax_history_{direction} must have {scale.shape[0]} columns, "
@@ -189,7 +218,10 @@ def load_te_extra_state(
         path = f"{prefix}{name}.{STATE_PREFIX}" if name else prefix + STATE_PREFIX
         save_state(state, state_dict, path)  # type: ignore[arg-type]
         module = modules[name]
-        load_state(module._fp8, state_dict, path, module._state_device(), [], [])  # type: ignore[arg-type]
+        errors: list[str] = []
+        device = module._state_device()
+        load_state(module._fp8, state_dict, path, device, [], errors)  # type: ignore[arg-type]
+        assert not errors, errors  # what _converted makes is as save_state has it
     return list(read)
 
 

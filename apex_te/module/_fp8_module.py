@@ -16,7 +16,7 @@ from ..autocast import graph_task_id, local
 from ..distributed._sharded_weight import plain_entry
 from ..parameter import FP8Parameter, held_copies, plain_values, record_weight
 from ..state import FP8State, intern
-from ..state_io import NAMES, load_state, save_state
+from ..state_io import NAMES, read_state, save_state
 from ..tensor import QuantizedTensor
 from ._autocast import autocast_dtype
 from ._captured_weights import CapturedWeights
@@ -364,6 +364,15 @@ class FP8Module(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        # What is refused leaves the module as it was, weights included.
+        loaded = None
+        if any(key.startswith(prefix) for key in state_dict):
+            before = len(error_msgs)
+            own_prefix = prefix + STATE_PREFIX
+            loaded = read_state(self._fp8, state_dict, own_prefix, missing_keys, error_msgs)
+            if len(error_msgs) > before:
+                return
+        before = len(error_msgs)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -372,13 +381,6 @@ class FP8Module(torch.nn.Module):
             source.renew(self)
         own = {prefix + STATE_PREFIX + name for name in NAMES}
         unexpected_keys[:] = [key for key in unexpected_keys if key not in own]
-        if not any(key.startswith(prefix) for key in state_dict):
-            return  # this module is not part of what is being loaded
-        load_state(
-            self._fp8,
-            state_dict,
-            prefix + STATE_PREFIX,
-            self._state_device(),
-            missing_keys,
-            error_msgs,
-        )
+        # None where this module is not part of what is being loaded, or not all of it.
+        if loaded is not None and len(error_msgs) == before:
+            loaded.commit(self._fp8, self._state_device())

@@ -269,6 +269,12 @@ def test_an_extra_state_of_the_users_own_is_left():
         ({"scale_fwd": torch.tensor([1.0, 0.0, 2.0])}, "scale_fwd must be finite and above 0"),
         ({"scale_bwd": torch.tensor([1.0, float("inf")])}, "scale_bwd must be finite and above 0"),
         ({"scale_bwd": torch.tensor([float("nan"), 1.0])}, "scale_bwd must be finite and above 0"),
+        ({"scale_bwd": torch.tensor([1e-40, 1.0])}, "scale_bwd must be finite .* its inverse"),
+        ({"amax_history_fwd": torch.full((4, 3), -1.0)}, "amax_history_fwd must be at least 0"),
+        (
+            {n: torch.zeros(16385, s) for n, s in zip(NAMES[1::2], (3, 2), strict=True)},
+            "amax_history_fwd must have at most 16384 rows, got 16385",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused(changes, message):
@@ -309,3 +315,30 @@ def test_errors_name_the_key_and_change_nothing():
     state_dict["2._extra_state"] = 3
     with pytest.raises(TypeError, match=r"2\._extra_state: .* got int"):
         load_te_extra_state(model, state_dict)
+
+
+def test_amaxes_that_are_not_finite_are_dropped_and_said():
+    values = tensors()
+    clean = values["amax_history_fwd"].clone()
+    clean[1, 0] = clean[2, 2] = 0
+    values["amax_history_fwd"] = clean.clone()
+    values["amax_history_fwd"][1, 0] = float("inf")
+    values["amax_history_fwd"][2, 2] = float("nan")
+    with pytest.warns(UserWarning, match="2 amaxes of amax_history_fwd are not finite and are dro"):
+        state = read_te_extra_state(saved(values))
+    assert torch.equal(state.amax_history_fwd, clean)
+    model = torch.nn.Sequential(Linear(16, 16))
+    with pytest.warns(UserWarning, match="not finite and are dropped"):
+        load_te_extra_state(model, {"0._extra_state": saved(values)})
+    assert model[0]._fp8.amax_history_fwd.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [torch.ones(4, 3).to_sparse(), torch.ones(4, 3, device="meta")])
+def test_tensors_without_plain_values_are_refused(value):
+    module = torch.nn.Sequential(Linear(16, 16))
+    state = {"0._extra_state": tensors() | {"amax_history_fwd": value}, "0.bias": torch.ones(16)}
+    before = dict(state)
+    with pytest.raises(TEStateError, match=r"0\._extra_state: .*amax_history_fwd must be a dense"):
+        load_te_extra_state(module, state)
+    assert state == before
+    assert not module[0]._fp8.allocated

@@ -187,3 +187,22 @@ def test_plain_values_come_back():
     same = read_pickle(pickle.dumps([shared, shared]))
     assert same[0] is same[1]
     assert sorted(read_pickle(pickle.dumps({1, 2}))) == [1, 2]
+
+
+def test_many_tensors_of_one_storage_take_its_memory_once():
+    """A list of references to one tensor, whose copies would be 200 times the file."""
+    one, blob = torch.arange(10000.0), io.BytesIO()
+    values = [one[i:] for i in range(200)]
+    torch.save(values, blob)
+    found = read_saved(blob.getvalue())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found}) == 1
+    assert found[0].untyped_storage().nbytes() <= len(blob.getvalue())
+    for value, read in zip(values, found, strict=True):
+        assert torch.equal(value, read)
+
+
+def test_a_message_does_not_print_shared_containers_out():
+    """Forty tuples, each the one before twice, print as 2**40 items."""
+    nested = b"N" + b"".join(b"2\x86" for _ in range(40))
+    with pytest.raises(TensorPickleError, match="a reference must be to a storage, got tuple"):
+        read_pickle(b"\x80\x02" + nested + b"Q.")

@@ -259,6 +259,253 @@ def test_hostile_entries_are_refused(key, value, message):
         build().load_state_dict(state)
 
 
+def changed(state, key, slot, value):
+    tensor = state["0.fp8_state." + key].clone()
+    tensor[slot] = value
+    return state | {"0.fp8_state." + key: tensor}
+
+
+def expanded(length):
+    """Entries of a file of a few KB that claim long histories."""
+    long = {
+        f"0.fp8_state.amax_history_{way}": torch.zeros(1, slots).expand(length, slots)
+        for way, slots in (("fwd", 3), ("bwd", 2))
+    }
+    return trained().state_dict() | long
+
+
+NAN, INF = float("nan"), float("inf")
+WRONG = {
+    "NaN scale": (lambda s: changed(s, "scale_fwd", 1, NAN), "scale_fwd must be finite .* got nan"),
+    "zero scale": (lambda s: changed(s, "scale_bwd", 0, 0), "scale_bwd must be finite .* got 0"),
+    "negative": (lambda s: changed(s, "scale_fwd", 0, -2), "scale_fwd must be finite .* got -2"),
+    "infinite": (lambda s: changed(s, "scale_bwd", 1, INF), "scale_bwd must be finite .* got inf"),
+    "tiny": (lambda s: changed(s, "scale_fwd", 1, 1e-39), "scale_fwd must be finite .* got 1e-39"),
+    "inverse NaN": (lambda s: changed(s, "scale_inv_fwd", 0, NAN), "scale_inv_fwd must be finite"),
+    "inverse 0": (lambda s: changed(s, "scale_inv_bwd", 0, 0), "scale_inv_bwd must be finite"),
+    "inconsistent": (
+        lambda s: changed(s, "scale_inv_fwd", 0, 3.0),
+        "scale_inv_fwd must be the inverse of scale_fwd, got 3 for",
+    ),
+    "infinite history": (
+        lambda s: changed(s, "amax_history_fwd", (2, 1), INF),
+        "amax_history_fwd must be finite and at least 0, got inf",
+    ),
+    "NaN history": (
+        lambda s: changed(s, "amax_history_bwd", (1, 0), NAN),
+        "amax_history_bwd must be finite and at least 0, got nan",
+    ),
+    "negative amax": (
+        lambda s: changed(s, "amax_history_fwd", (0, 0), -1),
+        "amax_history_fwd must be finite and at least 0, got -1",
+    ),
+    "sparse": (
+        lambda s: s | {"0.fp8_state.scale_bwd": torch.ones(2).to_sparse()},
+        "scale_bwd must be a dense tensor, got layout torch.sparse_coo",
+    ),
+    "sparse header": (
+        lambda s: s | {"0." + HEADER: torch.ones(9, dtype=torch.uint8).to_sparse()},
+        "header must be a dense tensor",
+    ),
+    "meta": (
+        lambda s: s | {"0.fp8_state.amax_history_bwd": torch.zeros(4, 2, device="meta")},
+        "amax_history_bwd must have values, got a tensor on the meta device",
+    ),
+    "meta header": (
+        lambda s: s | {"0." + HEADER: torch.ones(9, dtype=torch.uint8, device="meta")},
+        "header must have values",
+    ),
+    "other length": (
+        lambda s: s | {"0.fp8_state.amax_history_bwd": torch.zeros(3, 2)},
+        r"amax_history_bwd must have shape \[4, 2\], got \[3, 2\]",
+    ),
+    "length of the header": (lambda s: header(history=5), "header must have the length .* got 5"),
+    "too long": (lambda s: expanded(16385), "must have at most 16384 rows, got 16385"),
+    "1.5 GiB": (lambda s: expanded(10**8), "must have at most 16384 rows, got 100000000"),
+    "margin": (
+        lambda s: header(recipe=recipe_of(s) | {"margin": 100}),
+        "recipe must be the one that was saved.*margin must be from -16 to 16, got 100",
+    ),
+    "algorithm": (
+        lambda s: header(recipe=recipe_of(s) | {"amax_compute_algo": "mean"}),
+        "recipe must be the one that was saved",
+    ),
+}
+
+
+def recipe_of(state):
+    return json.loads(bytes(state["0." + HEADER].tolist()))["recipe"]
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.parametrize("used", [True, False])
+def test_what_is_refused_leaves_the_module_as_it_was(what, used, device):
+    """All of it: scales, histories, clocks, recipe and weights."""
+    change, message = WRONG[what]
+    state = change(trained().state_dict())
+    module = Linear(16, 32, device=device)
+    if used:
+        with fp8_autocast(True, DelayedScaling(amax_history_len=6)):
+            module(torch.full((2, 16), 3.0, device=device)).sum().backward()
+    registry.pending = 3
+    fp8 = module._fp8
+    allocated, recipe, due = fp8.allocated, fp8.recipe, list(fp8.first_due)
+    before = {k: v.clone() for k, v in module.state_dict().items()}
+    own = {k[2:]: v for k, v in state.items() if k.startswith("0.")}
+    with pytest.raises(RuntimeError, match=rf"FP8State: fp8_state\..*{message}"):
+        module.load_state_dict(own)
+    after = module.state_dict()
+    assert list(after) == list(before)
+    assert equal(before.values(), after.values())
+    assert (fp8.allocated, fp8.recipe, fp8.first_due) == (allocated, recipe, due)
+    assert registry.pending == 3
+
+
+def test_weights_that_do_not_fit_leave_the_fp8_state():
+    source, model = trained(5), trained(2)
+    state = source.state_dict()
+    state["0.weight"] = torch.zeros(3, 3)
+    states = [getattr(model[0]._fp8, name) for name in TENSORS]
+    before = [tensor.clone() for tensor in states]
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        model.load_state_dict(state)
+    assert equal(before, states)
+    assert torch.equal(model[2]._fp8.scale_fwd, source[2]._fp8.scale_fwd)  # by module, as in torch
+
+
+@pytest.mark.parametrize("staged", [NAN, INF])
+def test_an_amax_that_awaits_its_update_may_be_anything(staged):
+    """The update drops and counts it."""
+    state = changed(trained().state_dict(), "amax_history_fwd", (0, 0), staged)
+    model = build()
+    model.load_state_dict(state)
+    before = model[0]._fp8.scale_fwd[0].item()
+    flush_fp8_state()
+    assert model[0]._fp8.scale_fwd[0] == before
+    assert model[0]._fp8.amax_history_fwd.isfinite().all()
+
+
+def test_a_state_dict_in_16_bits_gets_its_inverses_again():
+    state = trained().state_dict()
+    rounded = {k: v.bfloat16() if v.is_floating_point() else v for k, v in state.items()}
+    model = build()
+    with pytest.warns(UserWarning, match=r"0\.fp8_state\.scale_inv_fwd was rounded and is made ag"):
+        model.load_state_dict(rounded)
+    fp8 = model[0]._fp8
+    assert torch.equal(fp8.scale_fwd, state["0.fp8_state.scale_fwd"].bfloat16().float())
+    assert torch.equal(fp8.scale_inv_fwd, fp8.scale_fwd.reciprocal())
+
+
+def test_entries_without_values_suit_a_module_without():
+    state = {k: v.to("meta") for k, v in trained().state_dict().items()}
+    model = torch.nn.Sequential(
+        Linear(16, 32, device="meta"), torch.nn.GELU(), Linear(32, 16, device="meta")
+    )
+    model.load_state_dict(state, assign=True)
+    assert not model[0]._fp8.allocated
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_state_of_another_recipe_is_brought_to_the_modules(used):
+    """Scales of HYBRID's gradients are 128 times those of E4M3: half of them would saturate."""
+    saved, own = RECIPE, DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3, margin=1)
+    source = trained(recipe=saved)
+    flush_fp8_state()
+    model = trained(1, own) if used else build()
+    flush_fp8_state()
+    model.load_state_dict(source.state_dict())
+    assert model[0]._fp8.recipe == saved
+    before = {way: getattr(source[0]._fp8, f"scale_{way}").clone() for way in ("fwd", "bwd")}
+    for name in TENSORS:
+        assert torch.equal(getattr(model[0]._fp8, name), getattr(source[0]._fp8, name))
+    with fp8_autocast(True, own):
+        model(torch.randn(8, 16))
+    fp8 = model[0]._fp8
+    assert fp8.recipe == own
+    assert fp8.scale_fwd[0] == before["fwd"][0] / 2
+    assert fp8.scale_bwd[0] == before["bwd"][0] * (448 / 57344) / 2
+    assert torch.equal(fp8.scale_inv_bwd, fp8.scale_bwd.reciprocal())
+
+
+def test_compiled_code_follows_a_state_of_another_recipe():
+    own = DelayedScaling(amax_history_len=4, fp8_format=Format.E4M3)
+    source = trained()
+    flush_fp8_state()
+    eager, compiled = trained(1, own), trained(1, own)
+    call = torch.compile(compiled, backend="aot_eager")
+    x = torch.randn(8, 16)
+    found = []
+    for model, forward in ((eager, eager), (compiled, call)):
+        for load in (False, True):
+            registry.pending = 0
+            if load:
+                model.load_state_dict(source.state_dict())
+            with fp8_autocast(True, own):
+                out = forward(x)
+            out.sum().backward()
+        found.append(everything(model)[:12])
+    assert equal(*found)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_copies_keep_the_update_that_is_pending(how, interval):
+    """In a process that starts with the copy they go on as the original does."""
+    recipe = DelayedScaling(amax_history_len=4, interval=interval)
+    model = trained(4, recipe)
+    pending = registry.pending
+    assert pending > 0
+    blob = io.BytesIO()
+    torch.save(model, blob)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if how == "deepcopy":
+        other = copy.deepcopy(model)
+        assert registry.pending == pending
+        losses = train(model, optimizer, range(4, 8), recipe)
+        del model
+        registry.pending = pending
+    else:
+        losses = train(model, optimizer, range(4, 8), recipe)
+        del model
+        registry.pending = 0
+        blob.seek(0)
+        other = torch.load(blob, weights_only=False)
+    assert registry.pending == pending
+    assert train(other, torch.optim.SGD(other.parameters(), lr=0.1), range(4, 8), recipe) == losses
+
+
+def test_a_copy_from_a_file_takes_no_update_from_the_process():
+    model, blob = trained(), io.BytesIO()
+    flush_fp8_state()
+    torch.save(model, blob)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3, 4))
+    assert registry.pending == 1
+    blob.seek(0)
+    other = torch.load(blob, weights_only=False)
+    assert registry.pending == 1
+    flush_fp8_state()
+    assert model[0]._fp8.amax_history_fwd[0].eq(0).all()
+    assert other[0]._fp8.allocated
+
+
+def test_an_allocation_that_fails_leaves_no_half(monkeypatch):
+    module, real = Linear(16, 16), torch.zeros
+
+    def scarce(*size, **kwargs):
+        if size[1:] == (2,):
+            raise MemoryError("no more")
+        return real(*size, **kwargs)
+
+    monkeypatch.setattr(torch, "zeros", scarce)
+    with pytest.raises(MemoryError):
+        init_fp8_state(module, RECIPE)
+    monkeypatch.undo()
+    assert not module._fp8.allocated
+    assert not hasattr(module._fp8, "scale_fwd")
+    init_fp8_state(module, RECIPE)
+    assert "fp8_state.header" in module.state_dict()
+
+
 def test_incomplete_and_unknown_keys_are_named():
     state = trained().state_dict()
     del state["0." + HEADER]

@@ -370,3 +370,57 @@ def test_ranks_on_both_sides_of_the_size_on_gpus(two_gpus):
     for found in two_gpus.run(_many, [[3300, 10], [3300, 3400]]):
         assert found[0] == 224.0
         assert found[-1].startswith("RankMismatchError: fp8_autocast: every rank of fp8_group")
+
+
+def _evaluated(rank):
+    """One rank evaluates between the steps of all; regions of its own read the newest scales."""
+    registry.pending = 0
+    torch.manual_seed(1)
+    device = _device(rank)
+    world, own = (apex_te.Linear(SIZE, SIZE, device=device) for _ in range(2))
+
+    def out(module, recipe):
+        with torch.no_grad(), fp8_autocast(True, recipe):
+            return module(_rows(9, device))
+
+    equal = []
+    for step in range(3):
+        x = _rows(step, device) * (1 + 7 * rank)
+        with fp8_autocast(True, RECIPE):
+            y = world(x)
+        with fp8_autocast(True, OWN):
+            z = own(x)
+        (y.sum() + z.sum()).backward()
+        if rank == 0:
+            before = world._fp8.scale_fwd.clone()
+            with _Counted() as calls:
+                early = out(world, RECIPE), out(own, OWN)
+            equal += [not calls, torch.equal(before, world._fp8.scale_fwd)]
+    flush_fp8_state()
+    if rank == 0:
+        equal.append(torch.equal(early[1], out(own, OWN)))
+    return equal, world._fp8.scale_fwd.cpu()
+
+
+def test_an_evaluation_on_one_rank_needs_no_other(fresh):
+    (equal, ours), (_, theirs) = fresh.run(_evaluated)
+    assert all(equal)
+    assert torch.equal(ours, theirs)
+
+
+def _calibrated(rank):
+    registry.pending = 0
+    device = _device(rank)
+    torch.manual_seed(1)
+    module = apex_te.Linear(SIZE, SIZE, device=device)
+    x = _rows(0, device) * (1 + 7 * rank)
+    with _Counted() as calls, torch.no_grad(), fp8_autocast(False, RECIPE, calibrating=True):
+        module(x)
+    return len(calls), module._fp8.scale_fwd.cpu(), x.abs().max().item()
+
+
+def test_calibration_reduces_over_the_group(fresh):
+    (calls, ours, one), (_, theirs, other) = fresh.run(_calibrated)
+    assert calls == 1
+    assert torch.equal(ours, theirs)
+    assert ours[0].item() == pytest.approx(448 / max(one, other), rel=1e-6)
