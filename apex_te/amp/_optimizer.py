@@ -31,6 +31,7 @@ class OptimizerAmp:
         self.pairs: list[Pair] = []
         self.scaled = False
         self._versions: list[int] | None = None
+        self._loading: list[tuple[torch.Tensor, Pair]] = []  # masters of a load under way
         if isinstance(optimizer, FusedOptimizer):
             optimizer.renew()
             if master_weights:
@@ -48,6 +49,7 @@ class OptimizerAmp:
             self.handles += [
                 optimizer.register_state_dict_post_hook(_add_masters),
                 optimizer.register_load_state_dict_pre_hook(_take_masters),
+                optimizer.register_load_state_dict_post_hook(_set_masters),
             ]
 
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Pair], list[torch.Tensor]]:
@@ -74,8 +76,18 @@ class OptimizerAmp:
                     master.copy_(param.detach())
         self._versions = None
 
-    def loaded(self, complete: bool) -> None:
-        """Masters were loaded, or are to be made again from their parameters."""
+    def load_later(self, masters: list[tuple[torch.Tensor, Pair]]) -> None:
+        """Keep masters that were saved until everything else is loaded."""
+        self._loading = masters
+
+    def loaded(self) -> None:
+        """Set the masters that were kept; without all of them they follow their parameters."""
+        masters, self._loading = self._loading, []
+        with torch.no_grad():
+            for saved, (param, master) in masters:
+                master.copy_(saved)
+                param.copy_(master)
+        complete = len(masters) == len(self.pairs)
         self._versions = None if complete else [-1] * len(self.pairs)
 
     def _replace_params(self, optimizer: torch.optim.Optimizer) -> None:
@@ -220,7 +232,7 @@ def _add_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     states = dict(state_dict["state"])
-    complete = True
+    found: list[tuple[torch.Tensor, Pair]] = []
     for i, param, master in _index(optimizer):
         values = dict(states.get(i, {}))
         saved = values.pop(MASTER, None)
@@ -229,16 +241,22 @@ def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
         else:
             states.pop(i, None)
         if saved is None:
-            complete = False
             continue
+        if not isinstance(saved, torch.Tensor) or saved.layout is not torch.strided:
+            raise TypeError(f"amp: {MASTER} must be a dense tensor, got {type(saved).__name__}")
         if saved.shape != master.shape:
             raise ValueError(
                 f"amp: {MASTER} must have shape {list(master.shape)}, got {list(saved.shape)}"
             )
-        with torch.no_grad():
-            master.copy_(saved)
-            param.copy_(master)
+        found.append((saved, (param, master)))
     kept = amp_of(optimizer)
     if kept is not None:
-        kept.loaded(complete)
+        kept.load_later(found)
     return {**state_dict, "state": states}
+
+
+def _set_masters(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's own state was accepted: so are the masters."""
+    kept = amp_of(optimizer)
+    if kept is not None:
+        kept.loaded()

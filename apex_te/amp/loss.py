@@ -209,7 +209,8 @@ def state_dict() -> dict[str, Any]:
 def load_state_dict(state_dict: dict[str, Any]) -> None:
     """Load what ``state_dict()`` gave, in order; another number of scalers is said, not refused.
 
-    Errors: RuntimeError for unknown keys or before ``amp.initialize``.
+    Errors: RuntimeError for unknown keys or before ``amp.initialize``; as
+    ``LossScaler.load_state_dict`` for a scaler's values. All scalers are then as they were.
     """
     scalers = _scalers("load_state_dict")
     unknown = [key for key in state_dict if _PREFIX not in key]
@@ -222,8 +223,10 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
             f"apex_te.amp: state_dict has {len(state_dict)} loss scalers, num_losses is "
             f"{len(scalers)}; the first {min(len(state_dict), len(scalers))} are loaded"
         )
-    for scaler, saved in zip(scalers, state_dict.values(), strict=False):
-        scaler.load_state_dict(saved)
+    pairs = list(zip(scalers, state_dict.values(), strict=False))
+    values = [scaler.checked(saved) for scaler, saved in pairs]
+    for (scaler, _), found in zip(pairs, values, strict=True):
+        scaler.take(found)
 
 
 def _scalers(function: str) -> list[LossScaler]:

@@ -132,20 +132,43 @@ class LossScaler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what ``state_dict`` gave, in place; apex.amp's has the first two keys alone.
 
-        Errors: ValueError for a scale or count out of range, RuntimeError for other keys.
+        Errors: ValueError for a scale or count out of range, TypeError for a value that is no
+        number, RuntimeError for other keys. The scaler is then as it was.
         """
+        self.take(self.checked(state_dict))
+
+    def checked(self, state_dict: dict[str, Any]) -> dict[str, float]:
+        """The numbers of a state dict that can be taken over; errors as ``load_state_dict``."""
+        if not isinstance(state_dict, dict):
+            raise TypeError(
+                f"LossScaler: state_dict must be a dict, got {type(state_dict).__name__}"
+            )
         names = {"loss_scale", "unskipped", "hysteresis", "skipped"}
         if not {"loss_scale", "unskipped"} <= state_dict.keys() <= names:
             raise RuntimeError(
                 "LossScaler: state_dict must have loss_scale and unskipped, and may have "
                 f"hysteresis and skipped, got {', '.join(map(str, state_dict))}"
             )
-        scale = state_dict["loss_scale"]
-        if not 0.0 < scale < float("inf"):
+        found = {"hysteresis": self.hysteresis, "skipped": 0, **state_dict}
+        for name, value in found.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                value = found[name] = value.item()
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise TypeError(f"LossScaler: {name} must be a number, got {type(value).__name__}")
+        scale = found["loss_scale"]
+        if not 0.0 < scale <= torch.finfo(torch.float32).max:
             raise ValueError(f"LossScaler: loss_scale must be above 0 and finite, got {scale}")
-        remaining = min(state_dict.get("hysteresis", self.hysteresis), self.hysteresis)
-        self._scale.fill_(scale)
-        self._unskipped.fill_(state_dict["unskipped"])
-        self._remaining.fill_(remaining)
-        self._skipped.fill_(state_dict.get("skipped", 0))
-        self.is_one = not self.dynamic and scale == 1.0
+        for name in ("unskipped", "hysteresis", "skipped"):
+            # What is left of the hysteresis falls below 0 while non-finite updates go on.
+            least = -(2.0**53) if name == "hysteresis" else 0.0
+            if not least <= found[name] <= 2.0**53:
+                raise ValueError(f"LossScaler: {name} must be a count, got {found[name]}")
+        return found
+
+    def take(self, values: dict[str, float]) -> None:
+        """Set the state to numbers that were checked."""
+        self._scale.fill_(values["loss_scale"])
+        self._unskipped.fill_(values["unskipped"])
+        self._remaining.fill_(min(values["hysteresis"], self.hysteresis))
+        self._skipped.fill_(values["skipped"])
+        self.is_one = not self.dynamic and values["loss_scale"] == 1.0

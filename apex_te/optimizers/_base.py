@@ -303,12 +303,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         of a DTensor is DTensors; ``torch.distributed.checkpoint.state_dict`` loads whole tensors.
 
         Errors: ValueError for a state of another shape, mesh or optimizer; TypeError for one whose
-        tensors are DTensors where the parameter is none, or the other way round.
+        tensors are DTensors where the parameter is none, or the other way round. The optimizer is
+        then as it was.
         """
         # The last of the hooks, so that the others see tensors.
         handle = self.register_load_state_dict_pre_hook(_keep_dtypes)
+        names = ("state", "param_groups", "defaults", "_plans")
+        before = {name: getattr(self, name) for name in names}  # which a load replaces
         try:
             super().load_state_dict(state_dict)
+        except BaseException:
+            self.__dict__.update(before)
+            raise
         finally:
             handle.remove()
 

@@ -275,9 +275,27 @@ def test_rejects():
     with pytest.raises(TypeError, match="master_params: optimizers must be"):
         list(amp.master_params(model))
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][0]["master_param"] = torch.zeros(3)
-    with pytest.raises(ValueError, match=r"master_param must have shape \[16, 8\], got \[3\]"):
-        optimizer.load_state_dict(saved)
+    last = max(saved["state"])
+    wrong = copy.deepcopy(saved)
+    for i, value in ((0, 5.0), (last, 7.0)):
+        wrong["state"][i]["master_param"].fill_(value)
+    wrong["state"][last]["master_param"] = torch.zeros(99)
+    with pytest.raises(ValueError, match=r"master_param must have shape .*, got \[99\]"):
+        optimizer.load_state_dict(wrong)
+    wrong["state"][last]["master_param"] = [1.0]
+    with pytest.raises(TypeError, match="master_param must be a dense tensor, got list"):
+        optimizer.load_state_dict(wrong)
+    wrong = copy.deepcopy(saved)
+    wrong["state"][0]["master_param"].fill_(5.0)
+    wrong["param_groups"].append(wrong["param_groups"][0])
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(wrong)  # by torch, after the masters were looked at
+    found = optimizer.state_dict()["state"]
+    for i, values in saved["state"].items():
+        assert torch.equal(found[i]["master_param"], values["master_param"])
+    saved["state"][0]["master_param"].fill_(5.0)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["state"][0]["master_param"].eq(5).all()
 
 
 @needs_cuda

@@ -180,3 +180,29 @@ def test_updates_without_waiting_and_in_a_graph():
         graph.replay()
         assert scaled.item() == expected.item()
     assert ours.state_dict() == other.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"unskipped": "many"}, TypeError, "LossScaler: unskipped must be a number, got str"),
+        ({"skipped": True}, TypeError, "LossScaler: skipped must be a number, got bool"),
+        ({"unskipped": -1}, ValueError, "LossScaler: unskipped must be a count, got -1"),
+        ({"hysteresis": float("nan")}, ValueError, "LossScaler: hysteresis must be a count"),
+        ({"loss_scale": 1e39}, ValueError, "loss_scale must be above 0 and finite, got 1e"),
+        ({"loss_scale": None}, TypeError, "loss_scale must be a number, got NoneType"),
+        ({"more": 1}, RuntimeError, "must have loss_scale and unskipped"),
+    ],
+)
+def test_a_refused_state_changes_no_scaler(wrong, error, message):
+    """Nor those before the one that is wrong."""
+    amp.initialize(make_net(), opt_level="O1", num_losses=2, verbosity=0)
+    before = amp.state_dict()
+    state = {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 7}}
+    state["loss_scaler1"] = {"loss_scale": 8.0, "unskipped": 1, **wrong}
+    with pytest.raises(error, match=message):
+        amp.load_state_dict(state)
+    assert amp.state_dict() == before
+    with pytest.raises(TypeError, match="state_dict must be a dict, got int"):
+        amp.load_state_dict({"loss_scaler0": state["loss_scaler0"], "loss_scaler1": 3})
+    assert amp.state_dict() == before

@@ -265,3 +265,39 @@ def test_a_missing_master_is_made_from_its_parameter():
     target.load_state_dict(source.state_dict())
     masters = [target.master_weight(p) for p in others]
     assert_same_bits([m.bfloat16() for m in masters], params)
+
+
+WRONG_STATES = {
+    "shape": lambda s: s["state"][5].update(exp_avg_sq=torch.ones(7)),
+    "missing": lambda s: s["state"][5].pop("exp_avg"),
+    "amsgrad": lambda s: s["state"][5].update(max_exp_avg_sq=torch.ones(40, 70)),
+    "step": lambda s: s["state"][5].update(step=float("nan")),
+    "option": lambda s: s["param_groups"][0].update(lr=-1.0),
+    "betas": lambda s: s["param_groups"][0].update(betas=(0.9, 2.0)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_STATES)
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_refused_state_leaves_the_optimizer_as_it_was(what, capturable, device):
+    """It goes on, bit by bit, as one that was never asked."""
+    options = {"lr": 0.1, "master_weights": True, "capturable": capturable}
+    params = make_params(device, torch.bfloat16)
+    optimizer = FusedAdam(params, **options)
+    others = copies(params)
+    other = FusedAdam(others, **options)
+    steps(optimizer, params, 3)
+    steps(other, others, 3)
+    source = FusedAdam(copies(params), lr=0.3, master_weights=True)
+    steps(source, source.param_groups[0]["params"], 2)
+    saved = copy.deepcopy(source.state_dict())
+    WRONG_STATES[what](saved)
+    before = [t.clone() for t in state_tensors(optimizer)]
+    with pytest.raises(ValueError, match=r"FusedAdam: |NaN"):
+        optimizer.load_state_dict(saved)
+    assert_same_bits(state_tensors(optimizer), before)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    steps(optimizer, params, 3, first=3)
+    steps(other, others, 3, first=3)
+    assert_same_bits(params, others)
+    assert_same_bits(state_tensors(optimizer), state_tensors(other))
