@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -72,12 +73,26 @@ class fp8_statistics:
         owners = _owners(self._modules)
         for owner, (_, module) in zip(owners, self._modules, strict=True):
             self._first_slots.append(len(self._names))
-            self._names += _names(owner, module._fp8.gemms)
+            self._names += _names(owner, module)
         self._rings: dict[torch.device, torch.Tensor] = {}
         self._region: Region | None = None
         self._step = -1
         self._steps: list[int] = []  # of each noted step, in order
         self._noting = False
+        self._inside = self._was_entered = False
+
+    def __repr__(self) -> str:
+        if self._inside:
+            state = "noting"
+        elif self._was_entered:
+            state = "left"
+        else:
+            state = "not entered: it notes inside of `with` only"
+        return (
+            f"fp8_statistics({type(self.model).__name__} with {len(self._modules)} FP8 module(s), "
+            f"every={self.every}, capacity={self.capacity}, steps noted: {len(self._steps)}, "
+            f"{state})"
+        )
 
     def __enter__(self) -> fp8_statistics:
         states = [module._fp8 for _, module in self._modules]
@@ -85,6 +100,7 @@ class fp8_statistics:
             raise RuntimeError("fp8_statistics: model must be observed once at a time, got twice")
         for state, first in zip(states, self._first_slots, strict=True):
             state.observe(self._observer(first))
+        self._inside = self._was_entered = True
         return self
 
     def _observer(self, first: int) -> Callable[[QuantizerSets], QuantizerSets]:
@@ -96,7 +112,7 @@ class fp8_statistics:
         return lambda sets: observed_sets(sets, note)
 
     def __exit__(self, *exc: object) -> None:
-        self._noting = False
+        self._noting = self._inside = False
         self._region = None
         for _, module in self._modules:
             module._fp8.observe(None)
@@ -145,13 +161,18 @@ class fp8_statistics:
     def to_dict(self) -> dict[str, dict[str, list]]:
         """For each tensor that was noted its series, oldest step first; waits for the device.
 
-        Keys: ``"<module>.<role>"``, with ``.gemm<n>`` between where a module has several GEMMs.
+        Warns where nothing was noted because this was never entered.
+
+        Keys: ``"<module>.<role>"``, with the GEMM between where a module has several: ``fc1`` and
+        ``fc2`` of a LayerNormMLP, ``gemm<n>`` of a GroupedLinear.
         Series: ``step``; ``amax`` of the finite elements; ``scale_min`` and ``scale_max``, which
         differ where a tensor has a scale for each block; ``saturation_rate``, the share of elements
         with ``|x * scale|`` above the format's largest value; ``underflow_rate``, the share of
         non-zero elements whose code is zero; ``nonfinite``, the number of NaN and infinities, which
         count as neither.
         """
+        if not self._was_entered:
+            warnings.warn(f"fp8_statistics: {self._nothing()}", stacklevel=2)
         last = len(self._steps)
         noted = range(max(0, last - self.capacity), last)
         rows = [index % self.capacity for index in noted]
@@ -169,8 +190,25 @@ class fp8_statistics:
                 result[name] = series
         return result
 
+    def _nothing(self) -> str:
+        """Why there are no figures."""
+        if not self._was_entered:
+            return (
+                "nothing was noted, because it was never entered: train inside of "
+                "`with fp8_statistics(model) as stats:`"
+            )
+        return (
+            "nothing was noted: none of the modules ran in a region of fp8_autocast entered with "
+            "gradients, in eager mode"
+        )
+
     def table(self) -> str:
-        """A line for each tensor: last amax and scale, mean and worst rates of the steps kept."""
+        """A line for each tensor: last amax and scale, mean and worst rates of the steps kept.
+
+        Where nothing was noted, a line that says so and why.
+        """
+        if not self._steps:
+            return f"fp8_statistics: {self._nothing()}"
         head = ("tensor", "steps", "amax", "scale", "saturated", "worst", "underflow", "worst",
                 "NaN/Inf")  # fmt: skip
         lines: list[tuple[str, ...]] = [head]
@@ -191,37 +229,59 @@ class fp8_statistics:
         return "\n".join(text)
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draw amax, scale, saturation and underflow over the steps into the file ``path``.
+        """Draw heat maps of amax, scale, saturation and underflow into the file ``path``.
 
-        Its ending chooses the format (png, svg, pdf). Errors: ImportError without matplotlib,
+        A row for each tensor, in the order of the model, and a column for each step. The file's
+        ending chooses the format (png, svg, pdf). Errors: ImportError without matplotlib,
         ValueError when nothing was noted.
         """
         try:
+            from matplotlib.colors import LogNorm
             from matplotlib.figure import Figure
         except ImportError as error:
             raise ImportError(
                 'fp8_statistics: plot needs matplotlib (pip install "apex_te[demo]")'
             ) from error
+        if not self._steps:
+            raise ValueError(
+                f"fp8_statistics: plot must have a noted step to draw, got none; {self._nothing()}"
+            )
         series = self.to_dict()
-        if not series:
-            raise ValueError("fp8_statistics: plot must have a noted step to draw, got none")
-        figure = Figure(figsize=(11, 11), layout="constrained")
-        panels = figure.subplots(4, 1, sharex=True)
+        steps = sorted({step for values in series.values() for step in values["step"]})
+        column = {step: i for i, step in enumerate(steps)}
+        every_row = max(1, -(-len(series) // _LABELS))
+        every_column = max(1, -(-len(steps) // 8))
+        height = min(2.5 + 0.16 * len(series), 30.0)
+        figure = Figure(figsize=(15, height), layout="constrained")
+        panels = figure.subplots(1, 4, sharey=True)
         titles = ("amax", "scale", "saturation rate", "underflow rate")
         keys = ("amax", "scale_max", "saturation_rate", "underflow_rate")
         for axes, title, key in zip(panels, titles, keys, strict=True):
-            for name, values in series.items():
-                axes.plot(values["step"], values[key], marker=".", linewidth=0.8, label=name)
-            positive = any(v > 0 for values in series.values() for v in values[key])
-            if key in ("amax", "scale_max") and positive:
-                axes.set_yscale("log")
-            axes.set_ylabel(title)
-            axes.grid(alpha=0.3)
-        panels[-1].set_xlabel("step")
-        handles, labels = panels[0].get_legend_handles_labels()
-        columns = -(-len(labels) // 40)
-        figure.legend(handles, labels, loc="outside right upper", fontsize=6, ncols=columns)
+            cells = [[math.nan] * len(steps) for _ in series]
+            for row, values in zip(cells, series.values(), strict=True):
+                for step, value in zip(values["step"], values[key], strict=True):
+                    row[column[step]] = value
+            shown = [v for row in cells for v in row if math.isfinite(v) and v > 0]
+            is_rate = key.endswith("rate")
+            norm: dict[str, Any] = {"vmin": 0.0, "vmax": max(shown, default=1.0)}
+            if shown and not is_rate:  # zeros, which have no logarithm, stay white
+                norm = {"norm": LogNorm(min(shown), max(max(shown), min(shown) * 1.01))}
+            image = axes.imshow(
+                cells, aspect="auto", interpolation="nearest", cmap="viridis", **norm
+            )
+            figure.colorbar(image, ax=axes, orientation="horizontal", shrink=0.9)
+            axes.set_title(title)
+            axes.set_xlabel("step")
+            axes.set_xticks(
+                range(0, len(steps), every_column), [str(s) for s in steps[::every_column]]
+            )
+        panels[0].set_yticks(
+            range(0, len(series), every_row), list(series)[::every_row], fontsize=6
+        )
         figure.savefig(path)
+
+
+_LABELS = 150  # rows that can be told apart
 
 
 def _owners(modules: list[tuple[str, Any]]) -> list[str]:
@@ -234,13 +294,18 @@ def _owners(modules: list[tuple[str, Any]]) -> list[str]:
     ]
 
 
-def _names(owner: str, gemms: int) -> list[str]:
-    """The tensors of a module, in the order of their slots."""
-    return [
-        f"{owner}.{role}" if gemms == 1 else f"{owner}.gemm{gemm}.{role}"
-        for gemm in range(gemms)
-        for role in ROLES
-    ]
+def _names(owner: str, module: Any) -> list[str]:
+    """The tensors of a module, in the order of their slots; GEMMs are called as in its weights."""
+    gemms = module._fp8.gemms
+    weights = module._gemm_weights()
+    named = [names[0] for names in weights if len(names) == 1 and names[0].endswith("_weight")]
+    if gemms == 1:
+        owners = [owner]
+    elif len(named) == gemms:
+        owners = [f"{owner}.{name.removesuffix('_weight')}" for name in named]
+    else:
+        owners = [f"{owner}.gemm{gemm}" for gemm in range(gemms)]
+    return [f"{gemm}.{role}" for gemm in owners for role in ROLES]
 
 
 def _append(series: dict[str, list], values: dict[str, float]) -> None:

@@ -37,6 +37,14 @@ class KeyMap:
     def __init__(self, entries: Iterable[JoinedKey]) -> None:
         self.entries = tuple(entries)
 
+    def __repr__(self) -> str:
+        joined = "; ".join(
+            f"{', '.join(key for key, _ in entry.parts)} -> {entry.key}"
+            for entry in self.entries[:3]
+        )
+        more = f"; and {len(self.entries) - 3} more" if len(self.entries) > 3 else ""
+        return f"KeyMap({len(self.entries)} joined: {joined}{more})"
+
     def to_fused(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """The state dict of the fused model, from one of the original model.
 

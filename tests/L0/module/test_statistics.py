@@ -7,7 +7,7 @@ import pytest
 import torch
 from checks import needs_cuda
 
-from apex_te import Linear, flush_fp8_state, fp8_autocast
+from apex_te import GroupedLinear, Linear, TransformerLayer, flush_fp8_state, fp8_autocast
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.recipe import DelayedScaling, Format, make_recipe
 from apex_te.statistics import fp8_statistics
@@ -175,11 +175,11 @@ def test_what_an_op_quantizes_itself(device):
         step(model, x, RECIPES["first step"])
     noted = stats.to_dict()
     norm = torch.nn.functional.layer_norm(x, (64,))
-    assert noted["LayerNormMLP.gemm0.input"]["amax"] == [pytest.approx(float(norm.abs().max()))]
+    assert noted["LayerNormMLP.fc1.input"]["amax"] == [pytest.approx(float(norm.abs().max()))]
     scales = {"input": 448, "weight": 448, "grad_output": 57344}
-    for gemm in range(2):
+    for gemm in ("fc1", "fc2"):
         for role, largest in scales.items():
-            series = noted[f"LayerNormMLP.gemm{gemm}.{role}"]
+            series = noted[f"LayerNormMLP.{gemm}.{role}"]
             assert series["scale_max"] == [pytest.approx(largest / series["amax"][0], rel=1e-5)]
 
 
@@ -273,7 +273,43 @@ def test_names():
     with fp8_statistics(model) as stats:
         step(model, torch.randn(4, 16), RECIPES["tensorwise"])
     owners = {name.rpartition(".")[0] for name in stats.to_dict()}
-    assert owners == {"head", "1", "2", "mlp.gemm0", "mlp.gemm1"}
+    assert owners == {"head", "1", "2", "mlp.fc1", "mlp.fc2"}
+
+
+def test_names_in_a_layer_and_in_a_grouped_one():
+    layer = TransformerLayer(32, 64, 4, hidden_dropout=0, attention_dropout=0)
+    with fp8_statistics(layer) as stats, fp8_autocast(fp8_recipe="tensorwise"):
+        layer(torch.randn(8, 2, 32)).sum().backward()
+    owners = {name.rpartition(".")[0] for name in stats.to_dict()}
+    assert {"layernorm_mlp.fc1", "layernorm_mlp.fc2", "self_attention.proj"} <= owners
+    grouped = GroupedLinear(2, 16, 16)
+    with fp8_statistics(grouped) as stats, fp8_autocast(fp8_recipe="tensorwise"):
+        grouped(torch.randn(8, 16), [4, 4]).sum().backward()
+    owners = {name.rpartition(".")[0] for name in stats.to_dict()}
+    assert owners == {"GroupedLinear.gemm0", "GroupedLinear.gemm1"}
+
+
+def test_without_being_entered_it_says_that_it_notes_nothing(tmp_path):
+    model = Linear(16, 16)
+    stats = fp8_statistics(model)
+    step(model, torch.randn(4, 16), RECIPES["delayed"])
+    why = "nothing was noted, because it was never entered: train inside of `with fp8_stat"
+    with pytest.warns(UserWarning, match=why):
+        assert stats.to_dict() == {}
+    assert why in stats.table()
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match=why):
+        stats.plot(tmp_path / "none.png")
+    assert repr(stats) == (
+        "fp8_statistics(Linear with 1 FP8 module(s), every=1, capacity=1000, steps noted: 0, not "
+        "entered: it notes inside of `with` only)"
+    )
+    with stats:
+        assert "none of the modules ran in a region of fp8_autocast" in stats.table()
+        step(model, torch.randn(4, 16), RECIPES["delayed"])
+        assert repr(stats).endswith("steps noted: 1, noting)")
+    assert repr(stats).endswith("steps noted: 1, left)")
+    assert len(stats.to_dict()) == 3
 
 
 def test_copies_are_not_observed():
@@ -317,8 +353,23 @@ def test_plot(tmp_path, monkeypatch):
             step(model, torch.randn(4, 16), RECIPES["delayed"])
     stats.plot(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes()[:4] == b"\x89PNG"
+    drawn = []
+    figure = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, path: drawn.append(self))
     stats.plot(tmp_path / "picture.svg")
-    assert "saturation rate" in (tmp_path / "picture.svg").read_text()
+    panels = [axes for axes in drawn[0].axes if axes.get_title()]
+    noted = stats.to_dict()
+    assert [label.get_text() for label in panels[0].get_yticklabels()] == list(noted)
+    keys = {
+        "amax": "amax", "scale": "scale_max", "saturation rate": "saturation_rate",
+        "underflow rate": "underflow_rate",
+    }  # fmt: skip
+    assert [axes.get_title() for axes in panels] == list(keys)
+    for axes in panels:  # a row for each tensor, a column for each step
+        (image,) = axes.get_images()
+        expected = [values[keys[axes.get_title()]] for values in noted.values()]
+        assert image.get_array().tolist() == expected
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1", "2"]
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"plot needs matplotlib .*apex_te\[demo\]"):
         stats.plot(tmp_path / "other.png")
