@@ -59,6 +59,9 @@ class Format(enum.Enum):
     HYBRID = FormatValue(448.0, 57344.0, torch.float8_e4m3fn, torch.float8_e5m2)
     HIF8 = FormatValue(15.0, 224.0, torch.uint8, torch.uint8)
 
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"
+
 
 @dataclass(frozen=True)
 class Recipe:

@@ -6,9 +6,11 @@ of them must see; another number of ranks can read it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,8 @@ from torch import distributed
 
 import apex_te
 from apex_te.recipe import Recipe
+
+LATEST = "latest.json"  # in a folder: which step is whole, and the settings
 
 
 class Store(Protocol):
@@ -49,7 +53,7 @@ class Store(Protocol):
         """Restores what ``save`` wrote and returns the step to continue from.
 
         ValueError when the run was saved with other settings, since it could not continue as it
-        was.
+        was, and for one that cannot be read; it names the file.
         """
 
 
@@ -58,13 +62,37 @@ def store(path: Path, layout: Layout) -> Store:
     return Folder(path.with_suffix(""), layout) if layout.started else File(path)
 
 
+def others(path: Path) -> list[str]:
+    """The runs beside the one at ``path``, by the names of their files or folders."""
+    if not path.parent.is_dir():
+        return []
+    beside = path.parent.iterdir()
+    names = {p.stem for p in beside if p.suffix == ".pt" or (p / LATEST).exists()}
+    return sorted(names - {path.stem})
+
+
 def _check(where: Path, saved: dict[str, object], settings: dict[str, object]) -> None:
     for name, value in settings.items():
-        if saved.get(name) != value:
+        if saved.get(name, value) != value:
             raise ValueError(
                 f"checkpoint {where}: {name} must be {saved.get(name)!r} "
                 f"as in the saved run, got {value!r}"
             )
+
+
+@contextlib.contextmanager
+def _reading(where: Path) -> Iterator[None]:
+    """Names the file in whatever goes wrong inside."""
+    try:
+        yield
+    except BaseException as error:  # as what torch.distributed.checkpoint raises is
+        exits = isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit))
+        if exits or str(error).startswith("checkpoint "):
+            raise
+        raise ValueError(
+            f"checkpoint {where}: must be a whole run of this model, "
+            f"got {type(error).__name__}: {error}"
+        ) from error
 
 
 class File:
@@ -117,18 +145,16 @@ class File:
         generator: torch.Generator,
         recipe: Recipe | None,
     ) -> int:
-        state = torch.load(self.path, map_location="cpu", weights_only=True)
-        _check(self.path, state["settings"], settings)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        generator.set_state(state["batches"])
-        torch.set_rng_state(state["cpu_rng"])
-        if "cuda_rng" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["cuda_rng"])
-        return int(state["step"])
-
-
-LATEST = "latest.json"  # which step is whole, and the settings
+        with _reading(self.path):
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+            _check(self.path, state["settings"], settings)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            generator.set_state(state["batches"])
+            torch.set_rng_state(state["cpu_rng"])
+            if "cuda_rng" in state and torch.cuda.is_available():
+                torch.cuda.set_rng_state_all(state["cuda_rng"])
+            return int(state["step"])
 
 
 class Folder:
@@ -193,20 +219,21 @@ class Folder:
 
         from apex_te.distributed import set_state_dict
 
-        latest = json.loads((self.path / LATEST).read_text(encoding="utf-8"))
-        _check(self.path, latest["settings"], settings)
-        if recipe is not None:  # only what the model has already is loaded
-            apex_te.init_fp8_state(model, recipe)
-        state = _state(model, optimizer, generator)
-        checkpoint.load(state, checkpoint_id=self.path / str(latest["step"]))
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-        generator.set_state(state["batches"])
-        return int(latest["step"])
+        with _reading(self.path):
+            latest = json.loads((self.path / LATEST).read_text(encoding="utf-8"))
+            _check(self.path, latest["settings"], settings)
+            if recipe is not None:  # only what the model has already is loaded
+                apex_te.init_fp8_state(model, recipe)
+            state = _state(model, optimizer, generator)
+            checkpoint.load(state, checkpoint_id=self.path / str(latest["step"]))
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
+            generator.set_state(state["batches"])
+            return int(latest["step"])
 
 
 def _state(

@@ -163,13 +163,22 @@ class Training:
         self.generator = torch.Generator().manual_seed(args.seed)
         self.settings = {name: getattr(args, name) for name in RUN_SETTINGS}
         self.settings |= {"precision": run.label, "vocabulary": corpus.vocabulary.characters}
+        self.settings["recipe"] = None if run.recipe is None else repr(run.recipe)
         self.first_step = 0
         self.store: checkpoint.Store | None = None
         if args.checkpoint:
-            self.store = checkpoint.store(args.checkpoint / file_name(run.label), layout)
+            path = args.checkpoint / file_name(run.label)
+            self.store = checkpoint.store(path, layout)
             if args.resume and self.store.exists():
                 state = self._state() | {"recipe": run.recipe}
                 self.first_step = self.store.load(settings=self.settings, **state)
+            elif args.resume and layout.rank == 0:
+                found = ", ".join(checkpoint.others(path)) or "none"
+                print(
+                    f"{run.label}: starts at step 0, --resume found no run of this recipe in "
+                    f"{args.checkpoint} (runs there: {found})",
+                    flush=True,
+                )
         self.result = report.Result(
             run.label,
             len(corpus.vocabulary),

@@ -305,6 +305,64 @@ def test_resume_with_other_settings_is_refused(compared, monkeypatch):
         program.main([*words, "--resume", "--seed", "2", "--out", str(folder / "refused")])
 
 
+def tiny(folder, *words):
+    """Arguments of one run of the smallest model, on the CPU."""
+    sizes = ["--steps", "2", "--batch", "2", "--context", "8", "--layers", "1", "--dim", "16"]
+    rest = ["--heads", "2", "--eval-batches", "1", "--max-bytes", "300000", "--sample", "0"]
+    folders = ["--checkpoint", str(folder / "runs"), "--out", str(folder / "out")]
+    return ["--device", "cpu", *sizes, *rest, *folders, *words]
+
+
+def test_resume_with_another_recipe_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(program, "make_deterministic", lambda: None)
+    program.main(tiny(tmp_path, "--use-te", "--use-fp8", "--fp8-recipe", "delayed"))
+    assert "--resume" not in capsys.readouterr().out
+    resumed = ["--use-te", "--use-fp8", "--resume", "--fp8-recipe"]
+    program.main(tiny(tmp_path, *resumed, "tensorwise"))
+    printed = capsys.readouterr().out
+    said = "tensorwise: starts at step 0, --resume found no run of this recipe in "
+    assert printed.count("starts at step 0") == 1  # the baselines were resumed
+    assert said + str(tmp_path / "runs") + " (runs there: " in printed
+    assert "delayed" in printed.split("(runs there: ")[1].split(")")[0].split(", ")
+    program.main(tiny(tmp_path, *resumed, "tensorwise"))
+    assert "starts at step 0" not in capsys.readouterr().out
+    (tmp_path / "runs" / "delayed.pt").rename(tmp_path / "runs" / "tensorwise.pt")
+    with pytest.raises(ValueError, match=r"tensorwise\.pt: precision must be 'delayed' as in the "):
+        program.main(tiny(tmp_path, *resumed, "tensorwise"))
+
+
+def test_the_same_name_with_another_recipe_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "make_deterministic", lambda: None)
+    words = ["--use-te", "--use-fp8", "--fp8-recipe", "delayed"]
+    program.main(tiny(tmp_path, *words))
+    monkeypatch.setattr(program.common, "HISTORY", 7)
+    message = r"delayed\.pt: recipe must be .*_history_len=16.* as in the saved run, got .*_len=7"
+    with pytest.raises(ValueError, match=message):
+        program.main(tiny(tmp_path, *words, "--resume"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "foreign", "keys"])
+def test_errors_of_a_checkpoint_name_its_file(damage, tmp_path, monkeypatch):
+    monkeypatch.setattr(program, "make_deterministic", lambda: None)
+    program.main(tiny(tmp_path))
+    (file,) = (tmp_path / "runs").glob("*.pt")
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-500])
+    elif damage == "text":
+        file.write_text("no checkpoint")
+    elif damage == "foreign":
+        torch.save({"weights": torch.ones(3)}, file)
+    else:
+        saved = torch.load(file, weights_only=True)
+        del saved["model"][next(iter(saved["model"]))]
+        torch.save(saved, file)
+    with pytest.raises(
+        ValueError, match=r"^checkpoint .*\.pt: must be a whole run of this model, "
+    ) as e:
+        program.main(tiny(tmp_path, "--resume"))
+    assert str(file) in str(e.value)
+
+
 @pytest.fixture(scope="module")
 def convergence():
     """benchmarks/layers/convergence.py."""

@@ -59,6 +59,10 @@ def test_key_map_both_ways(name):
     assert back.keys() == original.keys()
     assert all(torch.equal(back[key], original[key]) for key in original)
     assert all(value.is_contiguous() for value in back.values())
+    assert repr(keys).startswith(
+        f"KeyMap({len(keys.entries)} joined: {keys.entries[0].parts[0][0]}"
+    )
+    assert f" -> {keys.entries[0].key}" in repr(keys)
     BUILDS[name]().load_state_dict(back, strict=True)
     fresh = fused(BUILDS[name]())
     fresh.load_state_dict(forth, strict=True)

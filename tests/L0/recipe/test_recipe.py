@@ -232,6 +232,7 @@ assert isinstance(apex_te.autocast(), fp8_autocast)
 
 
 def test_reprs_of_regions():
+    assert "fp8_format=Format.HYBRID, " in repr(DelayedScaling())
     shown = repr(fp8_autocast(False, "delayed", calibrating=True))
     assert shown.startswith("fp8_autocast(enabled=False, fp8_recipe=DelayedScaling(margin=0, ")
     assert shown.endswith("fp8_group=None, calibrating=True)")
