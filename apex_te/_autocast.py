@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from ._entered import Entered, leave
 from ._process_groups import is_process_group
 from ._registry import intern, registry, traced_key
 from ._traced_region import enter_traced_region, leave_traced_region
@@ -25,11 +26,11 @@ _DEFAULT_RECIPE = chosen_recipe("fp8_autocast", "fp8_recipe", None)
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
-class Region:
+class Region(Entered):
     """One entered fp8_autocast, as the modules inside see it."""
 
     __slots__ = (
-        "calibrated", "calibrating", "enabled", "grad", "in_fp8", "outer", "previewed", "recipe",
+        "calibrated", "calibrating", "enabled", "grad", "in_fp8", "previewed", "recipe",
         "recipe_key", "records", "scope", "traced",
     )  # fmt: skip
 
@@ -104,10 +105,14 @@ class fp8_autocast:
     Regions with different groups, or with ``reduce_amax`` and without, count and update on their
     own: each the modules that ran in its like last.
 
+    A region ends where its own ``with`` block does, in whichever order and thread blocks are left:
+    a suspended generator leaves its block when it is closed. As long as it is suspended the thread
+    that ran it stays in the region, and what another thread runs of it is in none.
+
     Errors: TypeError for an argument of a wrong type, ValueError for an unknown name of a recipe.
     """
 
-    __slots__ = ("calibrating", "enabled", "group", "recipe")
+    __slots__ = ("_entered", "calibrating", "enabled", "group", "recipe")
 
     def __init__(
         self,
@@ -143,6 +148,7 @@ class fp8_autocast:
         self.enabled = enabled
         self.calibrating = calibrating
         self.group = group
+        self._entered: list[Region] = []
 
     def __repr__(self) -> str:
         return (
@@ -166,16 +172,16 @@ class fp8_autocast:
         elif outermost and not torch.compiler.is_compiling() and graph_task_id() == -1:
             region.previewed = registry.preview(region.recipe)
         local.region = region
+        if not torch.compiler.is_compiling():
+            region.holder = local.__dict__
+            self._entered.append(region)
 
     def __exit__(self, *exc: object) -> None:
-        region = local.region
-        if region is None:
+        if torch.compiler.is_compiling():
+            _leave_traced()
             return
-        outer = region.outer
-        if region.traced is not None and (outer is None or outer.traced is None):
-            leave_traced_region(region.traced)
-        local.region = outer
-        if region.calibrated is not None and not any(exc):
+        region = leave(self._entered, local.__dict__, "region")
+        if region is not None and region.calibrated is not None and not any(exc):
             registry.leave_calibration(region.recipe, region.calibrated)
 
     def __call__(self, function: _F) -> _F:
@@ -192,6 +198,17 @@ class fp8_autocast:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
+
+
+def _leave_traced() -> None:
+    """Leave the innermost region in code that torch.compile traces, which has no other threads."""
+    region = local.region
+    if region is None:
+        return
+    outer = region.outer
+    if region.traced is not None and (outer is None or outer.traced is None):
+        leave_traced_region(region.traced)
+    local.region = outer
 
 
 class _ModuleNames(type):

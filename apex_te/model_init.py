@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
+from ._entered import Entered, leave
 from .recipe import Recipe, chosen_recipe
 
 __all__ = ["fp8_model_init", "quantized_model_init", "settings"]
@@ -18,8 +19,19 @@ class Settings(NamedTuple):
     preserve_high_precision_init_val: bool
 
 
+class _Region(Entered):
+    """One entered fp8_model_init."""
+
+    __slots__ = ("settings",)
+
+    def __init__(self, settings: Settings, outer: _Region | None, holder: dict[str, Any]) -> None:
+        self.settings = settings
+        self.outer = outer
+        self.holder = holder
+
+
 class _Local(threading.local):
-    settings: Settings | None = None
+    region: _Region | None = None
 
 
 _local = _Local()
@@ -42,11 +54,12 @@ class fp8_model_init:
             optimizer's master copy: ``weight.get_high_precision_init_val()``, and
             ``weight.clear_high_precision_init_val()`` to free them.
 
-    A context manager, nestable, per thread. Errors: TypeError for an argument of a wrong type;
-    ValueError for an unknown name of a recipe.
+    A context manager, nestable, per thread, left as ``fp8_autocast`` is.
+
+    Errors: TypeError for an argument of a wrong type, ValueError for an unknown name of a recipe.
     """
 
-    __slots__ = ("_outer", "_settings")
+    __slots__ = ("_entered", "_settings")
 
     def __init__(
         self,
@@ -64,14 +77,15 @@ class fp8_model_init:
                 raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
         recipe = chosen_recipe(owner, "recipe", recipe)
         self._settings = Settings(enabled, recipe, preserve_high_precision_init_val)
-        self._outer: list[Settings | None] = []
+        self._entered: list[_Region] = []
 
     def __enter__(self) -> None:
-        self._outer.append(_local.settings)
-        _local.settings = self._settings
+        region = _Region(self._settings, _local.region, _local.__dict__)
+        _local.region = region
+        self._entered.append(region)
 
     def __exit__(self, *exc: Any) -> None:
-        _local.settings = self._outer.pop()
+        leave(self._entered, _local.__dict__, "region")
 
 
 class quantized_model_init(fp8_model_init):
@@ -82,5 +96,5 @@ class quantized_model_init(fp8_model_init):
 
 def settings() -> Settings | None:
     """How a GEMM's weight made now is to be kept; None: in high precision."""
-    found = _local.settings
-    return found if found is not None and found.enabled else None
+    region = _local.region
+    return region.settings if region is not None and region.settings.enabled else None
