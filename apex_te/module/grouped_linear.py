@@ -156,7 +156,7 @@ class GroupedLinear(ParallelModule):
         the rows of each group, in order, 0 included: ints on the host, or int32 or int64 [groups]
         on the device of ``inp``, which nothing waits for on a GPU. ``is_first_microbatch``: None
         quantizes the weights on each call, True keeps their FP8 copies, False reuses them while the
-        weights are unchanged.
+        weights are unchanged, writes to a weight's ``.data`` not being noticed, as in ``Linear``.
 
         With a tensor, ``inp`` has room for the worst case: rows behind the last group are not read,
         their outputs and gradients are zeros. Splits that are negative or exceed the rows are an

@@ -137,7 +137,9 @@ class Linear(LinearParameters, torch.nn.Linear):
         under ``torch.autocast``, whose dtype the output then has (FP8 codes are made of the input
         as it is, without rounding it to that dtype first). ``weight`` and ``bias`` replace the
         module's own. ``is_first_microbatch``: None quantizes the weight on each call, True
-        keeps its FP8 copies, False reuses them while the weight is unchanged.
+        keeps its FP8 copies, False reuses them while the weight is unchanged. Writes to
+        ``weight.data`` or through other memory of the weight do not count in its version and are
+        not noticed: call with True or None after them.
 
         Errors: TypeError for a dtype, ValueError for a shape or a missing weight or bias.
         """

@@ -84,6 +84,21 @@ def test_changed_weight_is_quantized_again(change):
         assert torch.equal(module(x, is_first_microbatch=False), fresh(x))
 
 
+def test_a_write_through_data_needs_another_promise():
+    """As documented: no version counts it."""
+    module, x = Linear(16, 8), torch.randn(4, 16)
+    before = forward(module, x, True)
+    version = module.weight._version
+    module.weight.data.mul_(-2)
+    assert module.weight._version == version
+    for first in (True, None):
+        fresh = copy.deepcopy(module)
+        with fp8_autocast(True, RECIPE):
+            out = module(x, is_first_microbatch=first)
+            assert torch.equal(out, fresh(x))
+            assert not torch.equal(out, before)
+
+
 def test_cache_is_dropped_by_copies_and_moves():
     module, x = Linear(16, 8), torch.randn(4, 16)
     forward(module, x, True)
