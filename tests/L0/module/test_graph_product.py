@@ -10,89 +10,19 @@ import torch
 from checks import assert_same_bits
 from graph_models import RECIPES, count_replays, fp8_state
 from graph_stand_in import graphs_on_cpu  # noqa: F401
+from layer_kinds import BATCH, HEADS, KINDS, TOKENS, build, draw, sample, shape_of, width_on
 
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.graph import make_graphed_callables
 from apex_te.module import _grouped_on_device
 from apex_te.module.dot_product_attention import DotProductAttention
-from apex_te.module.grouped_linear import GroupedLinear
-from apex_te.module.layer_norm_linear import LayerNormLinear
-from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
-from apex_te.module.multihead_attention import MultiheadAttention
-from apex_te.module.transformer_layer import TransformerLayer
 
-STEPS, TOKENS, BATCH, HEADS = 5, 16, 2, 4
-SPLITS = [7, 0, 20, 5]
+STEPS = 5
 DELAYED = RECIPES["delayed"]
 each_recipe = pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise"])
 
 pytestmark = pytest.mark.filterwarnings("ignore:apex_te. FP8 matrix products of groups")
-
-
-class Layers(torch.nn.Module):
-    """Layers one after the other: what one frees may become another's weight."""
-
-    def __init__(self, layers, splits=None):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(layers)
-        self.splits = splits
-
-    def forward(self, x, is_first_microbatch=None):
-        rest = () if self.splits is None else (self.splits,)
-        for layer in self.layers:
-            x = layer(x, *rest, is_first_microbatch=is_first_microbatch)
-        return x
-
-
-def build(kind, device):
-    """Layers of a kind in the dtype that is quick on ``device``."""
-    options = {"params_dtype": dtype_on(device), "device": device}
-    width = width_on(device)
-    splits, count = None, 2
-    torch.manual_seed(3)
-
-    def make():
-        if kind == "MultiheadAttention":
-            attention = {"attention_dropout": 0.0, "input_layernorm": True}
-            return MultiheadAttention(width, HEADS, **attention, **options)
-        if kind == "TransformerLayer":
-            dropouts = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-            return TransformerLayer(width, width, HEADS, **dropouts, **options)
-        if kind.startswith("GroupedLinear"):
-            return GroupedLinear(len(SPLITS), width, width, **options)
-        return PLAIN[kind](width, width, **options)
-
-    if kind == "Linear":
-        count = 3
-    elif kind == "GroupedLinear":
-        splits = SPLITS
-    elif kind == "GroupedLinear, tensor":
-        splits = torch.tensor(SPLITS, dtype=torch.int32, device=device)
-    return Layers([make() for _ in range(count)], splits)
-
-
-PLAIN = {"Linear": Linear, "LayerNormLinear": LayerNormLinear, "LayerNormMLP": LayerNormMLP}
-KINDS = (
-    *PLAIN, "GroupedLinear", "GroupedLinear, tensor", "MultiheadAttention", "TransformerLayer",
-)  # fmt: skip
-
-
-def dtype_on(device):
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-def width_on(device):
-    return 128 if device.type == "cuda" else 32
-
-
-def shape_of(kind, device):
-    attends = kind in ("MultiheadAttention", "TransformerLayer")
-    return (*((TOKENS, BATCH) if attends else (TOKENS * BATCH,)), width_on(device))
-
-
-def sample(shape, device):
-    return torch.randn(shape).to(device, dtype_on(device)).requires_grad_()
 
 
 def train(model, batches, recipe, promises):
@@ -132,14 +62,6 @@ def _graphs(request, device, monkeypatch):
     torch.use_deterministic_algorithms(False)
 
 
-def draw(shape, device, microbatches, steps=STEPS):
-    """Inputs and output gradients whose amaxes grow and shrink, so that scales always move."""
-    torch.manual_seed(5)
-    batches = torch.randn(steps, microbatches, 2, *shape)
-    batches *= torch.rand(steps, microbatches, 2, *[1] * len(shape)).mul(6).sub(3).exp2()
-    return batches.to(device, dtype_on(device))
-
-
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
 @pytest.mark.parametrize("caching", [True, False])
 @each_recipe
@@ -151,7 +73,7 @@ def test_equals_eager(kind, name, caching, microbatches, device):
     model = build(kind, device)
     other = copy.deepcopy(model)
     shape = shape_of(kind, device)
-    batches = draw(shape, device, microbatches)
+    batches = draw(shape, device, STEPS, microbatches)
     promises = [k == 0 if caching else None for k in range(microbatches)]
     expected = train(model, batches, recipe, promises)
     make_graphed_callables(
@@ -212,7 +134,7 @@ def test_what_changed_is_made_again(calls, device):
         other, (sample(shape, device),), fp8_enabled=True, fp8_recipe=DELAYED,
         fp8_weight_caching=True,
     )  # fmt: skip
-    batches = draw(shape, device, len(calls), 1)[0]
+    batches = draw(shape, device, 1, len(calls))[0]
     calls = [
         (change, x, dy, first) for (change, first), (x, dy) in zip(calls, batches, strict=True)
     ]
@@ -239,7 +161,7 @@ def test_a_weight_that_is_an_argument(device):
         other, (sample(shape, device), *map(torch.clone, weights)), fp8_enabled=True,
         fp8_recipe=DELAYED, fp8_weight_caching=True,
     )  # fmt: skip
-    for i, (x, dy) in enumerate(draw(shape, device, 6, 1)[0]):
+    for i, (x, dy) in enumerate(draw(shape, device, 1, 6)[0]):
         if i == 4:
             with torch.no_grad():
                 weights[1].neg_()

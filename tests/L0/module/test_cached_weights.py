@@ -1,0 +1,110 @@
+"""Cached FP8 weights carry their own scales: modules x recipes x held weights x recompute."""
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from checks import assert_same_bits
+from graph_models import fp8_state
+from layer_kinds import KINDS, build, draw, shape_of
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from apex_te import flush_fp8_state, fp8_autocast
+from apex_te.distributed import checkpoint
+from apex_te.model_init import fp8_model_init
+from apex_te.module import _grouped_on_device
+from apex_te.recipe import DelayedScaling, make_recipe
+from apex_te.state import registry
+
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=4),
+    "tensorwise": make_recipe("tensorwise"),
+    "blockwise": make_recipe("blockwise"),
+}
+each_recipe = pytest.mark.parametrize("name", RECIPES)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+held = pytest.mark.parametrize("held", [False, True], ids=["plain", "held in FP8"])
+RECOMPUTES = {
+    "reentrant": lambda f, x: torch_checkpoint(f, x, use_reentrant=True),
+    "not reentrant": lambda f, x: torch_checkpoint(f, x, use_reentrant=False),
+    "ours": lambda f, x: checkpoint(f, x),
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:apex_te. FP8 matrix products of groups")
+
+
+def made(kind, held, recipe, device, monkeypatch):
+    if kind.endswith("tensor"):
+        if held or recipe.quantizer == "block":
+            pytest.skip("groups whose sizes are on the device have neither")
+        monkeypatch.setattr(_grouped_on_device, "_stays_on_device", lambda device: True)
+    with fp8_model_init(True, recipe) if held else contextlib.nullcontext():
+        return build(kind, device)
+
+
+@pytest.fixture(autouse=True)
+def _repeatable(device, monkeypatch):
+    """Attention whose gradients can be repeated."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(device.type == "cuda")
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def run(model, batches, recipe, promises, again=lambda f, x: f(x), with_state=True):
+    """Outputs, gradients and FP8 state; all microbatches of a step are in flight at once."""
+    registry.pending = 0
+    seen = []
+    for step in batches:
+        waiting = []
+        for (x, dy), first in zip(step, promises, strict=True):
+            x = x.clone().requires_grad_()
+            with fp8_autocast(True, recipe):
+                out = again(lambda y, f=first: model(y, is_first_microbatch=f), x)
+            waiting.append((out, dy, x))
+            seen += [out.detach().clone(), *(fp8_state(model) if with_state else [])]
+        for out, dy, x in waiting:
+            out.backward(dy)
+            seen.append(x.grad)
+        for p in model.parameters():
+            seen.append(p.grad.clone())
+            with torch.no_grad():
+                values = p.dequantize() if hasattr(p, "recipe") else p
+                p.copy_(values - 0.01 * p.grad)
+            p.grad = None
+    flush_fp8_state()
+    return seen + (fp8_state(model) if with_state else [])
+
+
+@held
+@each_recipe
+@each_kind
+def test_equals_quantizing_again_while_scales_stay(kind, name, held, device, monkeypatch):
+    recipe = RECIPES[name]
+    if recipe.keeps_state:
+        recipe = DelayedScaling(amax_history_len=4, interval=2)
+    model = made(kind, held, recipe, device, monkeypatch)
+    other = copy.deepcopy(model)
+    batches = draw(shape_of(kind, device), device, 3, 2)
+    # A promise stages the amax of a group without rows, too.
+    options = {"with_state": "Grouped" not in kind}
+    expected = run(model, batches, recipe, (None, None), **options)
+    assert_same_bits(run(other, batches, recipe, (True, False), **options), expected)
+
+
+@held
+@each_recipe
+@each_kind
+@pytest.mark.parametrize("again", RECOMPUTES)
+def test_recompute_reads_what_the_forward_read(again, kind, name, held, device, monkeypatch):
+    """While scales move from microbatch to microbatch."""
+    recipe = RECIPES[name]
+    model = made(kind, held, recipe, device, monkeypatch)
+    other = copy.deepcopy(model)
+    promises = (True, False, False)
+    batches = draw(shape_of(kind, device), device, 3, len(promises))
+    if again != "ours":  # with which several microbatches may be in flight
+        batches, promises = batches[:, :1], (True,)
+    expected = run(model, batches, recipe, promises)
+    assert_same_bits(run(other, batches, recipe, promises, RECOMPUTES[again]), expected)
