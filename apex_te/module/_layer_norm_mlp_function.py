@@ -156,9 +156,10 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
 def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
     """The quantized gradient of the first GEMM's output, and the plain one where it is needed."""
     quantizer = plan.quantizers.grad_output
-    need_codes = plan.need_input or plan.need_weight  # else only the bias learns
-    if need_codes and not plan.quantizers.high_precision_wgrad:
-        return quantizer.produce(d_hidden, plan.need_input, plan.need_weight), None
+    need_plain = plan.need_weight and plan.quantizers.high_precision_wgrad
+    fp8_wgrad = plan.need_weight and not need_plain
+    if not need_plain and (plan.need_input or fp8_wgrad):  # else only the bias learns
+        return quantizer.produce(d_hidden, plan.need_input, fp8_wgrad), None
     plain = d_hidden.plain()
     if d_hidden.with_dbias and d_hidden.dbias is None:
         d_hidden.dbias = plain.sum(0)

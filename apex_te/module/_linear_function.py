@@ -174,7 +174,7 @@ def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         grad_bias = as_matrix(grad_output).sum(0).to(bias_dtype)
     if parallel is not None and parallel.gathers_input and need_weight:
         gathered_x = parallel.gathered_rows(x, late=late)
-    if parallel is not None and parallel.gathers_gradient:
+    if parallel is not None and parallel.gathers_gradient and (need_input or need_weight):
         gathered_dy = parallel.gathered_rows(grad_output, need_weight, late)
     if need_input:
         if gathered_dy is not None:
