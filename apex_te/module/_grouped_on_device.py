@@ -260,9 +260,11 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         )
         grad_input = _finished(grad_input, groups, ctx.input_dtype)
     if fp8_wgrad:
-        grad_weights = products.contract_groups(q.transposed, x, q.scale_inv, x_scale_inv, groups)
+        grad_weights = products.contract_groups(
+            q.transposed, x, q.scale_inv, x_scale_inv, groups, ctx.parameters is not None
+        )
     elif ctx.need_weight:
-        grad_weights = _high_precision_wgrad(dy, x, groups)
+        grad_weights = _high_precision_wgrad(ctx, dy, x, groups)
     return (
         grad_input, None, None, None, None, None,
         *_weight_gradients(ctx, grad_weights), *_bias_gradients(ctx, dy, groups),
@@ -308,7 +310,7 @@ def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         transposed = _stacked(weights, dy.dtype).transpose(-2, -1)
         grad_input = _finished(multiply_groups(dy, transposed, groups), groups, ctx.input_dtype)
     if ctx.need_weight:
-        grad_weights = _high_precision_wgrad(dy, x, groups)
+        grad_weights = _high_precision_wgrad(ctx, dy, x, groups)
     return (
         grad_input, None, None, None,
         *_weight_gradients(ctx, grad_weights), *_bias_gradients(ctx, dy, groups),
@@ -352,8 +354,11 @@ def _finished(
     return out
 
 
-def _high_precision_wgrad(dy: torch.Tensor, x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    grads = contract_groups(dy.t(), x.to(dy.dtype), groups.ends)
+def _high_precision_wgrad(
+    ctx: Any, dy: torch.Tensor, x: torch.Tensor, groups: Groups
+) -> torch.Tensor:
+    # What is added to main_grad is not rounded before.
+    grads = contract_groups(dy.t(), x.to(dy.dtype), groups, ctx.parameters is not None)
     op.zero_unused(grads, groups)
     return grads
 

@@ -163,8 +163,9 @@ class GroupedLinear(ParallelModule):
         error on the CPU; on a GPU, where only the device sees them, all outputs and gradients
         become NaN. There FP8 products are rounded to bfloat16, those in another dtype, too; they
         are of FP8 codes on sm_90 (elsewhere codes are decoded and multiplied in bfloat16), and
-        those in fp16 and fp32 cost as much as ``num_gemms`` layers over all rows.
-        ``fp8_statistics`` does not note them.
+        those in fp16 and fp32 cost as much as ``num_gemms`` layers over all rows. What is added to
+        ``main_grad`` is rounded to 16 bits only where bfloat16 is multiplied, by torch's grouped
+        product. ``fp8_statistics`` does not note them.
 
         Errors: TypeError for a dtype or ``m_splits`` that are no ints, ValueError for a shape,
         another device or ``m_splits`` that do not add up to the rows of ``inp``. With a tensor on a

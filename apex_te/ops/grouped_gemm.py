@@ -12,7 +12,7 @@ import torch
 
 from ..gpu_arch import nvidia_capability
 from . import product_count
-from .grouped_quantize import ALIGN, Groups, decode, scale_rows
+from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
 from .registration import bind
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
 
 _GROUPED = ((9, 0), (10, 0))
 _GROUPED_FP8 = (9, 0)
+_SHORT = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ARGUMENTS = (
     "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor ends, Tensor(a!) out, "
@@ -52,10 +53,15 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
     Args:
         a: [rows, K].
         b: [groups, N, K] of its dtype.
+        groups: of as many rows.
 
     Returns:
         [rows, N] in the dtype of `a`.
+
+    Raises:
+        ValueError: a shape that does not match, groups of another matrix among them.
     """
+    _check_operands("multiply_groups", a, b, groups)
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b.transpose(-2, -1), offs=groups.ends)
     group = _group_of_rows(groups.ends, a.shape[0])
@@ -68,16 +74,40 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
     return out
 
 
-def contract_groups(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def contract_groups(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    groups: Groups,
+    wide: bool = False,
+) -> torch.Tensor:
     """``out[g] = a[:, of g] @ b[of g]``, the groups lying along the inner dimension.
 
     Args:
-        a: [M, K]; b: [K, N] of its dtype.
-        ends: int32 [groups], the place after each group's last in K.
+        a: [M, rows]; b: [rows, N] of its dtype.
+        groups: of as many rows.
+        wide: give the float32 sums of 16-bit operands. torch's grouped product has none: what it
+            multiplies stays in bfloat16.
 
     Returns:
-        [groups, M, N] in their dtype; without values for a group of size 0.
+        [groups, M, N] in the dtype of the operands, or float32; without values for a group of size
+        0.
+
+    Raises:
+        ValueError: a shape that does not match, groups of another matrix among them.
     """
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            "contract_groups: a and b must be [M, rows] and [rows, N], "
+            f"got {list(a.shape)} and {list(b.shape)}"
+        )
+    check_rows("contract_groups", b.shape[0], groups)
+    return _contract_values(a, b, groups.ends, wide)
+
+
+def _contract_values(
+    a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, wide: bool
+) -> torch.Tensor:
+    """`contract_groups` by the place after each group's last in the inner dimension."""
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b, offs=ends)
     group = _group_of_rows(ends, a.shape[1])
@@ -85,8 +115,23 @@ def contract_groups(a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> tor
     parts = []
     for g in range(ends.numel()):
         own = group == g  # masked, not multiplied by 0: there may be NaN in what is not its own
-        parts.append(torch.mm(torch.where(own, a, zero), torch.where(own[:, None], b, zero)))
+        x, y = torch.where(own, a, zero), torch.where(own[:, None], b, zero)
+        if not wide or a.dtype not in _SHORT:
+            parts.append(torch.mm(x, y))
+        elif a.is_cuda:
+            parts.append(torch.mm(x, y, out_dtype=torch.float32))
+        else:
+            parts.append(torch.mm(x.float(), y.float()))
     return torch.stack(parts)
+
+
+def _check_operands(name: str, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> None:
+    if a.dim() != 2 or b.dim() != 3 or b.shape[0] != groups.num_groups or b.shape[2] != a.shape[1]:
+        raise ValueError(
+            f"{name}: a and b must be [rows, K] and [{groups.num_groups}, N, K], "
+            f"got {list(a.shape)} and {list(b.shape)}"
+        )
+    check_rows(name, a.shape[0], groups)
 
 
 def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -119,6 +164,7 @@ def scaled_multiply_groups(
         fast: sums all in the matrix units, which keep fewer bits than float32; else sums of 128
             products are added up in float32. Where codes are decoded it makes no difference.
     """
+    _check_operands("scaled_multiply_groups", a, b, groups)
     product_count.add()
     if multiplies_codes(a, b):
         out = torch.empty((a.shape[0], b.shape[1]), dtype=torch.bfloat16, device=a.device)
@@ -138,21 +184,27 @@ def scaled_contract_groups(
     b_scale_inv: torch.Tensor,
     ends: torch.Tensor,
     fast: bool,
+    wide: bool = False,
 ) -> torch.Tensor:
-    """`contract_groups` of FP8 codes, times the inverses of their scales; bfloat16 [groups, M, N].
+    """`contract_groups` of FP8 codes, times the inverses of their scales; [groups, M, N].
 
     Args:
         a: [M, K] FP8; b: [N, K] FP8; groups begin at multiples of 16 in K and are none empty.
         a_scale_inv, b_scale_inv: float32 [groups].
+        ends: int32 [groups], the place after each group's last in K.
         fast: as in `scaled_multiply_groups`.
+        wide: give float32 sums, else these rounded to bfloat16. Where codes are decoded, as in
+            `contract_groups`.
     """
     product_count.add()
     if multiplies_codes(a, b):
         shape = (ends.numel(), a.shape[0], b.shape[0])
-        out = torch.empty(shape, dtype=torch.bfloat16, device=a.device)
+        dtype = torch.float32 if wide else torch.bfloat16
+        out = torch.empty(shape, dtype=dtype, device=a.device)
         _contract(a, a_scale_inv, b, b_scale_inv, ends, out, not fast)
         return out
-    out = contract_groups(decode(a), decode(b).t(), ends)
+    # torch's kernels trust the ends.
+    out = _contract_values(decode(a), decode(b).t(), ends.clamp(0, a.shape[1]), wide)
     # As many rows as keep a GPU busy.
     factor = (a_scale_inv * b_scale_inv)[:, None].expand(-1, a.shape[0]).contiguous().view(-1)
     scale_rows(out.flatten(0, 1), factor)

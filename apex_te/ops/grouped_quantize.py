@@ -18,6 +18,7 @@ __all__ = [
     "ALIGN",
     "GroupedOutput",
     "Groups",
+    "check_rows",
     "column_sums",
     "decode",
     "finish_rows",
@@ -117,6 +118,12 @@ def groups_of(splits: torch.Tensor, rows: int) -> Groups:
     return Groups(table, rows, count)
 
 
+def check_rows(name: str, rows: int, groups: Groups) -> None:
+    """Raises ValueError unless `groups` are of a matrix of `rows` rows."""
+    if rows != groups.rows:
+        raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
+
+
 def quantize_groups(
     x: torch.Tensor,
     groups: Groups,
@@ -133,7 +140,7 @@ def quantize_groups(
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
-        groups: of its rows.
+        groups: of as many rows.
         scale: float32 [groups], of any stride.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols]; rows of no group are left without values.
@@ -149,6 +156,7 @@ def quantize_groups(
     """
     x = tensor_scale.contiguous_matrix("grouped_quantize", x)
     rows, cols = x.shape
+    check_rows("grouped_quantize", rows, groups)
     row = x.new_empty((rows, cols), dtype=fp8_dtype) if rowwise else None
     col = x.new_empty((cols, groups.columns), dtype=fp8_dtype) if transposed else None
     of_rows = x.new_empty(rows, dtype=torch.float32) if rowwise else None
@@ -240,8 +248,10 @@ def first_scales(
 def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> None:
     """Adds `bias` [groups, cols] to the groups' rows of `out`, and zeroes those behind the last.
 
-    `out` [rows, cols] is contiguous float32, float16 or bfloat16, `bias` of its dtype.
+    `out` [rows, cols] is contiguous float32, float16 or bfloat16, `bias` of its dtype. ValueError
+    for groups of another number of rows.
     """
+    check_rows("grouped_finish", out.shape[0], groups)
     _finish(out, groups.table, bias)
     note_written(out)
 
@@ -272,9 +282,11 @@ def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
 def column_sums(x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Sums [groups, cols] over the rows of each group of `x` [rows, cols], in float32; repeatable.
 
-    The result has the dtype of `x`: float32, float16 or bfloat16.
+    The result has the dtype of `x`: float32, float16 or bfloat16. ValueError for groups of another
+    number of rows.
     """
     x = tensor_scale.contiguous_matrix("grouped_sum", x)
+    check_rows("grouped_sum", x.shape[0], groups)
     out = x.new_empty((groups.num_groups, x.shape[1]))
     _sum(x, groups.table, out)
     return out

@@ -105,8 +105,9 @@ class Products:
         a_scale_inv: Any,
         b_scale_inv: Any,
         groups: Groups,
+        wide: bool = False,
     ) -> torch.Tensor:
-        """WGRAD of each group, bfloat16 [groups, M, N], as `scaled_contract_groups`."""
+        """WGRAD of each group, [groups, M, N], as `scaled_contract_groups`."""
         raise NotImplementedError
 
 
@@ -133,10 +134,10 @@ class FP8Products(Products):
         fast = not self.split[product]
         return grouped_gemm.scaled_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups, fast)
 
-    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups):
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, wide=False):
         _check_grouped(a, b)
         ends, fast = groups.column_ends, not self.split[WGRAD]
-        return grouped_gemm.scaled_contract_groups(a, a_scale_inv, b, b_scale_inv, ends, fast)
+        return grouped_gemm.scaled_contract_groups(a, a_scale_inv, b, b_scale_inv, ends, fast, wide)
 
 
 class BlockProducts(Products):

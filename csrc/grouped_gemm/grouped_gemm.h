@@ -15,8 +15,8 @@ APEX_TE_FUNCTION(grouped_gemm_multiply,
                  "out: Tensor, use_split_accumulator: bool",
                  "cuda")
 // out[g] = (a of g . (b of g)^T) * a_scale_inv[g] * b_scale_inv[g]: group g has the columns up to
-// ends[g] of a [M, columns] and b [N, columns] and begins at a multiple of 16; out bfloat16
-// [G, M, N], zeros of a group without columns.
+// ends[g] of a [M, columns] and b [N, columns] and begins at a multiple of 16; out bfloat16 or
+// float32 [G, M, N], zeros of a group without columns.
 APEX_TE_FUNCTION(grouped_gemm_contract,
                  "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
                  "out: Tensor, use_split_accumulator: bool",
@@ -32,7 +32,8 @@ struct GroupedGemm {
   const uint8_t *a, *b;
   const float *a_scale_inv, *b_scale_inv;
   const int32_t* ends;
-  uint16_t* out;
+  uint16_t* out;    // bfloat16, or null
+  float* wide_out;  // else
   int64_t groups;
   int64_t a_rows, b_rows, k;  // of the stored matrices; b_rows of all groups
   int64_t m, n;               // of the result, m the rows of all groups in a multiplication
@@ -76,7 +77,10 @@ inline GroupedGemm check_grouped_gemm(Args& args, bool contract) {
     b.has_shape({g.groups, g.n, g.k}).is_dense();
     out.has_shape({g.m, g.n});
   }
-  out.has_dtype({DType::kBFloat16}).is_dense();
+  if (contract)
+    out.has_dtype({DType::kBFloat16, DType::kFloat32}).is_dense();
+  else
+    out.has_dtype({DType::kBFloat16}).is_dense();
   a_scale.has_dtype({DType::kFloat32}).has_shape({contract ? g.groups : g.m}).is_dense();
   b_scale.has_dtype({DType::kFloat32}).has_shape({g.groups}).is_dense();
   check_multiple(args, contract ? "columns of a and b" : "K", g.k, kCopyAlign);
@@ -88,10 +92,12 @@ inline GroupedGemm check_grouped_gemm(Args& args, bool contract) {
   g.a_scale_inv = a_scale.data<const float>();
   g.b_scale_inv = b_scale.data<const float>();
   g.ends = ends.data<const int32_t>();
-  g.out = out.data<uint16_t>();
+  const bool is_wide = out.dtype() == DType::kFloat32;
+  g.out = is_wide ? nullptr : out.data<uint16_t>();
+  g.wide_out = is_wide ? out.data<float>() : nullptr;
   check_aligned(args, "a", g.a);
   check_aligned(args, "b", g.b);
-  check_aligned(args, "out", g.out);
+  check_aligned(args, "out", out.data());
   return g;
 }
 

@@ -75,7 +75,10 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring& ring
       sums.add(ring, stage, tiles, warpgroup, i == 0);
     }
     sums.finish(ring, stage, blocks > 0);
-    sums.store(p, staged, row, last, column, factor, factor_8);
+    if (g.wide_out)
+      sums.store_wide(p, row, last, column, factor);
+    else
+      sums.store(p, staged, row, last, column, factor, factor_8);
   }
   if (lane == 0) stores_wait();
 }
@@ -170,14 +173,15 @@ void run_grouped_gemm(Args& args, bool contract) {
     fail(kApexTeUnsupported, "%s: operands must have at most 2^30 rows, columns and tiles",
          args.name());
   if (g.k == 0) {
-    check_cuda(cudaMemsetAsync(g.out, 0, static_cast<size_t>(out_rows * g.n) * 2,
+    void* out = g.wide_out ? static_cast<void*>(g.wide_out) : g.out;
+    check_cuda(cudaMemsetAsync(out, 0, static_cast<size_t>(out_rows * g.n) * (g.wide_out ? 4 : 2),
                                static_cast<cudaStream_t>(args.stream())),
                "cudaMemsetAsync");
     return;
   }
   describe(&p.a, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, g.a, g.a_rows, g.k, kTileM / 2);
   describe(&p.b, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, g.b, g.b_rows, g.k, kTileN / 2);
-  describe(&p.out, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, g.out, out_rows, g.n, kBoxRows);
+  if (g.out) describe(&p.out, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, g.out, out_rows, g.n, kBoxRows);
   const int64_t clusters =
       std::min<int64_t>(most, device_attribute(cudaDevAttrMultiProcessorCount) / 2);
   const auto stream = static_cast<cudaStream_t>(args.stream());

@@ -85,6 +85,24 @@ struct Sums {
     }
   }
 
+  // The same to a float32 out, from registers: 4 threads write 32 bytes of a row.
+  __device__ __forceinline__ void store_wide(const Params& p, int64_t row, int64_t end, int column,
+                                             float factor) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int64_t own = row + lane / 4, first = column + lane % 4 * 2;
+    float* out = p.g.wide_out + own * p.g.n + first;
+#pragma unroll
+    for (int j = 0; j < kTileN / 8; ++j) {
+      if (first + j * 8 >= p.g.n) break;
+      const float* x = d + j * 4;
+      if (own < end)
+        *reinterpret_cast<float2*>(out + j * 8) = make_float2(x[0] * factor, x[1] * factor);
+      if (own + 8 < end)
+        *reinterpret_cast<float2*>(out + 8 * p.g.n + j * 8) =
+            make_float2(x[2] * factor, x[3] * factor);
+    }
+  }
+
   static __device__ __forceinline__ void store_boxes(const Params& p, uint32_t staged, int row,
                                                      int column) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -179,6 +179,28 @@ def test_fused_weight_gradient(device, name, dtype):
     assert_close(module.bias2.grad, other.bias2.grad)
 
 
+@pytest.mark.parametrize("name", [None, "tensorwise", "plain wgrad"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_fused_weight_gradient_is_not_rounded_to_16_bits(device, name, dtype):
+    """A sum of 257 products of 16 is no bfloat16, one of 257 times 512 no float16."""
+    if device.type == "cuda" and (dtype is torch.bfloat16) and name != "tensorwise":
+        pytest.skip("torch's grouped product of bfloat16 has no float32 result")
+    module, _ = pair(device, dtype, fuse_wgrad_accumulation=True)
+    for i in range(4):
+        weight = getattr(module, f"weight{i}")
+        weight.main_grad = torch.zeros(weight.shape, device=device)
+    factor = 512.0 if dtype is torch.float16 else 16.0
+    for first in (True, False):
+        with fp8_autocast(name is not None, RECIPES.get(name)):
+            x = torch.full((304, 48), 1.0, dtype=dtype, device=device)
+            out = module(x, tensor_of([257, 0, 31, 16], device), is_first_microbatch=first)
+        out.backward(torch.full_like(out, factor))
+    for i, rows in enumerate([257, 0, 31, 16]):
+        main_grad = getattr(module, f"weight{i}").main_grad
+        expected = torch.full_like(main_grad, 2 * rows * factor)
+        torch.testing.assert_close(main_grad, expected, rtol=1e-5, atol=0.0)
+
+
 def test_missing_main_grad_is_named(device):
     module, _ = pair(device, fuse_wgrad_accumulation=True)
     x = torch.randn(24, 48).to(device, torch.bfloat16)

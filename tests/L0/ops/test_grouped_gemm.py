@@ -173,6 +173,39 @@ def test_contract_keeps_nan_in_its_group(device, pair):
             assert_contracted(operands, out, splits, bad)
 
 
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(("m", "n"), [(1, 8), (130, 264), (300, 520)])
+def test_contract_wide_keeps_float32(device, poison, m, n, fast):
+    """A sum of 257 ones is no bfloat16; on sm_100, whose product is torch's, it becomes one."""
+    if device.type == "cuda" and not op.has_grouped_fp8(device):
+        pytest.skip("the device's grouped product is rounded to bfloat16")
+    splits = [257, 0, 16, 515]
+    columns = columns_of(splits)
+    a, b = torch.zeros(m, sum(columns)), torch.zeros(n, sum(columns))
+    begin = 0
+    for count, width in zip(splits, columns, strict=True):
+        a[:, begin : begin + count] = b[:, begin : begin + count] = 1
+        begin += width
+    ends = torch.tensor(columns, dtype=torch.int32, device=device).cumsum(0).to(torch.int32)
+    ones = torch.ones(4, device=device)
+    codes = [t.to(device).to(E4M3) for t in (a, b)]
+    out = op.scaled_contract_groups(codes[0], ones, codes[1], ones, ends, fast, True)
+    assert out.dtype is torch.float32
+    assert torch.equal(out.cpu(), torch.tensor(splits).float()[:, None, None].expand(4, m, n))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_contract_values_wide(device, dtype):
+    """Sums that float16 has no number for, of sizes that torch's grouped product does not take."""
+    groups = made(80, [64, 0, 13], device)
+    a = torch.full((20, 80), 20.0, dtype=dtype, device=device)
+    b = torch.full((80, 12), 100.0, dtype=dtype, device=device)
+    out = op.contract_groups(a, b, groups, True)
+    assert out.dtype is torch.float32
+    for g, count in ((0, 64), (2, 13)):
+        assert (out[g] == 2000.0 * count).all()
+
+
 def test_many_groups(device):
     splits = [k % 3 for k in range(1023)]
     operands, out = multiply(device, 1100, splits, 16, 32, (E4M3, E4M3), True)
@@ -362,7 +395,7 @@ def test_high_precision(device, dtype, k):
     a[24:] = float("nan")
     groups = made(rows, splits, device)
     out = op.multiply_groups(a.to(device), b.to(device), groups)
-    grad = op.contract_groups(a.t().to(device), out, groups.ends)
+    grad = op.contract_groups(a.t().to(device), out, groups)
     begin = 0
     for g, count in enumerate(splits):
         x = a[begin : begin + count].double()
