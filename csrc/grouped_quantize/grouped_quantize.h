@@ -56,8 +56,12 @@ namespace apex_te {
 struct Table {
   const int32_t* data;
   int groups;
-  APEX_TE_HD int64_t end(int g) const { return data[g]; }
-  APEX_TE_HD int64_t begin(int g) const { return g ? data[g - 1] : 0; }
+  int32_t rows = 0;  // of the matrix; a table of another one is cut to it
+  APEX_TE_HD int64_t end(int g) const {
+    const int32_t row = data[g] < rows ? data[g] : rows;
+    return row < 0 ? 0 : row;
+  }
+  APEX_TE_HD int64_t begin(int g) const { return g ? end(g - 1) : 0; }
   APEX_TE_HD int64_t column_end(int g) const { return data[groups + g]; }
   APEX_TE_HD int64_t column_begin(int g) const { return g ? data[groups + g - 1] : 0; }
   APEX_TE_HD bool used(int g) const { return data[2 * groups + g] != 0; }
@@ -83,12 +87,33 @@ inline int groups_of(const Args& args, int64_t groups) {
   return static_cast<int>(groups);
 }
 
-inline Table check_table(const Args& args, const TensorView& table, int64_t groups = -1) {
+inline Table check_table(const Args& args, const TensorView& table, int64_t groups = -1,
+                         int64_t rows = 0) {
   table.has_dtype({DType::kInt32}).has_ndim(1).is_dense();
   if (groups < 0) groups = (table.size(0) - 1) / 3;
   const int count = groups_of(args, groups);
   table.has_shape({3 * groups + 1});
-  return {table.data<const int32_t>(), count};
+  constexpr int64_t kMost = 0x7FFFFFFF;  // more have no table
+  return {table.data<const int32_t>(), count, static_cast<int32_t>(rows < kMost ? rows : kMost)};
+}
+
+// On the CPU, where the table can be read: refuses what is no partition of the rows. The GPU, which
+// is not waited for, reads and writes within the matrix whatever the table says.
+inline void check_partition(const Args& args, const Table& table) {
+  int64_t row = 0, column = 0;
+  for (int g = 0; g < table.groups; ++g) {
+    const int64_t end = table.data[g], column_end = table.column_end(g);
+    if (end < row || end > table.rows || column_end != column + columns_of(end - row))
+      fail(
+          kApexTeValueError,
+          "%s: table must be of groups in %lld rows, got group %d in rows %lld to %lld and columns "
+          "%lld to %lld",
+          args.name(), static_cast<long long>(table.rows), g, static_cast<long long>(row),
+          static_cast<long long>(end), static_cast<long long>(column),
+          static_cast<long long>(column_end));
+    row = end;
+    column = column_end;
+  }
 }
 
 inline GroupValues check_values(const TensorView& values, int groups) {
@@ -166,7 +191,7 @@ inline GroupedQuantize check_grouped_quantize(Args& args) {
   p.dtype = p.x.dtype();
   p.rows = p.x.size(0);
   p.cols = p.x.size(1);
-  p.table = check_table(args, args.tensor());
+  p.table = check_table(args, args.tensor(), -1, p.rows);
   const int groups = p.table.groups;
   p.scale = check_values(args.tensor(), groups);
   p.scale_inv = check_values(args.tensor(), groups);
@@ -278,7 +303,7 @@ inline GroupedRows check_grouped_rows(Args& args, bool other_optional) {
   p.x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
   p.rows = p.x.size(0);
   p.cols = p.x.size(1);
-  p.table = check_table(args, args.tensor());
+  p.table = check_table(args, args.tensor(), -1, p.rows);
   p.other = other_optional ? args.optional_tensor() : args.tensor();
   if (p.other) p.other.has_dtype({p.x.dtype()}).has_shape({p.table.groups, p.cols}).is_dense();
   return p;

@@ -205,6 +205,7 @@ APEX_TE_DEFINE(grouped_offsets) {
 APEX_TE_DEFINE(grouped_quantize) {
   using namespace apex_te;
   const GroupedQuantize p = check_grouped_quantize(args);
+  check_partition(args, p.table);
   with_type(p.dtype, [&](auto zero) { quantize_all_groups<decltype(zero)>(p); });
 }
 
@@ -229,6 +230,7 @@ APEX_TE_DEFINE(grouped_first_scales) {
 APEX_TE_DEFINE(grouped_finish) {
   using namespace apex_te;
   const GroupedRows p = check_grouped_rows(args, true);
+  check_partition(args, p.table);
   const float rest = p.table.bad() ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
   with_type(p.x.dtype(), [&](auto zero) {
     using T = decltype(zero);
@@ -262,6 +264,7 @@ APEX_TE_DEFINE(grouped_clear) {
 APEX_TE_DEFINE(grouped_sum) {
   using namespace apex_te;
   const GroupedRows p = check_grouped_rows(args, false);
+  check_partition(args, p.table);
   const float start = p.table.bad() ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
   const int64_t tiles = (p.cols + kLoopCols - 1) / kLoopCols;
   with_type(p.x.dtype(), [&](auto zero) {

@@ -37,7 +37,8 @@ struct Params {
   int64_t tiles_of_each;  // tiles of a matrix
 };
 
-// Where a warp's 16 columns come from: rows begin to end of x, the first at `row`.
+// Where a warp's 16 columns come from: rows begin to end of x, the first at `row`; as the table has
+// it, which may be one of another matrix.
 struct Source {
   int group;  // -1: none
   int64_t row, end;
@@ -106,8 +107,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
   if (!p.stacked && p.due && source.group >= 0 && !p.due[source.group]) source.group = -1;
   if (!p.stacked && p.due && !__syncthreads_or(source.group >= 0)) return;
   Tile::Place from = to;
-  from.row = source.row + (to.row - column);
-  from.rows = source.group < 0 ? from.row : source.end;
+  from.row = max(source.row, int64_t{0}) + (to.row - column);
+  from.rows = source.group < 0 ? from.row : min(source.end, p.rows);
   Vec8<T> in[kRows];
   Tile::load<T, kAligned>(x, p.cols, from, in);
   const int group = source.group;
