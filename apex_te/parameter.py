@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
 
-from .parameter_dispatch import DTYPES, KERNEL_DTYPES, cloned, dispatch
+from .parameter_dispatch import DTYPES, KERNEL_DTYPES, attributes_of, cloned, dispatch
 from .parameter_gathered import Gathered, gathered_codes, replace, shard_codes
 from .parameter_ops import quantizers_of, transposed, values
 from .quantizer import GemmQuantizers
@@ -41,6 +42,12 @@ class FP8Parameter(torch.Tensor):
 
     The transposed codes that backward needs are made there from the codes and dropped, or kept
     while a module's weight cache wants them.
+
+    ``float()``, ``half()``, ``bfloat16()``, ``double()`` and ``to(dtype)`` of a
+    ``torch.nn.Parameter`` change its nominal dtype, as converting a module does. Of any other
+    FP8Parameter, such as ``detach().clone()`` of one, they give plain values. Attributes that are
+    set on a parameter go with it where it or its module is moved, converted, deep-copied or
+    pickled.
 
     ``view`` shares the codes, as do slices and splits of rows, which cannot be written to; other
     parts are to be taken of ``dequantize()``.
@@ -139,6 +146,37 @@ class FP8Parameter(torch.Tensor):
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
         return self._values(dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A tensor of another dtype or device; plain values if this is no parameter.
+
+        A dtype that is given, or another tensor's, asks for values, also if it is the present one.
+        """
+        dtype = kwargs.get("dtype")
+        for arg in (*args, kwargs.get("other")):
+            if isinstance(arg, torch.dtype):
+                dtype = arg
+            elif isinstance(arg, torch.Tensor):
+                dtype = arg.dtype
+        if dtype not in DTYPES or _is_parameter(self):
+            return super().to(*args, **kwargs)
+        return self.dequantize(dtype).to(*args, **kwargs)
+
+    def float(self, **options: Any) -> torch.Tensor:
+        """``to(torch.float32)``."""
+        return self.to(torch.float32, **options)
+
+    def half(self, **options: Any) -> torch.Tensor:
+        """``to(torch.float16)``."""
+        return self.to(torch.float16, **options)
+
+    def bfloat16(self, **options: Any) -> torch.Tensor:
+        """``to(torch.bfloat16)``."""
+        return self.to(torch.bfloat16, **options)
+
+    def double(self, **options: Any) -> torch.Tensor:
+        """``to(torch.float64)``."""
+        return self.to(torch.float64, **options)
 
     @property
     def data(self) -> torch.Tensor:
@@ -259,6 +297,7 @@ class FP8Parameter(torch.Tensor):
         initial = _Initial(self._initial.wanted, self._initial.value)
         copy = FP8Parameter(cloned(self), self._recipe, self.dtype, initial)
         memo[id(self)] = copy = _wrapped(copy, *_flags(self))
+        copy.__dict__.update(deepcopy(attributes_of(self), memo))
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -269,7 +308,10 @@ class FP8Parameter(torch.Tensor):
         tensors = (held.rowwise.view(torch.uint8), held.rowwise_scale_inv)
         initial = (self._initial.wanted, self._initial.value)
         recipe = pack_recipe(self._recipe)
-        return _rebuild, (recipe, self.dtype, tensors, _flags(self), initial)
+        saved = (recipe, self.dtype, tensors, _flags(self), initial)
+        # An alias of a parameter has them only so that a module can take it.
+        attributes = attributes_of(self) if _is_parameter(self) else None
+        return _rebuild, (*saved, attributes) if attributes else saved
 
     # FSDP2: what a shard sends, and what is made of all shards.
 
@@ -363,18 +405,29 @@ class _Dequantize(torch.autograd.Function):
 
 
 def _rebuild(
-    packed: tuple, dtype: torch.dtype, tensors: tuple, flags: tuple, initial: tuple
+    packed: tuple,
+    dtype: torch.dtype,
+    tensors: tuple,
+    flags: tuple,
+    initial: tuple,
+    attributes: dict[str, Any] | None = None,
 ) -> FP8Parameter:
     """What ``__reduce_ex__`` saved: plain values, so that ``weights_only=True`` loads it."""
     recipe = unpack_recipe(packed)
     rowwise, scale_inv = tensors
     codes = rowwise.view(quantizers_of(recipe, rowwise.device).weight.dtype)
     held = QuantizedTensor(codes, scale_inv, None, None, codes.dtype)
-    return _wrapped(FP8Parameter(held, recipe, dtype, _Initial(*initial)), *flags)
+    made = _wrapped(FP8Parameter(held, recipe, dtype, _Initial(*initial)), *flags)
+    made.__dict__.update(attributes or {})
+    return made
+
+
+def _is_parameter(x: FP8Parameter) -> bool:
+    return bool(getattr(x, "_is_param", False))
 
 
 def _flags(x: FP8Parameter) -> tuple[bool, bool]:
-    return bool(getattr(x, "_is_param", False)), x.requires_grad
+    return _is_parameter(x), x.requires_grad
 
 
 def _wrapped(x: Any, is_parameter: bool, requires_grad: bool) -> Any:

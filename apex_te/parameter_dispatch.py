@@ -14,7 +14,7 @@ from .tensor import QuantizedTensor
 if TYPE_CHECKING:
     from .parameter import FP8Parameter
 
-__all__ = ["DTYPES", "KERNEL_DTYPES", "cloned", "dispatch"]
+__all__ = ["DTYPES", "KERNEL_DTYPES", "attributes_of", "cloned", "dispatch"]
 
 # Of what casts read and write, and of a parameter.
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -36,6 +36,12 @@ _FACTORIES = {
     _aten.new_empty_strided.default, _aten.new_full.default, _aten.new_ones.default,
 }  # fmt: skip
 
+# What an FP8Parameter itself, and torch.nn.Parameter, keeps in its __dict__.
+_OWN = {
+    "_held", "_recipe", "_codes", "_is_matrix", "_read_by", "_initial", "_writable", "_gathered",
+    "_is_param",
+}  # fmt: skip
+
 _Handler = Callable[..., Any]
 _HANDLERS: dict[Any, _Handler] = {}
 
@@ -50,6 +56,20 @@ def dispatch(cls: type[FP8Parameter], func: Any, args: tuple, kwargs: dict[str, 
         like = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         return func(like, *args[1:], **kwargs)
     return _on_values(cls, func, args, kwargs)
+
+
+def attributes_of(x: FP8Parameter) -> dict[str, Any]:
+    """Attributes that others have set on ``x``, such as ``tensor_model_parallel``."""
+    return {key: value for key, value in x.__dict__.items() if key not in _OWN}
+
+
+def _with_attributes(new: FP8Parameter, x: FP8Parameter) -> FP8Parameter:
+    """``new`` with the attributes of ``x``.
+
+    A module that is moved or converted takes a detached alias of what its parameter becomes.
+    """
+    new.__dict__.update(attributes_of(x))
+    return new
 
 
 def cloned(x: FP8Parameter) -> QuantizedTensor:
@@ -110,7 +130,7 @@ def _on_values(cls: type[FP8Parameter], func: Any, args: tuple, kwargs: dict[str
 def _detach(cls: type[FP8Parameter], x: FP8Parameter) -> FP8Parameter:
     alias = x._like(x._held, shape=x.shape, writable=x._writable)
     alias._gathered = x._gathered
-    return alias
+    return _with_attributes(alias, x)
 
 
 @_handles(_aten.cat.default)
@@ -148,7 +168,7 @@ def _to_copy(
     def moved(t: torch.Tensor) -> torch.Tensor:
         return t.to(device, non_blocking=non_blocking, copy=True)
 
-    return x._like(_changed(x, moved), dtype=dtype, shape=x.shape)
+    return _with_attributes(x._like(_changed(x, moved), dtype=dtype, shape=x.shape), x)
 
 
 @_handles(_aten.copy_.default)
@@ -286,7 +306,8 @@ def _empty_like(
     device = x.device if device is None else device
     if dtype not in DTYPES or not x._is_matrix:
         return torch.empty(x.shape, dtype=dtype, device=device)
-    return x._like(cls.empty(tuple(x.shape), x._recipe, dtype, device)._held, dtype=dtype)
+    made = x._like(cls.empty(tuple(x.shape), x._recipe, dtype, device)._held, dtype=dtype)
+    return _with_attributes(made, x)
 
 
 @_handles(_aten.dequantize.self)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -167,3 +168,135 @@ def test_fsdp_hooks_refuse_what_they_cannot_gather():
         NotImplementedError, match=r"shards must be of whole blocks, got \[100, 64\]"
     ):
         weight.fsdp_pre_all_gather(None, None, None, None, None)
+
+
+MASTERS = {
+    "float": lambda x: x.float(),
+    "to dtype": lambda x: x.to(torch.float32),
+    "to keyword": lambda x: x.to(dtype=torch.float32),
+    "to device and dtype": lambda x: x.to(x.device, torch.float32, copy=True),
+    "to like another": lambda x: x.to(torch.zeros(1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("how", MASTERS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_master_copies_are_plain(name, how, dtype):
+    """An optimizer's small steps add up in a master copy; quantized they would vanish."""
+    weight = build(scheme=RECIPES[name], params_dtype=dtype).weight
+    for alias in (weight.detach().clone(), weight.detach(), weight.data):
+        master = MASTERS[how](alias)
+        assert type(master) is torch.Tensor
+        assert master.dtype is torch.float32
+        assert not master.requires_grad
+        values = weight.dequantize(torch.float32).detach()
+        assert torch.equal(master, values)
+        for _ in range(64):
+            master.add_(1e-4)
+        torch.testing.assert_close(master, values + 64e-4, rtol=0, atol=1e-6)
+        assert torch.equal(weight.dequantize(torch.float32).detach(), values)
+    short = weight.detach().clone()
+    for other in (torch.float16, torch.bfloat16, torch.float64):
+        methods = {torch.float16: short.half, torch.bfloat16: short.bfloat16}
+        plain = methods.get(other, short.double)()
+        assert type(plain) is torch.Tensor
+        assert torch.equal(plain, weight.dequantize(other).detach())
+    assert type(short) is FP8Parameter
+    assert type(weight.to("cpu")) is FP8Parameter
+    assert type(weight.detach().to("cpu")) is FP8Parameter
+
+
+def attributed(module):
+    """The module's weight with what Megatron and a user set on weights."""
+    weight = module.weight
+    weight.tensor_model_parallel, weight.partition_dim, weight.sequence_parallel = True, 1, False
+    weight.note = {"layers": [1, 2]}
+    weight.main_grad = torch.ones(weight.shape)
+    return weight
+
+
+def assert_attributes(weight):
+    assert type(weight) is FP8Parameter
+    assert isinstance(weight, torch.nn.Parameter)
+    assert weight.tensor_model_parallel is True
+    assert weight.partition_dim == 1
+    assert weight.sequence_parallel is False
+    assert weight.note == {"layers": [1, 2]}
+    assert weight.main_grad.eq(1).all()
+
+
+CONVERSIONS = {
+    "to": lambda m: m.to("cpu"),
+    "half": lambda m: m.half(),
+    "bfloat16": lambda m: m.bfloat16(),
+    "float": lambda m: m.float(),
+    "double": lambda m: m.double(),
+    "to dtype": lambda m: m.to(dtype=torch.float16),
+    "to_empty": lambda m: m.to_empty(device="cpu"),
+    "meta": lambda m: m.to("meta"),
+    "cpu": lambda m: m.cpu(),
+    "twice": lambda m: m.half().float(),
+}
+
+
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_attributes_survive_conversions(how):
+    inner = build()
+    module = torch.nn.Sequential(inner)
+    weight = attributed(inner)
+    CONVERSIONS[how](module)
+    assert inner.weight is weight
+    assert_attributes(weight)
+
+
+def test_attributes_survive_moves(device):
+    module = build()
+    weight = attributed(module)
+    for _ in range(2):
+        module.to(device)
+        assert module.weight is weight
+        assert weight.device.type == device.type
+        assert_attributes(weight)
+        module.cpu()
+    if device.type == "cuda":
+        assert_attributes(module.cuda().weight)
+
+
+def test_attributes_survive_copies_and_files():
+    module = build()
+    weight = attributed(module)
+    twin = copy.deepcopy(torch.nn.ModuleList([module, module]))
+    assert twin[0] is twin[1]
+    assert_attributes(twin[0].weight)
+    assert twin[0].weight.note is not weight.note
+    assert twin[0].weight.main_grad is not weight.main_grad
+    assert_attributes(copy.deepcopy(weight))
+    assert_attributes(pickle.loads(pickle.dumps(module)).weight)
+    for saved, pick in ((weight, lambda x: x), (module, lambda x: x.weight)):
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        assert_attributes(pick(torch.load(file, weights_only=saved is weight)))
+
+
+def test_attributes_stay_out_of_state_dicts():
+    module, plain = build(), build()
+    attributed(module)
+    sizes = []
+    for each in (module, plain):
+        file = io.BytesIO()
+        torch.save(each.state_dict(), file)
+        sizes.append(file.tell())
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)["weight"]
+        assert not hasattr(loaded, "main_grad")
+    assert sizes[0] == sizes[1]
+
+
+def test_files_without_attributes_load():
+    """What earlier versions saved has five arguments, and so has a parameter without attributes."""
+    weight = build().weight
+    rebuild, saved = weight.__reduce_ex__(2)
+    assert len(saved) == 5
+    assert torch.equal(rebuild(*saved).dequantize(), weight.dequantize())
