@@ -49,7 +49,9 @@ class GroupedLinear(ParallelModule):
         tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in
             ``Linear``.
 
-    Parameters: ``weight0`` .. ``[out_features, in_features]``, ``bias0`` .. ``[out_features]``.
+    Parameters: ``weight0`` ``[out_features, in_features]``, ``bias0`` ``[out_features]``,
+    ``weight1``, ``bias1`` .. in this order. Optimizers number their states by it: for a state saved
+    when all weights came first, see ``apex_te.integrations.reorder_grouped_linear_state``.
     Interface and defaults follow TransformerEngine's GroupedLinear.
     """
 
@@ -108,14 +110,16 @@ class GroupedLinear(ParallelModule):
         self._group_quantizers: dict[int, tuple] = {}
         self._weight_names = tuple(f"weight{i}" for i in range(num_gemms))
         self._bias_names = tuple(f"bias{i}" for i in range(num_gemms)) if bias else ()
-        for key in self._weight_names:
+        # In TransformerEngine's order, in which optimizers number their states.
+        for i, key in enumerate(self._weight_names):
             shape = (out_features, in_features)
             value = _arguments.parameter(shape, wanted, device)
             if self.parallel_mode is not None:
                 tag(value, 0 if self.parallel_mode == "column" else 1, False)
             self.register_parameter(key, value)
-        for key in self._bias_names:
-            self.register_parameter(key, _arguments.parameter((out_features,), wanted, device))
+            if bias:
+                value = _arguments.parameter((out_features,), wanted, device)
+                self.register_parameter(self._bias_names[i], value)
         initialize(self)
 
     def reset_parameters(self) -> None:

@@ -1,0 +1,56 @@
+"""Optimizer states saved when GroupedLinear registered all its weights before its biases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..module.grouped_linear import GroupedLinear
+
+__all__ = ["reorder_grouped_linear_state"]
+
+
+def reorder_grouped_linear_state(
+    state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, model: torch.nn.Module
+) -> dict[str, Any]:
+    """Returns an earlier version's optimizer state in today's order of parameters.
+
+    Optimizers number states by the order of parameters. Earlier versions registered a
+    ``GroupedLinear`` as weight0, weight1, .., bias0, bias1, ..; now it is weight0, bias0, weight1,
+    bias1, .., as in Transformer Engine. States by name, and those of layers without biases, are the
+    same in both. Groups of parameters must have been made in the order of ``model.parameters()``.
+
+    Args:
+        state_dict: what ``optimizer.state_dict()`` gave then; it is not changed.
+        optimizer: the optimizer that is to load it, over parameters of ``model``.
+        model: the model, or the part of it with the ``GroupedLinear`` layers.
+
+    Raises:
+        ValueError: groups of other sizes than those of the optimizer.
+    """
+    saved = [list(group["params"]) for group in state_dict["param_groups"]]
+    groups = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
+    sizes = [len(group) for group in groups]
+    if [len(group) for group in saved] != sizes:
+        raise ValueError(
+            f"reorder_grouped_linear_state: state_dict must have groups of {sizes} parameters, got "
+            f"{[len(group) for group in saved]}"
+        )
+    for module in model.modules():
+        if not isinstance(module, GroupedLinear):
+            continue
+        names = (*module._weight_names, *module._bias_names)
+        earlier = [id(getattr(module, name)) for name in names]
+        for numbers, now in zip(saved, groups, strict=True):
+            place = {param: i for i, param in enumerate(now)}
+            own = [place[param] for param in earlier if param in place]
+            # What stood k-th among the layer's places is of its k-th parameter of then.
+            moved = [numbers[i] for i in sorted(own)]
+            for i, number in zip(own, moved, strict=True):
+                numbers[i] = number
+    new_groups = [
+        {**group, "params": numbers}
+        for group, numbers in zip(state_dict["param_groups"], saved, strict=True)
+    ]
+    return {**state_dict, "param_groups": new_groups}
