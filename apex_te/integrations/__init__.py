@@ -6,13 +6,19 @@
 from .from_torch import from_torch
 from .fusion import KeyMap, key_map
 from .optimizer_order import reorder_grouped_linear_state
+from .saving import load_fp8_state, save_fp8_state
+from .summary import ConversionSummary, conversion_summary
 from .te_state import load_te_extra_state, read_te_extra_state
 
 __all__ = [
+    "ConversionSummary",
     "KeyMap",
+    "conversion_summary",
     "from_torch",
     "key_map",
+    "load_fp8_state",
     "load_te_extra_state",
     "read_te_extra_state",
     "reorder_grouped_linear_state",
+    "save_fp8_state",
 ]

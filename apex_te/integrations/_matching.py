@@ -5,23 +5,33 @@ Nothing of ``transformers`` is imported: a module of its models brings its class
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
+
+from ..parameter import FP8Parameter
 
 __all__ = [
-    "GPT2",
-    "LLAMA",
     "gelu_or_relu",
     "hooked",
     "is_class",
     "is_conv1d",
+    "is_gpt2_block",
+    "is_llama_block",
     "is_llama_norm",
     "is_plain",
     "is_silu",
     "norm_eps",
+    "unsupported",
 ]
 
-LLAMA = "transformers.models.llama.modeling_llama"
+# Families whose blocks and norms are Llama's (Qwen2 with biases, Qwen3 with norms of each head).
+_LLAMA_LIKE = {
+    f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+}
 GPT2 = "transformers.models.gpt2.modeling_gpt2"
 _PYTORCH_UTILS = "transformers.pytorch_utils"
 _ACTIVATIONS = "transformers.activations"
@@ -78,6 +88,54 @@ def norm_eps(module: nn.Module) -> float:
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
+def _is_llama_like(module: object, suffix: str) -> bool:
+    kind = type(module)
+    family = _LLAMA_LIKE.get(kind.__module__)
+    return family is not None and kind.__name__ == family + suffix
+
+
 def is_llama_norm(module: nn.Module) -> bool:
-    """Hugging Face's RMS norm of Llama."""
-    return is_class(module, LLAMA, "LlamaRMSNorm") and "forward" not in vars(module)
+    """Hugging Face's RMS norm of Llama and of the families that have the same."""
+    return _is_llama_like(module, "RMSNorm") and "forward" not in vars(module)
+
+
+def is_llama_block(module: nn.Module) -> bool:
+    """A block of Llama, or of a family that has the same."""
+    return _is_llama_like(module, "DecoderLayer")
+
+
+def is_gpt2_block(module: nn.Module) -> bool:
+    """A block of GPT-2."""
+    return is_class(module, GPT2, "GPT2Block")
+
+
+def unsupported(module: Any) -> str | None:
+    """Why a linear layer or norm cannot change its class, None where nothing speaks against it."""
+    own = vars(module)
+    if "_hf_hook" in own:
+        return (
+            f"accelerate's {type(own['_hf_hook']).__name__} replaced its forward; convert before "
+            "the model is dispatched"
+        )
+    if parametrize.is_parametrized(module):
+        made = ", ".join(module.parametrizations)
+        return f"torch.nn.utils.parametrize makes its {made}"
+    weight = module._parameters.get("weight")
+    if weight is not None and not _is_plain_weight(weight):
+        return f"a quantized layer: its weight is a {_described(weight)}"
+    if "forward" in own:
+        return "its forward was replaced"
+    return None
+
+
+def _is_plain_weight(weight: torch.Tensor) -> bool:
+    kind = type(weight)
+    named = kind in (nn.Parameter, torch.Tensor, FP8Parameter) or kind.__name__ in (
+        "DTensor", "FakeTensor", "FunctionalTensor"
+    )  # fmt: skip
+    return named and weight.is_floating_point() and weight.element_size() > 1
+
+
+def _described(weight: torch.Tensor) -> str:
+    kind = type(weight).__name__
+    return f"{kind} of {weight.dtype}" if kind != "Parameter" else f"tensor of {weight.dtype}"

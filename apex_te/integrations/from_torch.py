@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from typing import Any
 
@@ -11,93 +12,169 @@ from torch import nn
 from ..module.layer_norm import LayerNorm
 from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm
-from ._matching import is_conv1d, is_llama_norm, is_plain, norm_eps
+from . import summary
+from ._matching import is_conv1d, is_llama_norm, is_plain, norm_eps, unsupported
+from ._selection import Selection
+from .conv1d import Conv1DLinear, conv1d_linear
 from .fusion import fuse_blocks, refuse_optimized
+from .saving import save_without_fp8_state
+from .summary import ConversionSummary, Layer
 
 __all__ = ["Conv1DLinear", "from_torch"]
 
+_LOG = logging.getLogger(__name__)
 _NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REPLACED = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
-_REPLACING = (Linear, LayerNorm, RMSNorm)
+_REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear)
 # What nn.Module itself keeps; a converted module goes on with its own.
 _KEPT = frozenset(vars(nn.Module()))
 
 
-class Conv1DLinear(Linear):
-    """``y = x @ weight + bias`` with Hugging Face's Conv1D parameter, ``weight`` [in, out].
+def from_torch(
+    model: nn.Module,
+    fuse: bool = False,
+    *,
+    include: Any = None,
+    exclude: Any = None,
+    keep_first_blocks: int = 0,
+    keep_last_blocks: int = 0,
+    min_size: int = 0,
+    size_multiple: int = 1,
+    optimizer: Any = None,
+) -> nn.Module:
+    """Make the layers of ``model`` compute in FP8 inside ``fp8_autocast``, in place.
 
-    The layer computes with the transposed view of that Parameter, so that keys, shapes and
-    gradients stay as they were. FP8 packs the view anew on each call, which costs one more pass
-    over the weight than ``Linear``; ``from_torch(fuse=True)`` stores it transposed instead.
-    """
+    nn.Linear, nn.LayerNorm, nn.RMSNorm and, in models of Hugging Face, GPT-2's Conv1D and the RMS
+    norms of Llama, Mistral, Qwen2 and Qwen3 change their class where they are: the module objects,
+    Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and outputs are
+    equal outside FP8. A Parameter that two layers share stays shared. Optimizers made before or
+    after see the same Parameters.
 
-    def forward(  # type: ignore[override]
-        self, inp: torch.Tensor, is_first_microbatch: bool | None = None
-    ) -> Any:
-        """As ``Linear.forward``."""
-        return super().forward(inp, self.weight.t(), None, is_first_microbatch)
+    Linear layers that make the model's output stay in high precision: those that
+    ``get_output_embeddings`` gives, that share an embedding's weight, that have an output for each
+    token of the vocabulary, or that have the name of a head (``lm_head``, ``classifier``,
+    ``score``, ...) outside of blocks. So do PEFT's adapters. ``include`` converts these, too.
 
+    Some layers cannot be converted, and are named with the reason in one warning: subclasses
+    (their forward is their own; quantized layers are such), layers whose forward was replaced on
+    the instance (accelerate's hooks do that), parametrized layers, and norms in a dtype other than
+    fp32, fp16 and bf16. ``apex_te.integrations.conversion_summary(model)`` lists what was converted
+    and what was kept for which reason; the same text is logged.
 
-def from_torch(model: nn.Module, fuse: bool = False, *, optimizer: Any = None) -> nn.Module:
-    """Make the layers of ``model`` compute in FP8 inside ``fp8_autocast``; gives ``model`` back.
-
-    nn.Linear, nn.LayerNorm, nn.RMSNorm and, in models of Hugging Face, LlamaRMSNorm and GPT-2's
-    Conv1D change their class where they are: the module objects, Parameters, keys, hooks, modes,
-    dtypes and devices (``meta`` included) stay, and outputs are equal outside FP8. A Parameter that
-    two layers share stays shared. Optimizers made before or after see the same Parameters.
-
-    Left as they are, and named in one warning: subclasses of these layers (their forward is their
-    own), layers whose forward was replaced on the instance, and norms in a dtype other than fp32,
-    fp16 and bf16.
+    ``save_pretrained`` of the model then writes FP8 state to a file of its own, which
+    ``load_fp8_state`` reads; ``save_pretrained(..., fp8_state=False)`` leaves it out.
 
     Args:
         model: any model or layer.
-        fuse: also join, in the blocks of Hugging Face's Llama and GPT-2, the input norm with the
-            query, key and value projections (one LayerNormLinear) and the norm before the MLP with
-            the MLP (one LayerNormMLP). That makes new Parameters under new keys;
-            ``apex_te.integrations.key_map(model)`` translates state dicts both ways. Blocks that
-            do not allow it (hooks, shared or differing parameters, an activation that
-            LayerNormMLP has not) are converted one to one and named in the warning.
+        fuse: also join, in the blocks of Hugging Face's Llama, Mistral, Qwen2, Qwen3 and GPT-2, the
+            input norm with the query, key and value projections (one LayerNormLinear) and the norm
+            before the MLP with the MLP (one LayerNormMLP). That makes new Parameters under new
+            names; state dicts have the original keys all the same, and take both.
+            ``apex_te.integrations.key_map(model)`` translates other dicts by parameter. Blocks that
+            do not allow it (hooks, shared or differing parameters, an activation that LayerNormMLP
+            has not) are converted one to one and named in the warning. Adapters (PEFT) need
+            ``fuse=False``: there is no layer left for them between a norm and its projections.
+        include: convert only these layers: a name or pattern (``*``, ``?``, ``[]``) that successive
+            parts of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several
+            of them; None converts all. ``include="*"`` converts output heads and adapters, too.
+        exclude: leave these layers, in the same forms; goes before ``include``.
+        keep_first_blocks, keep_last_blocks: leave the linear layers of so many blocks at either end
+            of each list of blocks.
+        min_size: leave linear layers with fewer input or output features.
+        size_multiple: leave linear layers with input or output features that are no multiple.
         optimizer: an optimizer, or several, to check when fusing. Those of torch.optim that are
             alive in this process are found without.
 
-    Errors: TypeError for an argument of a wrong type; ValueError for ``fuse=True`` once an
-    optimizer holds a parameter of ``model``, which would go on updating what is gone.
+    Returns:
+        ``model``.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a pattern matches nothing, or a number is out of range; ``fuse=True`` once an
+            optimizer holds a parameter of ``model``, which would go on updating what is gone.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"from_torch: model must be a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(fuse, bool):
         raise TypeError(f"from_torch: fuse must be a bool, got {type(fuse).__name__}")
+    selection = Selection(
+        model, include, exclude, keep_first_blocks, keep_last_blocks, min_size, size_multiple
+    )
+    layers = list(summary.conversion_summary(model).converted)
     left: list[str] = []
     if fuse:
         refuse_optimized(model, optimizer)
-        left += fuse_blocks(model)
+        fused, left = fuse_blocks(model, lambda name, m: selection.reason(name, m, _sizes(m)))
+        layers += fused
     for name, module in list(model.named_modules()):
-        reason = _convert(module)
-        if reason:
-            left.append(f"{name or type(module).__name__} ({reason})")
+        before = type(module).__name__
+        if _replaceable(module):
+            cannot = _cannot_convert(module)
+            if cannot:
+                left.append(f"{name or before} ({cannot})")
+            reason = cannot or selection.reason(name, module, _sizes(module))
+            if reason is None:
+                _convert(module)
+            after = type(module).__name__ if reason is None else None
+            layers.append(Layer(name, before, after, reason))
+        elif _has_weights(module):
+            layers.append(Layer(name, before, None, "no layer that from_torch converts"))
+    vars(model)[summary.ATTRIBUTE] = found = ConversionSummary(layers)
+    _LOG.info("from_torch: %r", found)
+    save_without_fp8_state(model)
     if left:
         warnings.warn(f"from_torch: left as they are: {', '.join(left)}", stacklevel=2)
     return model
 
 
-def _convert(module: Any) -> str | None:
-    """Change the class of ``module`` if it is a layer to replace; else say why one was left."""
-    if is_plain(module, nn.Linear):
+def _replaceable(module: nn.Module) -> bool:
+    """Whether ``module`` is, or is derived from, a layer that apex_te has."""
+    if isinstance(module, _REPLACING):
+        return False
+    return isinstance(module, _REPLACED) or is_conv1d(module) or is_llama_norm(module)
+
+
+def _has_weights(module: nn.Module) -> bool:
+    """Whether ``module`` has parameters itself, and is not of apex_te."""
+    own = any(p is not None for p in module._parameters.values())
+    return own and not type(module).__module__.startswith("apex_te.")
+
+
+def _sizes(module: Any) -> tuple[int, ...]:
+    """The features of a linear layer; () for a norm."""
+    if is_conv1d(module):
+        return tuple(module.weight.shape)
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
+
+
+def _cannot_convert(module: Any) -> str | None:
+    """Why ``module`` cannot be one of apex_te's layers, None where it can."""
+    reason = unsupported(module)
+    if reason is None and not (is_plain(module, *_REPLACED) or _is_huggingface(module)):
+        reason = f"{type(module).__name__} is a subclass"
+    if reason is None and not _sizes(module) and module.weight is not None:
+        dtype = module.weight.dtype
+        if dtype not in _NORM_DTYPES:
+            reason = f"norms of {dtype} are not available"
+    return reason
+
+
+def _is_huggingface(module: nn.Module) -> bool:
+    return is_conv1d(module) or is_llama_norm(module)
+
+
+def _convert(module: Any) -> None:
+    """Change the class of ``module``, which is a layer to replace."""
+    if is_conv1d(module):
+        _become(module, conv1d_linear(type(module)), _linear(module, *module.weight.shape))
+    elif isinstance(module, nn.Linear):
         _become(module, Linear, _linear(module, module.in_features, module.out_features))
-    elif is_conv1d(module):
-        _become(module, Conv1DLinear, _linear(module, *module.weight.shape))
-    elif is_plain(module, nn.LayerNorm):
-        return _become_norm(module, LayerNorm, module.normalized_shape)
-    elif is_plain(module, nn.RMSNorm):
-        return _become_norm(module, RMSNorm, module.normalized_shape)
-    elif is_llama_norm(module):
-        return _become_norm(module, RMSNorm, tuple(module.weight.shape))
-    elif isinstance(module, _REPLACED) and not isinstance(module, _REPLACING):
-        if "forward" in vars(module):
-            return "its forward was replaced"
-        return f"{type(module).__name__} is a subclass"
-    return None
+    elif isinstance(module, nn.LayerNorm):
+        _become_norm(module, LayerNorm, module.normalized_shape)
+    elif isinstance(module, nn.RMSNorm):
+        _become_norm(module, RMSNorm, module.normalized_shape)
+    else:
+        _become_norm(module, RMSNorm, tuple(module.weight.shape))
 
 
 def _linear(module: Any, in_features: int, out_features: int) -> Linear:
@@ -111,14 +188,10 @@ def _linear(module: Any, in_features: int, out_features: int) -> Linear:
     )
 
 
-def _become_norm(module: Any, kind: Any, shape: tuple[int, ...]) -> str | None:
-    weight = module.weight
-    if weight is not None and weight.dtype not in _NORM_DTYPES:
-        return f"norms of {weight.dtype} are not available"
+def _become_norm(module: Any, kind: Any, shape: tuple[int, ...]) -> None:
     template = kind(shape, norm_eps(module), device="meta")
-    template.elementwise_affine = weight is not None
+    template.elementwise_affine = module.weight is not None
     _become(module, kind, template)
-    return None
 
 
 def _become(module: nn.Module, kind: type[nn.Module], template: nn.Module) -> None:

@@ -1,10 +1,10 @@
-"""Joins the layers of Hugging Face's Llama and GPT-2 blocks, and maps the keys of their state."""
+"""Joins the layers of Hugging Face's Llama-like and GPT-2 blocks, and maps the keys of state."""
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,25 +13,22 @@ from torch import nn
 from ..module.layer_norm_linear import LayerNormLinear
 from ..module.layer_norm_mlp import LayerNormMLP
 from . import _matching as matching
+from ._joined_state import JoinedKey, JoinedState, PartView, joined
+from .summary import Layer
 
 __all__ = ["KeyMap", "fuse_blocks", "key_map", "refuse_optimized"]
 
 _ATTRIBUTE = "_apex_te_key_map"
-
-
-class JoinedKey(NamedTuple):
-    """One parameter made of others: ``parts`` are their keys and rows, stacked in this order."""
-
-    key: str
-    parts: tuple[tuple[str, int], ...]
-    transposed: bool = False  # each part is stored [in, out]
+_JOINED = "_apex_te_joined"
 
 
 class KeyMap:
-    """Translates state dicts of a model before and after ``from_torch(fuse=True)``.
+    """Translates dicts by parameter names of a model before and after ``from_torch(fuse=True)``.
 
-    Both methods return a new dict; keys that fusing did not touch pass through. FP8 state
-    (``fp8_state.*``) of joined layers has no counterpart before them and is left out.
+    For gradients, learning rates and the like by ``named_parameters``, and state dicts that an
+    earlier release saved: those of today have the original keys. Both methods return a new dict;
+    keys that fusing did not touch pass through. FP8 state (``fp8_state.*``) of joined layers has
+    no counterpart before them and is left out.
     """
 
     def __init__(self, entries: Iterable[JoinedKey]) -> None:
@@ -61,7 +58,7 @@ class KeyMap:
                     f"KeyMap: state_dict must have all parts of {entry.key}, got none for {absent}"
                 )
             values = [new.pop(key) for key in keys]
-            new[entry.key] = _joined(values, entry.transposed)
+            new[entry.key] = joined(values, entry.transposed)
         return new
 
     def to_original(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,8 +79,8 @@ class KeyMap:
                 raise ValueError(
                     f"KeyMap: {entry.key} must have {sum(rows)} rows, got {list(value.shape)}"
                 )
-            for (key, _), part in zip(entry.parts, value.split(rows), strict=True):
-                new[key] = (part.t() if entry.transposed else part).contiguous()
+            for (key, _), part in zip(entry.parts, entry.split(value), strict=True):
+                new[key] = part.contiguous()
         return new
 
 
@@ -131,7 +128,11 @@ def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | Non
 
 
 class _NotFusable(Exception):
-    """Why a block stays as it is."""
+    """Why a block stays as it is; ``chosen`` where the caller wanted it so."""
+
+    def __init__(self, reason: str, chosen: bool = False) -> None:
+        super().__init__(reason)
+        self.chosen = chosen
 
 
 class _Joint:
@@ -171,18 +172,50 @@ class _Joint:
 class JointPart(nn.Module):
     """Stands where a query, key or value projection stood, and gives its part of the joint one."""
 
+    view: PartView
+
     def __init__(self, joint: _Joint, index: int) -> None:
         super().__init__()
         # No submodule: the joint projection has its own place in the block.
         self.joint = joint
         self.index = index
 
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The weight [rows, in_features] that this part has in the joint one."""
+        return self.view.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias [rows] that this part has in the joint one, None without biases."""
+        return self.view.bias
+
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         """The part [..., rows] for ``inp`` [..., in_features]."""
         return self.joint.part(inp, self.index)
 
     def extra_repr(self) -> str:
-        return f"part {self.index}, out_features={self.joint.rows[self.index]}"
+        # Adapters quote this when they refuse the layer.
+        return (
+            f"part {self.index}, out_features={self.joint.rows[self.index]}; joined with its norm "
+            "by from_torch(fuse=True): adapters need fuse=False"
+        )
+
+
+class JoinedNorm(nn.Identity):
+    """Stands where a norm stood that the next layer applies now."""
+
+    view: PartView
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """The norm's weight."""
+        return self.view.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The norm's bias, None without one."""
+        return self.view.bias
 
 
 class LayerNormMLPDropout(LayerNormMLP):
@@ -195,25 +228,55 @@ class LayerNormMLPDropout(LayerNormMLP):
         return self.dropout(super().forward(inp, is_first_microbatch))
 
 
-def fuse_blocks(model: nn.Module) -> list[str]:
-    """Join what can be in every known block of ``model``; names what could not, with reasons."""
+# Why the layer of a name is to stay as the caller chose, None where it is not.
+Chosen = Callable[[str, nn.Module], "str | None"]
+
+
+def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[str]]:
+    """Join what can be in every known block of ``model``.
+
+    Args:
+        model: any model.
+        chosen: why the layer of a name is to stay as it is, None where it is not.
+
+    Returns:
+        (layers, left): entries of the summary, and what could not be joined, with reasons.
+    """
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     entries: list[JoinedKey] = []
+    layers: list[Layer] = []
     left = []
     for name, block in list(model.named_modules()):
         steps: tuple[Any, ...] = ()
-        if matching.is_class(block, matching.LLAMA, "LlamaDecoderLayer"):
+        if matching.is_llama_block(block):
             steps = (_llama_attention, _llama_mlp)
-        elif matching.is_class(block, matching.GPT2, "GPT2Block"):
+        elif matching.is_gpt2_block(block):
             steps = (_gpt2_attention, _gpt2_mlp)
+        if not steps or _JOINED in vars(block):
+            continue
+        prefix = f"{name}." if name else ""
+        order = list(block.state_dict())
+        found: list[JoinedKey] = []
         for step in steps:
             try:
-                entries += step(block, f"{name}." if name else "", uses)
+                source, path, parts = step(block, prefix, uses, chosen)
             except _NotFusable as reason:
-                left.append(f"{name or type(block).__name__} ({reason})")
+                kind = type(block).__name__
+                if not reason.chosen:
+                    left.append(f"{name or kind} ({reason})")
+                layers.append(Layer(name, kind, None, f"not fused: {reason}"))
+                continue
+            found += parts
+            names = (source.norm_name, *source.linears)
+            after = type(block.get_submodule(path)).__name__
+            layers.append(Layer(prefix + path, ", ".join(names), after))
+        if found:
+            vars(block)[_JOINED] = True
+            JoinedState(found, order).install(block)
+            entries += [entry.prefixed(prefix) for entry in found]
     if entries:
         vars(model)[_ATTRIBUTE] = KeyMap([*key_map(model).entries, *entries])
-    return left
+    return layers, left
 
 
 class _Source(NamedTuple):
@@ -238,79 +301,83 @@ class _Source(NamedTuple):
         }
 
 
-def _llama_attention(block: Any, prefix: str, uses: Counter[int]) -> list[JoinedKey]:
+# What was joined, where in the block the joined layer is, and its entries.
+_Step = tuple[_Source, str, list[JoinedKey]]
+
+
+def _llama_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
     attention = block.self_attn
     names = ("q_proj", "k_proj", "v_proj")
     linears = {f"self_attn.{name}": getattr(attention, name) for name in names}
     source = _Source("input_layernorm", block.input_layernorm, linears)
-    _check(source, uses)
+    _check(source, prefix, uses, chosen)
     rows = [linear.out_features for linear in linears.values()]
-    joined = _layer_norm_linear(source, "RMSNorm", attention.q_proj.in_features, sum(rows))
+    module = _layer_norm_linear(source, "RMSNorm", attention.q_proj.in_features, sum(rows))
     entries = _fill(
-        joined, source, prefix, "self_attn.qkv_proj",
+        module, source, "self_attn.qkv_proj",
         weight=source.parts("weight"), bias=source.parts("bias"),
     )  # fmt: skip
-    joint = _Joint(joined, rows)
+    joint = _Joint(module, rows)
     for index, name in enumerate(names):
         setattr(attention, name, JointPart(joint, index).train(attention.training))
-    attention.qkv_proj = joined
-    block.input_layernorm = nn.Identity().train(block.training)
-    return entries
+    attention.qkv_proj = module
+    block.input_layernorm = JoinedNorm().train(block.training)
+    return source, "self_attn.qkv_proj", _with_views(block, module, entries)
 
 
-def _gpt2_attention(block: Any, prefix: str, uses: Counter[int]) -> list[JoinedKey]:
+def _gpt2_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
     source = _Source("ln_1", block.ln_1, {"attn.c_attn": block.attn.c_attn}, transposed=True)
-    _check(source, uses)
-    joined = _layer_norm_linear(source, "LayerNorm", *block.attn.c_attn.weight.shape)
+    _check(source, prefix, uses, chosen)
+    module = _layer_norm_linear(source, "LayerNorm", *block.attn.c_attn.weight.shape)
     entries = _fill(
-        joined, source, prefix, "attn.c_attn",
+        module, source, "attn.c_attn",
         weight=source.parts("weight"), bias=source.parts("bias"),
     )  # fmt: skip
-    block.attn.c_attn = joined
-    block.ln_1 = nn.Identity().train(block.training)
-    return entries
+    block.attn.c_attn = module
+    block.ln_1 = JoinedNorm().train(block.training)
+    return source, "attn.c_attn", _with_views(block, module, entries)
 
 
-def _llama_mlp(block: Any, prefix: str, uses: Counter[int]) -> list[JoinedKey]:
+def _llama_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
     mlp = block.mlp
     if matching.hooked(mlp) or not matching.is_silu(mlp.act_fn):
         raise _NotFusable(f"mlp.act_fn is {type(mlp.act_fn).__name__}, or mlp has hooks")
     names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     linears = dict(zip(names, (mlp.gate_proj, mlp.up_proj, mlp.down_proj), strict=True))
     source = _Source("post_attention_layernorm", block.post_attention_layernorm, linears)
-    _check(source, uses)
+    _check(source, prefix, uses, chosen)
     sizes = mlp.gate_proj.in_features, mlp.gate_proj.out_features
-    joined = _layer_norm_mlp(LayerNormMLP, source, "RMSNorm", "swiglu", *sizes)
+    module = _layer_norm_mlp(LayerNormMLP, source, "RMSNorm", "swiglu", *sizes)
     entries = _fill(
-        joined, source, prefix, "mlp",
+        module, source, "mlp",
         fc1_weight=source.parts("weight", *names[:2]), fc1_bias=source.parts("bias", *names[:2]),
         fc2_weight=source.parts("weight", names[2]), fc2_bias=source.parts("bias", names[2]),
     )  # fmt: skip
-    block.mlp = joined
-    block.post_attention_layernorm = nn.Identity().train(block.training)
-    return entries
+    block.mlp = module
+    block.post_attention_layernorm = JoinedNorm().train(block.training)
+    return source, "mlp", _with_views(block, module, entries)
 
 
-def _gpt2_mlp(block: Any, prefix: str, uses: Counter[int]) -> list[JoinedKey]:
+def _gpt2_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
     mlp = block.mlp
     activation = matching.gelu_or_relu(mlp.act)
     if matching.hooked(mlp) or activation is None:
         raise _NotFusable(f"mlp.act is {type(mlp.act).__name__}, or mlp has hooks")
     linears = {"mlp.c_fc": mlp.c_fc, "mlp.c_proj": mlp.c_proj}
     source = _Source("ln_2", block.ln_2, linears, transposed=True)
-    _check(source, uses)
+    _check(source, prefix, uses, chosen)
     kind = LayerNormMLPDropout
-    joined = _layer_norm_mlp(kind, source, "LayerNorm", activation, *mlp.c_fc.weight.shape)
-    joined.dropout = mlp.dropout
+    module = _layer_norm_mlp(kind, source, "LayerNorm", activation, *mlp.c_fc.weight.shape)
+    module.dropout = mlp.dropout
     entries = _fill(
-        joined, source, prefix, "mlp",
+        module, source, "mlp",
         fc1_weight=source.parts("weight", "mlp.c_fc"), fc1_bias=source.parts("bias", "mlp.c_fc"),
         fc2_weight=source.parts("weight", "mlp.c_proj"),
         fc2_bias=source.parts("bias", "mlp.c_proj"),
     )  # fmt: skip
-    block.mlp = joined
-    block.ln_2 = nn.Identity().train(block.training)
-    return entries
+    block.mlp = module
+    block.ln_2 = JoinedNorm().train(block.training)
+    return source, "mlp", _with_views(block, module, entries)
 
 
 def _layer_norm_linear(source: _Source, norm: str, inner: int, outer: int) -> LayerNormLinear:
@@ -339,7 +406,7 @@ def _is_layer_norm(module: nn.Module) -> bool:
     return matching.is_plain(module, nn.LayerNorm)
 
 
-def _check(source: _Source, uses: Counter[int]) -> None:
+def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> None:
     """Raises _NotFusable unless one layer can stand for those of ``source``."""
     norm, linears = source.norm, list(source.linears.values())
     is_linear, is_norm = _is_linear, matching.is_llama_norm
@@ -349,6 +416,12 @@ def _check(source: _Source, uses: Counter[int]) -> None:
         fits = is_norm(module) if module is norm else is_linear(module)
         if not fits or matching.hooked(module):
             raise _NotFusable(f"{name} is {type(module).__name__}, or has hooks")
+        reason = matching.unsupported(module)
+        if reason:
+            raise _NotFusable(f"{name}: {reason}")
+        reason = chosen(prefix + name, module)
+        if reason:
+            raise _NotFusable(f"{name}: {reason}", chosen=True)
     weights, biases = [m.weight for m in linears], [m.bias for m in linears]
     if source.transposed and (norm.weight is None or norm.bias is None):
         raise _NotFusable(f"{source.norm_name} has no weight or no bias")
@@ -359,15 +432,18 @@ def _check(source: _Source, uses: Counter[int]) -> None:
         raise _NotFusable("a parameter is shared")
     if len({(p.dtype, p.device) for p in parameters}) > 1:
         raise _NotFusable("its parameters have several dtypes or devices")
-    for joined in (weights, [bias for bias in biases if bias is not None]):
-        if len({p.requires_grad for p in joined}) > 1:
+    for ones in (weights, [bias for bias in biases if bias is not None]):
+        if len({p.requires_grad for p in ones}) > 1:
             raise _NotFusable("some of its parameters are frozen")
 
 
 def _fill(
-    module: nn.Module, source: _Source, prefix: str, path: str, **linear: list[tuple[str, Any]]
+    module: nn.Module, source: _Source, path: str, **linear: list[tuple[str, Any]]
 ) -> list[JoinedKey]:
-    """Give ``module`` its parameters; those made of a single one are that Parameter itself."""
+    """Give ``module`` its parameters; those made of a single one are that Parameter itself.
+
+    Returns the entries of its parameters by keys in the block, where ``module`` is at ``path``.
+    """
     entries = []
     for name, parts in {**source.norm_parts(), **linear}.items():
         values = [value for _, value in parts]
@@ -376,21 +452,34 @@ def _fill(
         transposed = source.transposed and values[0].dim() == 2
         if len(values) > 1 or transposed:
             with torch.no_grad():
-                value = _joined(values, transposed)
+                value = joined(values, transposed)
             parameter = nn.Parameter(value, requires_grad=values[0].requires_grad)
         else:
             parameter = values[0]
         setattr(module, name, parameter)
         rows = [value.shape[1 if transposed else 0] for value in values]
-        keys = [f"{prefix}{key}" for key, _ in parts]
-        entries.append(
-            JoinedKey(f"{prefix}{path}.{name}", tuple(zip(keys, rows, strict=True)), transposed)
-        )
+        keys = [key for key, _ in parts]
+        entries.append(JoinedKey(f"{path}.{name}", tuple(zip(keys, rows, strict=True)), transposed))
     return entries
 
 
-def _joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
-    """The rows of ``values``, which are stored [in, out] where ``transposed``."""
-    if len(values) == 1 and not transposed:
-        return values[0]
-    return torch.cat([value.t() if transposed else value for value in values]).contiguous()
+def _with_views(block: nn.Module, module: nn.Module, entries: list[JoinedKey]) -> list[JoinedKey]:
+    """Let the original names in ``block`` lead to views; tools follow a state dict's keys."""
+    views: dict[str, PartView] = {}
+    for entry in entries:
+        start = 0
+        for key, rows in entry.parts:
+            owner, _, attribute = key.rpartition(".")
+            view = views.setdefault(owner, PartView(module))
+            name = entry.key.rpartition(".")[2]
+            view.rows[attribute] = (name, start, rows, entry.transposed)
+            start += rows
+    for owner, view in views.items():
+        path, _, name = owner.rpartition(".")
+        parent = block.get_submodule(path)
+        layer = getattr(parent, name, None)
+        if isinstance(layer, (JointPart, JoinedNorm)):
+            layer.view = view
+        elif layer is None:  # its module is gone
+            vars(parent)[name] = view
+    return entries

@@ -14,10 +14,10 @@ from ._linear_parameters import LinearParameters
 from ._materialize import initialize, materialize
 from ._parallel_module import checked_mode
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "LinearLayer"]
 
 
-class Linear(LinearParameters, torch.nn.Linear):
+class LinearLayer(LinearParameters):
     """``y = x @ weight.T + bias``, in FP8 inside an enabled ``fp8_autocast`` region.
 
     Elsewhere it computes as ``torch.nn.Linear`` does. Its initial values are not that class's but
@@ -124,7 +124,7 @@ class Linear(LinearParameters, torch.nn.Linear):
                 text += f", {name}=True"
         return text
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         inp: torch.Tensor,
         weight: torch.Tensor | None = None,
@@ -208,3 +208,7 @@ class Linear(LinearParameters, torch.nn.Linear):
             raise ValueError(
                 f"Linear: {name} must have shape {list(shape)}, got {list(value.shape)}"
             )
+
+
+class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
+    __doc__ = LinearLayer.__doc__

@@ -146,7 +146,9 @@ def test_classes():
     llama, gpt2 = converted(Llama()), converted(GPT2Model())
     assert type(llama.layers[0].input_layernorm) is RMSNorm
     assert llama.layers[0].post_attention_layernorm.eps == 1e-5
-    assert type(gpt2.h[1].mlp.c_fc) is Conv1DLinear
+    assert isinstance(gpt2.h[1].mlp.c_fc, Conv1DLinear)
+    assert isinstance(gpt2.h[1].mlp.c_fc, Conv1D)
+    assert not isinstance(gpt2.h[1].mlp.c_fc, nn.Linear)
     assert (gpt2.h[1].mlp.c_fc.in_features, gpt2.h[1].mlp.c_fc.out_features) == (32, 128)
     assert gpt2.h[1].mlp.c_fc.weight.shape == (32, 128)
 
@@ -162,11 +164,11 @@ def test_a_single_layer(layer):
 
 def test_converting_again_changes_nothing():
     model = converted(Llama())
-    states = [m._fp8 for m in model.modules() if isinstance(m, Linear)]
+    states = [m._fp8 for m in model.modules() if isinstance(m, (Linear, Conv1DLinear))]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         from_torch(model)
-    assert [m._fp8 for m in model.modules() if isinstance(m, Linear)] == states
+    assert [m._fp8 for m in model.modules() if isinstance(m, (Linear, Conv1DLinear))] == states
 
 
 RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
@@ -180,7 +182,7 @@ def test_models_in_fp8(name, recipe, device):
     model, inputs = build().to(device), make_input().to(device)
     out, _ = run(copy.deepcopy(model), inputs)
     converted(model)
-    linears = sum(isinstance(m, Linear) for m in model.modules())
+    linears = sum(isinstance(m, (Linear, Conv1DLinear)) for m in model.modules())
     for _ in range(2):
         before = fp8_gemm_count()
         with fp8_autocast(True, make_recipe(recipe)):
@@ -350,7 +352,7 @@ def test_what_cannot_be_converted_is_left_and_named_once():
         "own (OwnForward is a subclass)",
         "norm (OwnNorm is a subclass)",
         "replaced (its forward was replaced)",
-        "parametrized (ParametrizedLinear is a subclass)",
+        "parametrized (torch.nn.utils.parametrize makes its weight)",
         "fp64 (norms of torch.float64 are not available)",
         "attention.out_proj (NonDynamicallyQuantizableLinear is a subclass)",
     ):

@@ -45,28 +45,119 @@ def test_equal_outputs_and_gradients(name, device):
     assert_within(named((out, key_map(model).to_original(grads))), exact, bounds)
 
 
+def parameters(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
 @pytest.mark.parametrize("name", BUILDS)
 def test_key_map_both_ways(name):
+    model = BUILDS[name]()
+    original = parameters(model)
+    fused(model)
+    joined, keys = parameters(model), key_map(model)
+    assert joined.keys() != original.keys()
+    forth, back = keys.to_fused(original), keys.to_original(joined)
+    assert forth.keys() == joined.keys()
+    assert all(torch.equal(forth[key], joined[key]) for key in joined)
+    assert back.keys() == original.keys()
+    assert all(torch.equal(back[key], original[key]) for key in original)
+    assert all(value.is_contiguous() for value in back.values())
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_state_dicts_have_the_original_keys(name):
     model = BUILDS[name]()
     original = {key: value.clone() for key, value in model.state_dict().items()}
     fused(model)
     state = model.state_dict()
-    assert state.keys() != original.keys()
-    keys = key_map(model)
-    forth, back = keys.to_fused(original), keys.to_original(state)
-    assert forth.keys() == state.keys()
-    assert all(torch.equal(forth[key], state[key]) for key in state)
-    assert back.keys() == original.keys()
-    assert all(torch.equal(back[key], original[key]) for key in original)
-    assert all(value.is_contiguous() for value in back.values())
-    assert repr(keys).startswith(
-        f"KeyMap({len(keys.entries)} joined: {keys.entries[0].parts[0][0]}"
-    )
-    assert f" -> {keys.entries[0].key}" in repr(keys)
-    BUILDS[name]().load_state_dict(back, strict=True)
-    fresh = fused(BUILDS[name]())
-    fresh.load_state_dict(forth, strict=True)
-    torch.testing.assert_close(fresh(IDS), model(IDS), rtol=0, atol=0)
+    assert list(state) == list(original)
+    assert all(torch.equal(state[key], original[key]) for key in original)
+    with_grad = model.state_dict(keep_vars=True)
+    assert all(value.requires_grad for value in with_grad.values())
+    plain = BUILDS[name]()
+    plain.load_state_dict(state, strict=True)
+    for given in (plain.state_dict(), parameters(model)):  # the second: an earlier release's keys
+        other = fused(BUILDS[name]())
+        given = dict(given)
+        given.setdefault("lm_head.weight", original["lm_head.weight"])
+        other.load_state_dict(given, strict=True)
+        assert torch.equal(other(IDS), model(IDS))
+    assigned = fused(BUILDS[name]())
+    assigned.load_state_dict(original, strict=True, assign=True)
+    assert torch.equal(assigned(IDS), model(IDS))
+    # Parts of the model too: those with blocks, and a block itself.
+    for path in ("layers", "layers.1") if "llama" in name else ("h", "h.1"):
+        part, other = model.get_submodule(path), BUILDS[name]().get_submodule(path)
+        assert list(part.state_dict()) == list(other.state_dict())
+        part.load_state_dict(other.state_dict(), strict=True)
+        values = part.state_dict()
+        assert all(torch.equal(values[key], value) for key, value in other.state_dict().items())
+
+
+def test_key_map_shows_what_it_joins():
+    keys = key_map(fused(Llama()))
+    first = keys.entries[0]
+    assert repr(keys).startswith(f"KeyMap({len(keys.entries)} joined: {first.parts[0][0]}")
+    assert f" -> {first.key}" in repr(keys)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_entries_of_a_state_dict_share_memory_but_no_storage(name):
+    """Writing to an entry changes the model; writers of safetensors see separate tensors."""
+    model = fused(BUILDS[name]())
+    state = model.state_dict()
+    storages = [v.untyped_storage().data_ptr() for k, v in state.items() if k != "lm_head.weight"]
+    assert len(set(storages)) == len(storages)
+    for value in state.values():
+        value.fill_(0.25)
+    assert all((parameter == 0.25).all() for parameter in model.parameters())
+
+
+def test_missing_unexpected_and_unfitting_entries_have_the_original_names():
+    model = fused(Llama())
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    new = Llama().state_dict()
+    k, v = (f"layers.0.self_attn.{name}_proj.weight" for name in "kv")
+    gate, up = (f"layers.1.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    partial = {key: value for key, value in new.items() if key not in (k, gate, up)}
+    partial["layers.0.self_attn.q_proj.other"] = torch.ones(1)
+    found = model.load_state_dict(partial, strict=False)
+    assert sorted(found.missing_keys) == sorted([k, gate, up])
+    assert found.unexpected_keys == ["layers.0.self_attn.q_proj.other"]
+    after = model.state_dict()
+    for key, value in before.items():
+        assert torch.equal(after[key], value if key in (k, gate, up) else new[key])
+    for state in ({}, {k: new[k]}):
+        found = model.load_state_dict(state, strict=False)
+        assert sorted(found.missing_keys) == sorted(new.keys() - state.keys())
+    with pytest.raises(RuntimeError, match=f"size mismatch for {v}: .*1, 3.*16, 32"):
+        model.load_state_dict({**new, v: torch.ones(1, 3)})
+    with pytest.raises(RuntimeError, match=f"{v} must be a tensor, got int"):
+        model.load_state_dict({**new, v: 3})
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_original_names_lead_to_the_parameters(name):
+    """Tools (torch.distributed.checkpoint) follow the keys of a state dict through the model."""
+    model = fused(BUILDS[name]())
+    for copied in (model, copy.deepcopy(model)):
+        joined = {key for entry in key_map(model).entries for key, _ in entry.parts}
+        for key, value in copied.state_dict().items():
+            found = copied
+            for part in key.split("."):
+                found = getattr(found, part)
+            if key in joined and not key.endswith("c_attn.weight"):
+                assert torch.equal(found, value)
+
+
+def test_distributed_checkpoint_state_dicts():
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    model, other = fused(Llama()), fused(Llama())
+    state = dcp.get_model_state_dict(model)
+    assert list(state) == list(Llama().state_dict())
+    dcp.set_model_state_dict(other, state)
+    assert torch.equal(other(IDS), model(IDS))
 
 
 def test_structure():
@@ -118,10 +209,8 @@ def test_fp8_trains_and_saves():
     assert all(grad.ne(0).any() for grad in grads.values())
     state = model.state_dict()
     assert "layers.0.self_attn.qkv_proj.fp8_state.scale_fwd" in state
-    plain = Llama()
-    plain.lm_head.load_state_dict({"weight": plain.lm_head.weight})
-    original = key_map(model).to_original(state)
-    assert not [key for key in original if "qkv_proj" in key or ".mlp.fc" in key]
+    plain = [key for key in state if ".fp8_state." not in key]
+    assert plain == list(Llama().state_dict())
     other = fused(Llama())
     other.load_state_dict(state, strict=True)
     with torch.no_grad(), fp8_autocast(True, recipe):
@@ -145,6 +234,11 @@ def test_copies_and_pickles_are_independent():
     loaded = torch.load(stream, weights_only=False)
     x = torch.randn(2, 32)
     assert torch.equal(loaded(x), copied.layers[0].self_attn.k_proj(x))
+    assert list(copied.state_dict()) == list(Llama().state_dict())
+    zeros = model.layers[0].state_dict()["self_attn.k_proj.weight"]
+    copied.load_state_dict(Llama().state_dict())
+    assert not torch.equal(copied(IDS), expected)
+    assert not zeros.any()  # the hooks of a copy are about the copy
 
 
 def test_parts_may_be_called_in_any_order_and_alone():
@@ -317,7 +411,7 @@ def test_gpt2_norm_without_bias_is_named():
 
 def test_key_map_errors():
     model = Llama()
-    original = model.state_dict()
+    original = dict(model.state_dict())
     assert key_map(model).to_fused(original) == original  # nothing was joined
     fused(model)
     keys = key_map(model)

@@ -1,0 +1,194 @@
+"""Which layers the caller of ``from_torch`` wants converted, and which stay by default."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Selection"]
+
+Choice = Any  # a name, a pattern, a predicate, or several
+
+# Parts of names, outside of blocks, under which models keep what makes their output.
+_HEADS = frozenset(
+    (
+        "lm_head", "embed_out", "output_projection", "classifier", "classification_head", "score",
+        "qa_outputs", "cls", "head", "heads", "logits", "lm_logits", "predictions", "unembed",
+    )
+)  # fmt: skip
+# Names of an output layer where it is the last layer of the whole model.
+_LAST = ("output", "fc")
+
+
+class Selection:
+    """The caller's choice of layers.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or a pattern matches no layer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        include: Choice,
+        exclude: Choice,
+        keep_first_blocks: int,
+        keep_last_blocks: int,
+        min_size: int,
+        size_multiple: int,
+    ) -> None:
+        for name, value, least in (
+            ("keep_first_blocks", keep_first_blocks, 0),
+            ("keep_last_blocks", keep_last_blocks, 0),
+            ("min_size", min_size, 0),
+            ("size_multiple", size_multiple, 1),
+        ):
+            if type(value) is not int:
+                raise TypeError(f"from_torch: {name} must be an int, got {type(value).__name__}")
+            if value < least:
+                raise ValueError(f"from_torch: {name} must be at least {least}, got {value}")
+        names = [name for name, _ in model.named_modules()]
+        self._include = None if include is None else _predicates("include", include, names)
+        self._exclude = [] if exclude is None else _predicates("exclude", exclude, names)
+        self._min_size, self._multiple = min_size, size_multiple
+        self._outer = _outer_blocks(model, keep_first_blocks, keep_last_blocks)
+        self._defaults = {**_heads(model), **_adapters(model)}
+
+    def reason(self, name: str, module: nn.Module, sizes: tuple[int, ...] = ()) -> str | None:
+        """Why ``module`` is to stay, None if it is to be converted.
+
+        ``sizes``: the features of a linear layer; none for a norm, which does not compute in FP8.
+        """
+        if any(matches(name, module) for matches in self._exclude):
+            return "excluded"
+        included = self._include is not None
+        if self._include is not None and not any(f(name, module) for f in self._include):
+            return "not included"
+        if not sizes:
+            return None
+        for block, reason in self._outer.items():
+            if name == block or name.startswith(f"{block}."):
+                return reason
+        if min(sizes) < self._min_size:
+            return f"a size of {min(sizes)} is less than min_size, {self._min_size}"
+        odd = [size for size in sizes if size % self._multiple]
+        if odd:
+            return f"a size of {odd[0]} is no multiple of size_multiple, {self._multiple}"
+        return None if included else self._defaults.get(id(module))
+
+
+def _predicates(
+    argument: str, choice: Choice, names: list[str]
+) -> list[Callable[[str, nn.Module], Any]]:
+    several = isinstance(choice, Iterable) and not isinstance(choice, str)
+    found = []
+    for one in choice if several else (choice,):
+        if isinstance(one, str):
+            found.append(_pattern(argument, one, names))
+        elif callable(one):
+            found.append(one)
+        else:
+            raise TypeError(
+                f"from_torch: {argument} must be names, patterns or predicates, "
+                f"got {type(one).__name__}"
+            )
+    return found
+
+
+def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn.Module], bool]:
+    """Whether successive parts of a name match ``pattern``."""
+    fits = re.compile(fnmatch.translate(pattern)).match
+
+    def matches(name: str, module: nn.Module | None = None) -> bool:
+        parts = name.split(".")
+        starts = range(len(parts))
+        return any(fits(".".join(parts[i:j])) for i in starts for j in range(i + 1, len(parts) + 1))
+
+    if not any(matches(name) for name in names):
+        raise ValueError(f"from_torch: {argument} must match a layer, got {pattern!r}")
+    return matches
+
+
+def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
+    """Names of the first and last blocks of each list of blocks, with what is to be said."""
+    if not first and not last:
+        return {}
+    lists: list[str] = []
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
+            continue
+        if any(name.startswith(f"{outer}.") or not outer for outer in lists):
+            continue  # inside of a block
+        kinds = {type(child) for child in module}
+        if len(kinds) > 1 or not any(module[0].children()):
+            continue
+        lists.append(name)
+        for index in range(len(module)):
+            label = f"{name}.{index}" if name else str(index)
+            if index < first:
+                found[label] = f"in one of the first {first} blocks"
+            elif index >= len(module) - last:
+                found[label] = f"in one of the last {last} blocks"
+    if not lists:
+        argument, value = ("keep_first_blocks", first) if first else ("keep_last_blocks", last)
+        raise ValueError(
+            f"from_torch: {argument} must be 0 for a model without a list of blocks, got {value}"
+        )
+    return found
+
+
+def _heads(model: nn.Module) -> dict[int, str]:
+    """Linear layers that make the model's output, by id, with what is to be said."""
+    found: dict[int, str] = {}
+    tied = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
+    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    last = list(model.named_children())[-1:]
+    for name, module in model.named_modules():
+        output = _output_embeddings(module)
+        if output is not None:
+            found.setdefault(id(output), "the model's output embeddings")
+        weight = module._parameters.get("weight")
+        if weight is None or isinstance(module, nn.Embedding):
+            continue
+        parts = name.split(".")
+        outside = parts[: next((i for i, part in enumerate(parts) if part.isdigit()), None)]
+        head = next((part for part in outside if part in _HEADS), None)
+        if id(weight) in tied:
+            found.setdefault(
+                id(module), f"an output head: its weight is that of {tied[id(weight)]}"
+            )
+        elif head is not None:
+            found.setdefault(id(module), f"an output head by its name, {head}")
+        elif last and last[0][1] is module and name in _LAST:
+            found.setdefault(id(module), f"an output head by its name, {name}")
+        elif outside == parts and size is not None and getattr(module, "out_features", 0) == size:
+            found.setdefault(id(module), "an output head: it has an output for each token")
+    return found
+
+
+def _output_embeddings(module: Any) -> Any:
+    """The layer that a model of Hugging Face names as its output, None where it names none."""
+    get = getattr(type(module), "get_output_embeddings", None)
+    if get is None:
+        return None
+    try:
+        return get(module)
+    except (AttributeError, NotImplementedError):  # of models without one
+        return None
+
+
+def _adapters(model: nn.Module) -> dict[int, str]:
+    """The small layers that PEFT put beside a model's own, by id."""
+    found = {}
+    for module in model.modules():
+        kinds = type(module).__mro__
+        if any(k.__name__ == "BaseTunerLayer" and k.__module__.startswith("peft.") for k in kinds):
+            for name, child in module.named_modules():
+                if name and name.partition(".")[0] != "base_layer":
+                    found[id(child)] = "an adapter of PEFT"
+    return found

@@ -1,0 +1,120 @@
+"""FP8 state of Hugging Face's models in a file of its own, beside the plain model's files."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..module._fp8_module import STATE_PREFIX, FP8Module
+from ..state_io import save_state
+
+__all__ = ["FP8_STATE_FILE", "load_fp8_state", "save_fp8_state", "save_without_fp8_state"]
+
+FP8_STATE_FILE = "fp8_state.safetensors"
+
+
+def _fp8_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The entries ``fp8_state.*`` of the model's state dict."""
+    found: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Module):
+            save_state(module._fp8, found, f"{name}.{STATE_PREFIX}" if name else STATE_PREFIX)
+    return found
+
+
+def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Write the FP8 state of ``model`` (scales, amax histories) to a safetensors file.
+
+    Args:
+        model: a model with modules of apex_te. Without FP8 state, an older file is removed.
+        path: a directory, where the file is called ``fp8_state.safetensors``, or a file.
+    """
+    from safetensors.torch import save_file
+
+    path, state = _file(path), _fp8_state(model)
+    if state:
+        save_file({key: value.cpu() for key, value in state.items()}, path)
+    elif os.path.exists(path):
+        os.remove(path)
+
+
+def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Set the FP8 state of ``model`` from a file of ``save_fp8_state`` or ``save_pretrained``.
+
+    Call it after the weights are loaded: loading these resets FP8 state that is not with them.
+
+    Args:
+        model: the model, converted (and fused) as the saved one was.
+        path: a directory, where the file is called ``fp8_state.safetensors``, or a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has state of modules that ``model`` has not.
+        RuntimeError: the state does not fit a module.
+    """
+    from safetensors.torch import load_file
+
+    state = load_file(_file(path))
+    unexpected = model.load_state_dict(state, strict=False).unexpected_keys
+    if unexpected:
+        raise ValueError(
+            "load_fp8_state: model must be converted as the saved one was, "
+            f"got state for {sorted({key.rpartition('.')[0] for key in unexpected})[:8]}"
+        )
+
+
+def _file(path: str | os.PathLike[str]) -> str:
+    path = os.fspath(path)
+    return os.path.join(path, FP8_STATE_FILE) if os.path.isdir(path) else path
+
+
+class SavePretrained:
+    """``save_pretrained`` of a model, with FP8 state in a file of its own.
+
+    Takes the arguments of the model's own method, and ``fp8_state``: False writes none.
+    """
+
+    def __init__(self, model: Any) -> None:
+        # Copies and pickles of the model bring this along, with the model that they have made.
+        self.model = model
+
+    def __call__(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        *args: Any,
+        fp8_state: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        if not isinstance(fp8_state, bool):
+            raise TypeError(
+                f"save_pretrained: fp8_state must be a bool, got {type(fp8_state).__name__}"
+            )
+        model = self.model
+        own = vars(model)
+        ignored = "_keys_to_ignore_on_save"
+        before = {ignored: own[ignored]} if ignored in own else {}
+        own[ignored] = [*(getattr(model, ignored, None) or ()), *_fp8_state(model)]
+        try:
+            save = type(model).save_pretrained
+            result = save(model, save_directory, is_main_process, *args, **kwargs)
+        finally:
+            del own[ignored]
+            own.update(before)
+        if is_main_process and os.path.isdir(save_directory):
+            if fp8_state:
+                save_fp8_state(model, save_directory)
+            elif os.path.exists(_file(save_directory)):
+                os.remove(_file(save_directory))
+        return result
+
+
+def save_without_fp8_state(model: nn.Module) -> None:
+    """Let ``save_pretrained`` of Hugging Face's models in ``model`` keep FP8 state apart."""
+    for module in model.modules():
+        known = any(k.__module__ == "transformers.modeling_utils" for k in type(module).__mro__)
+        if known and "save_pretrained" not in vars(module):
+            vars(module)["save_pretrained"] = SavePretrained(module)

@@ -1,0 +1,61 @@
+"""ConversionSummary: what ``from_torch`` converted, what it left, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import nn
+
+__all__ = ["ConversionSummary", "Layer", "conversion_summary"]
+
+ATTRIBUTE = "_apex_te_conversion"
+
+
+class Layer(NamedTuple):
+    """A layer by its name in the model: its class before and after, and why it was left.
+
+    ``after`` is None for a layer that was left, ``reason`` for one that was converted.
+    """
+
+    name: str
+    before: str
+    after: str | None
+    reason: str | None = None
+
+
+class ConversionSummary:
+    """The layers that ``from_torch`` converted and left, in the model's order.
+
+    Attributes:
+        converted: a ``Layer`` for each one that computes in FP8 or as a fused norm now.
+        kept: a ``Layer`` for each one that was left, with the reason.
+    """
+
+    def __init__(self, layers: Iterable[Layer] = ()) -> None:
+        layers = tuple(layers)
+        self.converted = tuple(layer for layer in layers if layer.after is not None)
+        self.kept = tuple(layer for layer in layers if layer.after is None)
+
+    def __repr__(self) -> str:
+        """Lists the layers; those whose names differ by numbers share a line."""
+        lines = [f"ConversionSummary: {len(self.converted)} converted, {len(self.kept)} kept"]
+        for title, layers in (("converted", self.converted), ("kept", self.kept)):
+            groups: dict[tuple, int] = {}
+            for layer in layers:
+                name = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
+                key = (name or "(the model)", layer.before, layer.after, layer.reason)
+                groups[key] = groups.get(key, 0) + 1
+            if groups:
+                lines.append(f"{title}:")
+            for (name, before, after, reason), count in groups.items():
+                text = f"{before} -> {after}" if after is not None else f"{before}: {reason}"
+                lines.append(f"  {name} ({count}): {text}" if count > 1 else f"  {name}: {text}")
+        return "\n".join(lines)
+
+
+def conversion_summary(model: nn.Module) -> ConversionSummary:
+    """What ``from_torch(model)`` converted and left; empty for a model that it was not given."""
+    found = vars(model).get(ATTRIBUTE)
+    return ConversionSummary() if found is None else found

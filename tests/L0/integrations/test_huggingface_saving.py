@@ -1,0 +1,309 @@
+"""Hugging Face's models after from_torch: files, PEFT's adapters, pickles, where these exist."""
+
+import copy
+import io
+import json
+import os
+import warnings
+
+import pytest
+import torch
+
+from apex_te import flush_fp8_state, fp8_autocast
+from apex_te.integrations import conversion_summary, from_torch, key_map, load_fp8_state
+from apex_te.integrations.from_torch import Conv1DLinear
+from apex_te.module._fp8_module import FP8Module
+from apex_te.recipe import DelayedScaling
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+safetensors_torch = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+
+IDS = torch.arange(24).view(2, 12) % 40
+LLAMA_LIKE = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+FUSED = {"llama", "qwen2", "qwen3", "mistral", "gpt2"}
+
+
+def config_of(name):
+    kinds = {
+        "llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config",
+        "mistral": "MistralConfig", "gemma": "GemmaConfig",
+    }  # fmt: skip
+    if name == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=40, n_positions=32, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0.0,
+            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        )  # fmt: skip
+    if name == "neox":
+        return transformers.GPTNeoXConfig(
+            vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=32, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+    if name == "bert":
+        return transformers.BertConfig(
+            vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, max_position_embeddings=32, num_labels=3, pad_token_id=0,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+    tied = name in ("qwen2", "gemma")
+    return getattr(transformers, kinds[name])(**LLAMA_LIKE, tie_word_embeddings=tied)
+
+
+def class_of(name):
+    kinds = {"gpt2": "GPT2LMHeadModel", "neox": "GPTNeoXForCausalLM"}
+    kinds |= {"bert": "BertForSequenceClassification"}
+    return getattr(transformers, kinds.get(name, f"{name.capitalize()}ForCausalLM"))
+
+
+FAMILIES = ["llama", "gpt2", "qwen2", "qwen3", "mistral", "gemma", "neox", "bert"]
+
+
+def build(name):
+    model = class_of(name)(config_of(name))
+    for key, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, float("norm" in key or "ln_" in key), 0.1)
+    return model
+
+
+def converted(model, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return from_torch(model, **options)
+
+
+def load(name, folder):
+    """A new plain model from ``folder``; nothing in the files may be missing or too much."""
+    model, info = class_of(name).from_pretrained(folder, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+def train(model, recipe=None, steps=2):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with fp8_autocast(recipe is not None, recipe):
+            model(input_ids=IDS).logits.square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def logits(model, recipe=None):
+    with torch.no_grad(), fp8_autocast(recipe is not None, recipe):
+        return model.eval()(input_ids=IDS).logits
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_round_trips(name, fuse, tmp_path):
+    """Train, save, load as the plain model, convert, resume in FP8: logits are the same bits."""
+    recipe = DelayedScaling(amax_history_len=4)
+    model = train(converted(build(name), fuse=fuse), recipe)
+    assert bool(key_map(model).entries) == (fuse and name in FUSED)
+    model.save_pretrained(tmp_path)
+    expected, in_fp8 = logits(model), logits(model, recipe)
+    assert not torch.equal(expected, in_fp8)
+    plain = load(name, tmp_path)
+    keys = list(build(name).state_dict())
+    assert list(plain.state_dict()) == keys
+    assert [k for k in model.state_dict() if ".fp8_state." not in k] == keys
+    torch.testing.assert_close(logits(plain), expected, rtol=1.3e-6, atol=1e-5)
+    other = converted(copy.deepcopy(plain), fuse=not fuse)
+    torch.testing.assert_close(logits(other), expected, rtol=1.3e-6, atol=1e-5)
+    resumed = converted(plain, fuse=fuse)
+    assert torch.equal(logits(resumed), expected)
+    load_fp8_state(resumed, tmp_path)
+    assert torch.equal(logits(resumed, recipe), in_fp8)
+    for one in (model, resumed):
+        train(one.train(), recipe)
+    for (key, a), b in zip(model.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b), key
+
+
+def test_fp8_state_has_a_file_of_its_own(tmp_path):
+    model = train(converted(build("llama"), fuse=True), DelayedScaling(amax_history_len=4))
+    model.save_pretrained(tmp_path)
+    weights = safetensors_torch.load_file(tmp_path / "model.safetensors")
+    state = safetensors_torch.load_file(tmp_path / "fp8_state.safetensors")
+    assert not [key for key in weights if "fp8_state" in key]
+    assert state
+    assert all(".fp8_state." in key for key in state)
+    assert weights.keys() | state.keys() == model.state_dict().keys()
+    model.save_pretrained(tmp_path, fp8_state=False)  # and the older one is gone
+    assert sorted(os.listdir(tmp_path)) == [
+        "config.json", "generation_config.json", "model.safetensors"
+    ]  # fmt: skip
+    with pytest.raises(FileNotFoundError):
+        load_fp8_state(model, tmp_path)
+    with pytest.raises(TypeError, match="save_pretrained: fp8_state must be a bool, got str"):
+        model.save_pretrained(tmp_path, fp8_state="no")
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+    tmp_path = tmp_path / "shards"
+    copied.save_pretrained(tmp_path, max_shard_size="8KB")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == weights.keys()
+    assert not any(p.any() for p in load("llama", tmp_path).parameters())
+    assert not copied._keys_to_ignore_on_save  # as it was
+    with pytest.raises(ValueError, match=r"converted as the saved one was, .*qkv_proj.fp8_state"):
+        load_fp8_state(converted(build("llama")), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_safetensors_and_accelerate_write_every_weight(name, tmp_path):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model = converted(build(name), fuse=True)
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path)
+    safetensors_torch.save_model(model, str(tmp_path / "again.safetensors"))
+    for file in ("model.safetensors", "again.safetensors"):
+        found = safetensors_torch.load_file(tmp_path / file)
+        state = model.state_dict()
+        assert state.keys() - found.keys() <= {"lm_head.weight", "transformer.wte.weight"}
+        assert all(torch.equal(found[key], state[key]) for key in found)
+
+
+def test_pickles(tmp_path):
+    for name in ("llama", "gpt2"):
+        for fuse in (False, True):
+            model = converted(build(name), fuse=fuse)
+            stream = io.BytesIO()
+            torch.save(model, stream)
+            stream.seek(0)
+            loaded = torch.load(stream, weights_only=False)
+            assert torch.equal(logits(loaded), logits(model))
+            assert list(loaded.state_dict()) == list(model.state_dict())
+            loaded.load_state_dict(build(name).state_dict(), strict=True)
+            assert not torch.equal(logits(loaded), logits(model))
+            loaded.save_pretrained(tmp_path)
+            torch.testing.assert_close(logits(load(name, tmp_path)), logits(loaded))
+            assert not torch.equal(logits(loaded), logits(model))
+
+
+def test_conv1d_is_hugging_faces():
+    from transformers.pytorch_utils import Conv1D
+
+    layer = converted(build("gpt2")).transformer.h[0].attn.c_proj
+    for one in (layer, copy.deepcopy(layer)):
+        assert isinstance(one, Conv1D)
+        assert isinstance(one, Conv1DLinear)
+        assert isinstance(one, FP8Module)
+        assert not isinstance(one, torch.nn.Linear)
+        assert type(one) is type(layer)
+        assert repr(one) == "Conv1DLinear(in_features=32, out_features=32, bias=True)"
+        assert (one.nf, one.nx) == (32, 32)
+
+
+RECIPES = [None, DelayedScaling(amax_history_len=4)]
+
+
+def adapted(model, targets):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fan_in_fan_out")  # said for the plain model, too
+        config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+
+TARGETS = {"llama": ["q_proj", "o_proj", "up_proj"], "gpt2": ["c_attn", "c_proj", "c_fc"]}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["high precision", "delayed"])
+@pytest.mark.parametrize("first", ["from_torch", "adapters"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_lora(name, first, recipe):
+    """Adapters train, merge and come off as those of the plain model."""
+    torch.manual_seed(3)
+    plain = build(name)
+    model = copy.deepcopy(plain)
+    torch.manual_seed(5)
+    plain = adapted(plain, TARGETS[name])
+    torch.manual_seed(5)
+    if first == "from_torch":
+        model = adapted(converted(model), TARGETS[name])
+    else:
+        model = converted(adapted(model, TARGETS[name]))
+    assert [k for k, _ in model.named_parameters()] == [k for k, _ in plain.named_parameters()]
+    adapters = [m for k, m in model.named_modules() if ".lora_A." in k or ".lora_B." in k]
+    assert adapters
+    assert all(type(m) is torch.nn.Linear for m in adapters)
+    assert sum(isinstance(m, FP8Module) for m in model.modules()) == (14 if name == "llama" else 8)
+    before = logits(plain)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(logits(model), before, **close)
+    trained = train(model.train(), recipe, steps=2)
+    unmerged = logits(trained)
+    assert not torch.equal(unmerged, before)
+    if recipe is None:
+        torch.testing.assert_close(unmerged, logits(train(plain.train())), **close)
+    else:
+        assert (logits(trained, recipe) - unmerged).norm() < 0.15 * unmerged.norm()
+    trained.merge_adapter()
+    torch.testing.assert_close(logits(trained), unmerged, **close)
+    trained.unmerge_adapter()
+    torch.testing.assert_close(logits(trained), unmerged, **close)
+    merged = trained.merge_and_unload()
+    assert type(merged) is class_of(name)
+    torch.testing.assert_close(logits(merged), unmerged, **close)
+    weights = [key for key in merged.state_dict() if ".fp8_state." not in key]
+    assert weights == list(build(name).state_dict())
+    if recipe is not None:
+        with fp8_autocast(False, calibrating=True, fp8_recipe=recipe):
+            merged(input_ids=IDS)  # scales that suit the merged weights
+        flush_fp8_state()
+        assert (logits(merged, recipe) - unmerged).norm() < 0.15 * unmerged.norm()
+
+
+def test_adapters_and_joined_layers():
+    """A joined projection has no place for an adapter; the refusal says why."""
+    pytest.importorskip("peft", reason="peft is not installed")
+    model = converted(build("llama"), fuse=True)
+    with pytest.raises(ValueError, match=r"joined with its norm by from_torch\(fuse=True\)"):
+        adapted(model, ["q_proj"])
+    wrapped = adapted(build("llama"), ["q_proj"])
+    with pytest.warns(UserWarning, match=r"layers.0 \(self_attn.q_proj is Linear"):
+        from_torch(wrapped, fuse=True)
+    assert [k for k, _ in wrapped.named_modules() if k.endswith("mlp.fc1")] == []
+    assert len(key_map(wrapped).entries) == 2 * 3  # the MLPs' parameters
+    plain = adapted(build("llama"), ["q_proj"])
+    plain.load_state_dict(wrapped.state_dict(), strict=True)
+    torch.testing.assert_close(logits(wrapped), logits(plain), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_that_accelerate_has_hooked_are_named():
+    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+    model = build("llama")
+    hooks.add_hook_to_module(model.model.layers[0].mlp.up_proj, hooks.AlignDevicesHook("cpu"))
+    with pytest.warns(UserWarning, match=r"up_proj \(accelerate's AlignDevicesHook replaced its"):
+        from_torch(model)
+    assert type(model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("llama", {"lm_head": "the model's output embeddings"}),
+        ("gpt2", {"lm_head": "the model's output embeddings"}),
+        ("neox", {"lm_head": "the model's output embeddings"}),
+        ("bert", {"classifier": "an output head by its name, classifier"}),
+    ],
+)
+def test_output_heads_stay_in_high_precision(name, heads):
+    model = converted(build(name))
+    linear = (torch.nn.Linear, Conv1DLinear)
+    kept = {k for k, m in model.named_modules() if type(m) is torch.nn.Linear}
+    assert kept == heads.keys()
+    found = conversion_summary(model)
+    assert {layer.name: layer.reason for layer in found.kept if layer.name in heads} == heads
+    for layer in found.converted:
+        assert type(model.get_submodule(layer.name)).__name__ == layer.after
+    all_layers = converted(build(name), include="*")
+    assert all(type(m) is not torch.nn.Linear for m in all_layers.modules())
+    assert sum(isinstance(m, linear) for m in all_layers.modules()) == sum(
+        isinstance(m, linear) for m in model.modules()
+    )
