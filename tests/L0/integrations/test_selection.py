@@ -1,0 +1,226 @@
+"""Which layers from_torch converts: names, patterns, predicates, blocks, sizes, heads, and why."""
+
+import logging
+import types
+import warnings
+
+import pytest
+import torch
+from huggingface_like import GPT2Model, Llama
+from torch import nn
+
+from apex_te import fp8_autocast
+from apex_te.integrations import conversion_summary, from_torch
+from apex_te.integrations.from_torch import Conv1DLinear
+from apex_te.module.layer_norm import LayerNorm
+from apex_te.module.linear import Linear
+from apex_te.module.rms_norm import RMSNorm
+from apex_te.recipe import CurrentScaling
+
+
+def converted(model, **options):
+    """Names of the linear layers and norms of apex_te after conversion without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_torch(model, **options)
+    linears = {k for k, m in model.named_modules() if isinstance(m, (Linear, Conv1DLinear))}
+    norms = {k for k, m in model.named_modules() if isinstance(m, (LayerNorm, RMSNorm))}
+    return linears, norms
+
+
+PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+def names(*ends, layers=(0, 1)):
+    return {f"layers.{layer}.{end}" for layer in layers for end in ends}
+
+
+ALL = names(*PROJECTIONS, *MLP)
+ALL_NORMS = names(*NORMS) | {"norm"}
+
+
+def test_default_keeps_the_tied_head():
+    model = Llama()
+    assert converted(model) == (ALL, ALL_NORMS)
+    assert type(model.lm_head) is nn.Linear
+    x = torch.randn(2, 8, 32)
+    layers = (model.lm_head, model.layers[0].mlp.up_proj)
+    expected = [layer(x) for layer in layers]
+    with fp8_autocast(True, CurrentScaling()):
+        equal = [torch.equal(layer(x), out) for layer, out in zip(layers, expected, strict=True)]
+    assert equal == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "linears", "norms"),
+    [
+        ({"include": "*"}, ALL | {"lm_head"}, ALL_NORMS),
+        ({"include": ("*", "lm_head"), "exclude": "mlp"}, names(*PROJECTIONS) | {"lm_head"},
+         ALL_NORMS),
+        ({"include": "self_attn"}, names(*PROJECTIONS), set()),
+        ({"include": ["q_proj", "layers.1.mlp"]},
+         names("self_attn.q_proj") | names(*MLP, layers=(1,)), set()),
+        ({"include": "layers.?.mlp.*_proj"}, names(*MLP), set()),
+        ({"include": lambda name, module: isinstance(module, nn.Linear) and "up" in name},
+         names("mlp.up_proj"), set()),
+        ({"exclude": "layers.0"}, names(*PROJECTIONS, *MLP, layers=(1,)),
+         names(*NORMS, layers=(1,)) | {"norm"}),
+        ({"exclude": ("o_proj", lambda name, module: name.endswith("layernorm"))},
+         ALL - names("self_attn.o_proj"), {"norm"}),
+        ({"keep_first_blocks": 1}, names(*PROJECTIONS, *MLP, layers=(1,)), ALL_NORMS),
+        ({"keep_last_blocks": 1}, names(*PROJECTIONS, *MLP, layers=(0,)), ALL_NORMS),
+        ({"keep_first_blocks": 1, "keep_last_blocks": 1}, set(), ALL_NORMS),
+        ({"keep_first_blocks": 5}, set(), ALL_NORMS),
+        ({"min_size": 17}, ALL - names("self_attn.k_proj", "self_attn.v_proj"), ALL_NORMS),
+        ({"size_multiple": 32}, ALL - names("self_attn.k_proj", "self_attn.v_proj"), ALL_NORMS),
+        ({"include": "*", "size_multiple": 16}, ALL, ALL_NORMS),
+    ],
+)  # fmt: skip
+def test_choices(options, linears, norms):
+    assert converted(Llama(), **options) == (linears, norms)
+
+
+def test_choices_hold_when_fusing():
+    model = Llama()
+    linears, norms = converted(model, fuse=True, keep_first_blocks=1)
+    assert (linears, norms) == (
+        {"layers.1.self_attn.o_proj"},
+        names(*NORMS, layers=(0,)) | {"norm"},
+    )
+    assert hasattr(model.layers[1].self_attn, "qkv_proj")
+    model = Llama()
+    linears, _ = converted(model, fuse=True, exclude="k_proj")
+    attention = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj")
+    assert linears == names(*attention)
+    assert type(model.layers[0].mlp).__name__ == "LayerNormMLP"
+    kept = {layer.name: layer.reason for layer in conversion_summary(model).kept}
+    assert kept["layers.0"] == "not fused: self_attn.k_proj: excluded"
+    assert kept["layers.0.self_attn.k_proj"] == "excluded"
+
+
+def test_summary(caplog):
+    model = Llama()
+    assert repr(conversion_summary(model)) == "ConversionSummary: 0 converted, 0 kept"
+    with caplog.at_level(logging.INFO, logger="apex_te.integrations"):
+        from_torch(model, exclude="down_proj")
+    found = conversion_summary(model)
+    text = repr(found)
+    assert caplog.messages == [f"from_torch: {text}"]
+    assert len(found.converted) == 12 + 5
+    assert len(found.kept) == 2 + 2
+    for line in (
+        "ConversionSummary: 17 converted, 4 kept",
+        "  layers.*.self_attn.q_proj (2): Linear -> Linear",
+        "  norm: LlamaRMSNorm -> RMSNorm",
+        "  layers.*.mlp.down_proj (2): Linear: excluded",
+        "  lm_head: Linear: an output head: its weight is that of embed_tokens",
+        "  embed_tokens: Embedding: no layer that from_torch converts",
+    ):
+        assert line in text.splitlines()
+    from_torch(model)  # the layers that were left, too
+    assert len(conversion_summary(model).converted) == 12 + 5 + 2
+    fused = from_torch(GPT2Model(), fuse=True)
+    text = repr(conversion_summary(fused))
+    assert "  h.*.attn.c_attn (2): ln_1, attn.c_attn -> LayerNormLinear" in text.splitlines()
+    assert "  h.*.attn.c_proj (2): Conv1D -> Conv1DLinear" in text.splitlines()
+
+
+class Net(nn.Module):
+    """Layers by the names that heads have, in and outside of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(vocab_size=40)
+        self.blocks = nn.ModuleList(nn.ModuleDict({"output": nn.Linear(8, 8)}) for _ in range(2))
+        self.blocks[0]["classifier"] = nn.Linear(8, 8)
+        self.classifier = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+        self.score = nn.Linear(8, 3)
+        self.words = nn.Linear(8, 40)
+        self.hidden = nn.Linear(8, 8)
+        self.output = nn.Linear(8, 8)
+
+
+def test_heads_by_name_size_and_place():
+    model = Net()
+    linears, norms = converted(model)
+    assert linears == {"blocks.0.output", "blocks.0.classifier", "blocks.1.output", "hidden"}
+    assert norms == {"classifier.1"}
+    kept = {layer.name: layer.reason for layer in conversion_summary(model).kept}
+    assert kept == {
+        "classifier.0": "an output head by its name, classifier",
+        "classifier.2": "an output head by its name, classifier",
+        "score": "an output head by its name, score",
+        "words": "an output head: it has an output for each token",
+        "output": "an output head by its name, output",
+    }
+
+
+def test_a_single_layer_is_no_head():
+    assert converted(nn.Linear(8, 8)) == ({""}, set())
+    assert converted(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))) == ({"0", "1"}, set())
+
+
+class Codes(torch.Tensor):
+    """Stands for a library's quantized tensor in a plain nn.Linear."""
+
+
+def test_layers_that_cannot_be_converted_are_named_with_reasons():
+    packed, codes, old = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    packed.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.int8), requires_grad=False)
+    codes.weight = nn.Parameter(torch.zeros(8, 8).as_subclass(Codes))
+    torch.nn.utils.parametrizations.orthogonal(old)
+    model = nn.ModuleDict({"packed": packed, "codes": codes, "old": old, "free": nn.Linear(8, 8)})
+    with pytest.warns(UserWarning, match="from_torch: left as they are") as seen:
+        from_torch(model)
+    for text in (
+        "packed (a quantized layer: its weight is a tensor of torch.int8)",
+        "codes (a quantized layer: its weight is a Codes of torch.float32)",
+        "old (torch.nn.utils.parametrize makes its weight)",
+    ):
+        assert text in str(seen[0].message)
+    assert type(model["free"]) is Linear
+    assert [type(model[k]).__name__ for k in ("packed", "codes")] == ["Linear", "Linear"]
+    assert not isinstance(model["packed"], Linear)
+
+
+@pytest.mark.parametrize("make", [torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_weights_made_by_hooks(make):
+    """The older norms set ``weight`` before each forward; the layer takes what they made."""
+    layer = make(nn.Linear(8, 8)).eval()
+    x = torch.randn(3, 8)
+    expected = layer(x)
+    assert converted(layer)[0] == {""}
+    torch.testing.assert_close(layer(x), expected)
+    with fp8_autocast(True, CurrentScaling()):
+        out = layer(x)
+    assert not torch.equal(out, expected)
+    assert (out - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"include": 3}, TypeError, "include must be names, patterns or predicates, got int"),
+        ({"exclude": ["a", None]}, ValueError, "exclude must match a layer, got 'a'"),
+        ({"exclude": [None]}, TypeError, "exclude must be names, .* got NoneType"),
+        ({"exclude": "lmhead"}, ValueError, "exclude must match a layer, got 'lmhead'"),
+        ({"include": "layers.7"}, ValueError, "include must match a layer, got 'layers.7'"),
+        ({"keep_first_blocks": True}, TypeError, "keep_first_blocks must be an int, got bool"),
+        ({"keep_last_blocks": -1}, ValueError, "keep_last_blocks must be at least 0, got -1"),
+        ({"min_size": 1.5}, TypeError, "min_size must be an int, got float"),
+        ({"size_multiple": 0}, ValueError, "size_multiple must be at least 1, got 0"),
+    ],
+)
+def test_rejects(options, error, message):
+    model = Llama()
+    with pytest.raises(error, match=f"from_torch: {message}"):
+        from_torch(model, **options)
+    assert type(model.layers[0].self_attn.q_proj) is nn.Linear
+
+
+def test_blocks_of_a_model_without_blocks():
+    with pytest.raises(ValueError, match="keep_last_blocks must be 0 for a model without a list"):
+        from_torch(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), keep_last_blocks=2)
