@@ -141,7 +141,12 @@ APEX_TE_INLINE void fwd_tile(const BiasDropoutAdd& p, const Factors& all, int64_
                              int64_t col0) {
   const int64_t rows = std::min(kTileRows, p.rows - row0);
   const int64_t n = std::min(kTileCols, p.cols - col0);
-  float bias[kTileCols], values[kTileCols], residual[kTileCols], factors[kTileCols];
+  struct Scratch {
+    float bias[kTileCols], values[kTileCols], residual[kTileCols], factors[kTileCols];
+  };
+  Scratch& scratch = thread_scratch<Scratch>();
+  float *const bias = scratch.bias, *const values = scratch.values;
+  float *const residual = scratch.residual, *const factors = scratch.factors;
   const RowDType dtype(p.dtype), wide(p.wide);
   if (p.bias) RowDType(p.bias_dtype).widen(p.bias, col0, n, bias);
   std::fill_n(factors, n, p.dropout.scale);
@@ -161,7 +166,13 @@ APEX_TE_INLINE void bwd_tile(const BiasDropoutAdd& p, const Factors& all, int64_
                              int64_t col0) {
   const int64_t end = std::min(p.rows, row0 + kTileRows);
   const int64_t n = std::min(kTileCols, p.cols - col0);
-  float values[kRows][kTileCols], factors[kTileCols], sums[kTileCols] = {};
+  struct Scratch {
+    float values[kRows][kTileCols], factors[kTileCols], sums[kTileCols];
+  };
+  Scratch& scratch = thread_scratch<Scratch>();
+  auto& values = scratch.values;
+  float *const factors = scratch.factors, *const sums = scratch.sums;
+  std::fill_n(sums, n, 0.0f);
   const float* addends[kRows];
   const RowDType dtype(p.dtype), wide(p.wide);
   std::fill_n(factors, n, p.dropout.scale);
@@ -219,13 +230,13 @@ void run_tiles(const BiasDropoutAdd& p) {
   const auto fwd = use_avx2() ? fwd_avx2 : fwd_portable;
   const auto bwd = use_avx2() ? bwd_avx2 : bwd_portable;
   const auto tile = p.out ? fwd : bwd;
-  const Factors all(p.dropout);
+  const auto all = std::make_unique<Factors>(p.dropout);  // 8 KiB
   const int64_t row_tiles = (p.rows + kTileRows - 1) / kTileRows;
   const int64_t strips = (p.cols + kStripCols - 1) / kStripCols;
   parallel_for(row_tiles * strips, [&](int64_t i) {
     const int64_t begin = i % strips * kStripCols, end = std::min(p.cols, begin + kStripCols);
     for (int64_t col0 = begin; col0 < end; col0 += kTileCols)
-      tile(p, all, i / strips * kTileRows, col0);
+      tile(p, *all, i / strips * kTileRows, col0);
   });
 }
 

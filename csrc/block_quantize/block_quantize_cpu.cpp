@@ -4,6 +4,7 @@
 #include "block_quantize/block_quantize.h"
 #include "common/cpu_blocks.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 
 APEX_TE_LIBRARY()
 
@@ -78,8 +79,11 @@ template <typename T>
 APEX_TE_INLINE uint32_t quantize_1x128(const BlockQuantize& p, const Encoder<T>& encoder,
                                        const Tile& t, const T* next) {
   using Magnitude = RawMagnitude<T>;
+  struct Scratch {
+    alignas(kLineBytes) T panels[kBlock * kTileCols];
+  };
+  T* const panels = thread_scratch<Scratch>().panels;
   alignas(kLineBytes) typename Magnitude::Type columns[kTileCols] = {};
-  alignas(kLineBytes) T panels[kBlock * kTileCols];
   uint32_t row_amaxes[kTileCols / kBlock][kBlock];
   for (int64_t r = 0; r < t.rows; ++r) {
     const T* x = t.row<T>(p, r);
@@ -139,7 +143,10 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Encoder<T
           inverse;
   }
   if (!p.rowwise && !p.transposed) return amax;
-  alignas(kLineBytes) uint8_t codes[kBlock * kTileCols];
+  struct Scratch {
+    alignas(kLineBytes) uint8_t codes[kBlock * kTileCols];
+  };
+  uint8_t* const codes = thread_scratch<Scratch>().codes;
   const bool streamed = p.rows * p.cols >= kStreamedBytes;
   for (int64_t r = 0; r < t.rows; ++r) {
     if (p.transposed && !streamed)

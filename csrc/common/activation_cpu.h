@@ -3,13 +3,13 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
 #include <type_traits>
 
 #include "common/activation_op.h"
 #include "common/column_sums_cpu.h"
 #include "common/cpu_rows.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 
 namespace apex_te {
 
@@ -63,7 +63,7 @@ constexpr int64_t kTabledElements = 1 << 18;  // from so many on it is worth mak
 template <typename T>
 std::unique_ptr<float[]> make_table(ActivationRow row) {
   constexpr int64_t kStep = 256;
-  std::unique_ptr<float[]> table(new float[kTableEntries]);
+  auto table = make_scratch<float>(kTableEntries);
   float x[kStep], dy[kStep];
   std::fill_n(dy, kStep, 1.0f);
   for (int64_t i = 0; i < kTableEntries; i += kStep) {
@@ -135,6 +135,12 @@ struct ActivationCpuTile {
         cols(p.transposed ? 128 : kActivationSegment) {}
 };
 
+struct ActivationScratch {
+  float values[kActivationSegment], dy[kActivationSegment], bias[kActivationSegment];
+  float sums[2][kActivationSegment];  // of the tile, and of 8 rows
+  uint8_t codes[kActivationTileRows * 128];
+};
+
 // One tile; returns its amax as bits.
 APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row,
                                         const float* table, const ActivationCpuTile& tile,
@@ -145,9 +151,10 @@ APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row
   const bool is_float = dtype.is_float();
   const bool is_words = p.kind == Activation::kRelu && !is_float && p.dy && p.out && !p.bias &&
                         !p.dbias;  // relu_gradient's
-  float values[kActivationSegment], dy[kActivationSegment], bias[kActivationSegment];
-  float sums[2][kActivationSegment];  // of the tile, and of 8 rows
-  uint8_t codes[kActivationTileRows * 128];
+  ActivationScratch& scratch = thread_scratch<ActivationScratch>();
+  float *values = scratch.values, *dy = scratch.dy, *bias = scratch.bias;
+  auto& sums = scratch.sums;
+  uint8_t* codes = scratch.codes;
   if (p.bias) dtype.widen(p.bias, col0, cols, bias);
   if (p.dbias) std::fill_n(sums[0], cols, 0.0f);
   const float scale = p.scale ? *p.scale : 1.0f;

@@ -66,7 +66,7 @@ void launch_column_sums(const float* lines, int64_t num_lines, int64_t cols, voi
 
 template <typename T>
 void add_lines(const float* lines, int64_t num_lines, int64_t cols, void* sums) {
-  constexpr int64_t kChunk = 1024;
+  constexpr int64_t kChunk = 256;
   parallel_for((cols + kChunk - 1) / kChunk, [&](int64_t chunk) {
     const int64_t begin = chunk * kChunk, n = cols - begin < kChunk ? cols - begin : kChunk;
     double totals[kChunk] = {};

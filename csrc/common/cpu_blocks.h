@@ -8,6 +8,7 @@
 
 #include "common/cpu_blocks_avx512.h"
 #include "common/cpu_vec.h"
+#include "common/scratch.h"
 
 namespace apex_te {
 
@@ -284,6 +285,11 @@ APEX_TE_ONCE void decode_blocks(const uint8_t* codes, int64_t n, const float* sc
     y[i] = from_float<T>(decode_fp8<Format>(codes[i]) * scales[i / kBlock]);
 }
 
+// Codes of a panel before they are transposed.
+struct PanelScratch {
+  alignas(kLineBytes) uint8_t codes[kPanelRows * kPanel];
+};
+
 // FP8 codes of a panel, rows of kPanel elements, each column times the scale of its block of
 // `block_rows` rows, to out[col * out_ld + row], past the caches if `streamed`. scales:
 // [blocks][kPanel], which may be rearranged.
@@ -291,7 +297,7 @@ template <typename Format, typename T>
 APEX_TE_ONCE void encode_transposed(const T* panel, int64_t rows, int64_t cols, int64_t block_rows,
                                     float* scales, ScaleTraits traits, uint8_t* out, int64_t out_ld,
                                     bool streamed) {
-  alignas(kLineBytes) uint8_t codes[kPanelRows * kPanel];
+  uint8_t* const codes = thread_scratch<PanelScratch>().codes;
   const auto for_rows = [&](const auto& encode_row) {
     for (int64_t r = 0; r < rows; ++r) {
       if (r < cols && !streamed) prefetch_row(out + r * out_ld, rows);
@@ -333,7 +339,7 @@ APEX_TE_ONCE void encode_panel(const T* panel, int64_t rows, int64_t cols, const
                                int64_t next_ld) {
 #if defined(__x86_64__)
   if (traits.is_bounded && use_avx512()) {
-    alignas(kLineBytes) uint8_t codes[kPanelRows * kPanel];
+    uint8_t* const codes = thread_scratch<PanelScratch>().codes;
     if (out.transposed)
       avx512::order_scales<T>(column_scales, (rows + block_rows - 1) / block_rows * kPanel);
     const auto encode = traits.is_pow2 && traits.is_regular

@@ -2,12 +2,12 @@
 #pragma once
 
 #include <cmath>
-#include <memory>
 
 #include "common/column_sums_cpu.h"
 #include "common/cpu_rows.h"
 #include "common/norm.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 
 namespace apex_te {
 namespace norm {
@@ -22,7 +22,7 @@ inline int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 using Buffer = std::unique_ptr<float[]>;
 inline Buffer make_buffer(int64_t n) {
-  Buffer buffer(new float[padded(n) + 1]);
+  Buffer buffer = make_scratch<float>(padded(n) + 1);
   std::fill(buffer.get() + n, buffer.get() + padded(n), 0.0f);
   return buffer;
 }
@@ -155,7 +155,7 @@ APEX_TE_INLINE uint32_t fwd_rows(const NormFwd& p, const FloatParams& params, in
   const bool is_float_out = dtype.is_float() && !p.scale;
   const Buffer values = make_buffer(n), other = make_buffer(n);
   std::unique_ptr<uint8_t[]> scratch;
-  if (p.scale && !p.rowwise) scratch.reset(new uint8_t[kFP8ChunkRows * n + 1]);
+  if (p.scale && !p.rowwise) scratch = make_scratch<uint8_t>(kFP8ChunkRows * n + 1);
   uint8_t* codes = p.rowwise ? p.rowwise + begin * n : scratch.get();
   uint32_t amax = 0;
   const bool in_place =

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <exception>
 #include <initializer_list>
+#include <new>
 
 #include "common/dlpack.h"
 
@@ -95,6 +96,12 @@ struct OpError : std::exception {
     vsnprintf(text, sizeof(text), format, values);
   }
   const char* what() const noexcept override { return text; }
+};
+
+// Scratch memory that there is none of; run() names the op.
+struct OutOfMemory : std::bad_alloc {
+  int64_t bytes;
+  explicit OutOfMemory(int64_t wanted) : bytes(wanted) {}
 };
 
 [[noreturn]] __attribute__((format(printf, 2, 3))) inline void fail(int32_t kind,
@@ -203,6 +210,7 @@ class TensorView {
   }
 
   // Checks; each throws an error that names the argument.
+  const TensorView& is_aligned() const;  // to its elements, which kernels read whole
   const TensorView& has_dtype(std::initializer_list<DType> allowed) const;
   const TensorView& has_shape(std::initializer_list<int64_t> shape) const;
   const TensorView& has_ndim(int ndim) const;
@@ -225,7 +233,7 @@ class Args {
       : call_(call), name_(name), signature_(signature) {}
   TensorView tensor() {
     const ApexTeArg& a = next(kApexTeTensor);
-    return TensorView(a.value.tensor, this, position_ - 1);
+    return TensorView(a.value.tensor, this, position_ - 1).is_aligned();
   }
   TensorView optional_tensor() {
     if (position_ < call_->num_args && call_->args[position_].kind == kApexTeNone) {
@@ -240,7 +248,7 @@ class Args {
     return a.count;
   }
   TensorView list_item(const DLTensor* tensors, int index, int item) const {
-    return TensorView(&tensors[item], this, index, item);
+    return TensorView(&tensors[item], this, index, item).is_aligned();
   }
   int float_list(const double** values) {
     const ApexTeArg& a = next(kApexTeFloatList);
@@ -307,6 +315,16 @@ inline void format_shape(char* out, size_t size, const int64_t* shape, int ndim)
     used += static_cast<size_t>(
         snprintf(out + used, size - used, i ? ", %lld" : "%lld", static_cast<long long>(shape[i])));
   if (used < size) snprintf(out + used, size - used, "]");
+}
+
+inline const TensorView& TensorView::is_aligned() const {
+  const uintptr_t size = tensor_->dtype.bits / 8;
+  const uintptr_t past = size > 1 ? reinterpret_cast<uintptr_t>(data<char>()) % size : 0;
+  if (past == 0 || numel() == 0) return *this;
+  char expected[64], actual[64];
+  snprintf(expected, sizeof(expected), "begin at a multiple of its elements' %d bytes", int(size));
+  snprintf(actual, sizeof(actual), "an address %d past one", int(past));
+  refuse(kApexTeValueError, expected, actual);
 }
 
 inline const TensorView& TensorView::has_dtype(std::initializer_list<DType> allowed) const {
@@ -376,6 +394,15 @@ inline int32_t run(ApexTeCall* call, const char* name, const char* signature,
     return kApexTeOk;
   } catch (const OpError& error) {
     return report(call, error.kind, error.text);
+  } catch (const OutOfMemory& error) {
+    char text[160];
+    snprintf(text, sizeof(text), "%s: cannot allocate %lld bytes of scratch memory", name,
+             static_cast<long long>(error.bytes));
+    return report(call, kApexTeRuntimeError, text);
+  } catch (const std::bad_alloc&) {
+    char text[128];
+    snprintf(text, sizeof(text), "%s: out of memory", name);
+    return report(call, kApexTeRuntimeError, text);
   } catch (const std::exception& error) {
     return report(call, kApexTeRuntimeError, error.what());
   }

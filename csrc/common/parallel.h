@@ -35,24 +35,33 @@ inline int max_threads() {
   return omp_get_max_threads();
 }
 
-// Calls body(chunk) once for each chunk in [0, num_chunks), from any thread, in any order.
+// Calls body(chunk) once for each chunk in [0, num_chunks), from any thread, in any order. What one
+// throws, which must not leave a parallel region, ends the loop and is thrown behind it.
 template <typename Body>
 void parallel_for(int64_t num_chunks, const Body& body) {
   struct Shared {
     const Body* body;
     int64_t num_chunks;
     std::atomic<int64_t> next{0};
+    std::atomic<bool> has_error{false};
+    std::exception_ptr error = nullptr;
   } shared{&body, num_chunks};
   const auto work = [](void* data) {
     auto* s = static_cast<Shared*>(data);
-    for (int64_t i; (i = s->next.fetch_add(1, std::memory_order_relaxed)) < s->num_chunks;)
-      (*s->body)(i);
+    try {
+      for (int64_t i; (i = s->next.fetch_add(1, std::memory_order_relaxed)) < s->num_chunks;)
+        (*s->body)(i);
+    } catch (...) {
+      s->next.store(s->num_chunks, std::memory_order_relaxed);
+      if (!s->has_error.exchange(true)) s->error = std::current_exception();
+    }
   };
   const int64_t threads = num_chunks < max_threads() ? num_chunks : max_threads();
   if (threads <= 1)
     work(&shared);
   else
     GOMP_parallel(work, &shared, static_cast<unsigned>(threads), 0);
+  if (shared.error) std::rethrow_exception(shared.error);
 }
 
 }  // namespace apex_te

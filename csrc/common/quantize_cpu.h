@@ -56,12 +56,17 @@ FP8RowEncoder<T> fp8_row_encoder(DType fp8, float scale) {
   return encoder;
 }
 
+// Codes of a part of a tile.
+struct QuantizeScratch {
+  alignas(kLineBytes) uint8_t codes[kQuantizePartRows * kQuantizeTileCols];
+};
+
 // One tile of a matrix to the outputs that are not null.
 template <typename T, typename EncodeRow>
 APEX_TE_INLINE uint32_t quantize_tile(const T* x, int64_t rows, int64_t cols, int64_t row0,
                                       int64_t col0, uint8_t* rowwise, uint8_t* transposed,
                                       bool streamed, const EncodeRow& encode_row) {
-  alignas(kLineBytes) uint8_t codes[kQuantizePartRows * kQuantizeTileCols];
+  uint8_t* const codes = thread_scratch<QuantizeScratch>().codes;
   const int64_t end = std::min(rows, row0 + kQuantizeTileRows);
   const int64_t tile_cols = std::min(kQuantizeTileCols, cols - col0);
   uint32_t amax = 0;

@@ -2,11 +2,11 @@
 // gradient.
 #include <cmath>
 #include <limits>
-#include <vector>
 
 #include "common/cpu_rows.h"
 #include "common/exp.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 #include "cross_entropy/cross_entropy.h"
 
 APEX_TE_LIBRARY()
@@ -141,12 +141,12 @@ void check_targets(const CrossEntropy& p, const char* name) {
 template <typename Run>
 void for_rows(const CrossEntropy& p, const RowDType& dtype, const Run& run) {
   parallel_for((p.rows + kRowsPerChunk - 1) / kRowsPerChunk, [&](int64_t chunk) {
-    std::vector<float> values(static_cast<size_t>(p.cols));
+    const auto values = make_scratch<float>(p.cols);
     const int64_t end = std::min(p.rows, (chunk + 1) * kRowsPerChunk);
     for (int64_t row = chunk * kRowsPerChunk; row < end; ++row) {
       const int64_t target = p.target[row];
       if (target != p.target.ignore_index) {
-        run(row, target, values.data());
+        run(row, target, values.get());
         continue;
       }
       if (p.loss) p.loss[row] = 0.0f;

@@ -24,7 +24,7 @@ template <typename T>
 uint32_t quantize_part(const GroupedQuantize& p, const T* x, uint8_t* rowwise, uint8_t* transposed,
                        const Part& part, int64_t col0, bool streamed,
                        const FP8RowEncoder<T>& encode) {
-  alignas(kLineBytes) uint8_t codes[kTileRows * kTileCols];
+  uint8_t* const codes = thread_scratch<QuantizeScratch>().codes;
   const int64_t cols = std::min(kTileCols, p.cols - col0);
   uint32_t amax = 0;
   for (int64_t r = 0; r < part.rows; ++r) {
@@ -134,8 +134,16 @@ APEX_TE_TARGET_AVX2 void add_rows_avx2(const T* bias, int64_t rows, int64_t cols
 template <typename T>
 APEX_TE_INLINE void sum_rows(const T* x, int64_t rows, int64_t cols, int64_t n, float start,
                              float* totals) {
-  float sums[kRowsApart][kLoopCols] = {}, values[kLoopCols];
-  double parts[kRowsApart][kLoopCols] = {};
+  struct Scratch {
+    float sums[kRowsApart][kLoopCols], values[kLoopCols];
+    double parts[kRowsApart][kLoopCols];
+  };
+  Scratch& scratch = thread_scratch<Scratch>();
+  auto& sums = scratch.sums;
+  auto& parts = scratch.parts;
+  float* const values = scratch.values;
+  memset(sums, 0, sizeof(sums));
+  memset(parts, 0, sizeof(parts));
   for (int64_t r = 0; r < rows; ++r) {
     if (r + kQuantizeRowsAhead < rows) prefetch_row(x + (r + kQuantizeRowsAhead) * cols, n);
     widen(x + r * cols, n, values);

@@ -5,6 +5,7 @@
 
 #include "common/cpu_vec.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 #include "moe_permute/moe_permute.h"
 
 APEX_TE_LIBRARY()
@@ -218,12 +219,13 @@ APEX_TE_TARGET_AVX2 void add_scaled_avx2(const T* x, int64_t n, float factor, fl
 template <typename T>
 APEX_TE_INLINE float scale_and_dot(const float* __restrict__ grad, const T* x, int64_t n,
                                    float factor, T* y) {
-  float values[kCols], products[kCols];
+  float values[kCols];
   widen(x, n, values);
-  for (int64_t i = 0; i < n; ++i) products[i] = grad[i] * values[i];
+  for (int64_t i = 0; i < n; ++i) values[i] *= grad[i];
+  const float sum = sum_of(values, n);
   for (int64_t i = 0; i < n; ++i) values[i] = grad[i] * factor;
   narrow(values, n, y);
-  return sum_of(products, n);
+  return sum;
 }
 template <typename T>
 APEX_TE_TARGET_PORTABLE float scale_and_dot_portable(const float* grad, const T* x, int64_t n,
@@ -307,7 +309,8 @@ int64_t element(const void* values, bool is_long, int64_t i) {
 }
 
 void make_chunk_map(const ChunkMap& p) {
-  int64_t starts[kMaxChunks], rows = 0;
+  const auto starts = make_scratch<int64_t>(kMaxChunks);
+  int64_t rows = 0;
   bool is_placed[kMaxChunks] = {};
   for (int i = 0; i < p.num_chunks; ++i) {
     const int64_t size = element(p.split_sizes, p.has_long_sizes, i);

@@ -3,6 +3,7 @@
 
 #include "common/cpu_blocks.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 #include "mx_quantize/mx_quantize.h"
 
 APEX_TE_LIBRARY()
@@ -80,9 +81,18 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, const Encoder<T>& encoder
   const int64_t cols = std::min(kTileCols, p.cols - col0);
   const bool streamed = p.rows * p.cols >= kStreamedBytes;
   const T* x = p.x.data<const T>() + row0 * p.cols + col0;
-  alignas(kLineBytes) typename Magnitude::Type columns[kRowBlocks][kTileCols] = {};
-  alignas(kLineBytes) T panels[kTileRows * kTileCols];
-  uint32_t amaxes[kTileRows * kColBlocks];
+  struct Scratch {
+    alignas(kLineBytes) typename Magnitude::Type columns[kRowBlocks][kTileCols];
+    alignas(kLineBytes) T panels[kTileRows * kTileCols];
+    uint32_t amaxes[kTileRows * kColBlocks];
+    float multipliers[kTileRows * kColBlocks];
+  };
+  Scratch& scratch = thread_scratch<Scratch>();
+  auto& columns = scratch.columns;
+  T* const panels = scratch.panels;
+  uint32_t* const amaxes = scratch.amaxes;
+  float* const multipliers = scratch.multipliers;
+  if (p.transposed) memset(columns, 0, sizeof(columns));
   if (cols < kTileCols) std::fill_n(amaxes, rows * kColBlocks, 0u);
   for (int64_t r = 0; r < rows; ++r) {
     const T* row = x + r * p.cols;
@@ -90,7 +100,6 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, const Encoder<T>& encoder
     scan_row<kMxBlock>(row, cols, r, kTileRows, p.rowwise ? amaxes + r * kColBlocks : nullptr,
                        p.transposed ? columns[r / kMxBlock] : nullptr, panels);
   }
-  float multipliers[kTileRows * kColBlocks];
   AmaxRange row_range;
   if (p.rowwise) {
     uint8_t codes[kTileRows * kColBlocks];

@@ -1,10 +1,10 @@
 // CPU kernels of scaled_softmax: a row at a time, held in fp32 between its passes.
 #include <algorithm>
-#include <memory>
 
 #include "common/activation.h"
 #include "common/cpu_rows.h"
 #include "common/parallel.h"
+#include "common/scratch.h"
 #include "scaled_softmax/scaled_softmax.h"
 
 APEX_TE_LIBRARY()
@@ -72,8 +72,8 @@ APEX_TE_INLINE void fwd_row(const RowDType& dtype, const void* x, const uint8_t*
 }
 
 APEX_TE_INLINE void bwd_row(const RowDType& dtype, const void* dy, const void* y, int64_t visible,
-                            int64_t cols, float scale, void* dx) {
-  float g[kChunk], p[kChunk];
+                            int64_t cols, float scale, float* values, void* dx) {
+  float *g = values, *p = values + kChunk;
   const auto load = [&](int64_t begin, int64_t n) {
     dtype.widen(dy, begin, n, g);
     dtype.widen(y, begin, n, p);
@@ -111,8 +111,9 @@ APEX_TE_INLINE void bwd_row(const RowDType& dtype, const void* dy, const void* y
     fwd_row(dtype, x, mask, visible, cols, scale, values, y);                             \
   }                                                                                       \
   target void bwd_row_##suffix(const RowDType& dtype, const void* dy, const void* y,      \
-                               int64_t visible, int64_t cols, float scale, void* dx) {    \
-    bwd_row(dtype, dy, y, visible, cols, scale, dx);                                      \
+                               int64_t visible, int64_t cols, float scale, float* values, \
+                               void* dx) {                                                \
+    bwd_row(dtype, dy, y, visible, cols, scale, values, dx);                              \
   }
 APEX_TE_SOFTMAX_ROWS(portable, )
 APEX_TE_SOFTMAX_ROWS(avx2, APEX_TE_TARGET_AVX2)
@@ -123,7 +124,7 @@ template <typename Body>
 void for_rows(const SoftmaxShape& shape, int64_t scratch, const Body& body) {
   const int64_t per_task = std::max<int64_t>(1, kElementsPerTask / shape.cols);
   parallel_for((shape.rows + per_task - 1) / per_task, [&](int64_t task) {
-    const std::unique_ptr<float[]> values(scratch ? new float[scratch] : nullptr);
+    const auto values = make_scratch<float>(scratch);
     const int64_t end = std::min(shape.rows, (task + 1) * per_task);
     for (int64_t row = task * per_task; row < end; ++row)
       body(row, row % shape.queries, values.get());
@@ -161,11 +162,11 @@ APEX_TE_DEFINE(scaled_softmax_bwd) {
   if (shape.rows == 0 || shape.cols == 0) return;
   const RowDType dtype(p.dy.dtype());
   const auto run_row = use_avx512() ? bwd_row_avx512 : use_avx2() ? bwd_row_avx2 : bwd_row_portable;
-  for_rows(shape, 0, [&](int64_t row, int64_t query, float*) {
+  for_rows(shape, 2 * kChunk, [&](int64_t row, int64_t query, float* values) {
     const int64_t begin = row * shape.cols;
     run_row(dtype, dtype.at(p.dy.data<const void>(), begin),
             dtype.at(p.y.data<const void>(), begin),
-            shape.causal ? shape.visible(query) : shape.cols, shape.cols, p.scale,
+            shape.causal ? shape.visible(query) : shape.cols, shape.cols, p.scale, values,
             dtype.at(p.dx.data(), begin));
   });
 }

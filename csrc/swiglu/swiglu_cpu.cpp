@@ -4,6 +4,7 @@
 
 #include "common/column_sums_cpu.h"
 #include "common/cpu_rows.h"
+#include "common/scratch.h"
 #include "swiglu/swiglu.h"
 
 APEX_TE_LIBRARY()
@@ -87,15 +88,23 @@ APEX_TE_INLINE void add_row(const float* values, int64_t n, bool is_last, float*
   std::fill_n(part_sums, n, 0.0f);
 }
 
+struct Scratch {
+  uint8_t codes[2][kTileRows * kTileCols];
+  float gate[kTileCols], up[kTileCols], grad[kTileCols], results[2][kTileCols];
+  float gate_bias[kTileCols], up_bias[kTileCols];
+  float sums[2][kTileCols], part_sums[2][kTileCols];  // of the tile, of its last 8 rows
+};
+
 // Returns the amax.
 APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_t rows,
                              int64_t col0, int64_t cols) {
   const int halves = p.grad_output ? 2 : 1;
   const RowDType dtype(p.dtype);
-  uint8_t codes[2][kTileRows * kTileCols];
-  float gate[kTileCols], up[kTileCols], grad[kTileCols], results[2][kTileCols];
-  float gate_bias[kTileCols], up_bias[kTileCols];
-  float sums[2][kTileCols], part_sums[2][kTileCols];  // of the tile, of its last 8 rows
+  Scratch& scratch = thread_scratch<Scratch>();
+  auto& codes = scratch.codes;
+  float *gate = scratch.gate, *up = scratch.up, *grad = scratch.grad;
+  float *gate_bias = scratch.gate_bias, *up_bias = scratch.up_bias;
+  auto &results = scratch.results, &sums = scratch.sums, &part_sums = scratch.part_sums;
   if (p.dbias) {
     std::fill_n(sums[0], 2 * kTileCols, 0.0f);
     std::fill_n(part_sums[0], 2 * kTileCols, 0.0f);

@@ -1,0 +1,170 @@
+"""CPU kernels where memory ends: an allocation that fails in any thread, and threads with small
+stacks. Each case runs in a process of its own."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from apex_te.op_builder import all_builders
+from apex_te.op_builder.builder import BASE_CXX_ARGS
+from apex_te.op_builder.jit.toolchain import find_cxx, pybind11_include, python_include
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("csrc/*/*_cpu.cpp", "csrc/core/*.cpp")
+    for path in ROOT.glob(pattern)
+)
+# bytes of a function's frame: with those of Python and torch, 64 KiB hold a chain of them
+FRAME = 8192
+
+
+def run(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, f"{done.returncode}\n{done.stdout}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.skipif(
+    "APEX_TE_SANITIZE" in os.environ, reason="a sanitizer's shadow memory is beyond the limit"
+)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("function", ["cross_entropy_fwd", "scaled_softmax_fwd", "rms_norm_fwd"])
+def test_scratch_that_cannot_be_had_is_an_error_with_its_bytes(function, threads):
+    """Each of the threads wants a row of floats, which the limit leaves no room for."""
+    out = run(
+        f"""
+        import resource
+        import torch
+        from apex_te.runtime import function
+
+        torch.set_num_threads({threads})
+        call = function("{function}".removesuffix("_fwd"), "{function}")
+
+        def arguments(rows, n):
+            x = torch.zeros(rows, n, dtype=torch.bfloat16)
+            if "{function}" == "cross_entropy_fwd":
+                target = torch.zeros(rows, dtype=torch.int64)
+                values = dict(logits=x, target=target, loss=torch.zeros(rows))
+                return dict(values, ignore_index=-100, label_smoothing=0.0)
+            if "{function}" == "scaled_softmax_fwd":
+                x = x.view(1, 1, rows, n)
+                return dict(x=x, y=torch.empty_like(x), scale=1.0, causal=0)
+            values = dict(x=x, y=torch.empty_like(x), rstd=torch.zeros(rows))
+            return dict(values, eps=1e-5, zero_centered_gamma=False)
+
+        call(**arguments(64, 4096))  # starts the threads
+        large = arguments(4, 1 << 25)
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (32 << 20),) * 2)
+        try:
+            call(**large)
+        except RuntimeError as error:
+            print(error)
+        call(**arguments(64, 4096))  # the threads are still there
+        print("done")
+        """
+    )
+    message, end = out.splitlines()
+    assert message.startswith(f"{function}: cannot allocate 1342")
+    assert message.endswith(" bytes of scratch memory")
+    assert end == "done"
+
+
+@pytest.mark.skipif(
+    "APEX_TE_SANITIZE" in os.environ, reason="a sanitizer's frames are larger than the program's"
+)
+@pytest.mark.parametrize("source", SOURCES)
+def test_frames_are_small(source, tmp_path):
+    system = [python_include(), pybind11_include()] if "core" in source else []
+    command = [
+        *find_cxx(),
+        *BASE_CXX_ARGS,
+        f"-I{ROOT / 'csrc'}",
+        *(f"-isystem{folder}" for folder in system),
+        f"-Wframe-larger-than={FRAME}",
+        "-c",
+        str(ROOT / source),
+        "-o",
+        str(tmp_path / "object.o"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
+    )
+    assert done.returncode == 0, done.stderr
+    found = [line for line in done.stderr.splitlines() if "frame size" in line]
+    assert not found, "\n".join(found)
+
+
+def test_every_cpu_source_is_checked():
+    builders = all_builders().values()
+    declared = {source for builder in builders for source in builder.device_sources("cpu")}
+    assert declared <= set(SOURCES)
+
+
+def test_calls_from_threads_with_small_stacks():
+    """64 KiB, the size that threading.stack_size's documentation names, for forward and backward
+    of ops with large tiles; torch itself needs the rest."""
+    out = run(
+        """
+        import threading
+        import torch
+        from apex_te.runtime import function
+
+        E4M3 = torch.float8_e4m3fn
+        torch.set_num_threads(1)
+        x = torch.randn(256, 512)
+        codes = [torch.zeros(s, dtype=torch.uint8).view(E4M3) for s in ((256, 512), (512, 256))]
+        one, amax, inverse = torch.ones(1), torch.zeros(1), torch.zeros(1)
+        half = torch.randn(256, 256)
+        scales = [torch.zeros(s, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+                  for s in ((256, 16), (512, 8))]
+        y = torch.softmax(torch.randn(1, 1, 64, 4096), -1)
+        dx = torch.empty_like(y)
+        norm = dict(x=x, y=torch.empty_like(x), rstd=torch.zeros(256), eps=1e-5)
+        norm["zero_centered_gamma"] = False
+        lists = [[torch.randn(5000).bfloat16()] for _ in range(3)]
+        calls = [
+            ("cast_transpose", dict(x=x, scale=one, rowwise=codes[0], transposed=codes[1])),
+            ("activation_fwd_fp8", dict(x=x, scale=one, rowwise=codes[0], transposed=codes[1],
+                                        kind=0)),
+            ("swiglu_fwd", dict(input=x, out=half, activation=0)),
+            ("scaled_softmax_bwd", dict(dy=y, y=y, dx=dx, scale=1.0, causal=0)),
+            ("rms_norm_fwd", norm),
+            ("multi_tensor_axpby", dict(xs=lists[0], ys=lists[1], outputs=lists[2], a=1.0, b=1.0,
+                                        check=-1)),
+            ("mx_quantize", dict(x=x, rowwise=codes[0], rowwise_scale=scales[0],
+                                 transposed=codes[1], transposed_scale=scales[1],
+                                 use_floor=False)),
+        ]
+        ops = {"activation_fwd_fp8": "activation", "swiglu_fwd": "swiglu",
+               "scaled_softmax_bwd": "scaled_softmax", "rms_norm_fwd": "rms_norm",
+               "multi_tensor_axpby": "multi_tensor"}
+        bound = [(function(ops.get(name, name), name), given) for name, given in calls]
+        for call, given in bound:  # libraries are opened on a usual stack
+            call(**given)
+        done = []
+
+        def work():
+            for call, given in bound:
+                call(**given)
+                done.append(1)
+
+        threading.stack_size(64 << 10)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        print(len(done), len(bound))
+        """
+    )
+    called, wanted = out.split()
+    assert called == wanted
