@@ -5,6 +5,7 @@ VENV ?= .venv
 # In parallel where pytest-xdist is there.
 TESTFLAGS ?= $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 DEMOFLAGS ?=
+SANITIZEFLAGS ?=
 
 # Resolved before the environment's own python3 comes first on PATH: it must not make itself.
 BASE_PYTHON := $(shell command -v $(PYTHON))
@@ -18,7 +19,7 @@ SCRIPTS := scripts/*.py examples/char_gpt/*.py
 CXX_FILES = $(shell find csrc tests/cpp tests/hip \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
 	! -name dlpack.h | sort)
 
-.PHONY: help env demo test test-l1 bench lint cuda hip-check clean distclean
+.PHONY: help env demo test test-l1 bench lint cuda sanitize hip-check clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +29,7 @@ help:
 	@echo "make bench      benchmarks, their tables and charts"
 	@echo "make lint       ruff, clang-format and mypy"
 	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
+	@echo "make sanitize   the ops' tests and a fuzz under ASAN and UBSAN (minutes)"
 	@echo "make hip-check  compile every .cu for AMD GPUs, where hipcc is found"
 	@echo "make clean      remove what the commands write and what is compiled in the user's cache"
 	@echo "make distclean  remove the environment, too"
@@ -67,6 +69,10 @@ lint: env
 
 cuda: env
 	$(PY) scripts/check_cuda.py
+
+# Minutes: ASAN and UBSAN over the ops' unit tests and 100,000 calls of every function.
+sanitize: env
+	$(PY) scripts/sanitize.py $(SANITIZEFLAGS)
 
 hip-check: env
 	$(PY) scripts/check_hip.py

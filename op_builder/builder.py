@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
-from .jit import hip, pybind_extension
+from .jit import env, hip, pybind_extension
 from .jit.archs import Arch, Capability, initialised_capabilities, own_arch
 from .jit.cache import OpenedLibrary
 from .jit.errors import UnknownOpError
@@ -307,7 +307,9 @@ class OpBuilder:
             base = BASE_NVCC_ARGS if kind == "cuda" else BASE_CXX_ARGS
             if kind == "cuda" and hip.is_active():
                 return [*hip.BASE_ARGS, *self.hipcc_args()]
-        return [*base, *(self.nvcc_args() if kind == "cuda" else self.cxx_args())]
+        if kind == "cuda":
+            return [*base, *self.nvcc_args()]
+        return [*base, *self.cxx_args(), *env.sanitizers()]
 
     def link_flags(self, kind: str) -> list[str]:
         """The builder's own linker flags and the base ones."""
@@ -315,7 +317,8 @@ class OpBuilder:
         if kind == "cuda" and hip.is_active():
             base = hip.BASE_LIBRARIES
         binding = pybind_extension.link_flags(self) if self.BINDING == "pybind11" else []
-        return [*self.libraries_args(), *binding, *base]
+        sanitizers = env.sanitizers() if kind == "cpu" else []
+        return [*self.libraries_args(), *binding, *base, *sanitizers]
 
     def key_flags(self, device: str) -> list[str]:
         """All flags that shape the library, without archs and folders of the system."""

@@ -168,7 +168,8 @@ bool convert_float(CallState& state, PyObject* object, double* out, int index, i
     return refuse(PyExc_ValueError, state, index, item, "be in the range of a double",
                   "an int beyond it");
   }
-  if (!PyErr_ExceptionMatches(PyExc_TypeError)) return false;  // of the object's own method
+  // What the object's own method raises passes; a tensor's says nothing of the argument.
+  if (!PyErr_ExceptionMatches(is_tensor(object) ? PyExc_Exception : PyExc_TypeError)) return false;
   PyErr_Clear();
   return refuse(PyExc_TypeError, state, index, item, "be a float", Py_TYPE(object)->tp_name);
 }

@@ -57,6 +57,26 @@ def jit_retry() -> bool:
     return boolean("APEX_TE_JIT_RETRY", False)
 
 
+def sanitizers() -> list[str]:
+    """Compiler flags that add the sanitizers of APEX_TE_SANITIZE to CPU libraries; none by default.
+
+    Raises SettingError for a name that is neither "address" nor "undefined".
+    """
+    text = os.environ.get("APEX_TE_SANITIZE", "").strip()
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not set(names) <= {"address", "undefined"}:
+        raise SettingError(
+            "APEX_TE_SANITIZE must be a list of address and undefined, separated by commas,"
+            f" got {text!r}"
+        )
+    if not names:
+        return []
+    # a report must not end the process, and names the line
+    chosen = ",".join(sorted(set(names)))
+    flags = [f"-fsanitize={chosen}", f"-fsanitize-recover={chosen}", "-fno-omit-frame-pointer"]
+    return [*flags, "-g1", "-O1"]
+
+
 def lock_timeout() -> int:
     """Seconds to wait for another process that builds the same library."""
     return number("APEX_TE_LOCK_TIMEOUT", 1800)

@@ -269,6 +269,7 @@ _READ: dict[str, Callable[[], object] | None] = {
     "APEX_TE_PEER_MEMORY": _boolean("APEX_TE_PEER_MEMORY"),
     "APEX_TE_ROCM_ARCH": _archs,
     "APEX_TE_ROCM_HOME": None,
+    "APEX_TE_SANITIZE": env.sanitizers,
     "APEX_TE_TOPLEVEL_COMPAT": _boolean("APEX_TE_TOPLEVEL_COMPAT"),
     "CUDA_HOME": None,
     "CUDA_PATH": None,

@@ -265,6 +265,8 @@ def test_an_exception_of_the_users_code_passes():
     h, s = torch.ones(2, 1), torch.ones(1)
     with pytest.raises(KeyError, match="mine"):
         update([h], [s], [s.clone()], [Raising()], None, 0, False, False)
+    with pytest.raises(TypeError, match=r"fp8_max\[0\] must be a float, got Tensor"):
+        update([h], [s], [s.clone()], [torch.ones(2)], None, 0, False, False)
 
 
 def test_references_of_a_list_are_dropped():

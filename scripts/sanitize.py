@@ -1,0 +1,204 @@
+"""Runs the unit tests of the ops, and a fuzz of every bound function, under ASAN and UBSAN.
+
+    python scripts/sanitize.py [--calls 100000] [--jobs 2] [--tests PATH ...] [--only tests|fuzz]
+
+CPU libraries and the dispatcher are compiled with APEX_TE_SANITIZE=address,undefined into a cache
+of their own, ``build/sanitize/cache``; reports, the calls of the tests and the fuzz's findings
+go to ``build/sanitize``. The fuzz runs once for each instruction set and starts again behind a call
+that ends its process. Succeeds if no sanitizer reported anything, every test passed and every call
+of the fuzz returned or raised an error of ours. Needs g++ with its sanitizers, and no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTPUT = ROOT / "build" / "sanitize"
+ISAS = ("", "avx2", "portable")
+SEED = 1
+
+
+class Piece(NamedTuple):
+    """What one process found."""
+
+    name: str
+    failed: bool
+    reports: list[str]
+    text: str
+    facts: dict[str, object]
+
+
+def preloaded() -> str:
+    """Libraries of the sanitizers, which an interpreter compiled without them must load first."""
+    from apex_te.op_builder.jit.toolchain import find_cxx
+
+    found = []
+    for name in ("libasan.so", "libubsan.so", "libstdc++.so.6"):
+        command = [*find_cxx(), f"-print-file-name={name}"]
+        path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        if not os.path.isabs(path):
+            raise SystemExit(f"{find_cxx()[0]} has no {name}: install its sanitizers")
+        found.append(path)
+    return ":".join(found)
+
+
+def environment(log: Path) -> dict[str, str]:
+    """The environment of a process under the sanitizers, which write to ``log``.<pid>."""
+    address = {
+        "detect_leaks": "0",  # the interpreter's
+        "halt_on_error": "0",
+        "allocator_may_return_null": "1",  # a size that cannot be had is an error, no report
+        "detect_odr_violation": "0",  # every op library has a function of the same name
+        "log_path": str(log),
+    }
+    undefined = {"print_stacktrace": "1", "log_path": str(log)}
+    return {
+        **os.environ,
+        "APEX_TE_SANITIZE": "address,undefined",
+        "APEX_TE_CACHE_DIR": str(OUTPUT / "cache"),
+        "ASAN_OPTIONS": ":".join(f"{key}={value}" for key, value in address.items()),
+        "UBSAN_OPTIONS": ":".join(f"{key}={value}" for key, value in undefined.items()),
+        "LD_PRELOAD": preloaded(),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
+        "PYTHONMALLOC": "malloc",  # one block for each object
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+
+
+def build() -> None:
+    """Compiles the dispatcher and every CPU library, without the sanitizers in the compiler."""
+    code = (
+        "from apex_te.op_builder import all_builders\n"
+        "from apex_te.op_builder.core import CoreBuilder\n"
+        "CoreBuilder().open('cpu')\n"
+        "for builder in all_builders().values():\n"
+        "    if builder.device_sources('cpu'):\n"
+        "        builder.open('cpu')\n"
+    )
+    given = environment(OUTPUT / "build")
+    del given["LD_PRELOAD"]
+    subprocess.run([sys.executable, "-c", code], env=given, check=True)
+
+
+def reports(log: Path) -> list[str]:
+    """First lines of the reports in the logs, with the place where they have one."""
+    found = []
+    for path in sorted(log.parent.glob(f"{log.name}.*")):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        for i, line in enumerate(lines):
+            if "ERROR: AddressSanitizer" in line or "runtime error:" in line:
+                frames = [text.strip() for text in lines[i + 1 : i + 40] if "csrc/" in text]
+                found.append(" ".join([line.strip(), *frames[:1]]))
+    return found
+
+
+def run_tests(path: str) -> Piece:
+    """One test file; its calls are written down for the fuzz."""
+    name = Path(path).stem
+    log = OUTPUT / f"log-{name}"
+    given = {**environment(log), "APEX_TE_FUZZ_CALLS": str(OUTPUT / f"calls-{name}.jsonl")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "fuzz.record", "-m", "not cuda", path]
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    (OUTPUT / f"output-{name}.txt").write_text(text)
+    return Piece(name, done.returncode not in (0, 5), reports(log), text, {})
+
+
+def run_fuzz(isa: str, calls: int, recorded: Path, left_out: str) -> Piece:
+    """``calls`` calls with one instruction set; goes on behind a call that ends the process."""
+    name = f"fuzz-{isa or 'native'}"
+    log, progress = OUTPUT / f"log-{name}", OUTPUT / f"progress-{name}"
+    seed = SEED + ISAS.index(isa)
+    given = {**environment(log), "APEX_TE_CPU_ISA": isa}
+    first, end, text = 0, calls, ""
+    facts: dict[str, object] = {"calls": 0, "succeeded": 0, "functions": 0}
+    failed = False
+    while first < end:
+        command = [sys.executable, str(ROOT / "tests" / "fuzz" / "run.py"), "--seed", str(seed)]
+        command += ["--first", str(first), "--calls", str(end - first), "--log", str(log)]
+        command += ["--recorded", str(recorded), "--progress", str(progress)]
+        command += ["--except", left_out]
+        done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
+        text += done.stdout
+        failed |= done.returncode != 0
+        last = done.stdout.rstrip().rsplit("\n", 1)[-1]
+        if last.startswith("{"):
+            found = json.loads(last)
+            facts = {key: found[key] for key in ("calls", "succeeded", "functions", "never")}
+            facts["calls"] = end
+            break
+        at, _, where = progress.read_text().strip().partition(" ")
+        text += f"seed {seed} call {at}: {where.strip()}: ended the process"
+        text += f" ({done.returncode})\n{done.stderr[-2000:]}\n"
+        first = int(at) + 1
+    (OUTPUT / f"output-{name}.txt").write_text(text)
+    return Piece(name, failed, reports(log), text, facts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=100_000, help="of the fuzz, in all")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--tests", nargs="*", default=["tests/L0/ops"], help="files or folders")
+    parser.add_argument("--only", choices=("tests", "fuzz"), help="one part")
+    parser.add_argument("--except", dest="left_out", default="", help="functions not fuzzed")
+    options = parser.parse_args()
+    start = time.monotonic()
+    OUTPUT.mkdir(parents=True, exist_ok=True)
+    for path in [*OUTPUT.glob("log-*"), *OUTPUT.glob("progress-*")]:
+        path.unlink()
+    build()
+    print(f"built in {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
+    pieces = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        if options.only != "fuzz":
+            for path in OUTPUT.glob("calls*.jsonl"):
+                path.unlink()
+            files = []
+            for text in options.tests:
+                path = ROOT / text
+                files += sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
+            for piece in pool.map(run_tests, map(str, files)):
+                pieces.append(piece)
+                closing = piece.text.rstrip().rsplit("\n", 1)[-1]
+                print(f"{piece.name}: {closing}; {len(piece.reports)} reports", flush=True)
+        recorded = OUTPUT / "calls.jsonl"
+        if options.only != "tests":
+            with open(recorded, "wb") as file:
+                for path in sorted(OUTPUT.glob("calls-*.jsonl")):
+                    file.write(path.read_bytes())
+            share = -(-options.calls // len(ISAS))
+            for piece in pool.map(
+                lambda isa: run_fuzz(isa, share, recorded, options.left_out), ISAS
+            ):
+                pieces.append(piece)
+                print(f"{piece.name}: {json.dumps(piece.facts)}", flush=True)
+                print("\n".join(piece.text.splitlines()[:40]) if piece.failed else "", end="\n")
+    bad = [piece for piece in pieces if piece.failed or piece.reports]
+    for piece in bad:
+        for report in dict.fromkeys(piece.reports):
+            print(f"{piece.name}: {report}")
+    calls = sum(int(str(piece.facts.get("calls", 0))) for piece in pieces)
+    functions = max((int(str(piece.facts.get("functions", 0))) for piece in pieces), default=0)
+    total = sum(len(piece.reports) for piece in pieces)
+    print(
+        f"{len(pieces)} processes, {calls} calls of {functions} functions, {total} reports,"
+        f" {len(bad)} with failures or reports, {(time.monotonic() - start) / 60:.1f} minutes"
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    if shutil.which("g++") is None and "CXX" not in os.environ:
+        sys.exit("scripts/sanitize.py needs g++")
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""A short piece of `make sanitize`: every bound function takes or refuses whatever comes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz import calls, record, run
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def fuzz(*options):
+    command = [sys.executable, str(ROOT / "tests" / "fuzz" / "run.py"), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_wild_calls_raise_errors_of_ours():
+    done = fuzz("--calls", "2000", "--seed", "11")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1])["calls"] == 2000
+
+
+def test_changed_calls_of_an_op(tmp_path):
+    """Calls that pass, written down by the recorder, then changed: some pass, none breaks."""
+    path = tmp_path / "calls.jsonl"
+    test = str(ROOT / "tests" / "L0" / "ops" / "test_byte_transpose.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "fuzz.record", "-m", "not cuda", test]
+    given = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "APEX_TE_FUZZ_CALLS": str(path)}
+    subprocess.run(command, env=given, cwd=ROOT, check=True, capture_output=True)
+    others = ",".join(set(run.functions()) - {"byte_transpose"})
+    done = fuzz("--calls", "400", "--recorded", str(path), "--except", others)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["functions"] == 1
+    assert 20 < facts["succeeded"] < 400
+
+
+def test_every_cpu_function_is_called():
+    known = run.functions()
+    assert len(known) >= 60
+    assert {"cast_transpose", "multi_tensor_adam", "moe_permute_map"} <= set(known)
+
+
+def test_a_call_is_the_same_every_time():
+    known = run.functions()
+    x = torch.arange(12, dtype=torch.int32).view(3, 4).t()
+    recorded = {name: [{key: calls.describe(x) for key, _ in known[name][1]}] for name in known}
+    for number in range(50):
+        first, second = (run.choose(number, 3, known, recorded)[:2] for _ in range(2))
+        assert first == second
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_described_tensor_is_made_again(offset):
+    storage = torch.arange(40, dtype=torch.int64)
+    x = torch.as_strided(storage, (3, 4), (8, 2), offset)
+    made = calls.make(calls.describe(x), torch.Generator().manual_seed(1), {})
+    assert torch.equal(made, x)
+    assert made.stride() == x.stride()
+    assert made.untyped_storage().nbytes() == 8 * (offset + 2 * 8 + 3 * 2 + 1)
+    odd = calls.make(
+        {**calls.describe(x), "misaligned": True}, torch.Generator().manual_seed(1), {}
+    )
+    assert odd.data_ptr() % 8
+
+
+def test_an_error_that_is_not_ours_is_a_problem():
+    assert run.problem_of(ValueError("scale: x must be 1, got 2"), "scale") == ""
+    assert "no error of ours" in run.problem_of(KeyError("x"), "scale")
+    assert "does not begin" in run.problem_of(TypeError("scaled: x"), "scale")
+
+
+def test_the_recorder_keeps_a_fair_and_fixed_choice(monkeypatch):
+    kept = []
+    for _ in range(2):
+        monkeypatch.setattr(record, "_kept", {})
+        monkeypatch.setattr(record, "_seen", {})
+        for i in range(1000):
+            record.keep(("op", "f"), str(i))
+        kept.append(record._kept["op", "f"])
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == record.MOST
+    assert max(map(int, kept[0])) > 500

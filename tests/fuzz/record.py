@@ -1,0 +1,75 @@
+"""pytest plugin: writes down calls of bound functions that succeed, for run.py to change.
+
+APEX_TE_FUZZ_CALLS=calls.jsonl pytest -p fuzz.record tests/L0/ops
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from typing import Any
+
+from fuzz.calls import describe, elements
+
+from apex_te.runtime import dispatcher
+
+MOST = 60  # calls of a function that are kept, chosen among all
+LARGEST = 1 << 15  # elements of a call's tensors
+
+_kept: dict[tuple[str, str], list[str]] = {}
+_seen: dict[tuple[str, str], int] = {}
+
+
+class Recorded:
+    """A bound function that remembers what it was called with."""
+
+    def __init__(self, op: str, function: Any) -> None:
+        self._op, self._function = op, function
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._function, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = [part.split(":")[0].strip() for part in self._function.signature.split(",")]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        described = {name: describe(value) for name, value in given.items()}
+        result = self._function(*args, **kwargs)
+        key = (self._op, self._function.__name__)
+        if sum(map(elements, described.values())) <= LARGEST:
+            keep(key, json.dumps(described))
+        return result
+
+
+def keep(key: tuple[str, str], line: str) -> None:
+    """A fair choice of MOST calls, the same in every run with the same tests."""
+    kept, seen = _kept.setdefault(key, []), _seen.get(key, 0)
+    _seen[key] = seen + 1
+    if len(kept) < MOST:
+        kept.append(line)
+        return
+    at = random.Random(f"{key} {seen}").randrange(seen + 1)
+    if at < MOST:
+        kept[at] = line
+
+
+_function = dispatcher.function
+
+
+def function(op: str, name: str) -> Any:
+    bound = _function(op, name)
+    return bound if isinstance(bound, Recorded) else Recorded(op, bound)
+
+
+def pytest_configure(config: Any) -> None:
+    dispatcher.function = function
+
+
+def pytest_sessionfinish(session: Any) -> None:
+    path = os.environ.get("APEX_TE_FUZZ_CALLS")
+    if not path:
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        for (op, name), lines in sorted(_kept.items()):
+            for line in lines:
+                file.write(json.dumps([op, name, json.loads(line)]) + "\n")
