@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ def _file(path: str | os.PathLike[str]) -> str:
 class SavePretrained:
     """``save_pretrained`` of a model, with FP8 state in a file of its own.
 
-    Takes the arguments of the model's own method, and ``fp8_state``: False writes none.
+    Takes the arguments of the model's own method, and ``fp8_state``: False writes none. In a
+    folder ``checkpoint-<step>`` of ``transformers.Trainer`` the state is with the weights, too.
     """
 
     def __init__(self, model: Any) -> None:
@@ -97,7 +99,12 @@ class SavePretrained:
         own = vars(model)
         ignored = "_keys_to_ignore_on_save"
         before = {ignored: own[ignored]} if ignored in own else {}
-        own[ignored] = [*(getattr(model, ignored, None) or ()), *_fp8_state(model)]
+        # The folders that transformers.Trainer resumes from: it reads the weights' files alone.
+        resumed = re.fullmatch(
+            r"checkpoint-\d+", os.path.basename(os.path.normpath(save_directory))
+        )
+        apart = () if fp8_state and resumed else _fp8_state(model)
+        own[ignored] = [*(getattr(model, ignored, None) or ()), *apart]
         try:
             save = type(model).save_pretrained
             result = save(model, save_directory, is_main_process, *args, **kwargs)

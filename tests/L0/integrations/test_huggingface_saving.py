@@ -155,6 +155,48 @@ def test_fp8_state_has_a_file_of_its_own(tmp_path):
         load_fp8_state(converted(build("llama")), tmp_path)
 
 
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        ids = (torch.arange(12) * (index + 1)) % 40
+        return {"input_ids": ids, "labels": ids}
+
+
+def test_trainer_resumes_with_its_fp8_state(tmp_path):
+    """Four steps in a row, and two and two from a checkpoint: the same weights and scales."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    recipe = DelayedScaling(amax_history_len=4)
+
+    class Trainer(transformers.Trainer):
+        def compute_loss(self, *args, **kwargs):
+            with fp8_autocast(True, recipe):
+                return super().compute_loss(*args, **kwargs)
+
+    def run(resume):
+        torch.manual_seed(0)
+        model = converted(build("llama"), fuse=True)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=4, save_steps=2, per_device_train_batch_size=2,
+            learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+        )  # fmt: skip
+        Trainer(model, arguments, train_dataset=Rows()).train(resume_from_checkpoint=resume)
+        flush_fp8_state()
+        return {key: value.clone() for key, value in model.state_dict().items()}
+
+    expected, actual = run(None), run(str(tmp_path / "checkpoint-2"))
+    assert any(key.endswith("fp8_state.scale_fwd") for key in expected)
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        if not key.endswith("header"):
+            assert torch.equal(actual[key], value), key
+    # The plain model takes the weights; what is beside them is named, and no weight is missing.
+    _, info = class_of("llama").from_pretrained(tmp_path / "checkpoint-4", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert all(".fp8_state." in key for key in info["unexpected_keys"])
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_safetensors_and_accelerate_write_every_weight(name, tmp_path):
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
