@@ -12,6 +12,7 @@ import torch
 
 from . import hif8, product_count
 from .block_quantize import block_dequantize
+from .fp8_gemm import bias_dtype
 from .mx_quantize import mx_dequantize
 from .product_into import product_into
 from .registration import register
@@ -39,7 +40,7 @@ def mx_gemm(
         b_scale: [N, ceil(K / 32)] float8_e8m0fnu.
         out: [M, N] to write; a new tensor unless given.
         out_dtype: of a new tensor.
-        bias: [N].
+        bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
         accumulate: add to `out` instead of overwriting it.
 
     A value below 2^-126 (the smallest normal number) may be rounded by its decoding.
@@ -47,7 +48,7 @@ def mx_gemm(
     Raises:
         TypeError, ValueError: an argument of another dtype, shape or device.
     """
-    out = _prepare("mx_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = _prepare("mx_gemm", a, b, out, out_dtype, bias, accumulate)
     return _issue("mx", a, b, a_scale, b_scale, out, bias, accumulate)
 
 
@@ -71,13 +72,13 @@ def hif8_gemm(
         b_scale_inv: one float32 element on the device.
         out: [M, N] to write; a new tensor unless given.
         out_dtype: of a new tensor.
-        bias: [N].
+        bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
         accumulate: add to `out` instead of overwriting it.
 
     Raises:
         TypeError, ValueError: an argument of another dtype, shape or device.
     """
-    out = _prepare("hif8_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = _prepare("hif8_gemm", a, b, out, out_dtype, bias, accumulate)
     for name, scale_inv in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
         if scale_inv.numel() != 1:
             raise ValueError(
@@ -98,7 +99,7 @@ def decoded_fp8_gemm(
     accumulate: bool = False,
 ) -> torch.Tensor:
     """`fp8_gemm` without FP8 matrix units; arguments, result and errors as there."""
-    out = _prepare("decoded_fp8_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = _prepare("decoded_fp8_gemm", a, b, out, out_dtype, bias, accumulate)
     return _issue("fp8", a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
@@ -116,13 +117,13 @@ def decoded_block_gemm(
     accumulate: bool = False,
 ) -> torch.Tensor:
     """`block_scaled_gemm` without its matrix units, in float32; arguments and errors as there."""
-    out = _prepare("decoded_block_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = _prepare("decoded_block_gemm", a, b, out, out_dtype, bias, accumulate)
     kind = f"block {a_block_rows} {b_block_rows}"
     return _issue(kind, a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
 def _prepare(name, a, b, out, out_dtype, bias, accumulate):
-    """The output, after the checks that are the same for all formats."""
+    """The output and the bias in its dtype, after the checks that are the same for all formats."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
@@ -138,7 +139,8 @@ def _prepare(name, a, b, out, out_dtype, bias, accumulate):
         raise TypeError(f"{name}: out must have dtype float32, float16 or bfloat16, got {actual}")
     if bias is not None and list(bias.shape) != shape[1:]:
         raise ValueError(f"{name}: bias must have shape {shape[1:]}, got {list(bias.shape)}")
-    return a.new_empty(shape, dtype=dtype) if out is None else out
+    bias = None if bias is None else bias.to(bias_dtype(dtype))
+    return (a.new_empty(shape, dtype=dtype) if out is None else out), bias
 
 
 def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):

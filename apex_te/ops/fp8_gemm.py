@@ -116,6 +116,14 @@ def block_scaled_gemm(
     return out
 
 
+def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a product adds its bias: that of its output, bfloat16 for float32.
+
+    cuBLASLt's FP8 products take no other; the products of all formats follow it.
+    """
+    return torch.bfloat16 if out_dtype is torch.float32 else out_dtype
+
+
 def _prepare(name, a, b, out, out_dtype, bias, accumulate):
     """The output and the bias in its dtype, after the checks that no kernel makes."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
@@ -134,7 +142,7 @@ def _prepare(name, a, b, out, out_dtype, bias, accumulate):
     elif out.shape != (rows, cols):
         raise ValueError(f"{name}: out must have shape {[rows, cols]}, got {list(out.shape)}")
     if bias is not None:
-        bias = bias.to(torch.bfloat16 if out.dtype is torch.float32 else out.dtype)
+        bias = bias.to(bias_dtype(out.dtype))
     return out, bias
 
 

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from checks import assert_same_bits
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from apex_te.ops import hif8, mx_quantize
@@ -137,3 +138,17 @@ def test_a_product_that_a_selective_checkpoint_has_saved(device):
         assert torch.equal(seen[0], expected)
         assert torch.equal(seen[1], expected)
         assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.parametrize(("gemm", "operand"), CASES, ids=["mx", "hif8"])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_bias_is_added_in_the_dtype_of_the_other_products(device, out_dtype, gemm, operand):
+    """As fp8_gemm does, so that a bias means the same under every recipe."""
+    a, sa, _ = operand(32, 64, device)
+    b, sb, _ = operand(48, 64, device)
+    bias = 100 * torch.randn(48, device=device)
+    narrow = bias.to(torch.bfloat16 if out_dtype is torch.float32 else out_dtype)
+    expected = gemm(a, b, sa, sb, out_dtype=torch.float32) + narrow.float()
+    actual = gemm(a, b, sa, sb, out_dtype=out_dtype, bias=bias)
+    assert_same_bits(actual, expected.to(out_dtype))
+    assert_same_bits(actual, gemm(a, b, sa, sb, out_dtype=out_dtype, bias=narrow))
