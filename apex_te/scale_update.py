@@ -380,14 +380,19 @@ class PendingScales:
     def __init__(self, states: Sequence[FP8State], recipe: Recipe) -> None:
         """``recipe`` stands for the one of states that were loaded without theirs."""
         self.groups = ScaleGroups()
+        # Copies to work on, and what is made of them, by device: targets and sources.
         self._copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._results: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._scopes: list[Scope | None] = []  # of the states that can be updated here
         for state in states:
             if state.device.type == "meta":
                 continue
             chosen = recipe if state.recipe is None else state.recipe
+            scale = torch.empty_like(state.scale_fwd)
+            self._results.setdefault(state.device, ([], []))[0].append(state.pending_scale_fwd)
+            self._results[state.device][1].append(scale)
             targets, sources = self._copied.setdefault(state.device, ([], []))
-            targets.append(state.pending_scale_fwd)
+            targets.append(scale)
             sources.append(state.scale_fwd)
             scope = state.sharing.scope
             if not isinstance(chosen, DelayedScaling) or not _is_local(scope, chosen):
@@ -398,7 +403,7 @@ class PendingScales:
             sources += [state.amax_history_fwd, state.scale_inv_fwd]
             limits = formats_of(chosen.fp8_format, state.device)
             self.groups.of(state.device, chosen).add(
-                state, (history, state.pending_scale_fwd, inverse, limits.max_fwd)
+                state, (history, scale, inverse, limits.max_fwd)
             )
             self._scopes.append(scope)
 
@@ -409,6 +414,10 @@ class PendingScales:
         for targets, sources in self._copied.values():
             torch._foreach_copy_(targets, sources)
         self.groups.run(nonfinite=False)  # what fails here keeps its scale, and fails again
+        # Written once, with the same bits where nothing was staged since: another thread may be
+        # evaluating.
+        for targets, sources in self._results.values():
+            torch._foreach_copy_(targets, sources)
         return True
 
 

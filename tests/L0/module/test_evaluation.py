@@ -2,6 +2,7 @@
 
 import io
 import math
+import threading
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def test_grouped_layers_read_them_too(splits, device):
             late = layer(x, m_splits)
         exact = layer(x, m_splits)
     assert torch.equal(early, late)
-    assert sqnr(early - layer.bias0 if hasattr(layer, "bias0") else early, exact) > 20
+    assert sqnr(early, exact) > 20
 
 
 def test_small_tensors_are_no_zeros_after_one_step(device):
@@ -195,6 +196,27 @@ def test_compiled_code_inside_of_a_region_reads_them(device):
     assert same(before, everything(compiled))
     flush_fp8_state()
     assert torch.equal(early, evaluate(compiled_call, recipe, device))
+
+
+def test_threads_that_evaluate_do_not_disturb_each_other(device):
+    """Each entry makes the same scales again, which others are reading."""
+    recipe, model = RECIPES["delayed"], build(device)
+    with fp8_autocast(True, recipe):
+        out = model(data(0, device, 50.0))
+    out.square().mean().backward()
+    expected, found = evaluate(model, recipe, device, size=50.0), []
+
+    def serve():
+        for _ in range(10):
+            found.append(torch.equal(evaluate(model, recipe, device, size=50.0), expected))
+
+    threads = [threading.Thread(target=serve) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    assert all(found)
 
 
 @pytest.mark.cuda
@@ -309,13 +331,11 @@ def test_calibration_leaves_the_scales_of_a_step_in_flight(device):
             if calibrated:
                 with torch.no_grad(), fp8_autocast(False, recipe, calibrating=True):
                     other(data(step, device))
+                assert other._fp8.amax_history_fwd[0, 0] > 0
             out.square().mean().backward()
-        return everything(model)
+        return everything(model) + [p.grad.clone() for p in model.parameters()]
 
-    with_calibration = run(True)
-    if registry.pending:
-        registry.pending = 0
-    assert same(run(False)[-1:], with_calibration[-1:])
+    assert same(run(True), run(False))
 
 
 def test_calibration_with_gradients_waits_for_the_next_region(device):
