@@ -142,14 +142,15 @@ class JoinedState:
                 values = [v.to(device) for v in values]
             elif not all(v.is_meta for v in values):
                 continue  # after_load says that all of them are missing
-            state_dict[entry.key] = joined(values, entry.transposed)
+            state_dict[entry.key] = _like(own, joined(values, entry.transposed))
 
     def _is_joined(self, entry: JoinedKey, state_dict: dict[str, Any], own: torch.Tensor) -> bool:
         """Whether ``state_dict`` has the joined parameter itself, as earlier releases saved it."""
         if entry.key not in state_dict:
             return False
         if entry.key != entry.parts[0][0]:
-            return True
+            # Where all of both are there, a tool has added the model's own: the joined one.
+            return not all(key in state_dict for key, _ in entry.parts)
         # GPT-2's c_attn has one name for both: [in, 3 in] originally, [3 in, in] joined.
         shape = getattr(state_dict[entry.key], "shape", None)
         return shape == own.shape and shape != entry.split(own)[0].shape
@@ -171,6 +172,17 @@ def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:
         f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
         f"the shape in current model is {current.shape}."
     )
+
+
+def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """``value``, sharded as ``own`` is where that is a DTensor and ``value`` is whole."""
+    if not torch.distributed.is_available():
+        return value
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(own, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
 
 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,11 @@ import torch
 from huggingface_like import GPT2Model, Llama
 from rounding import assert_within, named, rounding_bounds
 from torch import nn
+from torch.distributed import checkpoint as dc
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from apex_te import fp8_autocast
 from apex_te.integrations import from_torch, key_map
@@ -151,13 +156,48 @@ def test_original_names_lead_to_the_parameters(name):
 
 
 def test_distributed_checkpoint_state_dicts():
-    from torch.distributed.checkpoint import state_dict as dcp
-
     model, other = fused(Llama()), fused(Llama())
     state = dcp.get_model_state_dict(model)
     assert list(state) == list(Llama().state_dict())
     dcp.set_model_state_dict(other, state)
     assert torch.equal(other(IDS), model(IDS))
+    # Such a tool may hand over the model's own entries beside those that it read.
+    third = fused(Llama())
+    third.load_state_dict({**third.state_dict(), **parameters(third), **state}, strict=True)
+    assert torch.equal(third(IDS), model(IDS))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_sharded_state_dicts(name, tmp_path):
+    """FSDP2 on one rank: sharded and whole state dicts have the original keys, both ways."""
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        expected = fused(BUILDS[name]())
+        values, out = expected.state_dict(), expected(IDS)
+        sharded = fully_sharded(fused(BUILDS[name]()))
+        whole = dcp.StateDictOptions(full_state_dict=True)
+        dcp.set_model_state_dict(sharded, dict(values), options=whole)
+        full = dcp.get_model_state_dict(sharded, options=whole)
+        assert list(full) == list(values)
+        assert all(torch.equal(full[key], values[key]) for key in values)
+        dc.save(dcp.get_model_state_dict(sharded), checkpoint_id=tmp_path)
+        other = fully_sharded(fused(BUILDS[name]()))
+        state = dcp.get_model_state_dict(other)
+        assert all(isinstance(value, DTensor) for value in state.values())
+        dc.load(state, checkpoint_id=tmp_path)
+        dcp.set_model_state_dict(other, state)
+        assert torch.equal(other(IDS), out)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def fully_sharded(model):
+    mesh = init_device_mesh("cpu", (1,))  # the default would be a GPU where there is one
+    for block in model.layers if hasattr(model, "layers") else model.h:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def test_structure():
