@@ -176,7 +176,7 @@ def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:
 
 def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """``value``, sharded as ``own`` is where that is a DTensor and ``value`` is whole."""
-    if not torch.distributed.is_available():
+    if type(own) is torch.Tensor or not torch.distributed.is_available():
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
 
