@@ -7,6 +7,9 @@ from pathlib import Path
 # Before torch loads OpenMP. Two processes' threads on the same cores would mostly wait for each
 # other, and by default they spin while they wait: six times the CPU time of the work.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Before the first product on a GPU: PyTorch looks once, and refuses products while
+# torch.use_deterministic_algorithms is on unless it has found this.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch

@@ -1,5 +1,7 @@
 """Two or three layers of each kind of FP8 module, and batches for them whose amaxes move."""
 
+import contextlib
+
 import torch
 
 from apex_te.module.grouped_linear import GroupedLinear
@@ -63,6 +65,18 @@ KINDS = (
 
 def dtype_on(device):
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+@contextlib.contextmanager
+def repeatable(device, kind="attention"):
+    """Where ``kind`` attends on a GPU: by kernels whose gradients can be repeated."""
+    attends = kind in ("MultiheadAttention", "TransformerLayer", "attention")
+    if device.type == "cuda" and attends:
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def width_on(device):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checks import assert_same_bits
 from graph_models import fp8_state
-from layer_kinds import KINDS, build, draw, shape_of
+from layer_kinds import KINDS, build, draw, repeatable, shape_of
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import flush_fp8_state, fp8_autocast
@@ -44,12 +44,9 @@ def made(kind, held, recipe, device, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def _repeatable(device, monkeypatch):
-    """Attention whose gradients can be repeated."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(device.type == "cuda")
-    yield
-    torch.use_deterministic_algorithms(False)
+def _repeatable(request, device):
+    with repeatable(device, request.node.callspec.params["kind"]):
+        yield
 
 
 def run(model, batches, recipe, promises, again=lambda f, x: f(x), with_state=True):

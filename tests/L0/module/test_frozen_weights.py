@@ -3,7 +3,7 @@
 import pytest
 import torch
 from checks import assert_same_bits
-from layer_kinds import KINDS, build, draw, shape_of
+from layer_kinds import KINDS, build, draw, repeatable, shape_of
 
 from apex_te import fp8_autocast
 from apex_te.module import _grouped_on_device, _producers
@@ -23,6 +23,12 @@ RECIPES = {
 each_recipe = pytest.mark.parametrize("name", RECIPES)
 
 pytestmark = pytest.mark.filterwarnings("ignore:apex_te. FP8 matrix products")
+
+
+@pytest.fixture(autouse=True)
+def _repeatable(request, device):
+    with repeatable(device, request.node.callspec.params["kind"]):
+        yield
 
 
 class Spy:

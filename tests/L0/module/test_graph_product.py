@@ -10,7 +10,18 @@ import torch
 from checks import assert_same_bits
 from graph_models import RECIPES, count_replays, fp8_state
 from graph_stand_in import graphs_on_cpu  # noqa: F401
-from layer_kinds import BATCH, HEADS, KINDS, TOKENS, build, draw, sample, shape_of, width_on
+from layer_kinds import (
+    BATCH,
+    HEADS,
+    KINDS,
+    TOKENS,
+    build,
+    draw,
+    repeatable,
+    sample,
+    shape_of,
+    width_on,
+)
 
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.graph import make_graphed_callables
@@ -54,12 +65,8 @@ def _graphs(request, device, monkeypatch):
         request.getfixturevalue("graphs_on_cpu")
         # As on a GPU: nothing reads the splits.
         monkeypatch.setattr(_grouped_on_device, "_stays_on_device", lambda device: True)
+    with repeatable(device, request.node.callspec.params.get("kind", "attention")):
         yield
-        return
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 3, 4])

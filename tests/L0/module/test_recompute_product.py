@@ -10,6 +10,7 @@ import pytest
 import torch
 from checks import assert_same_bits
 from graph_models import fp8_state
+from layer_kinds import repeatable
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -128,15 +129,9 @@ def train(kind, recipe, dropout, tracked, way, device, plain=False):
 
 
 @pytest.fixture(autouse=True)
-def _repeatable(request, device, monkeypatch):
-    """Attention and products whose gradients can be repeated."""
-    if device.type == "cpu":
+def _repeatable(device):
+    with repeatable(device):
         yield
-        return
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def check(device, ways, tracked, *case):
