@@ -72,20 +72,26 @@ def packing(
             longest.append(longest[0])
             ends.append(ends[0])
             continue
-        lengths, end = cu.diff(), None
-        readable = cu.device.type == "cpu" and not torch.compiler.is_compiling()
         if given is None and cu.is_meta:
             raise ValueError(
                 f"{owner}: max_seqlen_{name} must be given where cu_seqlens_{name} is on the meta "
                 "device, got None"
             )
-        if given is None:
-            given, end = torch.stack((lengths.max(), cu[-1])).tolist()
-        elif readable and int(lengths.max()) > given:
-            raise ValueError(
-                f"{owner}: max_seqlen_{name} must be at least the longest sequence, "
-                f"{int(lengths.max())}, got {given}"
-            )
+        end = None
+        if given is None or (cu.device.type == "cpu" and not torch.compiler.is_compiling()):
+            extremes = cu.diff().aminmax()
+            shortest, most, first, end = torch.stack((*extremes, cu[0], cu[-1])).tolist()
+            if first != 0 or shortest < 0:
+                raise ValueError(
+                    f"{owner}: cu_seqlens_{name} must ascend from 0, got a first element of "
+                    f"{first} and a sequence of {shortest} tokens"
+                )
+            if given is not None and most > given:
+                raise ValueError(
+                    f"{owner}: max_seqlen_{name} must be at least the longest sequence, "
+                    f"{most}, got {given}"
+                )
+            given = most if given is None else given
         longest.append(max(given, 1))
         ends.append(end)
     return Packing(cu_seqlens_q, cu_seqlens_kv, longest[0], longest[1], (ends[0], ends[1]))
@@ -137,6 +143,7 @@ def attend_packed(
     may be longer than they are; of ``cross`` attention it may be of the scores.
     """
     kind = _KINDS.get(kind.name, kind)
+    where = _within(owner, where, q.shape[0], k.shape[0])
     if path.name == "varlen":
         left, right = (-1, -1) if size is None else size
         limits = (left, 0 if kind.causal else right)
@@ -149,6 +156,26 @@ def attend_packed(
         out = varlen(q, k, v, starts, longest, limits, options)
         return out.masked_fill(_outside(out, where.queries), 0.0)
     return _padded(owner, q, k, v, where, kind, size, bias, options, mask, cross, has_alibi)
+
+
+def _within(owner: str, where: Packing, queries: int, keys: int) -> Packing:
+    """The packing of as many tokens; what the host does not know is cut to them on the device.
+
+    Raises ValueError for sequences that are known to end behind them.
+    """
+    for name, end, tokens in zip(("q", "kv"), where.ends, (queries, keys), strict=True):
+        if end is not None and end > tokens:
+            raise ValueError(
+                f"{owner}: cu_seqlens_{name} must end at or before the {tokens} tokens that there "
+                f"are, got {end}"
+            )
+    if None not in where.ends:
+        return where
+    cu_queries = where.queries.clamp(0, queries).cummax(0).values
+    cu_keys = cu_queries
+    if not where.is_self:
+        cu_keys = where.keys.clamp(0, keys).cummax(0).values
+    return where._replace(queries=cu_queries, keys=cu_keys)
 
 
 def _padded(
@@ -187,7 +214,9 @@ def _padded(
     index = sequence * longest + token - where.queries[sequence]
     outside = _outside(q, where.queries)
     out = out.transpose(1, 2).flatten(0, 1)
-    out = out.index_select(0, index.masked_fill(outside.flatten(), 0))
+    # Of sequences longer than max_seqlen_q, which a GPU alone may know, the rest has no values.
+    index = index.masked_fill(outside.flatten(), 0).clamp(0, out.shape[0] - 1)
+    out = out.index_select(0, index)
     return out.masked_fill(outside, 0.0)
 
 

@@ -43,6 +43,7 @@ struct Rope {
   float sign;
 
   static constexpr int64_t kNoSequence = INT64_MIN;
+  static constexpr int64_t kFar = int64_t{1} << 40;  // outside of any table; sums stay numbers
 
   // Row of the angle table that row (o, i) uses, perhaps outside the table.
   APEX_TE_HD int64_t position(int64_t o, int64_t i) const {
@@ -58,9 +59,12 @@ struct Rope {
       sequence = low;
       token -= cu_seqlens[low];
     }
-    if (starts)
-      token += starts_are_int64 ? static_cast<const int64_t*>(starts)[sequence]
-                                : static_cast<const int32_t*>(starts)[sequence];
+    if (starts) {
+      const int64_t added = starts_are_int64 ? static_cast<const int64_t*>(starts)[sequence]
+                                             : static_cast<const int32_t*>(starts)[sequence];
+      if (added < -kFar || added > kFar) return -1;
+      token += added;
+    }
     return start + token;
   }
 };
@@ -157,7 +161,8 @@ inline Rope check_rope(Args& args, bool is_backward) {
 
   const int64_t tokens = p.inner_is_token ? p.inner : p.outer;
   const bool is_known = !starts && !cu_seqlens && tokens > 0;
-  if (p.start < 0 || (is_known && (p.start > p.table_rows || tokens > p.table_rows - p.start)))
+  if (p.start < 0 || p.start > Rope::kFar ||
+      (is_known && (p.start > p.table_rows || tokens > p.table_rows - p.start)))
     fail(kApexTeValueError,
          "%s: start must be at least 0 and leave %lld positions in a table of %lld, got %lld",
          args.name(), static_cast<long long>(is_known ? tokens : 0),

@@ -152,6 +152,31 @@ def test_compiles():
             "max_seqlen_q must be at least the longest sequence, 3, got 2",
         ),
         (
+            {"cu_seqlens_q": starts([4], "cpu")},
+            ValueError,
+            "cu_seqlens_q must end at or before the 3 tokens that there are, got 4",
+        ),
+        (
+            {
+                "cu_seqlens_q": starts([3], "cpu"),
+                "cu_seqlens_kv": starts([4], "cpu"),
+                "max_seqlen_q": 3,
+                "max_seqlen_kv": 4,
+            },
+            ValueError,
+            "cu_seqlens_kv must end at or before the 3 tokens that there are, got 4",
+        ),
+        (
+            {"cu_seqlens_q": torch.tensor([0, 3, 1, 3], dtype=torch.int32)},
+            ValueError,
+            "cu_seqlens_q must ascend from 0, got a first element of 0 and a sequence of -2 tokens",
+        ),
+        (
+            {"cu_seqlens_q": torch.tensor([-5, 3], dtype=torch.int32), "max_seqlen_q": 9},
+            ValueError,
+            "cu_seqlens_q must ascend from 0, got a first element of -5",
+        ),
+        (
             {"cu_seqlens_q": starts([3], "cpu"), "attention_mask": torch.zeros(1)},
             ValueError,
             "attention_mask must be None with qkv_format 'thd'",
@@ -167,3 +192,21 @@ def test_rejects(kwargs, error, message):
     q = torch.zeros(3, H, D)
     with pytest.raises(error, match=message):
         DotProductAttention(H, D, qkv_format="thd")(q, q, q, **kwargs)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cu", [[0, 900, 2000], [-70, 3, 8], [0, 8, 2], [5, 5, 4000], [0, 8, 8]])
+def test_sequences_of_another_tensor_stay_on_the_gpu(dtype, cu):
+    """Lengths that only the GPU knows are cut to the tokens: nothing is read or written beyond."""
+    buffer = torch.full((3, 8, H, D), float("nan"), dtype=dtype, device="cuda")
+    q = buffer[1].normal_().requires_grad_()
+    module = DotProductAttention(H, D, qkv_format="thd")
+    where = torch.tensor(cu, dtype=torch.int32, device="cuda")
+    out = module(q, q, q, cu_seqlens_q=where, max_seqlen_q=8)
+    out.sum().backward()
+    torch.cuda.synchronize()
+    assert buffer[0].isnan().all()
+    assert buffer[2].isnan().all()
+    assert out.shape == (8, H * D)

@@ -187,6 +187,31 @@ def test_positions_outside(device):
     assert not out[0, 1].isnan().any()
 
 
+@pytest.mark.parametrize("far", [2**63 - 1, -(2**63), 2**62, -(2**62)])
+def test_positions_that_are_no_numbers(device, far):
+    """A sum that wraps must not become a position, nor what marks a token of no sequence."""
+    x = torch.randn(6, 2, 4, 10, device=device)
+    starts = torch.tensor([far, 0], device=device)
+    out = rope(x, angles(6, 10).to(device), starts=starts)
+    assert out[:, 0].isnan().all()
+    assert torch.equal(out[:, 1], rope(x, angles(6, 10).to(device))[:, 1])
+    with pytest.raises(ValueError, match=r"rope_fwd: start must be at least 0 and leave"):
+        rope(x, angles(6, 10).to(device), starts=starts, start=2**63 - 1)
+
+
+@pytest.mark.parametrize("trial", range(20))
+def test_cu_seqlens_of_another_tensor(device, trial):
+    """No reads beyond the table: every token is rotated, NaN or as it was."""
+    generator = torch.Generator().manual_seed(trial)
+    most = 2**31 if trial % 2 else 30
+    cu = torch.randint(-most, most, (5,), generator=generator).to(device, torch.int32)
+    x = torch.ones(12, 2, 16, device=device)
+    table = torch.full((30, 16), float("inf"), device=device)
+    table[10:20] = 0.0  # what lies around gives NaN, as does a position outside
+    out = rope(x, table[10:20], layout="thd", cu_seqlens=cu)
+    assert (out.isnan() | (out == 1)).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_strided_inputs_are_read_in_place(device, dtype, interleaved):
