@@ -59,7 +59,9 @@ def _run(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool)
         if not accumulate:
             out.zero_()
         return
-    if dy.is_cuda and dy.dtype in _SHORT and out.dtype in (torch.float32, dy.dtype):
+    # cuBLASLt rounds a product to a 16-bit output before it adds what is there.
+    once = out.dtype is torch.float32 or (out.dtype is dy.dtype and not accumulate)
+    if dy.is_cuda and dy.dtype in _SHORT and once:
         try:
             _run_cuda(dy, x, out, accumulate)
             return

@@ -23,8 +23,8 @@ APEX_TE_FUNCTION(fp8_gemm_block,
                  "accumulate: bool, algorithm: int",
                  "cuda")
 // out[M, N] = dy[K, M]^T . x[K, N], added to out with accumulate: the weight gradient of a layer in
-// float16 or bfloat16, K its rows. Sums of products are kept in float32 and rounded once, to the
-// dtype of out, which is float32 or that of the operands.
+// float16 or bfloat16, K its rows. Sums of products are kept in float32; out is float32 or has the
+// operands' dtype, to which cuBLASLt rounds the product before it adds a 16-bit out to it.
 APEX_TE_FUNCTION(wgrad_gemm,
                  "dy: Tensor, x: Tensor, out: Tensor, workspace: Tensor?, accumulate: bool", "cuda")
 // cuBLASLt's version on the machine; the tensor only names the device.
