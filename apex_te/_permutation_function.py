@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .ops import moe_permute as _op
+from .ops.op_function import OpFunction
 
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -32,8 +33,10 @@ def run(
     return out, permuted_probs, made.row_id_map
 
 
-class Permute(torch.autograd.Function):
+class Permute(OpFunction):
     """Copies of tokens and their probs; with them the row_id_map where none was given."""
+
+    LABEL = "moe_permute"
 
     @staticmethod
     def forward(
@@ -79,8 +82,10 @@ class Permute(torch.autograd.Function):
         return grad_inp, grad_probs, None, None, None, None, None, None
 
 
-class Unpermute(torch.autograd.Function):
+class Unpermute(OpFunction):
     """The sum of each token's copies, times their probs where there are any."""
+
+    LABEL = "moe_unpermute"
 
     @staticmethod
     def forward(
@@ -105,8 +110,10 @@ class Unpermute(torch.autograd.Function):
         return grad_inp, None, grad_probs
 
 
-class SortChunks(torch.autograd.Function):
+class SortChunks(OpFunction):
     """Rows and their probs by a map of chunks, which the gradients go back by."""
+
+    LABEL = "moe_sort_chunks"
 
     @staticmethod
     def forward(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .ops.op_function import OpFunction
 from .parameter_dispatch import DTYPES, KERNEL_DTYPES, attributes_of, cloned, dispatch
 from .parameter_gathered import Gathered, gathered_codes, replace, shard_codes
 from .parameter_ops import quantizers_of, transposed, values
@@ -391,8 +392,10 @@ def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
         quantizer.stage(gathered.amax, gathered.group)
 
 
-class _Dequantize(torch.autograd.Function):
+class _Dequantize(OpFunction):
     """The values of an FP8Parameter; the gradient passes as it is."""
+
+    LABEL = "FP8Parameter"
 
     @staticmethod
     def forward(ctx: Any, weight: FP8Parameter, dtype: torch.dtype) -> torch.Tensor:

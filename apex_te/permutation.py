@@ -12,6 +12,7 @@ import torch
 
 from ._permutation_function import Permute, SortChunks, Unpermute, run
 from .ops import moe_permute as _op
+from .ops.op_function import needs_autograd
 
 __all__ = [
     "moe_permute",
@@ -301,6 +302,4 @@ def _check_counts(tokens_per_expert: torch.Tensor, experts: int) -> None:
 
 
 def _needs_gradient(inp: torch.Tensor, probs: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        inp.requires_grad or (probs is not None and probs.requires_grad)
-    )
+    return needs_autograd(inp, probs)

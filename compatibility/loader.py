@@ -49,9 +49,19 @@ def _define_functions(namespace: MutableMapping[str, Any], builder: OpBuilder) -
     specs = builder.functions()
 
     def resolve(name: str) -> Callable[..., Any]:
-        from apex_te.runtime import function
+        from apex_te.runtime import function, is_traced
 
-        return function(op, name)
+        bound = function(op, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if is_traced():
+                raise NotImplementedError(
+                    f"{name}: a C function cannot be traced, nor seen by a mode of torch; "
+                    "call what apex_te.ops has"
+                )
+            return bound(*args, **kwargs)
+
+        return call
 
     for name, spec in specs.items():
         namespace[name] = _define(

@@ -23,6 +23,7 @@ from torch import distributed
 
 from ..op_builder.jit import env
 from ..ops.peer_exchange import HEADER, await_rank, join, send, sum_pieces
+from ..runtime import is_traced
 from .collectives import Pending
 
 __all__ = ["PeerMemory", "peer_memory"]
@@ -42,7 +43,7 @@ def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | N
     The same on all ranks. Its first call of a group is collective: ranks tell each other whether
     they are on one host, and may.
     """
-    if not x.is_cuda or piece_bytes < SMALLEST or torch.compiler.is_compiling():
+    if not x.is_cuda or piece_bytes < SMALLEST or is_traced():
         return None
     if torch.cuda.is_current_stream_capturing():  # replays would not take turns
         return None

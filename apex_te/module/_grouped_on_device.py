@@ -13,6 +13,7 @@ from ..autocast import get_fp8_recipe
 from ..ops import grouped_quantize as op
 from ..ops.grouped_gemm import contract_groups, multiply_groups
 from ..ops.grouped_quantize import GroupedOutput, Groups
+from ..ops.op_function import OpFunction
 from ..parameter import FP8Parameter
 from ..quantizer.grouped import GroupQuantizers, group_quantizers
 from ..quantizer.products import DGRAD, FPROP
@@ -193,8 +194,10 @@ def _cached(
     return made
 
 
-class GroupsFunction(torch.autograd.Function):
+class GroupsFunction(OpFunction):
     """Three quantized products over all groups."""
+
+    LABEL = "GroupedLinear"
 
     @staticmethod
     def forward(
@@ -271,8 +274,10 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     )  # fmt: skip
 
 
-class HighPrecisionGroupsFunction(torch.autograd.Function):
+class HighPrecisionGroupsFunction(OpFunction):
     """Three products over all groups in the dtype of the computation."""
+
+    LABEL = "GroupedLinear"
 
     @staticmethod
     def forward(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..ops.op_function import OpFunction
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _gemm
@@ -96,8 +97,10 @@ def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
     return norm.residual_sum if inp.dim() == 2 else norm.residual_sum.view(inp.shape)
 
 
-class LayerNormLinearFunction(torch.autograd.Function):
+class LayerNormLinearFunction(OpFunction):
     """``norm(inp [+ residual]) @ weight.T + bias``; gives (out, norm or None, residual or None)."""
+
+    LABEL = "LayerNormLinear"
 
     @staticmethod
     def forward(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..ops.op_function import OpFunction
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _gemm
@@ -37,11 +38,13 @@ class MLPOptions(NamedTuple):
     gemms: tuple[GemmOptions, GemmOptions]
 
 
-class LayerNormMLPFunction(torch.autograd.Function):
+class LayerNormMLPFunction(OpFunction):
     """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2``.
 
     Gives (out, norm or None, residual or None).
     """
+
+    LABEL = "LayerNormMLP"
 
     @staticmethod
     def forward(

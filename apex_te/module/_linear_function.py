@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ..distributed.collectives import Pending
+from ..ops.op_function import OpFunction
 from ..ops.product_into import product_into
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
@@ -65,8 +66,10 @@ class _NoContext:
         pass
 
 
-class LinearFunction(torch.autograd.Function):
+class LinearFunction(OpFunction):
     """Three quantized GEMMs; of the input only what the weight gradient needs is saved."""
+
+    LABEL = "Linear"
 
     @staticmethod
     def forward(
@@ -116,8 +119,10 @@ def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     return grad_input, grad_weight, grad_bias, None, None, None, None
 
 
-class HighPrecisionLinearFunction(torch.autograd.Function):
+class HighPrecisionLinearFunction(OpFunction):
     """A plain linear layer with collectives, or whose weight gradient is put elsewhere or later."""
+
+    LABEL = "Linear"
 
     @staticmethod
     def forward(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
+from ..ops.op_function import OpFunction
 from ._alibi import Alibi
 from ._attention_backends import Options, Path, attend, choose, varlen, varlen_obstacle
 from ._masks import MASK_TYPES, Mask, MaskType, joined_masks, lengths_mask, visibility
@@ -235,8 +236,10 @@ def _outside(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
     return (torch.arange(x.shape[0], device=x.device) >= cu[-1])[:, None, None]
 
 
-class _ZeroGradientOutside(torch.autograd.Function):
+class _ZeroGradientOutside(OpFunction):
     """Nothing but that the gradient of tokens of no sequence is 0, whatever comes."""
+
+    LABEL = "DotProductAttention"
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..ops.op_function import OpFunction
 from ..ops.rope import _LAYOUTS, _bwd, _fwd, _table, rope
 
 __all__ = ["HeadLayout", "Rotation", "rotation_of", "split_heads"]
@@ -104,8 +105,10 @@ def split_heads(
     return _SplitHeads.apply(x, layout, rotation)
 
 
-class _SplitHeads(torch.autograd.Function):
+class _SplitHeads(OpFunction):
     """Its gradient is written once, by the rotation where there is one."""
+
+    LABEL = "MultiheadAttention"
 
     @staticmethod
     def forward(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..ops.op_function import OpFunction
 from ..quantizer import GemmQuantizers
 from ..tensor import QuantizedTensor
 from . import _arguments, _gemm
@@ -268,8 +269,10 @@ def grouped_forward(
     return out, groups, quantized
 
 
-class GroupedLinearFunction(torch.autograd.Function):
+class GroupedLinearFunction(OpFunction):
     """Three quantized GEMMs for each group of rows; one backward for all groups."""
+
+    LABEL = "GroupedLinear"
 
     @staticmethod
     def forward(

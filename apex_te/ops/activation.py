@@ -9,6 +9,7 @@ import torch
 
 from . import fp8_output, reference_codec
 from .fp8_output import FP8Output
+from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
 _fwd = bind("activation", "activation_fwd(Tensor x, Tensor(a!) y, int kind) -> ()")
@@ -47,7 +48,7 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
         TypeError: a dtype that is not listed.
         ValueError: a kind that is not listed.
     """
-    if torch.is_grad_enabled() and x.requires_grad:
+    if needs_autograd(x):
         return _Activation.apply(x, kind)
     return activation_fwd(x, kind)
 
@@ -169,7 +170,9 @@ def _number(op: str, kind: str) -> int:
     return KINDS.index(kind)
 
 
-class _Activation(torch.autograd.Function):
+class _Activation(OpFunction):
+    LABEL = "activation"
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
         x = x.contiguous()

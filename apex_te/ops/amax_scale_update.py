@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.autograd.graph import increment_version
 
-from .. import runtime
-from .registration import register
+from .registration import bind, note_written
 
-_lib = runtime.ops("amax_scale_update")
+_update = bind(
+    "amax_scale_update",
+    "amax_scale_update(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!)[] scale_invs, "
+    "float[] fp8_max, Tensor(d!)? nonfinite_count, int margin, bool most_recent, bool pow2) -> ()",
+)
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -51,12 +53,10 @@ def amax_scale_update(
         raise ValueError(f"amax_scale_update: algo must be 'max' or 'most_recent', got {algo!r}")
     if not histories:
         return
-    args = (histories, scales, scale_invs, fp8_max, nonfinite_count, margin)
-    if torch.compiler.is_compiling():
-        torch.ops.apex_te.amax_scale_update(*args, algo == "most_recent", pow2)
-        return
-    _lib.amax_scale_update(*args, algo == "most_recent", pow2)
-    increment_version([*histories, *scales, *scale_invs])
+    _update(
+        histories, scales, scale_invs, fp8_max, nonfinite_count, margin, algo == "most_recent", pow2
+    )
+    note_written(*histories, *scales, *scale_invs)
 
 
 def reference(
@@ -90,10 +90,3 @@ def reference(
                 scale[slot] = (limit * 2.0**-margin / amax).clamp(max=_FLOAT_MAX)
         history[:, slot] = column
     return history, scale
-
-
-register(
-    "amax_scale_update(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!)[] scale_invs, "
-    "float[] fp8_max, Tensor(d!)? nonfinite_count, int margin, bool most_recent, bool pow2) -> ()",
-    lambda *args: _lib.amax_scale_update(*args),
-)

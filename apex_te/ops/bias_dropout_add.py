@@ -21,6 +21,7 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
+from .op_function import OpFunction
 from .registration import bind
 
 # Rows that one line of the bias-gradient workspace sums (bias_dropout_add.h).
@@ -140,7 +141,9 @@ def _mask_like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty((rows, -(-x.shape[-1] // 8)), dtype=torch.uint8, device=x.device)
 
 
-class _BiasDropoutAdd(torch.autograd.Function):
+class _BiasDropoutAdd(OpFunction):
+    LABEL = "bias_dropout_add"
+
     @staticmethod
     def forward(ctx, x, bias, residual, seed, p):
         mask = None

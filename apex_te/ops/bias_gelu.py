@@ -9,6 +9,7 @@ import torch
 
 from .activation import allocate_fp8, as_matrix, reference_gelu
 from .fp8_output import FP8Output
+from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
 _FP8 = (
@@ -66,7 +67,7 @@ def bias_gelu(
         TypeError: a dtype that is not listed or differs.
         ValueError: a shape, device or form that does not match.
     """
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+    if needs_autograd(x, bias):
         return _BiasGelu.apply(x, bias, form)
     return bias_gelu_fwd(x, bias, form=form)
 
@@ -197,7 +198,9 @@ def _dbias(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(cols), x.new_empty((-(-rows // _TILE_ROWS), cols), dtype=torch.float32)
 
 
-class _BiasGelu(torch.autograd.Function):
+class _BiasGelu(OpFunction):
+    LABEL = "bias_gelu"
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor | None, form: str) -> torch.Tensor:
         x = x.contiguous()

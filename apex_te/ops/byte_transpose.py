@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .fp8_output import reinterpreted
 from .registration import bind, note_written
 
 _transpose = bind("byte_transpose", "byte_transpose(Tensor codes, Tensor(a!) out) -> ()")
@@ -32,7 +33,8 @@ def byte_transpose(codes: torch.Tensor, *, out: torch.Tensor | None = None) -> t
         out = codes.new_empty(codes.shape[::-1])
     elif out.dtype != codes.dtype:
         raise TypeError(f"byte_transpose: out must have dtype {codes.dtype}, got {out.dtype}")
-    _transpose(codes.contiguous().view(torch.uint8), out.view(torch.uint8))
+    source, target = (reinterpreted("byte_transpose", t, torch.uint8) for t in (codes, out))
+    _transpose(source.contiguous(), target)
     if given:
         note_written(out)
     return out

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
-from .. import runtime
 from . import reference_codec, tensor_scale
 from .fp8_output import check_fp8_dtype
-from .registration import register
+from .registration import bind, note_written
 
-_lib = runtime.ops("cast_transpose")
+_call = bind(
+    "cast_transpose",
+    "cast_transpose(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, "
+    "Tensor(c!)? amax, Tensor(d!)? scale_inv, Tensor(e!)? dbias, Tensor(f!)? workspace, "
+    "Tensor? noop) -> ()",
+)
 
 # Rows that one line of the bias-gradient workspace sums (csrc/cast_transpose/cast_transpose.h).
 _TILE_ROWS = 256
@@ -75,13 +78,8 @@ def cast_transpose(
     if with_dbias:
         dbias = x.new_empty(cols)
         partial_sums = x.new_empty((-(-rows // _TILE_ROWS), cols), dtype=torch.float32)
-    args = (x, scale, out_rowwise, out_transposed, amax, scale_inv, dbias, partial_sums, noop)
-    if torch.compiler.is_compiling():
-        torch.ops.apex_te.cast_transpose(*args)
-    else:
-        _lib.cast_transpose(*args)
-        if given:
-            increment_version(given)
+    _call(x, scale, out_rowwise, out_transposed, amax, scale_inv, dbias, partial_sums, noop)
+    note_written(*given)
     return CastTransposeOutput(out_rowwise, out_transposed, scale_inv, dbias)
 
 
@@ -100,11 +98,3 @@ def reference(
         current.copy_(torch.maximum(current, found.reshape(current.shape)))
     dbias = x.double().sum(0).to(x.dtype)
     return CastTransposeOutput(codes, codes.t().contiguous(), 1.0 / scale, dbias)
-
-
-register(
-    "cast_transpose(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, "
-    "Tensor(c!)? amax, Tensor(d!)? scale_inv, Tensor(e!)? dbias, Tensor(f!)? workspace, "
-    "Tensor? noop) -> ()",
-    lambda *args: _lib.cast_transpose(*args),
-)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .op_function import OpFunction
 from .registration import bind, note_written
 
 _fwd = bind(
@@ -159,7 +160,9 @@ def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     return num_valid
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(OpFunction):
+    LABEL = "cross_entropy"
+
     @staticmethod
     def forward(
         ctx: Any,

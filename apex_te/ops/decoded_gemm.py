@@ -15,7 +15,7 @@ from .block_quantize import block_dequantize
 from .fp8_gemm import bias_dtype
 from .mx_quantize import mx_dequantize
 from .product_into import product_into
-from .registration import register
+from .registration import bind_call
 
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -144,13 +144,10 @@ def _prepare(name, a, b, out, out_dtype, bias, accumulate):
 
 
 def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
-    """Run the product; under torch.compile as one op, so that its rounding stays what it is."""
-    if torch.compiler.is_compiling():
-        if kind == "mx":  # inductor knows no float8_e8m0fnu
-            a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
-        torch.ops.apex_te.decoded_gemm(kind, a, b, a_scale, b_scale, out, bias, accumulate)
-    else:
-        _run(kind, a, b, a_scale, b_scale, out, bias, accumulate)
+    """Run the product, which torch sees as one op, so that its rounding stays what it is."""
+    if kind == "mx" and torch.compiler.is_compiling():  # inductor knows no float8_e8m0fnu
+        a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
+    _multiply(kind, a, b, a_scale, b_scale, out, bias, accumulate)
     return out
 
 
@@ -192,7 +189,7 @@ def _run(kind, a, b, a_scale, b_scale, out, bias, accumulate):
         out.copy_(product)
 
 
-register(
+_multiply = bind_call(
     "decoded_gemm(str kind, Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor(a!) out, "
     "Tensor? bias, bool accumulate) -> ()",
     _run,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from .. import runtime
 from . import gemm_tuning, product_count, reference_codec
 from .cast_transpose import cast_transpose
-from .registration import note_written, register
+from .registration import bind_call, note_written
 
 _lib = runtime.ops("fp8_gemm")
 
@@ -58,14 +58,9 @@ def fp8_gemm(
     is_given = out is not None
     out, bias = _prepare("fp8_gemm", a, b, out, out_dtype, bias, accumulate)
     aux = torch.empty_like(out) if gelu else None
-    if torch.compiler.is_compiling():
-        torch.ops.apex_te.fp8_gemm(
-            a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator
-        )
-    else:
-        _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator)
-        if is_given:
-            note_written(out)
+    _multiply(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator)
+    if is_given:
+        note_written(out)
     return out if aux is None else (out, aux)
 
 
@@ -106,13 +101,11 @@ def block_scaled_gemm(
     """
     is_given = out is not None
     out, bias = _prepare("block_scaled_gemm", a, b, out, out_dtype, bias, accumulate)
-    args = (a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate)
-    if torch.compiler.is_compiling():
-        torch.ops.apex_te.fp8_gemm_block(*args)
-    else:
-        _run_block(*args)
-        if is_given:
-            note_written(out)
+    _multiply_blocks(
+        a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate
+    )
+    if is_given:
+        note_written(out)
     return out
 
 
@@ -369,12 +362,12 @@ def reference(
     return product if bias is None else product + bias.double()
 
 
-register(
+_multiply = bind_call(
     "fp8_gemm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out, "
     "Tensor? bias, Tensor(b!)? aux, bool accumulate, bool use_split_accumulator) -> ()",
     _run,
 )
-register(
+_multiply_blocks = bind_call(
     "fp8_gemm_block(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out, "
     "Tensor? bias, int a_block_rows, int b_block_rows, bool accumulate) -> ()",
     _run_block,

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..runtime.tracing import jit_tracing
+
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # What AMD's gfx94x multiply; of the ops that write FP8, those that do nothing else know them.
 FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -38,6 +40,19 @@ def check_out_dtype(
         if out is not None and out.dtype is not fp8_dtype:
             expected, actual = (str(d).removeprefix("torch.") for d in (fp8_dtype, out.dtype))
             raise TypeError(f"{op}: {name} must have dtype {expected}, got {actual}")
+
+
+def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bytes of `t` as another dtype of one byte.
+
+    Raises:
+        NotImplementedError: TorchScript, which torch.jit.trace records, has no such view.
+    """
+    if t.dtype is dtype:
+        return t
+    if jit_tracing():
+        raise NotImplementedError(f"{op}: torch.jit.trace does not support {t.dtype} here")
+    return t.view(dtype)
 
 
 def allocate(

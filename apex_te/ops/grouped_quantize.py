@@ -112,8 +112,8 @@ def groups_of(splits: torch.Tensor, rows: int) -> Groups:
     Raises:
         TypeError, ValueError, NotImplementedError: another dtype, shape or number of groups.
     """
-    count = splits.numel()
-    table = torch.empty(3 * count + 1, dtype=torch.int32, device=splits.device)
+    count = int(splits.numel())  # torch.jit.trace gives a tensor
+    table = splits.new_empty(3 * count + 1, dtype=torch.int32)
     _offsets(splits.contiguous(), table, rows)
     return Groups(table, rows, count)
 

@@ -80,7 +80,7 @@ def decode(
     """
     given = out is not None
     if out is None:
-        out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+        out = codes.new_empty(codes.shape, dtype=dtype)
     elif out.shape != codes.shape or not out.is_contiguous():
         raise ValueError(
             f"hif8_decode: out must be contiguous with shape {list(codes.shape)}, got shape "

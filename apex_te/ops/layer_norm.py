@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from . import norm_common
 from .norm_common import NormFP8Output, NormGradients, NormOutput
+from .op_function import OpFunction
 from .registration import bind, note_written
 
 _fwd = bind(
@@ -189,7 +190,9 @@ def _backward(ctx: Any, dy: torch.Tensor, d_residual: torch.Tensor | None) -> No
     return grads._replace(dx=grads.dx.view(dy.shape))
 
 
-class _LayerNorm(torch.autograd.Function):
+class _LayerNorm(OpFunction):
+    LABEL = "layer_norm"
+
     @staticmethod
     def forward(ctx, x, weight, bias, eps, zero_centered_gamma):
         rows = norm_common.as_rows("layer_norm", "x", x)
@@ -204,7 +207,9 @@ class _LayerNorm(torch.autograd.Function):
         return *_backward(ctx, dy, None), None, None
 
 
-class _LayerNormResidual(torch.autograd.Function):
+class _LayerNormResidual(OpFunction):
+    LABEL = "layer_norm"
+
     @staticmethod
     def forward(ctx, x, weight, bias, residual, eps, zero_centered_gamma):
         rows = norm_common.as_rows("layer_norm", "x", x)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .fp8_output import reinterpreted
 from .registration import bind
 
 _ROUTING = "int num_experts, int align_size"
@@ -141,7 +142,7 @@ def permute(
     """
     matrix, out, probs, permuted = _outputs(inp, num_rows, probs)
     _rows(matrix, probs, row_id_map, out, permuted)
-    return out.view(inp.dtype), permuted
+    return reinterpreted("moe_permute", out, inp.dtype), permuted
 
 
 def permute_by(
@@ -161,7 +162,7 @@ def permute_by(
         matrix, probs, routing.row_id_map, out, permuted, routing.routes, routing.workspace,
         routing.tokens_per_expert, routing.num_experts, routing.align_size, routing.is_index,
     )  # fmt: skip
-    return out.view(inp.dtype), permuted, routing.result()
+    return reinterpreted("moe_permute", out, inp.dtype), permuted, routing.result()
 
 
 def permute_bwd(
@@ -247,14 +248,14 @@ def sort_chunks(
     """
     _check_matrix("sort_chunks", inp)
     matrix = inp.contiguous()
-    matrix = matrix.view(torch.uint8) if matrix.element_size() == 1 else matrix
+    matrix = _bytes(matrix) if matrix.element_size() == 1 else matrix
     out = torch.empty_like(matrix)
     permuted = None
     if probs is not None:
         probs = probs.contiguous()
         permuted = torch.empty_like(probs)
     _sort_chunks(matrix, probs, chunk_map, out, permuted, is_backward)
-    return out.view(inp.dtype), permuted
+    return reinterpreted("moe_permute", out, inp.dtype), permuted
 
 
 def _prepare(
@@ -305,6 +306,10 @@ def _routes(routing_map: torch.Tensor, is_index: bool) -> torch.Tensor:
     return routing_map != 0 if dtype is torch.int64 else routing_map
 
 
+def _bytes(matrix: torch.Tensor) -> torch.Tensor:
+    return reinterpreted("moe_permute", matrix, torch.uint8)
+
+
 def _check_matrix(op: str, inp: torch.Tensor) -> None:
     if inp.dim() != 2:
         raise ValueError(f"moe_{op}: inp must have 2 dimensions, got shape {list(inp.shape)}")
@@ -318,7 +323,7 @@ def _outputs(
     if num_rows < 0:
         raise ValueError(f"moe_permute: num_out_tokens must be at least 0, got {num_rows}")
     matrix = inp.contiguous()
-    matrix = matrix.view(torch.uint8) if matrix.element_size() == 1 else matrix
+    matrix = _bytes(matrix) if matrix.element_size() == 1 else matrix
     out = matrix.new_empty((num_rows, inp.shape[1]))
     if probs is None:
         return matrix, out, None, None

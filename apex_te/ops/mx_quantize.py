@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from .. import runtime
 from . import reference_codec
 from .fp8_output import check_fp8_dtype, check_out_dtype
-from .registration import register
+from .registration import bind_call
 
 _lib = runtime.ops("mx_quantize")
 _BLOCK = 32
@@ -66,6 +66,8 @@ def mx_quantize(
         raise ValueError(f"mx_quantize: x must have 2 dimensions, got shape {list(x.shape)}")
     if out is not None:
         check_out_dtype("mx_quantize", fp8_dtype, out.rowwise, out.transposed)
+        _check_scale("mx_quantize", "rowwise_scale", out.rowwise_scale)
+        _check_scale("mx_quantize", "transposed_scale", out.transposed_scale)
     elif not (rowwise or transposed):
         raise ValueError("mx_quantize: rowwise or transposed must be asked for")
     else:
@@ -85,29 +87,32 @@ def mx_quantize(
         )
     x, use_floor = x.contiguous(), rounding == "floor"
     if not torch.compiler.is_compiling():
-        _lib.mx_quantize(x, *out, use_floor)
-    else:
-        row, row_scale, col, col_scale = out
-        torch.ops.apex_te.mx_quantize(
-            x, row, _as(row_scale, torch.uint8), col, _as(col_scale, torch.uint8), use_floor
-        )
-        out = MXQuantized(row, _as(row_scale, _SCALE_DTYPE), col, _as(col_scale, _SCALE_DTYPE))
-    return out
+        _quantize(x, *out, use_floor)
+        return out
+    row, row_scale, col, col_scale = out
+    _quantize(x, row, _as(row_scale, torch.uint8), col, _as(col_scale, torch.uint8), use_floor)
+    return MXQuantized(row, _as(row_scale, _SCALE_DTYPE), col, _as(col_scale, _SCALE_DTYPE))
+
+
+def _check_scale(op: str, name: str, scale: torch.Tensor | None) -> None:
+    if scale is not None and scale.dtype is not _SCALE_DTYPE:
+        actual = str(scale.dtype).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} must have dtype float8_e8m0fnu, got {actual}")
 
 
 def _as(scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return None if scale is None else scale.view(dtype)
 
 
-def _quantize_to_bytes(x, rowwise, rowwise_scale, transposed, transposed_scale, use_floor):
+def _quantize_in_library(x, rowwise, rowwise_scale, transposed, transposed_scale, use_floor):
     row_scale, col_scale = (_as(s, _SCALE_DTYPE) for s in (rowwise_scale, transposed_scale))
     _lib.mx_quantize(x, rowwise, row_scale, transposed, col_scale, use_floor)
 
 
-register(
+_quantize = bind_call(
     "mx_quantize(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_scale, Tensor(c!)? transposed, "
     "Tensor(d!)? transposed_scale, bool use_floor) -> ()",
-    _quantize_to_bytes,
+    _quantize_in_library,
 )
 
 
@@ -129,20 +134,22 @@ def mx_dequantize(
     Raises:
         TypeError, ValueError: a dtype, shape or device that does not match.
     """
+    _check_scale("mx_dequantize", "scale", scale)
     if out is None:
         out = torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
     if torch.compiler.is_compiling():
-        torch.ops.apex_te.mx_dequantize(codes.contiguous(), scale.view(torch.uint8), out)
-    else:
-        _lib.mx_dequantize(codes.contiguous(), scale, out)
+        scale = scale.view(torch.uint8)
+    _dequantize(codes.contiguous(), scale, out)
     return out
 
 
-def _dequantize_bytes(codes, scale, out):
+def _dequantize_in_library(codes, scale, out):
     _lib.mx_dequantize(codes, scale.view(_SCALE_DTYPE), out)
 
 
-register("mx_dequantize(Tensor codes, Tensor scale, Tensor(a!) out) -> ()", _dequantize_bytes)
+_dequantize = bind_call(
+    "mx_dequantize(Tensor codes, Tensor scale, Tensor(a!) out) -> ()", _dequantize_in_library
+)
 
 
 def reference(

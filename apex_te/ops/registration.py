@@ -1,68 +1,150 @@
-"""Registers the ops' functions with torch.library, which compiled regions call."""
+"""Registers the ops' functions with torch.library, which modes and compiled regions call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from .. import runtime
+from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
 
 _library = torch.library.Library("apex_te", "DEF")
 
 
-def register(schema: str, call: Callable[..., Any]) -> None:
+def register(schema: str, call: Callable[..., Any]) -> Any:
     """Defines `apex_te::<op>` for CPU and CUDA from a schema whose outputs are all arguments.
 
     Such an op returns nothing, so its fake does nothing either; no build is triggered by tracing.
+    Under `torch.func.vmap` the op runs once for each sample.
+
+    Returns:
+        `torch.ops.apex_te.<op>`.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
+
+    def run(*args: Any) -> None:
+        _runs.count += 1
+        call(*args)
+
+    def fake(*args: Any) -> None:
+        _runs.count += 1
+
+    def batched(*args: Any) -> None:
+        from . import transforms  # here, because importing it takes a while
+
+        transforms.run_samples(registered, args)
+
     for key in ("CPU", "CUDA"):
-        _library.impl(name, call, key)
-    torch.library.register_fake(f"apex_te::{name}", lambda *args: None, lib=_library)
+        _library.impl(name, run, key)
+    _library.impl(name, batched, "FuncTorchBatched")
+    torch.library.register_fake(f"apex_te::{name}", fake, lib=_library)
+    registered = getattr(torch.ops.apex_te, name)
+    return registered
 
 
 def bind(op: str, schema: str) -> Callable[..., None]:
     """Registers a function of an op and returns what its Python calls.
-
-    Eager calls go straight to the library; under torch.compile they go through `torch.ops`.
 
     Args:
         op: stem of the op, whose library has the function.
         schema: the function's torch.library schema; its name and the order of its arguments are
             those of the C function.
     """
+    return _bind(schema, runtime.ops(op))
+
+
+def bind_call(schema: str, function: Callable[..., None]) -> Callable[..., None]:
+    """`bind` for a Python function that calls libraries, of the schema's name and arguments."""
+    return _bind(schema, SimpleNamespace(**{schema.partition("(")[0]: function}))
+
+
+def _bind(schema: str, functions: Any) -> Callable[..., None]:
+    """Eager calls go straight to the function; those that torch must see go through `torch.ops`."""
     name = schema.partition("(")[0]
-    lib = runtime.ops(op)
-
-    def in_library(*args: Any) -> None:
-        getattr(lib, name)(*args)
-
-    register(schema, in_library)
-    registered = getattr(torch.ops.apex_te, name)
+    registered = register(schema, lambda *args: getattr(functions, name)(*args))
 
     def call(*args: Any) -> None:
         if torch.compiler.is_compiling():
             registered(*args)
+        elif (
+            dispatch_modes()
+            or transforms_active()
+            or jit_tracing()
+            or forward_ad._current_level >= 0
+        ):
+            _observed(registered, args)
         else:
             try:
-                getattr(lib, name)(*args)
+                getattr(functions, name)(*args)
             except TypeError:
-                if not _on_meta(args):
+                if not _without_data(args):
                     raise
                 registered(*args)
 
     return call
 
 
-def _on_meta(args: tuple[Any, ...]) -> bool:
-    """Whether the tensors of a call are all on the meta device, where they have shapes only."""
+class _Runs(threading.local):
+    """Number of ops that this thread has run, with data or without."""
+
+    count = 0
+
+
+_runs = _Runs()
+
+
+def _observed(registered: Any, args: tuple[Any, ...]) -> None:
+    """Calls the registered op where a mode of torch sees it.
+
+    Raises:
+        NotImplementedError: a transform would need a derivative that the op does not have, or a
+            mode answered in place of the op.
+    """
+    name = registered.__name__
+    if jit_tracing() and any(_writes_list(a) for a in registered.default._schema.arguments):
+        raise NotImplementedError(
+            f"{name}: torch.jit.trace drops what is written into tensors of lists; "
+            "torch.export and make_fx keep it"
+        )
+    if transforms_active() or forward_ad._current_level >= 0:
+        from . import transforms
+
+        transforms.refuse_derivatives(name, args)
+    before = _runs.count
+    # A prepared list is none that the schema knows.
+    registered(*(list(a) if isinstance(a, runtime.core().TensorList) else a for a in args))
+    if _runs.count == before and dispatch_modes() and not _without_data(args):
+        raise NotImplementedError(
+            f"{name}: a torch dispatch mode must run it, as its results are written into its "
+            "arguments; a policy of selective activation checkpointing must have it recomputed"
+        )
+
+
+def _writes_list(argument: Any) -> bool:
+    is_written = argument.alias_info is not None and argument.alias_info.is_write
+    return is_written and "List" in str(argument.type)
+
+
+def _without_data(args: Sequence[Any]) -> bool:
+    """Whether the tensors are all of a kind that has shapes only: meta or fake."""
     tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,))]
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
-    return bool(tensors) and all(t.is_meta for t in tensors)
+    return bool(tensors) and all(t.is_meta or _is_fake(t) for t in tensors)
+
+
+def _is_fake(t: torch.Tensor) -> bool:
+    if type(t) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(t, FakeTensor)
 
 
 def note_written(*tensors: torch.Tensor | None) -> None:

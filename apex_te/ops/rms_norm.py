@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from . import norm_common
 from .norm_common import NormFP8Output, NormGradients, NormOutput
+from .op_function import OpFunction
 from .registration import bind, note_written
 
 _fwd = bind(
@@ -178,7 +179,9 @@ def _backward(ctx: Any, dy: torch.Tensor, d_residual: torch.Tensor | None) -> No
     return grads._replace(dx=grads.dx.view(dy.shape))
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(OpFunction):
+    LABEL = "rms_norm"
+
     @staticmethod
     def forward(ctx, x, weight, eps, zero_centered_gamma):
         rows = norm_common.as_rows("rms_norm", "x", x)
@@ -193,7 +196,9 @@ class _RMSNorm(torch.autograd.Function):
         return *_backward(ctx, dy, None)[:2], None, None
 
 
-class _RMSNormResidual(torch.autograd.Function):
+class _RMSNormResidual(OpFunction):
+    LABEL = "rms_norm"
+
     @staticmethod
     def forward(ctx, x, weight, residual, eps, zero_centered_gamma):
         rows = norm_common.as_rows("rms_norm", "x", x)

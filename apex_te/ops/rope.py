@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .op_function import OpFunction
 from .registration import bind
 
 _LAYOUTS = ("sbhd", "bshd", "thd")
@@ -93,7 +94,9 @@ def _table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
     return table.contiguous()
 
 
-class _Rope(torch.autograd.Function):
+class _Rope(OpFunction):
+    LABEL = "rope"
+
     @staticmethod
     def forward(ctx, x, freqs, cos, sin, starts, cu_seqlens, options, is_backward, inplace):
         ctx.save_for_backward(freqs, cos, sin, starts, cu_seqlens)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
 _fwd = bind(
@@ -48,7 +49,7 @@ def scaled_softmax(
         TypeError: a dtype that is not listed.
         ValueError: a shape, device or option that does not match.
     """
-    if torch.is_grad_enabled() and x.requires_grad:
+    if needs_autograd(x):
         return _ScaledSoftmax.apply(x, mask, scale, causal)
     return scaled_softmax_fwd(x, scale, mask, causal=causal)
 
@@ -110,7 +111,9 @@ def _causal_mode(op: str, causal: str | None) -> int:
     return _CAUSAL[causal]
 
 
-class _ScaledSoftmax(torch.autograd.Function):
+class _ScaledSoftmax(OpFunction):
+    LABEL = "scaled_softmax"
+
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: str | None

@@ -10,6 +10,7 @@ import torch
 
 from . import reference_codec
 from .fp8_output import FP8Output, allocate
+from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
 _INPUTS = "Tensor input, Tensor? up, Tensor? bias, Tensor? up_bias, "
@@ -78,7 +79,7 @@ def swiglu(
         TypeError: a dtype that is not listed or differs.
         ValueError: a shape, device or activation that does not match.
     """
-    if torch.is_grad_enabled() and _any_requires_grad(input, up, bias, up_bias):
+    if needs_autograd(input, up, bias, up_bias):
         return _Swiglu.apply(input, up, bias, up_bias, activation)
     return swiglu_fwd(input, up, bias, up_bias, activation=activation)
 
@@ -201,7 +202,9 @@ def swiglu_bwd_fp8(
     return SwigluFP8Grads(out, dbias)
 
 
-class _Swiglu(torch.autograd.Function):
+class _Swiglu(OpFunction):
+    LABEL = "swiglu"
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -313,10 +316,6 @@ def _gate_and_up(
         gate, up = input.chunk(2, dim=-1)
         return gate, up
     return input, up if up_bias is None else up + up_bias
-
-
-def _any_requires_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
 
 
 def _activation_code(op: str, activation: str) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .. import runtime
 from ..tensor import QuantizedTensor
 from . import QuantizerSets
 from .base import Producer, Quantizer
@@ -133,7 +134,7 @@ class ObservedQuantizer(Quantizer):
 
 
 def _is_eager(x: torch.Tensor) -> bool:
-    if torch.compiler.is_compiling():
+    if runtime.is_traced():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -1,0 +1,41 @@
+"""The base class of the autograd functions, which the transforms of torch.func take, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from ..runtime.tracing import transforms_active
+
+__all__ = ["OpFunction", "needs_autograd"]
+
+
+class OpFunction(torch.autograd.Function):
+    """An autograd function with ``forward(ctx, ...)`` that runs under torch.func's transforms.
+
+    ``grad``, ``vjp`` and ``vmap`` work and may be nested around each other; a second derivative and
+    ``jvp`` raise NotImplementedError. A subclass says in ``LABEL`` what errors call it.
+    """
+
+    LABEL = ""
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        # A compiler does not come here: it traces forward and backward by itself.
+        if transforms_active() or forward_ad._current_level >= 0:
+            from . import transforms  # here, because importing it takes a while
+
+            return transforms.apply(cls, args)
+        return super().apply(*args)
+
+
+def needs_autograd(*tensors: torch.Tensor | None) -> bool:
+    """Whether a derivative may be asked for of a function of these tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    if any(t is not None and t.requires_grad for t in tensors):
+        return True
+    # Under a transform a tensor does not say whether one that it stands for needs a gradient.
+    return not torch.compiler.is_compiling() and transforms_active()

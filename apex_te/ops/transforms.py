@@ -1,0 +1,300 @@
+"""What the transforms of torch.func (grad, vjp, vmap, jvp) make of ops that write their outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C import _functorch
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.autograd import forward_ad
+
+from ..runtime.tracing import transforms_active
+from .op_function import OpFunction
+
+__all__ = ["apply", "refuse_derivatives", "run_samples"]
+
+
+def apply(function: type[OpFunction], args: tuple[Any, ...]) -> Any:
+    """``function.apply(*args)`` under transforms: grad, vjp and vmap, in any order."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if forward_ad._current_level >= 0:
+        if any(_has_tangent(t) for t in tensors):
+            raise _refusal(function, "forward-mode differentiation (jvp)")
+        if not transforms_active():
+            return super(OpFunction, function).apply(*args)
+    rest = tuple(None if isinstance(a, torch.Tensor) else a for a in args)
+    is_tensor = tuple(isinstance(a, torch.Tensor) for a in args)
+    call = _Call(function, rest, is_tensor)
+    call.needs = tuple(isinstance(a, torch.Tensor) and _requires_grad(a) for a in args)
+    results = _Forward.apply(call, *tensors)[: call.num_outputs]
+    results = _with_gaps(results, call.has_output)
+    return results if call.is_tuple else results[0]
+
+
+def _refusal(function: type[OpFunction], what: str) -> NotImplementedError:
+    return NotImplementedError(f"{function.LABEL}: {what} is not supported")
+
+
+class _Call:
+    """One call of a function: its arguments that are no tensors, and what its forward kept."""
+
+    def __init__(
+        self, function: type[OpFunction], rest: tuple[Any, ...], is_tensor: tuple[bool, ...]
+    ) -> None:
+        self.function = function
+        self.rest = rest
+        self.is_tensor = is_tensor
+        self.needs: tuple[bool, ...] = ()
+        self.attributes: dict[str, Any] = {}
+        self.has_output: tuple[bool, ...] = ()
+        self.has_saved: tuple[bool, ...] = ()
+        self.is_tuple = False
+        self.outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self.materializes = True
+        self.has_grad: tuple[bool, ...] = ()
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(self.has_output)
+
+    def arguments(self, tensors: tuple[torch.Tensor, ...]) -> list[Any]:
+        given = iter(tensors)
+        pairs = zip(self.rest, self.is_tensor, strict=True)
+        return [next(given) if is_tensor else value for value, is_tensor in pairs]
+
+    def copy(self) -> _Call:
+        """The same call of one sample."""
+        other = _Call(self.function, self.rest, self.is_tensor)
+        vars(other).update(vars(self))
+        return other
+
+    def adopt(self, other: _Call) -> None:
+        """Keep what the forward of a sample kept: it is the same for all."""
+        vars(self).update(vars(other))
+
+    def refuse(self, what: str) -> NotImplementedError:
+        return _refusal(self.function, what)
+
+
+class _Context:
+    """Stands for autograd's ctx in a forward or a backward that a transform runs."""
+
+    def __init__(self, call: _Call, saved: tuple[torch.Tensor | None, ...] = ()) -> None:
+        vars(self).update(call.attributes)
+        self.needs_input_grad = call.needs
+        self.saved_tensors = saved
+        self._call = call
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self._call.materializes = value
+
+    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
+        pass
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None:
+        raise self._call.refuse("overwriting an input under torch.func's transforms")
+
+
+class _Forward(torch.autograd.Function):
+    """The forward as a pure function: what backward needs is an output, too."""
+
+    @staticmethod
+    def forward(call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx = _Context(call)
+        known = set(vars(ctx))
+        results = call.function.forward(ctx, *call.arguments(tensors))
+        call.is_tuple = isinstance(results, tuple)
+        results = results if call.is_tuple else (results,)
+        saved = ctx.saved_tensors
+        call.attributes = {k: v for k, v in vars(ctx).items() if k not in known}
+        call.has_output = tuple(t is not None for t in results)
+        call.has_saved = tuple(t is not None for t in saved)
+        made = [t for t in results if t is not None]
+        call.outputs = [(t.shape, t.dtype, t.device) for t in made]
+        return (*made, *(t.detach() for t in saved if t is not None))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.call = inputs[0]
+        # They keep their gradient, by which a second derivative comes to be refused.
+        ctx.save_for_backward(*output[ctx.call.num_outputs :])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        call = ctx.call.copy()
+        grads = grads[: call.num_outputs]
+        call.has_grad = tuple(g is not None for g in grads)
+        given = [g for g in grads if g is not None]
+        return None, *_Backward.apply(call, *given, *ctx.saved_tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ctx.call.refuse("forward-mode differentiation (torch.func.jvp)")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: torch.Tensor) -> Any:
+        return _each_sample(_Forward, info, in_dims, call, tensors)
+
+
+class _Backward(torch.autograd.Function):
+    """The backward as a pure function of the gradients and of what forward kept."""
+
+    @staticmethod
+    def forward(call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        num_grads = sum(call.has_grad)
+        made = _with_gaps(tensors[:num_grads], call.has_grad)
+        if call.materializes:
+            made = tuple(
+                torch.zeros(size, dtype=dtype, device=device) if g is None else g
+                for g, (size, dtype, device) in zip(made, call.outputs, strict=True)
+            )
+        given = iter(made)
+        grads = [next(given) if has else None for has in call.has_output]
+        saved = _with_gaps(tensors[num_grads:], call.has_saved)
+        results = call.function.backward(_Context(call, saved), *grads)
+        results = results if isinstance(results, tuple) else (results,)
+        return tuple(r for r, is_tensor in zip(results, call.is_tensor, strict=True) if is_tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.call = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise ctx.call.refuse("a second derivative under torch.func's transforms")
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise ctx.call.refuse("forward-mode differentiation of the gradient (torch.func.jvp)")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: torch.Tensor) -> Any:
+        return _each_sample(_Backward, info, in_dims, call, tensors)
+
+
+def _each_sample(
+    function: Any, info: Any, in_dims: tuple[Any, ...], call: _Call, tensors: tuple[Any, ...]
+) -> Any:
+    """The rule of `torch.func.vmap`: the function of each sample, and the results stacked."""
+    if not info.batch_size:
+        raise call.refuse("torch.func.vmap over no samples")
+    results = []
+    for i in range(info.batch_size):
+        own = call.copy()
+        dims = in_dims[1:]
+        sample = [
+            t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)
+        ]
+        results.append(function.apply(own, *sample))
+    call.adopt(own)
+    stacked = tuple(
+        None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)
+    )
+    return stacked, tuple(None if t is None else 0 for t in stacked)
+
+
+def _with_gaps(tensors: tuple[Any, ...], has: tuple[bool, ...]) -> tuple[Any, ...]:
+    """The tensors in their places, None in the others."""
+    given = iter(tensors)
+    return tuple(next(given) if is_there else None for is_there in has)
+
+
+def _requires_grad(t: torch.Tensor) -> bool:
+    """Whether a transform at any level, or autograd below them, may ask for a gradient."""
+    while _functorch.is_functorch_wrapped_tensor(t):
+        if t.requires_grad:
+            return True
+        t = _functorch.get_unwrapped(t)
+    return t.requires_grad
+
+
+def run_samples(op: Any, args: tuple[Any, ...]) -> None:
+    """The rule of `torch.func.vmap` for an op: it runs once for each sample.
+
+    Raises:
+        NotImplementedError: the op would write a tensor that has no dimension of samples.
+    """
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    size = interpreter.batch_size()
+    flat = [[_samples(t, level) for t in a] if _is_list(a) else _samples(a, level) for a in args]
+    for given, argument in zip(flat, op.default._schema.arguments, strict=False):
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and any(_is_shared(t) for t in (given if _is_list(given) else [given])):
+            raise NotImplementedError(
+                f"{op.__name__}: torch.func.vmap must batch {argument.name}, which is written, "
+                "got a tensor that all samples share"
+            )
+    with interpreter.lower():
+        for i in range(size):
+            copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+            op(*([_take(t, i, copies) for t in a] if _is_list(a) else _take(a, i, copies)
+                 for a in flat))  # fmt: skip
+            for target, source in copies:
+                target.copy_(source)
+
+
+class _Samples:
+    """A tensor with a dimension of samples, moved to the front."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0
+
+
+def _samples(value: Any, level: int) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    value, dim = _functorch._unwrap_batched(value, level)
+    return value if dim is None else _Samples(value.movedim(dim, 0))
+
+
+def _take(value: Any, i: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    if not isinstance(value, _Samples):
+        return value
+    sample = value.value[i]
+    if sample.is_contiguous():
+        return sample
+    dense = sample.contiguous()
+    copies.append((sample, dense))
+    return dense
+
+
+def _is_differentiated(t: Any) -> bool:
+    """Whether a transform of torch.func differentiates with respect to a tensor."""
+    while isinstance(t, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(t):
+        if _functorch.is_gradtrackingtensor(t) and (t.requires_grad or _has_tangent(t)):
+            return True
+        t = _functorch.get_unwrapped(t)
+    return False
+
+
+def _has_tangent(t: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(t, level=0).tangent is not None
+
+
+def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
+    """Raises NotImplementedError where a derivative of a function without one is asked for.
+
+    The ops' own autograd functions call their kernels with tensors that have no derivative.
+    """
+    tensors = [t for a in args for t in (a if _is_list(a) else (a,))]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    if forward_ad._current_level >= 0 and any(_has_tangent(t) for t in tensors):
+        raise NotImplementedError(f"{name}: forward-mode differentiation (jvp) is not supported")
+    if torch.is_grad_enabled() and any(map(_is_differentiated, tensors)):
+        raise NotImplementedError(
+            f"{name}: torch.func.grad, vjp and jvp are not supported, as it has no derivative"
+        )
