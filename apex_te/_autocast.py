@@ -14,6 +14,7 @@ from ._process_groups import is_process_group
 from ._registry import intern, registry, traced_key
 from ._traced_region import enter_traced_region, leave_traced_region
 from .recipe import Recipe, chosen_recipe
+from .runtime.tracing import refuse_state
 
 if TYPE_CHECKING:
     from ._scale_scope import Scope
@@ -161,6 +162,8 @@ class fp8_autocast:
         region = Region(outer, self.enabled, self.calibrating, self.recipe)
         outermost = region.in_fp8 and (outer is None or not outer.in_fp8)
         if outermost and region.records:
+            if region.recipe.keeps_state:
+                refuse_state("fp8_autocast")
             if torch.compiler.is_compiling():
                 if region.recipe.keeps_state:
                     region.traced = []

@@ -196,7 +196,7 @@ def _sdpa(
         dropout_p=options.dropout,
         is_causal=causal,
         scale=options.scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=bool(q.shape[1] != k.shape[1]),  # torch.jit.trace gives a tensor
     )
 
 

@@ -15,6 +15,7 @@ from .._traced_region import follow_traced_region
 from ..autocast import graph_task_id, local
 from ..distributed._sharded_weight import plain_entry
 from ..parameter import FP8Parameter, held_copies, plain_values, record_weight
+from ..runtime.tracing import refuse_state
 from ..state import FP8State, intern
 from ..state_io import NAMES, read_state, save_state
 from ..tensor import QuantizedTensor
@@ -120,6 +121,8 @@ class FP8Module(torch.nn.Module):
                 modes.recompute_fp8 = False
             return None, False, False
         key = region.recipe_key
+        if region.recipe.keeps_state and (region.records or not self._fp8.allocated):
+            refuse_state(type(self).__name__)
         sets = self._fp8.quantizers(key, region.recipe, device, region.records, region.scope)
         if region.records:
             if compiling:

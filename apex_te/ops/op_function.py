@@ -9,7 +9,11 @@ from torch.autograd import forward_ad
 
 from ..runtime.tracing import transforms_active
 
-__all__ = ["OpFunction", "needs_autograd"]
+__all__ = ["OpFunction", "eager_apply", "needs_autograd"]
+
+
+# Not `super().apply`, at which Dynamo fails where a graph breaks around it.
+eager_apply = vars(torch.autograd.Function)["apply"].__func__
 
 
 class OpFunction(torch.autograd.Function):
@@ -28,7 +32,7 @@ class OpFunction(torch.autograd.Function):
             from . import transforms  # here, because importing it takes a while
 
             return transforms.apply(cls, args)
-        return super().apply(*args)
+        return eager_apply(cls, *args)
 
 
 def needs_autograd(*tensors: torch.Tensor | None) -> bool:

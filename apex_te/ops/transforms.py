@@ -10,7 +10,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from ..runtime.tracing import transforms_active
-from .op_function import OpFunction
+from .op_function import OpFunction, eager_apply
 
 __all__ = ["apply", "refuse_derivatives", "run_samples"]
 
@@ -22,7 +22,7 @@ def apply(function: type[OpFunction], args: tuple[Any, ...]) -> Any:
         if any(_has_tangent(t) for t in tensors):
             raise _refusal(function, "forward-mode differentiation (jvp)")
         if not transforms_active():
-            return super(OpFunction, function).apply(*args)
+            return eager_apply(function, *args)
     rest = tuple(None if isinstance(a, torch.Tensor) else a for a in args)
     is_tensor = tuple(isinstance(a, torch.Tensor) for a in args)
     call = _Call(function, rest, is_tensor)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C import _is_tracing as jit_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 
-__all__ = ["dispatch_modes", "is_traced", "jit_tracing", "transforms_active"]
+__all__ = ["dispatch_modes", "is_traced", "jit_tracing", "refuse_state", "transforms_active"]
 
 
 def is_traced() -> bool:
@@ -21,3 +22,26 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or bool(
         dispatch_modes() or transforms_active() or jit_tracing()
     )
+
+
+def refuse_state(owner: str) -> None:
+    """Raises NotImplementedError where scales that outlive the call cannot be made or moved.
+
+    What is made in a transform or a tracing with fake tensors is a tensor of that mode: kept as
+    state, it would break every later call. Modes that see real tensors are fine.
+    """
+    if torch.compiler.is_compiling():
+        where = "torch.export" if torch.compiler.is_exporting() else None
+    elif transforms_active():
+        where = "a transform of torch.func"
+    elif jit_tracing():
+        where = "torch.jit.trace"
+    elif dispatch_modes() and _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None:
+        where = "FakeTensorMode"
+    else:
+        return
+    if where is not None:
+        raise NotImplementedError(
+            f"{owner}: a recipe that keeps state, as DelayedScaling does, cannot record inside of "
+            f"{where}; CurrentScaling and BlockScaling can be used there"
+        )
