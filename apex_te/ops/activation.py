@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import fp8_output, reference_codec
+from .argument_errors import checked
 from .fp8_output import FP8Output
 from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
@@ -29,6 +30,7 @@ _bwd_fp8 = bind(
 KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
 
 
+@checked
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """f(x) for every element, differentiable; arithmetic in float32.
 
@@ -53,6 +55,7 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     return activation_fwd(x, kind)
 
 
+@checked
 def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """`activation` without autograd; `out` is written instead of a new tensor and may be x."""
     number = _number("activation_fwd", kind)
@@ -63,6 +66,7 @@ def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = Non
     return y
 
 
+@checked
 def activation_bwd(
     grad_output: torch.Tensor, x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -82,6 +86,7 @@ def activation_bwd(
     return grad_input
 
 
+@checked
 def activation_fwd_fp8(
     x: torch.Tensor,
     kind: str,
@@ -118,6 +123,7 @@ def activation_fwd_fp8(
     return result
 
 
+@checked
 def activation_bwd_fp8(
     grad_output: torch.Tensor,
     x: torch.Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .argument_errors import checked
 from .registration import bind, note_written
 
 _update = bind(
@@ -17,6 +18,7 @@ _update = bind(
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
 
+@checked
 def amax_scale_update(
     histories: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],
@@ -51,7 +53,7 @@ def amax_scale_update(
     """
     if algo not in ("max", "most_recent"):
         raise ValueError(f"amax_scale_update: algo must be 'max' or 'most_recent', got {algo!r}")
-    if not histories:
+    if not len(histories) and not len(scales) and not len(scale_invs):
         return
     _update(
         histories, scales, scale_invs, fp8_max, nonfinite_count, margin, algo == "most_recent", pow2

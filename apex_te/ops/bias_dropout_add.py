@@ -21,6 +21,7 @@ import math
 import torch
 from torch.autograd.function import once_differentiable
 
+from .argument_errors import checked
 from .op_function import OpFunction
 from .registration import bind
 
@@ -39,6 +40,7 @@ _bwd = bind(
 )
 
 
+@checked
 def bias_dropout_add(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -96,6 +98,7 @@ def bias_dropout_add(
     return _BiasDropoutAdd.apply(x, bias, residual, seed, p)
 
 
+@checked
 def bias_dropout_add_bwd(
     dout: torch.Tensor,
     seed: torch.Tensor | None,

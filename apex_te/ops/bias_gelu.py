@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .activation import allocate_fp8, as_matrix, reference_gelu
+from .argument_errors import checked
 from .fp8_output import FP8Output
 from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
@@ -47,6 +48,7 @@ class BiasGeluFP8Grads(NamedTuple):
     dbias: torch.Tensor | None  # [cols] in x's dtype; None where it was not asked for
 
 
+@checked
 def bias_gelu(
     x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
 ) -> torch.Tensor:
@@ -72,6 +74,7 @@ def bias_gelu(
     return bias_gelu_fwd(x, bias, form=form)
 
 
+@checked
 def bias_gelu_fwd(
     x: torch.Tensor,
     bias: torch.Tensor | None = None,
@@ -88,6 +91,7 @@ def bias_gelu_fwd(
     return y
 
 
+@checked
 def bias_gelu_bwd(
     grad_output: torch.Tensor,
     x: torch.Tensor,
@@ -114,6 +118,7 @@ def bias_gelu_bwd(
     return BiasGeluGrads(grad_input, dbias)
 
 
+@checked
 def bias_gelu_fwd_fp8(
     x: torch.Tensor,
     bias: torch.Tensor | None,
@@ -153,6 +158,7 @@ def bias_gelu_fwd_fp8(
     return result
 
 
+@checked
 def bias_gelu_bwd_fp8(
     grad_output: torch.Tensor,
     x: torch.Tensor,

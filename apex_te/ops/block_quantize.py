@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from . import reference_codec
+from .argument_errors import checked
 from .fp8_output import check_fp8_dtype, check_out_dtype
 from .registration import bind
 
@@ -46,6 +47,7 @@ def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
     return -(-rows // _BLOCK), -(-blocks // 4) * 4
 
 
+@checked
 def block_quantize(
     x: torch.Tensor,
     fp8_dtype: torch.dtype,
@@ -109,6 +111,7 @@ def block_quantize(
     return out
 
 
+@checked
 def block_dequantize(
     codes: torch.Tensor,
     scale_inv: torch.Tensor,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from .argument_errors import checked
 from .fp8_output import reinterpreted
 from .registration import bind, note_written
 
 _transpose = bind("byte_transpose", "byte_transpose(Tensor codes, Tensor(a!) out) -> ()")
 
 
+@checked
 def byte_transpose(codes: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """``codes`` transposed: the same bytes, [cols, rows], contiguous.
 

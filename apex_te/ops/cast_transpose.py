@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference_codec, tensor_scale
+from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
 
@@ -30,6 +31,7 @@ class CastTransposeOutput(NamedTuple):
     dbias: torch.Tensor | None
 
 
+@checked
 def cast_transpose(
     x: torch.Tensor,
     scale: torch.Tensor,

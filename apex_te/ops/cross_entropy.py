@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .argument_errors import checked
 from .op_function import OpFunction
 from .registration import bind, note_written
 
@@ -39,6 +40,7 @@ _scale = bind("cross_entropy", "cross_entropy_scale(Tensor(a!) grad, Tensor grad
 _REDUCTIONS = ("mean", "sum", "none")
 
 
+@checked
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -92,6 +94,7 @@ def cross_entropy(
     return loss
 
 
+@checked
 def cross_entropy_fwd(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -120,6 +123,7 @@ def cross_entropy_fwd(
     return loss
 
 
+@checked
 def cross_entropy_bwd(
     logits: torch.Tensor,
     target: torch.Tensor,
@@ -153,6 +157,7 @@ def cross_entropy_bwd(
     return grad
 
 
+@checked
 def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     """Number of targets other than `ignore_index`: one int32 element on target's device."""
     num_valid = target.new_empty(1, dtype=torch.int32)

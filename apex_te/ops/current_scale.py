@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference_codec, tensor_scale
+from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
 
@@ -37,6 +38,7 @@ class CurrentScaleOutput(NamedTuple):
     amax: torch.Tensor
 
 
+@checked
 def current_scale(
     x: torch.Tensor,
     fp8_dtype: torch.dtype,
@@ -93,6 +95,7 @@ def current_scale(
     return CurrentScaleOutput(row, col, scale, scale_inv, amax)
 
 
+@checked
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     """max |x| as one float32 element; NaN counts above infinity, an empty x gives 0.
 
@@ -105,6 +108,7 @@ def tensor_amax(x: torch.Tensor) -> torch.Tensor:
     return amax
 
 
+@checked
 def scale_of(
     amax: torch.Tensor,
     fp8_dtype: torch.dtype,

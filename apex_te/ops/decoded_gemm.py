@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from . import hif8, product_count
+from .argument_errors import check_dense, checked
 from .block_quantize import block_dequantize
 from .fp8_gemm import bias_dtype
 from .mx_quantize import mx_dequantize
@@ -20,6 +21,7 @@ from .registration import bind_call
 _OUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@checked
 def mx_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -48,10 +50,11 @@ def mx_gemm(
     Raises:
         TypeError, ValueError: an argument of another dtype, shape or device.
     """
-    out, bias = _prepare("mx_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = _prepare("mx_gemm", a, b, a_scale, b_scale, out, out_dtype, bias, accumulate)
     return _issue("mx", a, b, a_scale, b_scale, out, bias, accumulate)
 
 
+@checked
 def hif8_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -78,7 +81,9 @@ def hif8_gemm(
     Raises:
         TypeError, ValueError: an argument of another dtype, shape or device.
     """
-    out, bias = _prepare("hif8_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = _prepare(
+        "hif8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
+    )
     for name, scale_inv in (("a_scale_inv", a_scale_inv), ("b_scale_inv", b_scale_inv)):
         if scale_inv.numel() != 1:
             raise ValueError(
@@ -87,6 +92,7 @@ def hif8_gemm(
     return _issue("hif8", a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
+@checked
 def decoded_fp8_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -99,10 +105,13 @@ def decoded_fp8_gemm(
     accumulate: bool = False,
 ) -> torch.Tensor:
     """`fp8_gemm` without FP8 matrix units; arguments, result and errors as there."""
-    out, bias = _prepare("decoded_fp8_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = _prepare(
+        "decoded_fp8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
+    )
     return _issue("fp8", a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
+@checked
 def decoded_block_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -117,13 +126,20 @@ def decoded_block_gemm(
     accumulate: bool = False,
 ) -> torch.Tensor:
     """`block_scaled_gemm` without its matrix units, in float32; arguments and errors as there."""
-    out, bias = _prepare("decoded_block_gemm", a, b, out, out_dtype, bias, accumulate)
+    out, bias = _prepare(
+        "decoded_block_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
+    )
     kind = f"block {a_block_rows} {b_block_rows}"
     return _issue(kind, a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
-def _prepare(name, a, b, out, out_dtype, bias, accumulate):
+def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
     """The output and the bias in its dtype, after the checks that are the same for all formats."""
+    check_dense(name, a=a, b=b, a_scale=a_scale, b_scale=b_scale, out=out, bias=bias)
+    for operand, codes in (("a", a), ("b", b)):
+        if codes.element_size() != 1:
+            actual = str(codes.dtype).removeprefix("torch.")
+            raise TypeError(f"{name}: {operand} must have a dtype of one byte, got {actual}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"

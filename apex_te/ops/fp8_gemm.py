@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from .. import runtime
 from . import gemm_tuning, product_count, reference_codec
+from .argument_errors import checked
 from .cast_transpose import cast_transpose
 from .registration import bind_call, note_written
 
@@ -24,6 +25,7 @@ _MULTIPLE_OF_M = 4
 _SLICE = 128
 
 
+@checked
 def fp8_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -64,6 +66,7 @@ def fp8_gemm(
     return out if aux is None else (out, aux)
 
 
+@checked
 def block_scaled_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -135,6 +138,8 @@ def _prepare(name, a, b, out, out_dtype, bias, accumulate):
     elif out.shape != (rows, cols):
         raise ValueError(f"{name}: out must have shape {[rows, cols]}, got {list(out.shape)}")
     if bias is not None:
+        if bias.is_complex():
+            raise TypeError(f"{name}: bias must have a real dtype, got {bias.dtype}")
         bias = bias.to(bias_dtype(out.dtype))
     return out, bias
 

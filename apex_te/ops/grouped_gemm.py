@@ -12,6 +12,7 @@ import torch
 
 from ..gpu_arch import nvidia_capability
 from . import product_count
+from .argument_errors import check_dense, checked
 from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
 from .registration import bind
 
@@ -47,6 +48,7 @@ def has_grouped_fp8(device: torch.device) -> bool:
     return nvidia_capability(device) == _GROUPED_FP8
 
 
+@checked
 def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
     """``out[r] = b[g] @ a[r]`` of each row r and its group g; rows of no group have no values.
 
@@ -61,6 +63,7 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
     Raises:
         ValueError: a shape that does not match, groups of another matrix among them.
     """
+    check_dense("multiply_groups", a=a, b=b, groups=groups.table)
     _check_operands("multiply_groups", a, b, groups)
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b.transpose(-2, -1), offs=groups.ends)
@@ -74,6 +77,7 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
     return out
 
 
+@checked
 def contract_groups(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -95,6 +99,7 @@ def contract_groups(
     Raises:
         ValueError: a shape that does not match, groups of another matrix among them.
     """
+    check_dense("contract_groups", a=a, b=b, groups=groups.table)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
         raise ValueError(
             "contract_groups: a and b must be [M, rows] and [rows, N], "
@@ -148,6 +153,7 @@ def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.searchsorted(ends, at, right=True, out_int32=True)
 
 
+@checked
 def scaled_multiply_groups(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -164,6 +170,10 @@ def scaled_multiply_groups(
         fast: sums all in the matrix units, which keep fewer bits than float32; else sums of 128
             products are added up in float32. Where codes are decoded it makes no difference.
     """
+    check_dense(
+        "scaled_multiply_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
+        groups=groups.table,
+    )  # fmt: skip
     _check_operands("scaled_multiply_groups", a, b, groups)
     product_count.add()
     if multiplies_codes(a, b):
@@ -177,6 +187,7 @@ def scaled_multiply_groups(
     return out
 
 
+@checked
 def scaled_contract_groups(
     a: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -196,6 +207,13 @@ def scaled_contract_groups(
         wide: give float32 sums, else these rounded to bfloat16. Where codes are decoded, as in
             `contract_groups`.
     """
+    check_dense(
+        "scaled_contract_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
+        ends=ends,
+    )  # fmt: skip
+    if ends.dtype is not torch.int32 or ends.dim() != 1:
+        actual = f"{ends.dtype} {list(ends.shape)}".removeprefix("torch.")
+        raise TypeError(f"scaled_contract_groups: ends must be int32 [groups], got {actual}")
     product_count.add()
     if multiplies_codes(a, b):
         shape = (ends.numel(), a.shape[0], b.shape[0])

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from . import reference_codec, tensor_scale
+from .argument_errors import checked
 from .registration import bind, note_written
 
 __all__ = [
@@ -99,6 +100,7 @@ class GroupedOutput(NamedTuple):
     row_scale_inv: torch.Tensor | None  # float32 [rows], of quantize_groups
 
 
+@checked
 def groups_of(splits: torch.Tensor, rows: int) -> Groups:
     """The groups of `splits` [groups], their numbers of rows in order, in a matrix of `rows` rows.
 
@@ -124,6 +126,7 @@ def check_rows(name: str, rows: int, groups: Groups) -> None:
         raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
 
 
+@checked
 def quantize_groups(
     x: torch.Tensor,
     groups: Groups,
@@ -168,6 +171,7 @@ def quantize_groups(
     return GroupedOutput(row, col, scale_inv, of_rows)
 
 
+@checked
 def quantize_matrices(
     matrices: Sequence[torch.Tensor],
     scale: torch.Tensor,
@@ -211,6 +215,7 @@ def quantize_matrices(
     return out
 
 
+@checked
 def scales_of(
     amax: torch.Tensor, fp8_dtype: torch.dtype, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,6 +225,7 @@ def scales_of(
     return scale, scale_inv
 
 
+@checked
 def first_scales(
     amax: torch.Tensor,
     groups: Groups,
@@ -245,6 +251,7 @@ def first_scales(
     note_written(due, scale, scale_inv)
 
 
+@checked
 def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> None:
     """Adds `bias` [groups, cols] to the groups' rows of `out`, and zeroes those behind the last.
 
@@ -256,12 +263,14 @@ def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = N
     note_written(out)
 
 
+@checked
 def zero_unused(out: torch.Tensor, groups: Groups) -> None:
     """Zeroes `out[g]` of groups without rows; `out` is contiguous [groups, ..]."""
     _clear(out.flatten(1), groups.table)
     note_written(out)
 
 
+@checked
 def decode(codes: torch.Tensor) -> torch.Tensor:
     """The values of float8_e4m3fn or float8_e5m2 codes of any shape, exact in bfloat16."""
     codes = codes.contiguous()
@@ -270,6 +279,7 @@ def decode(codes: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@checked
 def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiplies the rows of `out` [rows, ..] by `factor` float32 [rows], in float32.
 
@@ -279,6 +289,7 @@ def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
     note_written(out)
 
 
+@checked
 def column_sums(x: torch.Tensor, groups: Groups) -> torch.Tensor:
     """Sums [groups, cols] over the rows of each group of `x` [rows, cols], in float32; repeatable.
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from . import tensor_scale
+from .argument_errors import checked
 from .registration import bind, note_written
 
 # Where MindSpeed scales amax to: inside the range of 3-bit mantissas, and of 2-bit ones.
@@ -47,6 +48,7 @@ class HiF8Output(NamedTuple):
     amax: torch.Tensor | None
 
 
+@checked
 def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
     """HiF8 codes of x without a scale, rounded half away from zero.
 
@@ -63,6 +65,7 @@ def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
     return codes.reshape(x.shape)
 
 
+@checked
 def decode(
     codes: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
@@ -92,6 +95,7 @@ def decode(
     return out
 
 
+@checked
 def quantize(
     x: torch.Tensor,
     scale: torch.Tensor,
@@ -130,6 +134,7 @@ def quantize(
     return HiF8Output(row, col, scale, scale_inv, amax)
 
 
+@checked
 def quantize_current(
     x: torch.Tensor,
     target: float = HIF8_15,

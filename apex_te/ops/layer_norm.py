@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import norm_common
+from .argument_errors import checked
 from .norm_common import NormFP8Output, NormGradients, NormOutput
 from .op_function import OpFunction
 from .registration import bind, note_written
@@ -33,6 +34,7 @@ _bwd = bind(
 )
 
 
+@checked
 def layer_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -68,6 +70,7 @@ def layer_norm(
     return _LayerNormResidual.apply(x, weight, bias, residual, eps, zero_centered_gamma)
 
 
+@checked
 def layer_norm_fwd(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -94,6 +97,7 @@ def layer_norm_fwd(
     return out
 
 
+@checked
 def layer_norm_fwd_fp8(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -138,6 +142,7 @@ def layer_norm_fwd_fp8(
     return NormFP8Output(y, mean, rstd, total)
 
 
+@checked
 def layer_norm_bwd(
     dy: torch.Tensor,
     x: torch.Tensor,

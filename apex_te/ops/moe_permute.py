@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from .argument_errors import checked
 from .fp8_output import reinterpreted
 from .registration import bind
 
@@ -88,6 +89,7 @@ class _Routing(NamedTuple):
         )
 
 
+@checked
 def make_map(
     routing_map: torch.Tensor,
     *,
@@ -122,6 +124,7 @@ def make_map(
     return routing.result()
 
 
+@checked
 def permute(
     inp: torch.Tensor,
     row_id_map: torch.Tensor,
@@ -145,6 +148,7 @@ def permute(
     return reinterpreted("moe_permute", out, inp.dtype), permuted
 
 
+@checked
 def permute_by(
     inp: torch.Tensor,
     routing_map: torch.Tensor,
@@ -165,6 +169,7 @@ def permute_by(
     return reinterpreted("moe_permute", out, inp.dtype), permuted, routing.result()
 
 
+@checked
 def permute_bwd(
     grad_permuted: torch.Tensor,
     row_id_map: torch.Tensor,
@@ -183,6 +188,7 @@ def permute_bwd(
     return grad_inp, grad_probs
 
 
+@checked
 def unpermute(
     inp: torch.Tensor, row_id_map: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -203,6 +209,7 @@ def unpermute(
     return out
 
 
+@checked
 def unpermute_bwd(
     grad_output: torch.Tensor,
     inp: torch.Tensor,
@@ -218,6 +225,7 @@ def unpermute_bwd(
     return grad_inp, grad_probs
 
 
+@checked
 def make_chunk_map(
     split_sizes: torch.Tensor, sorted_index: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
@@ -234,6 +242,7 @@ def make_chunk_map(
     return chunk_map
 
 
+@checked
 def sort_chunks(
     inp: torch.Tensor,
     chunk_map: torch.Tensor,
@@ -307,6 +316,8 @@ def _routes(routing_map: torch.Tensor, is_index: bool) -> torch.Tensor:
 
 
 def _bytes(matrix: torch.Tensor) -> torch.Tensor:
+    if matrix.is_quantized:  # torch crashes at such a view of one
+        raise TypeError(f"moe_permute: inp must be a dense tensor, got dtype {matrix.dtype}")
     return reinterpreted("moe_permute", matrix, torch.uint8)
 
 

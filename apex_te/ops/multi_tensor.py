@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from . import reference_codec, tensor_scale
+from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
 
@@ -65,6 +66,7 @@ def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
     return torch.empty(words, dtype=torch.float32, device=like.device)
 
 
+@checked
 def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """The largest magnitude of each tensor; NaN counts as largest, an empty tensor gives 0.
 
@@ -88,6 +90,7 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
     return result
 
 
+@checked
 def l2norm(
     tensors: Tensors, *, per_tensor: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -115,6 +118,7 @@ def l2norm(
     return total if norms is None else (total, norms)
 
 
+@checked
 def scale(
     inputs: Tensors,
     outputs: Tensors,
@@ -142,6 +146,7 @@ def scale(
     mark_written(outputs, found_inf)
 
 
+@checked
 def axpby(
     xs: Tensors,
     ys: Tensors,
@@ -174,6 +179,7 @@ def axpby(
     mark_written(outputs, found_inf)
 
 
+@checked
 def quantize(
     tensors: Tensors,
     scales: Tensors,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .argument_errors import checked
 from .multi_tensor import Tensors, dense, l2norm, mark_written, workspace
 from .registration import bind
 
@@ -63,6 +64,7 @@ def _wrote_grads(given: Tensors, read: Tensors) -> None:
     _written(given)
 
 
+@checked
 def adam(
     params: Tensors,
     grads: Tensors,
@@ -122,6 +124,7 @@ def adam(
         _wrote_grads(grads, read)
 
 
+@checked
 def sgd(
     params: Tensors,
     grads: Tensors,
@@ -176,6 +179,7 @@ def sgd(
         _wrote_grads(grads, read)
 
 
+@checked
 def lamb(
     params: Tensors,
     grads: Tensors,

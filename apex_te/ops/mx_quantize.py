@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from .. import runtime
 from . import reference_codec
+from .argument_errors import checked
 from .fp8_output import check_fp8_dtype, check_out_dtype
 from .registration import bind_call
 
@@ -26,6 +27,7 @@ class MXQuantized(NamedTuple):
     transposed_scale: torch.Tensor | None  # [cols, ceil(rows / 32)] float8_e8m0fnu
 
 
+@checked
 def mx_quantize(
     x: torch.Tensor,
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
@@ -116,6 +118,7 @@ _quantize = bind_call(
 )
 
 
+@checked
 def mx_dequantize(
     codes: torch.Tensor,
     scale: torch.Tensor,

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import norm_common
+from .argument_errors import checked
 from .norm_common import NormFP8Output, NormGradients, NormOutput
 from .op_function import OpFunction
 from .registration import bind, note_written
@@ -33,6 +34,7 @@ _bwd = bind(
 )
 
 
+@checked
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -66,6 +68,7 @@ def rms_norm(
     return _RMSNormResidual.apply(x, weight, residual, eps, zero_centered_gamma)
 
 
+@checked
 def rms_norm_fwd(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -90,6 +93,7 @@ def rms_norm_fwd(
     return out
 
 
+@checked
 def rms_norm_fwd_fp8(
     x: torch.Tensor,
     weight: torch.Tensor | None,
@@ -132,6 +136,7 @@ def rms_norm_fwd_fp8(
     return NormFP8Output(y, None, rstd, total)
 
 
+@checked
 def rms_norm_bwd(
     dy: torch.Tensor,
     x: torch.Tensor,

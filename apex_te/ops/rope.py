@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .argument_errors import checked
 from .op_function import OpFunction
 from .registration import bind
 
@@ -19,6 +20,7 @@ _fwd = bind("rope", "rope_fwd" + _SCHEMA)
 _bwd = bind("rope", "rope_bwd" + _SCHEMA)
 
 
+@checked
 def rope(
     x: torch.Tensor,
     freqs: torch.Tensor | None = None,

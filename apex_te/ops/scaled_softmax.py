@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .argument_errors import checked
 from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
@@ -21,6 +22,7 @@ _bwd = bind(
 _CAUSAL = {None: 0, "upper_left": 1, "bottom_right": 2}
 
 
+@checked
 def scaled_softmax(
     x: torch.Tensor,
     scale: float,
@@ -54,6 +56,7 @@ def scaled_softmax(
     return scaled_softmax_fwd(x, scale, mask, causal=causal)
 
 
+@checked
 def scaled_softmax_fwd(
     x: torch.Tensor,
     scale: float,
@@ -76,6 +79,7 @@ def scaled_softmax_fwd(
     return y
 
 
+@checked
 def scaled_softmax_bwd(
     dy: torch.Tensor,
     y: torch.Tensor,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import reference_codec
+from .argument_errors import checked
 from .fp8_output import FP8Output, allocate
 from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
@@ -53,6 +54,7 @@ class SwigluFP8Grads(NamedTuple):
     dbias: torch.Tensor | None  # [2F]
 
 
+@checked
 def swiglu(
     input: torch.Tensor,
     up: torch.Tensor | None = None,
@@ -84,6 +86,7 @@ def swiglu(
     return swiglu_fwd(input, up, bias, up_bias, activation=activation)
 
 
+@checked
 def swiglu_fwd(
     input: torch.Tensor,
     up: torch.Tensor | None = None,
@@ -101,6 +104,7 @@ def swiglu_fwd(
     return out if input.dim() == 2 else out.view(*input.shape[:-1], cols)
 
 
+@checked
 def swiglu_fwd_fp8(
     input: torch.Tensor,
     up: torch.Tensor | None,
@@ -139,6 +143,7 @@ def swiglu_fwd_fp8(
     return out
 
 
+@checked
 def swiglu_bwd(
     grad_output: torch.Tensor,
     input: torch.Tensor,
@@ -168,6 +173,7 @@ def swiglu_bwd(
     )
 
 
+@checked
 def swiglu_bwd_fp8(
     grad_output: torch.Tensor,
     input: torch.Tensor,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from .. import runtime
+from .argument_errors import check_dense, checked
 from .fp8_gemm import WORKSPACE_BYTES
-from .registration import note_written, register
+from .registration import bind_call, note_written
 
 __all__ = ["wgrad_gemm"]
 
@@ -14,6 +15,7 @@ _lib = runtime.ops("fp8_gemm")
 _SHORT = (torch.float16, torch.bfloat16)
 
 
+@checked
 def wgrad_gemm(
     dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False
 ) -> torch.Tensor:
@@ -36,6 +38,7 @@ def wgrad_gemm(
         TypeError: ``dy`` and ``x`` differ in dtype.
         ValueError: an argument of another shape.
     """
+    check_dense("wgrad_gemm", dy=dy, x=x, out=out)
     if dy.dtype is not x.dtype:
         raise TypeError(f"wgrad_gemm: x must have dtype {dy.dtype} like dy, got {x.dtype}")
     if dy.dim() != 2 or x.dim() != 2 or dy.shape[0] != x.shape[0]:
@@ -46,11 +49,8 @@ def wgrad_gemm(
     shape = (dy.shape[1], x.shape[1])
     if out.shape != shape:
         raise ValueError(f"wgrad_gemm: out must have shape {list(shape)}, got {list(out.shape)}")
-    if torch.compiler.is_compiling():
-        torch.ops.apex_te.wgrad_gemm(dy, x, out, accumulate)
-    else:
-        _run(dy, x, out, accumulate)
-        note_written(out)
+    _multiply(dy, x, out, accumulate)
+    note_written(out)
     return out
 
 
@@ -92,4 +92,6 @@ def _run_cuda(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: 
     _lib.wgrad_gemm(dy.contiguous(), x.contiguous(), out, scratch, accumulate)
 
 
-register("wgrad_gemm(Tensor dy, Tensor x, Tensor(a!) out, bool accumulate) -> ()", _run)
+_multiply = bind_call(
+    "wgrad_gemm(Tensor dy, Tensor x, Tensor(a!) out, bool accumulate) -> ()", _run
+)

@@ -10,6 +10,7 @@ import torch
 import apex_te.ops
 from apex_te.ops import (
     block_quantize,
+    cross_entropy,
     grouped_quantize,
     hif8,
     layer_norm,
@@ -21,11 +22,13 @@ from apex_te.ops import (
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # What serves the ops from inside, and the specifications in plain PyTorch.
 HELPERS = {
+    "argument_errors",
     "fp8_output",
     "gemm_tuning",
     "moe_permute_reference",
     "norm_common",
     "op_function",
+    "product_into",
     "reference_codec",
     "registration",
     "tensor_scale",
@@ -41,6 +44,9 @@ OTHERS = {
     "block_quantize.scale_shape",
     "fp8_gemm.tune",
     "grouped_gemm.has_grouped_fp8",
+    "grouped_quantize.check_rows",
+    "fp8_gemm.bias_dtype",
+    "grouped_gemm.multiplies_codes",
     "grouped_gemm.has_grouped_products",
     "multi_tensor.dense",
     "multi_tensor.mark_written",
@@ -159,6 +165,8 @@ def make_case(name: str) -> Case:
     hif8_pair = {k: v.view(torch.uint8) for k, v in out_pair.items()}
     layer_out = layer_norm.layer_norm_fwd(x, w, w, 1e-5)
     rms_out = rms_norm.rms_norm_fwd(x, w, 1e-5)
+    target, stats = torch.randint(0, 64, (32,)), torch.zeros(32, 2)
+    cross_entropy.cross_entropy_fwd(x, target, stats=stats)
     halves = {"input": matrix(), "up": matrix(), "bias": torch.rand(64), "up_bias": torch.rand(64)}
     table = {
         "activation.activation": Case({"x": x, "kind": "silu"}),
@@ -228,10 +236,16 @@ def make_case(name: str) -> Case:
         ),
         "cross_entropy.cross_entropy_fwd": Case(
             {"logits": x, "target": torch.randint(0, 64, (32,)), "grad": torch.zeros_like(x),
-             "num_valid": torch.tensor([32], dtype=torch.int32), "ignore_index": -100}, ("grad",),
+             "stats": torch.zeros(32, 2), "num_valid": torch.tensor([32], dtype=torch.int32),
+             "ignore_index": -100}, ("grad", "stats"),
         ),
         "cross_entropy.count_valid": Case(
             {"target": torch.randint(0, 64, (32,)), "ignore_index": 3}
+        ),
+        "cross_entropy.cross_entropy_bwd": Case(
+            {"logits": x, "target": target, "stats": stats, "grad_output": one(2.0),
+             "grad": torch.zeros_like(x), "num_valid": torch.tensor([32], dtype=torch.int32)},
+            ("grad",),
         ),
         "current_scale.current_scale": Case(
             {"x": x, "fp8_dtype": E4M3, "eps": 0.0, "amax": one(), **out_pair}, tuple(out_pair)
@@ -255,8 +269,7 @@ def make_case(name: str) -> Case:
             {"a": x, "b": torch.randn(2, 16, 64), "groups": groups()}
         ),
         "grouped_gemm.contract_groups": Case(
-            {"a": torch.randn(8, 32), "b": torch.randn(32, 16),
-             "ends": torch.tensor([16, 32], dtype=torch.int32)}
+            {"a": torch.randn(8, 32), "b": torch.randn(32, 16), "groups": groups()}
         ),
         "grouped_gemm.scaled_multiply_groups": Case(
             {"a": codes(), "a_scale_inv": torch.rand(32), "b": torch.randn(2, 16, 64).to(E4M3),
@@ -267,7 +280,6 @@ def make_case(name: str) -> Case:
              "b_scale_inv": torch.rand(2), "ends": torch.tensor([16, 32], dtype=torch.int32),
              "fast": False}
         ),
-        "grouped_gemm.multiplies_codes": Case({"a": codes(), "b": torch.zeros(2, 16, 64).to(E4M3)}),
         "grouped_quantize.groups_of": Case({"splits": torch.tensor([16, 16]), "rows": 32}),
         "grouped_quantize.quantize_groups": Case(
             {"x": x, "groups": groups(), "scale": torch.ones(2), "fp8_dtype": E4M3,
@@ -400,6 +412,9 @@ def make_case(name: str) -> Case:
         "swiglu.swiglu_bwd": Case({"grad_output": matrix(), **halves, "with_dbias": True}),
         "swiglu.swiglu_bwd_fp8": Case(
             fp8_case(grad_output=matrix(), **halves, with_dbias=True), ("amax",)
+        ),
+        "wgrad_gemm.wgrad_gemm": Case(
+            {"dy": matrix(32, 16), "x": x, "out": torch.zeros(16, 64), "accumulate": True}, ("out",)
         ),
     }  # fmt: skip
     assert name in table, f"{name} is new: add its arguments here"

@@ -34,6 +34,11 @@ TENSORS = {
     "quantized": lambda t: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.qint8),
     "meta": lambda t: t.to("meta"),
 }
+# No function takes these for a tensor.
+NEVER = {
+    "string", "number", "none in a list", "stranger", "nested", "jagged", "sparse", "quantized",
+    "numpy",
+}  # fmt: skip
 LISTS = {
     "string": lambda ts: "tensors",
     "number": lambda ts: 3,
@@ -88,6 +93,11 @@ def check(name, case, argument, kind, value):
     function = find(name)
     try:
         function(**{**case.args, argument: value})
+        tensors = [a for k, a in case.args.items() if isinstance(a, torch.Tensor) and k != argument]
+        must_fail = kind in NEVER or (kind == "meta" and tensors)
+        assert not (must_fail and isinstance(case.args[argument], torch.Tensor)), (
+            f"{argument} {kind}: taken without a word"
+        )
     except REFUSALS as error:
         text = str(error)
         stem, own = name.split(".")
@@ -98,15 +108,29 @@ def check(name, case, argument, kind, value):
         assert argument in rest or named_otherwise(name, argument, rest), (
             f"{argument} {kind}: no argument in {text!r}"
         )
+    except AssertionError:
+        raise
     except Exception as error:
         raise AssertionError(
             f"{argument} {kind}: {type(error).__name__}: {str(error)[:200]}"
         ) from None
 
 
+# What an argument is called in the op's C contract, whose errors name it so.
+C_NAMES = {
+    "amax": ("x",),
+    "grad_output": ("dy",),
+    "grad_permuted": ("inp",),
+    "groups": ("table",),
+    "matrices": ("table",),
+    "out": ("y", "dx", "amax", "table"),
+    "tensors": ("amax",),
+}
+
+
 def named_otherwise(name, argument, text):
-    """The file's contract may say what is wrong of another argument that has to agree."""
-    names = inspect.signature(find(name)).parameters
+    """The contract may say what is wrong of another argument that has to agree."""
+    names = [*inspect.signature(find(name)).parameters, *C_NAMES.get(argument, ())]
     return any(other in text for other in names)
 
 
