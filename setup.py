@@ -100,9 +100,13 @@ class Wheel(bdist_wheel):
 
 
 def _packages() -> tuple[list[str], dict[str, str]]:
-    folders = {"apex_te": "apex_te"}
     names = ["apex_te"]
     names.extend(f"apex_te.{name}" for name in find_packages(os.path.join(HERE, "apex_te")))
+    if "editable_wheel" in sys.argv:
+        # The checkout becomes a plain entry of sys.path, which type checkers read; they do not run
+        # the finder that a mapping of folders needs. apex_te itself finds the other two beside it.
+        return names, {"": "."}
+    folders = {"apex_te": "apex_te"}
     for part in ("op_builder", "compatibility"):
         folders[f"apex_te.{part}"] = part
         names.append(f"apex_te.{part}")

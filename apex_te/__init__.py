@@ -25,12 +25,15 @@ from ._lazy import attach as _attach  # noqa: E402
 
 if _TYPE_CHECKING:
     from . import amp as amp
+    from . import compatibility as compatibility  # type: ignore[attr-defined]
     from . import distributed as distributed
     from . import integrations as integrations
     from . import nvtx as nvtx
+    from . import ops as ops
     from . import optimizers as optimizers
     from . import permutation as permutation
     from . import recipe as recipe
+    from . import statistics as statistics
     from ._prebuild import prebuild as prebuild
     from .arguments import (
         add_fp8_arguments as add_fp8_arguments,
@@ -79,6 +82,7 @@ _NAMES = {
     "amp": "",
     "autocast": "autocast",
     "checkpoint": "distributed.checkpoint",
+    "compatibility": "",
     "distributed": "",
     "flush_fp8_state": "state",
     "fp8_autocast": "autocast",
@@ -90,12 +94,14 @@ _NAMES = {
     "make_graphed_callables": "graph",
     "make_recipe": "recipe",
     "nvtx": "",
+    "ops": "",
     "optimizers": "",
     "permutation": "",
     "prebuild": "_prebuild",
     "quantized_model_init": "model_init",
     "recipe": "",
     "recipe_from_arguments": "arguments",
+    "statistics": "",
 }
 __all__ = ["__version__", *_NAMES]
 __getattr__, __dir__ = _attach(__name__, _NAMES)

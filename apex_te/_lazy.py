@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["attach"]
+__all__ = ["attach", "attach_submodules"]
 
 
 def attach(
@@ -30,5 +30,25 @@ def attach(
 
     def names_of() -> list[str]:
         return sorted({*vars(sys.modules[package]), *names})
+
+    return get, names_of
+
+
+def attach_submodules(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """``__getattr__`` and ``__dir__`` of ``package`` for the public modules in its folders."""
+
+    def found() -> set[str]:
+        import pkgutil  # here, because importing it takes a while
+
+        modules = pkgutil.iter_modules(sys.modules[package].__path__)
+        return {module.name for module in modules if not module.name.startswith("_")}
+
+    def get(name: str) -> Any:
+        if name.startswith("_") or name not in found():
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return importlib.import_module(f"{package}.{name}")
+
+    def names_of() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *found()})
 
     return get, names_of

@@ -1,1 +1,36 @@
-"""The ops: each in plain Python over its kernel, with a plain-PyTorch reference."""
+"""The ops: each in plain Python over its kernel, with a plain-PyTorch reference.
+
+Each is found without an import of its own: ``apex_te.ops.rms_norm.rms_norm``.
+"""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from .._lazy import attach_submodules as _attach
+
+if _TYPE_CHECKING:  # what type checkers are told; at run time every module here is found
+    from . import activation as activation
+    from . import amax_scale_update as amax_scale_update
+    from . import bias_dropout_add as bias_dropout_add
+    from . import bias_gelu as bias_gelu
+    from . import block_quantize as block_quantize
+    from . import byte_transpose as byte_transpose
+    from . import cast_transpose as cast_transpose
+    from . import cross_entropy as cross_entropy
+    from . import current_scale as current_scale
+    from . import decoded_gemm as decoded_gemm
+    from . import fp8_gemm as fp8_gemm
+    from . import grouped_gemm as grouped_gemm
+    from . import grouped_quantize as grouped_quantize
+    from . import hif8 as hif8
+    from . import layer_norm as layer_norm
+    from . import moe_permute as moe_permute
+    from . import multi_tensor as multi_tensor
+    from . import multi_tensor_optim as multi_tensor_optim
+    from . import mx_quantize as mx_quantize
+    from . import rms_norm as rms_norm
+    from . import rope as rope
+    from . import scaled_softmax as scaled_softmax
+    from . import swiglu as swiglu
+    from . import wgrad_gemm as wgrad_gemm
+
+__getattr__, __dir__ = _attach(__name__)

@@ -1,0 +1,107 @@
+"""Names that are found without an import of their own, what importing costs, and their types."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_op import CHECKOUT
+
+SCRIPT = """
+import json, sys, torch
+before = set(sys.modules)
+import apex_te
+loaded = sorted(set(sys.modules) - before)
+names = {n: dir(o) for n, o in (("top", apex_te), ("ops", apex_te.ops),
+                                ("compatibility", apex_te.compatibility))}
+found = [apex_te.ops.rms_norm.rms_norm.__name__, apex_te.statistics.__name__,
+         apex_te.compatibility.rms_norm.rms_norm_fwd.__name__]
+for owner in (apex_te, apex_te.ops, apex_te.compatibility):
+    try:
+        owner.nonsense
+    except AttributeError as error:
+        found.append(str(error))
+print(json.dumps([loaded, names, found]))
+"""
+
+
+def test_every_name_is_found_and_listed(cache_dir: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, cwd=CHECKOUT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    loaded, names, found = json.loads(done.stdout)
+    own = [name for name in loaded if name.startswith("apex_te")]
+    assert own == ["apex_te", "apex_te._lazy", "apex_te._paths", "apex_te._version"]
+    assert list(cache_dir.iterdir()) == []
+    assert {"ops", "compatibility", "statistics", "Linear"} <= set(names["top"])
+    stems = {path.stem for path in (CHECKOUT / "apex_te/ops").glob("[a-z]*.py")}
+    assert stems <= set(names["ops"])
+    loaders = {path.stem for path in (CHECKOUT / "compatibility").glob("[a-z]*.py")}
+    assert loaders <= set(names["compatibility"])
+    assert found == [
+        "rms_norm",
+        "apex_te.statistics",
+        "rms_norm_fwd",
+        "module 'apex_te' has no attribute 'nonsense'",
+        "module 'apex_te.ops' has no attribute 'nonsense'",
+        "module 'apex_te.compatibility' has no attribute 'nonsense'",
+    ]
+
+
+PROBE = """
+import apex_te
+import torch
+
+reveal_type(apex_te.Linear(4, 4))
+reveal_type(apex_te.ops.activation.activation_fwd(torch.ones(1), "silu"))
+reveal_type(apex_te.ops.rms_norm.rms_norm_fwd)
+reveal_type(apex_te.statistics.fp8_statistics)
+wrong: int = apex_te.is_fp8_enabled
+"""
+TYPES = (
+    'Revealed type is "apex_te.module.linear.Linear"',
+    'Revealed type is "torch._tensor.Tensor"',
+    "fallback=apex_te.ops.norm_common.NormOutput]",
+    "-> apex_te.statistics.fp8_statistics",
+    "error: Incompatible types in assignment",
+)
+
+
+@pytest.mark.parametrize("hook", ["build_editable", "build_wheel"])
+def test_type_checkers_see_an_installation(hook: str, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    import zipfile
+
+    import torch
+    from test_build_wheel import run_hook
+
+    done = run_hook(CHECKOUT, f"{hook}({str(tmp_path)!r})")
+    assert done.returncode == 0, done.stderr[-2000:]
+    environment = tmp_path / "environment"
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True, timeout=120
+    )
+    (site,) = environment.glob("lib/python*/site-packages")
+    (wheel,) = tmp_path.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+    # torch, without what else is installed beside it: an apex_te of its own, say.
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    (packages / "torch").symlink_to(Path(torch.__file__).parent)
+    (site / "torch.pth").write_text(f"{packages}\n")
+    probe = tmp_path / "probe.py"
+    probe.write_text(PROBE)
+    python = environment / "bin" / "python"
+    checked = subprocess.run(
+        [
+            sys.executable, "-m", "mypy", "--python-executable", str(python), "--config-file", "",
+            "--cache-dir", str(tmp_path / "cache"), "--ignore-missing-imports", str(probe),
+        ],
+        capture_output=True, text=True, timeout=600, cwd=tmp_path,
+    )  # fmt: skip
+    for expected in TYPES:
+        assert expected in checked.stdout, checked.stdout + checked.stderr
