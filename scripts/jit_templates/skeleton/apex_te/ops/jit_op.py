@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .argument_errors import checked
+from .op_function import OpFunction
 from .registration import bind, note_written
 
 # Names and order of the arguments are those of the C functions in csrc.
@@ -19,6 +21,7 @@ _bwd = bind(
 )
 
 
+@checked
 def jit_op(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """x / (1 + scale |x|) for every element, differentiable; arithmetic in float32.
 
@@ -40,6 +43,7 @@ def jit_op(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return jit_op_fwd(x, scale)
 
 
+@checked
 def jit_op_fwd(
     x: torch.Tensor,
     scale: float = 1.0,
@@ -54,6 +58,7 @@ def jit_op_fwd(
     return y
 
 
+@checked
 def jit_op_bwd(
     grad_output: torch.Tensor,
     x: torch.Tensor,
@@ -76,7 +81,9 @@ def jit_op_bwd(
     return grad_input
 
 
-class _JitOp(torch.autograd.Function):
+class _JitOp(OpFunction):
+    LABEL = "jit_op"
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(x)
