@@ -98,12 +98,14 @@ __device__ __forceinline__ void write_line(const float (*sums)[kVec], const BwdS
   for (int j = threadIdx.x; j < 2 * plane; j += blockDim.x) {
     const int col = j % plane * kVec + j / plane * 4;
     if (col >= cols) continue;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    double sum[4] = {};  // there may be 128 slots
     for (int s = 0; s < shape.slots; ++s) {
       const float4 part = shared[2 * s * plane + j];
-      sum.x += part.x, sum.y += part.y, sum.z += part.z, sum.w += part.w;
+      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
     }
-    *reinterpret_cast<float4*>(line + col) = sum;
+    *reinterpret_cast<float4*>(line + col) =
+        make_float4(static_cast<float>(sum[0]), static_cast<float>(sum[1]),
+                    static_cast<float>(sum[2]), static_cast<float>(sum[3]));
   }
 }
 
