@@ -26,6 +26,12 @@ constexpr int kBwdThreads = sizeof(T) == 4 ? 512
                             : kCluster     ? 512
                                            : 640;
 
+// Whether weight gradients of kFoldRows rows are added by themselves, and those sums to others,
+// since the rounding of long sums would show: rms_norm's float32 kernel has the registers for it.
+template <typename T, bool kLayerNorm>
+constexpr bool kBwdFolds = !kLayerNorm && sizeof(T) == 4;
+constexpr int kFoldRows = 16;
+
 struct BwdShape {
   int threads;  // of a row in a block
   int slots;    // rows of a block at a time
@@ -183,6 +189,17 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
     __syncthreads();
 
   float dweight[kBwdVecs][kVec] = {}, dbias[kBwdVecs][kVec] = {};
+  constexpr bool kFolds = kBwdFolds<T, kLayerNorm>;
+  float folded[kFolds ? kBwdVecs : 1][kVec] = {};
+  const auto fold = [&]() {
+#pragma unroll
+    for (int k = 0; k < (kFolds ? kBwdVecs : 0); ++k)
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) {
+        folded[k][i] += dweight[k][i];
+        dweight[k][i] = 0.0f;
+      }
+  };
   const float inverse = 1.0f / static_cast<float>(p.cols);
   constexpr bool kHold = !kAhead && !kCluster && sizeof(T) == 2;  // between both passes
   Vec8<T> held_dy[kBwdVecs], held_x[kBwdVecs];
@@ -223,7 +240,7 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
     warp_sums(sums, shape.threads);
   };
   const bool with_parts = needs_parts(shape.threads, ranks);
-  int stage = 0, turn = 0;
+  int stage = 0, turn = 0, unfolded = 0;
   float sums[kSums] = {};
   unsigned exchange_phase = 0;
   if (kAhead) {
@@ -287,6 +304,17 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
     for (int i = 0; i < kSums && kAhead; ++i) sums[i] = next_sums[i];
     stage = next_stage;
     turn ^= 1;
+    if (kFolds && ++unfolded == kFoldRows) {
+      fold();
+      unfolded = 0;
+    }
+  }
+  if (kFolds) {
+    fold();
+#pragma unroll
+    for (int k = 0; k < (kFolds ? kBwdVecs : 0); ++k)
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) dweight[k][i] = folded[k][i];
   }
   wait_copies<0>();
   let_next_kernel_start();
