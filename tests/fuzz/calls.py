@@ -33,7 +33,7 @@ def describe(value: Any) -> Any:
             "offset": value.storage_offset(),
         }
         few = value.numel() <= 4 or name in WHOLE
-        if few and value.numel() * value.element_size() <= KEPT_BYTES:
+        if few and 0 < value.numel() * value.element_size() <= KEPT_BYTES:
             data = value.detach().contiguous().reshape(-1).view(torch.uint8)
             found["values"] = base64.b64encode(bytes(data.tolist())).decode()
         return found

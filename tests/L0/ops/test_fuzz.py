@@ -70,6 +70,7 @@ def test_a_described_tensor_is_made_again(offset):
 
 def test_an_error_that_is_not_ours_is_a_problem():
     assert run.problem_of(ValueError("scale: x must be 1, got 2"), "scale") == ""
+    assert run.problem_of(ValueError("scale: x must be 1, got 2"), "scale_bwd") == ""
     assert "no error of ours" in run.problem_of(KeyError("x"), "scale")
     assert "does not begin" in run.problem_of(TypeError("scaled: x"), "scale")
 
