@@ -16,6 +16,7 @@ from ._registry import intern, recipe_named, registry
 from ._scale_scope import Scope, Sharing
 from .gpu_arch import formats_of
 from .recipe import DelayedScaling, Recipe, chosen_recipe
+from .runtime.tracing import untraced
 
 if TYPE_CHECKING:
     from ._traced_weight import TracedWeight
@@ -138,7 +139,11 @@ class FP8State:
     ) -> QuantizerSets:
         """The quantizers for ``recipe``, interned as ``key``; a recording state adapts to them."""
         if torch.compiler.is_compiling():
-            self._prepare(key, device.type, device.index, records)
+            if torch.compiler.is_dynamo_compiling():  # which runs the marked function by itself
+                self._prepare(key, device.type, device.index, records)
+            else:  # torch.export would make the state of its own tensors
+                with untraced():
+                    self._prepare(key, device.type, device.index, records)
             return getattr(self.compiled, key)[0]
         active = self._active
         entered = scope is None or scope is self.sharing.scope

@@ -83,12 +83,14 @@ def _explained(
     except TypeError:  # Python's own error names the missing or unknown argument
         return None
     scope = function.__globals__
+    is_own = _OWN_ERROR.match(str(error)) is not None
     for argument, value in given.items():
         wanted = function.__annotations__.get(argument, "Any")
         better = _problem(f"{owner}: {argument}", str(wanted), value, scope)
-        if better is not None:
+        # Of a value that does not fit an error of our own says more.
+        if better is not None and not (is_own and isinstance(better, ValueError)):
             return better
-    if _OWN_ERROR.match(str(error)) or runtime.is_traced():
+    if is_own or runtime.is_traced():
         return None
     if isinstance(error, RuntimeError) and not _is_of_shapes(error):
         return None

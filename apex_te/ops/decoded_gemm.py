@@ -108,6 +108,12 @@ def decoded_fp8_gemm(
     out, bias = _prepare(
         "decoded_fp8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
     )
+    for operand, codes in (("a", a), ("b", b)):
+        if codes.element_size() != 1:
+            actual = str(codes.dtype).removeprefix("torch.")
+            raise TypeError(
+                f"decoded_fp8_gemm: {operand} must have a dtype of one byte, got {actual}"
+            )
     return _issue("fp8", a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
@@ -136,10 +142,6 @@ def decoded_block_gemm(
 def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
     """The output and the bias in its dtype, after the checks that are the same for all formats."""
     check_dense(name, a=a, b=b, a_scale=a_scale, b_scale=b_scale, out=out, bias=bias)
-    for operand, codes in (("a", a), ("b", b)):
-        if codes.element_size() != 1:
-            actual = str(codes.dtype).removeprefix("torch.")
-            raise TypeError(f"{name}: {operand} must have a dtype of one byte, got {actual}")
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"

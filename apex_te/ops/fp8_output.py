@@ -50,7 +50,7 @@ def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """
     if t.dtype is dtype:
         return t
-    if jit_tracing():
+    if not torch.compiler.is_compiling() and jit_tracing():
         raise NotImplementedError(f"{op}: torch.jit.trace does not support {t.dtype} here")
     return t.view(dtype)
 

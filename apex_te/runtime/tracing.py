@@ -7,8 +7,16 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _get_dispatch_mode, _TorchDispatchModeKey
 from torch._C import _is_tracing as jit_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
+from torch.utils._python_dispatch import _disable_current_modes as untraced
 
-__all__ = ["dispatch_modes", "is_traced", "jit_tracing", "refuse_state", "transforms_active"]
+__all__ = [
+    "dispatch_modes",
+    "is_traced",
+    "jit_tracing",
+    "refuse_state",
+    "transforms_active",
+    "untraced",
+]
 
 
 def is_traced() -> bool:

@@ -155,6 +155,7 @@ def test_export(setting):
 def test_export_of_a_trained_delayed_model(device, strict):
     setting = Setting("LayerNormMLP", "delayed", device)
     module = setting.original
+    other = apex_te.Linear(32, 32, device=device)  # not run yet, and not to be prepared by export
     for _ in range(3):
         setting.run(module, setting.x).sum().backward()
     wrapped = Wrapped(setting, module)
@@ -163,7 +164,8 @@ def test_export_of_a_trained_delayed_model(device, strict):
         program = torch.export.export(wrapped, (setting.x,), strict=strict)
         assert_same(program.module()(setting.x), expected)
         assert_same(wrapped(setting.x), expected)
-    setting.run(module, setting.x).sum().backward()
+    for user in (module, other, module):
+        setting.run(user, setting.x).sum().backward()
 
 
 @every

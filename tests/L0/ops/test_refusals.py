@@ -123,6 +123,7 @@ C_NAMES = {
     "grad_permuted": ("inp",),
     "groups": ("table",),
     "matrices": ("table",),
+    "num_rows": ("num_out_tokens",),  # as moe_permute of apex_te.permutation has it
     "out": ("y", "dx", "amax", "table"),
     "tensors": ("amax",),
 }
