@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo
 from public_functions import NAMES, find, make_case
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -63,6 +64,8 @@ def call(request, device, monkeypatch):
     def filled(make):
         return lambda *args, **kwargs: make(*args, **kwargs).fill_(77)
 
+    # Dynamo lists torch's functions once, by identity: these before they are replaced.
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
     return Call(request.param, device)
