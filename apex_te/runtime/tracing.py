@@ -39,7 +39,8 @@ def refuse_state(owner: str) -> None:
     state, it would break every later call. Modes that see real tensors are fine.
     """
     if torch.compiler.is_compiling():
-        where = "torch.export" if torch.compiler.is_exporting() else None
+        # Not is_exporting(): before torch 2.13, Dynamo takes it for True under torch.compile, too.
+        where = "torch.export" if torch.compiler._is_exporting_flag else None
     elif transforms_active():
         where = "a transform of torch.func"
     elif jit_tracing():
