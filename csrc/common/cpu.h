@@ -31,15 +31,16 @@ inline bool use_avx2() {
   static const bool use = [] {
     const char* forced = getenv("APEX_TE_CPU_ISA");
     if (forced && strcmp(forced, "portable") == 0) return false;
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #if defined(__clang__)  // has no name for F16C, which every processor with AVX2 has
-    return __builtin_cpu_supports("avx2");
+    return has_avx2;
 #else
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    return has_avx2 && __builtin_cpu_supports("f16c");
 #endif
   }();
   return use;
 }
-#define APEX_TE_TARGET_AVX2 __attribute__((target("avx2,f16c")))
+#define APEX_TE_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #else
 inline bool use_avx2() { return false; }
 #define APEX_TE_TARGET_AVX2
@@ -59,10 +60,11 @@ inline bool use_avx512() {
 }
 #if defined(__clang__)
 #define APEX_TE_TARGET_AVX512 \
-  __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
+  __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")))
 #else
 #define APEX_TE_TARGET_AVX512 \
-  __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
+  __attribute__((             \
+      target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")))
 #endif
 #else
 inline bool use_avx512() { return false; }

@@ -104,31 +104,25 @@ struct Adam {
 
 struct Sgd {
   const Rows* rows;
-  double lr, momentum, one_minus_dampening, weight_decay;
+  float lr, momentum, one_minus_dampening, weight_decay;
   bool with_momentum, nesterov, first_step, maximize;
   DeviceScalars device;
 };
 
-APEX_TE_HD double sgd_lr(const Sgd& c) {
-  return c.device.lr ? static_cast<double>(*c.device.lr) : c.lr;
-}
+APEX_TE_HD float sgd_lr(const Sgd& c) { return c.device.lr ? *c.device.lr : c.lr; }
 APEX_TE_HD float sgd_inv_scale(const Sgd& c) {
   const float inv_scale = c.device.inv_scale ? *c.device.inv_scale : 1.0f;
   return c.maximize ? -inv_scale : inv_scale;
 }
-// In double where PyTorch's fused step is: where little is left of a difference, the parameter's
-// last digits depend on it.
-APEX_TE_HD void sgd_element(const Sgd& c, double lr, float inv_scale, float g, float* p, float* m) {
-  const double w = static_cast<double>(*p);
-  g = static_cast<float>(static_cast<double>(g * inv_scale) + c.weight_decay * w);
+// Products and sums are rounded where the compiler of PyTorch's fused step rounds them, once for
+// both: where little is left of a difference, the parameter's last digits depend on it.
+APEX_TE_HD void sgd_element(const Sgd& c, float lr, float inv_scale, float g, float* p, float* m) {
+  g = fmaf(c.weight_decay, *p, g * inv_scale);
   if (c.with_momentum) {
-    const double mean = c.first_step ? static_cast<double>(g)
-                                     : c.momentum * static_cast<double>(*m) +
-                                           c.one_minus_dampening * static_cast<double>(g);
-    *m = static_cast<float>(mean);
-    g = static_cast<float>(c.nesterov ? static_cast<double>(g) + c.momentum * mean : mean);
+    *m = c.first_step ? g : fmaf(c.one_minus_dampening, g, c.momentum * *m);
+    g = c.nesterov ? fmaf(c.momentum, *m, g) : *m;
   }
-  *p = static_cast<float>(w - lr * static_cast<double>(g));
+  *p = fmaf(-lr, g, *p);
 }
 
 struct Lamb {
@@ -245,14 +239,14 @@ inline Sgd check_sgd(Args& args) {
   constexpr int kColumns[] = {kParam, kGrad, kExpAvg, kMaster};
   Sgd p{};
   p.rows = &fill_optimizer_rows(args, lists, kColumns, 4, 2);
-  p.lr = args.floating();
-  p.momentum = args.floating();
-  p.one_minus_dampening = 1.0 - args.floating();
-  p.weight_decay = args.floating();
+  p.lr = static_cast<float>(args.floating());
+  p.momentum = static_cast<float>(args.floating());
+  p.one_minus_dampening = 1.0f - static_cast<float>(args.floating());
+  p.weight_decay = static_cast<float>(args.floating());
   p.nesterov = args.boolean();
   p.first_step = args.boolean();
   p.maximize = args.boolean();
-  p.with_momentum = p.momentum != 0.0;
+  p.with_momentum = p.momentum != 0.0f;
   if (p.with_momentum) lists[2].check_count(args, lists[0].count, "params");
   p.device.lr = take_scalar(args);
   take_scaling(args, &p.device);

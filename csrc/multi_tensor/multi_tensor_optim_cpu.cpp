@@ -62,8 +62,7 @@ struct SgdOp {
   Sgd options;
   APEX_TE_INLINE bool chunk(const Row& row, int64_t begin, int64_t n) const {
     const Sgd c = options;
-    const double lr = sgd_lr(options);
-    const float inv_scale = sgd_inv_scale(options);
+    const float lr = sgd_lr(options), inv_scale = sgd_inv_scale(options);
     for (int64_t i = 0; i < n; i += kBlock) {
       OptimBlock b(row, begin + i, std::min(kBlock, n - i));
       const float* g = b.g;

@@ -110,8 +110,7 @@ template <bool kUnscale>
 struct SgdBody {
   Columns c;
   const Sgd& o;
-  double lr;
-  float inv_scale;
+  float lr, inv_scale;
   template <int kSteps, bool kVector>
   __device__ __forceinline__ void run(int64_t i, int64_t n) {
     Raw<kWidth> m[kSteps], p[kSteps], g[kSteps];
