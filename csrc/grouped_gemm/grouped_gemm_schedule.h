@@ -39,6 +39,7 @@ class Walk {
         n_tiles_(tiles_of(g.n, kTileN)),
         contracted_m_tiles_(g.contract ? tiles_of(g.m, kTileM) : 0),
         limit_(static_cast<int>(g.contract ? g.k : g.m)),
+        places_(g.contract ? -static_cast<int>(kCopyAlign) : -1),
         ends_(g.ends) {
     load(0, 0, 0);
   }
@@ -86,12 +87,13 @@ class Walk {
   }
 
   // The 32 groups from `first` on, of which the first begins at `begin`, after as many pairs. Ends
-  // that are no partition, which there should not be, are made one of what exists.
+  // that are no partition, which there should not be, are made one of what exists: a tensor copy
+  // from a column that is no multiple of 16 bytes would be an illegal instruction.
   __device__ __forceinline__ void load(int first, int begin, int pairs) {
     first_ = first;
     group_ = first + lane_;
     const bool exists = group_ < groups_;
-    end_ = max(scan<true>(exists ? min(ends_[group_], limit_) : 0), begin);
+    end_ = max(scan<true>(exists ? min(ends_[group_], limit_) & places_ : 0), begin);
     begin_ = __shfl_up_sync(0xFFFFFFFFu, end_, 1);
     if (lane_ == 0) begin_ = begin;
     last_ = __shfl_sync(0xFFFFFFFFu, end_, 31);
@@ -119,6 +121,7 @@ class Walk {
   }
 
   const int groups_, lane_, rank_, n_tiles_, contracted_m_tiles_, limit_;
+  const int places_;  // the bits of an end where a group may begin
   const int32_t* const ends_;
   int first_, last_;         // group of lane 0, end of the 32 groups
   int group_, begin_, end_;  // the lane's
