@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime.tracing import jit_tracing
+from ..runtime.tracing import jit_tracing, transforms_active
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # What AMD's gfx94x multiply; of the ops that write FP8, those that do nothing else know them.
@@ -46,13 +46,21 @@ def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The bytes of `t` as another dtype of one byte.
 
     Raises:
-        NotImplementedError: TorchScript, which torch.jit.trace records, has no such view.
+        NotImplementedError: TorchScript, which torch.jit.trace records, has no such view, nor have
+            the batches of torch.func.vmap in torch 2.11.
     """
     if t.dtype is dtype:
         return t
     if not torch.compiler.is_compiling() and jit_tracing():
         raise NotImplementedError(f"{op}: torch.jit.trace does not support {t.dtype} here")
-    return t.view(dtype)
+    try:
+        return t.view(dtype)
+    except RuntimeError as error:
+        if not transforms_active():
+            raise
+        raise NotImplementedError(
+            f"{op}: torch.func.vmap does not support {t.dtype} here with torch {torch.__version__}"
+        ) from error
 
 
 def allocate(
