@@ -188,7 +188,8 @@ def _each_sample(
         own = call.copy()
         dims = in_dims[1:]
         sample = [
-            t if dim is None else t.select(dim, i) for t, dim in zip(tensors, dims, strict=True)
+            t if dim is None else _aligned(t.select(dim, i))
+            for t, dim in zip(tensors, dims, strict=True)
         ]
         results.append(function.apply(own, *sample))
     call.adopt(own)
@@ -196,6 +197,19 @@ def _each_sample(
         None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)
     )
     return stacked, tuple(None if t is None else 0 for t in stacked)
+
+
+def _aligned(sample: torch.Tensor) -> torch.Tensor:
+    """A sample, or a copy of one that begins where no tensor of its own would.
+
+    cuBLASLt refuses scales that do not begin at a multiple of 16 bytes.
+    """
+    t = sample
+    while _functorch.is_functorch_wrapped_tensor(t):
+        if _functorch.is_batchedtensor(t):
+            return sample  # whose samples the rule of that level takes
+        t = _functorch.get_unwrapped(t)
+    return sample if t.storage_offset() * t.element_size() % 16 == 0 else sample.clone()
 
 
 def _with_gaps(tensors: tuple[Any, ...], has: tuple[bool, ...]) -> tuple[Any, ...]:
@@ -265,10 +279,9 @@ def _take(value: Any, i: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -
     if not isinstance(value, _Samples):
         return value
     sample = value.value[i]
-    if sample.is_contiguous():
-        return sample
-    dense = sample.contiguous()
-    copies.append((sample, dense))
+    dense = _aligned(sample if sample.is_contiguous() else sample.contiguous())
+    if dense is not sample:
+        copies.append((sample, dense))
     return dense
 
 
