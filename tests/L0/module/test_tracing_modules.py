@@ -5,9 +5,11 @@ import copy
 
 import pytest
 import torch
+from layer_kinds import repeatable
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from wide_sums import WideSums
 
 import apex_te
 from apex_te import recipe
@@ -181,14 +183,16 @@ def test_func_grad(setting):
 
 @every
 @pytest.mark.parametrize("kind", ["none", "current"])
-def test_per_sample_gradients(setting):
-    expected = setting.gradients()[1:]
-    loss, parameters = setting.transformed()
-    x = torch.stack([setting.x, setting.x * 0.5])
-    made = torch.func.vmap(torch.func.grad(loss, argnums=1), in_dims=(0, None))(x, parameters)
-    assert_same([t[0] for t in made.values()], expected)
-    setting.x = setting.x * 0.5
-    assert_same([t[1] for t in made.values()], setting.gradients()[1:])
+def test_per_sample_gradients(setting, name, device):
+    """They are those of a loop, but for the order of torch's own products and sums."""
+    with repeatable(device, name), WideSums():
+        expected = setting.gradients()[1:]
+        loss, parameters = setting.transformed()
+        x = torch.stack([setting.x, setting.x * 0.5])
+        made = torch.func.vmap(torch.func.grad(loss, argnums=1), in_dims=(0, None))(x, parameters)
+        assert_same([t[0] for t in made.values()], expected)
+        setting.x = setting.x * 0.5
+        assert_same([t[1] for t in made.values()], setting.gradients()[1:])
 
 
 @every
