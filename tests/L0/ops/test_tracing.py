@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from wide_sums import WideSums
 
+from apex_te.ops import transforms
+
 REFUSALS = (NotImplementedError, TypeError, ValueError)
 
 
@@ -191,6 +193,25 @@ def test_vmap(call):
         expected = call(*call.fresh())
     for sample in range(2):
         assert_same([t[sample] for t in result], expected)
+
+
+@pytest.mark.parametrize(
+    "call", ["fp8_gemm.fp8_gemm", "cast_transpose.cast_transpose"], indirect=True
+)
+def test_samples_begin_where_tensors_do(call, monkeypatch):
+    """A scale of one element of each sample, too, though the second lies 4 bytes behind."""
+    addresses, take = [], transforms._take
+
+    def taken(*args):
+        sample = take(*args)
+        if isinstance(sample, torch.Tensor):
+            addresses.append(sample.data_ptr())
+        return sample
+
+    monkeypatch.setattr(transforms, "_take", taken)
+    torch.func.vmap(call)(*(torch.stack([t] * 2) for t in call.fresh()))
+    assert addresses
+    assert all(address % 16 == 0 for address in addresses)
 
 
 DIFFERENTIABLE = {
