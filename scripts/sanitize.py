@@ -1,12 +1,14 @@
 """Runs the unit tests of the ops, and a fuzz of every bound function, under ASAN and UBSAN.
 
-    python scripts/sanitize.py [--calls 100000] [--jobs 2] [--tests PATH ...] [--only tests|fuzz]
+    python scripts/sanitize.py [--calls 100000] [--jobs 2] [--files PATH ...] [--only PART]
 
 CPU libraries and the dispatcher are compiled with APEX_TE_SANITIZE=address,undefined into a cache
-of their own, ``build/sanitize/cache``; reports, the calls of the tests and the fuzz's findings
-go to ``build/sanitize``. The fuzz runs once for each instruction set and starts again behind a call
-that ends its process. Succeeds if no sanitizer reported anything, every test passed and every call
-of the fuzz returned or raised an error of ours. Needs g++ with its sanitizers, and no GPU.
+of their own, ``build/sanitize/cache``; reports, outputs and recorded calls go to
+``build/sanitize``. Three parts follow: ``record`` runs the test files without a sanitizer and
+writes down the calls that they make, ``fuzz`` changes these calls, once for each instruction set,
+and starts again behind a call that ends its process, ``tests`` runs the files with the sanitizers.
+Succeeds if no sanitizer reported anything, every test passed and every call of the fuzz returned
+or raised an error of ours. Needs g++ with its sanitizers, and no GPU.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -25,7 +28,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "build" / "sanitize"
 ISAS = ("", "avx2", "portable")
+PARTS = ("record", "fuzz", "tests")
 SEED = 1
+RECORDING_SECONDS = 60  # for each test file
 
 
 class Piece(NamedTuple):
@@ -103,16 +108,56 @@ def reports(log: Path) -> list[str]:
     return found
 
 
-def run_tests(path: str) -> Piece:
-    """One test file; its calls are written down for the fuzz."""
+def pytest_command(path: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-m", "not cuda", *options, path]
+
+
+def record(path: str) -> str:
+    """Writes down the calls of one test file, made without a sanitizer; a line about them.
+
+    A test that fails is no obstacle: what it called before is kept.
+    """
+    name = Path(path).stem
+    written = OUTPUT / f"calls-{name}.jsonl"
+    given = {
+        **os.environ,
+        "APEX_TE_FUZZ_CALLS": str(written),
+        "APEX_TE_FUZZ_SECONDS": str(RECORDING_SECONDS),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    command = pytest_command(path, "-p", "fuzz.record")
+    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
+    (OUTPUT / f"recording-{name}.txt").write_text(done.stdout + done.stderr)
+    lines = written.read_text().splitlines() if written.exists() else []
+    functions = {tuple(json.loads(line)[:2]) for line in lines}
+    closing = f", pytest ended with {done.returncode}" if done.returncode not in (0, 5) else ""
+    return f"{name}: {len(lines)} calls of {len(functions)} functions recorded{closing}"
+
+
+def run_tests(path: str, minutes: float) -> Piece:
+    """One test file under the sanitizers; failed if it takes longer than ``minutes``."""
     name = Path(path).stem
     log = OUTPUT / f"log-{name}"
-    given = {**environment(log), "APEX_TE_FUZZ_CALLS": str(OUTPUT / f"calls-{name}.jsonl")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "fuzz.record", "-m", "not cuda", path]
-    done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True)
-    text = done.stdout + done.stderr
-    (OUTPUT / f"output-{name}.txt").write_text(text)
-    return Piece(name, done.returncode not in (0, 5), reports(log), text, {})
+    with open(OUTPUT / f"output-{name}.txt", "w+", encoding="utf-8") as output:
+        command = pytest_command(path, "-p", "no:cacheprovider")
+        try:
+            code = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=environment(log),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=minutes * 60,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+        output.seek(0)
+        text = output.read()
+    if code == -1:
+        text += f"\nended after {minutes:g} minutes\n"
+    counts = re.findall(r"(\d+) (passed|skipped|failed|error)", text.rstrip().rsplit("\n", 1)[-1])
+    facts: dict[str, object] = {what: int(count) for count, what in counts}
+    return Piece(name, code not in (0, 5), reports(log), text, facts)
 
 
 def run_fuzz(isa: str, calls: int, recorded: Path, left_out: str) -> Piece:
@@ -146,55 +191,79 @@ def run_fuzz(isa: str, calls: int, recorded: Path, left_out: str) -> Piece:
     return Piece(name, failed, reports(log), text, facts)
 
 
+def test_files(given: list[str]) -> list[str]:
+    """Test files of the given files and folders, the largest first."""
+    files: set[Path] = set()
+    for text in given:
+        path = ROOT / text
+        files |= set(path.rglob("test_*.py")) if path.is_dir() else {path}
+    return [str(path) for path in sorted(files, key=lambda path: (-path.stat().st_size, path))]
+
+
+def fuzz(pool: ThreadPoolExecutor, calls: int, left_out: str) -> list[Piece]:
+    """The calls, shared among the instruction sets."""
+    recorded = OUTPUT / "calls.jsonl"
+    with open(recorded, "wb") as file:
+        for path in sorted(OUTPUT.glob("calls-*.jsonl")):
+            file.write(path.read_bytes())
+    share = -(-calls // len(ISAS))
+    pieces = []
+    for piece in pool.map(lambda isa: run_fuzz(isa, share, recorded, left_out), ISAS):
+        pieces.append(piece)
+        print(f"{piece.name}: {json.dumps(piece.facts)}", flush=True)
+        if piece.failed:
+            print("\n".join(piece.text.splitlines()[:40]), flush=True)
+    return pieces
+
+
+def total(pieces: list[Piece], fact: str) -> int:
+    return sum(int(str(piece.facts.get(fact, 0))) for piece in pieces)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--calls", type=int, default=100_000, help="of the fuzz, in all")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    parser.add_argument("--tests", nargs="*", default=["tests/L0/ops"], help="files or folders")
-    parser.add_argument("--only", choices=("tests", "fuzz"), help="one part")
+    parser.add_argument("--files", nargs="*", default=["tests/L0/ops"], help="files or folders")
+    parser.add_argument("--only", choices=PARTS, help="one part; the fuzz takes earlier recordings")
     parser.add_argument("--except", dest="left_out", default="", help="functions not fuzzed")
+    parser.add_argument("--minutes", type=float, default=30, help="longest time of a test file")
     options = parser.parse_args()
+    parts = [options.only] if options.only else PARTS
     start = time.monotonic()
     OUTPUT.mkdir(parents=True, exist_ok=True)
     for path in [*OUTPUT.glob("log-*"), *OUTPUT.glob("progress-*")]:
         path.unlink()
-    build()
-    print(f"built in {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
-    pieces = []
+    files = test_files(options.files)
+    pieces: list[Piece] = []
     with ThreadPoolExecutor(options.jobs) as pool:
-        if options.only != "fuzz":
+        if "record" in parts:
             for path in OUTPUT.glob("calls*.jsonl"):
                 path.unlink()
-            files = []
-            for text in options.tests:
-                path = ROOT / text
-                files += sorted(path.rglob("test_*.py")) if path.is_dir() else [path]
-            for piece in pool.map(run_tests, map(str, files)):
+            for line in pool.map(record, files):
+                print(line, flush=True)
+        if parts != ["record"]:
+            build()
+            print(f"built after {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
+        if "fuzz" in parts:
+            pieces += fuzz(pool, options.calls, options.left_out)
+        if "tests" in parts:
+            for piece in pool.map(lambda path: run_tests(path, options.minutes), files):
                 pieces.append(piece)
                 closing = piece.text.rstrip().rsplit("\n", 1)[-1]
                 print(f"{piece.name}: {closing}; {len(piece.reports)} reports", flush=True)
-        recorded = OUTPUT / "calls.jsonl"
-        if options.only != "tests":
-            with open(recorded, "wb") as file:
-                for path in sorted(OUTPUT.glob("calls-*.jsonl")):
-                    file.write(path.read_bytes())
-            share = -(-options.calls // len(ISAS))
-            for piece in pool.map(
-                lambda isa: run_fuzz(isa, share, recorded, options.left_out), ISAS
-            ):
-                pieces.append(piece)
-                print(f"{piece.name}: {json.dumps(piece.facts)}", flush=True)
-                print("\n".join(piece.text.splitlines()[:40]) if piece.failed else "", end="\n")
     bad = [piece for piece in pieces if piece.failed or piece.reports]
     for piece in bad:
         for report in dict.fromkeys(piece.reports):
             print(f"{piece.name}: {report}")
-    calls = sum(int(str(piece.facts.get("calls", 0))) for piece in pieces)
     functions = max((int(str(piece.facts.get("functions", 0))) for piece in pieces), default=0)
-    total = sum(len(piece.reports) for piece in pieces)
     print(
-        f"{len(pieces)} processes, {calls} calls of {functions} functions, {total} reports,"
-        f" {len(bad)} with failures or reports, {(time.monotonic() - start) / 60:.1f} minutes"
+        f"{total(pieces, 'calls')} calls of {functions} functions,"
+        f" {total(pieces, 'passed')} tests passed and {total(pieces, 'skipped')} skipped in"
+        f" {len(files) if 'tests' in parts else 0} files,"
+        f" {sum(len(piece.reports) for piece in pieces)} reports,"
+        f" {len(bad)} of {len(pieces)} processes with failures or reports,"
+        f" {(time.monotonic() - start) / 60:.1f} minutes"
     )
     return 1 if bad else 0
 

@@ -25,6 +25,10 @@ WHOLE = ("uint8", "int8", "int16", "int32", "int64", "bool", "float8_e8m0fnu")
 def describe(value: Any) -> Any:
     """The description of an argument; None for one that cannot be described."""
     if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_meta:
+            return None  # fake tensors and other subclasses have no values to read
+        if value.layout != torch.strided:
+            return None
         name = str(value.dtype).removeprefix("torch.")
         found = {
             "tensor": name,

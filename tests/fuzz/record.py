@@ -1,6 +1,8 @@
 """pytest plugin: writes down calls of bound functions that succeed, for run.py to change.
 
-APEX_TE_FUZZ_CALLS=calls.jsonl pytest -p fuzz.record tests/L0/ops
+    APEX_TE_FUZZ_CALLS=calls.jsonl pytest -p fuzz.record tests/L0/ops
+
+APEX_TE_FUZZ_SECONDS ends a test run before its end, with what was recorded until then.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from typing import Any
 
 from fuzz.calls import describe, elements
@@ -53,16 +56,24 @@ def keep(key: tuple[str, str], line: str) -> None:
         kept[at] = line
 
 
-_function = dispatcher.function
+class Recording(dict[tuple[str, str], Any]):
+    """The dispatcher's table of bound functions, which whoever calls one takes it from."""
+
+    def setdefault(self, key: tuple[str, str], default: Any = None) -> Any:
+        return super().setdefault(key, Recorded(key[0], default))
 
 
-def function(op: str, name: str) -> Any:
-    bound = _function(op, name)
-    return bound if isinstance(bound, Recorded) else Recorded(op, bound)
+_start = time.monotonic()
 
 
 def pytest_configure(config: Any) -> None:
-    dispatcher.function = function
+    dispatcher._functions = Recording()
+
+
+def pytest_runtest_teardown(item: Any) -> None:
+    limit = float(os.environ.get("APEX_TE_FUZZ_SECONDS", "inf"))
+    if time.monotonic() - _start > limit:
+        item.session.shouldstop = f"{limit:g} s of recording are over"
 
 
 def pytest_sessionfinish(session: Any) -> None:

@@ -18,6 +18,22 @@ def fuzz(*options):
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
+def record_calls(test, path, **settings):
+    """Writes the calls of a test file to ``path``; what a failed test called counts, too."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "fuzz.record", "-m", "not cuda", test]
+    folders = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    given = {**os.environ, "PYTHONPATH": folders, "APEX_TE_FUZZ_CALLS": str(path)}
+    done = subprocess.run(
+        command, env={**given, **settings}, cwd=ROOT, capture_output=True, text=True, timeout=600
+    )
+    output = done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode in (0, 1, 2), output
+    assert path.exists(), output
+    assert path.read_text(), output
+    if done.returncode:
+        print(f"{test}: pytest ended with {done.returncode}, its calls are used:\n{output}")
+
+
 def test_wild_calls_raise_errors_of_ours():
     done = fuzz("--calls", "2000", "--seed", "11")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -27,16 +43,60 @@ def test_wild_calls_raise_errors_of_ours():
 def test_changed_calls_of_an_op(tmp_path):
     """Calls that pass, written down by the recorder, then changed: some pass, none breaks."""
     path = tmp_path / "calls.jsonl"
-    test = str(ROOT / "tests" / "L0" / "ops" / "test_byte_transpose.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "fuzz.record", "-m", "not cuda", test]
-    given = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "APEX_TE_FUZZ_CALLS": str(path)}
-    subprocess.run(command, env=given, cwd=ROOT, check=True, capture_output=True)
+    record_calls(ROOT / "tests" / "L0" / "ops" / "test_byte_transpose.py", path)
     others = ",".join(set(run.functions()) - {"byte_transpose"})
     done = fuzz("--calls", "400", "--recorded", str(path), "--except", others)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["functions"] == 1
     assert 20 < facts["succeeded"] < 400
+
+
+TESTS = """
+import pytest
+import torch
+
+from apex_te.compatibility import byte_transpose as direct
+from apex_te.ops.byte_transpose import byte_transpose
+
+
+def test_passes():
+    byte_transpose(torch.zeros(3, 4, dtype=torch.uint8))
+
+
+def test_fails():
+    x = torch.zeros(5, 6, dtype=torch.uint8)
+    direct.byte_transpose(x, torch.empty(6, 5, dtype=torch.uint8))
+    assert False
+
+
+def test_meta_tensors_are_refused_as_without_the_recorder():
+    x = torch.zeros(5, 6, dtype=torch.uint8, device="meta")
+    with pytest.raises(TypeError, match="byte_transpose: codes"):
+        direct.byte_transpose(x, x)
+"""
+
+
+def shapes_in(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [arguments["codes"]["shape"] for _, name, arguments in lines if name == "byte_transpose"]
+
+
+def test_the_recorder_sees_every_way_to_call_and_failed_tests(tmp_path, capsys):
+    test, path = tmp_path / "test_some.py", tmp_path / "calls.jsonl"
+    test.write_text(TESTS)
+    record_calls(test, path)
+    assert shapes_in(path) == [[3, 4], [5, 6]]
+    said = capsys.readouterr().out
+    assert "pytest ended with 1" in said
+    assert "1 failed, 2 passed" in said
+
+
+def test_the_recorder_ends_in_time(tmp_path):
+    test, path = tmp_path / "test_some.py", tmp_path / "calls.jsonl"
+    test.write_text(TESTS)
+    record_calls(test, path, APEX_TE_FUZZ_SECONDS="0")
+    assert shapes_in(path) == [[3, 4]]
 
 
 def test_every_cpu_function_is_called():
