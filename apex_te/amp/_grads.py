@@ -9,6 +9,7 @@ import torch
 from ..ops import multi_tensor
 from ..optimizers._bucket import dense_order
 from ..optimizers._sharded import local, max_over_shards, placed, with_part
+from ..runtime import moved
 
 __all__ = ["Flags", "move_grads", "unscale_grads"]
 
@@ -46,14 +47,14 @@ class Flags:
                 continue
             if device not in self._flags:
                 self._flags[device] = torch.zeros((), dtype=torch.float32, device=device)
-            factor = self._inv_scale.to(device, non_blocking=True)
+            factor = moved(self._inv_scale, device)
             multi_tensor.scale(xs, outs, factor, found_inf=self._flags[device])
 
     def combined(self, device: torch.device, params: Iterable[torch.Tensor]) -> torch.Tensor:
         """One flag on ``device`` for all, and for all ranks that have parts of ``params``."""
         total = torch.zeros((), dtype=torch.float32, device=device)
         for flag in self._flags.values():
-            total = torch.maximum(total, flag.to(device, non_blocking=True))
+            total = torch.maximum(total, moved(flag, device))
         return max_over_shards(total, params)
 
 

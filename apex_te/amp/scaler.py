@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ..runtime import moved
+
 __all__ = ["LossScaler"]
 
 _INIT_SCALE = 2.0**16
@@ -80,7 +82,7 @@ class LossScaler:
         if self._scale.device != loss.device:
             for name in ("_scale", "_unskipped", "_remaining", "_skipped"):
                 value = getattr(self, name)
-                setattr(self, name, value.to(loss.device, non_blocking=loss.is_cuda))
+                setattr(self, name, moved(value, loss.device))
         return loss.float() * self._scale
 
     def inv_scale(self) -> torch.Tensor:
@@ -99,7 +101,7 @@ class LossScaler:
         if self._held is not None:
             self.hold(found_inf)
             found_inf, self._held = self._held, None
-        found = found_inf.to(self._scale.device, non_blocking=True).reshape(()) != 0
+        found = moved(found_inf, self._scale.device).reshape(()) != 0
         clean = ~found
         self._remaining.copy_(torch.where(found, self._remaining - 1, float(self.hysteresis)))
         self._unskipped.add_(1).mul_(clean)

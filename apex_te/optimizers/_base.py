@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ..runtime import moved
 from ._bucket import MASTER, STEP, Bucket, State, has_master, needs_copy, new_master, new_state
 from ._bucket import partition as _partition
 from ._scalars import Scalars
@@ -177,7 +178,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         lr = group["lr"]
         if not isinstance(lr, torch.Tensor):
             return lr
-        return lr.to(device, torch.float32, non_blocking=True)
+        return moved(lr, device, torch.float32)
 
     # Buckets.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from ..runtime import moved
 from ._sharded import max_over_shards
 
 
@@ -28,9 +29,7 @@ class Scalars:
         """(inv_scale, found_inf), each one element or None."""
         found = self._on.get(device)
         if found is None:
-            inv_scale, found_inf = (
-                None if v is None else v.to(device, non_blocking=True) for v in self._values
-            )
+            inv_scale, found_inf = (None if v is None else moved(v, device) for v in self._values)
             found = self._on[device] = (inv_scale, found_inf)
         return found
 
@@ -61,6 +60,6 @@ class Scalars:
             # torch's is that of the ranks which share the first gradient.
             flag = max_over_shards(flag, params)
             if found_inf is not None:
-                flag = found_inf + flag.to(found_inf.device, non_blocking=True)
+                flag = found_inf + moved(flag, found_inf.device)
             found_inf = flag
         return cls(scale, found_inf)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..ops import multi_tensor, multi_tensor_optim
+from ..runtime import moved
 from ._base import FusedOptimizer, Work
 from ._scalars import Scalars
 from ._sharded_lamb import ShardedLamb
@@ -149,7 +150,7 @@ class FusedLAMB(FusedOptimizer):
             return parts
         return {
             device: torch.linalg.vector_norm(
-                torch.stack([part.to(device, non_blocking=True) for part in parts.values()])
+                torch.stack([moved(part, device) for part in parts.values()])
             )
             for device in parts
         }

@@ -120,8 +120,8 @@ def scaled_step(optimizer, dtype, is_inf, device):
     """A step of gradients scaled by 1024, by torch.amp.GradScaler where it takes the dtype."""
     if device.type == "cuda" and dtype is torch.bfloat16:
         # Its search for infinities takes no bfloat16 there; it hands over these two.
-        optimizer.grad_scale = flag(1024.0, device)
-        optimizer.found_inf = flag(float(is_inf), device)
+        optimizer.grad_scale = torch.tensor(1024.0, device=device)
+        optimizer.found_inf = torch.tensor(float(is_inf), device=device)
         optimizer.step()
         return
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
