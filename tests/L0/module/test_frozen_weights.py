@@ -22,6 +22,9 @@ RECIPES = {
 }
 each_recipe = pytest.mark.parametrize("name", RECIPES)
 
+# Kinds in which a kernel that does something else casts the input of a product.
+PRODUCERS = ("LayerNormLinear", "LayerNormMLP", "TransformerLayer")
+
 pytestmark = pytest.mark.filterwarnings("ignore:apex_te. FP8 matrix products")
 
 
@@ -197,7 +200,11 @@ def test_only_what_learns_has_its_copies(kind, name, device, monkeypatch):
     for (_, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
         if p.requires_grad and q.grad is not None:
             assert_same_bits(p.grad, q.grad)
-    assert_same_bits(seen[0][:2], seen[1][:2])
+    # On a GPU a norm or an activation writes FP8 from float32, or bfloat16 values which are then
+    # cast: the second for the whole model, where a weight gradient in high precision needs them.
+    is_rounded_twice = device.type == "cuda" and "plain wgrad" in name and kind in PRODUCERS
+    if not is_rounded_twice:
+        assert_same_bits(seen[0][:2], seen[1][:2])
     fewer, all_of_them = seen[0][2], seen[1][2]
     if "plain wgrad" in name:
         assert fewer == all_of_them == [0, 0]
