@@ -26,10 +26,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "scripts" / "sanitizer"
 OUTPUT = ROOT / "build" / "sanitize"
 ISAS = ("", "avx2", "portable")
 PARTS = ("record", "fuzz", "tests")
 SEED = 1
+FAULTS = """
+#include <cstddef>
+extern "C" int overflow(int value) { return value + 2147483647; }
+extern "C" int behind(const char* bytes, std::size_t size) { return bytes[size]; }
+"""
 RECORDING_SECONDS = 60  # for each test file
 
 
@@ -66,17 +72,19 @@ def environment(log: Path) -> dict[str, str]:
         "detect_odr_violation": "0",  # every op library has a function of the same name
         "log_path": str(log),
     }
+    # UBSAN's start sets ASAN's log_path (see sitecustomize.py): the same again
     undefined = {"print_stacktrace": "1", "log_path": str(log)}
     return {
         **os.environ,
         "APEX_TE_SANITIZE": "address,undefined",
         "APEX_TE_CACHE_DIR": str(OUTPUT / "cache"),
         "ASAN_OPTIONS": ":".join(f"{key}={value}" for key, value in address.items()),
+        "APEX_TE_UBSAN_LOG": f"{log}.undefined",
         "UBSAN_OPTIONS": ":".join(f"{key}={value}" for key, value in undefined.items()),
         "LD_PRELOAD": preloaded(),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"),
         "PYTHONMALLOC": "malloc",  # one block for each object
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        "PYTHONPATH": os.pathsep.join(map(str, (SITE, ROOT, ROOT / "tests"))),
     }
 
 
@@ -91,7 +99,7 @@ def build() -> None:
         "        builder.open('cpu')\n"
     )
     given = environment(OUTPUT / "build")
-    del given["LD_PRELOAD"]
+    del given["LD_PRELOAD"], given["APEX_TE_UBSAN_LOG"]
     given["ASAN_OPTIONS"] += ":verify_asan_link_order=0"  # a new library is loaded to check it
     subprocess.run([sys.executable, "-c", code], env=given, check=True)
 
@@ -106,6 +114,36 @@ def reports(log: Path) -> list[str]:
                 frames = [text.strip() for text in lines[i + 1 : i + 40] if "csrc/" in text]
                 found.append(" ".join([line.strip(), *frames[:1]]))
     return found
+
+
+def check_reports() -> None:
+    """Makes one fault of each kind; a sanitizer that is not heard ends the run."""
+    from apex_te.op_builder.jit import env
+    from apex_te.op_builder.jit.toolchain import find_cxx
+
+    log, source, library = OUTPUT / "faults", OUTPUT / "faults.cpp", OUTPUT / "faults.so"
+    for path in log.parent.glob(f"{log.name}.*"):
+        path.unlink()
+    source.write_text(FAULTS)
+    given = environment(log)
+    os.environ["APEX_TE_SANITIZE"] = given["APEX_TE_SANITIZE"]
+    flags = env.sanitizers()
+    del os.environ["APEX_TE_SANITIZE"]
+    command = [*find_cxx(), "-shared", "-fPIC", *flags, str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    code = (
+        "import ctypes\n"
+        "import torch\n"
+        f"faults = ctypes.CDLL({str(library)!r})\n"
+        "faults.overflow(1)\n"
+        "x = torch.zeros(24, dtype=torch.uint8)\n"
+        "faults.behind(ctypes.c_void_p(x.data_ptr()), ctypes.c_size_t(x.numel()))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], env=given, cwd=ROOT, capture_output=True)
+    found = " ".join(reports(log))
+    for text in ("heap-buffer-overflow", "signed integer overflow"):
+        if text not in found:
+            raise SystemExit(f"no report of a {text} was heard, got {found or 'none'!r}")
 
 
 def pytest_command(path: str, *options: str) -> list[str]:
@@ -244,6 +282,7 @@ def main() -> int:
                 print(line, flush=True)
         if parts != ["record"]:
             build()
+            check_reports()
             print(f"built after {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
         if "fuzz" in parts:
             pieces += fuzz(pool, options.calls, options.left_out)
