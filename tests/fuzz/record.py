@@ -19,10 +19,12 @@ from fuzz.calls import describe, elements
 from apex_te.runtime import dispatcher
 
 MOST = 60  # calls of a function that are kept, chosen among all
-LARGEST = 1 << 15  # elements of a call's tensors
+SMALL = 1 << 15  # elements of a call's tensors
+LARGEST = 1 << 18
+FEW = 10  # calls of a function, made up with larger ones where there are fewer small ones
 
-_kept: dict[tuple[str, str], list[str]] = {}
-_seen: dict[tuple[str, str], int] = {}
+_kept: dict[tuple[str, ...], list[str]] = {}
+_seen: dict[tuple[str, ...], int] = {}
 
 
 class Recorded:
@@ -39,13 +41,15 @@ class Recorded:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         described = {name: describe(value) for name, value in given.items()}
         result = self._function(*args, **kwargs)
-        key = (self._op, self._function.__name__)
-        if sum(map(elements, described.values())) <= LARGEST:
+        key, size = (self._op, self._function.__name__), sum(map(elements, described.values()))
+        if size <= SMALL:
             keep(key, json.dumps(described))
+        elif size <= LARGEST:
+            keep((*key, "large"), json.dumps(described))
         return result
 
 
-def keep(key: tuple[str, str], line: str) -> None:
+def keep(key: tuple[str, ...], line: str) -> None:
     """A fair choice of MOST calls, the same in every run with the same tests."""
     kept, seen = _kept.setdefault(key, []), _seen.get(key, 0)
     _seen[key] = seen + 1
@@ -87,6 +91,8 @@ def pytest_sessionfinish(session: Any) -> None:
     if not path:
         return
     with open(path, "a", encoding="utf-8") as file:
-        for (op, name), lines in sorted(_kept.items()):
-            for line in lines:
+        for op, name in sorted({(key[0], key[1]) for key in _kept}):
+            lines = _kept.get((op, name), [])
+            large = _kept.get((op, name, "large"), [])
+            for line in [*lines, *large[: max(0, FEW - len(lines))]]:
                 file.write(json.dumps([op, name, json.loads(line)]) + "\n")

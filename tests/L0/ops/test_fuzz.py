@@ -107,6 +107,21 @@ def test_the_recorder_ends_in_time_after_a_fair_choice(tmp_path):
     assert shape != [1, 4]
 
 
+def test_large_calls_make_up_for_few_small_ones(tmp_path, monkeypatch):
+    path = tmp_path / "calls.jsonl"
+    monkeypatch.setenv("APEX_TE_FUZZ_CALLS", str(path))
+    few = {("op", "few"): ["1", "2"], ("op", "few", "large"): [str(i) for i in range(20)]}
+    many = {("op", "many"): ["0"] * 30, ("op", "many", "large"): ["1"] * 9}
+    monkeypatch.setattr(record, "_kept", {**few, **many, ("op", "none", "large"): ["3"]})
+    record.pytest_sessionfinish(None)
+    names = [json.loads(line)[1] for line in path.read_text().splitlines()]
+    assert {name: names.count(name) for name in names} == {
+        "few": record.FEW,
+        "many": 30,
+        "none": 1,
+    }
+
+
 def test_every_cpu_function_is_called():
     known = run.functions()
     assert len(known) >= 60
