@@ -12,7 +12,7 @@ namespace apex_te {
 
 constexpr int64_t kBlock = 128;
 
-inline int64_t num_blocks(int64_t n) { return (n + kBlock - 1) / kBlock; }
+inline int64_t num_blocks(int64_t n) { return n / kBlock + (n % kBlock > 0); }
 inline int64_t padded_to_4(int64_t n) { return (n + 3) / 4 * 4; }
 
 // The next argument: rows of a block.

@@ -134,6 +134,9 @@ APEX_TE_DEFINE(fp8_block_accumulate) {
   p.b_is_square = check_block_rows(args) == kBlock;
   refuse_two_square_blocks(args, p.a_is_square ? kBlock : 1, p.b_is_square ? kBlock : 1);
   const int64_t k = args.integer(), slice = args.integer(), slices = num_blocks(k);
+  if (k < 1)
+    fail(kApexTeValueError, "%s: k must be at least 1, got %lld", args.name(),
+         static_cast<long long>(k));
   if (slice < 0 || slice >= slices)
     fail(kApexTeValueError, "%s: slice must be from 0 to %lld, got %lld", args.name(),
          static_cast<long long>(slices - 1), static_cast<long long>(slice));

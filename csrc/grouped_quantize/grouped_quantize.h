@@ -143,7 +143,8 @@ inline GroupedOffsets check_grouped_offsets(Args& args) {
   check_table(args, table, p.groups);
   p.table = table.data<int32_t>();
   p.rows = args.integer();
-  if (p.rows < 0 || p.rows + (p.groups + 1) * kGroupAlign > 0x7FFFFFFF)
+  const int64_t padding = (static_cast<int64_t>(p.groups) + 1) * kGroupAlign;
+  if (p.rows < 0 || p.rows > 0x7FFFFFFF - padding)
     fail(kApexTeUnsupported, "%s: rows must be from 0 to 2^31 - 1 with padding, got %lld",
          args.name(), static_cast<long long>(p.rows));
   return p;

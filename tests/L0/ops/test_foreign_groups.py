@@ -8,6 +8,7 @@ from group_layouts import made, scales
 
 from apex_te.ops import grouped_gemm, moe_permute
 from apex_te.ops import grouped_quantize as op
+from apex_te.runtime import function
 
 E4M3 = torch.float8_e4m3fn
 ROWS, COLS = 16, 256
@@ -178,3 +179,12 @@ def test_row_maps_of_other_tokens(device):
     )
     with pytest.raises(ValueError, match=r"chunk_map must have shape \[2, 9\], got \[2, 8\]"):
         moe_permute.sort_chunks(x, chunk_map)
+
+
+@pytest.mark.parametrize("rows", [-(2**63), -1, 2**31 - 48, 2**31, 2**63 - 49, 2**63 - 1])
+def test_rows_without_a_table_are_refused(device, rows):
+    splits = torch.tensor([16, 16], dtype=torch.int32, device=device)
+    table = torch.full((7,), 9, dtype=torch.int32, device=device)
+    with pytest.raises(NotImplementedError, match=f"rows must be from 0 .* got {rows}"):
+        function("grouped_quantize", "grouped_offsets")(splits, table, rows)
+    assert table.tolist() == [9] * 7

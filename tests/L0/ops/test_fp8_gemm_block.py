@@ -8,6 +8,7 @@ from apex_te.ops import block_quantize as blocks
 from apex_te.ops import fp8_gemm as op
 from apex_te.ops.block_quantize import block_quantize
 from apex_te.ops.fp8_gemm import block_scaled_gemm
+from apex_te.runtime import function
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MODES = [(1, 128), (1, 1), (128, 1)]
@@ -191,3 +192,19 @@ def test_tuned_product_is_right(tmp_path, monkeypatch):
     monkeypatch.setattr(op.gemm_tuning, "is_active", True)
     assert sqnr(exact_a @ exact_b.t(), block_scaled_gemm(a, b, sa, sb)) >= 48
     assert "blocks=(1, 128)" in next((tmp_path / "gemm").glob("*.json")).read_text()
+
+
+@pytest.mark.parametrize(
+    ("k", "slice", "message"),
+    [
+        (2**63 - 1, 0, r"a_scale_inv must have shape \[72057594037927936, 4\]"),
+        (0, 0, "k must be at least 1, got 0"),
+        (-(2**63), 0, "k must be at least 1, got -9223372036854775808"),
+        (256, 2, "slice must be from 0 to 1, got 2"),
+    ],
+)
+def test_any_extent_of_a_slice_is_refused(k, slice, message):
+    product, total = torch.zeros(4, 4), torch.zeros(4, 4)
+    scales = torch.ones(2, 4)
+    with pytest.raises(ValueError, match=f"fp8_block_accumulate: {message}"):
+        function("fp8_gemm", "fp8_block_accumulate")(product, scales, scales, total, 1, 1, k, slice)
