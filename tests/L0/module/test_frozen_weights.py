@@ -197,14 +197,16 @@ def test_only_what_learns_has_its_copies(kind, name, device, monkeypatch):
             sum(call[0] == r and call[2] for call in calls) for r in ("input", "grad_output")
         ]
         seen[-1].append(columnwise)
-    for (_, p), (_, q) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-        if p.requires_grad and q.grad is not None:
-            assert_same_bits(p.grad, q.grad)
-    # On a GPU a norm or an activation writes FP8 from float32, or bfloat16 values which are then
+    # In bfloat16 a norm or an activation writes FP8 from float32, or 16-bit values which are then
     # cast: the second for the whole model, where a weight gradient in high precision needs them.
-    is_rounded_twice = device.type == "cuda" and "plain wgrad" in name and kind in PRODUCERS
+    # Everything behind that layer has other bits.
+    is_16_bit = x.dtype is not torch.float32
+    is_rounded_twice = is_16_bit and "plain wgrad" in name and kind in PRODUCERS
     if not is_rounded_twice:
         assert_same_bits(seen[0][:2], seen[1][:2])
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            if p.requires_grad and q.grad is not None:
+                assert_same_bits(p.grad, q.grad)
     fewer, all_of_them = seen[0][2], seen[1][2]
     if "plain wgrad" in name:
         assert fewer == all_of_them == [0, 0]
