@@ -78,6 +78,8 @@ def _explained(
     error: Exception,
 ) -> Exception | None:
     """The error to raise instead; None where the first one says what is wrong."""
+    if isinstance(error, RuntimeError) and type(error) not in (RuntimeError, NotImplementedError):
+        return None  # of a build, a device or its memory: no argument's doing
     try:
         given = inspect.signature(function).bind(*args, **kwargs).arguments
     except TypeError:  # Python's own error names the missing or unknown argument

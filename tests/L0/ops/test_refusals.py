@@ -4,7 +4,10 @@ import inspect
 
 import pytest
 import torch
+from apex_te.op_builder.jit.errors import BuildError
 from public_functions import NAMES, find, make_case
+
+from apex_te.ops import multi_tensor
 
 REFUSALS = (NotImplementedError, TypeError, ValueError)
 
@@ -151,3 +154,15 @@ def test_each_argument_in_turn(name):
             except AssertionError as error:
                 failures.append(str(error))
     assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("kind", [BuildError, torch.OutOfMemoryError])
+def test_failures_of_builds_and_devices_stay_as_they_are(kind, monkeypatch):
+    """A build that fails is not explained by an argument, here one that would be refused, too."""
+
+    def fail(*args):
+        raise kind("no compiler")
+
+    monkeypatch.setattr(multi_tensor, "_scale", fail)
+    with pytest.raises(kind, match=r"^no compiler$"):
+        multi_tensor.scale([torch.ones(2)], [], 1.0)

@@ -67,7 +67,7 @@ def test_errors_before_sharding():
     with pytest.raises(NotImplementedError, match="MXFP8"):
         enable_fp8_all_gather(model, recipe.MXFP8Scaling())
     with pytest.raises(TypeError, match="recipe must be a recipe"):
-        enable_fp8_all_gather(model, "delayed")
+        enable_fp8_all_gather(model, 3)
     with pytest.raises(TypeError, match="model must be a torch"):
         enable_fp8_all_gather(model.layers[0].weight)
     with pytest.raises(ValueError, match="got none"):
