@@ -239,7 +239,7 @@ class Capture:
 
 
 class WeightCache:
-    """Which of its FP8 weights a graph is to make again: what a module's own cache would do.
+    """Decides which FP8 weights a replay makes again, as a module's own cache would.
 
     Args:
         kept: the weights.

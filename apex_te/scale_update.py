@@ -229,11 +229,11 @@ class ScaleGroup:
         return None if cause is None else self._failure(failed, cause)
 
     def _slots(self, index: int) -> range:
-        """Which entries are those of a state."""
+        """Returns the range of the entries that belong to a state."""
         return range(self._owners[index - 1][1] if index else 0, self._owners[index][1])
 
     def _has_staged(self, index: int) -> bool:
-        """Whether a state staged an amax since its update failed; waits for the device."""
+        """Returns True if a state staged an amax since its update failed; waits for the device."""
         histories = [self.histories[i] for i in self._slots(index)]
         if histories[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return True
@@ -422,7 +422,7 @@ class PendingScales:
 
 
 def _is_local(scope: Scope | None, recipe: DelayedScaling) -> bool:
-    """Whether an update of ``scope`` takes no other rank."""
+    """Returns True if an update of ``scope`` needs no other rank."""
     if scope is None:
         return not recipe.reduce_amax or world_size(None) == 1
     return not scope.reduces or world_size(scope.group) == 1

@@ -232,7 +232,7 @@ def load_state(
 
 
 def _on_meta(state: FP8State) -> bool:
-    """Whether the module has no values yet, and so can take entries that have none."""
+    """Returns True if the module is on the meta device and can take entries without values."""
     device = state.owner_device()
     return device is not None and device.type == "meta"
 

@@ -240,7 +240,7 @@ class OpBuilder:
 
     @property
     def exports_c_functions(self) -> bool:
-        """Whether the library is opened by the dispatcher rather than imported by Python."""
+        """True if the dispatcher opens the library, False if Python imports it."""
         return self.BINDING == "c"
 
     def check_device(self, device: str) -> None:

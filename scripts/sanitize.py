@@ -40,7 +40,7 @@ RECORDING_SECONDS = 60  # for each test file
 
 
 class Piece(NamedTuple):
-    """What one process found."""
+    """Findings of one process."""
 
     name: str
     failed: bool

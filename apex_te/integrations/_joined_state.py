@@ -23,7 +23,7 @@ class JoinedKey(NamedTuple):
     transposed: bool = False  # each part is stored [in, out]
 
     def prefixed(self, prefix: str) -> JoinedKey:
-        """The same entry with ``prefix`` before every key."""
+        """Returns this entry with ``prefix`` before each of its keys."""
         parts = tuple((prefix + key, rows) for key, rows in self.parts)
         return JoinedKey(prefix + self.key, parts, self.transposed)
 
@@ -145,7 +145,7 @@ class JoinedState:
             state_dict[entry.key] = _like(own, joined(values, entry.transposed))
 
     def _is_joined(self, entry: JoinedKey, state_dict: dict[str, Any], own: torch.Tensor) -> bool:
-        """Whether ``state_dict`` has the joined parameter itself, as earlier releases saved it."""
+        """Returns True if ``state_dict`` has the joined parameter, as earlier releases saved it."""
         if entry.key not in state_dict:
             return False
         if entry.key != entry.parts[0][0]:

@@ -1,4 +1,4 @@
-"""Which layers the caller of ``from_torch`` wants converted, and which stay by default."""
+"""Selection of the layers that ``from_torch`` converts: the caller's options and the defaults."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _predicates(
 
 
 def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn.Module], bool]:
-    """Whether successive parts of a name match ``pattern``."""
+    """Returns True if successive parts of a module's name match ``pattern``."""
     fits = re.compile(fnmatch.translate(pattern)).match
 
     def matches(name: str, module: nn.Module | None = None) -> bool:

@@ -128,14 +128,14 @@ def from_torch(
 
 
 def _replaceable(module: nn.Module) -> bool:
-    """Whether ``module`` is, or is derived from, a layer that apex_te has."""
+    """Returns True if ``module`` is an instance of a class that ``from_torch`` replaces."""
     if isinstance(module, _REPLACING):
         return False
     return isinstance(module, _REPLACED) or is_conv1d(module) or is_llama_norm(module)
 
 
 def _has_weights(module: nn.Module) -> bool:
-    """Whether ``module`` has parameters itself, and is not of apex_te."""
+    """Returns True if ``module`` has parameters of its own and no class of apex_te."""
     own = any(p is not None for p in module._parameters.values())
     return own and not type(module).__module__.startswith("apex_te.")
 

@@ -56,6 +56,6 @@ class ConversionSummary:
 
 
 def conversion_summary(model: nn.Module) -> ConversionSummary:
-    """What ``from_torch(model)`` converted and left; empty for a model that it was not given."""
+    """Returns the layers that ``from_torch(model)`` converted and kept; none for another model."""
     found = vars(model).get(ATTRIBUTE)
     return ConversionSummary() if found is None else found

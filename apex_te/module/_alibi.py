@@ -13,7 +13,7 @@ __all__ = ["Alibi", "checked_slopes", "standard_slopes"]
 
 
 class Alibi(NamedTuple):
-    """How queries and keys are counted: as their mask type does, under their padding masks."""
+    """Positions of queries and keys, counted as the mask type and the padding masks say."""
 
     kind: MaskType
     mask: Mask

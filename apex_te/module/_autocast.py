@@ -1,4 +1,4 @@
-"""What the modules ask of ``torch.autocast``."""
+"""Queries of ``torch.autocast``: its state and its dtype on a device type."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["autocast_dtype", "is_autocast"]
 
 
 def is_autocast(device_type: str) -> bool:
-    """Whether ``torch.autocast`` is on for a device type; the meta device has none."""
+    """Returns True if ``torch.autocast`` is on for a device type; never for the meta device."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 

@@ -290,7 +290,7 @@ class DotProductAttention(torch.nn.Module):
         mask: _masks.Mask,
         cu: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> tuple[_masks.Visibility, _masks.Mask]:
-        """What is hidden in the scores of q [b, h, sq, d] and k [b, g, sk, d], and the mask."""
+        """Returns what the scores of q [b, h, sq, d] and k [b, g, sk, d] show, and the mask."""
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         cross = self.attention_type == "cross"

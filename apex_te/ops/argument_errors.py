@@ -107,7 +107,7 @@ def _is_of_shapes(error: RuntimeError) -> bool:
 
 
 def _problem(place: str, wanted: str, value: Any, scope: dict[str, Any]) -> Exception | None:
-    """What is wrong with one value for its annotation."""
+    """Returns the error for a value that its annotation does not allow, or None."""
     kinds = [kind.strip() for kind in wanted.split(" | ")]
     if value is None and "None" in kinds:
         return None

@@ -36,7 +36,7 @@ class OpFunction(torch.autograd.Function):
 
 
 def needs_autograd(*tensors: torch.Tensor | None) -> bool:
-    """Whether a derivative may be asked for of a function of these tensors."""
+    """Returns True if autograd may ask for a derivative with respect to one of the tensors."""
     if not torch.is_grad_enabled():
         return False
     if any(t is not None and t.requires_grad for t in tensors):

@@ -133,7 +133,7 @@ def _writes_list(argument: Any) -> bool:
 
 
 def _without_data(args: Sequence[Any]) -> bool:
-    """Whether the tensors are all of a kind that has shapes only: meta or fake."""
+    """Returns True if every tensor is a meta or fake one, which has a shape and no values."""
     tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,))]
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
     return bool(tensors) and all(t.is_meta or _is_fake(t) for t in tensors)

@@ -1,4 +1,4 @@
-"""What the transforms of torch.func (grad, vjp, vmap, jvp) make of ops that write their outputs."""
+"""Rules of torch.func's transforms (grad, vjp, vmap, jvp) for ops that write their outputs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Call:
         return [next(given) if is_tensor else value for value, is_tensor in pairs]
 
     def copy(self) -> _Call:
-        """The same call of one sample."""
+        """Returns this call for one sample of a batch."""
         other = _Call(self.function, self.rest, self.is_tensor)
         vars(other).update(vars(self))
         return other
@@ -219,7 +219,7 @@ def _with_gaps(tensors: tuple[Any, ...], has: tuple[bool, ...]) -> tuple[Any, ..
 
 
 def _requires_grad(t: torch.Tensor) -> bool:
-    """Whether a transform at any level, or autograd below them, may ask for a gradient."""
+    """Returns True if a transform at any level, or autograd below it, may ask for a gradient."""
     while _functorch.is_functorch_wrapped_tensor(t):
         if t.requires_grad:
             return True
@@ -286,7 +286,7 @@ def _take(value: Any, i: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -
 
 
 def _is_differentiated(t: Any) -> bool:
-    """Whether a transform of torch.func differentiates with respect to a tensor."""
+    """Returns True if a transform of torch.func differentiates with respect to a tensor."""
     while isinstance(t, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(t):
         if _functorch.is_gradtrackingtensor(t) and (t.requires_grad or _has_tangent(t)):
             return True

@@ -100,7 +100,7 @@ def _direct(
 
 
 def _unscaling(options: dict[str, Any]) -> torch.Tensor:
-    """What an unscaled gradient is multiplied by: 1 where the step is skipped."""
+    """Returns the factor that unscales gradients; 1 where the step is skipped."""
     skip, inv_scale = options["found_inf"], options["inv_scale"]
     return inv_scale if skip is None else torch.where(skip.reshape(()) == 0, inv_scale, 1.0)
 

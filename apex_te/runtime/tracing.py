@@ -20,7 +20,7 @@ __all__ = [
 
 
 def is_traced() -> bool:
-    """Whether a call must go through ``torch.ops`` instead of straight to a library.
+    """Returns True if a call must go through ``torch.ops`` instead of straight to a library.
 
     True under torch.compile and torch.export, in a TorchDispatchMode (make_fx, FakeTensorMode,
     selective activation checkpointing, counters), in a transform of torch.func and in

@@ -214,7 +214,7 @@ def loading(text: str) -> str:
 
 
 def is_not_executable(text: str) -> bool:
-    """Whether dlopen failed because the file system of the library is mounted noexec."""
+    """Returns True if dlopen failed because the library's file system is mounted noexec."""
     return bool(_NOT_EXECUTABLE.search(text))
 
 

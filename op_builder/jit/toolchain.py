@@ -57,7 +57,7 @@ def _passed_on(flag: str) -> list[str]:
 
 
 def is_for_this_machine(flag: str) -> bool:
-    """Whether a flag makes the compiler use whatever this machine's CPU offers."""
+    """Returns True if a flag makes the compiler use whatever this machine's CPU offers."""
     return any(_ONE_MACHINE.fullmatch(part) for part in _passed_on(flag))
 
 
