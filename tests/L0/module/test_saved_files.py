@@ -1,0 +1,113 @@
+"""Files that earlier versions wrote load, bit for bit (tests/data/write_saved_files.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+import operator
+import pickle
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import apex_te
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+SAVED = sorted(path for path in DATA.glob("saved_*") if path.is_dir())
+
+
+def _load(path: Path, weights_only: bool = True) -> Any:
+    return torch.load(path, weights_only=weights_only)
+
+
+@pytest.fixture(params=SAVED, ids=lambda path: path.name)
+def saved(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+@pytest.fixture
+def writer() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("writer", DATA / "write_saved_files.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _same(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert list(got) == list(wanted)
+    for name, value in wanted.items():
+        if name.endswith(".header"):  # it counts this process's regions, too
+            continue
+        same = torch.equal if isinstance(value, torch.Tensor) else operator.eq
+        assert same(got[name], value), name
+
+
+def _step(writer: ModuleType, models: Any) -> None:
+    """Train once, which reads and moves the scales of a loaded state."""
+    for optimizer in writer.train(models, 1):
+        for group in optimizer.param_groups:
+            assert all(torch.isfinite(p).all() for p in group["params"])
+    apex_te.flush_fp8_state()
+
+
+def test_state_dict(saved: Path, writer: ModuleType) -> None:
+    wanted = _load(saved / "state_dict.pt")
+    model = torch.nn.ModuleDict(writer.modules())
+    model.load_state_dict(wanted)
+    _same(model.state_dict(), wanted)
+    _step(writer, dict(model.items()))
+
+
+def test_pickled_modules(saved: Path, writer: ModuleType) -> None:
+    models = _load(saved / "modules.pt", weights_only=False)
+    _same(torch.nn.ModuleDict(models).state_dict(), _load(saved / "state_dict.pt"))
+    fresh = torch.nn.ModuleDict(writer.modules())
+    fresh.load_state_dict(_load(saved / "state_dict.pt"))
+    _step(writer, models)
+    _step(writer, dict(fresh.items()))
+    _same(torch.nn.ModuleDict(models).state_dict(), fresh.state_dict())
+
+
+def test_distributed_checkpoint(saved: Path, writer: ModuleType) -> None:
+    model = torch.nn.ModuleDict(writer.modules())
+    apex_te.init_fp8_state(model, writer.RECIPES["delayed"])
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=saved / "dcp")
+    model.load_state_dict(state)
+    _same(model.state_dict(), _load(saved / "state_dict.pt"))
+
+
+def test_fp8_parameters(saved: Path, writer: ModuleType) -> None:
+    values = _load(saved / "fp8_values.pt")
+    for weights_only in (True, False):
+        held = _load(saved / "fp8_parameters.pt", weights_only)
+        assert list(held) == list(values) == list(writer.RECIPES)
+        for name, parameter in held.items():
+            assert isinstance(parameter, torch.nn.Parameter)
+            wanted, fp8_data = values[name]
+            assert torch.equal(parameter.dequantize(torch.float32), wanted)
+            assert torch.equal(parameter._rowwise.view(torch.uint8), fp8_data)
+
+
+def test_recipes(saved: Path, writer: ModuleType) -> None:
+    with (saved / "recipes.pkl").open("rb") as file:
+        assert pickle.load(file) == writer.RECIPES
+
+
+def test_optimizers(saved: Path, writer: ModuleType) -> None:
+    wanted = _load(saved / "optimizers.pt")
+    for module, state in zip(writer.modules().values(), wanted, strict=True):
+        optimizer = apex_te.optimizers.FusedAdam(module.parameters(), lr=1e-3)
+        optimizer.load_state_dict(state)
+        got = optimizer.state_dict()
+        for index, moments in state["state"].items():
+            _same(got["state"][index], moments)
+    with (saved / "optimizer.pkl").open("rb") as file:
+        optimizer = pickle.load(file)
+    for index, moments in wanted[0]["state"].items():
+        _same(optimizer.state_dict()["state"][index], moments)
