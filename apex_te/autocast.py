@@ -7,14 +7,14 @@ pickles that name it go on working.
 
 import sys
 
-from ._autocast import Region as Region
-from ._autocast import autocast as autocast
-from ._autocast import fp8_autocast as fp8_autocast
-from ._autocast import get_fp8_recipe as get_fp8_recipe
-from ._autocast import graph_task_id as graph_task_id
-from ._autocast import is_fp8_enabled as is_fp8_enabled
-from ._autocast import is_process_group as is_process_group
-from ._autocast import local as local
+from .fp8.autocast import Region as Region
+from .fp8.autocast import autocast as autocast
+from .fp8.autocast import fp8_autocast as fp8_autocast
+from .fp8.autocast import get_fp8_recipe as get_fp8_recipe
+from .fp8.autocast import graph_task_id as graph_task_id
+from .fp8.autocast import is_fp8_enabled as is_fp8_enabled
+from .fp8.autocast import is_process_group as is_process_group
+from .fp8.autocast import local as local
 
 __all__ = ["autocast", "fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
 

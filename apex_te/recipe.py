@@ -67,7 +67,7 @@ class Format(enum.Enum):
 class Recipe:
     """What all recipes share.
 
-    ``quantizer`` names the module of ``apex_te.quantizer`` to use; ``keeps_state`` says whether
+    ``quantizer`` names the module of ``apex_te.fp8.scheme`` to use; ``keeps_state`` says whether
     scales live on from one region to the next.
     """
 

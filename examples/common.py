@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import apex_te
-from apex_te.arguments import add_fp8_arguments, recipe_from_arguments
+from apex_te.fp8.arguments import add_fp8_arguments, recipe_from_arguments
 from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Recipe, make_recipe
 

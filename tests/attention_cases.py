@@ -5,9 +5,14 @@ import math
 import torch
 from checks import assert_as_good_as_torch
 
-from apex_te.module import _packed_attention, dot_product_attention
-from apex_te.module._attention_backends import Path
-from apex_te.module.dot_product_attention import DotProductAttention
+from apex_te.module.attention import (
+    dot_product as dot_product_attention,
+)
+from apex_te.module.attention import (
+    packed as _packed_attention,
+)
+from apex_te.module.attention.backends import Path
+from apex_te.module.attention.dot_product import DotProductAttention
 
 PATHS = ["chosen", "softmax"]
 B, H, G, D = 2, 4, 2, 8

@@ -3,15 +3,9 @@
 import torch
 
 from apex_te import Linear, fp8_autocast
-from apex_te.model_init import fp8_model_init
+from apex_te.fp8.model_init import fp8_model_init
 from apex_te.ops import current_scale
-from apex_te.recipe import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    Format,
-    MXFP8Scaling,
-)
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),

@@ -4,7 +4,7 @@ import torch
 from attention_cases import assert_layer_matches, exact_attention, torchs_attention
 from torch.nn import functional as F
 
-from apex_te.module.multihead_attention import MultiheadAttention
+from apex_te.module.attention.multihead import MultiheadAttention
 from apex_te.module.transformer_layer import TransformerLayer
 from apex_te.ops.rope import reference as rotated
 

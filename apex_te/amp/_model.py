@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..autocast import fp8_autocast
+from ..fp8.autocast import fp8_autocast
 from ..optimizers._bucket import needs_copy
 from ..recipe import Recipe
 from .levels import Properties

@@ -2,34 +2,34 @@
 
 from typing import TYPE_CHECKING
 
-from .._lazy import attach
+from ..comm.rng import CudaRNGStatesTracker
+from ..runtime.lazy import attach
 from .checkpoint import checkpoint  # at once, or its module of the same name would take its place
-from .rng import CudaRNGStatesTracker
 
 if TYPE_CHECKING:
+    from .dtensor.parallel_styles import ColumnParallel as ColumnParallel
+    from .dtensor.parallel_styles import LayerParallel as LayerParallel
+    from .dtensor.parallel_styles import Replicated as Replicated
+    from .dtensor.parallel_styles import RowParallel as RowParallel
+    from .dtensor.parallel_styles import SequenceParallel as SequenceParallel
     from .expert_parallel import Dispatch as Dispatch
     from .expert_parallel import TokenDispatcher as TokenDispatcher
-    from .fsdp import enable_fp8_all_gather as enable_fp8_all_gather
+    from .fsdp.fp8_all_gather import enable_fp8_all_gather as enable_fp8_all_gather
     from .main_grad import reduce_main_grads as reduce_main_grads
-    from .parallel_styles import ColumnParallel as ColumnParallel
-    from .parallel_styles import LayerParallel as LayerParallel
-    from .parallel_styles import Replicated as Replicated
-    from .parallel_styles import RowParallel as RowParallel
-    from .parallel_styles import SequenceParallel as SequenceParallel
-    from .state_dict import get_model_state_dict as get_model_state_dict
-    from .state_dict import get_optimizer_state_dict as get_optimizer_state_dict
-    from .state_dict import get_state_dict as get_state_dict
-    from .state_dict import set_model_state_dict as set_model_state_dict
-    from .state_dict import set_optimizer_state_dict as set_optimizer_state_dict
-    from .state_dict import set_state_dict as set_state_dict
+    from .state_dict.model_and_optimizer import get_model_state_dict as get_model_state_dict
+    from .state_dict.model_and_optimizer import get_optimizer_state_dict as get_optimizer_state_dict
+    from .state_dict.model_and_optimizer import get_state_dict as get_state_dict
+    from .state_dict.model_and_optimizer import set_model_state_dict as set_model_state_dict
+    from .state_dict.model_and_optimizer import set_optimizer_state_dict as set_optimizer_state_dict
+    from .state_dict.model_and_optimizer import set_state_dict as set_state_dict
 
 _NAMES = {
-    "ColumnParallel": "parallel_styles",
+    "ColumnParallel": "dtensor.parallel_styles",
     "Dispatch": "expert_parallel",
-    "LayerParallel": "parallel_styles",
-    "Replicated": "parallel_styles",
-    "RowParallel": "parallel_styles",
-    "SequenceParallel": "parallel_styles",
+    "LayerParallel": "dtensor.parallel_styles",
+    "Replicated": "dtensor.parallel_styles",
+    "RowParallel": "dtensor.parallel_styles",
+    "SequenceParallel": "dtensor.parallel_styles",
     "TokenDispatcher": "expert_parallel",
     "enable_fp8_all_gather": "fsdp",
     "get_model_state_dict": "state_dict",

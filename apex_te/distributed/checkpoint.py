@@ -12,9 +12,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..autocast import is_process_group, local
-from ..state import registry
-from .collectives import world_size
+from ..comm.collectives import world_size
+from ..fp8.autocast import is_process_group, local
+from ..fp8.delayed.state import registry
 from .saved_parts import SavedInParts
 
 __all__ = ["checkpoint"]

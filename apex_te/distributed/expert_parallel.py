@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ..autocast import is_process_group
+from ..comm.agreement import check_same
+from ..comm.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
+from ..fp8.autocast import is_process_group
 from ..permutation import moe_permute, moe_permute_and_pad_with_probs, moe_unpermute
-from ._same_on_ranks import check_same
-from .collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
 
 __all__ = ["Dispatch", "TokenDispatcher"]
 

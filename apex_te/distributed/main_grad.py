@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import distributed
 
-from .._rank_reduction import RankMismatchError
-from ..autocast import is_process_group
-from .collectives import world_size
+from ..comm.collectives import world_size
+from ..fp8.autocast import is_process_group
+from ..fp8.delayed.amax_allreduce import RankMismatchError
 
 __all__ = ["reduce_main_grads"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .collectives import all_gather_rows, world_size
+from ..comm.collectives import all_gather_rows, world_size
 
 __all__ = ["SavedInParts"]
 

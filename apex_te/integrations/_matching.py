@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from ..parameter import FP8Parameter
+from ..fp8.parameter.parameter import FP8Parameter
 
 __all__ = [
     "gelu_or_relu",

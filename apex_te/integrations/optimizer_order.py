@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..module.grouped_linear import GroupedLinear
+from ..module.grouped.linear import GroupedLinear
 
 __all__ = ["reorder_grouped_linear_state"]
 

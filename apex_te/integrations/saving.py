@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..module._fp8_module import STATE_PREFIX, FP8Module
-from ..state_io import save_state
+from ..fp8.delayed.serialize import save_state
+from ..module._core.module_fp8 import STATE_PREFIX, FP8Module
 
 __all__ = ["FP8_STATE_FILE", "load_fp8_state", "save_fp8_state", "save_without_fp8_state"]
 

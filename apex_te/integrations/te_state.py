@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..module._fp8_module import STATE_PREFIX, FP8Module
+from ..fp8.delayed.serialize import load_state, save_state
+from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State, registry
+from ..module._core.module_fp8 import STATE_PREFIX, FP8Module
 from ..recipe import MAX_HISTORY_LENGTH
-from ..state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State, registry
-from ..state_io import load_state, save_state
 from ._tensor_pickle import TensorPickleError, read_pickle, read_saved
 
 __all__ = ["TEState", "TEStateError", "load_te_extra_state", "read_te_extra_state"]

@@ -2,31 +2,31 @@
 
 from typing import TYPE_CHECKING
 
-from .._lazy import attach
+from ..runtime.lazy import attach
 
 if TYPE_CHECKING:
-    from .dot_product_attention import DotProductAttention as DotProductAttention
-    from .fp8_padding import Fp8Padding as Fp8Padding
-    from .fp8_padding import Fp8Unpadding as Fp8Unpadding
-    from .grouped_linear import GroupedLinear as GroupedLinear
+    from .attention.dot_product import DotProductAttention as DotProductAttention
+    from .attention.multihead import MultiheadAttention as MultiheadAttention
+    from .grouped.linear import GroupedLinear as GroupedLinear
+    from .grouped.padding import Fp8Padding as Fp8Padding
+    from .grouped.padding import Fp8Unpadding as Fp8Unpadding
     from .layer_norm import LayerNorm as LayerNorm
     from .layer_norm_linear import LayerNormLinear as LayerNormLinear
     from .layer_norm_mlp import LayerNormMLP as LayerNormMLP
     from .linear import Linear as Linear
-    from .multihead_attention import MultiheadAttention as MultiheadAttention
     from .rms_norm import RMSNorm as RMSNorm
     from .transformer_layer import TransformerLayer as TransformerLayer
 
 _NAMES = {
-    "DotProductAttention": "dot_product_attention",
-    "Fp8Padding": "fp8_padding",
-    "Fp8Unpadding": "fp8_padding",
-    "GroupedLinear": "grouped_linear",
+    "DotProductAttention": "attention.dot_product",
+    "Fp8Padding": "grouped.padding",
+    "Fp8Unpadding": "grouped.padding",
+    "GroupedLinear": "grouped.linear",
     "LayerNorm": "layer_norm",
     "LayerNormLinear": "layer_norm_linear",
     "LayerNormMLP": "layer_norm_mlp",
     "Linear": "linear",
-    "MultiheadAttention": "multihead_attention",
+    "MultiheadAttention": "attention.multihead",
     "RMSNorm": "rms_norm",
     "TransformerLayer": "transformer_layer",
 }

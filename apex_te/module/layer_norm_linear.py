@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from . import _arguments
-from ._autocast import is_autocast
-from ._layer_norm_linear_function import LayerNormLinearFunction
-from ._linear_function import without_autograd
-from ._linear_parameters import LinearParameters
-from ._materialize import initialize, materialize
-from ._norm_parameters import NormedModule
-from ._parallel_module import checked_mode
+from ._core import arguments as _arguments
+from ._core.layer_norm_linear_function import LayerNormLinearFunction
+from ._core.linear_function import without_autograd
+from ._core.linear_parameters import LinearParameters
+from ._core.materialize import initialize, materialize
+from ._core.norm_parameters import NormedModule
+from ._core.parallel import checked_mode
+from ._core.torch_autocast import is_autocast
 
 __all__ = ["LayerNormLinear"]
 

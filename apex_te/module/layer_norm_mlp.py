@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from . import _arguments
-from ._autocast import is_autocast
-from ._layer_norm_mlp_function import LayerNormMLPFunction, MLPOptions
-from ._linear_function import without_autograd
-from ._materialize import initialize, materialize
-from ._norm_parameters import NormedModule
-from ._parallel_module import divided, tag
-from ._producers import ACTIVATIONS, activate, is_gated
+from ._core import arguments as _arguments
+from ._core.fused_casts import ACTIVATIONS, activate, is_gated
+from ._core.layer_norm_mlp_function import LayerNormMLPFunction, MLPOptions
+from ._core.linear_function import without_autograd
+from ._core.materialize import initialize, materialize
+from ._core.norm_parameters import NormedModule
+from ._core.parallel import divided, tag
+from ._core.torch_autocast import is_autocast
 
 __all__ = ["LayerNormMLP"]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from . import _arguments
-from ._autocast import is_autocast
-from ._linear_function import LinearFunction, without_autograd
-from ._linear_parameters import LinearParameters
-from ._materialize import initialize, materialize
-from ._parallel_module import checked_mode
+from ._core import arguments as _arguments
+from ._core.linear_function import LinearFunction, without_autograd
+from ._core.linear_parameters import LinearParameters
+from ._core.materialize import initialize, materialize
+from ._core.parallel import checked_mode
+from ._core.torch_autocast import is_autocast
 
 __all__ = ["Linear", "LinearLayer"]
 

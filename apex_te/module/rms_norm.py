@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..ops.rms_norm import rms_norm
-from ._norm_module import NormModule
+from ._core.norm_module import NormModule
 
 __all__ = ["RMSNorm"]
 

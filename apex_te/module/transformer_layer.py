@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..fp8.delayed.state import number_layer
 from ..ops.bias_dropout_add import bias_dropout_add
-from ..state import number_layer
-from ._arguments import checked_eps, checked_groups
-from ._autocast import autocast_dtype
-from ._masks import Mask
-from ._materialize import reset_children
-from ._parallel_module import checked_tp_size, set_group_of_children
-from .inference_params import InferenceParams
+from ._core.arguments import checked_eps, checked_groups
+from ._core.materialize import reset_children
+from ._core.parallel import checked_tp_size, set_group_of_children
+from ._core.torch_autocast import autocast_dtype
+from .attention.inference_params import InferenceParams
+from .attention.masks import Mask
+from .attention.multihead import MultiheadAttention, residual_of
 from .layer_norm import LayerNorm
 from .layer_norm_mlp import LayerNormMLP
-from .multihead_attention import MultiheadAttention, residual_of
 from .rms_norm import RMSNorm
 
 __all__ = ["TransformerLayer"]

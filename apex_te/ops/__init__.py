@@ -5,7 +5,7 @@ Each is found without an import of its own: ``apex_te.ops.rms_norm.rms_norm``.
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from .._lazy import attach_submodules as _attach
+from ..runtime.lazy import attach_submodules as _attach
 
 if _TYPE_CHECKING:  # what type checkers are told; at run time every module here is found
     from . import activation as activation

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..gpu_arch import nvidia_capability
+from ..runtime.gpu_arch import nvidia_capability
 from . import product_count
 from .argument_errors import check_dense, checked
 from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..distributed.collectives import all_reduce, max_over_ranks
+from ..comm.collectives import all_reduce, max_over_ranks
 
 __all__ = ["ShardSums", "local", "max_over_shards", "placed", "with_part"]
 

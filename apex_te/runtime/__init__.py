@@ -1,8 +1,26 @@
 """Loading of op libraries, detection of tracing, scratch memory of streams, copies of scalars."""
 
-from .dispatcher import core, function, ops, tensor_list
-from .tracing import is_traced
-from .transfer import moved
-from .workspace import workspace
+from typing import TYPE_CHECKING
 
-__all__ = ["core", "function", "is_traced", "moved", "ops", "tensor_list", "workspace"]
+from .lazy import attach
+
+if TYPE_CHECKING:
+    from .dispatcher import core as core
+    from .dispatcher import function as function
+    from .dispatcher import ops as ops
+    from .dispatcher import tensor_list as tensor_list
+    from .tracing import is_traced as is_traced
+    from .transfer import moved as moved
+    from .workspaces import workspace as workspace
+
+_NAMES = {
+    "core": "dispatcher",
+    "function": "dispatcher",
+    "is_traced": "tracing",
+    "moved": "transfer",
+    "ops": "dispatcher",
+    "tensor_list": "dispatcher",
+    "workspace": "workspaces",
+}
+__all__ = [*_NAMES]
+__getattr__, __dir__ = attach(__name__, _NAMES)

@@ -32,7 +32,7 @@ import harness
 
 import apex_te
 from apex_te import recipe
-from apex_te.distributed.fsdp import enable_fp8_all_gather
+from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 
 HIDDEN, FFN, HEADS, GROUPS, TOKENS = 4096, 14336, 32, 8, 4096
 LAYERS, STEPS = 3, 20

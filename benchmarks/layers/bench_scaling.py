@@ -40,9 +40,9 @@ from bench_tensor_parallel import (
 )
 
 from apex_te import recipe
-from apex_te.distributed import collectives
-from apex_te.distributed.fsdp import enable_fp8_all_gather
-from apex_te.module import _tensor_parallel
+from apex_te.comm import collectives
+from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
+from apex_te.module._core import tensor_parallel as _tensor_parallel
 
 LAYERS = 4
 SIZES = [64 << 10 << 2 * i for i in range(7)]  # bytes of the largest buffer: 64 KB to 256 MB

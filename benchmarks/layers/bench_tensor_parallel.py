@@ -45,8 +45,8 @@ import harness
 
 import apex_te
 from apex_te import recipe
-from apex_te.distributed import collectives
-from apex_te.module import _tensor_parallel
+from apex_te.comm import collectives
+from apex_te.module._core import tensor_parallel as _tensor_parallel
 
 HIDDEN, FFN, HEADS, GROUPS, TOKENS, BATCH = 4096, 14336, 32, 8, 4096, 2
 

@@ -6,7 +6,7 @@ module, ``dir`` and ``hasattr`` compile nothing: an op is built by the first cal
 What is served and where a function differs from apex's: docs/apex.md.
 """
 
-from apex_te._lazy import attach
+from apex_te.runtime.lazy import attach
 
 from ._finder import NAMES, install, install_from_environment, uninstall
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
+from apex_te.comm.collectives import all_gather_rows
 from apex_te.distributed import enable_fp8_all_gather, reduce_main_grads
-from apex_te.distributed.collectives import all_gather_rows
 from apex_te.recipe import MXFP8Scaling, Recipe
 
 

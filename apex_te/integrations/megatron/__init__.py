@@ -4,7 +4,7 @@ Nothing of Megatron or MindSpeed is imported. ``config`` is any object with attr
 a SimpleNamespace, Megatron's TransformerConfig); ``_config.DEFAULTS`` lists those that are read.
 """
 
-from ...module.fp8_padding import Fp8Padding, Fp8Unpadding
+from ...module.grouped.padding import Fp8Padding, Fp8Unpadding
 from .grouped import (
     MindSpeedTEColumnParallelGroupedLinear,
     MindSpeedTEGroupedLinear,

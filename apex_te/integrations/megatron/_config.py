@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...module._arguments import INIT_STD
-from ...module._parallel_module import checked_tp_size, divided
+from ...module._core.arguments import INIT_STD
+from ...module._core.parallel import checked_tp_size, divided
 from ...recipe import make_recipe
 
 __all__ = ["DEFAULTS", "Layout", "Reader", "refuse"]

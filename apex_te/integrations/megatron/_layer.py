@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...module._parallel_module import _Group, tag
-from ...state import number_layer
+from ...fp8.delayed.state import number_layer
+from ...module._core.parallel import _Group, tag
 from ._config import Layout, Reader, refuse
 
 __all__ = ["MegatronLayer", "check_flags"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ...autocast import fp8_autocast, local
-from ...module.grouped_linear import GroupedLinear
+from ...fp8.autocast import fp8_autocast, local
+from ...module.grouped.linear import GroupedLinear
 from ._config import Reader, refuse
 from ._layer import MegatronLayer, check_flags
 

@@ -35,7 +35,8 @@ def test_every_name_is_found_and_listed(cache_dir: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     loaded, names, found = json.loads(done.stdout)
     own = [name for name in loaded if name.startswith("apex_te")]
-    assert own == ["apex_te", "apex_te._lazy", "apex_te._paths", "apex_te._version"]
+    runtime = ["runtime", "runtime.former_modules", "runtime.lazy", "runtime.paths"]
+    assert own == ["apex_te", "apex_te._version", *(f"apex_te.{name}" for name in runtime)]
     assert list(cache_dir.iterdir()) == []
     assert {"ops", "compatibility", "statistics", "Linear"} <= set(names["top"])
     stems = {path.stem for path in (CHECKOUT / "apex_te/ops").glob("[a-z]*.py")}
@@ -66,7 +67,7 @@ TYPES = (
     'Revealed type is "apex_te.module.linear.Linear"',
     'Revealed type is "torch._tensor.Tensor"',
     "fallback=apex_te.ops.norm_common.NormOutput]",
-    "-> apex_te.statistics.fp8_statistics",
+    "-> apex_te.fp8.statistics.fp8_statistics",
     "error: Incompatible types in assignment",
 )
 

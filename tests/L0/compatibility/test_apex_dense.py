@@ -4,11 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from apex_te.compatibility.apex import (
-    fused_dense_cuda,
-    fused_weight_gradient_mlp_cuda,
-    mlp_cuda,
-)
+from apex_te.compatibility.apex import fused_dense_cuda, fused_weight_gradient_mlp_cuda, mlp_cuda
 from checks import DTYPES, assert_as_good_as_torch
 
 ACTIVATIONS = {0: lambda x: x, 1: torch.relu, 2: torch.sigmoid}

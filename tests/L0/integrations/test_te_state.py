@@ -10,16 +10,12 @@ import torch
 from te_blobs import FORMS, NAMES, as_uint8, pickled_with_recipe, saved, tensors, v02
 
 from apex_te import Linear, fp8_autocast
-from apex_te._amax_history import _resized
-from apex_te.integrations.te_state import (
-    TEStateError,
-    load_te_extra_state,
-    read_te_extra_state,
-)
-from apex_te.module._fp8_module import FP8Module
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.fp8.delayed.history import _resized
+from apex_te.fp8.delayed.state import init_fp8_state, registry
+from apex_te.integrations.te_state import TEStateError, load_te_extra_state, read_te_extra_state
+from apex_te.module._core.module_fp8 import FP8Module
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.recipe import DelayedScaling
-from apex_te.state import init_fp8_state, registry
 
 
 @pytest.fixture(autouse=True)

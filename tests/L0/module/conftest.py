@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from apex_te.state import registry
+from apex_te.fp8.delayed.state import registry
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ import torch
 from checks import needs_cuda
 
 from apex_te import Linear
-from apex_te.graph import make_graphed_callables
+from apex_te.fp8.delayed.state import TENSORS
+from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.recipe import DelayedScaling, make_recipe
-from apex_te.state import TENSORS
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),

@@ -9,7 +9,8 @@ import contextlib
 import pytest
 import torch
 
-from apex_te import _graph_capture, graph
+from apex_te.graphs import capture as _graph_capture
+from apex_te.graphs import graphed_callables as graph
 
 
 class Graph:

@@ -4,8 +4,8 @@ import copy
 
 import torch
 
-from apex_te.module import _grouped_on_device as on_device
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.module.grouped import on_device as on_device
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
 
 E4M3 = {"fp8_format": Format.E4M3}

@@ -4,11 +4,11 @@ import contextlib
 
 import torch
 
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.module.attention.multihead import MultiheadAttention
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
-from apex_te.module.multihead_attention import MultiheadAttention
 from apex_te.module.transformer_layer import TransformerLayer
 
 TOKENS, BATCH, HEADS = 16, 2, 4

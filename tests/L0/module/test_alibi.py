@@ -22,8 +22,8 @@ from plain_transformer import HIDDEN, build_attention, build_layer
 from torch.testing import assert_close
 
 from apex_te import DotProductAttention
-from apex_te.module._alibi import standard_slopes
-from apex_te.module.inference_params import InferenceParams
+from apex_te.module.attention.alibi import standard_slopes
+from apex_te.module.attention.inference_params import InferenceParams
 
 path = pytest.fixture(params=PATHS)(take_path)
 TOLERANCE = {"rtol": 1.3e-6, "atol": 1e-5}

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.distributed import checkpoint
-from apex_te.model_init import fp8_model_init
-from apex_te.module import _grouped_on_device
+from apex_te.fp8.delayed.state import registry
+from apex_te.fp8.model_init import fp8_model_init
+from apex_te.module.grouped import on_device as _grouped_on_device
 from apex_te.recipe import DelayedScaling, make_recipe
-from apex_te.state import registry
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),

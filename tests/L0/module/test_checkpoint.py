@@ -5,9 +5,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling
-from apex_te.state import TENSORS, registry
 
 
 def build(device):

@@ -6,9 +6,9 @@ from torch.nn import functional
 
 from apex_te import fp8_autocast, is_fp8_enabled
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.module.linear import Linear
 from apex_te.recipe import DelayedScaling
-from apex_te.state import TENSORS, registry
 
 reentrant = pytest.mark.parametrize("use_reentrant", [True, False])
 NO_GPU = not torch.cuda.is_available()

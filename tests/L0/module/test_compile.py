@@ -13,17 +13,17 @@ from module_cases import RECIPES, SCHEMES, randomized
 from torch._dynamo.utils import counters
 
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.module.dot_product_attention import DotProductAttention
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.fp8.delayed.state import TENSORS
+from apex_te.module.attention.dot_product import DotProductAttention
+from apex_te.module.attention.multihead import MultiheadAttention
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.layer_norm import LayerNorm
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
-from apex_te.module.multihead_attention import MultiheadAttention
 from apex_te.module.rms_norm import RMSNorm
 from apex_te.module.transformer_layer import TransformerLayer
 from apex_te.recipe import CurrentScaling, DelayedScaling
-from apex_te.state import TENSORS
 
 H = 32
 GEMM_MODULES = {

@@ -9,8 +9,8 @@ from module_cases import SCHEMES
 from test_compile_regions import REGIONS, H, build, compiled, counters, states
 
 from apex_te import flush_fp8_state, fp8_autocast
+from apex_te.fp8.delayed.state import registry
 from apex_te.module.linear import Linear
-from apex_te.state import registry
 
 OTHERS = [recipe for recipe in SCHEMES if recipe != "delayed"]
 FLAGS = [True, False, False, True, False, False]

@@ -10,11 +10,11 @@ from module_cases import RECIPES, SCHEMES, randomized
 from torch._dynamo.utils import counters
 
 from apex_te import amp, flush_fp8_state, fp8_autocast, init_fp8_state, is_fp8_enabled
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
 from apex_te.module.transformer_layer import TransformerLayer
 from apex_te.recipe import CurrentScaling, DelayedScaling
-from apex_te.state import TENSORS, registry
 
 H = 32
 MOVING = DelayedScaling(amax_history_len=3)

@@ -7,8 +7,8 @@ import torch
 import torch.multiprocessing as mp
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
+from apex_te.fp8.delayed.state import TENSORS, nonfinite_count
 from apex_te.recipe import DelayedScaling
-from apex_te.state import TENSORS, nonfinite_count
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="needs torch.distributed"

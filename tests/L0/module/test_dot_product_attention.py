@@ -20,7 +20,7 @@ from attention_cases import (
 )
 from checks import DTYPES, needs_cuda
 
-from apex_te.module.dot_product_attention import DotProductAttention
+from apex_te.module.attention.dot_product import DotProductAttention
 
 path = pytest.fixture(params=PATHS)(take_path)
 KINDS = ["no_mask", "padding", "causal", "padding_causal", "causal_bottom_right"]

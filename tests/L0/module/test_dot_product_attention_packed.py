@@ -5,7 +5,7 @@ import torch
 from attention_cases import assert_matches, exact_attention
 from checks import DTYPES
 
-from apex_te.module.dot_product_attention import DotProductAttention
+from apex_te.module.attention.dot_product import DotProductAttention
 
 H, G, D = 4, 2, 8
 KINDS = ["no_mask", "padding", "causal", "padding_causal", "causal_bottom_right"]

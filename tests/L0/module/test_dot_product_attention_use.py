@@ -5,7 +5,7 @@ import torch
 from attention_cases import PATHS, take_path
 
 from apex_te.distributed import CudaRNGStatesTracker
-from apex_te.module.dot_product_attention import DotProductAttention
+from apex_te.module.attention.dot_product import DotProductAttention
 
 B, H, G, D = 2, 4, 2, 8
 path = pytest.fixture(params=PATHS)(take_path)

@@ -17,8 +17,8 @@ from apex_te import (
     fp8_autocast,
 )
 from apex_te.autocast import local
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
-from apex_te.state import TENSORS, registry
 
 SMALL = 1e-4  # far below what E4M3 with scale 1 can hold
 

@@ -23,13 +23,13 @@ from module_cases import (
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import flush_fp8_state, fp8_autocast
+from apex_te.fp8.delayed.state import TENSORS, nonfinite_count, registry
+from apex_te.fp8.statistics import fp8_statistics
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
 from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling, Format
-from apex_te.state import TENSORS, nonfinite_count, registry
-from apex_te.statistics import fp8_statistics
 
 MODULES = {
     "Linear": lambda device="cpu", **options: Linear(32, 32, device=device, **options),

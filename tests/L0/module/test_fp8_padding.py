@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from apex_te import fp8_autocast, recipe
-from apex_te.module.fp8_padding import Fp8Padding, Fp8Unpadding
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.module.grouped.linear import GroupedLinear
+from apex_te.module.grouped.padding import Fp8Padding, Fp8Unpadding
 
 SPLITS = [3, 0, 16, 17, 1]
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from apex_te import Linear, fp8_autocast
-from apex_te.model_init import fp8_model_init
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.fp8.model_init import fp8_model_init
+from apex_te.fp8.parameter.parameter import FP8Parameter
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.layer_norm import LayerNorm
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.ops import block_quantize
-from apex_te.parameter import FP8Parameter
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format
 from tests.checks import assert_same_bits, codes
 from tests.fp8_weight_cases import E4M3, RECIPES, build, plain_twin, reference, run

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 
-from apex_te import Linear, fp8_autocast, parameter_ops
-from apex_te.parameter import FP8Parameter
+from apex_te import Linear, fp8_autocast
+from apex_te.fp8.parameter import decode as parameter_ops
+from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.recipe import BlockScaling
 from tests.checks import assert_same_bits
 from tests.fp8_weight_cases import RECIPES, build, run

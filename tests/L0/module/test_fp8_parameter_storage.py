@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from apex_te import Linear
-from apex_te.parameter import FP8Parameter
+from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.recipe import BlockScaling, DelayedScaling
 from tests.checks import assert_same_bits, codes
 from tests.fp8_weight_cases import RECIPES, build, reference, run

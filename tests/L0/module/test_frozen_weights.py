@@ -6,8 +6,9 @@ from checks import assert_same_bits
 from layer_kinds import KINDS, build, draw, repeatable, shape_of
 
 from apex_te import fp8_autocast
-from apex_te.module import _grouped_on_device, _producers
-from apex_te.quantizer.grouped import GroupQuantizer
+from apex_te.fp8.scheme.grouped import GroupQuantizer
+from apex_te.module._core import fused_casts as _producers
+from apex_te.module.grouped import on_device as _grouped_on_device
 from apex_te.recipe import CurrentScaling, DelayedScaling, make_recipe
 
 PLAIN_WGRAD = {"override_linear_precision": (False, False, True)}

@@ -22,13 +22,13 @@ from graph_models import (
 )
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
-from apex_te._graph_capture import no_collection
-from apex_te.graph import make_graphed_callables
-from apex_te.model_init import fp8_model_init
-from apex_te.module._captured_weights import CapturedWeights
+from apex_te.fp8.delayed.state import registry
+from apex_te.fp8.model_init import fp8_model_init
+from apex_te.graphs.capture import no_collection
+from apex_te.graphs.graphed_callables import make_graphed_callables
+from apex_te.module._core.captured_weights import CapturedWeights
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.recipe import DelayedScaling
-from apex_te.state import registry
 
 
 def train(model, batches, recipe=None, microbatches=1, caching=False, group=None):

@@ -19,9 +19,9 @@ from graph_models import (
 )
 
 from apex_te import Linear, fp8_autocast
-from apex_te.graph import make_graphed_callables
+from apex_te.fp8.delayed.state import registry
+from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.recipe import DelayedScaling
-from apex_te.state import registry
 
 
 def test_needs_a_cuda_device():

@@ -24,9 +24,9 @@ from layer_kinds import (
 )
 
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.graph import make_graphed_callables
-from apex_te.module import _grouped_on_device
-from apex_te.module.dot_product_attention import DotProductAttention
+from apex_te.graphs.graphed_callables import make_graphed_callables
+from apex_te.module.attention.dot_product import DotProductAttention
+from apex_te.module.grouped import on_device as _grouped_on_device
 from apex_te.module.linear import Linear
 
 STEPS = 5

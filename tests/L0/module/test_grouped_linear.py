@@ -7,15 +7,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.ops.product_count import fp8_gemm_count
-from apex_te.recipe import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    Format,
-    MXFP8Scaling,
-)
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 from tests.checks import assert_same_bits
 
 DELAYED = DelayedScaling(amax_history_len=4)

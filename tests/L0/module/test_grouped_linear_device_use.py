@@ -15,16 +15,10 @@ from grouped_splits import (
 )
 
 from apex_te import fp8_autocast
-from apex_te.model_init import fp8_model_init
-from apex_te.module.grouped_linear import GroupedLinear
-from apex_te.recipe import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    Format,
-    MXFP8Scaling,
-)
-from apex_te.statistics import fp8_statistics
+from apex_te.fp8.model_init import fp8_model_init
+from apex_te.fp8.statistics import fp8_statistics
+from apex_te.module.grouped.linear import GroupedLinear
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 from tests.checks import assert_same_bits, needs_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:apex_te. FP8 matrix products of groups")

@@ -9,9 +9,9 @@ import torch
 from grouped_splits import E4M3, assert_same_state, pair, read_on_device, tensor_of
 
 from apex_te import fp8_autocast
-from apex_te.graph import make_graphed_callables
+from apex_te.fp8.statistics import fp8_statistics
+from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.recipe import DelayedScaling
-from apex_te.statistics import fp8_statistics
 from tests.checks import needs_cuda
 
 pytestmark = pytest.mark.filterwarnings(

@@ -7,12 +7,8 @@ import pytest
 import torch
 
 from apex_te import flush_fp8_state, fp8_autocast, init_fp8_state
-from apex_te.module.grouped_linear import GroupedLinear
-from apex_te.recipe import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-)
+from apex_te.module.grouped.linear import GroupedLinear
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
 DELAYED = DelayedScaling(amax_history_len=4)
 RECIPES = {"delayed": DELAYED, "blockwise": BlockScaling()}
@@ -113,7 +109,7 @@ def test_save_original_input(name):
 
 
 def test_first_microbatch_caches_the_weights(monkeypatch):
-    import apex_te.quantizer.current as current
+    import apex_te.fp8.scheme.current as current
 
     module = GroupedLinear(4, 32, 24)
     x = torch.randn(TOKENS, 32, requires_grad=True)

@@ -12,7 +12,7 @@ from apex_te.module import (
     MultiheadAttention,
     TransformerLayer,
 )
-from apex_te.module import _weight_gradient as weight_gradients
+from apex_te.module._core import wgrad as weight_gradients
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
 
 SHORT = [torch.float16, torch.bfloat16]

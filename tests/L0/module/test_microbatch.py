@@ -18,7 +18,7 @@ def forward(module, x, first=None, fp8=True, recipe=RECIPE):
 
 def quantizations(module, monkeypatch):
     """Counts the casts of the weight."""
-    import apex_te.quantizer.delayed as delayed
+    import apex_te.fp8.scheme.delayed as delayed
 
     calls, cast = [], delayed.cast_transpose
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import apex_te
-from apex_te.module.inference_params import InferenceParams
+from apex_te.module.attention.inference_params import InferenceParams
 
 ATTENTION = "attn_mask_type window_size"
 # What can be passed by position: the first arguments of TransformerEngine 2, up to one that its

@@ -10,7 +10,7 @@ from plain_transformer import build_attention as build
 from torch.nn import functional as F
 
 from apex_te import fp8_autocast
-from apex_te.module.multihead_attention import MultiheadAttention
+from apex_te.module.attention.multihead import MultiheadAttention
 from apex_te.ops.rope import rope
 from apex_te.recipe import DelayedScaling
 

@@ -8,8 +8,8 @@ from plain_transformer import GROUPS, HEADS, HIDDEN, SHAPES, SIZE
 from plain_transformer import build_attention as build
 
 from apex_te import fp8_autocast
-from apex_te.module.inference_params import InferenceParams
-from apex_te.module.multihead_attention import MultiheadAttention
+from apex_te.module.attention.inference_params import InferenceParams
+from apex_te.module.attention.multihead import MultiheadAttention
 from apex_te.recipe import DelayedScaling
 
 

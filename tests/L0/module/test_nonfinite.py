@@ -12,12 +12,12 @@ from module_cases import RECIPES, randomized, results
 from torch._dynamo.utils import counters
 
 from apex_te import amp, flush_fp8_state, fp8_autocast
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.fp8.delayed.state import FP8State, nonfinite_count
+from apex_te.fp8.scheme import build_quantizers
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
-from apex_te.quantizer import build_quantizers
-from apex_te.state import FP8State, nonfinite_count
 
 STATELESS = [name for name in RECIPES if not name.startswith("delayed")]
 # What reads each tensor of a linear layer: the results that it must reach.

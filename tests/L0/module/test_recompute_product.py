@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import fp8_autocast
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
-from apex_te.module.multihead_attention import MultiheadAttention
+from apex_te.module.attention.multihead import MultiheadAttention
 from apex_te.module.transformer_layer import TransformerLayer
 from apex_te.recipe import DelayedScaling, make_recipe
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import operator
 import pickle
@@ -111,3 +112,12 @@ def test_optimizers(saved: Path, writer: ModuleType) -> None:
         optimizer = pickle.load(file)
     for index, moments in wanted[0]["state"].items():
         _same(optimizer.state_dict()["state"][index], moments)
+
+
+def test_former_modules_are_the_present_ones() -> None:
+    from apex_te.runtime.former_modules import _NOW
+
+    for former, now in _NOW.items():
+        present = importlib.import_module(f"apex_te.{now}")
+        assert importlib.import_module(f"apex_te.{former}") is present
+        assert present.__name__ == present.__spec__.name == f"apex_te.{now}"

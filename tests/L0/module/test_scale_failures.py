@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.recipe import DelayedScaling
-from apex_te.state import TENSORS, registry
 
 GOOD = DelayedScaling(amax_history_len=3)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast, init_fp8_state
+from apex_te.fp8.delayed.state import TENSORS, nonfinite_count, registry
 from apex_te.recipe import DelayedScaling, Format
-from apex_te.state import TENSORS, nonfinite_count, registry
 
 
 def snapshot(*modules):

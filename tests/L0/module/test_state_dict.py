@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast, init_fp8_state
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.recipe import DelayedScaling, Format
-from apex_te.state import TENSORS, registry
 
 RECIPE = DelayedScaling(amax_history_len=4)
 HEADER = "fp8_state.header"
@@ -195,7 +195,7 @@ def test_meta_then_to_empty():
 
 @pytest.mark.parametrize("length", [2, 6])
 def test_other_history_length_is_trimmed_or_padded(length):
-    from apex_te._amax_history import _resized
+    from apex_te.fp8.delayed.history import _resized
 
     model, other = trained(4), build()
     _resized.clear()

@@ -8,9 +8,9 @@ import torch
 from checks import needs_cuda
 
 from apex_te import GroupedLinear, Linear, TransformerLayer, flush_fp8_state, fp8_autocast
+from apex_te.fp8.statistics import fp8_statistics
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.recipe import DelayedScaling, Format, make_recipe
-from apex_te.statistics import fp8_statistics
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),

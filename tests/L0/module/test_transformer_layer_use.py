@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import fp8_autocast
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
-from apex_te.module.inference_params import InferenceParams
+from apex_te.module.attention.inference_params import InferenceParams
 from apex_te.module.transformer_layer import TransformerLayer
 from apex_te.recipe import DelayedScaling
 

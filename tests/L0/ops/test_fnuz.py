@@ -6,17 +6,17 @@ import pytest
 import torch
 
 import apex_te
-from apex_te import gpu_arch
+from apex_te.fp8.formats import formats_of
+from apex_te.fp8.scheme.current import CurrentScalingQuantizer
+from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
 from apex_te.ops import cast_transpose as cast
 from apex_te.ops import current_scale as current
 from apex_te.ops import reference_codec
 from apex_te.ops.cast_transpose import cast_transpose
 from apex_te.ops.current_scale import current_scale
 from apex_te.ops.fp8_gemm import fp8_gemm
-from apex_te.quantizer.current import CurrentScalingQuantizer
-from apex_te.quantizer.delayed import DelayedScalingQuantizer
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
-from apex_te.runtime import ops
+from apex_te.runtime import gpu_arch, ops
 
 ORACLES = {
     torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
@@ -165,11 +165,11 @@ FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
 def test_choice_on_gfx94x(fnuz_device):
-    hybrid = gpu_arch.formats_of(Format.HYBRID, fnuz_device)
+    hybrid = formats_of(Format.HYBRID, fnuz_device)
     assert hybrid == (240.0, 57344.0, *FNUZ)
-    assert gpu_arch.formats_of(Format.E4M3, fnuz_device) == (240.0, 240.0, FNUZ[0], FNUZ[0])
-    assert gpu_arch.formats_of(Format.E5M2, fnuz_device) == (57344.0, 57344.0, FNUZ[1], FNUZ[1])
-    assert gpu_arch.formats_of(Format.HIF8, fnuz_device) is Format.HIF8.value
+    assert formats_of(Format.E4M3, fnuz_device) == (240.0, 240.0, FNUZ[0], FNUZ[0])
+    assert formats_of(Format.E5M2, fnuz_device) == (57344.0, 57344.0, FNUZ[1], FNUZ[1])
+    assert formats_of(Format.HIF8, fnuz_device) is Format.HIF8.value
     assert gpu_arch.has_fp8_products(fnuz_device)
 
 
@@ -179,7 +179,7 @@ def test_choice_on_gfx94x(fnuz_device):
 )
 def test_choice_elsewhere(monkeypatch, arch, products):
     monkeypatch.setattr(gpu_arch, "amd_arch", lambda device: arch)
-    assert gpu_arch.formats_of(Format.HYBRID, CPU) is Format.HYBRID.value
+    assert formats_of(Format.HYBRID, CPU) is Format.HYBRID.value
     assert gpu_arch.has_fp8_products(CPU) is products
 
 

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from apex_te.fp8.delayed.update import nonfinite_count, update_scales
+from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
 from apex_te.ops.amax_scale_update import amax_scale_update
-from apex_te.quantizer.delayed import DelayedScalingQuantizer
 from apex_te.recipe import DelayedScaling
-from apex_te.scale_update import nonfinite_count, update_scales
 
 E4M3 = torch.float8_e4m3fn
 INF, NAN = math.inf, math.nan

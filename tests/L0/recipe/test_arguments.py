@@ -4,14 +4,8 @@ import argparse
 
 import pytest
 
-from apex_te.arguments import add_fp8_arguments, recipe_from_arguments
-from apex_te.recipe import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    Format,
-    MXFP8Scaling,
-)
+from apex_te.fp8.arguments import add_fp8_arguments, recipe_from_arguments
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 
 
 def parse(*words):

@@ -17,8 +17,8 @@ import apex_te
 from apex_te import fp8_autocast, is_fp8_enabled
 from apex_te.autocast import get_fp8_recipe
 from apex_te.distributed import enable_fp8_all_gather
+from apex_te.fp8.delayed.update import update_scales
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
-from apex_te.scale_update import update_scales
 
 
 def test_format_values():

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from apex_te.autocast import fp8_autocast, get_fp8_recipe, is_fp8_enabled, local
-from apex_te.model_init import fp8_model_init, settings
+from apex_te.fp8.model_init import fp8_model_init, settings
 from apex_te.recipe import CurrentScaling, DelayedScaling
 
 A, B = DelayedScaling(amax_history_len=3), CurrentScaling(pow2=True)

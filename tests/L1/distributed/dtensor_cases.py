@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import apex_te
 from apex_te import fp8_autocast
-from apex_te.distributed.parallel_styles import (
+from apex_te.distributed.dtensor.parallel_styles import (
     ColumnParallel,
     LayerParallel,
     Replicated,

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import apex_te
 from apex_te import fp8_autocast, recipe
-from apex_te.distributed.fsdp import enable_fp8_all_gather
+from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 4, 8, 2
 

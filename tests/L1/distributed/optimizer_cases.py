@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, recipe
 from apex_te.distributed import enable_fp8_all_gather
-from apex_te.parameter import FP8Parameter
+from apex_te.fp8.parameter.parameter import FP8Parameter
 
 STEPS = 4
 HIDDEN, FFN, TOKENS = 32, 64, 8

@@ -22,7 +22,7 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "apex_te",
-    "apex_te.distributed.parallel_styles",
+    "apex_te.distributed.dtensor.parallel_styles",
     "apex_te.distributed.state_dict",
 )
 

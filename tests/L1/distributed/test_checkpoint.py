@@ -10,8 +10,8 @@ from torch import distributed
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.recipe import CurrentScaling, DelayedScaling
-from apex_te.state import TENSORS, registry
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 32, 64, 4, 8, 2
 RECIPES = {"none": None, "delayed": DelayedScaling(amax_history_len=2), "current": CurrentScaling()}

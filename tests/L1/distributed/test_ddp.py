@@ -10,9 +10,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
-from apex_te.parameter import FP8Parameter
+from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
-from apex_te.state import TENSORS, registry
 
 HIDDEN, FFN, HEADS, TOKENS = 32, 64, 4, 8
 LOSS_SCALE = 1024.0  # gradients in the normal range of FP8 from the first step, with scales of 1

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
+from apex_te.fp8.delayed.state import registry
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
-from apex_te.state import registry
 
 HIDDEN, FFN, TOKENS, STEPS = 32, 64, 8, 3
 RECIPES = {

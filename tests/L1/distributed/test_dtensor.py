@@ -18,7 +18,7 @@ from torch import distributed
 from torch.distributed.tensor import Replicate, Shard
 
 from apex_te import flush_fp8_state
-from apex_te.distributed.collectives import ALL_GATHER
+from apex_te.comm.collectives import ALL_GATHER
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

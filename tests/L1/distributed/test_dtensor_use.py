@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
-from apex_te.distributed.parallel_styles import (
+from apex_te.distributed.dtensor.parallel_styles import (
     ColumnParallel,
     LayerParallel,
     Replicated,

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from apex_te import fp8_autocast
 from apex_te.distributed.expert_parallel import TokenDispatcher
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.recipe import CurrentScaling, DelayedScaling, MXFP8Scaling
 
 HIDDEN, FFN = 32, 48

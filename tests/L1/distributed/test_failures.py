@@ -9,9 +9,9 @@ from torch import distributed
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.integrations.megatron import TEColumnParallelLinear
 from apex_te.recipe import DelayedScaling
-from apex_te.state import TENSORS, registry
 
 RECIPE = DelayedScaling(amax_history_len=4)
 HIDDEN = 32

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 import apex_te
 from apex_te import fp8_autocast, recipe
-from apex_te.distributed.fsdp import enable_fp8_all_gather
+from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 
 
 def _message(run):

@@ -9,12 +9,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import apex_te
 from apex_te import fp8_autocast, fp8_model_init, recipe
-from apex_te.distributed import fsdp
-from apex_te.distributed.fsdp import enable_fp8_all_gather
+from apex_te.distributed.fsdp import fp8_all_gather as fsdp
+from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
+from apex_te.fp8.scheme.current import CurrentScalingQuantizer
+from apex_te.fp8.scheme.delayed import DelayedScalingQuantizer
+from apex_te.fp8.statistics import fp8_statistics
 from apex_te.ops import multi_tensor
-from apex_te.quantizer.current import CurrentScalingQuantizer
-from apex_te.quantizer.delayed import DelayedScalingQuantizer
-from apex_te.statistics import fp8_statistics
 
 
 @contextmanager

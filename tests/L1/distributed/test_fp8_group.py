@@ -5,7 +5,7 @@ from torch import distributed
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.parameter import FP8Parameter
+from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)

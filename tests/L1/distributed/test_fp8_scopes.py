@@ -9,10 +9,10 @@ from torch import distributed
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te._process_groups import _covered, covers
-from apex_te._rank_reduction import _QUANTUM, RankReduction, Slots
+from apex_te.comm.groups import _covered, covers
+from apex_te.fp8.delayed.amax_allreduce import _QUANTUM, RankReduction, Slots
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.recipe import DelayedScaling
-from apex_te.state import TENSORS, registry
 
 RECIPE = DelayedScaling(amax_history_len=4)
 OWN = DelayedScaling(amax_history_len=4, reduce_amax=False)

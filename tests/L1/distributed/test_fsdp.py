@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, recipe
-from apex_te.parameter import FP8Parameter
+from apex_te.fp8.parameter.parameter import FP8Parameter
 
 IN, OUT, FFN, TOKENS, STEPS = 32, 48, 64, 8, 3
 DELAYED = recipe.DelayedScaling(amax_history_len=4)

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, init_fp8_state
 from apex_te.distributed.expert_parallel import TokenDispatcher
-from apex_te.distributed.fsdp import enable_fp8_all_gather
+from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
+from apex_te.fp8.delayed.state import registry
 from apex_te.recipe import DelayedScaling
-from apex_te.state import registry
 
 RECIPE = DelayedScaling(amax_history_len=4)
 HIDDEN, STEPS, SAVED, KILLED = 32, 6, 2, 4

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Replicate, Shard
 
 from apex_te import amp, init_fp8_state
+from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from apex_te.parameter import FP8Parameter
 
 STATES = {
     "adamw": (torch.float32, lambda p: FusedAdam(p, **OPTIONS)),

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from apex_te.distributed import LayerParallel
+from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.optimizers import FusedAdam, FusedLAMB, FusedSGD
-from apex_te.parameter import FP8Parameter
 
 MAKERS = {
     "adamw": lambda p, **o: FusedAdam(p, lr=0.0625, weight_decay=0.1, **o),

@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, init_fp8_state
-from apex_te.distributed._split_tensor import SplitTensor
-from apex_te.distributed.state_dict import (
+from apex_te.distributed.state_dict.model_and_optimizer import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
 )
+from apex_te.distributed.state_dict.split_tensor import SplitTensor
+from apex_te.fp8.delayed.state import TENSORS, registry
 from apex_te.recipe import DelayedScaling
-from apex_te.state import TENSORS, registry
 
 HIDDEN, FFN, HEADS, ROWS = 32, 48, 8, 8
 RECIPE = DelayedScaling(amax_history_len=4)

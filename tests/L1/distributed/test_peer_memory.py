@@ -12,9 +12,9 @@ from shards import MODULES
 from test_tensor_parallel import _plain, _quantized
 from torch import distributed
 
-from apex_te.distributed import collectives, peer_memory
-from apex_te.distributed.collectives import Pending
-from apex_te.module import _tensor_parallel
+from apex_te.comm import collectives, peer_memory
+from apex_te.comm.collectives import Pending
+from apex_te.module._core import tensor_parallel as _tensor_parallel
 
 SMALLEST = peer_memory.SMALLEST
 

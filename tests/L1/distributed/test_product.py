@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.distributed.fsdp import enable_fp8_all_gather
+from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 from apex_te.distributed.main_grad import reduce_main_grads
 from apex_te.module.linear import Linear
 from apex_te.recipe import CurrentScaling, DelayedScaling

@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.distributed.expert_parallel import TokenDispatcher
-from apex_te.distributed.fsdp import enable_fp8_all_gather
-from apex_te.module.grouped_linear import GroupedLinear
+from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
+from apex_te.fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS
+from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.module.linear import Linear
 from apex_te.recipe import DelayedScaling
-from apex_te.state import BACKWARD_SLOTS, FORWARD_SLOTS
 
 EXPERTS, TOKENS, STEPS = 4, 12, 3
 ALONE = {**RECIPES, "delayed": DelayedScaling(amax_history_len=4, reduce_amax=False)}

@@ -9,11 +9,11 @@ from torch import distributed
 
 import apex_te
 from apex_te import fp8_autocast
-from apex_te._rank_reduction import RankMismatchError
-from apex_te.distributed import _same_on_ranks
-from apex_te.distributed._same_on_ranks import check_same
+from apex_te.comm import agreement as _same_on_ranks
+from apex_te.comm.agreement import check_same
+from apex_te.fp8.delayed.amax_allreduce import RankMismatchError
+from apex_te.fp8.delayed.state import registry
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
-from apex_te.state import registry
 
 IN, FFN, ROWS = 32, 64, 8
 DELAYED = DelayedScaling(amax_history_len=4)

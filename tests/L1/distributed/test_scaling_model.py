@@ -12,8 +12,8 @@ from torch import distributed
 
 import apex_te
 from apex_te import fp8_autocast, recipe
-from apex_te._rank_reduction import _HEADER, _QUANTUM, RankReduction
-from apex_te.state import BACKWARD_SLOTS, FORWARD_SLOTS
+from apex_te.fp8.delayed.amax_allreduce import _HEADER, _QUANTUM, RankReduction
+from apex_te.fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
@@ -163,7 +163,7 @@ class _Whole(torch.nn.Module):
 def _sharded(rank, name, fp8_all_gather, replicas):
     from torch.distributed.fsdp import fully_shard
 
-    from apex_te.distributed.fsdp import enable_fp8_all_gather
+    from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 
     ranks = distributed.get_world_size()
     torch.manual_seed(1)
@@ -278,7 +278,7 @@ def _layer_of_experts(rank, name):
     """Sharded experts, and attention over the ranks."""
     from torch.distributed.fsdp import fully_shard
 
-    from apex_te.distributed.fsdp import enable_fp8_all_gather
+    from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 
     ranks, scaling = distributed.get_world_size(), RECIPES[name]
     model = model_of(batch=4, experts=2, topk=1)

@@ -6,8 +6,8 @@ from shards import MODULES, build, compare, decibels, step
 
 import apex_te
 from apex_te import flush_fp8_state
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, make_recipe
-from apex_te.state import TENSORS
 
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4),

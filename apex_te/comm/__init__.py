@@ -1,0 +1,1 @@
+"""Communication between ranks: collectives, groups, agreement, peer memory, random states."""

@@ -1,0 +1,1 @@
+"""Styles that split modules over a device mesh as DTensors."""

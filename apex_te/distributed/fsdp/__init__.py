@@ -1,0 +1,5 @@
+"""FSDP2 with weights that are gathered as FP8 codes."""
+
+from .fp8_all_gather import enable_fp8_all_gather
+
+__all__ = ["enable_fp8_all_gather"]

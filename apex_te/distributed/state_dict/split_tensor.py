@@ -1,0 +1,159 @@
+"""A rank's part of a whole tensor, which torch.distributed.checkpoint saves at its place.
+
+A DTensor says this of one piece of one dimension. A rank's rows of several matrices one after the
+other are several pieces, and a parameter that ``fully_shard`` has divided again has parts of these;
+``torch.distributed.checkpoint`` takes any number of pieces from whatever names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from ..dtensor.stacked_rows import shares_of
+
+__all__ = ["Parts", "SplitTensor", "parts_of"]
+
+_aten = torch.ops.aten
+# What makes another one of the same parts: copies, and moves to another device.
+_KEEPING = {
+    _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default,
+    _aten.empty_like.default, _aten.zeros_like.default,
+}  # fmt: skip
+
+
+class Parts(NamedTuple):
+    """Where a rank's part of a tensor lies in the whole."""
+
+    dim: int
+    size: int  # of the whole in ``dim``
+    pieces: tuple[tuple[int, int, int], ...]  # first, length, first in the whole
+
+    def whole_shape(self, shape: Sequence[int]) -> torch.Size:
+        """The whole's shape, of a part's."""
+        return torch.Size((*shape[: self.dim], self.size, *shape[self.dim + 1 :]))
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a plain tensor that is whole."""
+        found = [whole.narrow(self.dim, first, length) for _, length, first in self.pieces]
+        return found[0] if len(found) == 1 else torch.cat(found, self.dim)
+
+
+def parts_of(
+    dim: int, length: int, rank: int, ranks: int, matrices: tuple[int, ...] = (1,)
+) -> Parts:
+    """Those of rank ``rank``, which has ``length`` elements of ``dim``.
+
+    ``matrices``: the relative sizes of what lies one after the other there, of each of which every
+    rank has an equal share; their sum divides ``length``.
+    """
+    unit, first, pieces = length // sum(matrices), 0, []
+    rows = tuple(size * unit * ranks for size in matrices)
+    for in_whole, own in shares_of(rows, rank, ranks):
+        pieces.append((first, own, in_whole))
+        first += own
+    return Parts(dim, length * ranks, tuple(pieces))
+
+
+class SplitTensor(torch.Tensor):
+    """The whole tensor by its shape; what it holds is this rank's part.
+
+    ``torch.distributed.checkpoint`` saves the part at its place, and loads whatever was saved of
+    it by other numbers of ranks into the part's own memory. Nothing can be computed with it.
+
+    Attributes:
+        local: the part, plain or a DTensor over other ranks, whose memory is shared.
+        parts: where it lies.
+    """
+
+    local: torch.Tensor
+    parts: Parts
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type[SplitTensor], local: torch.Tensor, parts: Parts) -> SplitTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, parts.whole_shape(local.shape), dtype=local.dtype, device=local.device
+        )
+        self.local = local
+        self.parts = parts
+        return self
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        first, rest, kwargs = args[0], args[1:], kwargs or {}
+        if func in _KEEPING:
+            return cls(func(first.local, *rest, **kwargs), first.parts)
+        if func is _aten.new_empty.default and tuple(rest[0]) == tuple(first.shape):
+            return cls(func(first.local, first.local.shape, **kwargs), first.parts)
+        if func is _aten.copy_.default:
+            source = rest[0]
+            if type(first) is cls and type(source) is cls and first.parts == source.parts:
+                func(first.local, source.local, *rest[1:], **kwargs)
+                return first
+        raise NotImplementedError(
+            f"SplitTensor: {func} must be called with its local tensor, this rank's part, got the "
+            "whole, of which other ranks have the rest; torch.distributed.checkpoint saves it"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"SplitTensor({self.local!r}, {self.parts})"
+
+    # What torch.distributed.checkpoint asks for.
+
+    def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
+        """The place of each piece in the whole, and its memory."""
+        local: Any = self.local
+        held, offsets = local, [0] * local.dim()
+        if isinstance(local, DTensor):
+            if local.device_mesh.get_coordinate() is None:
+                return []
+            (chunk,) = local.__create_chunk_list__()
+            held, offsets = local.to_local(), list(chunk.offsets)
+        if not held.numel():
+            return []
+        dim, start = self.parts.dim, offsets[self.parts.dim]
+        chunks = []
+        for first, length, place in self.parts.pieces:
+            low, high = max(first, start), min(first + length, start + held.shape[dim])
+            if low < high:
+                piece = held.narrow(dim, low - start, high - low)
+                offsets[dim] = place + low - first
+                chunks.append((ChunkStorageMetadata(torch.Size(offsets), piece.shape), piece))
+        return chunks
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk, TensorProperties.create_from_tensor(piece), self.shape
+                ),
+            )
+            for chunk, piece in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [chunk for chunk, _ in self._chunks()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for chunk, piece in self._chunks():
+            if chunk.offsets == index.offset:
+                return piece
+        raise ValueError(f"SplitTensor: {index.fqn} must have a piece at {index.offset}, got none")

@@ -1,0 +1,108 @@
+"""The command-line switches of FP8 training, and the recipe that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..recipe import _RECIPES, Recipe, make_recipe
+
+__all__ = ["add_fp8_arguments", "recipe_from_arguments"]
+
+IMPLEMENTATIONS = ("local", "transformer_engine")
+RECIPES = tuple(_RECIPES)
+# Formats by recipe, and all of them.
+FORMATS_OF = {name: [f.name.lower() for f in kind.formats] for name, kind in _RECIPES.items()}
+FORMATS = tuple(dict.fromkeys(name for names in FORMATS_OF.values() for name in names))
+DEFAULT_RECIPE = "delayed"
+
+
+def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
+    """Add the argument group of FP8 training to ``parser``, and return it.
+
+    ``--transformer-impl local|transformer_engine`` (``args.transformer_impl``): plain PyTorch
+    modules, or those of apex_te (the default). ``--fp8-format e4m3|hybrid|hif8``
+    (``args.fp8_format``) and ``--fp8-recipe delayed|tensorwise|blockwise|mxfp8``
+    (``args.fp8_recipe``): None where not given; ``recipe_from_arguments`` reads them.
+    ``--no-use-gmm-fp8`` (``args.use_gmm_fp8``, default True): grouped linear layers stay in high
+    precision, which is for the model to do: call them in ``fp8_autocast(enabled=False)``.
+    Names follow Megatron's and MindSpeed's.
+
+    Errors: TypeError if ``parser`` takes no argument group; argparse.ArgumentError if it has one of
+    the switches already.
+    """
+    if not hasattr(parser, "add_argument_group"):
+        raise TypeError(
+            "add_fp8_arguments: parser must be an argparse.ArgumentParser, "
+            f"got {type(parser).__name__}"
+        )
+    group = parser.add_argument_group("FP8")
+    group.add_argument(
+        "--transformer-impl",
+        choices=IMPLEMENTATIONS,
+        default="transformer_engine",
+        help="plain PyTorch modules, or those of apex_te, which FP8 needs (default: %(default)s)",
+    )
+    group.add_argument(
+        "--fp8-format",
+        choices=FORMATS,
+        help="train in FP8 with this element format; hif8 needs --fp8-recipe tensorwise "
+        "(default with --fp8-recipe: the recipe's own)",
+    )
+    group.add_argument(
+        "--fp8-recipe",
+        choices=RECIPES,
+        help=f"train in FP8 with this scaling (default with --fp8-format: {DEFAULT_RECIPE})",
+    )
+    group.add_argument(
+        "--no-use-gmm-fp8",
+        dest="use_gmm_fp8",
+        action="store_false",
+        help="leave grouped linear layers in high precision",
+    )
+    return group
+
+
+def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
+    """The recipe that the parsed switches ask for; None where neither asks for FP8.
+
+    ``--fp8-format`` alone means delayed scaling, ``--fp8-recipe`` alone that recipe's own format.
+
+    Errors: ValueError for a value that a switch does not have, for FP8 with
+    ``--transformer-impl local`` and for a format that the recipe does not have; TypeError if
+    ``args`` does not come from a parser with these switches.
+    """
+    implementation = _value(args, "transformer_impl", IMPLEMENTATIONS)
+    fp8_format = _value(args, "fp8_format", (None, *FORMATS))
+    name = _value(args, "fp8_recipe", (None, *RECIPES))
+    if fp8_format is None and name is None:
+        return None
+    if implementation == "local":
+        asked = f"--fp8-recipe {name}" if fp8_format is None else f"--fp8-format {fp8_format}"
+        raise ValueError(
+            "recipe_from_arguments: --transformer-impl must be transformer_engine with "
+            f"{asked}, got local"
+        )
+    name = DEFAULT_RECIPE if name is None else name
+    if fp8_format is not None and fp8_format not in FORMATS_OF[name]:
+        able = [recipe for recipe, formats in FORMATS_OF.items() if fp8_format in formats]
+        raise ValueError(
+            f"recipe_from_arguments: --fp8-recipe must be {' or '.join(able)} with "
+            f"--fp8-format {fp8_format}, got {name}"
+        )
+    return make_recipe(name, fp8_format)
+
+
+def _value(args: argparse.Namespace, name: str, choices: tuple[str | None, ...]) -> str | None:
+    """One switch's value, checked again: a Namespace may not come from the parser."""
+    switch = "--" + name.replace("_", "-")
+    if not hasattr(args, name):
+        raise TypeError(
+            "recipe_from_arguments: args must come from a parser with add_fp8_arguments, "
+            f"got {type(args).__name__} without {switch}"
+        )
+    value = getattr(args, name)
+    if value not in choices:
+        wanted = ", ".join(c for c in choices if c is not None)
+        raise ValueError(f"recipe_from_arguments: {switch} must be one of {wanted}, got {value!r}")
+    return value

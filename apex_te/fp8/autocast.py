@@ -1,0 +1,268 @@
+"""fp8_autocast: where FP8 is on. The only global state is one linked region per thread."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from ..comm.groups import is_process_group
+from ..recipe import Recipe, chosen_recipe
+from ..runtime.entered import Entered, leave
+from ..runtime.tracing import refuse_state
+from .delayed.compiled_region import enter_traced_region, leave_traced_region
+from .delayed.registry import intern, registry, traced_key
+
+if TYPE_CHECKING:
+    from .delayed.reduce_group import Scope
+
+__all__ = ["autocast", "fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_DEFAULT_RECIPE = chosen_recipe("fp8_autocast", "fp8_recipe", None)
+# Not -1 while a backward is running in this thread: a forward seen then is a recompute.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Region(Entered):
+    """One entered fp8_autocast, as the modules inside see it."""
+
+    __slots__ = (
+        "calibrated", "calibrating", "enabled", "grad", "in_fp8", "previewed", "recipe",
+        "recipe_key", "records", "scope", "traced",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        outer: Region | None,
+        enabled: bool,
+        calibrating: bool,
+        recipe: Recipe,
+    ) -> None:
+        self.outer = outer
+        self.enabled = enabled
+        self.calibrating = calibrating
+        # Interned: a compiled region is bound to a recipe's value, not to one of equal objects.
+        if torch.compiler.is_compiling():
+            self.recipe_key, self.recipe = traced_key(recipe), recipe
+        else:
+            self.recipe_key, self.recipe = intern(recipe)
+        # Grad mode counts where the outermost region was entered, not where a module runs:
+        # a reentrant checkpoint runs its forward under no_grad.
+        self.grad: bool = torch.is_grad_enabled() if outer is None else outer.grad
+        outermost = outer is None or not outer.in_fp8
+        self.in_fp8: bool = enabled or calibrating or not outermost
+        self.records: bool = self.grad or calibrating
+        if outer is not None and outer.in_fp8:
+            self.records = outer.records
+        # Where what is staged inside is reduced; None where nothing is counted.
+        self.scope: Scope | None = None
+        if outer is not None and self.records and self.recipe.keeps_state:
+            self.scope = outer.scope
+        # Whether this is an evaluation that reads the scales of a pending update.
+        self.previewed: bool = outer is not None and outer.previewed
+        # What is updated on leaving a calibrating region.
+        self.calibrated: Scope | None = None
+        # The states that compiled code has used since it entered the outermost region itself.
+        self.traced: list[Any] | None = None if outer is None else outer.traced
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        # Not a class attribute, which torch.compile would take for a constant.
+        self.region: Region | None = None
+
+
+local = _Local()
+
+
+class fp8_autocast:
+    """Runs the modules inside in FP8; a context manager and a decorator, nestable, per thread.
+
+    Args:
+        enabled: run in FP8; False inside an enabled region switches it off.
+        fp8_recipe: a recipe or its name (``"delayed"``, ``"tensorwise"``, ``"blockwise"``,
+            ``"mxfp8"``), default ``DelayedScaling()``; read on entry. A bool here is taken as
+            ``calibrating``.
+        fp8_group: process group over which amaxes are MAX-reduced; None is the whole world. That of
+            the outermost region counts. Its ranks have the same FP8 modules: data-, tensor- and
+            expert-parallel ones, never those of another pipeline stage. Ranks whose modules differ
+            in number, size, class, the ``layer_number`` of their TransformerLayer or
+            MultiheadAttention, or the pipeline stage that Megatron knows get a RankMismatchError at
+            the first update. Stages that are equal in all of these cannot be told apart: each
+            other's amaxes would then set their scales, which are too small for one of them.
+        calibrating: collect amaxes even where ``enabled`` is False (results in high precision).
+
+    Scales move on entering an outermost region with grad enabled, once ``interval`` regions have
+    passed since the last update, and on leaving an outermost calibrating one without grad, where no
+    region with grad is pending; both are collective over ``fp8_group``. An evaluation (an outermost
+    region without grad) changes nothing, but reads the scales that a pending update will give. Over
+    several ranks, which an evaluation may not all enter, and in code that torch.compile or a CUDA
+    graph captures together with the region, it reads those of the last update:
+    ``apex_te.flush_fp8_state()``, on all ranks, applies a pending one before.
+    Regions with different groups, or with ``reduce_amax`` and without, count and update on their
+    own: each the modules that ran in its like last.
+
+    A region ends where its own ``with`` block does, in whichever order and thread blocks are left:
+    a suspended generator leaves its block when it is closed. As long as it is suspended the thread
+    that ran it stays in the region, and what another thread runs of it is in none.
+
+    Errors: TypeError for an argument of a wrong type, ValueError for an unknown name of a recipe.
+    """
+
+    __slots__ = ("_entered", "calibrating", "enabled", "group", "recipe")
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        fp8_recipe: Recipe | str | bool | None = None,
+        fp8_group: Any = None,
+        *,
+        calibrating: bool = False,
+    ) -> None:
+        if isinstance(fp8_recipe, bool):
+            fp8_recipe, calibrating = None, fp8_recipe or calibrating
+        self._set(enabled, calibrating, fp8_recipe, fp8_group, ("fp8_recipe", "fp8_group"))
+
+    def _set(
+        self,
+        enabled: bool,
+        calibrating: bool,
+        recipe: Recipe | str | None,
+        group: Any,
+        names: tuple[str, str],
+    ) -> None:
+        """Take over checked arguments; ``names``: what the caller calls the last two."""
+        owner = type(self).__name__
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
+        self.recipe = chosen_recipe(owner, names[0], recipe)
+        if group is not None and not is_process_group(group):
+            raise TypeError(
+                f"{owner}: {names[1]} must be a torch.distributed.ProcessGroup, "
+                f"got {type(group).__name__}"
+            )
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.group = group
+        self._entered: list[Region] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"fp8_autocast(enabled={self.enabled}, fp8_recipe={self.recipe!r}, "
+            f"fp8_group={self.group!r}, calibrating={self.calibrating})"
+        )
+
+    def __enter__(self) -> None:
+        outer = local.region
+        region = Region(outer, self.enabled, self.calibrating, self.recipe)
+        outermost = region.in_fp8 and (outer is None or not outer.in_fp8)
+        if outermost and region.records:
+            if region.recipe.keeps_state:
+                refuse_state("fp8_autocast")
+            if torch.compiler.is_compiling():
+                if region.recipe.keeps_state:
+                    region.traced = []
+                    enter_traced_region(region.recipe_key, self.group, region.grad)
+            elif graph_task_id() == -1:
+                region.scope = registry.enter_region(region.recipe, self.group, region.grad)
+                if not region.grad:
+                    region.calibrated = region.scope
+        elif outermost and not torch.compiler.is_compiling() and graph_task_id() == -1:
+            region.previewed = registry.preview(region.recipe)
+        local.region = region
+        if not torch.compiler.is_compiling():
+            region.holder = local.__dict__
+            self._entered.append(region)
+
+    def __exit__(self, *exc: object) -> None:
+        if torch.compiler.is_compiling():
+            _leave_traced()
+            return
+        region = leave(self._entered, local.__dict__, "region")
+        if region is not None and region.calibrated is not None and not any(exc):
+            registry.leave_calibration(region.recipe, region.calibrated)
+
+    def __call__(self, function: _F) -> _F:
+        """Decorate ``function`` so that each call runs in a region of its own."""
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            region = self
+            if torch.compiler.is_compiling():  # which enters only what was made in its own code
+                region = fp8_autocast(
+                    self.enabled, self.recipe, self.group, calibrating=self.calibrating
+                )
+            with region:
+                return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
+
+
+def _leave_traced() -> None:
+    """Leave the innermost region in code that torch.compile traces, which has no other threads."""
+    region = local.region
+    if region is None:
+        return
+    outer = region.outer
+    if region.traced is not None and (outer is None or outer.traced is None):
+        leave_traced_region(region.traced)
+    local.region = outer
+
+
+class _ModuleNames(type):
+    """Gives a class this module's names, so that it can stand for a module (see autocast.py)."""
+
+    def __getattr__(cls, name: str) -> Any:
+        try:
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(f"module 'apex_te.autocast' has no attribute {name!r}") from None
+
+    def __dir__(cls) -> list[str]:
+        return sorted({*super().__dir__(), *__all__})
+
+
+class autocast(fp8_autocast, metaclass=_ModuleNames):
+    """``fp8_autocast`` by the names that Transformer Engine gives it and its arguments now.
+
+    Args:
+        enabled, calibrating: as in ``fp8_autocast``.
+        recipe: its ``fp8_recipe``. amax_reduction_group: its ``fp8_group``.
+
+    Errors: as ``fp8_autocast``.
+    """
+
+    __slots__ = ()
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | str | None = None,
+        amax_reduction_group: Any = None,
+    ) -> None:
+        names = ("recipe", "amax_reduction_group")
+        self._set(enabled, calibrating, recipe, amax_reduction_group, names)
+
+    def __repr__(self) -> str:
+        return (
+            f"autocast(enabled={self.enabled}, calibrating={self.calibrating}, "
+            f"recipe={self.recipe!r}, amax_reduction_group={self.group!r})"
+        )
+
+
+def is_fp8_enabled() -> bool:
+    """True inside an enabled ``fp8_autocast`` region of this thread."""
+    region = local.region
+    return region is not None and region.enabled
+
+
+def get_fp8_recipe() -> Recipe:
+    """The recipe of the innermost region of this thread, else the default one."""
+    region = local.region
+    return _DEFAULT_RECIPE if region is None else region.recipe

@@ -1,0 +1,211 @@
+"""The one collective of a scale update: the largest staged amax of every slot over ranks.
+
+The buffer has the slots of every FP8 module that the process has constructed, in that order,
+whether it has run (else 0) and still exists or not: then the ranks' buffers agree even where they
+skip modules or collect garbage at different times. A header says how many modules there are, of
+which sizes and classes and in which layers.
+
+A collective over a group has as many numbers as its ranks agreed on last, 16384 before they ever
+did, so that ranks that differ still take part in the same one and learn from the header that they
+do. Where more are needed, the header goes first, once, and then the rest.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from ...comm.collectives import max_over_ranks
+from ...comm.groups import ranks_of
+
+__all__ = ["RankMismatchError", "RankReduction", "Slots"]
+
+_HEADER = 5
+_QUANTUM = 16384
+_TOP = 0x7FFFFFFF
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks of a group differ: in their FP8 modules, in what a split layer does, in its tokens."""
+
+
+class Slots(NamedTuple):
+    """Neighbouring slots of one state, of which ``at`` is the first among the process's.
+
+    ``history`` fp32 [length, slots], ``scale`` and ``scale_inv`` [slots].
+    """
+
+    at: int
+    history: torch.Tensor
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+
+
+class _Channel:
+    """What the ranks of one process group have told each other.
+
+    Attributes:
+        capacity: numbers of a collective.
+        found: where the last header goes. copied: the event after which it is there, None if read.
+        wanted: length of the histories of a rank that wants scales made equal, else 0.
+    """
+
+    __slots__ = ("capacity", "copied", "found", "wanted")
+
+    def __init__(self, device: torch.device) -> None:
+        self.capacity = _QUANTUM
+        self.copied: Any = None
+        self.wanted = 0
+        with torch.inference_mode(False):
+            self.found = torch.empty(_HEADER, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+_channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary()
+
+
+class RankReduction:
+    """Reduces rows of staged amaxes, and sees to it that the ranks mean the same by them.
+
+    Args:
+        sizes, labels: slots of each module of the process, in the order of construction, and what
+            all ranks call it.
+        slots: whose staging row, the first one of the history, is to be reduced.
+        device: of the collective, if there are none.
+        unsure: their scales and histories may differ between ranks.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        labels: Sequence[str],
+        slots: Sequence[Slots],
+        device: torch.device,
+        unsure: bool = False,
+    ) -> None:
+        if slots:
+            device = slots[0].history.device
+        self._modules = len(sizes)
+        self._total = sum(sizes)
+        self._slots = slots
+        self._length = max((s.history.shape[0] for s in slots), default=0)
+        capacity = -(-(_HEADER + self._total) // _QUANTUM) * _QUANTUM
+        with torch.inference_mode(False):
+            self._buffer = torch.zeros(capacity, dtype=torch.float32, device=device)
+            digest = zlib.crc32(repr((list(sizes), list(labels))).encode()) & _TOP
+            header = [self._modules, _TOP - self._modules, digest, _TOP - digest, 0]
+            self._own = torch.tensor(header, dtype=torch.int32).to(device)
+        if unsure:
+            self._own[-1:].fill_(self._length)
+        self._rows = [s.history[0] for s in slots]
+        starts = [_HEADER + s.at for s in slots]
+        self._parts = [
+            self._buffer[start : start + row.numel()]
+            for start, row in zip(starts, self._rows, strict=True)
+        ]
+        self._channel: _Channel | None = None  # whose ranks were found to agree
+
+    def run(self, group: Any) -> bool:
+        """One collective over ``group``; whether it made the slots' scales and histories equal.
+
+        The header is read at once where a group is new, later at the next call: no step waits.
+        Scales are made equal in the call after one in which a rank was ``unsure``, by one more.
+
+        Errors: RankMismatchError on every rank.
+        """
+        key = distributed.group.WORLD if group is None else group
+        channel = _channels.get(key)
+        if channel is None:
+            channel = _channels[key] = _Channel(self._buffer.device)
+        equalise = False
+        capturing = self._buffer.is_cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing:
+            self._read(channel, group)
+            equalise, channel.wanted = channel.wanted > 0, 0
+        used = channel.capacity
+        rest = self._buffer.numel() > used
+        with torch.no_grad():
+            self._buffer.zero_()
+            header = self._buffer[:_HEADER].view(torch.int32)
+            header.copy_(self._own)
+            if equalise:
+                header[-1:].fill_(self._length)
+            if self._parts:
+                torch._foreach_copy_(self._parts, self._rows)
+            max_over_ranks(self._buffer[:used] if rest else self._buffer, group)
+            if not capturing:
+                channel.found.copy_(header, non_blocking=self._buffer.is_cuda)
+                channel.copied = torch.cuda.Event() if self._buffer.is_cuda else True
+                if self._buffer.is_cuda:
+                    channel.copied.record()
+                if equalise or rest or self._channel is not channel:
+                    self._read(channel, group)
+                    self._channel = channel
+            if rest:
+                max_over_ranks(self._buffer[used:], group)
+                channel.capacity = self._buffer.numel()
+            if self._parts:
+                torch._foreach_copy_(self._rows, self._parts)
+            if equalise:
+                _equalise(self._slots, self._total, channel.wanted, self._buffer.device, group)
+                channel.wanted = 0
+                self._own[-1:].zero_()
+        return equalise
+
+    def _read(self, channel: _Channel, group: Any) -> None:
+        """The header of the last collective, if nobody has looked at it yet."""
+        if channel.copied is None:
+            return
+        if channel.copied is not True:
+            channel.copied.synchronize()
+        channel.copied = None
+        most, least, digest, other, channel.wanted = channel.found.tolist()
+        if most == _TOP - least and digest == _TOP - other:
+            return
+        channel.wanted = 0
+        hint = ""
+        if most == _TOP - least:
+            hint = (
+                ", whose sizes, classes, layer numbers or stages differ: are there ranks of "
+                "another pipeline stage among them?"
+            )
+        what = "the whole world" if group is None else f"ranks {list(ranks_of(group))}"
+        raise RankMismatchError(
+            f"fp8_autocast: every rank of fp8_group ({what}) must have constructed the same FP8 "
+            f"modules in the same order; this rank has {self._modules}, the ranks have from "
+            f"{_TOP - least} to {most}{hint}"
+        )
+
+
+def _equalise(
+    slots: Sequence[Slots], total: int, length: int, device: torch.device, group: Any
+) -> None:
+    """Give all ranks the smallest scale of each slot, and row by row its largest amaxes.
+
+    One collective of ``length + 1`` numbers for each of ``total`` slots; histories shorter than
+    ``length`` are taken by their newest rows. Slots that were never set, scale 1 and no history,
+    do not count.
+    """
+    rows = max(length, 1) + 1  # the staging row, which is not sent, gives way to two of scales
+    buffer = torch.zeros(rows, total, dtype=torch.float32, device=device)
+    bits = buffer.view(torch.int32)
+    for at, history, scale, scale_inv in slots:
+        mine = slice(at, at + scale.numel())
+        is_set = (scale != 1) | (history[1:] != 0).any(0)
+        # Positive numbers order as their bits do: the largest of what is left of the top.
+        bits[0, mine] = torch.where(is_set, _TOP - scale.view(torch.int32), 0)
+        buffer[1, mine] = torch.where(is_set, scale_inv, 0.0)
+        if history.shape[0] > 1:
+            buffer[rows + 1 - history.shape[0] :, mine] = history[1:]
+    max_over_ranks(buffer, group)
+    for at, history, scale, scale_inv in slots:
+        mine = slice(at, at + scale.numel())
+        left = bits[0, mine]
+        scale.copy_(torch.where(left != 0, (_TOP - left).view(torch.float32), scale))
+        scale_inv.copy_(torch.where(left != 0, buffer[1, mine], scale_inv))
+        if history.shape[0] > 1:
+            history[1:] = buffer[rows + 1 - history.shape[0] :, mine]

@@ -1,0 +1,78 @@
+"""FP8 weights that compiled code keeps from one call to the next (``is_first_microbatch``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ... import runtime
+from ...ops.registration import register
+from ..tensor import QuantizedTensor
+
+__all__ = ["TracedWeight"]
+
+_lib = runtime.ops("cast_transpose")
+
+
+class TracedWeight:
+    """Both FP8 copies of a weight ``[rows, cols]``, and of what they were made.
+
+    ``seen`` holds version and address of each of the ``sources`` parameters after a first element,
+    which is 1 once there are copies: int64, on the host.
+    """
+
+    __slots__ = ("rowwise", "scale_inv", "seen", "transposed")
+
+    def __init__(
+        self, rows: int, cols: int, dtype: torch.dtype, sources: int, device: torch.device
+    ) -> None:
+        with torch.inference_mode(False):
+            self.rowwise = torch.zeros(rows, cols, dtype=dtype, device=device)
+            self.transposed = torch.zeros(cols, rows, dtype=dtype, device=device)
+            self.scale_inv = torch.ones(1, dtype=torch.float32, device=device)
+            self.seen = torch.zeros(1 + 2 * sources, dtype=torch.int64, device="cpu")
+
+    def quantized(
+        self,
+        weight: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        scale: torch.Tensor,
+        amax: torch.Tensor | None,
+        fill: bool,
+    ) -> QuantizedTensor:
+        """The copies, made again when asked for or when a parameter has changed."""
+        torch.ops.apex_te.keep_weight(
+            weight, list(sources), scale, self.rowwise, self.transposed, self.scale_inv, amax,
+            self.seen, fill,
+        )  # fmt: skip
+        return QuantizedTensor(
+            self.rowwise, self.scale_inv, self.transposed, self.scale_inv, self.rowwise.dtype
+        )
+
+
+def _keep(
+    weight: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    scale: torch.Tensor,
+    rowwise: torch.Tensor,
+    transposed: torch.Tensor,
+    scale_inv: torch.Tensor,
+    amax: torch.Tensor | None,
+    seen: torch.Tensor,
+    fill: bool,
+) -> None:
+    now = [1]
+    for source in sources:
+        now += [0 if source.is_inference() else source._version, source.data_ptr()]
+    if fill or seen.tolist() != now:
+        _lib.cast_transpose(weight, scale, rowwise, transposed, amax, scale_inv, None, None, None)
+        seen.copy_(torch.tensor(now))
+
+
+register(
+    "keep_weight(Tensor weight, Tensor[] sources, Tensor scale, Tensor(a!) rowwise, "
+    "Tensor(b!) transposed, Tensor(c!) scale_inv, Tensor(d!)? amax, Tensor(e!) seen, "
+    "bool fill) -> ()",
+    _keep,
+)

@@ -1,0 +1,100 @@
+"""fp8_model_init: modules made inside hold the weights of their GEMMs in low precision only."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+from ..recipe import Recipe, chosen_recipe
+from ..runtime.entered import Entered, leave
+
+__all__ = ["fp8_model_init", "quantized_model_init", "settings"]
+
+
+class Settings(NamedTuple):
+    """How weights made now are kept."""
+
+    enabled: bool
+    recipe: Recipe
+    preserve_high_precision_init_val: bool
+
+
+class _Region(Entered):
+    """One entered fp8_model_init."""
+
+    __slots__ = ("settings",)
+
+    def __init__(self, settings: Settings, outer: _Region | None, holder: dict[str, Any]) -> None:
+        self.settings = settings
+        self.outer = outer
+        self.holder = holder
+
+
+class _Local(threading.local):
+    region: _Region | None = None
+
+
+_local = _Local()
+
+
+class fp8_model_init:
+    """Modules constructed inside hold the weights of their GEMMs in low precision only.
+
+    Such a weight is an ``apex_te.parameter.FP8Parameter``: a ``torch.nn.Parameter`` of the module's
+    ``params_dtype`` that takes one byte an element. Inside ``fp8_autocast`` GEMMs read its codes;
+    elsewhere, and with a recipe of another scheme, they read its values. State dicts hold the
+    values in ``params_dtype``; loading one quantizes.
+
+    Args:
+        enabled: False inside an enabled one switches it off.
+        recipe: how weights are quantized, when they are made and whenever they are written to: a
+            recipe or its name; default ``DelayedScaling()``. Delayed scaling scales them by their
+            own amax.
+        preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
+            optimizer's master copy: ``weight.get_high_precision_init_val()``, and
+            ``weight.clear_high_precision_init_val()`` to free them.
+
+    A context manager, nestable, per thread, left as ``fp8_autocast`` is.
+
+    Errors: TypeError for an argument of a wrong type, ValueError for an unknown name of a recipe.
+    """
+
+    __slots__ = ("_entered", "_settings")
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | str | None = None,
+        preserve_high_precision_init_val: bool = False,
+    ) -> None:
+        flags = {
+            "enabled": enabled,
+            "preserve_high_precision_init_val": preserve_high_precision_init_val,
+        }
+        owner = type(self).__name__
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
+        recipe = chosen_recipe(owner, "recipe", recipe)
+        self._settings = Settings(enabled, recipe, preserve_high_precision_init_val)
+        self._entered: list[_Region] = []
+
+    def __enter__(self) -> None:
+        region = _Region(self._settings, _local.region, _local.__dict__)
+        _local.region = region
+        self._entered.append(region)
+
+    def __exit__(self, *exc: Any) -> None:
+        leave(self._entered, _local.__dict__, "region")
+
+
+class quantized_model_init(fp8_model_init):
+    """``fp8_model_init`` by the name that Transformer Engine gives it now; the same arguments."""
+
+    __slots__ = ()
+
+
+def settings() -> Settings | None:
+    """How a GEMM's weight made now is to be kept; None: in high precision."""
+    region = _local.region
+    return region.settings if region is not None and region.settings.enabled else None

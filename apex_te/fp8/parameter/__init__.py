@@ -1,0 +1,1 @@
+"""FP8Parameter: a weight that is held in low precision only."""

@@ -1,0 +1,106 @@
+"""Reading the codes of an FP8Parameter: its values and its transposed copy, also while tracing."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import torch
+
+from ...recipe import Recipe
+from ..delayed.state import FP8State
+from ..scheme import GemmQuantizers, build_quantizers
+from ..scheme.stored import layout_of, pack_recipe, unpack_recipe
+from ..tensor import QuantizedTensor
+
+__all__ = ["quantizers_of", "transposed", "values"]
+
+# What reads fake codes. torch's tracing calls an FP8Parameter's ops outside of what
+# torch.compiler.is_compiling() covers, so the kernels cannot tell by it.
+_library = torch.library.Library("apex_te", "FRAGMENT")
+_library.define(
+    "fp8_codes_values(Tensor codes, Tensor scale_inv, str recipe, ScalarType dtype) -> Tensor"
+)
+_library.define(
+    "fp8_codes_transposed(Tensor codes, Tensor scale_inv, str recipe) -> (Tensor, Tensor)"
+)
+
+
+@functools.cache
+def quantizers_of(recipe: Recipe, device: torch.device) -> GemmQuantizers:
+    """The quantizers of a recipe that keeps no state."""
+    # None of the states that ranks compare: perhaps one rank alone reads such a weight.
+    return build_quantizers(recipe, FP8State(registered=False), device).frozen[0]
+
+
+def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values [rows, cols] in float32, float16 or bfloat16."""
+    codes = held.rowwise
+    assert codes is not None
+    if codes.device.type == "meta":
+        return torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    if type(codes) is torch.Tensor:
+        return quantizers_of(recipe, codes.device).weight.dequantize(held, dtype)
+    op = torch.ops.apex_te.fp8_codes_values
+    return op(codes, held.rowwise_scale_inv, _packed(recipe), dtype)
+
+
+def transposed(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transposed codes [cols, rows] and their scales."""
+    codes = held.rowwise
+    assert codes is not None
+    if type(codes) is torch.Tensor:
+        return layout_of(recipe).transposed(quantizers_of(recipe, codes.device).weight, held)
+    op = torch.ops.apex_te.fp8_codes_transposed
+    return op(codes, held.rowwise_scale_inv, _packed(recipe))
+
+
+@functools.cache
+def _packed(recipe: Recipe) -> str:
+    return json.dumps(pack_recipe(recipe))
+
+
+@functools.cache
+def _unpacked(text: str) -> Recipe:
+    return unpack_recipe(json.loads(text))
+
+
+def _held(codes: torch.Tensor, scale_inv: torch.Tensor) -> QuantizedTensor:
+    return QuantizedTensor(codes, scale_inv, None, None, codes.dtype)
+
+
+def _values_op(
+    codes: torch.Tensor, scale_inv: torch.Tensor, recipe: str, dtype: torch.dtype
+) -> torch.Tensor:
+    return values(_unpacked(recipe), _held(codes, scale_inv), dtype)
+
+
+def _values_fake(
+    codes: torch.Tensor, scale_inv: torch.Tensor, recipe: str, dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_like(codes, dtype=dtype)
+
+
+def _transposed_op(
+    codes: torch.Tensor, scale_inv: torch.Tensor, recipe: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # A scale that serves both copies may not be an op's input and output.
+    copy, scale = transposed(_unpacked(recipe), _held(codes, scale_inv))
+    return copy, scale.clone() if scale is scale_inv else scale
+
+
+def _transposed_fake(
+    codes: torch.Tensor, scale_inv: torch.Tensor, recipe: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, cols = codes.shape
+    scale = layout_of(_unpacked(recipe)).scale_inv(cols, rows, codes.device)
+    return codes.new_empty((cols, rows)), scale
+
+
+for _name, _run, _fake in (
+    ("fp8_codes_values", _values_op, _values_fake),
+    ("fp8_codes_transposed", _transposed_op, _transposed_fake),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _run, _key)
+    torch.library.register_fake(f"apex_te::{_name}", _fake, lib=_library)

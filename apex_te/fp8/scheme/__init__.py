@@ -1,0 +1,55 @@
+"""Quantizers: one scaling scheme per file; a recipe names its file in ``recipe.quantizer``."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+    from ...recipe import Recipe
+    from ..delayed.state import FP8State
+    from .products import Products
+
+__all__ = ["GemmQuantizers", "QuantizerSets", "build_quantizers"]
+
+
+class GemmQuantizers(NamedTuple):
+    """The quantizers of one GEMM and its gradients, and the products of what they make.
+
+    ``weight_again`` records nothing: it casts a weight whose amax was staged in the forward.
+    """
+
+    input: Any
+    weight: Any
+    weight_again: Any
+    grad_output: Any
+    products: Products
+    high_precision_wgrad: bool
+
+
+class QuantizerSets(NamedTuple):
+    """The ways in which a module may quantize; one entry for each of its GEMMs.
+
+    ``recording`` stages every amax; ``recompute`` repeats a recorded forward, so that only its
+    gradients are new; ``frozen`` stages nothing; ``previewed`` stages nothing either, and reads the
+    scales that a pending update will give.
+    """
+
+    recording: tuple[GemmQuantizers, ...]
+    recompute: tuple[GemmQuantizers, ...]
+    frozen: tuple[GemmQuantizers, ...]
+    previewed: tuple[GemmQuantizers, ...]
+
+
+def build_quantizers(recipe: Recipe, state: FP8State, device: torch.device) -> QuantizerSets:
+    """Quantizers of ``recipe`` on ``device``, over the tensors of ``state`` if it keeps any."""
+    scheme = importlib.import_module(f"{__name__}.{recipe.quantizer}")
+    return scheme.build_quantizers(recipe, state, device)
+
+
+def stateless_sets(quantizers: GemmQuantizers, gemms: int) -> QuantizerSets:
+    """Sets of a scheme that records nothing: the same quantizers for every GEMM and use."""
+    same = (quantizers,) * gemms
+    return QuantizerSets(same, same, same, same)

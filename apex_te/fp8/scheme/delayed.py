@@ -1,0 +1,315 @@
+"""Delayed scaling: casts with a scale computed from earlier steps and stages the amax for later."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...comm.collectives import max_over_ranks
+from ...ops.cast_transpose import cast_transpose
+from ...ops.fp8_output import FP8_DTYPES
+from ..delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS
+from ..delayed.update import update_scales
+from ..formats import formats_of
+from ..tensor import QuantizedTensor
+from . import GemmQuantizers, QuantizerSets
+from .base import Producer, Quantizer, shared_scale
+from .grouped import DelayedGroups, GroupQuantizer
+from .products import FP8Products
+
+if TYPE_CHECKING:
+    from ...recipe import DelayedScaling
+    from ..delayed.reduce_group import Sharing
+    from ..delayed.state import FP8State
+
+__all__ = ["DelayedScalingQuantizer", "FirstStep", "build_quantizers"]
+
+# Slots of a GEMM in the state: forward input, weight, output; backward grad_output, grad_input.
+INPUT, WEIGHT = 0, 1
+GRAD_OUTPUT = 0
+
+
+class FirstStep:
+    """Computes a slot's scale from the first tensor that it records (``first_step="current"``).
+
+    ``due`` is what the host knows; where ``on_device`` has a flag for the slot that has to be set,
+    too (``grouped``: only the device sees whether a group has rows).
+    """
+
+    __slots__ = (
+        "due", "fp8_max", "group", "index", "on_device", "recipe", "scale", "scale_inv"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        state: FP8State,
+        index: int,
+        scale: torch.Tensor,
+        scale_inv: torch.Tensor,
+        fp8_max: float,
+        recipe: DelayedScaling,
+    ) -> None:
+        self.due = state.first_due
+        self.on_device = state.first_on_device
+        self.index = index
+        self.scale = scale
+        self.scale_inv = scale_inv
+        self.fp8_max = fp8_max
+        self.recipe = recipe
+        self.group: Any = None  # ranks whose largest amax counts
+
+    def over(self, group: Any) -> FirstStep:
+        """The same with the largest amax of all ranks of ``group``."""
+        other = copy.copy(self)
+        other.group = group
+        return other
+
+    def run(self, measure: Callable[[torch.Tensor], object]) -> None:
+        """Set the scale from the amax that ``measure`` writes; the slot is then done."""
+        amax = torch.zeros(1, 1, dtype=torch.float32, device=self.scale.device)
+        measure(amax[0])
+        if self.group is not None:
+            max_over_ranks(amax, self.group)
+        flag = self._flag()
+        if flag is None:
+            self.take(amax, self.scale, self.scale_inv)
+        else:
+            scale, scale_inv = self.scale.clone(), self.scale_inv.clone()
+            self.take(amax, scale, scale_inv)
+            due = flag != 0
+            self.scale.copy_(torch.where(due, scale, self.scale))
+            self.scale_inv.copy_(torch.where(due, scale_inv, self.scale_inv))
+            flag.zero_()
+        # Last, because a recipe's function may raise.
+        if not torch.compiler.is_compiling():  # else the next region sets it
+            self.due[self.index] = False
+
+    def _flag(self) -> torch.Tensor | None:
+        """The slot's flag [1] on the device, if it was told of it."""
+        if self.on_device and not torch.compiler.is_compiling():
+            for slots, flags in self.on_device.items():
+                if self.index in slots:
+                    at = slots.index(self.index)
+                    return flags[at : at + 1]
+        return None
+
+    def take(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
+        """Make ``scale`` and its inverse of ``amax`` [1, 1], which is used up."""
+        # A history of one row is this tensor alone: the same formula and guards as an update.
+        update_scales([amax], [scale], [scale_inv], [self.fp8_max], self.recipe, None)
+
+
+class DelayedScalingQuantizer(Quantizer):
+    """Turns a matrix into FP8 with the scale of one state slot.
+
+    Args:
+        dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, or their fnuz forms.
+        scale: fp32 ``[1]``, a view of the state.
+        amax: fp32 ``[1]`` staging slot that takes max |x|, or None to record nothing.
+        first: computes the first scale from the data, or None.
+        sharing: whose scale it is, if it is computed from the amaxes of all ranks of a group.
+    """
+
+    __slots__ = ("amax", "first", "scale", "sharing")
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        scale: torch.Tensor,
+        amax: torch.Tensor | None = None,
+        first: FirstStep | None = None,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.scale = scale
+        self.amax = amax
+        self.first = first
+        self.sharing = sharing
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        rowwise: bool = True,
+        transposed: bool = True,
+        with_dbias: bool = False,
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        first = self.first
+        if first is not None and first.due[first.index] and x.numel():
+            first.run(lambda amax: self._measure(x, amax))
+        dtype = self.dtype
+        out = cast_transpose(
+            x,
+            self.scale,
+            dtype,
+            rowwise=rowwise,
+            transposed=transposed,
+            amax=self.amax,
+            with_dbias=with_dbias,
+        )
+        scale_inv = out[2]
+        return QuantizedTensor(out[0], scale_inv, out[1], scale_inv, dtype), out[3]
+
+    def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
+        # One launch writes the codes, their inverse scale and the amax, or none of them.
+        cast_transpose(
+            x,
+            self.scale,
+            self.dtype,
+            amax=self.amax,
+            scale_inv=held.rowwise_scale_inv,
+            noop=noop,
+            out_rowwise=held.rowwise,
+            out_transposed=held.transposed,
+        )
+        return True
+
+    def needs_whole_amax(self) -> bool:
+        first = self.first
+        return first is not None and first.due[first.index]
+
+    def quantize_rows(
+        self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The first scale stays due until a forward stages the amax: the weight may change yet."""
+        scale = self.scale
+        if amax is not None and self.first is not None:
+            scale_inv = self.first.scale_inv
+            if not keep:
+                scale, scale_inv = scale.clone(), scale_inv.clone()
+            self.first.take(amax.clone().view(1, 1), scale, scale_inv)
+        own = torch.zeros(1, dtype=torch.float32, device=x.device)
+        out = cast_transpose(x, scale, self.dtype, transposed=False, amax=own)
+        assert out.rowwise is not None
+        return out.rowwise, out.scale_inv, own
+
+    def scales_of_rows(
+        self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
+    ) -> tuple[Sequence[torch.Tensor], None] | None:
+        if self.dtype not in FP8_DTYPES or any(q.needs_whole_amax() for q in quantizers):
+            return None
+        return [q.scale for q in quantizers], None
+
+    def stage(self, amax: torch.Tensor, group: Any) -> None:
+        """As ``Quantizer.stage``.
+
+        Errors: ValueError where the scale is not computed from the amaxes of all of ``group``.
+        """
+        if self.amax is None:
+            return
+        sharing = self.sharing
+        if group is not None and (sharing is None or not sharing.reduced_over(group)):
+            raise ValueError(
+                "fp8_autocast: amaxes of weights that are gathered in FP8 must be reduced over "
+                "the ranks that have the shards (reduce_amax=True and an fp8_group with all of "
+                "them), got " + ("reduce_amax=False" if sharing is None else "another fp8_group")
+            )
+        first = self.first
+        if first is not None:
+            first.due[first.index] = False
+        torch.maximum(self.amax, amax, out=self.amax)
+
+    def produce(
+        self, producer: Producer, rowwise: bool = True, transposed: bool = True
+    ) -> QuantizedTensor:
+        if not self.can_fuse(producer):
+            return super().produce(producer, rowwise, transposed)
+        first, scale, dtype = self.first, self.scale, self.dtype
+        if first is not None and first.due[first.index] and producer.x.numel():
+            first.run(lambda amax: producer.fp8(scale, dtype, False, False, amax))
+        return shared_scale(producer.fp8(scale, dtype, rowwise, transposed, self.amax), dtype)
+
+    def shared(self, group: Any) -> DelayedScalingQuantizer | None:
+        sharing = self.sharing
+        if sharing is None or not sharing.over(group):
+            return None
+        first = None if self.first is None else self.first.over(group)
+        return DelayedScalingQuantizer(self.dtype, self.scale, self.amax, first, sharing)
+
+    def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
+        return DelayedGroups(quantizers) if self.dtype in FP8_DTYPES else None
+
+    def record(self, x: torch.Tensor) -> None:
+        """Stage max |x| of ``x`` [rows, cols] without quantizing it."""
+        first = self.first
+        if first is not None and first.due[first.index] and x.numel():
+            first.run(lambda amax: self._measure(x, amax))
+        if self.amax is not None:
+            self._measure(x, self.amax)
+
+    def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        first = self.first
+        if first is not None and first.due[first.index]:
+            first.run(lambda amax: self._measure(x, amax))
+        return self.scale, self.amax
+
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        assert self.amax is not None
+        scale_inv = () if self.first is None else (self.first.scale_inv,)
+        return (self.scale, self.amax, *scale_inv)
+
+    def snapshot(self) -> torch.Tensor:
+        return self.scale.clone()
+
+    def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
+        assert snapshot is not None
+        return DelayedScalingQuantizer(self.dtype, snapshot).quantize(x, False, True)[0]
+
+    def _measure(self, x: torch.Tensor, amax: torch.Tensor) -> None:
+        cast_transpose(x, self.scale, self.dtype, rowwise=False, transposed=False, amax=amax)
+
+
+def build_quantizers(
+    recipe: DelayedScaling, state: FP8State, device: torch.device
+) -> QuantizerSets:
+    """The quantizers over the slots of ``state``; views are taken once, here."""
+    products = FP8Products(recipe.use_split_accumulator, device)
+    gemms = [_build_gemm(recipe, state, products, gemm) for gemm in range(state.gemms)]
+    return QuantizerSets(*zip(*gemms, strict=True))
+
+
+def _build_gemm(
+    recipe: DelayedScaling, state: FP8State, products: FP8Products, gemm: int
+) -> tuple[GemmQuantizers, ...]:
+    """Quantizers of one GEMM, in the order of ``QuantizerSets``."""
+    formats = formats_of(recipe.fp8_format, state.device)
+    fwd = (formats.fwd_dtype, formats.max_fwd, state.scale_fwd, state.scale_inv_fwd)
+    bwd = (formats.bwd_dtype, formats.max_bwd, state.scale_bwd, state.scale_inv_bwd)
+
+    def pair(
+        direction: tuple[torch.dtype, float, torch.Tensor, torch.Tensor],
+        history: torch.Tensor,
+        index: int,
+        flag: int,
+    ) -> tuple[DelayedScalingQuantizer, DelayedScalingQuantizer]:
+        dtype, fp8_max, scales, scale_invs = direction
+        scale = scales[index : index + 1]
+        first = None
+        if recipe.first_step == "current":
+            scale_inv = scale_invs[index : index + 1]
+            first = FirstStep(state, flag, scale, scale_inv, fp8_max, recipe)
+        amax = history[0, index : index + 1]
+        sharing = state.sharing if recipe.reduce_amax else None
+        recording = DelayedScalingQuantizer(dtype, scale, amax, first, sharing)
+        return recording, DelayedScalingQuantizer(dtype, scale, sharing=sharing)
+
+    forward, backward = FORWARD_SLOTS * gemm, BACKWARD_SLOTS * gemm
+    inp, inp_frozen = pair(fwd, state.amax_history_fwd, forward + INPUT, forward + INPUT)
+    weight, weight_frozen = pair(fwd, state.amax_history_fwd, forward + WEIGHT, forward + WEIGHT)
+    slot = backward + GRAD_OUTPUT
+    grad, grad_frozen = pair(bwd, state.amax_history_bwd, slot, state.scale_fwd.numel() + slot)
+    rest = (products, recipe.override_linear_precision[2])
+
+    def previewed(index: int, live: DelayedScalingQuantizer) -> DelayedScalingQuantizer:
+        scale = state.pending_scale_fwd[forward + index : forward + index + 1]
+        return DelayedScalingQuantizer(live.dtype, scale, sharing=live.sharing)
+
+    inp_later, weight_later = previewed(INPUT, inp_frozen), previewed(WEIGHT, weight_frozen)
+    return (
+        GemmQuantizers(inp, weight, weight_frozen, grad, *rest),
+        GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad, *rest),
+        GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad_frozen, *rest),
+        GemmQuantizers(inp_later, weight_later, weight_later, grad_frozen, *rest),
+    )

@@ -1,0 +1,216 @@
+"""Quantizers that also report what they quantized: statistics on request."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ... import runtime
+from ..tensor import QuantizedTensor
+from . import QuantizerSets
+from .base import Producer, Quantizer
+
+if TYPE_CHECKING:
+    from .grouped import GroupQuantizer
+
+__all__ = ["COUNTS", "FIELDS", "Note", "ObservedQuantizer", "measure", "observed_sets"]
+
+# What `measure` finds: the first COUNTS fields add up over several tensors, of the others the
+# largest counts.
+FIELDS = (
+    "elements", "nonfinite", "nonzero", "saturated", "underflowed",
+    "amax", "scale_max", "scale_inv_max",
+)  # fmt: skip
+COUNTS = 5
+
+# Takes a slot's tensor [rows, cols], its quantized form and the quantizer that made it.
+Note = Callable[[torch.Tensor, QuantizedTensor, Quantizer], None]
+
+# (largest value, code of 1.0, mask of the bits that only a zero lacks). HiF8 and the fnuz formats
+# have no negative zero.
+_FORMATS = {
+    torch.float8_e4m3fn: (448.0, 0x38, 0x7F),
+    torch.float8_e5m2: (57344.0, 0x3C, 0x7F),
+    torch.float8_e4m3fnuz: (240.0, 0x40, 0xFF),
+    torch.float8_e5m2fnuz: (57344.0, 0x40, 0xFF),
+    torch.uint8: (32768.0, 0x08, 0xFF),
+}
+# An amax that its own scale brings to the largest value may exceed it by the roundings of the
+# scale, of its inverse and of the product.
+_ROUNDINGS = 1 + 2.0**-22
+
+
+class ObservedQuantizer(Quantizer):
+    """Quantizes as ``inner`` does, to the bit, and hands every tensor to ``note``.
+
+    Args:
+        inner: the quantizer that works.
+        twin: one that makes the same codes and stages nothing; used where a tensor is only
+            recorded (calibration).
+        note: called with the tensor, what became of it and the quantizer.
+
+    What torch.compile traces, what a CUDA graph captures and groups whose sizes only the device
+    knows are not noted.
+    """
+
+    __slots__ = ("inner", "note", "twin")
+
+    def __init__(self, inner: Quantizer, twin: Quantizer, note: Note) -> None:
+        self.dtype = inner.dtype
+        self.inner = inner
+        self.twin = twin
+        self.note = note
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        rowwise: bool = True,
+        transposed: bool = True,
+        with_dbias: bool = False,
+    ) -> tuple[QuantizedTensor, torch.Tensor | None]:
+        out = self.inner.quantize(x, rowwise, transposed, with_dbias)
+        if _is_eager(x):
+            self.note(x, out[0], self.inner)
+        return out
+
+    def produce(
+        self, producer: Producer, rowwise: bool = True, transposed: bool = True
+    ) -> QuantizedTensor:
+        quantized = self.inner.produce(producer, rowwise, transposed)
+        codes = quantized.rowwise if rowwise else quantized.transposed
+        if codes is not None and _is_eager(codes):
+            # Of a copy, because running the op again may set what it gave besides its result.
+            self.note(copy.copy(producer).plain(), quantized, self.inner)
+        return quantized
+
+    def shared(self, group: Any) -> Quantizer | None:
+        inner = self.inner.shared(group)
+        return None if inner is None else ObservedQuantizer(inner, self.twin, self.note)
+
+    def settings(self) -> tuple:
+        return self.inner.settings()
+
+    def needs_whole_amax(self) -> bool:
+        return self.inner.needs_whole_amax()
+
+    def quantize_rows(
+        self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        return self.inner.quantize_rows(x, amax, keep)
+
+    def stage(self, amax: torch.Tensor, group: Any) -> None:
+        self.inner.stage(amax, group)
+
+    def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
+        return self.inner.grouped([quantizer.inner for quantizer in quantizers])
+
+    def record(self, x: torch.Tensor) -> None:
+        self.inner.record(x)
+        if _is_eager(x):
+            self.note(x, self.twin.quantize(x, True, False)[0], self.twin)
+
+    def dequantize(
+        self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        return self.inner.dequantize(quantized, dtype)
+
+    def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        return self.inner.kept_scaling(x)
+
+    def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
+        return self.inner.rewrite(x, held, noop)
+
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        return self.inner.kept()
+
+    def snapshot(self) -> torch.Tensor | None:
+        return self.inner.snapshot()
+
+    def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
+        return self.inner.requantize(x, snapshot)
+
+
+def _is_eager(x: torch.Tensor) -> bool:
+    if runtime.is_traced():
+        return False
+    return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def observed_sets(
+    sets: QuantizerSets, note: Callable[[int, str, Any, Any, Any], None]
+) -> QuantizerSets:
+    """``sets`` whose recorded tensors are noted with the number of their GEMM and their role.
+
+    Of a recompute only the gradients are new, and what is frozen is not part of the training.
+    """
+    recording, recompute = [], []
+    for gemm, (new, again, frozen, _) in enumerate(zip(*sets, strict=True)):
+
+        def observed(role: str, new: Any = new, frozen: Any = frozen, gemm: int = gemm) -> Any:
+            return ObservedQuantizer(
+                getattr(new, role), getattr(frozen, role), lambda *seen: note(gemm, role, *seen)
+            )
+
+        grad_output = observed("grad_output")
+        recording.append(
+            new._replace(
+                input=observed("input"), weight=observed("weight"), grad_output=grad_output
+            )
+        )
+        recompute.append(again._replace(grad_output=grad_output))
+    return QuantizerSets(tuple(recording), tuple(recompute), sets.frozen, sets.previewed)
+
+
+def measure(
+    x: torch.Tensor, quantized: QuantizedTensor, quantizer: Quantizer
+) -> torch.Tensor | None:
+    """``FIELDS`` of ``x`` [rows, cols] and its codes: float64 on its device, not copied from it.
+
+    Saturated are elements with ``|x * scale|`` above the format's largest value, underflowed those
+    other than zero whose code is zero; neither counts NaN and infinities, nor does amax. None if
+    ``x`` is empty or has no codes.
+    """
+    codes, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
+    if codes is None:
+        codes, scale_inv, x = quantized.transposed, quantized.transposed_scale_inv, x.t()
+    if codes is None or scale_inv is None or x.numel() == 0:
+        return None
+    largest, one, mask = _FORMATS[codes.dtype]
+    with torch.no_grad():
+        magnitude = x.detach().float().abs()
+        finite = torch.isfinite(magnitude)
+        magnitude = magnitude.masked_fill(~finite, 0.0)
+        inverse = _elementwise(codes, scale_inv, quantizer, one)
+        # Where an infinity made it infinite the scale is 1.
+        inverse = inverse.masked_fill(torch.isinf(inverse), 1.0)
+        saturated = magnitude > inverse * (largest * _ROUNDINGS)
+        nonzero = magnitude > 0
+        underflowed = (codes.view(torch.uint8) & mask == 0) & nonzero
+        # A block's scale is NaN where the block has one.
+        usable = torch.isfinite(inverse)
+        smallest = inverse.masked_fill(~usable, float("inf")).amin()
+        return torch.stack(
+            [
+                magnitude.new_full((), x.numel(), dtype=torch.float64),
+                (~finite).sum().double(),
+                nonzero.sum().double(),
+                saturated.sum().double(),
+                underflowed.sum().double(),
+                magnitude.amax().double(),
+                1.0 / smallest.double(),
+                inverse.masked_fill(~usable, 0.0).amax().double(),
+            ]
+        )
+
+
+def _elementwise(
+    codes: torch.Tensor, scale_inv: torch.Tensor, quantizer: Quantizer, one: int
+) -> torch.Tensor:
+    """The inverse scale of every element, or one for all: what a code of 1.0 stands for."""
+    if scale_inv.dtype is torch.float32 and scale_inv.numel() == 1:
+        return scale_inv
+    ones = torch.full(codes.shape, one, dtype=torch.uint8, device=codes.device).view(codes.dtype)
+    return quantizer.dequantize(QuantizedTensor(ones, scale_inv, None, None, codes.dtype))

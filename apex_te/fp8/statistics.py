@@ -1,0 +1,319 @@
+"""Statistics of what the modules of a model quantize: amax, scale, saturation, underflow."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..module._core.module_fp8 import FP8Module
+from .autocast import Region, local
+from .scheme import QuantizerSets
+from .scheme.base import Quantizer
+from .scheme.observed import COUNTS, FIELDS, measure, observed_sets
+from .tensor import QuantizedTensor
+
+__all__ = ["fp8_statistics"]
+
+ROLES = ("input", "weight", "grad_output")
+SERIES = (
+    "amax", "scale_min", "scale_max", "saturation_rate", "underflow_rate", "nonfinite",
+)  # fmt: skip
+
+
+class fp8_statistics:
+    """Notes what the FP8 modules of ``model`` quantize while it is entered; a context manager.
+
+    One entry for each module, GEMM, role (input, weight, grad_output) and step; a step is one
+    outermost ``fp8_autocast`` region entered with grad enabled. Evaluation, recomputation, weights
+    that are cached or held in FP8, what torch.compile or a CUDA graph runs, and a GroupedLinear on
+    the GPU whose ``m_splits`` are a tensor are not noted. Results do not change. The figures stay
+    on the device, with no synchronisation, until they are asked for; a noted step reads each tensor
+    a few times more.
+
+    Args:
+        model: holds FP8 modules; those of it that run in FP8 are noted.
+        every: note one step in so many.
+        capacity: noted steps to keep; the oldest make room.
+
+    Errors: TypeError for a wrong type, ValueError for a wrong value or a model without FP8 modules,
+    RuntimeError for a model that is being observed already.
+    """
+
+    def __init__(self, model: torch.nn.Module, every: int = 1, capacity: int = 1000) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"fp8_statistics: model must be a torch.nn.Module, got {type(model).__name__}"
+            )
+        for name, value in (("every", every), ("capacity", capacity)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(
+                    f"fp8_statistics: {name} must be an int, got {type(value).__name__}"
+                )
+            if value < 1:
+                raise ValueError(f"fp8_statistics: {name} must be at least 1, got {value}")
+        self._modules = [
+            (path, module)
+            for path, module in model.named_modules()
+            if isinstance(module, FP8Module)
+        ]
+        if not self._modules:
+            raise ValueError(
+                f"fp8_statistics: model must contain an FP8 module, got {type(model).__name__}"
+            )
+        self.model = model
+        self.every = every
+        self.capacity = capacity
+        self._names: list[str] = []
+        self._first_slots: list[int] = []
+        owners = _owners(self._modules)
+        for owner, (_, module) in zip(owners, self._modules, strict=True):
+            self._first_slots.append(len(self._names))
+            self._names += _names(owner, module)
+        self._rings: dict[torch.device, torch.Tensor] = {}
+        self._region: Region | None = None
+        self._step = -1
+        self._steps: list[int] = []  # of each noted step, in order
+        self._noting = False
+        self._inside = self._was_entered = False
+
+    def __repr__(self) -> str:
+        if self._inside:
+            state = "noting"
+        elif self._was_entered:
+            state = "left"
+        else:
+            state = "not entered: it notes inside of `with` only"
+        return (
+            f"fp8_statistics({type(self.model).__name__} with {len(self._modules)} FP8 module(s), "
+            f"every={self.every}, capacity={self.capacity}, steps noted: {len(self._steps)}, "
+            f"{state})"
+        )
+
+    def __enter__(self) -> fp8_statistics:
+        states = [module._fp8 for _, module in self._modules]
+        if any(state._wrap is not None for state in states):
+            raise RuntimeError("fp8_statistics: model must be observed once at a time, got twice")
+        for state, first in zip(states, self._first_slots, strict=True):
+            state.observe(self._observer(first))
+        self._inside = self._was_entered = True
+        return self
+
+    def _observer(self, first: int) -> Callable[[QuantizerSets], QuantizerSets]:
+        """What wraps the quantizers of a module whose slots begin at ``first``."""
+
+        def note(gemm: int, role: str, x: Any, quantized: Any, quantizer: Any) -> None:
+            self._note(first + gemm * len(ROLES) + ROLES.index(role), x, quantized, quantizer)
+
+        return lambda sets: observed_sets(sets, note)
+
+    def __exit__(self, *exc: object) -> None:
+        self._noting = self._inside = False
+        self._region = None
+        for _, module in self._modules:
+            module._fp8.observe(None)
+
+    def _note(
+        self, slot: int, x: torch.Tensor, quantized: QuantizedTensor, quantizer: Quantizer
+    ) -> None:
+        """Add a tensor to the current step; gradients belong to the region entered last."""
+        if slot % len(ROLES) != ROLES.index("grad_output"):
+            self._enter(local.region)
+        if not self._noting:
+            return
+        found = measure(x, quantized, quantizer)
+        if found is None:
+            return
+        # A module may run more than once in a step.
+        row = self._ring(x.device)[(len(self._steps) - 1) % self.capacity, slot]
+        with torch.no_grad():
+            row[:COUNTS] += found[:COUNTS]
+            torch.maximum(row[COUNTS:], found[COUNTS:], out=row[COUNTS:])
+
+    def _enter(self, region: Region | None) -> None:
+        """Begin a step if the outermost region is another than before."""
+        while region is not None and region.outer is not None and region.outer.in_fp8:
+            region = region.outer
+        if region is None or region is self._region:
+            return
+        self._region = region
+        self._step += 1
+        self._noting = self._step % self.every == 0
+        if self._noting:
+            self._steps.append(self._step)
+            for ring in self._rings.values():
+                ring[(len(self._steps) - 1) % self.capacity].zero_()
+
+    def _ring(self, device: torch.device) -> torch.Tensor:
+        """The notes on ``device``: float64 [capacity, slots, fields]."""
+        ring = self._rings.get(device)
+        if ring is None:
+            shape = (self.capacity, len(self._names), len(FIELDS))
+            with torch.inference_mode(False):
+                ring = torch.zeros(shape, dtype=torch.float64, device=device)
+            self._rings[device] = ring
+        return ring
+
+    def to_dict(self) -> dict[str, dict[str, list]]:
+        """For each tensor that was noted its series, oldest step first; waits for the device.
+
+        Warns where nothing was noted because this was never entered.
+
+        Keys: ``"<module>.<role>"``, with the GEMM between where a module has several: ``fc1`` and
+        ``fc2`` of a LayerNormMLP, ``gemm<n>`` of a GroupedLinear.
+        Series: ``step``; ``amax`` of the finite elements; ``scale_min`` and ``scale_max``, which
+        differ where a tensor has a scale for each block; ``saturation_rate``, the share of elements
+        with ``|x * scale|`` above the format's largest value; ``underflow_rate``, the share of
+        non-zero elements whose code is zero; ``nonfinite``, the number of NaN and infinities, which
+        count as neither.
+        """
+        if not self._was_entered:
+            warnings.warn(f"fp8_statistics: {self._nothing()}", stacklevel=2)
+        last = len(self._steps)
+        noted = range(max(0, last - self.capacity), last)
+        rows = [index % self.capacity for index in noted]
+        copies = [ring.cpu()[rows] for ring in self._rings.values()] if rows else []
+        result: dict[str, dict[str, list]] = {}
+        for slot, name in enumerate(self._names):
+            series: dict[str, list] = {key: [] for key in ("step", *SERIES)}
+            for at, index in enumerate(noted):
+                for copied in copies:
+                    values = dict(zip(FIELDS, copied[at, slot].tolist(), strict=True))
+                    if values["elements"]:
+                        series["step"].append(self._steps[index])
+                        _append(series, values)
+            if series["step"]:
+                result[name] = series
+        return result
+
+    def _nothing(self) -> str:
+        """Why there are no figures."""
+        if not self._was_entered:
+            return (
+                "nothing was noted, because it was never entered: train inside of "
+                "`with fp8_statistics(model) as stats:`"
+            )
+        return (
+            "nothing was noted: none of the modules ran in a region of fp8_autocast entered with "
+            "gradients, in eager mode"
+        )
+
+    def table(self) -> str:
+        """A line for each tensor: last amax and scale, mean and worst rates of the steps kept.
+
+        Where nothing was noted, a line that says so and why.
+        """
+        if not self._steps:
+            return f"fp8_statistics: {self._nothing()}"
+        head = ("tensor", "steps", "amax", "scale", "saturated", "worst", "underflow", "worst",
+                "NaN/Inf")  # fmt: skip
+        lines: list[tuple[str, ...]] = [head]
+        for name, series in self.to_dict().items():
+            low, high = series["scale_min"][-1], series["scale_max"][-1]
+            scale = f"{low:.4g}" if math.isclose(low, high) else f"{low:.4g} .. {high:.4g}"
+            rates = []
+            for key in ("saturation_rate", "underflow_rate"):
+                values = series[key]
+                rates += [f"{sum(values) / len(values):.3%}", f"{max(values):.3%}"]
+            amax, nonfinite = f"{series['amax'][-1]:.4g}", str(sum(series["nonfinite"]))
+            lines.append((name, str(len(series["step"])), amax, scale, *rates, nonfinite))
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = []
+        for first, *rest in lines:
+            cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+            text.append("  ".join([first.ljust(widths[0]), *cells]))
+        return "\n".join(text)
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draw heat maps of amax, scale, saturation and underflow into the file ``path``.
+
+        A row for each tensor, in the order of the model, and a column for each step. The file's
+        ending chooses the format (png, svg, pdf). Errors: ImportError without matplotlib,
+        ValueError when nothing was noted.
+        """
+        try:
+            from matplotlib.colors import LogNorm
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(
+                'fp8_statistics: plot needs matplotlib (pip install "apex_te[demo]")'
+            ) from error
+        if not self._steps:
+            raise ValueError(
+                f"fp8_statistics: plot must have a noted step to draw, got none; {self._nothing()}"
+            )
+        series = self.to_dict()
+        steps = sorted({step for values in series.values() for step in values["step"]})
+        column = {step: i for i, step in enumerate(steps)}
+        every_row = max(1, -(-len(series) // _LABELS))
+        every_column = max(1, -(-len(steps) // 8))
+        height = min(2.5 + 0.16 * len(series), 30.0)
+        figure = Figure(figsize=(15, height), layout="constrained")
+        panels = figure.subplots(1, 4, sharey=True)
+        titles = ("amax", "scale", "saturation rate", "underflow rate")
+        keys = ("amax", "scale_max", "saturation_rate", "underflow_rate")
+        for axes, title, key in zip(panels, titles, keys, strict=True):
+            cells = [[math.nan] * len(steps) for _ in series]
+            for row, values in zip(cells, series.values(), strict=True):
+                for step, value in zip(values["step"], values[key], strict=True):
+                    row[column[step]] = value
+            shown = [v for row in cells for v in row if math.isfinite(v) and v > 0]
+            is_rate = key.endswith("rate")
+            norm: dict[str, Any] = {"vmin": 0.0, "vmax": max(shown, default=1.0)}
+            if shown and not is_rate:  # zeros, which have no logarithm, stay white
+                norm = {"norm": LogNorm(min(shown), max(max(shown), min(shown) * 1.01))}
+            image = axes.imshow(
+                cells, aspect="auto", interpolation="nearest", cmap="viridis", **norm
+            )
+            figure.colorbar(image, ax=axes, orientation="horizontal", shrink=0.9)
+            axes.set_title(title)
+            axes.set_xlabel("step")
+            axes.set_xticks(
+                range(0, len(steps), every_column), [str(s) for s in steps[::every_column]]
+            )
+        panels[0].set_yticks(
+            range(0, len(series), every_row), list(series)[::every_row], fontsize=6
+        )
+        figure.savefig(path)
+
+
+_LABELS = 150  # rows that can be told apart
+
+
+def _owners(modules: list[tuple[str, Any]]) -> list[str]:
+    """What to call each module: its name where it has one of its own, else its path."""
+    paths = [path or type(module).__name__ for path, module in modules]
+    given = [getattr(module, "name", None) for _, module in modules]
+    return [
+        name if name and given.count(name) == 1 and name not in paths else path
+        for name, path in zip(given, paths, strict=True)
+    ]
+
+
+def _names(owner: str, module: Any) -> list[str]:
+    """The tensors of a module, in the order of their slots; GEMMs are called as in its weights."""
+    gemms = module._fp8.gemms
+    weights = module._gemm_weights()
+    named = [names[0] for names in weights if len(names) == 1 and names[0].endswith("_weight")]
+    if gemms == 1:
+        owners = [owner]
+    elif len(named) == gemms:
+        owners = [f"{owner}.{name.removesuffix('_weight')}" for name in named]
+    else:
+        owners = [f"{owner}.gemm{gemm}" for gemm in range(gemms)]
+    return [f"{gemm}.{role}" for gemm in owners for role in ROLES]
+
+
+def _append(series: dict[str, list], values: dict[str, float]) -> None:
+    """Turn the counts of a step into the figures that a reader wants."""
+    inverse, nonzero = values["scale_inv_max"], values["nonzero"]
+    series["amax"].append(values["amax"])
+    series["scale_min"].append(1.0 / inverse if inverse else math.inf)
+    series["scale_max"].append(values["scale_max"])
+    series["saturation_rate"].append(values["saturated"] / values["elements"])
+    series["underflow_rate"].append(values["underflowed"] / nonzero if nonzero else 0.0)
+    series["nonfinite"].append(int(values["nonfinite"]))

@@ -1,0 +1,1 @@
+"""CUDA graphs of modules that compute in FP8."""

@@ -1,0 +1,418 @@
+"""The CUDA graphs of one module's forward and backward, and what their capture must not change."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..fp8.autocast import fp8_autocast
+from ..fp8.delayed.first_step import set_first_due, still_due
+from ..fp8.delayed.state import TENSORS, FP8State, registry, resized_history
+from ..fp8.parameter.parameter import FP8Parameter
+from ..module._core.captured_weights import CapturedWeights, KeptWeight
+from ..module._core.module_fp8 import FP8Module, Modes
+
+__all__ = ["Capture", "fp8_modules", "no_collection", "preserved", "substituted"]
+
+
+def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
+    """The FP8 modules in ``module``."""
+    return [child for child in module.modules() if isinstance(child, FP8Module)]
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage now and not inside: an older graph that dies in a capture breaks it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class Capture:
+    """Graphs of ``forward``, whose tensors stay where they are; a replay of one at a time.
+
+    Args:
+        owner: its name in errors.
+        forward: runs the module.
+        args, kwargs: of ``forward``. Tensors are copied to where replays read them.
+        parameters: what gradients are needed of, besides the inputs.
+        modules: the FP8 modules in it.
+        region: what to capture in.
+        keeps_weights: replays can keep the FP8 weights of earlier ones.
+        allow_unused: an input or parameter may have no gradient.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        parameters: Sequence[torch.nn.Parameter],
+        modules: Sequence[FP8Module],
+        region: fp8_autocast,
+        keeps_weights: bool,
+        allow_unused: bool,
+    ) -> None:
+        self.owner = owner
+        self.forward = forward
+        self.region = region
+        self.every_parameter = tuple(parameters)
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.held = [p._held for p in parameters if isinstance(p, FP8Parameter)]
+        self.modules = modules
+        self.keeps_weights = keeps_weights
+        self.allow_unused = allow_unused
+        paths, self.spec = pytree.tree_flatten_with_path((args, kwargs))
+        self.names = [_path_name(path) for path, _ in paths]
+        self.leaves = [_static(leaf) for _, leaf in paths]
+        self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        main_grads = [getattr(p, "main_grad", None) for p in self.parameters]
+        self.main_grads = [grad for grad in main_grads if grad is not None]
+        self.weights: list[CapturedWeights] = []
+        self.cache: WeightCache | None = None
+        self.forward_graph = torch.cuda.CUDAGraph()
+        self.backward_graph: torch.cuda.CUDAGraph | None = None
+        self.stand_ins: dict[int, torch.nn.Parameter] = {}
+        self.delayed: list[DelayedGradient] = []
+        self.run = 0
+        self.has_run_backward = True
+
+    @contextlib.contextmanager
+    def prepared(self) -> Iterator[None]:
+        """While it lasts FP8 weights go where replays find them."""
+        for held in self.held:
+            # A copy kept from before would be read by replays after it has been replaced.
+            held.transposed = held.transposed_scale_inv = None
+        waiting = [(module, module._modes.delayed.copy()) for module in self.modules]
+        if self.keeps_weights:
+            known = {id(x) for x in (*self.inputs, *self.stand_ins.values())}
+            for module in self.modules:
+                captured = CapturedWeights(type(module).__name__, known)
+                module._modes.captured = captured
+                self.weights.append(captured)
+        try:
+            yield
+        finally:
+            for module, delayed in waiting:
+                module._modes.captured = None
+                module._modes.delayed[:] = delayed
+
+    def _run(self, graph: Any) -> tuple[list[Any], Any]:
+        """One forward, in a region that moves no scale and whose entry ``graph`` does not hold."""
+        for captured in self.weights:
+            captured.begin()
+        args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
+        registry.pending = 0
+        with self.region, graph:
+            return pytree.tree_flatten(self.forward(*args, **kwargs))
+
+    def _gradients(self, outputs: list[Any], grads: list[Any]) -> list[Any]:
+        """Gradients of the inputs and parameters that need one."""
+        sources = self._sources()
+        pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+        outs, given = [o for o, _ in pairs], [g for _, g in pairs]
+        return list(torch.autograd.grad(outs, sources, given, allow_unused=True))
+
+    def _sources(self) -> list[torch.Tensor]:
+        parameters = [self.stand_ins[id(p)] for p in self.parameters]
+        return [x for x in self.inputs if x.requires_grad] + parameters
+
+    def warm_up(self, count: int) -> None:
+        """Run eagerly, so that the capture sets nothing up for the first time."""
+        for _ in range(count):
+            outputs, _ = self._run(contextlib.nullcontext())
+            grads = [torch.ones_like(o) if _needs_grad(o) else None for o in outputs]
+            if self._sources() and any(g is not None for g in grads):
+                self._gradients(outputs, grads)
+
+    def settle(self) -> None:
+        """End the warm-up: what it has allocated for FP8 weights is what replays write or keep."""
+        if not self.keeps_weights:
+            return
+        for captured in self.weights:
+            captured.is_settled = True
+        kept = [weight for captured in self.weights for weight in captured.kept.values()]
+        # What a call has in place of what the runs here read.
+        given: dict[int, Any] = {id(self.stand_ins[id(p)]): p for p in self.every_parameter}
+        given |= {id(x): i for i, x in enumerate(self.inputs)}
+        self.cache = WeightCache(kept, [[given[id(s)] for s in w.sources] for w in kept])
+
+    def capture_forward(self, pool: Any) -> None:
+        """Record the forward; its outputs stay where replays write them."""
+        graph = torch.cuda.graph(self.forward_graph, pool=pool)
+        self.outputs, self.output_spec = self._run(graph)
+
+    def capture_backward(self, pool: Any) -> None:
+        """Record the backward; gradients too stay where replays write them."""
+        needs = [_needs_grad(o) for o in self.outputs]
+        self.grad_outputs = [
+            torch.zeros_like(o) if need else None
+            for o, need in zip(self.outputs, needs, strict=True)
+        ]
+        sources = self._sources()
+        for module in self.modules:
+            module._modes.delayed.clear()
+        grads: list[Any] = [None] * len(sources)
+        if sources and any(needs):
+            self.backward_graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.backward_graph, pool=pool):
+                grads = self._gradients(self.outputs, self.grad_outputs)
+        late = self._take_delayed()
+        for source, grad in zip(sources, grads, strict=True):
+            has_own = getattr(source, "main_grad", None) is not None or id(source) in late
+            if grad is None and not has_own and not self.allow_unused:
+                raise RuntimeError(
+                    f"{self.owner}: every input and parameter that requires grad must take part in "
+                    "the outputs with allow_unused_input=False, got one without a gradient"
+                )
+        found = iter(grads)
+        self.input_grads = [next(found) if x.requires_grad else None for x in self.inputs]
+        self.parameter_grads = list(found)
+        self.outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in self.outputs]
+        # In the order of the outputs that are tensors, which are what autograd sees.
+        tensors = [isinstance(o, torch.Tensor) for o in self.outputs]
+        self.results = [o for o, is_tensor in zip(self.outputs, tensors, strict=True) if is_tensor]
+        self.fixed = [i for i, o in enumerate(_chosen(needs, tensors)) if not o]
+        self.grad_outputs = _chosen(self.grad_outputs, tensors)
+
+    def _take_delayed(self) -> set[int]:
+        """Keep the weight gradients that the backward has left out; the ids of their weights."""
+        late: set[int] = set()
+        for module in self.modules:
+            own = [p for p in module.parameters(recurse=False) if p.requires_grad]
+            pairs = [(p, self.stand_ins[id(p)]) for p in self.parameters]
+            pairs = [(p, s) for p, s in pairs if any(s is q for q in own)]
+            for compute in module._modes.delayed:
+                self.delayed.append(DelayedGradient(self, module._modes, pairs, compute))
+                late.update(id(s) for _, s in pairs)
+        return late
+
+    def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
+        """Run the forward; the number of this run, the last one's if it runs ``again``."""
+        for static, value in zip(self.inputs, inputs, strict=True):
+            static.copy_(value)
+        self.forward_graph.replay()
+        self.run += not again
+        self.has_run_backward = False
+        return self.run
+
+    def replay_backward(self, run: int, overwrite: bool, grads: Sequence[Any]) -> list[Any]:
+        """Gradients of the inputs and parameters, of what the forward ``run`` has left.
+
+        ``overwrite``: main_grads start from zero.
+        """
+        if run != self.run or self.has_run_backward:
+            by = "a later forward" if run != self.run else "its own backward"
+            raise RuntimeError(
+                f"{self.owner}: a graphed backward must follow its forward, once; what that "
+                f"forward saved was overwritten by {by}"
+            )
+        self.has_run_backward = True
+        if self.backward_graph is None:
+            return [None] * (len(self.inputs) + len(self.parameters))
+        if overwrite and self.main_grads:
+            torch._foreach_zero_(self.main_grads)
+        for static, value in zip(self.grad_outputs, grads, strict=True):
+            if static is not None:
+                static.copy_(value)
+        self.backward_graph.replay()
+        for gradient in self.delayed:
+            gradient.modes.delayed.append(functools.partial(gradient.run, run))
+        for parameter in self.parameters:
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = True
+        # A reference to each stays here, so that autograd copies what becomes a .grad: the graphs
+        # write other things to this memory too.
+        return [*self.input_grads, *self.parameter_grads]
+
+
+class WeightCache:
+    """Decides which FP8 weights a replay makes again, as a module's own cache would.
+
+    Args:
+        kept: the weights.
+        sources: of what each is made: parameters, and of inputs their numbers.
+    """
+
+    def __init__(
+        self, kept: Sequence[KeptWeight], sources: Sequence[Sequence[torch.Tensor | int]]
+    ) -> None:
+        self.sources = sources
+        self.is_filled = False  # by any replay
+        self._versions: list[list[Any] | None] = [None] * len(kept)
+        self._keeps = [False] * len(kept)
+        self._noop: torch.Tensor | None = None
+        if kept:
+            device = kept[0].sources[0].device
+            self._noop = torch.zeros(len(kept), dtype=torch.int32, device=device)
+            for weight, noop in zip(kept, self._noop.split(1), strict=True):
+                weight.noop = noop
+
+    def choose(self, first: bool | None, recomputed: bool, inputs: Sequence[torch.Tensor]) -> None:
+        """Tell the graph, from outside of it, before the replay of a call with ``inputs``.
+
+        A recompute keeps all. Without a promise (``first`` None) all are made, and none is kept for
+        later.
+        """
+        self.is_filled = True
+        if recomputed or self._noop is None:
+            keeps = [True] * len(self._keeps)
+        else:
+            keeps = []
+            for i, sources in enumerate(self.sources):
+                now = [_version(inputs[s] if isinstance(s, int) else s) for s in sources]
+                keeps.append(first is False and now == self._versions[i])
+                self._versions[i] = None if first is None else now
+        if keeps == self._keeps or self._noop is None:
+            return
+        if all(keeps) or not any(keeps):
+            self._noop.fill_(int(keeps[0]))
+        else:
+            for flag, keep in zip(self._noop.split(1), keeps, strict=True):
+                flag.fill_(int(keep))
+        self._keeps = keeps
+
+
+def _version(x: torch.Tensor) -> tuple[int, int]:
+    return (0 if x.is_inference() else x._version), x.data_ptr()
+
+
+class DelayedGradient:
+    """A weight gradient that is made after a replay, of what lies in the memory of the graph.
+
+    Args:
+        capture: whose graph it is.
+        modes: of the module, which is to run it in ``backward_dw``.
+        pairs: the module's parameters and what took their place in the capture.
+        compute: adds to the gradient of the latter, or to the ``main_grad`` of both.
+    """
+
+    def __init__(
+        self, capture: Capture, modes: Modes, pairs: Sequence[Any], compute: Callable[[], None]
+    ) -> None:
+        self.capture = capture
+        self.modes = modes
+        self.pairs = pairs
+        self.compute = compute
+
+    def run(self, run: int) -> None:
+        """Make the gradient of the forward ``run``."""
+        if run != self.capture.run:
+            raise RuntimeError(
+                f"{self.capture.owner}: backward_dw must come before the next graphed forward, "
+                "which overwrites what it reads"
+            )
+        for parameter, stand_in in self.pairs:
+            stand_in.grad = parameter.grad
+        self.compute()
+        for parameter, stand_in in self.pairs:
+            parameter.grad, stand_in.grad = stand_in.grad, None
+
+
+def _needs_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _chosen(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+    return [value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted]
+
+
+def _static(leaf: Any) -> Any:
+    """A tensor that replays read in place of ``leaf``."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def _path_name(path: Any) -> str:
+    return ("args", "kwargs")[path[0].idx] + pytree.keystr(path[1:])
+
+
+@contextlib.contextmanager
+def preserved(
+    modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
+) -> Iterator[None]:
+    """Puts back what runs of ``modules`` on ``devices`` change.
+
+    FP8 state (of these modules and the regions pending), buffers, main_grads, random generators.
+    """
+    states = [_SavedState(child._fp8) for module in modules for child in fp8_modules(module)]
+    parameters = [p for module in modules for p in module.parameters()]
+    held = [b for module in modules for b in module.buffers()]
+    held += [g for g in (getattr(p, "main_grad", None) for p in parameters) if g is not None]
+    copies = [tensor.clone() for tensor in held]
+    indices = {device.index for device in devices if device.type == "cuda"}
+    clocks = registry.clocks
+    try:
+        with torch.random.fork_rng(sorted(indices)):
+            yield
+    finally:
+        registry.clocks = clocks
+        with torch.no_grad():
+            for state in states:
+                state.restore()
+            for tensor, copied in zip(held, copies, strict=True):
+                tensor.copy_(copied)
+
+
+@contextlib.contextmanager
+def substituted(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, torch.nn.Parameter]]:
+    """Puts others over the same memory in place of the parameters; gives them by the id of these.
+
+    A parameter's node in an autograd graph that is still alive belongs to the stream of that graph,
+    and a capture must not wait for another stream.
+    """
+    children = [child for module in modules for child in module.modules()]
+    owned = [
+        (child._parameters, name, parameter)
+        for child in children
+        for name, parameter in child._parameters.items()
+        if parameter is not None
+    ]
+    stand_ins: dict[int, torch.nn.Parameter] = {}
+    for _, _, parameter in owned:
+        if id(parameter) not in stand_ins:
+            other = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+            other.__dict__.update(parameter.__dict__)
+            stand_ins[id(parameter)] = other
+    try:
+        for parameters, name, parameter in owned:
+            parameters[name] = stand_ins[id(parameter)]
+        yield stand_ins
+    finally:
+        for parameters, name, parameter in owned:
+            parameters[name] = parameter
+
+
+class _SavedState:
+    """The values of an FP8 state, to be put back into its tensors."""
+
+    def __init__(self, state: FP8State) -> None:
+        self.state = state
+        self.first_due = still_due(state)
+        self.tensors: dict[str, torch.Tensor] = {}
+        if state.allocated:
+            self.tensors = {name: getattr(state, name).clone() for name in TENSORS}
+
+    def restore(self) -> None:
+        if not self.tensors:
+            self.state.reset()  # it was allocated meanwhile
+            return
+        for name, value in self.tensors.items():
+            target = getattr(self.state, name)
+            if target.shape != value.shape:  # the recipe's history has another length
+                value = resized_history(value, target.shape[0])
+            target.copy_(value)
+        set_first_due(self.state, self.first_due)

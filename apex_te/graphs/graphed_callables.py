@@ -1,0 +1,364 @@
+"""make_graphed_callables: forward and backward of modules as CUDA graphs, FP8 state included."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from ..fp8.autocast import fp8_autocast, graph_task_id, local
+from ..fp8.delayed.state import intern
+from .capture import Capture, fp8_modules, no_collection, preserved, substituted
+
+__all__ = ["make_graphed_callables"]
+
+_NAME = "make_graphed_callables"
+
+
+def make_graphed_callables(
+    modules: torch.nn.Module | Sequence[torch.nn.Module],
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    fp8_enabled: bool = False,
+    fp8_calibrating: bool = False,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool = False,
+    sample_kwargs: Any = None,
+    pool: Any = None,
+) -> Any:
+    """Capture the forward and the backward of modules, and put the graphs in place of ``forward``.
+
+    Scales move outside of the graphs, on entering ``fp8_autocast``; the graphs read and stage FP8
+    state where it lives, so training goes on as without them, to the bit. What the capture itself
+    does to FP8 state, main_grads, buffers and random generators is undone.
+
+    Args:
+        modules: a module or several, on a CUDA device; also without parameters.
+        sample_args: the arguments of its ``forward``, or a tuple of them for each module. Tensors
+            give shape, dtype and ``requires_grad``; anything else is a constant of the graph.
+        num_warmup_iters: forwards and backwards before the capture, at least 1.
+        allow_unused_input: an input or parameter may take no part in the outputs.
+        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group: as in ``fp8_autocast``, in which the
+            modules are captured. A call outside any region enters such a region itself.
+        fp8_weight_caching: FP8 weights are made when a module is called with
+            ``is_first_microbatch=True`` or None, and kept with False as long as their parameters do
+            not change, with the scales that they were made with. Recipes other than delayed scaling
+            make them in each call, with the same codes, as every recipe does with weights that are
+            neither parameters nor arguments of the module. The codes that are kept have memory
+            outside of the graphs' pool.
+        sample_kwargs: as ``sample_args``: the keyword arguments.
+        pool: memory pool of other graphs to share, from ``torch.cuda.graph_pool_handle()``.
+
+    Returns:
+        The module, or a tuple of them. The graph runs where what it was captured with holds:
+        training or evaluation mode, ``torch.autocast``, and for FP8 a region with an equal recipe
+        entered with grad enabled; elsewhere, and until ``first_step="current"`` has its scales, the
+        module runs as before. Outputs are overwritten by the next call. Several modules must be
+        called in the order of their capture, their backwards in the opposite one. The weight
+        gradients that ``delay_wgrad_compute`` leaves out are not part of a graph: ``backward_dw()``
+        makes them, before the next call. Copies of a module are plain.
+
+    Raises:
+        RuntimeError: there is no CUDA device; later, parameters or FP8 state have moved, or a
+            backward comes too late. TypeError, ValueError: arguments that do not fit, here or in a
+            call.
+    """
+    given = _samples(modules, sample_args, sample_kwargs)
+    if isinstance(num_warmup_iters, bool) or not isinstance(num_warmup_iters, int):
+        kind = type(num_warmup_iters).__name__
+        raise TypeError(f"{_NAME}: num_warmup_iters must be an int, got {kind}")
+    if num_warmup_iters < 1:
+        raise ValueError(f"{_NAME}: num_warmup_iters must be at least 1, got {num_warmup_iters}")
+    for name, value in (
+        ("allow_unused_input", allow_unused_input),
+        ("fp8_weight_caching", fp8_weight_caching),
+    ):
+        if not isinstance(value, bool):
+            raise TypeError(f"{_NAME}: {name} must be a bool, got {type(value).__name__}")
+    region = fp8_autocast(fp8_enabled, fp8_recipe, fp8_group, calibrating=fp8_calibrating)
+    for module, _, _ in given:
+        _check_module(module)
+    _check_surroundings()
+    devices = [_device_of(module, args, kwargs) for module, args, kwargs in given]
+    graphs = [
+        GraphedForward(module, args, kwargs, region, fp8_weight_caching, allow_unused_input)
+        for module, args, kwargs in given
+    ]
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.cuda.device(devices[0]))
+        stack.enter_context(preserved([module for module, _, _ in given], devices))
+        stack.enter_context(torch.enable_grad())
+        stand_ins = stack.enter_context(substituted([module for module, _, _ in given]))
+        for graph in graphs:
+            graph.capture.stand_ins = stand_ins
+            stack.enter_context(graph.capture.prepared())
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for graph in graphs:
+                graph.capture.warm_up(num_warmup_iters)
+        torch.cuda.synchronize()
+        for graph in graphs:
+            graph.note_first_steps()
+            graph.capture.settle()
+        # In the order in which they will run, because they share memory.
+        stack.enter_context(no_collection())
+        for graph in graphs:
+            graph.capture.capture_forward(pool)
+        for graph in reversed(graphs):
+            graph.capture.capture_backward(pool)
+    for graph in graphs:
+        graph.install()
+    return modules if isinstance(modules, torch.nn.Module) else tuple(g.module for g in graphs)
+
+
+def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dict[str, Any]]]:
+    """Module, arguments and keyword arguments of each callable."""
+    single = isinstance(modules, torch.nn.Module)
+    if not single and not isinstance(modules, (tuple, list)):
+        kind = type(modules).__name__
+        raise TypeError(f"{_NAME}: modules must be a module or a tuple of modules, got {kind}")
+    every = [modules] if single else list(modules)
+    for module in every:
+        if not isinstance(module, torch.nn.Module):
+            kind = type(module).__name__
+            raise TypeError(f"{_NAME}: modules must be torch.nn.Modules, got {kind}")
+    if not every:
+        raise ValueError(f"{_NAME}: modules must be at least one, got none")
+    if len({id(module) for module in every}) != len(every):
+        raise ValueError(f"{_NAME}: modules must be different ones, got one twice")
+    if kwargs is None:
+        kwargs = {} if single else [{} for _ in every]
+    found = []
+    for name, values, wanted in (("sample_args", args, tuple), ("sample_kwargs", kwargs, dict)):
+        each = [values] if single else list(values)
+        if len(each) != len(every):
+            raise ValueError(
+                f"{_NAME}: {name} must be given for each of {len(every)} modules, got {len(each)}"
+            )
+        for value in each:
+            if not isinstance(value, wanted):
+                raise TypeError(
+                    f"{_NAME}: {name} must be a {wanted.__name__} for each module, "
+                    f"got {type(value).__name__}"
+                )
+        found.append(each)
+    if any("is_first_microbatch" in value for value in found[1]):
+        raise ValueError(
+            f"{_NAME}: sample_kwargs must not hold is_first_microbatch, which is an argument of "
+            "calls with fp8_weight_caching=True"
+        )
+    return list(zip(every, *found, strict=True))
+
+
+def _check_module(module: torch.nn.Module) -> None:
+    for child in module.modules():
+        if child is not module and isinstance(child.__dict__.get("forward"), GraphedForward):
+            raise ValueError(f"{_NAME}: modules must not hold a module that has a graph, got one")
+
+
+def _check_surroundings() -> None:
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"{_NAME}: CUDA graphs need a CUDA device, got none")
+    if local.region is not None:
+        raise RuntimeError(f"{_NAME}: it must be called outside fp8_autocast, got a call inside")
+    if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+        raise RuntimeError(
+            f"{_NAME}: torch.autocast must have cache_enabled=False (a graph would lack the casts "
+            "of weights), got True"
+        )
+
+
+def _device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
+    """The device that a module runs on; all its parameters and samples must be on some GPU."""
+    parameters = list(module.parameters())
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    for name, values in (("parameters", parameters), ("samples", tensors)):
+        for value in values:
+            if value.device.type != "cuda":
+                raise ValueError(f"{_NAME}: {name} must be on a CUDA device, got {value.device}")
+    found = [*parameters, *tensors]
+    if not found:
+        raise ValueError(
+            f"{_NAME}: a module without parameters must have a tensor in sample_args, got none for "
+            f"{type(module).__name__}"
+        )
+    return found[0].device
+
+
+class GraphedForward:
+    """Stands in for the ``forward`` of a module: replays its graph, or runs what that replaces."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        region: fp8_autocast,
+        weight_caching: bool,
+        allow_unused: bool,
+    ) -> None:
+        self.module: Any = module
+        self.owner = type(module).__name__
+        earlier = module.__dict__.get("forward")
+        # Made again after a move, a graph replaces the earlier one.
+        self.eager: Any = earlier.eager if isinstance(earlier, GraphedForward) else module.forward
+        self.takes_first = "is_first_microbatch" in inspect.signature(self.eager).parameters
+        self.training = module.training
+        self.autocast = _autocast_dtype()
+        self.region = region
+        self.recipe_key = intern(region.recipe)[0]
+        self.uses_fp8 = region.enabled or region.calibrating
+        self.parameters = tuple(module.parameters())
+        self.addresses = [p.data_ptr() for p in self.parameters]
+        self.replayed = False
+        self.first_steps: list[tuple[Any, int]] = []
+        self.states: list[tuple[Any, torch.Tensor]] = []
+        modules = fp8_modules(module)
+        self.capture = Capture(
+            self.owner, self.eager, args, kwargs, self.parameters, modules, region,
+            weight_caching, allow_unused,
+        )  # fmt: skip
+
+    def note_first_steps(self) -> None:
+        """Remember which slots must have had their first step, which no graph holds."""
+        if getattr(self.region.recipe, "first_step", None) == "current":
+            states = [module._fp8 for module in self.capture.modules]
+            self.first_steps = [
+                (state, i) for state in states for i, due in enumerate(state.first_due) if not due
+            ]
+
+    def install(self) -> None:
+        """Take the place of the module's forward."""
+        states = [module._fp8 for module in self.capture.modules if module._fp8.allocated]
+        # Held, so that nobody else is given the memory that the graphs write to.
+        self.states = [(state, state.amax_history_fwd) for state in states]
+        self.module.forward = self
+
+    def __call__(self, *args: Any, is_first_microbatch: bool | None = None, **kwargs: Any) -> Any:
+        if self.uses_fp8 and local.region is None and graph_task_id() == -1:
+            with self.region:
+                return self._call(args, kwargs, is_first_microbatch)
+        return self._call(args, kwargs, is_first_microbatch)
+
+    def _call(self, args: tuple, kwargs: dict[str, Any], first: bool | None) -> Any:
+        if first is not None and not self.capture.keeps_weights:
+            raise ValueError(
+                f"{self.owner}: is_first_microbatch must be None where {_NAME} was given "
+                f"fp8_weight_caching=False, got {first}"
+            )
+        recomputed = graph_task_id() != -1
+        # A recompute repeats what the forward did.
+        if not (self.replayed if recomputed else self._applies(first)):
+            self.replayed = False
+            if self.takes_first:
+                kwargs["is_first_microbatch"] = first
+            return self.eager(*args, **kwargs)
+        given = self._checked_inputs(args, kwargs)
+        self._check_addresses()
+        self.replayed = True
+        capture = self.capture
+        if capture.cache is not None:
+            capture.cache.choose(first, recomputed, given)
+        results = iter(
+            _Graphed.apply(capture, recomputed, first is True, *given, *capture.parameters)
+        )
+        outputs = [next(results) if isinstance(o, torch.Tensor) else o for o in capture.outputs]
+        return pytree.tree_unflatten(outputs, capture.output_spec)
+
+    def _applies(self, first: bool | None) -> bool:
+        """Whether this call is of the kind that was captured."""
+        if self.module.training != self.training or self.autocast != _autocast_dtype():
+            return False
+        region = local.region
+        if not self.uses_fp8:
+            return region is None or not (region.enabled or region.calibrating)
+        assert region is not None
+        if region.enabled != self.region.enabled or region.recipe_key != self.recipe_key:
+            return False
+        if not (region.records and (region.enabled or region.calibrating)):
+            return False
+        cache = self.capture.cache
+        if first is False and cache is not None and not cache.is_filled:
+            return False  # what is cached are the module's own FP8 weights
+        return not any(state.first_due[i] for state, i in self.first_steps)
+
+    def _checked_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors of a call; what is no tensor must be what was captured."""
+        capture, owner = self.capture, self.owner
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != capture.spec:
+            raise ValueError(f"{owner}: arguments must be {capture.names} as captured, got others")
+        given = []
+        for name, static, value in zip(capture.names, capture.leaves, leaves, strict=True):
+            if not isinstance(static, torch.Tensor):
+                if isinstance(value, torch.Tensor) or value != static:
+                    raise ValueError(
+                        f"{owner}: {name} must be {static!r} as captured, got {value!r}"
+                    )
+                continue
+            if not isinstance(value, torch.Tensor):
+                kind = type(value).__name__
+                raise TypeError(f"{owner}: {name} must be a tensor as captured, got {kind}")
+            if value.dtype is not static.dtype:
+                raise TypeError(
+                    f"{owner}: {name} must be {static.dtype} as captured, got {value.dtype}"
+                )
+            if value.shape != static.shape:
+                raise ValueError(
+                    f"{owner}: {name} must have shape {list(static.shape)} as captured, "
+                    f"got {list(value.shape)}"
+                )
+            if value.requires_grad and not static.requires_grad and torch.is_grad_enabled():
+                raise ValueError(f"{owner}: {name} must not require grad as captured, got True")
+            given.append(value)
+        return given
+
+    def _check_addresses(self) -> None:
+        what = None
+        if any(state.amax_history_fwd is not history for state, history in self.states):
+            what = "FP8 state"
+        elif [p.data_ptr() for p in self.parameters] != self.addresses:
+            what = "parameters"
+        if what is not None:
+            raise RuntimeError(
+                f"{self.owner}: {what} must stay where {_NAME} found them, got moved ones"
+            )
+
+    def __reduce__(self) -> tuple:
+        """Copies of the module have parameters and state that this graph does not know."""
+        return _plain_forward, (self.module,)
+
+
+def _plain_forward(module: torch.nn.Module) -> Any:
+    return type(module).forward.__get__(module)
+
+
+def _autocast_dtype() -> torch.dtype | None:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+
+
+class _Graphed(torch.autograd.Function):
+    """Both graphs as one node; what the backward needs lies in their memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, capture: Capture, again: bool, overwrite: bool, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.capture, ctx.overwrite = capture, overwrite
+        ctx.run = capture.replay_forward(tensors[: len(capture.inputs)], again)
+        outputs = tuple(result.detach() for result in capture.results)
+        ctx.mark_non_differentiable(*[outputs[i] for i in capture.fixed])
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        return (None, None, None, *ctx.capture.replay_backward(ctx.run, ctx.overwrite, grads))

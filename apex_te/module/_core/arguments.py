@@ -1,0 +1,193 @@
+"""Arguments that several modules share: dtypes, initialisation, groups of rows."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...fp8 import model_init
+from ...fp8.parameter.parameter import FP8Parameter
+
+__all__ = [
+    "INIT_STD",
+    "check_count",
+    "check_num_gemms",
+    "checked_eps",
+    "checked_groups",
+    "checked_splits",
+    "fill",
+    "parameter",
+    "params_dtype_of",
+    "split_names",
+]
+
+INIT_STD = 0.023
+
+
+def params_dtype_of(
+    owner: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
+) -> torch.dtype:
+    """The dtype of parameters; ``dtype`` is another name of ``params_dtype``."""
+    if params_dtype is not None and dtype is not None and params_dtype != dtype:
+        raise ValueError(f"{owner}: dtype must equal params_dtype, got {dtype} and {params_dtype}")
+    chosen = params_dtype if params_dtype is not None else dtype
+    chosen = torch.get_default_dtype() if chosen is None else chosen
+    if not isinstance(chosen, torch.dtype):
+        raise TypeError(f"{owner}: params_dtype must be a dtype, got {type(chosen).__name__}")
+    return chosen
+
+
+def parameter(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device | str | int | None,
+    gemm_weight: bool | None = None,
+) -> torch.nn.Parameter:
+    """A parameter with no values yet.
+
+    Inside ``fp8_model_init`` the weight of a GEMM, which a matrix is taken for unless
+    ``gemm_weight`` says otherwise, is held in low precision only.
+    """
+    kept = model_init.settings()
+    if kept is not None and (len(shape) == 2 if gemm_weight is None else gemm_weight):
+        preserve = kept.preserve_high_precision_init_val
+        held = FP8Parameter.empty(shape, kept.recipe, dtype, device, preserve)
+        return torch.nn.Parameter(held)
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+
+def fill(weight: torch.Tensor | None, init_method: Callable[[torch.Tensor], Any] | None) -> None:
+    """Fill a weight by ``init_method``, default N(0, 0.023)."""
+    if weight is None:
+        return
+    if init_method is None:
+        init_method = _normal
+    with torch.no_grad():
+        if type(weight) is FP8Parameter:
+            weight.initialize(init_method)
+        else:
+            init_method(weight)
+
+
+def _normal(weight: torch.Tensor) -> None:
+    torch.nn.init.normal_(weight, 0.0, INIT_STD)
+
+
+def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[str, int] | None:
+    """Names and rows of the parts of a weight, from names (equal parts) or a dict name -> rows.
+
+    Raises:
+        TypeError: neither names nor a dict. ValueError: the rows do not add up.
+    """
+    if parameters_split is None:
+        return None
+    if isinstance(parameters_split, dict):
+        parts = dict(parameters_split)
+        if not all(isinstance(n, int) and n > 0 for n in parts.values()):
+            raise ValueError(
+                f"{owner}: parameters_split must map names to rows above 0, got {parts}"
+            )
+    elif isinstance(parameters_split, (tuple, list)) and parameters_split:
+        names = list(parameters_split)
+        if len(set(names)) != len(names):
+            raise ValueError(f"{owner}: parameters_split must have unique names, got {names}")
+        rows, rest = divmod(out_features, len(names))
+        if rest:
+            raise ValueError(
+                f"{owner}: parameters_split must divide out_features={out_features}, "
+                f"got {len(names)} names"
+            )
+        parts = dict.fromkeys(names, rows)
+    else:
+        raise TypeError(
+            f"{owner}: parameters_split must be names or a dict of name to rows, "
+            f"got {type(parameters_split).__name__}"
+        )
+    if not all(isinstance(name, str) and name.isidentifier() for name in parts):
+        raise ValueError(f"{owner}: parameters_split must have identifiers, got {list(parts)}")
+    if sum(parts.values()) != out_features:
+        raise ValueError(
+            f"{owner}: parameters_split must have out_features={out_features} rows, "
+            f"got {sum(parts.values())}"
+        )
+    return parts
+
+
+def check_count(owner: str, name: str, value: Any) -> None:
+    """Check that an argument is an int of at least 1.
+
+    Raises:
+        TypeError: no int. ValueError: an int below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{owner}: {name} must be at least 1, got {value}")
+
+
+def check_num_gemms(owner: str, num_gemms: Any) -> None:
+    """Check that ``num_gemms`` is an int of at least 1; raises as ``check_count`` does."""
+    check_count(owner, "num_gemms", num_gemms)
+
+
+def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) -> int:
+    """The number of key and value heads, ``num_attention_heads`` where ``num_gqa_groups`` is None.
+
+    Raises:
+        TypeError: a number that is no int.
+        ValueError: a number below 1, or groups that do not divide the heads.
+    """
+    check_count(owner, "num_attention_heads", num_attention_heads)
+    if num_gqa_groups is None:
+        return num_attention_heads
+    check_count(owner, "num_gqa_groups", num_gqa_groups)
+    if num_attention_heads % num_gqa_groups:
+        raise ValueError(
+            f"{owner}: num_gqa_groups must divide num_attention_heads={num_attention_heads}, "
+            f"got {num_gqa_groups}"
+        )
+    return num_gqa_groups
+
+
+def checked_eps(owner: str, name: str, eps: Any) -> float:
+    """The epsilon of a norm as a float.
+
+    An epsilon of 1 or more hides the variance: it is another argument in the wrong place.
+
+    Raises:
+        TypeError: no number. ValueError: a number below 0, of 1 or more, or NaN.
+    """
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
+        raise TypeError(f"{owner}: {name} must be a float, got {type(eps).__name__}")
+    value = float(eps)
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{owner}: {name} must be at least 0 and below 1, got {eps}")
+    return value
+
+
+def checked_splits(
+    owner: str, num_gemms: int, m_splits: Any, rows: int | None = None
+) -> tuple[int, ...]:
+    """``m_splits``, the rows of each group, which add up to ``rows`` where that is given.
+
+    Raises:
+        TypeError: no list of ints, which a tensor is not: reading one would wait for the device.
+        ValueError: another number of groups, a negative one, another sum.
+    """
+    if not isinstance(m_splits, (list, tuple)):
+        raise TypeError(f"{owner}: m_splits must be a list of ints, got {type(m_splits).__name__}")
+    for split in m_splits:
+        if isinstance(split, bool) or not isinstance(split, int):
+            raise TypeError(f"{owner}: m_splits must hold ints, got {type(split).__name__}")
+    if len(m_splits) != num_gemms or min(m_splits) < 0:
+        raise ValueError(
+            f"{owner}: m_splits must be {num_gemms} counts of rows, got {list(m_splits)}"
+        )
+    if rows is not None and sum(m_splits) != rows:
+        raise ValueError(
+            f"{owner}: m_splits must add up to the {rows} rows of inp, got {list(m_splits)}"
+        )
+    return tuple(m_splits)

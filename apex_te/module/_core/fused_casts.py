@@ -1,0 +1,232 @@
+"""The ops whose results a module quantizes, as its quantizers take them (quantizer.Producer)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...ops import activation, bias_gelu, layer_norm, rms_norm, swiglu
+from ...ops.fp8_output import FP8Output
+
+__all__ = [
+    "ACTIVATIONS",
+    "ActivationBackward",
+    "ActivationForward",
+    "NormForward",
+    "activate",
+    "is_gated",
+    "norm_backward",
+]
+
+# Names of LayerNormMLP's activations: the gated ones by the function of their gate, the others by
+# their kind in ops.activation.
+GATED = {"geglu": "gelu", "glu": "sigmoid", "reglu": "relu", "swiglu": "silu"}
+PLAIN = {
+    "gelu": "gelu",
+    "qgelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "srelu": "squared_relu",
+}
+ACTIVATIONS = (*sorted((*GATED, *PLAIN)),)
+
+
+def is_gated(name: str) -> bool:
+    """Whether the activation halves its input: act(gate) * up."""
+    return name in GATED
+
+
+def activate(name: str, x: torch.Tensor) -> torch.Tensor:
+    """The activation of ``x`` [..., F or 2F], differentiable."""
+    if name in GATED:
+        return swiglu.swiglu(x, activation=GATED[name])
+    return activation.activation(x, PLAIN[name])
+
+
+class _Producer:
+    """Defaults of a producer on the rows of ``x``."""
+
+    __slots__ = ("dbias", "with_dbias", "x")
+    can_fuse = True
+
+    def __init__(self, x: torch.Tensor, with_dbias: bool = False) -> None:
+        self.x = x
+        self.with_dbias = with_dbias
+        self.dbias: torch.Tensor | None = None
+
+    def scalars(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A zero and two elements without values."""
+        x = self.x
+        new = x.new_empty(2, dtype=torch.float32)
+        return x.new_zeros(1, dtype=torch.float32), new[:1], new[1:]
+
+
+class NormForward(_Producer):
+    """LayerNorm or RMSNorm of ``x`` [rows, cols], of ``x + residual`` where that is given.
+
+    Attributes:
+        mean, rstd, residual_sum: what the norm gave besides its result, once it has run.
+    """
+
+    __slots__ = ("bias", "eps", "is_rms", "mean", "residual", "residual_sum", "rstd", "weight",
+                 "zero_centered_gamma")  # fmt: skip
+
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        is_rms: bool,
+        eps: float,
+        zero_centered_gamma: bool,
+        residual: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(x)
+        self.weight, self.bias, self.is_rms, self.eps = weight, bias, is_rms, eps
+        self.zero_centered_gamma = zero_centered_gamma
+        self.residual = residual
+        self.mean: torch.Tensor | None = None
+        self.rstd: torch.Tensor | None = None
+        self.residual_sum: torch.Tensor | None = None
+
+    def plain(self) -> torch.Tensor:
+        options: dict[str, Any] = {
+            "zero_centered_gamma": self.zero_centered_gamma,
+            "residual": self.residual,
+        }
+        if self.is_rms:
+            out = rms_norm.rms_norm_fwd(self.x, self.weight, self.eps, **options)
+        else:
+            out = layer_norm.layer_norm_fwd(self.x, self.weight, self.bias, self.eps, **options)
+        self.mean, self.rstd, self.residual_sum = out.mean, out.rstd, out.residual_sum
+        return out.y
+
+    def fp8(
+        self,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        rowwise: bool,
+        transposed: bool,
+        amax: torch.Tensor | None,
+    ) -> FP8Output:
+        options: dict[str, Any] = {
+            "rowwise": rowwise,
+            "transposed": transposed,
+            "amax": amax,
+            "zero_centered_gamma": self.zero_centered_gamma,
+            "residual": self.residual,
+        }
+        if self.is_rms:
+            out = rms_norm.rms_norm_fwd_fp8(self.x, self.weight, self.eps, scale, dtype, **options)
+        else:
+            out = layer_norm.layer_norm_fwd_fp8(
+                self.x, self.weight, self.bias, self.eps, scale, dtype, **options
+            )
+        self.mean, self.rstd, self.residual_sum = out.mean, out.rstd, out.residual_sum
+        return out.y
+
+
+def norm_backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor | None,
+    rstd: torch.Tensor,
+    zero_centered_gamma: bool,
+    d_residual: torch.Tensor | None,
+    need_weight: bool,
+    need_bias: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of x, weight and bias; no ``mean`` means RMSNorm."""
+    if mean is None:
+        grads = rms_norm.rms_norm_bwd(
+            dy, x, weight, rstd, zero_centered_gamma=zero_centered_gamma, d_residual=d_residual,
+            with_dweight=need_weight,
+        )  # fmt: skip
+    else:
+        grads = layer_norm.layer_norm_bwd(
+            dy, x, weight, mean, rstd, zero_centered_gamma=zero_centered_gamma,
+            d_residual=d_residual, with_dweight=need_weight, with_dbias=need_bias,
+        )  # fmt: skip
+    return grads.dx, grads.dweight, grads.dbias
+
+
+class ActivationForward(_Producer):
+    """The activation ``name`` of ``x`` [rows, F or 2F]."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str, x: torch.Tensor) -> None:
+        super().__init__(x)
+        self.name = name
+
+    def plain(self) -> torch.Tensor:
+        if self.name in GATED:
+            return swiglu.swiglu_fwd(self.x, activation=GATED[self.name])
+        return activation.activation_fwd(self.x, PLAIN[self.name])
+
+    def fp8(
+        self,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        rowwise: bool,
+        transposed: bool,
+        amax: torch.Tensor | None,
+    ) -> FP8Output:
+        options: dict[str, Any] = {"rowwise": rowwise, "transposed": transposed, "amax": amax}
+        if self.name in GATED:
+            gate = GATED[self.name]
+            return swiglu.swiglu_fwd_fp8(self.x, None, scale, dtype, activation=gate, **options)
+        return activation.activation_fwd_fp8(self.x, PLAIN[self.name], scale, dtype, **options)
+
+
+class ActivationBackward(_Producer):
+    """The gradient of the activation's input ``x``, with its column sums if asked for."""
+
+    __slots__ = ("can_fuse", "dy", "name")
+
+    def __init__(self, name: str, dy: torch.Tensor, x: torch.Tensor, with_dbias: bool) -> None:
+        super().__init__(x, with_dbias)
+        self.name = name
+        self.dy = dy
+        # The kernels of the other activations have no column sums.
+        self.can_fuse = name in GATED or name == "gelu" or not with_dbias
+
+    def plain(self) -> torch.Tensor:
+        grads: Any
+        if self.name in GATED:
+            gate = GATED[self.name]
+            grads = swiglu.swiglu_bwd(self.dy, self.x, activation=gate, with_dbias=self.with_dbias)
+        elif self.name == "gelu":
+            grads = bias_gelu.bias_gelu_bwd(self.dy, self.x, with_dbias=self.with_dbias)
+        else:
+            return activation.activation_bwd(self.dy, self.x, PLAIN[self.name])
+        self.dbias = grads.dbias
+        return grads.input
+
+    def fp8(
+        self,
+        scale: torch.Tensor,
+        dtype: torch.dtype,
+        rowwise: bool,
+        transposed: bool,
+        amax: torch.Tensor | None,
+    ) -> FP8Output:
+        options: dict[str, Any] = {"rowwise": rowwise, "transposed": transposed, "amax": amax}
+        if self.name not in GATED and self.name != "gelu":
+            kind = PLAIN[self.name]
+            return activation.activation_bwd_fp8(self.dy, self.x, kind, scale, dtype, **options)
+        # A run for the amax alone leaves the sums to the one that writes codes.
+        options["with_dbias"] = self.with_dbias and (rowwise or transposed)
+        grads: Any
+        if self.name in GATED:
+            gate = GATED[self.name]
+            grads = swiglu.swiglu_bwd_fp8(
+                self.dy, self.x, None, scale, dtype, activation=gate, **options
+            )
+        else:
+            grads = bias_gelu.bias_gelu_bwd_fp8(self.dy, self.x, None, scale, dtype, **options)
+        if grads.dbias is not None:
+            self.dbias = grads.dbias
+        return grads.output

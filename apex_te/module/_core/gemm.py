@@ -1,0 +1,368 @@
+"""The steps of one quantized GEMM of a module: forward, what it saves, and its two gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ...comm.collectives import Pending
+from ...fp8.parameter.parameter import FP8Parameter, held_copies, plain_values
+from ...fp8.scheme import GemmQuantizers
+from ...fp8.scheme.base import Producer
+from ...fp8.tensor import QuantizedTensor
+from .tensor_parallel import GatheredCodes, TensorParallel
+
+__all__ = [
+    "GemmOptions",
+    "GemmPlan",
+    "as_matrix",
+    "gathers_input",
+    "gemm_plan",
+    "input_gradient",
+    "keeps_input",
+    "multiply",
+    "plus_bias",
+    "quantized_gradient",
+    "quantized_input",
+    "reduced_input_gradient",
+    "saved_by",
+    "saves_values",
+    "shaped_product",
+    "start_saved_input",
+]
+
+SAVED = 4  # tensors that `saved_by` gives
+
+Operand = QuantizedTensor | GatheredCodes
+
+
+class GemmOptions(NamedTuple):
+    """How a module wants one GEMM.
+
+    ``accumulate``: None makes ``weight.grad``; True adds to ``weight.main_grad``, False overwrites
+    it. ``save_original``: save the input as it came instead of its FP8 copy. ``delayed``: takes the
+    weight gradient's computation, to be run later. ``parallel``: the collectives around the GEMM.
+    ``in_ddp``: DistributedDataParallel runs this forward and waits for gradients.
+    """
+
+    accumulate: bool | None = None
+    save_original: bool = False
+    delayed: Callable[[Callable[[], None]], None] | None = None
+    parallel: TensorParallel | None = None
+    in_ddp: bool = False
+
+
+class GemmPlan(NamedTuple):
+    """What the backward of one GEMM has to know besides tensors.
+
+    ``shared_input``: quantizes rows of the input with a scale that all ranks have, so that codes
+    are gathered; None where values are, or nothing is. Asked once: scales may move until backward.
+    """
+
+    quantizers: GemmQuantizers
+    need_input: bool
+    need_weight: bool
+    weight_dtype: torch.dtype
+    options: GemmOptions
+    parameter: Any  # the weight whose main_grad or .grad is written here, else None
+    weight_cached: bool
+    shared_input: Any
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., n] as a contiguous matrix [rows, n]; any number of rows, none included."""
+    if x.dim() != 2:
+        x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x.contiguous()
+
+
+def gemm_plan(
+    quantizers: GemmQuantizers,
+    weight: torch.Tensor,
+    need_input: bool,
+    need_weight: bool,
+    options: GemmOptions,
+    cached: QuantizedTensor | None,
+) -> GemmPlan:
+    """The plan of a GEMM whose gradients are needed as said."""
+    in_place = options.accumulate is not None or options.delayed is not None
+    # main_grad is an attribute of this very parameter, which a saved copy could lose.
+    parameter = weight if in_place and need_weight else None
+    parallel, shared = options.parallel, None
+    if parallel is not None and parallel.gathers_input:
+        shared = quantizers.input.shared(parallel.group)
+    return GemmPlan(
+        quantizers, need_input, need_weight, weight.dtype, options, parameter, cached is not None,
+        shared,
+    )  # fmt: skip
+
+
+def gathers_input(plan: GemmPlan) -> bool:
+    """Whether this rank has only some rows of the input."""
+    parallel = plan.options.parallel
+    return parallel is not None and parallel.gathers_input
+
+
+def saves_values(plan: GemmPlan) -> bool:
+    """Whether backward has to have the input in high precision."""
+    if not plan.need_weight:
+        return False
+    if plan.options.save_original or plan.quantizers.high_precision_wgrad:
+        return True
+    return gathers_input(plan) and plan.shared_input is None
+
+
+def keeps_input(plan: GemmPlan) -> bool:
+    """Whether the forward has to make the transposed copy of the input."""
+    return plan.need_weight and not saves_values(plan) and not gathers_input(plan)
+
+
+def quantized_input(
+    plan: GemmPlan, source: torch.Tensor | Producer
+) -> tuple[Operand, QuantizedTensor | None]:
+    """The operand made of ``source``, [rows, in] or the op that makes it; and what to save of it.
+
+    The second is this rank's part where the operand was gathered from codes, else the operand.
+    """
+    parallel = plan.options.parallel
+    if parallel is not None and parallel.gathers_input:
+        quantized, local = parallel.gathered_input(plan.quantizers.input, plan.shared_input, source)
+        return quantized, local
+    keep = keeps_input(plan)
+    if isinstance(source, torch.Tensor):
+        quantized = plan.quantizers.input.quantize(source, True, keep)[0]
+    else:
+        quantized = plan.quantizers.input.produce(source, True, keep)
+    return quantized, quantized
+
+
+def shaped_product(
+    plan: GemmPlan,
+    x: Operand,
+    weight: torch.Tensor,
+    cached: QuantizedTensor | None,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """The layer's output [..., out] for an input of ``shape``, its collective included.
+
+    It must not be a view made in a Function, or autograd would refuse to change it in place.
+    """
+    quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
+    if parallel is None:
+        if len(shape) == 2:
+            return multiply(quantizers, x, weight, cached, bias, dtype)
+        out = torch.empty(*shape[:-1], features, dtype=dtype, device=weight.device)
+        multiply(quantizers, x, weight, cached, bias, dtype, _flat(out))
+        return out
+    out = torch.empty(parallel.output_shape(shape, features), dtype=dtype, device=weight.device)
+    if parallel.column:
+        multiply(quantizers, x, weight, cached, bias, dtype, _flat(out))
+        return out
+    assert isinstance(x, QuantizedTensor)
+    assert x.rowwise is not None
+    if cached is None:
+        cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
+
+    def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
+        return quantizers.products.fprop(rows_of(x, rows), cached, dtype, None, into)
+
+    out = parallel.reduced_output(product, x.rowwise.shape[0], out, has_one_scale(x))
+    return plus_bias(out, bias)
+
+
+def plus_bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A reduced output with the bias, which is added once, not once a rank; ``out`` is written to.
+
+    In a graph a new tensor: torch 2.11 loses the gradient of a Function's result changed in place.
+    """
+    if bias is None:
+        return out
+    return out + bias if torch.compiler.is_compiling() else out.add_(bias)
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    return x.view(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def multiply(
+    quantizers: GemmQuantizers,
+    x: Operand,
+    weight: torch.Tensor,
+    cached: QuantizedTensor | None,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``x @ weight.T + bias``, [rows, out]; the weight is quantized unless ``cached`` is given."""
+    if cached is None:
+        cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
+    products, operand = quantizers.products, cached
+    if isinstance(x, QuantizedTensor):
+        return products.fprop(x, operand, out_dtype, bias, out)
+    if out is None:
+        out = torch.empty(x.rows, weight.shape[0], dtype=out_dtype, device=weight.device)
+    return x.multiplied(
+        lambda piece, into: products.fprop(piece, operand, out_dtype, bias, into), out
+    )
+
+
+def _quantized_weight(
+    quantizers: GemmQuantizers, quantizer: Any, weight: torch.Tensor, transposed: bool
+) -> QuantizedTensor:
+    """One copy of a weight: what it holds if the products read that, else quantized now."""
+    if type(weight) is FP8Parameter:
+        held = held_copies(weight, quantizers, transposed)
+        if held is not None:
+            return held
+    weight = plain_values(weight).contiguous()
+    return quantizer.quantize(weight, not transposed, transposed)[0]
+
+
+def saved_by(
+    plan: GemmPlan,
+    x: torch.Tensor | None,
+    part: QuantizedTensor | None,
+    weight: torch.Tensor,
+    cached: QuantizedTensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """What backward needs: of the input its transposed FP8 copy, or ``x`` where that is wanted.
+
+    ``part`` is what ``quantized_input`` gave; of gathered rows, this rank's codes are saved. Of
+    the weight itself (its transposed copy is made again) or of the cache.
+    """
+    saved_x = saved_w = x_scale = w_scale = None
+    if plan.need_weight:
+        if saves_values(plan):
+            saved_x = x
+            if not plan.quantizers.high_precision_wgrad:
+                x_scale = plan.quantizers.input.snapshot()
+        elif gathers_input(plan):
+            assert part is not None
+            saved_x, x_scale = part.rowwise, part.rowwise_scale_inv
+        else:
+            assert part is not None
+            saved_x, x_scale = part.transposed, part.transposed_scale_inv
+    if plan.need_input:
+        if cached is None:
+            saved_w = weight
+        else:
+            saved_w, w_scale = cached.transposed, cached.transposed_scale_inv
+    return saved_x, x_scale, saved_w, w_scale
+
+
+def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
+    """Begins to gather the input's rows again, for ``weight_gradient``; None where it is whole."""
+    if not plan.need_weight or not gathers_input(plan):
+        return None
+    assert plan.options.parallel is not None
+    # A gather that is read much later would keep others from the peers' memory.
+    gather = plan.options.parallel.gathered_rows
+    return gather(saved[0], late=plan.options.delayed is not None)
+
+
+def input_gradient(
+    plan: GemmPlan,
+    saved: tuple,
+    dy: Operand,
+    out_dtype: torch.dtype,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``dy @ weight``, [rows, in], of this rank; ``saved`` is what ``saved_by`` gave.
+
+    Takes the rowwise copy of ``dy``, whose memory the weight gradient may then have.
+    """
+    weight, products = _weight_again(plan, saved), plan.quantizers.products
+    if isinstance(dy, QuantizedTensor):
+        grad = products.dgrad(dy, weight, out_dtype, out)
+        dy.rowwise = None
+        return grad
+    assert weight.transposed is not None
+    if out is None:
+        cols, device = weight.transposed.shape[0], weight.transposed.device
+        out = torch.empty(dy.rows, cols, dtype=out_dtype, device=device)
+    return dy.multiplied(lambda piece, into: products.dgrad(piece, weight, out_dtype, into), out)
+
+
+def reduced_input_gradient(
+    plan: GemmPlan, saved: tuple, dy: Operand, out_dtype: torch.dtype
+) -> tuple[torch.Tensor | None, Pending | None]:
+    """``input_gradient`` where ranks need not add theirs up; else None, and what begins to."""
+    parallel = plan.options.parallel
+    if parallel is None or not parallel.column:
+        return input_gradient(plan, saved, dy, out_dtype), None
+    assert isinstance(dy, QuantizedTensor)
+    assert dy.rowwise is not None
+    weight, products = _weight_again(plan, saved), plan.quantizers.products
+    assert weight.transposed is not None
+
+    def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
+        return products.dgrad(rows_of(dy, rows), weight, out_dtype, into)
+
+    rows, cols = dy.rowwise.shape[0], weight.transposed.shape[0]
+    like = torch.empty(0, cols, dtype=out_dtype, device=dy.rowwise.device)
+    pending = parallel.start_input_gradient(product, rows, like, has_one_scale(dy))
+    dy.rowwise = None
+    return None, pending
+
+
+def _weight_again(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
+    """The transposed copy of the weight: the cache's, else made of the weight now."""
+    _, _, w, w_scale = saved
+    quantizers = plan.quantizers
+    if plan.weight_cached:
+        return QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
+    return _quantized_weight(quantizers, quantizers.weight_again, w, True)
+
+
+def has_one_scale(x: QuantizedTensor) -> bool:
+    """Whether any rows of ``x`` are an operand of their own."""
+    return x.rowwise_scale_inv is not None and x.rowwise_scale_inv.numel() == 1
+
+
+def rows_of(x: QuantizedTensor, rows: slice) -> QuantizedTensor:
+    """Some rows of the rowwise copy of ``x``, all of them or of one that `has_one_scale`."""
+    assert x.rowwise is not None
+    if rows.stop - rows.start == x.rowwise.shape[0]:
+        return x
+    return QuantizedTensor(x.rowwise[rows], x.rowwise_scale_inv, None, None, x.dtype)
+
+
+def quantized_gradient(
+    plan: GemmPlan, dy: torch.Tensor, bias_dtype: torch.dtype | None
+) -> tuple[Any, torch.Tensor | None, torch.Tensor]:
+    """The gradient of a GEMM's output ``dy`` [rows, out], quantized, and that of its bias.
+
+    The third is ``dy`` as the weight gradient may need it: the rows of all ranks if they are split.
+    ``bias_dtype`` None: the bias needs none.
+    """
+    quantizers, parallel = plan.quantizers, plan.options.parallel
+    fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad
+    need_bias = bias_dtype is not None
+    quantized: Any = None
+    grad_bias: torch.Tensor | None = None
+    if parallel is not None and parallel.gathers_gradient:
+        if plan.need_weight and not fp8_wgrad:
+            grad_bias = dy.sum(0) if need_bias else None
+            dy = parallel.gathered_rows(dy).wait()
+            if plan.need_input:
+                quantized = quantizers.grad_output.quantize(dy, True, False)[0]
+        elif plan.need_input or fp8_wgrad:
+            quantized, grad_bias = parallel.quantized_gradient(
+                quantizers, dy, plan.need_input, fp8_wgrad, need_bias
+            )
+        elif need_bias:
+            grad_bias = dy.sum(0)
+    elif plan.need_input or fp8_wgrad:
+        quantized, grad_bias = quantizers.grad_output.quantize(
+            dy, plan.need_input, fp8_wgrad, need_bias
+        )
+    elif need_bias:
+        grad_bias = dy.sum(0)
+    if grad_bias is not None and grad_bias.dtype is not bias_dtype:
+        grad_bias = grad_bias.to(bias_dtype)
+    return quantized, grad_bias, dy

@@ -1,0 +1,163 @@
+"""The autograd function of a norm and a linear layer in FP8: the norm writes FP8 itself."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...fp8.scheme import GemmQuantizers
+from ...fp8.tensor import QuantizedTensor
+from ...ops.op_function import OpFunction
+from . import gemm as _gemm
+from .fused_casts import NormForward, norm_backward
+from .gemm import SAVED, GemmOptions, GemmPlan, Operand, as_matrix, quantized_input, saves_values
+from .linear_function import take_saved, without_autocast
+from .wgrad import weight_gradient
+
+__all__ = [
+    "LayerNormLinearFunction",
+    "NormOptions",
+    "norm_gradients",
+    "normalized",
+    "output_gradient",
+    "residual_output",
+    "saved_norm",
+]
+
+
+class NormOptions(NamedTuple):
+    """How a module normalises, and what it returns besides its output."""
+
+    is_rms: bool
+    eps: float
+    zero_centered_gamma: bool
+    return_norm: bool  # the norm's result, in high precision
+    return_residual: bool  # what was normalised: the input, or the sum with the residual
+
+
+def normalized(
+    norm: NormForward, plan: GemmPlan, options: NormOptions
+) -> tuple[Operand, QuantizedTensor | None, torch.Tensor | None]:
+    """The quantized norm and what to save of it, as ``quantized_input`` gives them.
+
+    The third is the norm in high precision where it is returned or needed in backward.
+    """
+    if not options.return_norm and not saves_values(plan):
+        return *quantized_input(plan, norm), None
+    y = norm.plain()
+    return *quantized_input(plan, y), y
+
+
+def saved_norm(norm: NormForward) -> tuple[torch.Tensor | None, ...]:
+    """What the norm's backward needs."""
+    x = norm.x if norm.residual_sum is None else norm.residual_sum
+    return x, norm.weight, norm.mean, norm.rstd
+
+
+def norm_gradients(
+    ctx: Any, saved: tuple, d_norm: torch.Tensor, extra: Any, d_residual: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the norm's input (in the input's shape), weight and bias.
+
+    ``extra`` is the gradient of the returned norm, ``d_residual`` that of the returned residual.
+    """
+    x, weight, mean, rstd = saved
+    if extra is not None:
+        d_norm = d_norm + extra.reshape(d_norm.shape)
+    if d_residual is not None:
+        d_residual = d_residual.reshape(x.shape)
+    dx, dweight, dbias = norm_backward(
+        d_norm, x, weight, mean, rstd, ctx.norm.zero_centered_gamma, d_residual, *ctx.needs_norm
+    )
+    return dx.view(ctx.input_shape), dweight, dbias
+
+
+def output_gradient(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> Any:
+    """The gradient of the output; zeros where only another output is used."""
+    if grad_output is not None:
+        return grad_output
+    other = grad_residual if grad_norm is None else grad_norm
+    return other.new_zeros(ctx.output_shape)
+
+
+def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
+    """What was normalised, in the input's shape, as an output of its own."""
+    if norm.residual_sum is None:
+        return inp.view_as(inp)
+    return norm.residual_sum if inp.dim() == 2 else norm.residual_sum.view(inp.shape)
+
+
+class LayerNormLinearFunction(OpFunction):
+    """``norm(inp [+ residual]) @ weight.T + bias``; gives (out, norm or None, residual or None)."""
+
+    LABEL = "LayerNormLinear"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm_options: NormOptions,
+        quantizers: GemmQuantizers,
+        cached: QuantizedTensor | None,
+        options: GemmOptions,
+    ) -> tuple[torch.Tensor | None, ...]:
+        needs = ctx.needs_input_grad
+        need_norm = needs[0] or needs[1] or needs[2] or needs[3]
+        plan = _gemm.gemm_plan(quantizers, weight, need_norm, needs[4], options, cached)
+        rest = None if residual is None else as_matrix(residual)
+        norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
+        quantized, part, y = normalized(norm, plan, norm_options)
+        out = _gemm.shaped_product(plan, quantized, weight, cached, bias, inp.dtype, inp.shape)
+        norm_saved = saved_norm(norm) if need_norm else (None,) * 4
+        ctx.save_for_backward(*_gemm.saved_by(plan, y, part, weight, cached), *norm_saved)
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.norm = plan, norm_options
+        ctx.needs_norm = (needs[2], needs[3])
+        ctx.bias_dtype = bias.dtype if bias is not None and needs[5] else None
+        ctx.has_residual = residual is not None
+        ctx.input_shape, ctx.input_dtype = inp.shape, inp.dtype
+        ctx.output_shape = out.shape
+        ctx.device_type = inp.device.type
+        returned = None
+        if norm_options.return_norm and y is not None:
+            # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
+            returned = y.view(inp.shape)
+        total = residual_output(inp, norm) if norm_options.return_residual else None
+        return out, returned, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        return without_autocast(_backward, ctx, *grads)
+
+
+def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
+    plan, saved = ctx.plan, take_saved(ctx)
+    saved_gemm, saved_norm_tensors = saved[:SAVED], saved[SAVED:]
+    del saved
+    dy = as_matrix(output_gradient(ctx, grad_output, grad_norm, grad_residual))
+    gathered = _gemm.start_saved_input(plan, saved_gemm)
+    quantized, grad_bias, dy = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
+    grad_weight = dx = d_gamma = d_beta = pending = None
+    if plan.need_input:
+        d_norm, pending = _gemm.reduced_input_gradient(plan, saved_gemm, quantized, ctx.input_dtype)
+        if d_norm is not None:  # frees the norm's memory before the weight gradient takes its own
+            dx, d_gamma, d_beta = norm_gradients(
+                ctx, saved_norm_tensors, d_norm, grad_norm, grad_residual
+            )
+            del d_norm
+    if plan.need_weight:
+        grad_weight = weight_gradient(plan, saved_gemm, dy, quantized, gathered)
+    if pending is not None:
+        dx, d_gamma, d_beta = norm_gradients(
+            ctx, saved_norm_tensors, pending.wait(), grad_norm, grad_residual
+        )
+    d_residual = dx if ctx.has_residual else None
+    return dx, d_residual, d_gamma, d_beta, grad_weight, grad_bias, None, None, None, None

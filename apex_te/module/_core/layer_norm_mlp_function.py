@@ -1,0 +1,171 @@
+"""The autograd function of LayerNormMLP in FP8: no GEMM's FP8 input is written in high precision.
+
+That holds where the scaling scheme knows its scale before the data (delayed scaling) or finds it in
+a pass of its own (current scaling); block scales are found in the result.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...fp8.scheme import GemmQuantizers
+from ...fp8.tensor import QuantizedTensor
+from ...ops.op_function import OpFunction
+from . import gemm as _gemm
+from .fused_casts import ActivationBackward, ActivationForward, NormForward
+from .gemm import SAVED, GemmOptions, as_matrix
+from .layer_norm_linear_function import (
+    NormOptions,
+    norm_gradients,
+    normalized,
+    output_gradient,
+    residual_output,
+    saved_norm,
+)
+from .linear_function import take_saved, without_autocast
+from .wgrad import weight_gradient
+
+__all__ = ["LayerNormMLPFunction", "MLPOptions"]
+
+
+class MLPOptions(NamedTuple):
+    """How LayerNormMLP computes, besides its norm."""
+
+    activation: str
+    gemms: tuple[GemmOptions, GemmOptions]
+
+
+class LayerNormMLPFunction(OpFunction):
+    """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2``.
+
+    Gives (out, norm or None, residual or None).
+    """
+
+    LABEL = "LayerNormMLP"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor,
+        norm_bias: torch.Tensor | None,
+        w1: torch.Tensor,
+        b1: torch.Tensor | None,
+        w2: torch.Tensor,
+        b2: torch.Tensor | None,
+        norm_options: NormOptions,
+        quantizers: tuple[GemmQuantizers, ...],
+        cached: tuple[QuantizedTensor | None, ...],
+        options: MLPOptions,
+    ) -> tuple[torch.Tensor | None, ...]:
+        needs, dtype = ctx.needs_input_grad, inp.dtype
+        need_norm = needs[0] or needs[1] or needs[2] or needs[3]
+        need_hidden = need_norm or needs[4] or needs[5]
+        (q1, q2), (cached1, cached2) = quantizers, cached
+        plan1 = _gemm.gemm_plan(q1, w1, need_norm, needs[4], options.gemms[0], cached1)
+        plan2 = _gemm.gemm_plan(q2, w2, need_hidden, needs[6], options.gemms[1], cached2)
+
+        rest = None if residual is None else as_matrix(residual)
+        norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
+        quantized, part, y = normalized(norm, plan1, norm_options)
+        hidden = _gemm.multiply(q1, quantized, w1, cached1, b1, dtype)
+        saved1 = _gemm.saved_by(plan1, y, part, w1, cached1)
+        del quantized, part
+
+        act = ActivationForward(options.activation, hidden)
+        plain = act.plain() if _gemm.saves_values(plan2) else None
+        operand, part = _gemm.quantized_input(plan2, act if plain is None else plain)
+        # With sequence parallelism the hidden rows are those of all ranks, and are split again.
+        shape: tuple[int, ...] = inp.shape
+        if plan1.options.parallel is not None:
+            shape = plan1.options.parallel.output_shape(shape, shape[-1])
+        out = _gemm.shaped_product(plan2, operand, w2, cached2, b2, dtype, shape)
+
+        ctx.save_for_backward(
+            *saved1,
+            *_gemm.saved_by(plan2, plain, part, w2, cached2),
+            *(saved_norm(norm) if need_norm else (None,) * 4),
+            hidden if need_hidden else None,
+        )
+        ctx.set_materialize_grads(False)
+        ctx.plans, ctx.norm, ctx.activation = (plan1, plan2), norm_options, options.activation
+        ctx.needs_norm = (needs[2], needs[3])
+        ctx.bias_dtypes = (
+            b1.dtype if b1 is not None and needs[5] else None,
+            b2.dtype if b2 is not None and needs[7] else None,
+        )
+        ctx.has_residual = residual is not None
+        ctx.input_shape, ctx.input_dtype = inp.shape, dtype
+        ctx.output_shape = out.shape
+        ctx.device_type = inp.device.type
+        returned = None
+        if norm_options.return_norm and y is not None:
+            # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
+            returned = y.view(inp.shape)
+        total = residual_output(inp, norm) if norm_options.return_residual else None
+        return out, returned, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        return without_autocast(_backward, ctx, *grads)
+
+
+def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
+    saved = take_saved(ctx)
+    saved1, saved2 = saved[:SAVED], saved[SAVED : 2 * SAVED]
+    norm, hidden = saved[2 * SAVED : -1], saved[-1]
+    del saved
+    (plan1, plan2), (b1_dtype, b2_dtype) = ctx.plans, ctx.bias_dtypes
+    dy = as_matrix(output_gradient(ctx, grad_output, grad_norm, grad_residual))
+    quantized, d_b2, dy = _gemm.quantized_gradient(plan2, dy, b2_dtype)
+    d_w1 = d_b1 = d_w2 = d_act = dx = d_gamma = d_beta = None
+    # Every step frees what only it needed: the peak is that of bf16 modules or below.
+    if plan2.need_input:
+        d_act = _gemm.input_gradient(plan2, saved2, quantized, ctx.input_dtype)
+    if plan2.need_weight:
+        d_w2 = weight_gradient(plan2, saved2, dy, quantized)
+    del saved2, quantized, dy
+    if d_act is not None:
+        gathered = _gemm.start_saved_input(plan1, saved1)
+        d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
+        quantized, plain = _quantized_hidden(plan1, d_hidden)
+        d_b1 = d_hidden.dbias
+        del d_act, d_hidden, hidden
+        pending = None
+        if plan1.need_input:
+            d_norm, pending = _gemm.reduced_input_gradient(
+                plan1, saved1, quantized, ctx.input_dtype
+            )
+            if d_norm is not None:
+                dx, d_gamma, d_beta = norm_gradients(ctx, norm, d_norm, grad_norm, grad_residual)
+            del d_norm
+        if plan1.need_weight:
+            d_w1 = weight_gradient(plan1, saved1, plain, quantized, gathered)
+        if pending is not None:
+            dx, d_gamma, d_beta = norm_gradients(
+                ctx, norm, pending.wait(), grad_norm, grad_residual
+            )
+    if d_b1 is not None and d_b1.dtype is not b1_dtype:
+        d_b1 = d_b1.to(b1_dtype)
+    d_residual = dx if ctx.has_residual else None
+    return dx, d_residual, d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2, None, None, None, None
+
+
+def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
+    """The quantized gradient of the first GEMM's output, and the plain one where it is needed."""
+    quantizer = plan.quantizers.grad_output
+    need_plain = plan.need_weight and plan.quantizers.high_precision_wgrad
+    fp8_wgrad = plan.need_weight and not need_plain
+    if not need_plain and (plan.need_input or fp8_wgrad):  # else only the bias learns
+        return quantizer.produce(d_hidden, plan.need_input, fp8_wgrad), None
+    plain = d_hidden.plain()
+    if d_hidden.with_dbias and d_hidden.dbias is None:
+        d_hidden.dbias = plain.sum(0)
+    if not plan.need_input:
+        return None, plain
+    return quantizer.quantize(plain, True, False)[0], plain

@@ -1,0 +1,235 @@
+"""The autograd functions of a linear layer: quantized, and plain with a fused weight gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ...comm.collectives import Pending
+from ...fp8.scheme import GemmQuantizers
+from ...fp8.tensor import QuantizedTensor
+from ...ops.op_function import OpFunction
+from ...ops.product_into import product_into
+from . import gemm as _gemm
+from .gemm import GemmOptions, as_matrix
+from .tensor_parallel import TensorParallel
+from .torch_autocast import is_autocast
+from .wgrad import plain_weight_gradient, weight_gradient
+
+__all__ = [
+    "HighPrecisionLinearFunction",
+    "LinearFunction",
+    "take_saved",
+    "without_autocast",
+    "without_autograd",
+]
+
+
+def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
+    """Run a backward whose products keep their dtypes under ``torch.autocast``."""
+    device_type = ctx.device_type
+    if not is_autocast(device_type):
+        return backward(ctx, *grads)
+    with torch.autocast(device_type, enabled=False):
+        return backward(ctx, *grads)
+
+
+def take_saved(ctx: Any) -> tuple:
+    """The saved tensors, which die with the caller's references unless the graph is retained.
+
+    Autograd would keep them all until backward returns.
+    """
+    saved = ctx.saved_tensors
+    if not torch.compiler.is_compiling() and isinstance(ctx, torch._C._FunctionBase):
+        ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
+    return saved
+
+
+def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
+    """The outputs of ``function.forward`` where no gradient is wanted."""
+    return function.forward(_NoContext(len(inputs)), *inputs, *rest)
+
+
+class _NoContext:
+    """Stands for autograd's ctx: what is saved is dropped."""
+
+    def __init__(self, inputs: int) -> None:
+        self.needs_input_grad = (False,) * inputs
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass
+
+
+class LinearFunction(OpFunction):
+    """Three quantized GEMMs; of the input only what the weight gradient needs is saved."""
+
+    LABEL = "Linear"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        quantizers: GemmQuantizers,
+        cached: QuantizedTensor | None,
+        out_dtype: torch.dtype,
+        options: GemmOptions,
+    ) -> torch.Tensor:
+        need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+        plan = _gemm.gemm_plan(quantizers, weight, need_input, need_weight, options, cached)
+        x = as_matrix(inp)
+        quantized, part = _gemm.quantized_input(plan, x)
+        out = _gemm.shaped_product(plan, quantized, weight, cached, bias, out_dtype, inp.shape)
+        ctx.save_for_backward(*_gemm.saved_by(plan, x, part, weight, cached))
+        ctx.plan = plan
+        ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
+        ctx.input_shape = inp.shape
+        ctx.input_dtype = inp.dtype
+        ctx.device_type = inp.device.type
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        return without_autocast(_linear_backward, ctx, grad_output)
+
+
+def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+    plan, saved = ctx.plan, take_saved(ctx)
+    gathered = _gemm.start_saved_input(plan, saved)
+    quantized, grad_bias, dy = _gemm.quantized_gradient(
+        plan, as_matrix(grad_output), ctx.bias_dtype
+    )
+    grad_input = grad_weight = pending = None
+    if plan.need_input:
+        grad_input, pending = _gemm.reduced_input_gradient(plan, saved, quantized, ctx.input_dtype)
+    if plan.need_weight:
+        grad_weight = weight_gradient(plan, saved, dy, quantized, gathered)
+    if pending is not None:
+        grad_input = pending.wait()
+    if grad_input is not None and len(ctx.input_shape) != 2:
+        grad_input = grad_input.view(ctx.input_shape)
+    return grad_input, grad_weight, grad_bias, None, None, None, None
+
+
+class HighPrecisionLinearFunction(OpFunction):
+    """A plain linear layer with collectives, or whose weight gradient is put elsewhere or later."""
+
+    LABEL = "Linear"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+        options: GemmOptions,
+    ) -> torch.Tensor:
+        need_input, need_weight, _ = ctx.needs_input_grad[:3]
+        parallel = options.parallel
+        x, w = inp.to(out_dtype), weight.to(out_dtype)
+        ctx.save_for_backward(x if need_weight else None, w if need_input else None)
+        ctx.needs = ctx.needs_input_grad[:3]
+        ctx.dtypes = (inp.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.input_shape = inp.shape
+        ctx.options = options
+        ctx.parameter = weight if need_weight else None
+        ctx.device_type = inp.device.type
+        bias = None if bias is None else bias.to(out_dtype)
+        if parallel is None:
+            return functional.linear(x, w, bias)
+        if parallel.column:
+            if not parallel.gathers_input:
+                return functional.linear(x, w, bias)
+            gathered = parallel.gathered_rows(x, False)
+            out = _gathered_product(gathered, parallel.ranks, x, w, bias)
+            gathered.release()
+            return out
+        rows = as_matrix(x)
+
+        def product(some: slice, into: torch.Tensor | None) -> torch.Tensor:
+            return product_into(rows[some], w.t(), into)
+
+        out = x.new_empty(parallel.output_shape(inp.shape, w.shape[0]))
+        out = parallel.reduced_output(product, rows.shape[0], out, True)
+        return _gemm.plus_bias(out, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        return without_autocast(_high_precision_backward, ctx, grad_output)
+
+
+def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+    x, w = ctx.saved_tensors
+    need_input, need_weight, need_bias = ctx.needs
+    input_dtype, weight_dtype, bias_dtype = ctx.dtypes
+    parallel = ctx.options.parallel
+    late = ctx.options.delayed is not None
+    grad_input = grad_weight = grad_bias = gathered_x = gathered_dy = pending = None
+    if need_bias:
+        grad_bias = as_matrix(grad_output).sum(0).to(bias_dtype)
+    if parallel is not None and parallel.gathers_input and need_weight:
+        gathered_x = parallel.gathered_rows(x, late=late)
+    if parallel is not None and parallel.gathers_gradient and (need_input or need_weight):
+        gathered_dy = parallel.gathered_rows(grad_output, need_weight, late)
+    if need_input:
+        if gathered_dy is not None:
+            grad_input = _gathered_product(gathered_dy, parallel.ranks, grad_output, w.t())
+            grad_input = grad_input.to(input_dtype)
+        elif parallel is not None and parallel.column:
+            grad_input, pending = None, _start_input_gradient(parallel, grad_output, w, input_dtype)
+        else:
+            grad_input = torch.matmul(grad_output, w).to(input_dtype)
+    if need_weight:
+        if gathered_dy is not None:
+            grad_output = gathered_dy.borrow()
+        if gathered_x is not None:
+            x = gathered_x.borrow()
+        grad_weight = plain_weight_gradient(
+            ctx.parameter, as_matrix(grad_output), as_matrix(x), weight_dtype, ctx.options
+        )
+    for gathered in (gathered_x, gathered_dy):
+        if gathered is not None:
+            gathered.release()
+    if pending is not None:
+        grad_input = pending.wait().view(ctx.input_shape)
+    return grad_input, grad_weight, grad_bias, None, None
+
+
+def _gathered_product(
+    gathered: Pending,
+    ranks: int,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``gathered @ w.T + bias``, the rows of which ``x`` is this rank's part, as they arrive."""
+    if torch.compiler.is_compiling():
+        return functional.linear(gathered.wait(), w, bias)
+    out = x.new_empty(x.shape[0] * ranks, *x.shape[1:-1], w.shape[0])
+    for rows, piece in gathered.pieces():
+        into = out[rows].view(-1, w.shape[0])
+        product_into(as_matrix(piece), w.t(), into, bias)
+    return out
+
+
+def _start_input_gradient(
+    parallel: TensorParallel, dy: torch.Tensor, w: torch.Tensor, dtype: torch.dtype
+) -> Pending:
+    """Begins to add up ``dy @ w`` [rows, in] over ranks."""
+    rows = as_matrix(dy)
+
+    def product(some: slice, into: torch.Tensor | None) -> torch.Tensor:
+        return product_into(rows[some], w, into).to(dtype)
+
+    like = torch.empty(0, w.shape[1], dtype=dtype, device=w.device)
+    return parallel.start_input_gradient(product, rows.shape[0], like, dtype is dy.dtype)

@@ -1,0 +1,389 @@
+"""What every FP8 module shares: its state, which quantizers a forward uses, saving and moving."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+
+from ...distributed.fsdp.sharded_weight import plain_entry
+from ...fp8.autocast import graph_task_id, local
+from ...fp8.delayed.compiled_region import follow_traced_region
+from ...fp8.delayed.serialize import NAMES, read_state, save_state
+from ...fp8.delayed.state import FP8State, intern
+from ...fp8.parameter.parameter import FP8Parameter, held_copies, plain_values, record_weight
+from ...fp8.tensor import QuantizedTensor
+from ...runtime.tracing import refuse_state
+from .captured_weights import CapturedWeights
+from .gemm import GemmOptions, as_matrix
+from .linear_function import HighPrecisionLinearFunction
+from .torch_autocast import autocast_dtype
+
+if TYPE_CHECKING:
+    from ...fp8.scheme import GemmQuantizers
+    from ...recipe import Recipe
+
+__all__ = ["FP8Module"]
+
+STATE_PREFIX = "fp8_state."
+
+
+@functools.cache
+def _say_cache_is_off() -> None:
+    warnings.warn(
+        "apex_te: is_first_microbatch keeps no FP8 weights under fully_shard, which frees the "
+        "weights they are made of; apex_te.distributed.enable_fp8_all_gather gathers FP8 codes",
+        stacklevel=4,
+    )
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class Modes:
+    """Per-module memory between forwards; slots, because nn.Module's setattr is slow.
+
+    ``recompute`` and ``recompute_fp8`` describe the last recorded forward, ``in_ddp`` the last one
+    that was not a recompute; ``weight_cache`` holds the FP8 weights of ``is_first_microbatch`` by
+    GEMM; ``delayed`` the weight gradients to come; ``captured`` takes the place of the cache while
+    a CUDA graph is being made; ``gathered`` says by parameter how FSDP2 gathers weights in FP8.
+    """
+
+    __slots__ = (
+        "captured", "delayed", "gathered", "in_ddp", "recompute", "recompute_fp8", "weight_cache"
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.captured: CapturedWeights | None = None
+        self.in_ddp = False
+        self.recompute: tuple[GemmQuantizers, ...] | None = None
+        self.recompute_fp8 = False
+        self.weight_cache: dict[int, tuple[tuple, QuantizedTensor]] = {}
+        self.delayed: list[Callable[[], None]] = []
+        self.gathered: dict[str, Any] = {}
+
+
+class FP8Module(torch.nn.Module):
+    """Mixin that owns one FP8 state for the GEMMs of a module."""
+
+    _fp8: FP8State
+    _modes: Modes
+    fuse_wgrad_accumulation = False
+    delay_wgrad_compute = False
+    save_original_input = False
+
+    def _make_fp8_state(self, gemms: int = 1) -> None:
+        # Plain attributes, not buffers: DDP would broadcast buffers and half() would cast them.
+        self._fp8 = FP8State(gemms, self)
+        self._modes = Modes()
+
+    @property
+    def fp8_state(self) -> FP8State:
+        """The FP8 state, where names in a state dict point to, as tools that follow them expect."""
+        return self._fp8
+
+    def _state_device(self) -> torch.device:
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                return parameter.device
+        return self._fp8.device if self._fp8.allocated else torch.device("cpu")
+
+    def _init_fp8_state(self, recipe: Recipe) -> None:
+        if recipe.keeps_state and not self._fp8.allocated:
+            self._fp8.adapt(*intern(recipe), self._state_device())
+
+    def _select(self, device: torch.device) -> tuple[tuple[GemmQuantizers, ...] | None, bool, bool]:
+        """Quantizers of this forward (None: none), whether it runs in FP8, and if it is recomputed.
+
+        Quantizers without FP8 mean calibration: amaxes are staged, the maths stay as they are.
+        """
+        compiling = torch.compiler.is_compiling()
+        modes = self._modes
+        if not compiling and graph_task_id() != -1:
+            return modes.recompute, modes.recompute_fp8, True
+        region = local.region
+        if region is None:
+            if not compiling:
+                modes.recompute = None
+                modes.recompute_fp8 = False
+            return None, False, False
+        fp8 = region.enabled
+        # On the meta device there are shapes only, the same in FP8, and no state to begin.
+        if (not fp8 and not region.calibrating) or device.type == "meta":
+            if region.records and not compiling:
+                modes.recompute = None
+                modes.recompute_fp8 = False
+            return None, False, False
+        key = region.recipe_key
+        if region.recipe.keeps_state and (region.records or not self._fp8.allocated):
+            refuse_state(type(self).__name__)
+        sets = self._fp8.quantizers(key, region.recipe, device, region.records, region.scope)
+        if region.records:
+            if compiling:
+                follow_traced_region(region.traced, self._fp8, key)
+            if not compiling:
+                modes.recompute = sets.recompute
+                modes.recompute_fp8 = fp8
+            return sets.recording, fp8, False
+        if not fp8:
+            return None, False, False
+        # A CUDA graph outlives the region, with whose entry those scales are made.
+        if region.previewed and not (not compiling and _is_capturing(device)):
+            return sets.previewed, True, False
+        return sets.frozen, True, False
+
+    def _compute_dtype(
+        self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
+    ) -> torch.dtype:
+        """The dtype to compute in: torch.autocast's, else that of ``inp`` and of the parameters.
+
+        Raises:
+            TypeError: they differ. ValueError: ``inp`` has not ``features`` columns.
+        """
+        shape = inp.shape
+        if not shape or shape[-1] != features:
+            raise ValueError(
+                f"{type(self).__name__}: inp must have a last dimension of {features}, "
+                f"got {list(shape)}"
+            )
+        autocast = autocast_dtype(type(self).__name__, "inp", inp)
+        if autocast is not None:
+            return autocast
+        dtype = inp.dtype
+        for parameter in parameters:
+            if parameter is not None and parameter.dtype is not dtype:
+                raise TypeError(
+                    f"{type(self).__name__}: inp must have the dtype of the parameters outside "
+                    f"torch.autocast, {parameter.dtype}, got {dtype}"
+                )
+        return dtype
+
+    def _options(self, is_first_microbatch: bool | None) -> GemmOptions:
+        """How this forward wants its GEMMs."""
+        if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+            raise TypeError(  # 1, taken for True here and not there, would mix gradients
+                f"{type(self).__name__}: is_first_microbatch must be None or a bool, "
+                f"got {type(is_first_microbatch).__name__}"
+            )
+        accumulate = None
+        in_ddp = False
+        if self.fuse_wgrad_accumulation:
+            accumulate = is_first_microbatch is not True
+            in_ddp = DistributedDataParallel._active_ddp_module is not None
+            in_ddp = in_ddp or self._has_ddp_hooks()
+            if not torch.compiler.is_compiling():
+                modes = self._modes
+                if graph_task_id() == -1:
+                    modes.in_ddp = in_ddp
+                in_ddp = modes.in_ddp  # a recompute, in backward, is what its first run was
+        delayed = None
+        if self.delay_wgrad_compute:
+            if torch.compiler.is_compiling() and torch.is_grad_enabled():
+                raise NotImplementedError(
+                    f"{type(self).__name__}: delay_wgrad_compute must be False inside of a graph "
+                    "of torch.compile, whose tensors are gone after backward, got True"
+                )
+            delayed = self._modes.delayed.append
+        return GemmOptions(accumulate, self.save_original_input, delayed, None, in_ddp)
+
+    def _has_ddp_hooks(self) -> bool:
+        """Whether DistributedDataParallel's "python_reducer" waits for gradients of this module."""
+        return any(
+            getattr(getattr(hook, "func", hook), "__module__", "")
+            == DistributedDataParallel.__module__
+            for parameter in self._parameters.values()
+            if parameter is not None
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values()
+        )
+
+    # torch.compile does not see hooks: asked while it traces.
+    _has_ddp_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that ``delay_wgrad_compute=True`` left out of backward."""
+        delayed = self._modes.delayed  # the same list for forwards whose backward is to come
+        waiting = delayed.copy()
+        delayed.clear()
+        for compute in waiting:
+            compute()
+
+    def _linear(
+        self,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        options: GemmOptions,
+        quantizers: GemmQuantizers | None,
+    ) -> torch.Tensor:
+        """A plain linear layer; with ``quantizers`` the amaxes are staged (calibration)."""
+        if quantizers is not None:
+            with torch.no_grad():
+                quantizers.input.record(as_matrix(inp))
+                record_weight(weight, quantizers.weight)
+        own_wgrad = options.accumulate is not None or options.delayed is not None
+        own_wgrad = own_wgrad and weight.requires_grad and torch.is_grad_enabled()
+        if own_wgrad or options.parallel is not None:
+            out = HighPrecisionLinearFunction.apply(inp, weight, bias, dtype, options)
+        else:
+            inp, weight = inp.to(dtype), weight.to(dtype)
+            out = functional.linear(inp, weight, None if bias is None else bias.to(dtype))
+        if quantizers is not None and out.requires_grad:
+            grad_output = quantizers.grad_output
+            out.register_hook(lambda grad: grad_output.record(as_matrix(grad.detach())))
+        return out
+
+    def _cached_weight(
+        self, weight: torch.Tensor, quantizers: GemmQuantizers, fill: bool, gemm: int = 0
+    ) -> QuantizedTensor:
+        """Both FP8 copies of ``weight``, made again when asked for or when the weight changed."""
+        if type(weight) is FP8Parameter:
+            held = held_copies(weight, quantizers, True, keep=True)
+            if held is not None:
+                return held
+        sources = self._weight_sources(weight)
+        versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in sources]
+        key = (*versions, type(quantizers.weight_again), quantizers.weight_again.dtype)
+        cache = self._modes.weight_cache.get(gemm)
+        if not fill and cache is not None and cache[0] == key:
+            return cache[1]
+        # A later training step may need what an evaluation in inference mode cached.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = plain_values(weight).contiguous()
+            quantized, _ = quantizers.weight.quantize(weight, True, True)
+        self._modes.weight_cache[gemm] = (key, quantized)
+        return quantized
+
+    def _traced_weight(
+        self, gemm: int, weight: torch.Tensor, quantizer: Any, fill: bool
+    ) -> QuantizedTensor | None:
+        """The FP8 copies that compiled code keeps; None where making them again gives the same."""
+        if type(weight) is FP8Parameter:
+            return None
+        sources = self._weight_sources(weight)
+        with torch.no_grad():
+            weight = plain_values(weight).contiguous()
+            scaling = quantizer.kept_scaling(weight)
+            if scaling is None:
+                return None
+            kept = self._fp8.traced_weight(gemm, quantizer.dtype, *weight.shape, len(sources))
+            scale, amax = scaling
+            return kept.quantized(weight, sources, scale, amax, fill)
+
+    def _weight_sources(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The parameters that ``weight`` is made of."""
+        return (weight,)
+
+    def _cached_weights(
+        self,
+        weights: tuple[torch.Tensor, ...],
+        quantizers: tuple[GemmQuantizers, ...],
+        is_first_microbatch: bool | None,
+        recomputed: bool,
+    ) -> tuple[QuantizedTensor | None, ...]:
+        """The cached FP8 copies of each GEMM's weight; None where the user declared no cache."""
+        captured = self._modes.captured
+        if captured is not None:
+            return tuple(
+                captured.quantized(gemm, weight, self._weight_sources(weight), quantizers[gemm])
+                for gemm, weight in enumerate(weights)
+            )
+        if is_first_microbatch is None or self._sharded_by_fsdp(weights):
+            return (None,) * len(weights)
+        if torch.compiler.is_compiling():
+            return tuple(
+                self._traced_weight(gemm, weight, quantizers[gemm].weight, is_first_microbatch)
+                for gemm, weight in enumerate(weights)
+            )
+        # A recompute repeats the forward that filled the cache.
+        fill = is_first_microbatch and not recomputed
+        return tuple(
+            self._cached_weight(weight, quantizers[gemm], fill, gemm)
+            for gemm, weight in enumerate(weights)
+        )
+
+    def _sharded_by_fsdp(self, weights: tuple[torch.Tensor, ...]) -> bool:
+        """Whether the weights' memory is FSDP's, which gathers another time what it had freed."""
+        if not self.__dict__.get("_is_fsdp_managed_module", False):
+            return False
+        # Codes that were gathered are what a cache would hold.
+        if not all(type(w) is FP8Parameter and w._gathered is not None for w in weights):
+            _say_cache_is_off()
+        return True
+
+    def _gemm_weights(self) -> list[list[str]]:
+        """Names of the parameters whose rows are the weight of each GEMM."""
+        names = [name for name, p in self._parameters.items() if p is not None and p.dim() == 2]
+        return [names] if self._fp8.gemms == 1 else [[name] for name in names]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)
+        self._modes.weight_cache.clear()
+        for source in self._modes.gathered.values():
+            source.renew(self)
+        state = self._fp8
+        if state.allocated:
+            owned = any(p is not None for p in self._parameters.values())
+            # Without a parameter the state itself tells where fn sends tensors; dtype never counts.
+            state.move(self._state_device() if owned else fn(state.scale_fwd).device)
+        else:
+            state.forget()
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles leave the FP8 weight cache behind."""
+        kept = self.__dict__.copy()
+        kept.pop("_modes", None)
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._fp8.belong_to(self)
+        self._modes = Modes()
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, value in self._parameters.items():
+            plain = None if value is None or keep_vars else plain_entry(value)
+            if plain is not None:
+                destination[prefix + name] = plain
+        save_state(self._fp8, destination, prefix + STATE_PREFIX)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        # What is refused leaves the module as it was, weights included.
+        loaded = None
+        if any(key.startswith(prefix) for key in state_dict):
+            before = len(error_msgs)
+            own_prefix = prefix + STATE_PREFIX
+            loaded = read_state(self._fp8, state_dict, own_prefix, missing_keys, error_msgs)
+            if len(error_msgs) > before:
+                return
+        before = len(error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        self._modes.weight_cache.clear()
+        for source in self._modes.gathered.values():
+            source.renew(self)
+        own = {prefix + STATE_PREFIX + name for name in NAMES}
+        unexpected_keys[:] = [key for key in unexpected_keys if key not in own]
+        # None where this module is not part of what is being loaded, or not all of it.
+        if loaded is not None and len(error_msgs) == before:
+            loaded.commit(self._fp8, self._state_device())

@@ -1,0 +1,118 @@
+"""What the LayerNorm and RMSNorm modules share: construction, dtypes, shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .arguments import checked_eps, parameter, params_dtype_of
+from .materialize import initialize, materialize
+from .torch_autocast import autocast_dtype
+
+__all__ = ["NormModule"]
+
+
+class NormModule(torch.nn.Module):
+    """Mixin of the norms: parameters named in ``_PARAMETERS``, the op applied by ``_normalize``."""
+
+    _PARAMETERS: tuple[str, ...]
+    eps: Any
+
+    def _construct(
+        self,
+        normalized_shape: int | Sequence[int] | None,
+        hidden_size: int | None,
+        eps: float,
+        sequence_parallel: bool,
+        params_dtype: torch.dtype | None,
+        dtype: torch.dtype | None,
+        zero_centered_gamma: bool,
+        device: torch.device | str | int | None,
+    ) -> None:
+        torch.nn.Module.__init__(self)
+        name = type(self).__name__
+        self.normalized_shape = _resolved_shape(name, normalized_shape, hidden_size)
+        self.eps = checked_eps(name, "eps", eps)
+        self.elementwise_affine = True
+        self.sequence_parallel = sequence_parallel
+        self.zero_centered_gamma = zero_centered_gamma
+        dtype = params_dtype_of(name, params_dtype, dtype)
+        for key in self._PARAMETERS:
+            value = parameter(self.normalized_shape, dtype, device, gemm_weight=False)
+            self.register_parameter(key, value)
+        self._tag_parameters()
+        initialize(self)
+
+    def reset_parameters(self) -> None:
+        """Set gamma to 1 and the bias, where there is one, to 0; tag them again.
+
+        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        """
+        materialize(self)
+        for key in self._PARAMETERS:
+            value = self._parameters[key]
+            if value is not None:
+                one = key == "weight" and not self.zero_centered_gamma
+                with torch.no_grad():
+                    value.fill_(1.0 if one else 0.0)
+        self._tag_parameters()
+
+    def _tag_parameters(self) -> None:
+        """Set what frameworks read that reduce such gradients themselves."""
+        for key in self._PARAMETERS:
+            value = self._parameters[key]
+            if value is not None:
+                value.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        return text + ", zero_centered_gamma=True" if self.zero_centered_gamma else text
+
+    def _normalize(
+        self, op: Callable[..., Any], inp: torch.Tensor, *parameters: torch.Tensor | None
+    ) -> torch.Tensor:
+        shape, normalized = inp.shape, self.normalized_shape
+        if shape[len(shape) - len(normalized) :] != normalized:
+            raise ValueError(
+                f"{type(self).__name__}: inp must have shape "
+                f"[..., {', '.join(map(str, normalized))}], got {list(shape)}"
+            )
+        dtype, autocast = inp.dtype, autocast_dtype(type(self).__name__, "inp", inp)
+        if autocast is not None:
+            dtype = autocast
+            inp = inp.to(dtype)
+            # The op takes fp32 parameters beside any input.
+            parameters = tuple(
+                p if p is None or p.dtype is torch.float32 else p.to(dtype) for p in parameters
+            )
+        else:
+            for p in parameters:
+                if p is not None and p.dtype is not dtype:
+                    raise TypeError(
+                        f"{type(self).__name__}: inp must have the dtype of the parameters outside "
+                        f"torch.autocast, {p.dtype}, got {dtype}"
+                    )
+        zero_centered = self.zero_centered_gamma
+        if len(normalized) == 1:
+            return op(inp, *parameters, self.eps, zero_centered_gamma=zero_centered)
+        flat = [None if p is None else p.flatten() for p in parameters]
+        inp = inp.flatten(len(shape) - len(normalized))
+        return op(inp, *flat, self.eps, zero_centered_gamma=zero_centered).view(shape)
+
+
+def _resolved_shape(
+    name: str, normalized_shape: int | Sequence[int] | None, hidden_size: int | None
+) -> tuple[int, ...]:
+    if (normalized_shape is None) == (hidden_size is None):
+        raise ValueError(
+            f"{name}: normalized_shape (or hidden_size) must be given once, "
+            f"got {normalized_shape} and {hidden_size}"
+        )
+    given: Any = hidden_size if normalized_shape is None else normalized_shape
+    several = isinstance(given, Sequence) and not isinstance(given, str)
+    shape = tuple(given) if several else (given,)
+    if not shape or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
+        raise TypeError(f"{name}: normalized_shape must be an int or several ints, got {given!r}")
+    return shape

@@ -1,0 +1,116 @@
+"""The norm that LayerNormLinear and LayerNormMLP begin with: its parameters and its plain form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...ops import layer_norm, rms_norm
+from . import arguments as _arguments
+from .layer_norm_linear_function import NormOptions
+from .parallel import ParallelModule, tag
+from .torch_autocast import is_autocast
+
+__all__ = ["NormedModule"]
+
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+
+
+class NormedModule(ParallelModule):
+    """An FP8 module that normalises its input first.
+
+    Parameters: ``layer_norm_weight``, ``layer_norm_bias`` ``[features]`` (LayerNorm only).
+    """
+
+    layer_norm_weight: torch.nn.Parameter
+    layer_norm_bias: torch.nn.Parameter | None
+    return_bias: bool
+
+    def _make_norm(
+        self,
+        features: int,
+        eps: float,
+        normalization: str,
+        zero_centered_gamma: bool,
+        return_layernorm_output: bool,
+        dtype: torch.dtype,
+        device: Any,
+    ) -> None:
+        owner = type(self).__name__
+        if normalization not in NORMALIZATIONS:
+            raise ValueError(
+                f"{owner}: normalization must be one of {', '.join(NORMALIZATIONS)}, "
+                f"got {normalization!r}"
+            )
+        self.eps = _arguments.checked_eps(owner, "eps", eps)
+        self.normalization = normalization
+        self.zero_centered_gamma = bool(zero_centered_gamma)
+        self.return_layernorm_output = bool(return_layernorm_output)
+        self.layer_norm_weight = _arguments.parameter((features,), dtype, device)
+        if normalization == "LayerNorm":
+            self.layer_norm_bias = _arguments.parameter((features,), dtype, device)
+        else:
+            self.register_parameter("layer_norm_bias", None)
+        if self.tp_size > 1:
+            for parameter in (self.layer_norm_weight, self.layer_norm_bias):
+                tag(parameter, None, self.sequence_parallel)
+        is_rms = normalization == "RMSNorm"
+        shared = (is_rms, self.eps, self.zero_centered_gamma, self.return_layernorm_output)
+        self._norm_options = (NormOptions(*shared, False), NormOptions(*shared, True))
+
+    def reset_layer_norm_parameters(self) -> None:
+        """Gamma becomes 1 (0 with ``zero_centered_gamma``), beta 0."""
+        torch.nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            torch.nn.init.zeros_(self.layer_norm_bias)
+
+    def _norm_operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gamma and beta in a dtype that the norms take beside ``dtype``."""
+        weight, bias = self._parameters["layer_norm_weight"], self._parameters["layer_norm_bias"]
+        assert weight is not None
+        if weight.dtype is dtype or weight.dtype is torch.float32:
+            return weight, bias
+        return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+    def _check_residual(self, inp: torch.Tensor, residual: torch.Tensor) -> None:
+        """Raises for a residual that cannot be added to ``inp``: ValueError, TypeError."""
+        if residual.shape != inp.shape:
+            raise ValueError(
+                f"{type(self).__name__}: residual must have shape {list(inp.shape)}, "
+                f"got {list(residual.shape)}"
+            )
+        if residual.dtype is not inp.dtype and not is_autocast(inp.device.type):
+            raise TypeError(
+                f"{type(self).__name__}: residual must have dtype {inp.dtype} outside "
+                f"torch.autocast, got {residual.dtype}"
+            )
+
+    def _returned(
+        self, out: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, norm: Any
+    ) -> Any:
+        """``out`` alone or with what the module returns besides."""
+        if not self.return_bias and not self.return_layernorm_output:
+            return out
+        result = [out]
+        if self.return_bias:
+            result.append(out.new_empty(0) if bias is None else bias.to(dtype))
+        if self.return_layernorm_output:
+            result.append(norm)
+        return tuple(result)
+
+    def _plain_norm(
+        self, inp: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm in high precision, and what was normalised."""
+        weight, bias = self._norm_operands(inp.dtype)
+        options: dict[str, Any] = {
+            "zero_centered_gamma": self.zero_centered_gamma,
+            "residual": residual,
+        }
+        y: Any
+        if self.normalization == "RMSNorm":
+            y = rms_norm.rms_norm(inp, weight, self.eps, **options)
+        else:
+            y = layer_norm.layer_norm(inp, weight, bias, self.eps, **options)
+        return y if residual is not None else (y, inp)

@@ -1,0 +1,276 @@
+"""Arguments of tensor parallelism, their checks, and the attributes trainers read of parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ...comm.agreement import check_same, recipe_values
+from ...comm.collectives import world_size
+from ...fp8.autocast import is_process_group, local
+from .gemm import GemmOptions
+from .module_fp8 import FP8Module
+from .tensor_parallel import TensorParallel
+
+__all__ = [
+    "ParallelModule",
+    "checked_mode",
+    "checked_tp_size",
+    "divided",
+    "set_group_of_children",
+    "tag",
+]
+
+
+# Attributes of a module that decide on its collectives.
+_COMPARED = (
+    "parallel_mode", "set_parallel_mode", "sequence_parallel", "activation", "normalization",
+    "fuse_wgrad_accumulation", "delay_wgrad_compute", "save_original_input",
+)  # fmt: skip
+
+
+def checked_mode(owner: str, parallel_mode: Any) -> str | None:
+    """``parallel_mode`` in small letters. Errors: ValueError for another value."""
+    mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
+    if mode not in (None, "column", "row"):
+        raise ValueError(
+            f"{owner}: parallel_mode must be None, 'column' or 'row', got {parallel_mode!r}"
+        )
+    return mode
+
+
+def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
+    """The number of ranks: that of ``tp_group``, else ``tp_size``.
+
+    Errors: TypeError for a wrong type, ValueError for a number below 1 or not the group's.
+    """
+    if isinstance(tp_size, bool) or not isinstance(tp_size, int):
+        raise TypeError(f"{owner}: tp_size must be an int, got {type(tp_size).__name__}")
+    if tp_size < 1:
+        raise ValueError(f"{owner}: tp_size must be at least 1, got {tp_size}")
+    if tp_group is None:
+        return tp_size
+    if not is_process_group(tp_group):
+        raise TypeError(
+            f"{owner}: tp_group must be a torch.distributed.ProcessGroup, "
+            f"got {type(tp_group).__name__}"
+        )
+    ranks = world_size(tp_group)
+    if tp_size not in (1, ranks):
+        raise ValueError(
+            f"{owner}: tp_size must be the {ranks} ranks of tp_group or left out, got {tp_size}"
+        )
+    return ranks
+
+
+def divided(owner: str, name: str, value: int, ranks: int) -> int:
+    """``value / ranks``. Errors: ValueError where the ranks do not divide it."""
+    if value % ranks:
+        raise ValueError(
+            f"{owner}: {name} must be a multiple of the {ranks} tensor-parallel ranks, got {value}"
+        )
+    return value // ranks
+
+
+def tag(parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool) -> None:
+    """Sets what Megatron-style trainers read: how a parameter is split, whose gradient they sum.
+
+    ``dim``: the split dimension, None for a parameter that every rank has whole; such a one sees
+    only this rank's rows with ``sequence_parallel``, so its gradient has to be summed over ranks.
+    """
+    if parameter is None:
+        return
+    parameter.tensor_model_parallel = dim is not None  # type: ignore[attr-defined]
+    parameter.partition_dim = -1 if dim is None else dim  # type: ignore[attr-defined]
+    parameter.partition_stride = 1  # type: ignore[attr-defined]
+    parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+
+_TAGS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+
+
+def set_group_of_children(module: torch.nn.Module, tp_group: Any) -> None:
+    """Names the ranks to every child that knows the method."""
+    for child in module.children():
+        set_group: Any = getattr(child, "set_tensor_parallel_group", None)
+        if set_group is not None:
+            set_group(tp_group)
+
+
+class _Group:
+    """A process group inside a copied module: the same one in a deepcopy, none in a pickle."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: Any) -> _Group:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Group, (None,)
+
+
+class ParallelModule(FP8Module):
+    """An FP8 module whose GEMMs may be split over the ranks of ``tp_group``."""
+
+    has_collectives = True  # around its GEMMs, where they are split
+    tp_group: Any
+    tp_size: int
+    sequence_parallel: bool
+    get_rng_state_tracker: Callable[[], Any] | None
+    rng_tracker_name: str | None
+
+    def _make_parallel(
+        self,
+        tp_group: Any,
+        tp_size: int,
+        sequence_parallel: bool,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+    ) -> None:
+        owner = type(self).__name__
+        if not isinstance(sequence_parallel, bool):
+            raise TypeError(
+                f"{owner}: sequence_parallel must be a bool, got {type(sequence_parallel).__name__}"
+            )
+        if get_rng_state_tracker is not None and not callable(get_rng_state_tracker):
+            raise TypeError(
+                f"{owner}: get_rng_state_tracker must be a callable, "
+                f"got {type(get_rng_state_tracker).__name__}"
+            )
+        self.tp_size = checked_tp_size(owner, tp_group, tp_size)
+        self.tp_group = tp_group
+        self.sequence_parallel = sequence_parallel and self.tp_size > 1
+        self.get_rng_state_tracker = get_rng_state_tracker
+        self.rng_tracker_name = rng_tracker_name
+        self._collectives: dict[bool, TensorParallel] = {}
+        self._compared = self.tp_size == 1
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Name the ranks over which the layer is split, as many as ``tp_size``; before forward.
+
+        Errors: TypeError for anything but a process group or None, ValueError for another size.
+        """
+        owner = type(self).__name__
+        if tp_group is not None:
+            ranks = checked_tp_size(owner, tp_group, 1)
+            if ranks != self.tp_size:
+                raise ValueError(
+                    f"{owner}: tp_group must have the {self.tp_size} ranks of tp_size, got {ranks}"
+                )
+        self.tp_group = tp_group
+        self._collectives = {}
+        self._compared = self.tp_size == 1
+
+    def _parallel(self, mode: str | None) -> TensorParallel | None:
+        """The collectives of a GEMM split in this ``mode``; None for one that is whole.
+
+        Errors: ValueError where there are several ranks and no group of them.
+        """
+        if mode is None or self.tp_size == 1:
+            return None
+        column = mode == "column"
+        found = self._collectives.get(column)
+        if found is None:
+            if self.tp_group is None:
+                raise ValueError(
+                    f"{type(self).__name__}: set_tensor_parallel_group must be called before "
+                    f"forward with tp_size={self.tp_size} and no tp_group"
+                )
+            found = TensorParallel(column, self.tp_group, self.sequence_parallel)
+            self._collectives[column] = found
+        return found
+
+    def _split_options(self, options: GemmOptions, mode: str | None) -> GemmOptions:
+        """``options`` of a GEMM that is split in ``mode``."""
+        parallel = self._parallel(mode)
+        return options if parallel is None else options._replace(parallel=parallel)
+
+    def _compute_dtype(
+        self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
+    ) -> torch.dtype:
+        """As every FP8 module's; the first forward with gradients asks the other ranks, too.
+
+        Errors: also RankMismatchError, on all ranks, if these are about to do something else.
+        """
+        # Asked in this order, compiled code does not depend on what only eager code changes.
+        if torch.compiler.is_compiling() or self._compared or not self._may_compare(inp):
+            return super()._compute_dtype(inp, features, parameters)
+        error = None
+        try:
+            dtype = super()._compute_dtype(inp, features, parameters)
+        except (TypeError, ValueError) as refusal:
+            error = refusal
+        values = {} if error is not None else self._description(inp, parameters, dtype)
+        check_same(type(self).__name__, "tp_group", self.tp_group, values, inp.device, error)
+        self._compared = True
+        return dtype
+
+    def _may_compare(self, inp: torch.Tensor) -> bool:
+        """Whether this forward has collectives, gradients and a host that may wait."""
+        if not torch.is_grad_enabled() or self.tp_group is None or not self.has_collectives:
+            return False
+        if not (getattr(self, "parallel_mode", None) or getattr(self, "set_parallel_mode", False)):
+            return False
+        return not (inp.is_cuda and torch.cuda.is_current_stream_capturing())
+
+    def _description(
+        self, inp: torch.Tensor, parameters: tuple[torch.Tensor | None, ...], dtype: torch.dtype
+    ) -> dict[str, object]:
+        """What has to be the same on all ranks for their collectives to fit together."""
+        own = self._parameters
+        trained = [name for name, p in own.items() if p is not None and p.requires_grad]
+        given = [p for p in parameters if p is not None and not any(p is q for q in own.values())]
+        trained += [f"operand {i}" for i, p in enumerate(given) if p.requires_grad]
+        region = local.region
+        if region is not None and not (region.enabled or region.calibrating):
+            region = None
+        values: dict[str, object] = {"class": type(self).__name__}
+        values |= {name: getattr(self, name, None) for name in _COMPARED}
+        values |= {
+            "weight shapes": [list(p.shape) for p in parameters if p is not None and p.dim() > 1],
+            "inp shape": list(inp.shape),
+            "inp dtype": inp.dtype,
+            "dtype": dtype,
+            "inp requires_grad": inp.requires_grad,
+            "trained parameters": ", ".join(trained) or "none",
+            "fp8_autocast enabled": region is not None and region.enabled,
+        }
+        return values | recipe_values(None if region is None else region.recipe)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        """Keep the tags of parameters on the meta device, which are made anew where they move."""
+        own = self._parameters
+        tags = {
+            name: {tag: getattr(p, tag) for tag in _TAGS if hasattr(p, tag)}
+            for name, p in own.items()
+            if p is not None and p.is_meta
+        }
+        result = super()._apply(fn, recurse)
+        for name, kept in tags.items():
+            for tag, value in kept.items():
+                setattr(own[name], tag, value)
+        return result
+
+    def _forked(self, split: bool) -> AbstractContextManager[Any]:
+        """Where values of a parameter are drawn: the tracker's sequence if ranks must differ."""
+        make = self.get_rng_state_tracker
+        if make is None or not split:
+            return contextlib.nullcontext()
+        tracker = make()
+        return tracker.fork(self.rng_tracker_name) if self.rng_tracker_name else tracker.fork()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies keep the group, which a pickle cannot."""
+        kept = super().__getstate__()
+        kept["tp_group"] = _Group(self.tp_group)
+        kept["_collectives"] = {}
+        kept["_compared"] = self.tp_size == 1
+        return kept
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "tp_group": state["tp_group"].group})

@@ -1,0 +1,231 @@
+"""What surrounds a GEMM of a tensor-parallel layer: which rows are gathered, what is reduced.
+
+A column-parallel weight is [out / ranks, in], a row-parallel one [out, in / ranks]. With sequence
+parallelism the rows between layers are split over ranks (dimension 0):
+
+    column forward    gather the input's rows         backward    reduce the input's gradient
+    row    forward    reduce the output               backward    gather the output gradient's rows
+
+Without it nothing is gathered, and a reduction leaves the sum on every rank. What is gathered
+travels as FP8 codes where a scheme has a scale that all ranks share. Between GPUs of one host rows
+travel piece by piece (`distributed.peer_memory`): a piece is multiplied while the others are on
+their way, and sent while the next is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...comm.collectives import (
+    Pending,
+    all_gather_rows,
+    all_reduce,
+    reduce_scatter_rows,
+    world_size,
+)
+from ...comm.peer_memory import peer_memory
+from ...fp8.scheme import GemmQuantizers
+from ...fp8.scheme.base import Producer, Quantizer
+from ...fp8.tensor import QuantizedTensor
+from ...ops.byte_transpose import byte_transpose
+
+__all__ = ["GatheredCodes", "TensorParallel"]
+
+# Gives the product [rows, ..] of some rows: which, and where to write it, if not to a new tensor.
+Product = Callable[[slice, torch.Tensor | None], torch.Tensor]
+
+
+class TensorParallel:
+    """The collectives of one GEMM over ``group``.
+
+    Args:
+        column: the weight's rows are split, else its columns.
+        sequence_parallel: the rows of what enters (column) or leaves (row) are split.
+    """
+
+    __slots__ = ("column", "group", "ranks", "sequence_parallel")
+
+    def __init__(self, column: bool, group: Any, sequence_parallel: bool) -> None:
+        self.column = column
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+        self.ranks = world_size(group)
+
+    @property
+    def gathers_input(self) -> bool:
+        return self.column and self.sequence_parallel
+
+    @property
+    def gathers_gradient(self) -> bool:
+        return not self.column and self.sequence_parallel
+
+    def output_shape(self, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
+        """Shape of the layer's output for an input of ``shape``.
+
+        Errors: ValueError for rows that the ranks do not divide.
+        """
+        first = shape[0]
+        if self.gathers_input:
+            first *= self.ranks
+        elif self.sequence_parallel:
+            if first % self.ranks:
+                raise ValueError(
+                    f"sequence_parallel: inp must have a first dimension that the {self.ranks} "
+                    f"ranks of tp_group divide, got {list(shape)}"
+                )
+            first //= self.ranks
+        return (first, *shape[1:-1], features)
+
+    def reduced_output(
+        self, product: Product, rows: int, out: torch.Tensor, divisible: bool
+    ) -> torch.Tensor:
+        """The reduction of a row-parallel GEMM's ``product`` of ``rows`` rows: ``out``, written to.
+
+        ``divisible``: the product of some rows can be had without the others'. In a graph of
+        torch.compile the result is a new tensor.
+        """
+        into = out.view(-1, out.shape[-1])
+        if self.sequence_parallel:
+            reduced = self._scattered(product, rows, into, into, divisible).wait()
+        else:
+            reduced = all_reduce(product(slice(0, rows), into), self.group).wait()
+        return reduced.view(out.shape) if torch.compiler.is_compiling() else out
+
+    def start_input_gradient(
+        self, product: Product, rows: int, like: torch.Tensor, divisible: bool
+    ) -> Pending:
+        """The reduction of the gradient of a column-parallel GEMM's input.
+
+        ``like``: a tensor of its columns, dtype and device.
+        """
+        if self.sequence_parallel:
+            return self._scattered(product, rows, None, like, divisible)
+        return all_reduce(product(slice(0, rows), None), self.group)
+
+    def _scattered(
+        self,
+        product: Product,
+        rows: int,
+        out: torch.Tensor | None,
+        like: torch.Tensor,
+        divisible: bool,
+    ) -> Pending:
+        """This rank's rows of the sum over ranks of products."""
+        if divisible and rows % self.ranks == 0:
+            part = rows // self.ranks
+            memory = peer_memory(self.group, like, part * like.shape[1] * like.element_size())
+            if memory is not None:
+                into = like.new_empty(part, like.shape[1]) if out is None else out
+                pending = memory.reduce(into, product)
+                if pending is not None:
+                    return pending
+        return reduce_scatter_rows(product(slice(0, rows), None), self.group, out)
+
+    def gathered_rows(self, x: torch.Tensor, whole: bool = True, late: bool = False) -> Pending:
+        """All ranks' rows of ``x``, codes or values.
+
+        ``whole``: they are asked for not only piece by piece. ``late``: other gathers may begin
+        before this one is read.
+        """
+        memory = None if late else peer_memory(self.group, x, x.nbytes)
+        if memory is not None:
+            pending = memory.gather(x.contiguous(), whole)
+            if pending is not None:
+                return pending
+        return all_gather_rows(x, self.group)
+
+    def gathered_input(
+        self, quantizer: Quantizer, shared: Quantizer | None, source: torch.Tensor | Producer
+    ) -> tuple[QuantizedTensor | GatheredCodes, QuantizedTensor | None]:
+        """The quantized rows of all ranks, from this rank's rows or from the op that makes them.
+
+        ``shared`` is what ``quantizer`` gave for the group. Also this rank's codes, where those
+        travelled.
+        """
+        if shared is None:
+            values = source if isinstance(source, torch.Tensor) else source.plain()
+            gathered = self.gathered_rows(values)
+            quantized = quantizer.quantize(gathered.borrow(), True, False)[0]
+            gathered.release()
+            return quantized, None
+        if isinstance(source, torch.Tensor):
+            local = shared.quantize(source, True, False)[0]
+        else:
+            local = shared.produce(source, True, False)
+        return self._codes(local, True, False), local
+
+    def quantized_gradient(
+        self,
+        quantizers: GemmQuantizers,
+        dy: torch.Tensor,
+        rowwise: bool,
+        transposed: bool,
+        need_bias: bool,
+    ) -> tuple[QuantizedTensor | GatheredCodes, torch.Tensor | None]:
+        """The quantized rows of all ranks of ``dy`` [rows, out], and the sums of this rank's."""
+        quantizer = quantizers.grad_output
+        shared = quantizer.shared(self.group)
+        if shared is not None:
+            local, grad_bias = shared.quantize(dy, True, False, need_bias)
+            return self._codes(local, rowwise, transposed), grad_bias
+        gathered = self.gathered_rows(dy)
+        quantized = quantizer.quantize(gathered.borrow(), rowwise, transposed)[0]
+        gathered.release()
+        return quantized, dy.sum(0) if need_bias else None
+
+    def _codes(
+        self, local: QuantizedTensor, rowwise: bool, transposed: bool
+    ) -> QuantizedTensor | GatheredCodes:
+        """All ranks' rows of a matrix with one scale for all: the codes travel, a byte each."""
+        assert local.rowwise is not None
+        gathered = GatheredCodes(
+            self.gathered_rows(local.rowwise, transposed), local, self.ranks, transposed
+        )
+        return gathered.arrived(rowwise) if torch.compiler.is_compiling() else gathered
+
+
+class GatheredCodes:
+    """A quantized operand whose rows, all of one scale, are on their way.
+
+    Args:
+        codes: the rows of all ranks.
+        local: this rank's.
+        transposed: the transposed copy is asked for, after the products of the rows.
+    """
+
+    __slots__ = ("_codes", "_local", "_transposed", "rows")
+
+    def __init__(
+        self, codes: Pending, local: QuantizedTensor, ranks: int, transposed: bool
+    ) -> None:
+        assert local.rowwise is not None
+        self._codes = codes
+        self._local = local
+        self._transposed = transposed
+        self.rows = local.rowwise.shape[0] * ranks
+
+    def multiplied(
+        self, product: Callable[[QuantizedTensor, torch.Tensor], Any], out: torch.Tensor
+    ) -> torch.Tensor:
+        """``out`` [rows, ..], of which ``product`` writes the rows of each piece."""
+        local = self._local
+        for rows, codes in self._codes.pieces():
+            piece = QuantizedTensor(codes, local.rowwise_scale_inv, None, None, local.dtype)
+            product(piece, out[rows])
+        if not self._transposed:
+            self._codes.release()
+        return out
+
+    def arrived(self, rowwise: bool) -> QuantizedTensor:
+        """The whole, in the copies that are wanted."""
+        local = self._local
+        scale_inv = local.rowwise_scale_inv
+        codes = self._codes.borrow()
+        transposed = byte_transpose(codes) if self._transposed else None
+        self._codes.release()
+        return QuantizedTensor(
+            codes if rowwise else None, scale_inv, transposed, scale_inv, local.dtype
+        )

@@ -1,0 +1,173 @@
+"""The weight gradient of a GEMM: for autograd, into ``main_grad``, now or later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...comm.collectives import Pending
+from ...fp8.tensor import QuantizedTensor
+from ...ops.byte_transpose import byte_transpose
+from ...ops.wgrad_gemm import wgrad_gemm
+from .gemm import GemmOptions, GemmPlan, Operand, saves_values
+from .tensor_parallel import GatheredCodes
+
+__all__ = ["dummy_gradient", "main_grad_of", "plain_weight_gradient", "weight_gradient"]
+
+_dummies: dict[tuple, torch.Tensor] = {}
+
+
+def weight_gradient(
+    plan: GemmPlan,
+    saved: tuple,
+    dy: torch.Tensor | None,
+    quantized: Operand | None,
+    gathered: Pending | None = None,
+) -> torch.Tensor | None:
+    """``dy.T @ x`` [out, in], or None (a dummy) where it goes into ``main_grad`` or waits.
+
+    ``dy`` [rows, out] is used where the recipe wants this product in high precision; ``gathered``
+    is what ``start_saved_input`` began.
+    """
+    operand = quantized.arrived(False) if isinstance(quantized, GatheredCodes) else quantized
+    return _now_or_later(
+        plan.parameter, plan.options, lambda: _weight_gradient(plan, saved, dy, operand, gathered)
+    )
+
+
+def plain_weight_gradient(
+    parameter: Any,
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    options: GemmOptions,
+) -> torch.Tensor | None:
+    """``weight_gradient`` of a GEMM in high precision."""
+    return _now_or_later(parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options))
+
+
+def _now_or_later(
+    parameter: Any, options: GemmOptions, compute: Callable[[], torch.Tensor | None]
+) -> torch.Tensor | None:
+    """The gradient, or None after handing its computation to ``options.delayed``."""
+    if options.delayed is None:
+        return compute()
+
+    def later() -> None:
+        with torch.no_grad():
+            grad = compute()
+            if options.accumulate is None and grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+    options.delayed(later)
+    return None
+
+
+def _weight_gradient(
+    plan: GemmPlan,
+    saved: tuple,
+    dy: torch.Tensor | None,
+    quantized: QuantizedTensor | None,
+    gathered: Pending | None,
+) -> torch.Tensor | None:
+    if gathered is None:
+        return _of_rows(plan, saved[0], saved[1], dy, quantized, False)
+    grad = _of_rows(plan, gathered.borrow(), saved[1], dy, quantized, True)
+    gathered.release()
+    return grad
+
+
+def _of_rows(
+    plan: GemmPlan,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    dy: torch.Tensor | None,
+    quantized: QuantizedTensor | None,
+    rowwise: bool,
+) -> torch.Tensor | None:
+    """The gradient from ``x``: values, codes of rows (``rowwise``) or transposed ones."""
+    quantizers, options = plan.quantizers, plan.options
+    if quantizers.high_precision_wgrad:
+        return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options)
+    assert quantized is not None
+    if saves_values(plan):
+        inp = quantizers.input.requantize(x, x_scale)
+    else:
+        transposed = byte_transpose(x) if rowwise else x
+        inp = QuantizedTensor(None, None, transposed, x_scale, quantizers.input.dtype)
+    if options.accumulate is None:
+        return quantizers.products.wgrad(quantized, inp, plan.weight_dtype)
+    main_grad, accumulate = main_grad_of(plan.parameter, options)
+    quantizers.products.wgrad(quantized, inp, main_grad.dtype, main_grad, accumulate)
+    return dummy_gradient(plan.parameter)
+
+
+def _plain_wgrad(
+    dy: Any, x: Any, parameter: Any, dtype: torch.dtype, options: GemmOptions
+) -> torch.Tensor | None:
+    """Weight gradient in high precision, returned or put into ``main_grad``."""
+    x = x.to(dy.dtype)
+    if options.accumulate is None:
+        return torch.mm(dy.t(), x).to(dtype)
+    main_grad, accumulate = main_grad_of(parameter, options)
+    wgrad_gemm(dy, x, main_grad, accumulate=accumulate)
+    return dummy_gradient(parameter)
+
+
+def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bool]:
+    """The preallocated gradient as [out, in], and whether to add to it."""
+    get_main_grad = getattr(parameter, "get_main_grad", None)
+    if options.in_ddp and get_main_grad is None:
+        _check_owner(parameter)
+    if get_main_grad is not None:
+        main_grad = get_main_grad()
+    else:
+        main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is None:
+        raise ValueError(
+            "fuse_wgrad_accumulation: weight.main_grad must be a preallocated tensor when "
+            "fuse_wgrad_accumulation=True, got None (under fully_shard, whose weights have no "
+            "main_grad, use fuse_wgrad_accumulation=False or weights with get_main_grad())"
+        )
+    if main_grad.numel() != parameter.numel() or not main_grad.is_contiguous():
+        raise ValueError(
+            f"fuse_wgrad_accumulation: weight.main_grad must be contiguous with shape "
+            f"{list(parameter.shape)}, "
+            f"got {list(main_grad.shape)}"
+        )
+    accumulate = options.accumulate is True and not getattr(parameter, "overwrite_main_grad", False)
+    return main_grad.view(parameter.shape), accumulate
+
+
+def _check_owner(parameter: Any) -> None:
+    """Raises where DistributedDataParallel waits for a gradient that only ``main_grad`` gets."""
+    if hasattr(parameter, "grad_added_to_main_grad") or hasattr(parameter, "_ddp_ignored"):
+        return
+    raise ValueError(
+        "fuse_wgrad_accumulation: fuse_wgrad_accumulation must be False under "
+        "DistributedDataParallel, which does not reduce weight.main_grad, got True. Else have it "
+        "reduced by "
+        "apex_te.distributed.reduce_main_grads after backward, and let DistributedDataParallel "
+        "ignore the weight (_set_params_and_buffers_to_ignore_for_model, before wrapping) or "
+        "reduce a dummy gradient of it (set weight.grad_added_to_main_grad = False), got neither"
+    )
+
+
+def dummy_gradient(parameter: Any) -> torch.Tensor | None:
+    """What autograd gets when the gradient is already in ``main_grad``.
+
+    None leaves ``.grad`` at None. A framework that waits for a gradient hook sets
+    ``grad_added_to_main_grad``: it gets a tensor shared by all weights of that shape.
+    """
+    if not hasattr(parameter, "grad_added_to_main_grad"):
+        return None
+    parameter.grad_added_to_main_grad = True
+    key = (parameter.shape, parameter.dtype, parameter.device)
+    dummy = _dummies.get(key)
+    if dummy is None:
+        dummy = _dummies[key] = torch.zeros_like(parameter, requires_grad=False)
+    if getattr(parameter, "zero_out_wgrad", False):
+        dummy.zero_()
+    return dummy.detach()

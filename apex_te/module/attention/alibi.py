@@ -1,0 +1,75 @@
+"""ALiBi: a bias of attention scores that falls with the distance, by a slope for each head."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from .masks import Mask, MaskType, distances
+
+__all__ = ["Alibi", "checked_slopes", "standard_slopes"]
+
+
+class Alibi(NamedTuple):
+    """Positions of queries and keys, counted as the mask type and the padding masks say."""
+
+    kind: MaskType
+    mask: Mask
+
+    def bias(self, slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        """``-slope * |i - j|`` [1 or b, h, sq, sk] in the dtype of ``q``.
+
+        Args:
+            slopes: float32 [h] or [b, h].
+            q, k: [b, h, sq, d] and [b, g, sk, d].
+        """
+        apart = distances(self.kind, self.mask, q.shape[2], k.shape[2], q.device)
+        return (apart * -slopes[..., None, None]).to(q.dtype)
+
+
+def standard_slopes(
+    owner: str, heads: int, ranks: int, group: Any, device: torch.device
+) -> torch.Tensor:
+    """The slopes of the ALiBi paper, float32 [heads], of this rank's heads of ``ranks * heads``.
+
+    For ``n`` heads, a power of 2, they are ``2 ** (-8 i / n)`` for ``i`` from 1; for other numbers
+    those of the power of 2 below, and every second one of the next.
+
+    Raises:
+        ValueError: there are several ranks, and ``group`` does not say which of them this one is.
+    """
+    if ranks > 1 and group is None:
+        raise ValueError(
+            f"{owner}: alibi_slopes must be given where heads are split over {ranks} ranks and no "
+            "tp_group says which of them this one has, got None"
+        )
+    total = heads * ranks
+    power = 1 << (total.bit_length() - 1)
+    # On the device: a tensor made of numbers of the host would have to be copied there.
+    steps = torch.arange(1, power + 1, dtype=torch.float32, device=device) * (-8.0 / power)
+    if total > power:
+        rest = torch.arange(1, 2 * (total - power), 2, dtype=torch.float32, device=device)
+        steps = torch.cat((steps, rest * (-4.0 / power)))
+    slopes = steps.exp2()
+    if ranks > 1:
+        slopes = slopes.narrow(0, heads * distributed.get_rank(group), heads)
+    return slopes
+
+
+def checked_slopes(owner: str, slopes: Any, heads: int, batch: int) -> torch.Tensor:
+    """Slopes [heads] or [batch, heads] in float32.
+
+    Raises:
+        TypeError: no floating-point tensor. ValueError: another shape.
+    """
+    if not isinstance(slopes, torch.Tensor) or not slopes.is_floating_point():
+        actual = slopes.dtype if isinstance(slopes, torch.Tensor) else type(slopes).__name__
+        raise TypeError(f"{owner}: alibi_slopes must be a floating-point tensor, got {actual}")
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(
+            f"{owner}: alibi_slopes must have shape {[heads]} or {[batch, heads]}, "
+            f"got {list(slopes.shape)}"
+        )
+    return slopes.float()

@@ -1,0 +1,291 @@
+"""How attention is computed: PyTorch's fused kernels, or GEMMs around scaled_softmax."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...ops.scaled_softmax import scaled_softmax
+from ...runtime.gpu_arch import nvidia_capability
+from .alibi import Alibi
+from .masks import Visibility, band
+
+__all__ = ["Options", "Path", "attend", "choose", "to_visible", "varlen", "varlen_obstacle"]
+
+# In this order: on Hopper and later cuDNN's kernels are the fastest.
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+_HALF = (torch.float16, torch.bfloat16)
+# Shorter sequences are bound by the host, and cuDNN plans anew for each shape.
+_CUDNN_QUERIES = 512
+
+
+@functools.cache
+def _varlen_arguments() -> frozenset[str]:
+    try:  # here, because importing it takes a second
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # before torch 2.10
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+def _varlen_takes(*names: str) -> bool:
+    """Whether PyTorch's kernel for packed sequences has these arguments."""
+    return _varlen_arguments().issuperset(names)
+
+
+_varlen_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Options(NamedTuple):
+    """What attention needs besides tensors.
+
+    ``layer_scale`` L: scores are kept divided by L until the softmax, which multiplies by it.
+    """
+
+    scale: float
+    dropout: float = 0.0
+    layer_scale: float = 1.0
+
+
+class Path(NamedTuple):
+    """A way to compute attention and why it was chosen."""
+
+    name: str  # "sdpa", "sdpa_cudnn", "varlen", "softmax"
+    reason: str
+
+
+_CPU_FLASH = Path("sdpa", "PyTorch's fused kernel for CPUs")
+_CUDNN = Path("sdpa_cudnn", "cuDNN's kernel is the fastest on sm_90 and later")
+_FLASH = Path("sdpa", "PyTorch's flash kernel")
+_EFFICIENT = Path("sdpa", "PyTorch's memory-efficient kernel")
+_WINDOW = Path("varlen", "PyTorch's flash kernel for packed sequences has sliding windows")
+_DOUBLE = Path("sdpa", "float64 runs in PyTorch's plain maths only")
+_BIAS_GRADIENT = Path("softmax", "core_attention_bias needs a gradient")
+_CPU_DROPOUT = Path("softmax", "PyTorch has no fused kernel with dropout for CPUs")
+_HEAD_SIZES = Path("softmax", "PyTorch's fused kernels refuse these head sizes")
+_GROUPS = Path(
+    "softmax",
+    "with query groups PyTorch's fused kernels take fp16 and bf16 without a mask only",
+)
+_REPEATABLE = Path(
+    "softmax", "torch.use_deterministic_algorithms is on, and only the flash kernel can be repeated"
+)
+
+
+def choose(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: Visibility,
+    bias: torch.Tensor | None,
+    options: Options,
+) -> Path:
+    """The path for q [b, h, sq, d], k [b, g, sk, d], v [b, g, sk, dv], from facts on the host.
+
+    cuDNN gets nothing masked: its rows that see nothing are not zero, and their gradients NaN.
+    """
+    dtype = q.dtype
+    if dtype is torch.float64:
+        return _DOUBLE
+    if bias is not None and bias.requires_grad:
+        return _BIAS_GRADIENT
+    size, value_size = q.shape[3], v.shape[3]
+    if not q.is_cuda:
+        if options.dropout > 0.0:
+            return _CPU_DROPOUT
+        return _CPU_FLASH if size == value_size else _HEAD_SIZES
+    queries, square = q.shape[2], q.shape[2] == k.shape[2]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    if (
+        seen.hidden is None
+        and seen.window is None
+        and bias is None
+        and (seen.causal is None or square)
+        and dtype in _HALF
+        and size == value_size
+        and size <= 256
+    ):
+        if (
+            square
+            and queries >= _CUDNN_QUERIES
+            and size <= 128
+            and size % 8 == 0
+            and options.dropout == 0.0
+            and not deterministic
+            and nvidia_capability(q.device) >= (9, 0)
+        ):
+            return _CUDNN
+        return _FLASH
+    if seen.window is not None and bias is None and varlen_obstacle(q, v, options) is None:
+        return _WINDOW
+    if deterministic:
+        return _REPEATABLE
+    if q.shape[1] != k.shape[1]:
+        return _GROUPS
+    return _HEAD_SIZES if size % 8 or value_size % 8 else _EFFICIENT
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    path: Path,
+    seen: Visibility,
+    options: Options,
+    alibi: Alibi | None = None,
+) -> torch.Tensor:
+    """softmax(scale * q k^T + bias) v [b, h, sq, dv]; a query that sees nothing gives zeros.
+
+    With ``alibi`` what is given as ``bias`` are the slopes that it is made of.
+    """
+    if alibi is not None:
+        assert bias is not None
+        bias = alibi.bias(bias, q, k)
+    if path.name == "softmax":
+        out = _softmax(q, k, v, seen, bias, options)
+    elif path.name == "varlen":
+        out = _windowed(q, k, v, seen, options)
+    elif path.name == "sdpa_cudnn":
+        with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+            out = _sdpa(q, k, v, seen, bias, options)
+    else:
+        out = _sdpa(q, k, v, seen, bias, options)
+    if seen.dead_queries is not None:
+        out = out.masked_fill(seen.dead_queries, 0.0)
+    return out
+
+
+def to_visible(hidden: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask of scaled_dot_product_attention, whose True means visible, or added to scores."""
+    if hidden is None:
+        return bias
+    if bias is None:
+        return hidden.logical_not()
+    return bias.masked_fill(hidden, -torch.inf)
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: Visibility,
+    bias: torch.Tensor | None,
+    options: Options,
+) -> torch.Tensor:
+    hidden, causal = seen.hidden, seen.causal is not None
+    if seen.window is not None or (
+        causal and (hidden is not None or bias is not None or seen.causal == "bottom_right")
+    ):
+        hidden, causal = _all_hidden(seen, q.shape[2], k.shape[2], q.device), False
+    return functional.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=to_visible(hidden, bias),
+        dropout_p=options.dropout,
+        is_causal=causal,
+        scale=options.scale,
+        enable_gqa=bool(q.shape[1] != k.shape[1]),  # torch.jit.trace gives a tensor
+    )
+
+
+def varlen_obstacle(q: torch.Tensor, v: torch.Tensor, options: Options) -> str | None:
+    """Why PyTorch's kernel for packed sequences does not take q and v [.., d]; None: it does."""
+    if not _varlen_takes("scale", "window_size"):
+        return "this PyTorch has no varlen_attn with a scale and a window"
+    if not q.is_cuda or q.dtype not in _HALF:
+        return "PyTorch's varlen_attn takes fp16 and bf16 on CUDA only"
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256 or q.shape[-1] % 8:
+        return "PyTorch's varlen_attn refuses these head sizes"
+    if options.dropout > 0.0:
+        return "PyTorch's varlen_attn has no dropout"
+    return None
+
+
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: tuple[torch.Tensor, torch.Tensor],
+    longest: tuple[int, int],
+    window: tuple[int, int],
+    options: Options,
+) -> torch.Tensor:
+    """PyTorch's kernel for packed q [t, h, d], k, v [u, g, d]; starts and longest of q and k."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    more: dict[str, Any] = {}
+    if q.shape[1] != k.shape[1] and _varlen_takes("enable_gqa"):  # before, it was implied
+        more["enable_gqa"] = True
+    out: Any = varlen_attn(
+        q, k, v, *starts, *longest, scale=options.scale, window_size=window, **more
+    )
+    return out
+
+
+def _windowed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visibility, options: Options
+) -> torch.Tensor:
+    """A sliding window and nothing else hidden: each sequence as a packed one."""
+    batch, _, queries, _ = q.shape
+    keys = k.shape[2]
+    assert seen.window is not None
+    starts = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    both = (starts * queries, starts * keys)
+    out = varlen(q, k, v, both, (queries, keys), seen.window, options)
+    return out.unflatten(0, (batch, queries)).transpose(1, 2)
+
+
+def _all_hidden(seen: Visibility, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """All that a window or a causal mask and others hide, in one mask."""
+    if seen.window is not None:
+        return band(queries, keys, keys - queries, *seen.window, device)
+    offset = keys - queries if seen.causal == "bottom_right" else 0
+    later = band(queries, keys, offset, -1, 0, device)
+    return later if seen.hidden is None else later | seen.hidden
+
+
+def _softmax(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: Visibility,
+    bias: torch.Tensor | None,
+    options: Options,
+) -> torch.Tensor:
+    batch, heads, queries, size = q.shape
+    groups, keys = k.shape[1:3]
+    hidden, causal = seen.hidden, seen.causal
+    if seen.window is not None or (causal == "upper_left" and queries != keys):
+        hidden, causal = _all_hidden(seen, queries, keys, q.device), None
+    # The heads of a group are rows of one product with the group's keys.
+    shape = (batch * groups, heads // groups * queries, size)
+    rows, columns = q.reshape(shape), k.reshape(batch * groups, keys, size).transpose(1, 2)
+    scale = options.scale
+    if bias is None and q.dtype is not torch.float16:
+        scores = torch.bmm(rows, columns).view(batch, heads, queries, keys)
+    else:
+        # Scaled inside the product, before its rounding, so that fp16 does not overflow.
+        alpha, scale = scale / options.layer_scale, options.layer_scale
+        scores = torch.baddbmm(q.new_empty(1, 1, 1), rows, columns, beta=0.0, alpha=alpha)
+        scores = scores.view(batch, heads, queries, keys)
+        if bias is not None:
+            scores = torch.add(scores, bias, alpha=1.0 / scale)
+    weights = scaled_softmax(scores, scale, hidden, causal=causal)
+    if options.dropout > 0.0:
+        weights = functional.dropout(weights, options.dropout)
+    weights = weights.view(*shape[:2], keys)
+    out = torch.bmm(weights, v.reshape(batch * groups, keys, v.shape[3]))
+    return out.view(batch, heads, queries, v.shape[3])

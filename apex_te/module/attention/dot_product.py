@@ -1,0 +1,394 @@
+"""DotProductAttention: softmax(q k^T) v in every layout, mask type and head grouping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from .._core import arguments as _arguments
+from .._core.parallel import checked_tp_size, divided
+from .._core.torch_autocast import autocast_dtype
+from . import masks as _masks
+from .alibi import Alibi, checked_slopes, standard_slopes
+from .backends import Options, Path, attend, choose
+from .masks import broadcasts
+from .packed import attend_packed, choose_packed, packing
+
+__all__ = ["DotProductAttention"]
+
+_NAME = "DotProductAttention"
+_BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
+# To [b, h, s, d]; each is its own inverse or has it beside.
+_TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
+_FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
+
+
+class DotProductAttention(torch.nn.Module):
+    """``softmax(scale * q k^T + bias) v`` for each head; the core of attention, no parameters.
+
+    PyTorch's scaled_dot_product_attention computes it where one of its fused kernels applies, else
+    GEMMs around the fused scaled_softmax; ``explain`` says which and why. On a GPU the gradients of
+    PyTorch's kernels differ in their last bits from run to run, unless
+    ``torch.use_deterministic_algorithms(True)`` is set, which this module obeys.
+
+    Args:
+        num_attention_heads: heads ``h`` of the queries.
+        kv_channels: size of a head, or (of keys, of values).
+        num_gqa_groups: heads ``g`` of keys and values, a divisor of ``h``; None is ``h``.
+        attention_dropout: probability that a weight is dropped while training.
+        qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"`` (packed sequences, ``t`` tokens).
+        attn_mask_type: ``"no_mask"``, ``"padding"``, ``"causal"``, ``"padding_causal"``,
+            ``"causal_bottom_right"``, ``"padding_causal_bottom_right"`` or ``"arbitrary"``. A
+            causal mask lets the first query see the first key; with bottom_right the last (not
+            padded) query sees the last (not padded) key.
+        window_size: (left, right): a query sees only so many keys before and after its own
+            position, -1 = no limit; right is 0 with causal types. Positions count as in the
+            bottom_right types, except with ``"causal"`` and ``"padding_causal"``.
+        attention_type: ``"self"`` or ``"cross"``, which takes padding masks of queries and keys.
+        layer_number: position in the model, from 1; see ``apply_query_key_layer_scaling``.
+        softmax_scale: None is ``1 / sqrt(size of a key)``.
+        apply_query_key_layer_scaling: with a ``layer_number`` L, keep scores divided by L until the
+            softmax, so that fp16 does not overflow. It changes roundings only, and these only where
+            scores are stored: the fused kernels keep them in fp32.
+        get_rng_state_tracker: returns a tracker in whose ``fork()`` dropout draws. A checkpoint
+            around the module must repeat the tracker's states, too: ``apex_te.checkpoint`` with
+            this argument, not ``torch.utils.checkpoint``, whose recompute would draw another mask.
+        tp_group, tp_size: the ranks, or their number, that heads and groups are split over: the
+            tensors have this rank's. sequence_parallel: accepted; attention sees whole sequences.
+
+    Interface and the order of arguments follow TransformerEngine's DotProductAttention.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Sequence[int] | None = None,
+        *,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        apply_query_key_layer_scaling: bool = False,
+    ) -> None:
+        super().__init__()
+        ranks = checked_tp_size(_NAME, tp_group, tp_size)
+        groups = _arguments.checked_groups(_NAME, num_attention_heads, num_gqa_groups)
+        if not 0.0 <= attention_dropout < 1.0:
+            raise ValueError(
+                f"{_NAME}: attention_dropout must be at least 0 and below 1, "
+                f"got {attention_dropout}"
+            )
+        if attention_type not in ("self", "cross"):
+            raise ValueError(
+                f"{_NAME}: attention_type must be 'self' or 'cross', got {attention_type!r}"
+            )
+        if layer_number is not None:
+            _arguments.check_count(_NAME, "layer_number", layer_number)
+        sizes = (kv_channels, kv_channels) if isinstance(kv_channels, int) else tuple(kv_channels)
+        if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+            raise ValueError(
+                f"{_NAME}: kv_channels must be one or two sizes above 0, got {kv_channels!r}"
+            )
+        self.tp_size, self.tp_group = ranks, tp_group
+        self.sequence_parallel = sequence_parallel
+        self.num_attention_heads = divided(_NAME, "num_attention_heads", num_attention_heads, ranks)
+        self.num_gqa_groups = divided(_NAME, "num_gqa_groups", groups, ranks)
+        self.key_channels, self.value_channels = sizes
+        self.attention_dropout = attention_dropout
+        self.qkv_format = _checked_format(qkv_format)
+        self.attn_mask_type = attn_mask_type
+        self.mask_type = _masks.mask_type(_NAME, attn_mask_type)
+        self.window_size = _masks.window(_NAME, window_size)
+        self.attention_type = attention_type
+        self.layer_number = layer_number
+        self.softmax_scale = 1.0 / math.sqrt(sizes[0]) if softmax_scale is None else softmax_scale
+        self.get_rng_state_tracker = get_rng_state_tracker
+        layer_scale = 1.0
+        if apply_query_key_layer_scaling and layer_number is not None:
+            layer_scale = float(layer_number)
+        self._evaluation = Options(self.softmax_scale, 0.0, layer_scale)
+        self._training = Options(self.softmax_scale, attention_dropout, layer_scale)
+
+    def extra_repr(self) -> str:
+        text = f"heads={self.num_attention_heads}, groups={self.num_gqa_groups}"
+        text += f", channels={(self.key_channels, self.value_channels)}"
+        text += f", qkv_format={self.qkv_format!r}, attn_mask_type={self.attn_mask_type!r}"
+        if self.window_size is not None:
+            text += f", window_size={self.window_size}"
+        return text + (f", dropout={self.attention_dropout}" if self.attention_dropout else "")
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: _masks.Mask = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        *,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        checkpoint_core_attention: bool = False,
+    ) -> torch.Tensor:
+        """Attend; gives [.., h * dv] in the layout of the queries.
+
+        Args:
+            query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d] of one
+                dtype and any strides but a dense last dimension; keys and values have g heads.
+            attention_mask: bool, True = masked out. Padding types: [b, 1, 1, s], or a tuple of two
+                for queries and keys; in cross attention that tuple, or one tensor of the scores,
+                [b, 1, sq, sk] with sq or 1 queries. Padded queries give zeros, and so does a query
+                that sees nothing. ``"arbitrary"``: broadcasts to [b, h, sq, sk]. Other types take
+                none. With thd the batch is the sequences, and s their longest or more; such a mask
+                costs padding them, which ``cu_seqlens_q`` alone does not.
+            cu_seqlens_q, cu_seqlens_kv: int32 [n + 1], where sequences begin and end (kv as q
+                unless given). For thd always; for padding types of the other formats instead of a
+                mask or beside one.
+            max_seqlen_q, max_seqlen_kv: longest sequences of thd; read from the device unless
+                given.
+            qkv_format, attn_mask_type, window_size: replace the module's own.
+            core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (scaled as the scores
+                are), ``"post_scale_bias"`` or ``"alibi"``, which adds ``-slope * |i - j|`` to the
+                scores of query i and key j, counted as by ``window_size``.
+            core_attention_bias: broadcasts to [b, h, sq, sk]; differentiable.
+            alibi_slopes: [h] or [b, h], of ``"alibi"``; those of its paper unless given.
+            checkpoint_core_attention: save only the inputs and attend again in backward, with the
+                same dropout mask, whether a tracker's or not.
+
+        Errors: TypeError for a dtype, ValueError for a shape, mask or option that does not fit.
+        """
+        _, attended, inputs, order = self._plan(
+            query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
+            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
+            core_attention_bias_type, core_attention_bias, alibi_slopes,
+        )  # fmt: skip
+        run = attended
+        if checkpoint_core_attention:
+
+            def run(*inputs: Any) -> torch.Tensor:
+                return checkpoint(attended, *inputs, use_reentrant=False)
+
+        dropout = self.attention_dropout if self.training else 0.0
+        if dropout > 0.0 and self.get_rng_state_tracker is not None:
+            # Outside of the checkpoint, which saves the state that it finds and so repeats the
+            # tracked draws without a second step of the tracker.
+            with self.get_rng_state_tracker().fork():
+                out = run(*inputs)
+        else:
+            out = run(*inputs)
+        return out.flatten(1) if order is None else out.permute(order).flatten(2)
+
+    def explain(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str:
+        """``"<path>: <reason>"`` for a ``forward`` with these arguments; attends to nothing."""
+        kwargs.pop("checkpoint_core_attention", None)
+        path = self._plan(query_layer, key_layer, value_layer, *args, **kwargs)[0]
+        return f"{path.name}: {path.reason}"
+
+    def _plan(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attention_mask: _masks.Mask = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+    ) -> tuple[Path, Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...] | None]:
+        """The path, the function that takes it, its inputs and the order of the output's dims."""
+        layout = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
+        kind = self.mask_type
+        if attn_mask_type is not None:
+            kind = _masks.mask_type(_NAME, attn_mask_type)
+        size = self.window_size if window_size is None else _masks.window(_NAME, window_size)
+        q, k, v, bias = self._checked(
+            q, k, v, layout, core_attention_bias_type, core_attention_bias
+        )
+        if alibi_slopes is not None and core_attention_bias_type != "alibi":
+            raise ValueError(
+                f"{_NAME}: alibi_slopes must be None unless core_attention_bias_type is 'alibi', "
+                f"got slopes and {core_attention_bias_type!r}"
+            )
+        has_alibi = core_attention_bias_type == "alibi"
+        options = self._training if self.training else self._evaluation
+        order = None
+        if layout == "thd":
+            if attention_mask is not None and not kind.padding:
+                raise ValueError(
+                    f"{_NAME}: attention_mask must be None with qkv_format 'thd', whose sequences "
+                    f"cu_seqlens_q and cu_seqlens_kv are, and attn_mask_type {kind.name!r} (one "
+                    "with 'padding' hides tokens of them, too), got a mask"
+                )
+            if kind.arbitrary:
+                raise ValueError(
+                    f"{_NAME}: attn_mask_type must not be 'arbitrary' with qkv_format 'thd'"
+                )
+            where = packing(_NAME, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+            if has_alibi:
+                bias = self._slopes(alibi_slopes, where.queries.shape[0] - 1, q.device)
+            masked = attention_mask is not None
+            path = choose_packed(q, v, where, kind, bias is not None, masked, options)
+            cross = self.attention_type == "cross"
+            fixed: tuple[Any, ...] = (
+                path, _NAME, where, kind, size, options, attention_mask, cross, has_alibi
+            )  # fmt: skip
+        else:
+            order = _FROM_HEADS[layout]
+            q, k, v = (x.permute(_TO_HEADS[layout]) for x in (q, k, v))
+            cu = (cu_seqlens_q, cu_seqlens_kv)
+            seen, mask = self._seen(q, k, kind, size, bias, attention_mask, cu)
+            alibi = None
+            if has_alibi:
+                alibi = Alibi(kind, mask)
+                bias = self._slopes(alibi_slopes, q.shape[0], q.device)
+            path = choose(q, k, v, seen, bias, options)
+            fixed = (path, seen, options, alibi)
+        call = attend if order is not None else attend_packed
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: Any) -> torch.Tensor:
+            return call(q, k, v, bias, *fixed)
+
+        return path, run, (q, k, v, bias), order
+
+    def _seen(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        kind: _masks.MaskType,
+        size: tuple[int, int] | None,
+        bias: torch.Tensor | None,
+        mask: _masks.Mask,
+        cu: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> tuple[_masks.Visibility, _masks.Mask]:
+        """Returns what the scores of q [b, h, sq, d] and k [b, g, sk, d] show, and the mask."""
+        batch, heads, queries, _ = q.shape
+        keys = k.shape[2]
+        cross = self.attention_type == "cross"
+        scores, hidden = (batch, heads, queries, keys), None
+        if cu[0] is not None or cu[1] is not None:
+            if not kind.padding:
+                raise ValueError(
+                    f"{_NAME}: cu_seqlens_q and cu_seqlens_kv must be None with attn_mask_type "
+                    f"{kind.name!r} and qkv_format {self.qkv_format!r} (types with 'padding' read "
+                    "them), got a tensor"
+                )
+            where = packing(_NAME, *cu, queries, keys)
+            padded = _masks.lengths_mask(where.queries.diff(), queries)
+            lengths = (padded, padded)
+            if queries != keys or not where.is_self:
+                lengths = (padded, _masks.lengths_mask(where.keys.diff(), keys))
+            mask, hidden = _masks.joined_masks(_NAME, kind, mask, cross, scores, lengths)
+        if bias is not None and not broadcasts(bias, scores):
+            raise ValueError(
+                f"{_NAME}: core_attention_bias must broadcast to {list(scores)}, "
+                f"got {list(bias.shape)}"
+            )
+        seen = _masks.visibility(_NAME, kind, mask, size, cross, scores, q.device)
+        if hidden is not None:
+            assert seen.hidden is not None
+            seen = seen._replace(hidden=seen.hidden | hidden)
+        return seen, mask
+
+    def _slopes(
+        self, slopes: torch.Tensor | None, batch: int, device: torch.device
+    ) -> torch.Tensor:
+        """The slopes of ALiBi [h] or [b, h], the standard ones unless given."""
+        heads = self.num_attention_heads
+        if slopes is None:
+            return standard_slopes(_NAME, heads, self.tp_size, self.tp_group, device)
+        return checked_slopes(_NAME, slopes, heads, batch)
+
+    def _checked(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layout: str,
+        bias_type: str,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """The tensors in the dtype to compute in, with ``bias`` as it is added to the scores."""
+        dims = 3 if layout == "thd" else 4
+        heads, groups = self.num_attention_heads, self.num_gqa_groups
+        for what, x, tail in (
+            ("query_layer", q, (heads, self.key_channels)),
+            ("key_layer", k, (groups, self.key_channels)),
+            ("value_layer", v, (groups, self.value_channels)),
+        ):
+            if x.dim() != dims or x.shape[-2] != tail[0] or x.shape[-1] != tail[1]:
+                raise ValueError(
+                    f"{_NAME}: {what} must have shape [{', '.join(layout[: dims - 2])}, {tail[0]}, "
+                    f"{tail[1]}] with qkv_format {layout!r}, got {list(x.shape)}"
+                )
+        batch = layout.find("b")
+        if (
+            k.shape[0] != v.shape[0]
+            or k.shape[1] != v.shape[1]
+            or (batch >= 0 and q.shape[batch] != k.shape[batch])
+        ):
+            raise ValueError(
+                f"{_NAME}: key_layer and value_layer must have the same tokens and query_layer's "
+                f"batch, got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+            )
+        if bias_type not in _BIAS_TYPES:
+            raise ValueError(
+                f"{_NAME}: core_attention_bias_type must be one of {', '.join(_BIAS_TYPES)}, "
+                f"got {bias_type!r}"
+            )
+        if (bias is None) != (bias_type in ("no_bias", "alibi")):
+            raise ValueError(
+                f"{_NAME}: core_attention_bias must be given unless core_attention_bias_type is "
+                f"'no_bias' or 'alibi', got {bias_type!r} and "
+                f"{'no bias' if bias is None else 'a bias'}"
+            )
+        dtype, autocast = q.dtype, autocast_dtype(_NAME, "query_layer", q)
+        if autocast is not None:
+            dtype = autocast
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        elif k.dtype is not dtype or v.dtype is not dtype:
+            raise TypeError(
+                f"{_NAME}: query_layer, key_layer and value_layer must have one dtype, "
+                f"got {dtype}, {k.dtype}, {v.dtype}"
+            )
+        if bias is not None:
+            if bias_type == "pre_scale_bias":
+                bias = bias * self.softmax_scale
+            bias = bias.to(dtype)
+        return q, k, v, bias
+
+
+def _checked_format(name: str) -> str:
+    if name not in ("sbhd", "bshd", "thd"):
+        raise ValueError(f"{_NAME}: qkv_format must be 'sbhd', 'bshd' or 'thd', got {name!r}")
+    return name

@@ -1,0 +1,406 @@
+"""MultiheadAttention: projections around DotProductAttention, for self and cross attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...fp8.delayed.state import number_layer
+from ...ops.rope import rope
+from .._core.arguments import check_count, checked_eps, checked_groups
+from .._core.materialize import reset_children
+from .._core.parallel import checked_tp_size, divided, set_group_of_children
+from ..layer_norm_linear import LayerNormLinear
+from ..linear import Linear
+from .alibi import standard_slopes
+from .dot_product import DotProductAttention
+from .inference_params import InferenceParams, extended
+from .masks import Mask
+from .qk_norm import qk_norms
+from .qkv_heads import HeadLayout, Rotation, rotation_of, split_heads
+
+__all__ = ["MultiheadAttention"]
+
+_NAME = "MultiheadAttention"
+_Init = Callable[[torch.Tensor], Any] | None
+
+
+class MultiheadAttention(torch.nn.Module):
+    """Projections to heads, attention and the projection back.
+
+    Submodules (prefixes of the state dict): ``layernorm_qkv`` (with ``input_layernorm``) or
+    ``qkv``; in cross attention ``layernorm_query`` or ``query_layer``, and ``key_value``; ``proj``;
+    ``q_norm`` and ``k_norm`` where they have parameters.
+
+    Args:
+        hidden_size, num_attention_heads, kv_channels: sizes; kv_channels, the size of a head, is
+            ``hidden_size / num_attention_heads`` unless given.
+        num_gqa_groups: heads of keys and values; None is ``num_attention_heads``.
+        attention_dropout, attn_mask_type, window_size, layer_number, softmax_scale,
+            get_rng_state_tracker, apply_query_key_layer_scaling, qkv_format: as in
+            ``DotProductAttention``; layer_number also names the layer in ``inference_params``.
+        attention_type: ``"self"`` or ``"cross"``, whose keys and values come from
+            ``encoder_output``.
+        input_layernorm, normalization, layernorm_epsilon, zero_centered_gamma: the norm in front.
+        return_layernorm_output: also return that norm's result.
+        return_bias: return the last projection's bias instead of adding it.
+        bias: projections have biases.
+        fuse_qkv_params: one parameter for all projections of an input; else one each
+            (``query_weight``, ``key_weight``, ``value_weight``, and so the biases).
+        qkv_weight_interleaved: the rows of a fused parameter go group by group, [g, h / g + 2, d]
+            (per head [h, 3, d] without groups); else all queries, all keys, all values.
+        qk_norm_type: ``"RMSNorm"``, ``"LayerNorm"`` or ``"L2Normalization"`` of each query and key
+            head, with ``qk_norm_eps``; after the rotation, or before with ``qk_norm_before_rope``.
+        rotary_pos_interleaved: pairs of the rotation are neighbours, not halves.
+        init_method, output_layer_init_method: fill new weights, default N(0, 0.023): of the
+            projections to heads, and of the one back.
+        fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
+        name: names the module in reports.
+        set_parallel_mode: split the heads over the ranks of ``tp_group``; sequence_parallel,
+            tp_group, tp_size: as in ``Linear``.
+
+    Interface and the order of arguments follow TransformerEngine's MultiheadAttention.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: _Init = None,
+        output_layer_init_method: _Init = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: Sequence[int] | None = None,
+        *,
+        num_gqa_groups: int | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        params_dtype: torch.dtype | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        qkv_format: str = "sbhd",
+        softmax_scale: float | None = None,
+        apply_query_key_layer_scaling: bool = False,
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        rotary_pos_interleaved: bool = False,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        set_parallel_mode: bool = False,
+        name: str | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(
+                f"{_NAME}: fuse_qkv_params must be True with fuse_wgrad_accumulation=True"
+            )
+        check_count(_NAME, "hidden_size", hidden_size)
+        groups = checked_groups(_NAME, num_attention_heads, num_gqa_groups)
+        layernorm_epsilon = checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon)
+        if kv_channels is not None:
+            check_count(_NAME, "kv_channels", kv_channels)
+        if kv_channels is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"{_NAME}: num_attention_heads must divide hidden_size={hidden_size}, "
+                f"got {num_attention_heads}"
+            )
+        super().__init__()
+        size = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+        self.set_parallel_mode = set_parallel_mode
+        ranks = checked_tp_size(_NAME, tp_group, tp_size) if set_parallel_mode else 1
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            size,
+            groups,
+            attention_dropout,
+            qkv_format,
+            attn_mask_type,
+            window_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_scale=softmax_scale,
+            apply_query_key_layer_scaling=apply_query_key_layer_scaling,
+            tp_size=ranks,
+        )
+        self.attention_type = attention_type
+        self.qkv_format = qkv_format
+        self.layer_number = layer_number
+        self.input_layernorm = input_layernorm
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.name = name
+        shared: dict[str, Any] = {
+            "bias": bias,
+            "params_dtype": params_dtype,
+            "device": device,
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "get_rng_state_tracker": get_rng_state_tracker,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+        }
+        column, row = ("column", "row") if set_parallel_mode else (None, None)
+        norm: dict[str, Any] = {
+            "eps": layernorm_epsilon,
+            "normalization": normalization,
+            "zero_centered_gamma": zero_centered_gamma,
+            "return_layernorm_output": return_layernorm_output,
+        }
+        rows, kv_rows = num_attention_heads * size, groups * size
+        interleaved = qkv_weight_interleaved and fuse_qkv_params
+
+        def project(key: str, parts: dict[str, int], normed: bool) -> None:
+            make: Any = LayerNormLinear if normed else Linear
+            module = make(
+                hidden_size,
+                sum(parts.values()),
+                init_method=init_method,
+                parameters_split=None if fuse_qkv_params else parts,
+                name=f"{name}.{key}" if name else key,
+                parallel_mode=column,
+                **(norm if normed else {}),
+                **shared,
+            )
+            self.add_module(key, module)
+
+        keys_values = {"key": kv_rows, "value": kv_rows}
+        groups = divided(_NAME, "num_gqa_groups", groups, ranks)  # of this rank
+        if attention_type == "self":
+            project(
+                "layernorm_qkv" if input_layernorm else "qkv",
+                {"query": rows, **keys_values},
+                input_layernorm,
+            )
+            repeats = num_attention_heads // ranks // groups
+            self._heads = HeadLayout(qkv_format, repeats, groups, size, interleaved)
+        else:
+            key = "layernorm_query" if input_layernorm else "query_layer"
+            project(key, {"query": rows}, input_layernorm)
+            project("key_value", keys_values, False)
+            self._heads = HeadLayout(qkv_format, 0, groups, size, interleaved)
+        q_norm, k_norm = qk_norms(
+            _NAME, qk_norm_type, size, qk_norm_eps, params_dtype, device, ranks > 1
+        )
+        self.register_module("q_norm", q_norm)
+        self.register_module("k_norm", k_norm)
+        self.proj = Linear(
+            rows,
+            hidden_size,
+            init_method=output_layer_init_method,
+            return_bias=return_bias,
+            # Attention saves its output anyway.
+            save_original_input=True,
+            name=f"{name}.proj" if name else "proj",
+            parallel_mode=row,
+            **shared,
+        )
+        number_layer(self, layer_number)
+
+    def reset_parameters(self) -> None:
+        """Give all parameters new values, those on the meta device on the current one.
+
+        See ``Linear.reset_parameters``.
+        """
+        reset_children(self)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Name the ranks over which heads are split; see ``Linear.set_tensor_parallel_group``."""
+        set_group_of_children(self, tp_group)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Mask = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+    ) -> Any:
+        """Attend; gives [.., hidden_size] in the layout of ``hidden_states``.
+
+        Args:
+            hidden_states: [s, b, hidden], [b, s, hidden] or [t, hidden], as ``qkv_format`` says.
+            encoder_output: the same for keys and values, in cross attention only.
+            rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16 (rounded then, but the
+                rotation is not), or two (of queries, of keys).
+            inference_params: keeps keys and values of earlier calls, to which the queries attend
+                too; causal types then count back from the last token. Without gradients only.
+            is_first_microbatch: as in ``Linear``. Others: as in ``DotProductAttention.forward``.
+
+        Returns:
+            ``out``, or a tuple of it, the bias with ``return_bias``, and the norm's result with
+            ``return_layernorm_output`` and ``input_layernorm``.
+
+        Errors: TypeError for a dtype, ValueError for a shape, mask or option that does not fit.
+        """
+        return self.forward_with_residual(
+            hidden_states, attention_mask, encoder_output, attn_mask_type, window_size,
+            is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
+            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
+            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, return_residual=False,
+        )[0]  # fmt: skip
+
+    def forward_with_residual(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Mask = None,
+        encoder_output: torch.Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        inference_params: InferenceParams | None = None,
+        rotary_pos_emb: Any = None,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        return_residual: bool = True,
+    ) -> tuple[Any, torch.Tensor]:
+        """``forward``, and ``hidden_states`` again, whose gradient the norm's backward adds."""
+        if (encoder_output is None) != (self.attention_type == "self"):
+            raise ValueError(
+                f"{_NAME}: encoder_output must be given in cross attention and only there, "
+                f"got {type(encoder_output).__name__} with attention_type {self.attention_type!r}"
+            )
+        if encoder_output is not None and not isinstance(encoder_output, torch.Tensor):
+            raise TypeError(
+                f"{_NAME}: encoder_output must be a tensor, got {type(encoder_output).__name__}"
+            )
+        start = 0
+        if inference_params is not None:
+            if self.attention_type == "cross":
+                raise ValueError(
+                    f"{_NAME}: inference_params must be None in cross attention, whose keys are "
+                    "those of encoder_output in each call, got some"
+                )
+            start = inference_params.sequence_len_offset
+        rotation = None
+        if rotary_pos_emb is not None:
+            packed = cu_seqlens_q if self.qkv_format == "thd" else None
+            rotation = rotation_of(
+                _NAME, rotary_pos_emb, self.rotary_pos_interleaved, start, packed
+            )
+        q, k, v, norm, residual = self._to_heads(
+            hidden_states, encoder_output, is_first_microbatch, rotation, cu_seqlens_kv,
+            return_residual,
+        )  # fmt: skip
+        if inference_params is not None:
+            kind = self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
+            k, v = extended(_NAME, inference_params, self.layer_number, k, v, self.qkv_format)
+            if kind in ("causal", "padding_causal"):
+                attn_mask_type = kind + "_bottom_right"
+        core = self.core_attention
+        if core_attention_bias_type == "alibi" and alibi_slopes is None and core.tp_size > 1:
+            alibi_slopes = standard_slopes(
+                _NAME, core.num_attention_heads, core.tp_size, self.proj.tp_group,
+                hidden_states.device,
+            )  # fmt: skip
+        context = core(
+            q, k, v, attention_mask, None, cu_seqlens_q, cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv,
+            attn_mask_type=attn_mask_type, window_size=window_size,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )  # fmt: skip
+        projected = self.proj(context, is_first_microbatch=is_first_microbatch)
+        if not self.return_layernorm_output or not self.input_layernorm:
+            return projected, residual
+        if self.return_bias:
+            return (*projected, norm), residual
+        return (projected, norm), residual
+
+    def _to_heads(
+        self,
+        hidden_states: torch.Tensor,
+        encoder_output: torch.Tensor | None,
+        is_first_microbatch: bool | None,
+        rotation: Rotation | None,
+        cu_seqlens_kv: torch.Tensor | None,
+        return_residual: bool,
+    ) -> tuple[Any, ...]:
+        """Queries, keys, values [.., heads, size], the norm's result and the residual."""
+        modules, layout = self._modules, self._heads
+        q_norm: Any = modules["q_norm"]
+        k_norm: Any = modules["k_norm"]
+        late = rotation if q_norm is not None and self.qk_norm_before_rope else None
+        early = None if late is not None else rotation
+        norm, residual = None, hidden_states
+        if self.input_layernorm:
+            first: Any = modules["layernorm_qkv" if encoder_output is None else "layernorm_query"]
+            x, total = first.forward_with_residual(
+                hidden_states, None, is_first_microbatch, return_residual
+            )
+            residual = residual_of(hidden_states, total)
+            if self.return_layernorm_output:
+                x, norm = x
+        else:
+            first = modules["qkv" if encoder_output is None else "query_layer"]
+            x = first(hidden_states, is_first_microbatch=is_first_microbatch)
+        if encoder_output is None:
+            q, k, v = split_heads(x, layout, early)
+        else:
+            key_value: Any = modules["key_value"]
+            y = key_value(encoder_output, is_first_microbatch=is_first_microbatch)
+            other = early
+            if early is not None:
+                other = early._replace(cu_seqlens=_key_starts(early, cu_seqlens_kv))
+            k, v = split_heads(y, layout, other)
+            q = x.unflatten(-1, (-1, layout.size))
+            if early is not None:
+                q = rope(q, early.queries, **early.options(layout.qkv_format))
+        if q_norm is not None:
+            q, k = q_norm(q), k_norm(k)
+            if late is not None:
+                options = late.options(layout.qkv_format)
+                q = rope(q, late.queries, **options)
+                if encoder_output is not None:
+                    options["cu_seqlens"] = _key_starts(late, cu_seqlens_kv)
+                k = rope(k, late.keys, **options)
+        return q, k, v, norm, residual
+
+
+def residual_of(hidden_states: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+    """``hidden_states`` by way of the norm, unless that has another dtype (torch.autocast)."""
+    if total is None or total.dtype is not hidden_states.dtype:
+        return hidden_states
+    return total
+
+
+def _key_starts(rotation: Rotation, cu_seqlens_kv: torch.Tensor | None) -> torch.Tensor | None:
+    """Where the keys' sequences begin in cross attention; None but for thd."""
+    if rotation.cu_seqlens is None or cu_seqlens_kv is None:
+        return rotation.cu_seqlens
+    return cu_seqlens_kv

@@ -1,0 +1,261 @@
+"""Attention over packed sequences (thd): PyTorch's varlen kernel, or padded and packed again."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from ...ops.op_function import OpFunction
+from .alibi import Alibi
+from .backends import Options, Path, attend, choose, varlen, varlen_obstacle
+from .masks import MASK_TYPES, Mask, MaskType, joined_masks, lengths_mask, visibility
+
+__all__ = ["Packing", "attend_packed", "choose_packed", "packing"]
+
+# Sequences are always told apart, whatever the type says.
+_KINDS = {
+    "no_mask": MASK_TYPES["padding"],
+    "causal": MASK_TYPES["padding_causal"],
+    "causal_bottom_right": MASK_TYPES["padding_causal_bottom_right"],
+}
+
+
+class Packing(NamedTuple):
+    """Where sequences begin and end: sequence i is tokens cu[i] to cu[i + 1]; int32 [n + 1].
+
+    ``ends``: tokens in sequences, of queries and of keys, where that is known on the host.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    longest_query: int
+    longest_key: int
+    ends: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def is_self(self) -> bool:
+        """Queries and keys are the same tokens."""
+        return self.queries is self.keys
+
+
+def packing(
+    owner: str,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_kv: torch.Tensor | None,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+) -> Packing:
+    """The checked packing; a maximum that is not given is read back from the device.
+
+    Raises TypeError for a dtype, ValueError for a shape, a missing tensor or a wrong maximum.
+    """
+    if cu_seqlens_q is None:
+        raise ValueError(f"{owner}: cu_seqlens_q must be given with qkv_format 'thd', got None")
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv, max_seqlen_kv = cu_seqlens_q, max_seqlen_q
+    longest: list[int] = []
+    ends: list[int | None] = []
+    for name, cu, given in (
+        ("q", cu_seqlens_q, max_seqlen_q),
+        ("kv", cu_seqlens_kv, max_seqlen_kv),
+    ):
+        if not isinstance(cu, torch.Tensor) or cu.dtype is not torch.int32:
+            actual = cu.dtype if isinstance(cu, torch.Tensor) else type(cu).__name__
+            raise TypeError(f"{owner}: cu_seqlens_{name} must be an int32 tensor, got {actual}")
+        if cu.dim() != 1 or cu.shape != cu_seqlens_q.shape or cu.shape[0] < 2:
+            raise ValueError(
+                f"{owner}: cu_seqlens_{name} must have shape [sequences + 1], the same for queries "
+                f"and keys, got {list(cu.shape)}"
+            )
+        if name == "kv" and cu is cu_seqlens_q and given == max_seqlen_q:
+            longest.append(longest[0])
+            ends.append(ends[0])
+            continue
+        if given is None and cu.is_meta:
+            raise ValueError(
+                f"{owner}: max_seqlen_{name} must be given where cu_seqlens_{name} is on the meta "
+                "device, got None"
+            )
+        end = None
+        if given is None or (cu.device.type == "cpu" and not torch.compiler.is_compiling()):
+            extremes = cu.diff().aminmax()
+            shortest, most, first, end = torch.stack((*extremes, cu[0], cu[-1])).tolist()
+            if first != 0 or shortest < 0:
+                raise ValueError(
+                    f"{owner}: cu_seqlens_{name} must ascend from 0, got a first element of "
+                    f"{first} and a sequence of {shortest} tokens"
+                )
+            if given is not None and most > given:
+                raise ValueError(
+                    f"{owner}: max_seqlen_{name} must be at least the longest sequence, "
+                    f"{most}, got {given}"
+                )
+            given = most if given is None else given
+        longest.append(max(given, 1))
+        ends.append(end)
+    return Packing(cu_seqlens_q, cu_seqlens_kv, longest[0], longest[1], (ends[0], ends[1]))
+
+
+def choose_packed(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    where: Packing,
+    kind: MaskType,
+    has_bias: bool,
+    has_mask: bool,
+    options: Options,
+) -> Path:
+    """``"varlen"``, PyTorch's kernel for packed sequences, where it applies, else ``"padded"``."""
+    obstacle = varlen_obstacle(q, v, options)
+    if obstacle is not None:
+        return Path("padded", obstacle)
+    if has_bias:
+        return Path("padded", "PyTorch's varlen_attn has no bias")
+    if has_mask:
+        return Path("padded", "PyTorch's varlen_attn has no mask besides cu_seqlens")
+    if not q.shape[0] or not v.shape[0]:
+        return Path("padded", "there are no tokens")
+    if not where.is_self and not kind.bottom_right:
+        return Path("padded", "PyTorch's varlen_attn aligns a causal mask with the last key")
+    return Path("varlen", "PyTorch's flash kernel for packed sequences")
+
+
+def attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    path: Path,
+    owner: str,
+    where: Packing,
+    kind: MaskType,
+    size: tuple[int, int] | None,
+    options: Options,
+    mask: Mask,
+    cross: bool,
+    has_alibi: bool,
+) -> torch.Tensor:
+    """Attention within each sequence: q [t, h, d], k [u, g, d], v [u, g, dv] to [t, h, dv].
+
+    Tokens of no sequence give zeros. ``bias`` broadcasts over [n, h, longest_query, longest_key],
+    or is ALiBi's slopes. ``mask`` hides tokens of the sequences besides, as padding masks do, and
+    may be longer than they are; of ``cross`` attention it may be of the scores.
+    """
+    kind = _KINDS.get(kind.name, kind)
+    where = _within(owner, where, q.shape[0], k.shape[0])
+    if path.name == "varlen":
+        left, right = (-1, -1) if size is None else size
+        limits = (left, 0 if kind.causal else right)
+        starts, longest = (where.queries, where.keys), (where.longest_query, where.longest_key)
+        if where.ends == (q.shape[0], k.shape[0]):
+            return varlen(q, k, v, starts, longest, limits, options)
+        # The kernels leave what belongs to tokens of no sequence unwritten.
+        q = _ZeroGradientOutside.apply(q, where.queries)
+        k, v = (_ZeroGradientOutside.apply(x, where.keys) for x in (k, v))
+        out = varlen(q, k, v, starts, longest, limits, options)
+        return out.masked_fill(_outside(out, where.queries), 0.0)
+    return _padded(owner, q, k, v, where, kind, size, bias, options, mask, cross, has_alibi)
+
+
+def _within(owner: str, where: Packing, queries: int, keys: int) -> Packing:
+    """The packing of as many tokens; what the host does not know is cut to them on the device.
+
+    Raises ValueError for sequences that are known to end behind them.
+    """
+    for name, end, tokens in zip(("q", "kv"), where.ends, (queries, keys), strict=True):
+        if end is not None and end > tokens:
+            raise ValueError(
+                f"{owner}: cu_seqlens_{name} must end at or before the {tokens} tokens that there "
+                f"are, got {end}"
+            )
+    if None not in where.ends:
+        return where
+    cu_queries = where.queries.clamp(0, queries).cummax(0).values
+    cu_keys = cu_queries
+    if not where.is_self:
+        cu_keys = where.keys.clamp(0, keys).cummax(0).values
+    return where._replace(queries=cu_queries, keys=cu_keys)
+
+
+def _padded(
+    owner: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    where: Packing,
+    kind: MaskType,
+    size: tuple[int, int] | None,
+    bias: torch.Tensor | None,
+    options: Options,
+    mask: Mask,
+    cross: bool,
+    has_alibi: bool,
+) -> torch.Tensor:
+    heads, longest = q.shape[1], where.longest_query
+    query_mask = lengths_mask(where.queries.diff(), longest)
+    key_mask = query_mask
+    if not where.is_self:
+        key_mask = lengths_mask(where.keys.diff(), where.longest_key)
+    scores = (query_mask.shape[0], heads, longest, where.longest_key)
+    mask = _cut(mask, where, cross)
+    masks, hidden = joined_masks(owner, kind, mask, cross, scores, (query_mask, key_mask))
+    seen = visibility(owner, kind, masks, size, True, scores, q.device)
+    if hidden is not None:
+        assert seen.hidden is not None
+        seen = seen._replace(hidden=seen.hidden | hidden)
+    padded = _pad(q, where.queries, longest)
+    keys, values = (_pad(x, where.keys, where.longest_key) for x in (k, v))
+    path = choose(padded, keys, values, seen, bias, options)
+    alibi = Alibi(kind, masks) if has_alibi else None
+    out = attend(padded, keys, values, bias, path, seen, options, alibi)
+    token = torch.arange(q.shape[0], dtype=torch.int32, device=q.device)
+    sequence = (torch.searchsorted(where.queries, token, right=True) - 1).clamp(min=0)
+    index = sequence * longest + token - where.queries[sequence]
+    outside = _outside(q, where.queries)
+    out = out.transpose(1, 2).flatten(0, 1)
+    # Of sequences longer than max_seqlen_q, which a GPU alone may know, the rest has no values.
+    index = index.masked_fill(outside.flatten(), 0).clamp(0, out.shape[0] - 1)
+    out = out.index_select(0, index)
+    return out.masked_fill(outside, 0.0)
+
+
+def _cut(mask: Mask, where: Packing, cross: bool) -> Mask:
+    """The part of a mask that is about tokens which the longest sequences have."""
+    queries, keys = where.longest_query, where.longest_key
+    if isinstance(mask, torch.Tensor):
+        return mask[..., :queries, :keys] if cross else mask[..., :queries]
+    if isinstance(mask, (tuple, list)) and len(mask) == 2:
+        return mask[0][..., :queries], mask[1][..., :keys]
+    return mask
+
+
+def _outside(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
+    """True at [i, 0, 0] for tokens of ``x`` [t, h, d] that are behind the last sequence."""
+    return (torch.arange(x.shape[0], device=x.device) >= cu[-1])[:, None, None]
+
+
+class _ZeroGradientOutside(OpFunction):
+    """Nothing but that the gradient of tokens of no sequence is 0, whatever comes."""
+
+    LABEL = "DotProductAttention"
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cu)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (cu,) = ctx.saved_tensors
+        return grad.masked_fill(_outside(grad, cu), 0.0), None
+
+
+def _pad(x: torch.Tensor, cu: torch.Tensor, longest: int) -> torch.Tensor:
+    """[t, h, d] to [n, h, longest, d]; what is behind a sequence's end is any other token."""
+    if not x.shape[0]:
+        x = functional.pad(x, (0, 0, 0, 0, 0, 1))
+    index = cu[:-1, None] + torch.arange(longest, dtype=torch.int32, device=x.device)
+    index = index.clamp(max=x.shape[0] - 1).flatten()
+    return x.index_select(0, index).unflatten(0, (-1, longest)).transpose(1, 2)

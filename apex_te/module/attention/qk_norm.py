@@ -1,0 +1,60 @@
+"""Norms of query and key heads."""
+
+from __future__ import annotations
+
+import torch
+
+from ...ops.rms_norm import rms_norm
+from .._core.arguments import checked_eps
+from .._core.parallel import tag
+from ..layer_norm import LayerNorm
+from ..rms_norm import RMSNorm
+
+__all__ = ["qk_norms"]
+
+
+class _L2Normalization(torch.nn.Module):
+    """``x / sqrt(sum(x ** 2) + eps)`` over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps / size
+        self.factor = size**-0.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, None, self.eps) * self.factor
+
+
+def qk_norms(
+    owner: str,
+    kind: str | None,
+    size: int,
+    eps: float,
+    params_dtype: torch.dtype | None,
+    device: torch.device | str | int | None,
+    split: bool,
+) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """The norms of query and key heads of ``size`` elements, or two times None.
+
+    L2 normalisation has no parameters: one module serves both.
+
+    ``split``: each rank has some of the heads, so the gradients have to be summed over ranks.
+    """
+    eps = checked_eps(owner, "qk_norm_eps", eps)
+    if kind is None:
+        return None, None
+    if kind == "L2Normalization":
+        shared = _L2Normalization(size, eps)
+        return shared, shared
+    if kind not in ("RMSNorm", "LayerNorm"):
+        raise ValueError(
+            f"{owner}: qk_norm_type must be None, 'RMSNorm', 'LayerNorm' or 'L2Normalization', "
+            f"got {kind!r}"
+        )
+    make = RMSNorm if kind == "RMSNorm" else LayerNorm
+    norms = tuple(make(size, eps, params_dtype=params_dtype, device=device) for _ in range(2))
+    if split:
+        for norm in norms:
+            for parameter in norm.parameters():
+                tag(parameter, None, True)
+    return norms[0], norms[1]

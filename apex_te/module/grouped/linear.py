@@ -1,0 +1,368 @@
+"""GroupedLinear: linear layers of one shape, each over its own rows of the input (experts)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ...fp8.scheme import GemmQuantizers
+from ...fp8.tensor import QuantizedTensor
+from ...ops.op_function import OpFunction
+from .._core import arguments as _arguments
+from .._core import gemm as _gemm
+from .._core.gemm import SAVED, GemmOptions, as_matrix
+from .._core.linear_function import take_saved, without_autocast
+from .._core.materialize import initialize, materialize
+from .._core.parallel import ParallelModule, checked_mode, divided, tag
+from .._core.torch_autocast import is_autocast
+from .._core.wgrad import plain_weight_gradient, weight_gradient
+from .on_device import run_with_tensor_splits
+
+__all__ = ["GroupedLinear"]
+
+
+class GroupedLinear(ParallelModule):
+    """``y[rows of i] = x[rows of i] @ weight{i}.T + bias{i}`` for ``num_gemms`` groups of rows.
+
+    Args:
+        num_gemms: number of linear layers.
+        in_features, out_features: sizes of each; any, multiples of 16 are fastest.
+        bias: learn a bias ``[out_features]`` for each.
+        fuse_wgrad_accumulation: add each weight gradient to ``weight{i}.main_grad`` (preallocated
+            ``[out_features, in_features]``, its own dtype) instead of making ``weight{i}.grad``;
+            ``is_first_microbatch=True`` overwrites it.
+        init_method: fills a new weight in place; default N(0, 0.023). The biases start at 0.
+        return_bias: return ``(y, biases)``, a list, with no bias added, in the dtype of ``y``.
+        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; ``dtype`` is
+            the same.
+        delay_wgrad_compute: leave the weight gradients out of backward; ``backward_dw()`` makes
+            them.
+        save_original_input: save the input as it came instead of its FP8 copies, which are made
+            again in backward.
+        name: names the module in reports.
+        device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
+        parallel_mode: ``"column"`` splits ``out_features`` over the ranks of ``tp_group``,
+            ``"row"`` splits ``in_features``. There is no collective here: gathering tokens and
+            reducing results is the work of their dispatcher. Without biases only.
+        tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in
+            ``Linear``.
+
+    Parameters: ``weight0`` ``[out_features, in_features]``, ``bias0`` ``[out_features]``,
+    ``weight1``, ``bias1`` .. in this order. Optimizers number their states by it: for a state saved
+    when all weights came first, see ``apex_te.integrations.reorder_grouped_linear_state``.
+    Interface and defaults follow TransformerEngine's GroupedLinear.
+    """
+
+    has_collectives = False
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        name: str | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        wanted = _arguments.params_dtype_of("GroupedLinear", params_dtype, dtype)
+        _arguments.check_num_gemms("GroupedLinear", num_gemms)
+        super().__init__()
+        self.num_gemms = num_gemms
+        self.use_bias = bool(bias)
+        self.return_bias = return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self.parallel_mode = checked_mode("GroupedLinear", parallel_mode)
+        self._make_parallel(
+            tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name
+        )
+        if self.parallel_mode is not None and self.tp_size > 1 and bias:
+            raise ValueError(
+                "GroupedLinear: bias must be False where weights are split over tp_group, whose "
+                "collectives are those of the tokens' dispatcher, got True"
+            )
+        if self.parallel_mode == "column":
+            out_features = divided("GroupedLinear", "out_features", out_features, self.tp_size)
+        elif self.parallel_mode == "row":
+            in_features = divided("GroupedLinear", "in_features", in_features, self.tp_size)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.init_method = init_method
+        self.name = name
+        self._make_fp8_state(num_gemms)
+        self._group_quantizers: dict[int, tuple] = {}
+        self._weight_names = tuple(f"weight{i}" for i in range(num_gemms))
+        self._bias_names = tuple(f"bias{i}" for i in range(num_gemms)) if bias else ()
+        # In TransformerEngine's order, in which optimizers number their states.
+        for i, key in enumerate(self._weight_names):
+            shape = (out_features, in_features)
+            value = _arguments.parameter(shape, wanted, device)
+            if self.parallel_mode is not None:
+                tag(value, 0 if self.parallel_mode == "column" else 1, False)
+            self.register_parameter(key, value)
+            if bias:
+                value = _arguments.parameter((out_features,), wanted, device)
+                self.register_parameter(self._bias_names[i], value)
+        initialize(self)
+
+    def reset_parameters(self) -> None:
+        """Fill the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0.
+
+        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        """
+        materialize(self)
+        with self._forked(self.parallel_mode is not None):
+            for key in self._weight_names:
+                _arguments.fill(getattr(self, key), self.init_method)
+        for key in self._bias_names:
+            torch.nn.init.zeros_(getattr(self, key))
+
+    def extra_repr(self) -> str:
+        text = f"num_gemms={self.num_gemms}, in_features={self.in_features}"
+        text += f", out_features={self.out_features}, bias={self.use_bias}"
+        for option in (
+            "return_bias",
+            "fuse_wgrad_accumulation",
+            "delay_wgrad_compute",
+            "save_original_input",
+        ):
+            if getattr(self, option):
+                text += f", {option}=True"
+        return text
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Apply layer i to the i-th group of rows; gives [..., out_features].
+
+        ``inp`` [..., in_features] has the dtype of the parameters (fp32, fp16 or bf16 for FP8), or
+        any of these under ``torch.autocast``, whose dtype the output then has. ``m_splits`` are
+        the rows of each group, in order, 0 included: ints on the host, or int32 or int64 [groups]
+        on the device of ``inp``, which nothing waits for on a GPU. ``is_first_microbatch``: None
+        quantizes the weights on each call, True keeps their FP8 copies, False reuses them while the
+        weights are unchanged, writes to a weight's ``.data`` not being noticed, as in ``Linear``.
+
+        With a tensor, ``inp`` has room for the worst case: rows behind the last group are not read,
+        their outputs and gradients are zeros. Splits that are negative or exceed the rows are an
+        error on the CPU; on a GPU, where only the device sees them, all outputs and gradients
+        become NaN. There FP8 products are rounded to bfloat16, those in another dtype, too; they
+        are of FP8 codes on sm_90 (elsewhere codes are decoded and multiplied in bfloat16), and
+        those in fp16 and fp32 cost as much as ``num_gemms`` layers over all rows. What is added to
+        ``main_grad`` is rounded to 16 bits only where bfloat16 is multiplied, by torch's grouped
+        product. ``fp8_statistics`` does not note them.
+
+        Errors: TypeError for a dtype or ``m_splits`` that are no ints, ValueError for a shape,
+        another device or ``m_splits`` that do not add up to the rows of ``inp``. With a tensor on a
+        GPU NotImplementedError, before anything runs, for FP8 in blocks or HiF8, FP8 with sizes
+        that are no multiples of 16, ``delay_wgrad_compute``, ``save_original_input``, FP8 weights
+        and ``torch.compile``.
+        """
+        weights = tuple([getattr(self, key) for key in self._weight_names])
+        biases = tuple([getattr(self, key) for key in self._bias_names])
+        dtype = self._compute_dtype(inp, self.in_features, weights + biases)
+        run: Callable[..., torch.Tensor]
+        splits: Any
+        if isinstance(m_splits, torch.Tensor):
+            run, splits = self._run_with_tensor, m_splits
+        else:
+            rows = math.prod(inp.shape[:-1])
+            splits = _arguments.checked_splits("GroupedLinear", self.num_gemms, m_splits, rows)
+            run = self._run
+        applied = () if self.return_bias else biases
+        device_type = inp.device.type
+        if is_autocast(device_type):
+            with torch.autocast(device_type, enabled=False):
+                out = run(inp, splits, weights, applied, dtype, is_first_microbatch)
+        else:
+            out = run(inp, splits, weights, applied, dtype, is_first_microbatch)
+        if not self.return_bias:
+            return out
+        if not biases:
+            return out, [out.new_empty(0) for _ in weights]
+        return out, [bias.to(dtype) for bias in biases]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies make quantizers of their own."""
+        return {**super().__getstate__(), "_group_quantizers": {}}
+
+    def _run_with_tensor(self, *arguments: Any) -> torch.Tensor:
+        return run_with_tensor_splits(self, *arguments)
+
+    def _run(
+        self,
+        inp: torch.Tensor,
+        splits: tuple[int, ...],
+        weights: tuple[torch.Tensor, ...],
+        biases: tuple[torch.Tensor, ...],
+        dtype: torch.dtype,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        sets, fp8, recomputed = self._select(weights[0].device)
+        if sets is None or not fp8:
+            options = self._options(is_first_microbatch)
+            parts = []
+            for i, part in enumerate(inp.reshape(sum(splits), self.in_features).split(splits)):
+                # An empty group has no amax of which a first scale could be made.
+                quantizers = sets[i] if sets is not None and splits[i] else None
+                bias = biases[i] if biases else None
+                parts.append(self._linear(part, weights[i], bias, dtype, options, quantizers))
+            return torch.cat(parts).view(*inp.shape[:-1], self.out_features)
+        cached = self._cached_weights(weights, sets, is_first_microbatch, recomputed)
+        if not torch.is_grad_enabled():
+            return grouped_forward(inp, splits, sets, cached, dtype, weights, biases)[0]
+        options = self._options(is_first_microbatch)
+        return GroupedLinearFunction.apply(
+            inp, splits, sets, cached, dtype, options, *weights, *biases
+        )
+
+
+def grouped_forward(
+    inp: torch.Tensor,
+    splits: tuple[int, ...],
+    quantizers: tuple[GemmQuantizers, ...],
+    cached: tuple[QuantizedTensor | None, ...],
+    out_dtype: torch.dtype,
+    weights: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor, ...],
+    keep: tuple[bool, ...] | None = None,
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[QuantizedTensor | None]]:
+    """The output [..., out], and of each group its rows of the input and these quantized.
+
+    ``keep``: whose transposed copy to make. A group without rows stages no amax and has None.
+    """
+    x = as_matrix(inp)
+    features = weights[0].shape[0]
+    # Not a view made in a Function, or autograd would refuse to change it in place.
+    out = torch.empty(*inp.shape[:-1], features, dtype=out_dtype, device=inp.device)
+    results = (out if inp.dim() == 2 else out.view(x.shape[0], features)).split(splits)
+    groups = x.split(splits)
+    quantized: list[QuantizedTensor | None] = []
+    for i, group in enumerate(groups):
+        if not splits[i]:
+            quantized.append(None)
+            continue
+        q = quantizers[i].input.quantize(group, True, keep is not None and keep[i])[0]
+        bias = biases[i] if biases else None
+        _gemm.multiply(quantizers[i], q, weights[i], cached[i], bias, out_dtype, results[i])
+        quantized.append(q)
+    return out, groups, quantized
+
+
+class GroupedLinearFunction(OpFunction):
+    """Three quantized GEMMs for each group of rows; one backward for all groups."""
+
+    LABEL = "GroupedLinear"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        splits: tuple[int, ...],
+        quantizers: tuple[GemmQuantizers, ...],
+        cached: tuple[QuantizedTensor | None, ...],
+        out_dtype: torch.dtype,
+        options: GemmOptions,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        gemms = len(splits)
+        weights, biases = parameters[:gemms], parameters[gemms:]
+        needs = ctx.needs_input_grad
+        plans = tuple(
+            [
+                _gemm.gemm_plan(q, weights[i], needs[0], needs[6 + i], options, cached[i])
+                for i, q in enumerate(quantizers)
+            ]
+        )
+        keep = tuple([_gemm.keeps_input(plan) for plan in plans])
+        out, groups, quantized = grouped_forward(
+            inp, splits, quantizers, cached, out_dtype, weights, biases, keep
+        )
+        saved: list[torch.Tensor | None] = []
+        for i, plan in enumerate(plans):
+            q = quantized[i]
+            if q is None:
+                saved += [None] * SAVED
+            else:
+                saved += _gemm.saved_by(plan, groups[i], q, weights[i], cached[i])
+        ctx.save_for_backward(*saved)
+        ctx.plans = plans
+        ctx.splits = splits
+        ctx.bias_dtypes = tuple(
+            [b.dtype if needs[6 + gemms + i] else None for i, b in enumerate(biases)]
+        )
+        ctx.in_features = weights[0].shape[1]
+        ctx.input_shape = inp.shape
+        ctx.input_dtype = inp.dtype
+        ctx.device_type = inp.device.type
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        return without_autocast(_grouped_backward, ctx, grad_output)
+
+
+def _grouped_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+    plans, bias_dtypes, saved = ctx.plans, ctx.bias_dtypes, list(take_saved(ctx))
+    grad_input: torch.Tensor | None = None
+    rows: Any = None
+    if plans[0].need_input:
+        grad_input = grad_output.new_empty(ctx.input_shape, dtype=ctx.input_dtype)
+        rows = grad_input.view(-1, ctx.in_features).split(ctx.splits)
+    weights: list[torch.Tensor | None] = []
+    biases: list[torch.Tensor | None] = []
+    for i, dy in enumerate(as_matrix(grad_output).split(ctx.splits)):
+        plan, bias_dtype = plans[i], bias_dtypes[i] if bias_dtypes else None
+        # A group's tensors are let go after their use.
+        tensors, saved = tuple(saved[:SAVED]), saved[SAVED:]
+        if ctx.splits[i]:
+            grad_weight = None
+            quantized, grad_bias, _ = _gemm.quantized_gradient(plan, dy, bias_dtype)
+            if plan.need_input:
+                _gemm.input_gradient(plan, tensors, quantized, ctx.input_dtype, rows[i])
+            if plan.need_weight:
+                grad_weight = weight_gradient(plan, tensors, dy, quantized)
+        else:
+            grad_weight, grad_bias = _without_rows(plan, dy, ctx.in_features, bias_dtype)
+        weights.append(grad_weight)
+        if bias_dtypes:
+            biases.append(grad_bias)
+    return grad_input, None, None, None, None, None, *weights, *biases
+
+
+def _without_rows(
+    plan: _gemm.GemmPlan, dy: torch.Tensor, in_features: int, bias_dtype: torch.dtype | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Gradients of the weight and bias of an empty group: zeros, which overwrite as any others.
+
+    Nothing is quantized: there is no amax to stage.
+    """
+    grad_weight = grad_bias = None
+    if plan.need_weight:
+        x = dy.new_empty((0, in_features))
+        grad_weight = plain_weight_gradient(plan.parameter, dy, x, plan.weight_dtype, plan.options)
+    if bias_dtype is not None:
+        grad_bias = dy.sum(0).to(bias_dtype)
+    return grad_weight, grad_bias

@@ -1,0 +1,400 @@
+"""GroupedLinear whose ``m_splits`` are on the device: nothing waits for them on the host."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from ...fp8.autocast import get_fp8_recipe
+from ...fp8.parameter.parameter import FP8Parameter
+from ...fp8.scheme.grouped import GroupQuantizers, group_quantizers
+from ...fp8.scheme.products import DGRAD, FPROP
+from ...ops import grouped_quantize as op
+from ...ops.grouped_gemm import contract_groups, multiply_groups
+from ...ops.grouped_quantize import GroupedOutput, Groups
+from ...ops.op_function import OpFunction
+from .._core.gemm import GemmOptions
+from .._core.linear_function import take_saved, without_autocast, without_autograd
+from .._core.wgrad import dummy_gradient, main_grad_of
+
+if TYPE_CHECKING:
+    from ...fp8.scheme import GemmQuantizers
+    from .linear import GroupedLinear
+
+__all__ = ["run_with_tensor_splits"]
+
+MULTIPLE = 16  # of extents, as products of FP8 codes need them
+LARGEST = 1023  # groups of one product
+CACHE = -1  # of a module's FP8 weights: all of them
+Tensors = tuple[torch.Tensor, ...]
+
+
+def run_with_tensor_splits(
+    module: GroupedLinear,
+    inp: torch.Tensor,
+    splits: torch.Tensor,
+    weights: Tensors,
+    biases: Tensors,
+    dtype: torch.dtype,
+    is_first_microbatch: bool | None,
+) -> torch.Tensor:
+    """``GroupedLinear.forward`` with ``splits``, a tensor, already inside of its region."""
+    _check_splits(module, splits, inp.device)
+    rows = math.prod(inp.shape[:-1])
+    shape = (*inp.shape[:-1], module.out_features)
+    x = inp if inp.dim() == 2 else inp.reshape(rows, inp.shape[-1])
+    if not rows or not _stays_on_device(inp.device):
+        counts = _on_host(module, splits, rows) if rows else (0,) * module.num_gemms
+        total = sum(counts)
+        x = x if total == rows else x[:total]
+        out = module._run(x, counts, weights, biases, dtype, is_first_microbatch)
+        if total != rows:
+            out = functional.pad(out, (0, 0, 0, rows - total))
+        return out if inp.dim() == 2 else out.view(shape)
+    options = module._options(is_first_microbatch)
+    _check_supported(module, weights, options)
+    sets, fp8, recomputed = module._select(weights[0].device)
+    quantizers = None if sets is None else _quantizers(module, sets)
+    if fp8:
+        quantizers = _checked_fp8(module, quantizers)
+    groups = op.groups_of(splits, rows)
+    if fp8:
+        assert quantizers is not None
+        cached = _cached(module, weights, quantizers, is_first_microbatch, recomputed)
+        function: Any = GroupsFunction
+        rest: tuple = (quantizers, cached)
+    else:
+        function, rest = HighPrecisionGroupsFunction, ()
+        if quantizers is not None:
+            with torch.no_grad():
+                quantizers.input.record(x.contiguous(), groups)
+                quantizers.weight.record_matrices(weights, groups)
+    arguments = (x, groups.table, *rest, dtype, options, *weights, *biases)
+    if torch.is_grad_enabled():
+        out = function.apply(*arguments)
+    else:
+        out = without_autograd(function, arguments)
+    if not fp8 and quantizers is not None and out.requires_grad:
+        record = quantizers.grad_output.record
+        out.register_hook(lambda grad: record(grad.detach().contiguous(), groups))
+    return out if inp.dim() == 2 else out.view(shape)
+
+
+def _stays_on_device(device: torch.device) -> bool:
+    """Whether reading a tensor there would make the host wait."""
+    return device.type == "cuda"
+
+
+def _check_splits(module: GroupedLinear, splits: torch.Tensor, device: torch.device) -> None:
+    owner = type(module).__name__
+    if splits.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{owner}: m_splits must be int32 or int64, got {splits.dtype}")
+    if splits.shape != (module.num_gemms,):
+        raise ValueError(
+            f"{owner}: m_splits must have shape [{module.num_gemms}], got {list(splits.shape)}"
+        )
+    if splits.device != device:
+        raise ValueError(
+            f"{owner}: m_splits must be a list of ints or a tensor on {device} like inp, "
+            f"got {splits.device}"
+        )
+
+
+def _on_host(module: GroupedLinear, splits: torch.Tensor, rows: int) -> tuple[int, ...]:
+    """Splits on the CPU, where there is nothing to wait for; on the meta device any of as many."""
+    if splits.is_meta:
+        return (rows,) + (0,) * (module.num_gemms - 1)
+    counts = tuple(splits.tolist())
+    if min(counts) < 0 or sum(counts) > rows:
+        raise ValueError(
+            f"{type(module).__name__}: m_splits must be counts of at most the {rows} rows of inp, "
+            f"got {list(counts)}"
+        )
+    return counts
+
+
+def _check_supported(module: GroupedLinear, weights: Tensors, options: GemmOptions) -> None:
+    """Raises for what is only there with a list, before anything runs."""
+    owner = type(module).__name__
+    what = None
+    if torch.compiler.is_compiling():
+        what = "torch.compile"
+    elif options.delayed is not None:
+        what = "delay_wgrad_compute=True"
+    elif options.save_original:
+        what = "save_original_input=True"
+    elif any(type(weight) is FP8Parameter for weight in weights):
+        what = "FP8 weights (fp8_model_init, enable_fp8_all_gather)"
+    elif module.num_gemms > LARGEST:
+        what = f"more than {LARGEST} groups"
+    if what is not None:
+        raise NotImplementedError(
+            f"{owner}: m_splits must be a list of ints with {what}, got a tensor on the GPU"
+        )
+
+
+def _checked_fp8(module: GroupedLinear, quantizers: GroupQuantizers | None) -> GroupQuantizers:
+    """The quantizers; raises for a scheme or sizes that need a list, before anything runs."""
+    owner = type(module).__name__
+    if quantizers is None:
+        name = type(get_fp8_recipe()).__name__
+        raise NotImplementedError(
+            f"{owner}: m_splits must be a list of ints with {name} in this format, which has no "
+            "products of groups whose sizes are on the device, got a tensor on the GPU"
+        )
+    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        raise NotImplementedError(
+            f"{owner}: in_features and out_features must be multiples of {MULTIPLE} for FP8 with "
+            f"m_splits on the GPU, got {module.in_features} and {module.out_features}; "
+            "give m_splits as a list of ints"
+        )
+    return quantizers
+
+
+def _quantizers(module: GroupedLinear, sets: tuple[GemmQuantizers, ...]) -> GroupQuantizers | None:
+    """Those of all groups, made once for each tuple of a state."""
+    kept = module._group_quantizers
+    found = kept.get(id(sets))
+    if found is None or found[0] is not sets:
+        if len(kept) >= 8:  # of recipes and states that are gone
+            kept.clear()
+        found = kept[id(sets)] = (sets, group_quantizers(sets))
+    return found[1]
+
+
+def _cached(
+    module: GroupedLinear,
+    weights: Tensors,
+    quantizers: GroupQuantizers,
+    is_first_microbatch: bool | None,
+    recomputed: bool,
+) -> GroupedOutput | None:
+    """Both FP8 copies of all weights, made again when asked for or when a weight changed.
+
+    None without a promise.
+    """
+    captured = module._modes.captured
+    if captured is not None:
+        return captured.quantized_matrices(weights, quantizers.weight)
+    if is_first_microbatch is None:
+        return None
+    cache: Any = module._modes.weight_cache
+    versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in weights]
+    key = (*versions, type(quantizers.weight_again), quantizers.weight_again.dtype)
+    found = cache.get(CACHE)
+    if found is not None and found[0] == key and not (is_first_microbatch and not recomputed):
+        return found[1]
+    with torch.inference_mode(False), torch.no_grad():
+        made = quantizers.weight.quantize_matrices(weights, None, True, True)
+    cache[CACHE] = (key, made)
+    return made
+
+
+class GroupsFunction(OpFunction):
+    """Three quantized products over all groups."""
+
+    LABEL = "GroupedLinear"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        table: torch.Tensor,
+        quantizers: GroupQuantizers,
+        cached: GroupedOutput | None,
+        out_dtype: torch.dtype,
+        options: GemmOptions,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        count = (table.numel() - 1) // 3
+        weights, biases = parameters[:count], parameters[count:]
+        x = inp.contiguous()
+        groups = Groups(table, x.shape[0], count)
+        needs = ctx.needs_input_grad
+        need_input, need_weight = needs[0], any(needs[6 : 6 + count])
+        fp8_wgrad = need_weight and not quantizers.high_precision_wgrad
+        q = quantizers.input.quantize(x, groups, True, fp8_wgrad)
+        w = cached
+        if w is None:
+            w = quantizers.weight.quantize_matrices(weights, groups, True, False)
+        out = quantizers.products.multiply_groups(
+            FPROP, q.rowwise, w.rowwise, q.row_scale_inv, w.scale_inv, groups
+        )
+        out = _finished(out, groups, out_dtype, biases)
+        saved_x = q.transposed if fp8_wgrad else x if need_weight else None
+        saved_w: tuple = ()
+        if need_input:
+            saved_w = weights if cached is None else (cached.transposed, cached.scale_inv)
+        ctx.save_for_backward(table, saved_x, q.scale_inv, *saved_w)
+        ctx.quantizers = quantizers
+        ctx.is_cached = cached is not None
+        ctx.input_dtype = inp.dtype
+        _remember(ctx, inp, options, weights, biases, needs[0], needs[6:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        return without_autocast(_backward, ctx, grad_output)
+
+
+def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+    table, x, x_scale_inv, *weights = take_saved(ctx)
+    quantizers, products = ctx.quantizers, ctx.quantizers.products
+    dy = grad_output.contiguous()
+    groups = Groups(table, dy.shape[0], ctx.count)
+    fp8_wgrad = ctx.need_weight and not quantizers.high_precision_wgrad
+    grad_input = grad_weights = None
+    q: Any = None
+    if ctx.need_input or fp8_wgrad:
+        q = quantizers.grad_output.quantize(dy, groups, ctx.need_input, fp8_wgrad)
+    if ctx.need_input:
+        if ctx.is_cached:
+            codes, scale_inv = weights
+        else:
+            w = quantizers.weight_again.quantize_matrices(weights, groups, False, True)
+            codes, scale_inv = w.transposed, w.scale_inv
+        grad_input = products.multiply_groups(
+            DGRAD, q.rowwise, codes, q.row_scale_inv, scale_inv, groups
+        )
+        grad_input = _finished(grad_input, groups, ctx.input_dtype)
+    if fp8_wgrad:
+        grad_weights = products.contract_groups(
+            q.transposed, x, q.scale_inv, x_scale_inv, groups, ctx.parameters is not None
+        )
+    elif ctx.need_weight:
+        grad_weights = _high_precision_wgrad(ctx, dy, x, groups)
+    return (
+        grad_input, None, None, None, None, None,
+        *_weight_gradients(ctx, grad_weights), *_bias_gradients(ctx, dy, groups),
+    )  # fmt: skip
+
+
+class HighPrecisionGroupsFunction(OpFunction):
+    """Three products over all groups in the dtype of the computation."""
+
+    LABEL = "GroupedLinear"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        table: torch.Tensor,
+        out_dtype: torch.dtype,
+        options: GemmOptions,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        count = (table.numel() - 1) // 3
+        weights, biases = parameters[:count], parameters[count:]
+        x = inp.to(out_dtype).contiguous()
+        groups = Groups(table, x.shape[0], count)
+        out = multiply_groups(x, _stacked(weights, out_dtype), groups)
+        out = _finished(out, groups, out_dtype, biases)
+        needs = ctx.needs_input_grad
+        _remember(ctx, inp, options, weights, biases, needs[0], needs[4:])
+        saved_w = weights if ctx.need_input else ()
+        ctx.save_for_backward(table, x if ctx.need_weight else None, *saved_w)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        return without_autocast(_high_precision_backward, ctx, grad_output)
+
+
+def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+    table, x, *weights = take_saved(ctx)
+    dy = grad_output.contiguous()
+    groups = Groups(table, dy.shape[0], ctx.count)
+    grad_input = grad_weights = None
+    if ctx.need_input:
+        transposed = _stacked(weights, dy.dtype).transpose(-2, -1)
+        grad_input = _finished(multiply_groups(dy, transposed, groups), groups, ctx.input_dtype)
+    if ctx.need_weight:
+        grad_weights = _high_precision_wgrad(ctx, dy, x, groups)
+    return (
+        grad_input, None, None, None,
+        *_weight_gradients(ctx, grad_weights), *_bias_gradients(ctx, dy, groups),
+    )  # fmt: skip
+
+
+def _remember(
+    ctx: Any,
+    inp: torch.Tensor,
+    options: GemmOptions,
+    weights: Tensors,
+    biases: Tensors,
+    need_input: bool,
+    needs: tuple[bool, ...],
+) -> None:
+    """What both backwards have to know besides tensors."""
+    ctx.count = len(weights)
+    ctx.need_input = need_input
+    ctx.needs = needs[: len(weights)]
+    ctx.need_weight = any(ctx.needs)
+    ctx.need_bias = needs[len(weights) :]
+    ctx.weight_dtype = weights[0].dtype
+    ctx.bias_dtype = biases[0].dtype if biases else None
+    ctx.input_dtype = inp.dtype
+    ctx.device_type = inp.device.type
+    ctx.options = options
+    # main_grad is an attribute of these very parameters, which saved copies could lose.
+    ctx.parameters = weights if options.accumulate is not None and ctx.need_weight else None
+
+
+def _stacked(weights: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.stack([weight.to(dtype) for weight in weights])
+
+
+def _finished(
+    out: torch.Tensor, groups: Groups, dtype: torch.dtype, biases: Tensors = ()
+) -> torch.Tensor:
+    """A product in ``dtype``, with biases, and zeros where no group is."""
+    out = out.to(dtype)
+    op.finish_rows(out, groups, _stacked(biases, dtype) if biases else None)
+    return out
+
+
+def _high_precision_wgrad(
+    ctx: Any, dy: torch.Tensor, x: torch.Tensor, groups: Groups
+) -> torch.Tensor:
+    # What is added to main_grad is not rounded before.
+    grads = contract_groups(dy.t(), x.to(dy.dtype), groups, ctx.parameters is not None)
+    op.zero_unused(grads, groups)
+    return grads
+
+
+def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Of each weight what autograd gets: its gradient, or what stands for it in ``main_grad``."""
+    if grads is None:
+        return [None] * ctx.count
+    if ctx.parameters is None:
+        parts = grads.to(ctx.weight_dtype).unbind(0)
+        return [part if need else None for part, need in zip(parts, ctx.needs, strict=True)]
+    results: list[torch.Tensor | None] = []
+    lists: dict[bool, tuple[list, list]] = {True: ([], []), False: ([], [])}
+    for parameter, grad, need in zip(ctx.parameters, grads.unbind(0), ctx.needs, strict=True):
+        if not need:
+            results.append(None)
+            continue
+        main_grad, accumulate = main_grad_of(parameter, ctx.options)
+        targets, sources = lists[accumulate]
+        targets.append(main_grad)
+        sources.append(grad)
+        results.append(dummy_gradient(parameter))
+    if lists[True][0]:
+        torch._foreach_add_(*lists[True])
+    if lists[False][0]:
+        torch._foreach_copy_(*lists[False])
+    return results
+
+
+def _bias_gradients(ctx: Any, dy: torch.Tensor, groups: Groups) -> list[torch.Tensor | None]:
+    if not any(ctx.need_bias):
+        return [None] * len(ctx.need_bias)
+    sums = op.column_sums(dy, groups).to(ctx.bias_dtype).unbind(0)
+    return [part if need else None for part, need in zip(sums, ctx.need_bias, strict=True)]

@@ -1,0 +1,67 @@
+"""Former names of modules, which pickled modules and users' imports may still have."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+__all__ = ["find_former_modules"]
+
+# Without "apex_te."; those that begin with an underscore are here for what pickles name.
+_NOW = {
+    "arguments": "fp8.arguments",
+    "distributed.collectives": "comm.collectives",
+    "distributed.parallel_styles": "distributed.dtensor.parallel_styles",
+    "distributed.peer_memory": "comm.peer_memory",
+    "distributed.rng": "comm.rng",
+    "gpu_arch": "runtime.gpu_arch",
+    "model_init": "fp8.model_init",
+    "module._attention_backends": "module.attention.backends",
+    "module._layer_norm_linear_function": "module._core.layer_norm_linear_function",
+    "module._masks": "module.attention.masks",
+    "module._parallel_module": "module._core.parallel",
+    "module._qkv_heads": "module.attention.qkv_heads",
+    "module.dot_product_attention": "module.attention.dot_product",
+    "module.fp8_padding": "module.grouped.padding",
+    "module.grouped_linear": "module.grouped.linear",
+    "module.inference_params": "module.attention.inference_params",
+    "module.multihead_attention": "module.attention.multihead",
+    "quantizer": "fp8.scheme",
+    "quantizer.base": "fp8.scheme.base",
+    "quantizer.block": "fp8.scheme.block",
+    "quantizer.current": "fp8.scheme.current",
+    "quantizer.delayed": "fp8.scheme.delayed",
+    "quantizer.hif8": "fp8.scheme.hif8",
+    "quantizer.mx": "fp8.scheme.mx",
+    "tensor": "fp8.tensor",
+}
+_PACKAGE = "apex_te."
+
+
+class FormerModules(MetaPathFinder, Loader):
+    """Finds a module by its former name: what is imported is the module as it is called now."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith(_PACKAGE) or fullname[len(_PACKAGE) :] not in _NOW:
+            return None
+        return ModuleSpec(fullname, self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import system takes what stands in sys.modules when this returns.
+        name = module.__name__
+        sys.modules[name] = importlib.import_module(_PACKAGE + _NOW[name[len(_PACKAGE) :]])
+
+
+def find_former_modules() -> None:
+    """Have imports find modules by their former names.
+
+    Before other finders, which would load a module of a renamed package a second time.
+    """
+    if not any(isinstance(finder, FormerModules) for finder in sys.meta_path):
+        sys.meta_path.insert(0, FormerModules())

@@ -1,0 +1,41 @@
+"""What a device multiplies in FP8: the one place that knows GPU archs by name.
+
+AMD's gfx94x (MI300) multiply e4m3fnuz and e5m2fnuz, gfx95x and gfx12 the OCP formats; other AMD
+GPUs have no FP8 matrix units. NVIDIA's have them from sm_89 on, with OCP formats.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["amd_arch", "has_fp8_products", "multiplies_fnuz", "nvidia_capability"]
+
+
+def amd_arch(device: torch.device) -> str | None:
+    """Name of an AMD GPU's arch, such as "gfx942"; None for other devices."""
+    if device.type != "cuda" or torch.version.hip is None:
+        return None
+    return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+
+
+def nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of an NVIDIA GPU, (0, 0) for other devices.
+
+    torch has a capability for AMD GPUs, too, which means something else: a gfx90a's is (9, 0).
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
+
+
+def multiplies_fnuz(device: torch.device) -> bool:
+    """Whether the device's FP8 matrix units take fnuz formats rather than OCP's."""
+    return (amd_arch(device) or "").startswith("gfx94")
+
+
+def has_fp8_products(device: torch.device) -> bool:
+    """Whether FP8 matrices with one scale each are multiplied as they are; the CPU counts, too."""
+    arch = amd_arch(device)
+    if arch is not None:
+        return arch.startswith(("gfx94", "gfx95", "gfx12"))
+    return device.type != "cuda" or nvidia_capability(device) >= (8, 9)

@@ -1,0 +1,53 @@
+"""apex_te.prebuild: op libraries ready before they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..op_builder.jit.build_report import BuildReport
+
+__all__ = ["prebuild"]
+
+
+def prebuild(
+    ops: str | Iterable[str] | None = None,
+    arch: str | Iterable[str] | None = None,
+    device: str | None = None,
+    *,
+    jobs: int | None = None,
+    verbose: bool = False,
+) -> BuildReport:
+    """Build op libraries into the user's cache; what is prebuilt or cached is not built again.
+
+    Call it before ranks start, or in every rank: one process builds, the others wait for it.
+    Opens no CUDA context.
+
+    Args:
+        ops: names of ops, e.g. "rms_norm" or ["rms_norm", "fp8_gemm"]; None means all. The
+            dispatcher always goes along.
+        arch: CUDA archs, e.g. "9.0a" or "8.0;9.0a"; default APEX_TE_CUDA_ARCH_LIST, else
+            TORCH_CUDA_ARCH_LIST, else the visible GPUs.
+        device: "cpu", "cuda", or None for both, CUDA if there is an arch for it.
+        jobs: compilers that run at once; default: what CPUs, memory and MAX_JOBS allow.
+        verbose: show the compilers' commands.
+
+    Returns:
+        A report: `str()` is a table; `libraries` has op, device, state ("built", "present" or
+        "skipped"), archs, seconds, size, path and reason of each.
+
+    Raises:
+        PrebuildError: some could not be built; its `report` says which.
+        UnknownOpError, ArchError, SettingError: a bad argument.
+        JitDisabledError: APEX_TE_DISABLE_JIT is set and something is missing.
+    """
+    from ..op_builder import all_builders, user_builders
+    from ..op_builder.jit.ready import choose_ops, into_cache
+    from ..op_builder.jit.targets import Targets
+
+    builders = {**all_builders(), **user_builders()}
+    archs = arch if arch is None or isinstance(arch, str) else ";".join(arch)
+    targets = Targets(None) if device == "cpu" else Targets.find(archs)
+    choices = choose_ops(builders, ops, device, targets)
+    return into_cache(builders, choices, targets, jobs=jobs, verbose=verbose)
