@@ -63,9 +63,9 @@ def casts(dtype: torch.dtype) -> Rows:
     row, col = torch.empty_like(x, dtype=E4M3), torch.empty_like(x, dtype=E4M3)
     amax, scale_inv = torch.zeros(1), torch.empty(1)
     layouts = {
-        "both": {"out_rowwise": row, "out_transposed": col},
-        "rowwise": {"out_rowwise": row, "transposed": False},
-        "transposed": {"out_transposed": col, "rowwise": False},
+        "both": {"out_rowwise": row, "out_columnwise": col},
+        "rowwise": {"out_rowwise": row, "columnwise": False},
+        "columnwise": {"out_columnwise": col, "rowwise": False},
     }
     given = {"amax": amax, "scale_inv": scale_inv}
     for layout, options in layouts.items():

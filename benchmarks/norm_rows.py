@@ -133,7 +133,7 @@ class Case:
              self.fwd_peers() if with_peers else none),
             ("bwd", 6, lambda: self.bwd(self.dy, self.x, *self.rest),
              self.bwd_peers() if with_peers else none),
-            ("fwd to FP8 rowwise", 3, lambda: self.quantize(transposed=False),
+            ("fwd to FP8 rowwise", 3, lambda: self.quantize(columnwise=False),
              self.fp8_peers(False) if with_peers else none),
             ("fwd to FP8 both", 4, self.quantize, self.fp8_peers(True) if with_peers else none),
             ("residual fwd", 8, lambda: self.fwd(self.x, *self.params, EPS, residual=residual),

@@ -146,16 +146,16 @@ class NormCases(NormBase):
             assert_as_good_as_torch(out.y[:16], exact.y, same.y)
             for t in out:
                 check_all_alike(t)
-        for transposed in (False, True):
+        for columnwise in (False, True):
             amax = one(0, "cuda")
             out = self.function("_fwd_fp8")(
-                many, *params, EPS, one(3.5, "cuda"), FP8[0], transposed=transposed, amax=amax
+                many, *params, EPS, one(3.5, "cuda"), FP8[0], columnwise=columnwise, amax=amax
             )
             checks.assert_close_amax(amax, y.abs().max())
             checks.assert_adjacent_codes(out.y.rowwise[:16], encode_fp8(y * 3.5, FP8[0]))
             rows = out.y.rowwise.view(torch.uint8)
             check_all_alike(rows)
-            assert not transposed or torch.equal(rows.t(), out.y.transposed.view(torch.uint8))
+            assert not columnwise or torch.equal(rows.t(), out.y.columnwise.view(torch.uint8))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize("shape", [(40, 1000), (9, 129)], ids=str)
@@ -251,24 +251,24 @@ class NormCases(NormBase):
         codes = encode_fp8(expected.y * 3.5, fp8)
         exact = self.exact(x, *params)
         x, *params = (t.to(device) for t in (x, *params))
-        for rowwise, transposed in ((True, True), (True, False), (False, True), (False, False)):
+        for rowwise, columnwise in ((True, True), (True, False), (False, True), (False, False)):
             amax = one(0, device)
             out = self.function("_fwd_fp8")(
-                x, *params, EPS, one(3.5, device), fp8, rowwise=rowwise, transposed=transposed,
+                x, *params, EPS, one(3.5, device), fp8, rowwise=rowwise, columnwise=columnwise,
                 amax=amax,
             )  # fmt: skip
             checks.assert_close_amax(amax, expected.y.abs().max())
             assert out.y.scale_inv.item() == (1 / one(3.5, "cpu")).item()
-            assert (out.y.rowwise is None, out.y.transposed is None) == (
+            assert (out.y.rowwise is None, out.y.columnwise is None) == (
                 not rowwise,
-                not transposed,
+                not columnwise,
             )
             if rowwise:
                 checks.assert_adjacent_codes(out.y.rowwise, codes)
-            if transposed:
-                checks.assert_adjacent_codes(out.y.transposed, codes.t().contiguous())
-            if rowwise and transposed:
-                assert torch.equal(checks.codes(out.y.rowwise).t(), checks.codes(out.y.transposed))
+            if columnwise:
+                checks.assert_adjacent_codes(out.y.columnwise, codes.t().contiguous())
+            if rowwise and columnwise:
+                assert torch.equal(checks.codes(out.y.rowwise).t(), checks.codes(out.y.columnwise))
             self.check_statistics(out, x.cpu(), exact)
 
     @pytest.mark.parametrize("shape", [(48, 1024), (32, 4096), (5, 129)], ids=str)
@@ -278,17 +278,17 @@ class NormCases(NormBase):
         total = (x.float() + residual.float()).bfloat16()
         expected = self.op.reference(total.float(), *params, EPS, zero_centered_gamma=True).y
         args = [t.to(device) for t in (x, *params)]
-        for transposed in (True, False):
+        for columnwise in (True, False):
             amax, scale_inv = one(2.0**40, device), one(0, device)
             out = self.function("_fwd_fp8")(
-                *args, EPS, one(2, device), FP8[0], transposed=transposed, amax=amax,
+                *args, EPS, one(2, device), FP8[0], columnwise=columnwise, amax=amax,
                 scale_inv=scale_inv, zero_centered_gamma=True, residual=residual.to(device),
             )  # fmt: skip
             assert_same_bits(out.residual_sum, total)
             codes = encode_fp8(expected * 2, FP8[0])
             checks.assert_adjacent_codes(out.y.rowwise, codes)
-            if transposed:
-                checks.assert_adjacent_codes(out.y.transposed, codes.t().contiguous())
+            if columnwise:
+                checks.assert_adjacent_codes(out.y.columnwise, codes.t().contiguous())
             assert amax.item() == 2.0**40  # accumulated, not replaced
             assert out.y.scale_inv is scale_inv
             assert scale_inv.item() == 0.5

@@ -25,7 +25,7 @@ class NormInterfaceCases(NormBase):
         rows, amax = x.detach().flatten(0, -2), one(3, device)
         for transposed in (True, False):
             out = self.function("_fwd_fp8")(
-                rows, *params, EPS, one(4, device), FP8[0], transposed=transposed, amax=amax
+                rows, *params, EPS, one(4, device), FP8[0], columnwise=transposed, amax=amax
             )
             assert out.y.rowwise.shape == rows.shape
             assert out.y.scale_inv.item() == 0.25
@@ -219,5 +219,5 @@ def run():
             y = self.op.reference(x[part].float().cpu(), *floats, EPS).y
             codes = encode_fp8(y * 2, FP8[0])
             checks.assert_adjacent_codes(fp8.rowwise[part], codes)
-            columns = fp8.transposed.view(torch.uint8)[:, part].contiguous().view(FP8[0])
+            columns = fp8.columnwise.view(torch.uint8)[:, part].contiguous().view(FP8[0])
             checks.assert_adjacent_codes(columns, codes.t().contiguous())

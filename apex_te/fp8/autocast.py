@@ -17,7 +17,7 @@ from .delayed.compiled_region import enter_traced_region, leave_traced_region
 from .delayed.registry import intern, registry, traced_key
 
 if TYPE_CHECKING:
-    from .delayed.reduce_group import Scope
+    from .delayed.reduce_group import AmaxGroup
 
 __all__ = ["autocast", "fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
 
@@ -59,13 +59,13 @@ class Region(Entered):
         if outer is not None and outer.in_fp8:
             self.records = outer.records
         # Where what is staged inside is reduced; None where nothing is counted.
-        self.scope: Scope | None = None
+        self.scope: AmaxGroup | None = None
         if outer is not None and self.records and self.recipe.keeps_state:
             self.scope = outer.scope
         # Whether this is an evaluation that reads the scales of a pending update.
         self.previewed: bool = outer is not None and outer.previewed
         # What is updated on leaving a calibrating region.
-        self.calibrated: Scope | None = None
+        self.calibrated: AmaxGroup | None = None
         # The states that compiled code has used since it entered the outermost region itself.
         self.traced: list[Any] | None = None if outer is None else outer.traced
 

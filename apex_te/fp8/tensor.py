@@ -15,28 +15,28 @@ class QuantizedTensor:
         rowwise_scale_inv: its inverse scales, in the shape of its scaling scheme: value = code *
             scale_inv. Written with the data, never shared with the live scale, so a later scale
             update cannot change what the codes mean.
-        transposed: codes ``[cols, rows]`` in ``dtype``, or None.
-        transposed_scale_inv: its inverse scales; the same tensor where one scale serves both.
+        columnwise: codes ``[cols, rows]`` in ``dtype``, or None.
+        columnwise_scale_inv: its inverse scales; the same tensor where one scale serves both.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.uint8`` (HiF8).
     """
 
-    __slots__ = ("dtype", "rowwise", "rowwise_scale_inv", "transposed", "transposed_scale_inv")
+    __slots__ = ("columnwise", "columnwise_scale_inv", "dtype", "rowwise", "rowwise_scale_inv")
 
     def __init__(
         self,
         rowwise: torch.Tensor | None,
         rowwise_scale_inv: torch.Tensor | None,
-        transposed: torch.Tensor | None,
-        transposed_scale_inv: torch.Tensor | None,
+        columnwise: torch.Tensor | None,
+        columnwise_scale_inv: torch.Tensor | None,
         dtype: torch.dtype,
     ) -> None:
         self.rowwise = rowwise
         self.rowwise_scale_inv = rowwise_scale_inv
-        self.transposed = transposed
-        self.transposed_scale_inv = transposed_scale_inv
+        self.columnwise = columnwise
+        self.columnwise_scale_inv = columnwise_scale_inv
         self.dtype = dtype
 
     def __repr__(self) -> str:
         rowwise = None if self.rowwise is None else tuple(self.rowwise.shape)
-        transposed = None if self.transposed is None else tuple(self.transposed.shape)
-        return f"QuantizedTensor(rowwise={rowwise}, transposed={transposed}, dtype={self.dtype})"
+        columnwise = None if self.columnwise is None else tuple(self.columnwise.shape)
+        return f"QuantizedTensor(rowwise={rowwise}, columnwise={columnwise}, dtype={self.dtype})"

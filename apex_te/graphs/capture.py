@@ -94,7 +94,7 @@ class Capture:
         """While it lasts FP8 weights go where replays find them."""
         for held in self.held:
             # A copy kept from before would be read by replays after it has been replaced.
-            held.transposed = held.transposed_scale_inv = None
+            held.columnwise = held.columnwise_scale_inv = None
         waiting = [(module, module._modes.delayed.copy()) for module in self.modules]
         if self.keeps_weights:
             known = {id(x) for x in (*self.inputs, *self.stand_ins.values())}

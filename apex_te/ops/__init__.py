@@ -17,7 +17,7 @@ if _TYPE_CHECKING:  # what type checkers are told; at run time every module here
     from . import cast_transpose as cast_transpose
     from . import cross_entropy as cross_entropy
     from . import current_scale as current_scale
-    from . import decoded_gemm as decoded_gemm
+    from . import emulated_gemm as emulated_gemm
     from . import fp8_gemm as fp8_gemm
     from . import grouped_gemm as grouped_gemm
     from . import grouped_quantize as grouped_quantize

@@ -17,13 +17,13 @@ _fwd = bind("activation", "activation_fwd(Tensor x, Tensor(a!) y, int kind) -> (
 _bwd = bind("activation", "activation_bwd(Tensor dy, Tensor x, Tensor(a!) dx, int kind) -> ()")
 _fwd_fp8 = bind(
     "activation",
-    "activation_fwd_fp8(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, "
+    "activation_fwd_fp8(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? columnwise, "
     "Tensor(c!)? amax, Tensor(d!)? scale_inv, int kind) -> ()",
 )
 _bwd_fp8 = bind(
     "activation",
     "activation_bwd_fp8(Tensor dy, Tensor x, Tensor scale, Tensor(a!)? rowwise, "
-    "Tensor(b!)? transposed, Tensor(c!)? amax, Tensor(d!)? scale_inv, int kind) -> ()",
+    "Tensor(b!)? columnwise, Tensor(c!)? amax, Tensor(d!)? scale_inv, int kind) -> ()",
 )
 
 # In the order of csrc/common/activation.h.
@@ -94,7 +94,7 @@ def activation_fwd_fp8(
     fp8_dtype: torch.dtype,
     *,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
@@ -107,9 +107,9 @@ def activation_fwd_fp8(
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
-        transposed: make [cols, rows].
+        columnwise: make [cols, rows].
         amax: one float32 element, becomes max(amax, max |f(x)|), unscaled; NaN counts as largest.
-        out: written instead of new tensors; rowwise and transposed are then ignored.
+        out: written instead of new tensors; rowwise and columnwise are then ignored.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -117,8 +117,8 @@ def activation_fwd_fp8(
     """
     number = _number("activation_fwd_fp8", kind)
     x = as_matrix("activation_fwd_fp8", x)
-    result = allocate_fp8("activation_fwd_fp8", x, fp8_dtype, rowwise, transposed, out)
-    _fwd_fp8(x, scale, result.rowwise, result.transposed, amax, result.scale_inv, number)
+    result = allocate_fp8("activation_fwd_fp8", x, fp8_dtype, rowwise, columnwise, out)
+    _fwd_fp8(x, scale, result.rowwise, result.columnwise, amax, result.scale_inv, number)
     note_written(amax, *(out or ()))
     return result
 
@@ -132,7 +132,7 @@ def activation_bwd_fp8(
     fp8_dtype: torch.dtype,
     *,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
@@ -140,9 +140,9 @@ def activation_bwd_fp8(
     number = _number("activation_bwd_fp8", kind)
     grad_output = as_matrix("activation_bwd_fp8", grad_output)
     x = as_matrix("activation_bwd_fp8", x)
-    result = allocate_fp8("activation_bwd_fp8", x, fp8_dtype, rowwise, transposed, out)
+    result = allocate_fp8("activation_bwd_fp8", x, fp8_dtype, rowwise, columnwise, out)
     _bwd_fp8(
-        grad_output, x, scale, result.rowwise, result.transposed, amax, result.scale_inv, number
+        grad_output, x, scale, result.rowwise, result.columnwise, amax, result.scale_inv, number
     )
     note_written(amax, *(out or ()))
     return result
@@ -160,14 +160,14 @@ def allocate_fp8(
     x: torch.Tensor,
     fp8_dtype: torch.dtype,
     rowwise: bool,
-    transposed: bool,
+    columnwise: bool,
     out: FP8Output | None,
 ) -> FP8Output:
     """`out`, or the FP8 outputs of a matrix of x's shape."""
     if out is not None:
         fp8_output.check_fp8_dtype(op, fp8_dtype)
         return out
-    return fp8_output.allocate(op, x, x.shape[0], x.shape[1], fp8_dtype, rowwise, transposed)
+    return fp8_output.allocate(op, x, x.shape[0], x.shape[1], fp8_dtype, rowwise, columnwise)
 
 
 def _number(op: str, kind: str) -> int:

@@ -14,7 +14,7 @@ from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
 _FP8 = (
-    "Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(c!)? amax, "
+    "Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(c!)? amax, "
     "Tensor(d!)? scale_inv, "
 )
 _fwd = bind("bias_gelu", "bias_gelu_fwd(Tensor x, Tensor? bias, Tensor(a!) y, bool is_tanh) -> ()")
@@ -127,7 +127,7 @@ def bias_gelu_fwd_fp8(
     *,
     form: str = "tanh",
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
@@ -141,9 +141,9 @@ def bias_gelu_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         form: "tanh" or "erf" (exact).
         rowwise: make [rows, cols].
-        transposed: make [cols, rows].
+        columnwise: make [cols, rows].
         amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
-        out: written instead of new tensors; rowwise and transposed are then ignored.
+        out: written instead of new tensors; rowwise and columnwise are then ignored.
 
     Raises:
         TypeError: a dtype that is not listed or differs.
@@ -151,8 +151,8 @@ def bias_gelu_fwd_fp8(
     """
     is_tanh = _is_tanh("bias_gelu_fwd_fp8", form)
     x = as_matrix("bias_gelu_fwd_fp8", x)
-    result = allocate_fp8("bias_gelu_fwd_fp8", x, fp8_dtype, rowwise, transposed, out)
-    outputs = (result.rowwise, result.transposed, amax, result.scale_inv)
+    result = allocate_fp8("bias_gelu_fwd_fp8", x, fp8_dtype, rowwise, columnwise, out)
+    outputs = (result.rowwise, result.columnwise, amax, result.scale_inv)
     _fwd_fp8(x, _dense(bias), scale, *outputs, is_tanh)
     note_written(amax, *(out or ()))
     return result
@@ -168,7 +168,7 @@ def bias_gelu_bwd_fp8(
     *,
     form: str = "tanh",
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     with_dbias: bool = False,
     out: FP8Output | None = None,
@@ -180,9 +180,9 @@ def bias_gelu_bwd_fp8(
     is_tanh = _is_tanh("bias_gelu_bwd_fp8", form)
     grad_output = as_matrix("bias_gelu_bwd_fp8", grad_output)
     x = as_matrix("bias_gelu_bwd_fp8", x)
-    result = allocate_fp8("bias_gelu_bwd_fp8", x, fp8_dtype, rowwise, transposed, out)
+    result = allocate_fp8("bias_gelu_bwd_fp8", x, fp8_dtype, rowwise, columnwise, out)
     dbias, workspace = _dbias(x) if with_dbias else (None, None)
-    outputs = (result.rowwise, result.transposed, amax, result.scale_inv)
+    outputs = (result.rowwise, result.columnwise, amax, result.scale_inv)
     _bwd_fp8(grad_output, x, _dense(bias), scale, *outputs, dbias, workspace, is_tanh)
     note_written(amax, *(out or ()))
     return BiasGeluFP8Grads(result, dbias)

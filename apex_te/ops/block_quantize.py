@@ -15,7 +15,7 @@ from .registration import bind
 _quantize = bind(
     "block_quantize",
     "block_quantize(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_scale_inv, "
-    "Tensor(c!)? transposed, Tensor(d!)? transposed_scale_inv, Tensor(e!)? amax, int block_rows, "
+    "Tensor(c!)? columnwise, Tensor(d!)? columnwise_scale_inv, Tensor(e!)? amax, int block_rows, "
     "float eps, bool pow2) -> ()",
 )
 _dequantize = bind(
@@ -31,8 +31,8 @@ class BlockQuantized(NamedTuple):
 
     rowwise: torch.Tensor | None  # [rows, cols]
     rowwise_scale_inv: torch.Tensor | None  # scale_shape(rows, cols)
-    transposed: torch.Tensor | None  # [cols, rows]
-    transposed_scale_inv: torch.Tensor | None  # scale_shape(cols, rows)
+    columnwise: torch.Tensor | None  # [cols, rows]
+    columnwise_scale_inv: torch.Tensor | None  # scale_shape(cols, rows)
 
 
 def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
@@ -54,7 +54,7 @@ def block_quantize(
     *,
     block_rows: int = 1,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     pow2: bool = True,
     eps: float = 0.0,
     amax: torch.Tensor | None = None,
@@ -65,15 +65,15 @@ def block_quantize(
     A block's amax below `eps` counts as eps; an amax of 0, infinity or NaN gives scale 1, so that
     NaN stays NaN; an infinity saturates, but makes its block's scale_inv infinite and with it all
     that the codes stand for; an infinite scale becomes the largest finite value of x's dtype. With
-    1x128 blocks the transposed copy is quantized from x along the other axis, with scales of its
-    own; with 128x128 blocks it is the rowwise copy transposed.
+    1x128 blocks the columnwise copy is quantized from x along the other axis, with scales of its
+    own; with 128x128 blocks it is the rowwise copy columnwise.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
         rowwise: make [rows, cols] and its scale_inv.
-        transposed: make [cols, rows] and its scale_inv.
+        columnwise: make [cols, rows] and its scale_inv.
         pow2: round scales down to powers of two.
         eps: smallest amax.
         amax: one float32 element, becomes max(amax, max |x|); NaN counts as largest.
@@ -91,9 +91,9 @@ def block_quantize(
     if x.dim() != 2:
         raise ValueError(f"block_quantize: x must have 2 dimensions, got shape {list(x.shape)}")
     if out is not None:
-        check_out_dtype("block_quantize", fp8_dtype, out.rowwise, out.transposed)
-    elif not (rowwise or transposed or amax is not None):
-        raise ValueError("block_quantize: rowwise, transposed or amax must be asked for")
+        check_out_dtype("block_quantize", fp8_dtype, out.rowwise, out.columnwise)
+    elif not (rowwise or columnwise or amax is not None):
+        raise ValueError("block_quantize: rowwise, columnwise or amax must be asked for")
     else:
         rows, cols = x.shape
 
@@ -105,7 +105,7 @@ def block_quantize(
 
         out = BlockQuantized(
             *(pair(rows, cols) if rowwise else (None, None)),
-            *(pair(cols, rows) if transposed else (None, None)),
+            *(pair(cols, rows) if columnwise else (None, None)),
         )
     _quantize(x.contiguous(), *out, amax, block_rows, eps, pow2)
     return out
@@ -123,7 +123,7 @@ def block_dequantize(
     """float(code) * scale_inv of its block, rounded to nearest even.
 
     Args:
-        codes: [rows, cols] FP8; of either layout: a transposed copy gives x transposed.
+        codes: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
         scale_inv: float32 of shape scale_shape(rows, cols, block_rows).
         block_rows: 1 or 128.
         dtype: float32, float16 or bfloat16, of a new tensor.

@@ -1,4 +1,4 @@
-"""Quantize a matrix to FP8 with a given scale: rowwise, transposed or both, in one pass."""
+"""Quantize a matrix to FP8 with a given scale: rowwise, columnwise or both, in one pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .registration import bind, note_written
 
 _call = bind(
     "cast_transpose",
-    "cast_transpose(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, "
+    "cast_transpose(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? columnwise, "
     "Tensor(c!)? amax, Tensor(d!)? scale_inv, Tensor(e!)? dbias, Tensor(f!)? workspace, "
     "Tensor? noop) -> ()",
 )
@@ -26,7 +26,7 @@ class CastTransposeOutput(NamedTuple):
     """What `cast_transpose` made; None where it was not asked for."""
 
     rowwise: torch.Tensor | None
-    transposed: torch.Tensor | None
+    columnwise: torch.Tensor | None
     scale_inv: torch.Tensor
     dbias: torch.Tensor | None
 
@@ -38,13 +38,13 @@ def cast_transpose(
     fp8_dtype: torch.dtype,
     *,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     scale_inv: torch.Tensor | None = None,
     with_dbias: bool = False,
     noop: torch.Tensor | None = None,
     out_rowwise: torch.Tensor | None = None,
-    out_transposed: torch.Tensor | None = None,
+    out_columnwise: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
     """Quantizes q = saturating_cast(float(x) * scale), round to nearest even, NaN kept.
 
@@ -54,13 +54,13 @@ def cast_transpose(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
         rowwise: make [rows, cols].
-        transposed: make [cols, rows].
+        columnwise: make [cols, rows].
         amax: one float32 element, becomes max(amax, max |x|), unscaled; NaN counts as largest.
         scale_inv: one float32 element to receive 1 / scale; a fresh one unless given.
         with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
         noop: one int32 element on the device; non-zero leaves every output unwritten.
         out_rowwise: written instead of a new tensor.
-        out_transposed: written instead of a new tensor.
+        out_columnwise: written instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -69,20 +69,20 @@ def cast_transpose(
     check_fp8_dtype("cast_transpose", fp8_dtype, fnuz=True)
     x = tensor_scale.contiguous_matrix("cast_transpose", x)
     rows, cols = x.shape
-    given = [t for t in (out_rowwise, out_transposed, scale_inv, amax) if t is not None]
+    given = [t for t in (out_rowwise, out_columnwise, scale_inv, amax) if t is not None]
     if rowwise and out_rowwise is None:
         out_rowwise = torch.empty_like(x, dtype=fp8_dtype)
-    if transposed and out_transposed is None:
-        out_transposed = x.new_empty((cols, rows), dtype=fp8_dtype)
+    if columnwise and out_columnwise is None:
+        out_columnwise = x.new_empty((cols, rows), dtype=fp8_dtype)
     if scale_inv is None:
         scale_inv = torch.empty_like(scale)
     dbias = partial_sums = None
     if with_dbias:
         dbias = x.new_empty(cols)
         partial_sums = x.new_empty((-(-rows // _TILE_ROWS), cols), dtype=torch.float32)
-    _call(x, scale, out_rowwise, out_transposed, amax, scale_inv, dbias, partial_sums, noop)
+    _call(x, scale, out_rowwise, out_columnwise, amax, scale_inv, dbias, partial_sums, noop)
     note_written(*given)
-    return CastTransposeOutput(out_rowwise, out_transposed, scale_inv, dbias)
+    return CastTransposeOutput(out_rowwise, out_columnwise, scale_inv, dbias)
 
 
 def reference(

@@ -14,12 +14,12 @@ from .registration import bind, note_written
 _TAIL = "Tensor(c!) scale, Tensor(d!) scale_inv"
 _fwd = bind(
     "current_scale",
-    "current_scale_fwd(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(e!) amax, "
+    "current_scale_fwd(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(e!) amax, "
     f"{_TAIL}, Tensor(f!) workspace, float eps, bool pow2) -> ()",
 )
 _cast = bind(
     "current_scale",
-    "current_scale_cast(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor amax, "
+    "current_scale_cast(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor amax, "
     f"{_TAIL}, float eps, bool pow2) -> ()",
 )
 _amax = bind(
@@ -32,7 +32,7 @@ class CurrentScaleOutput(NamedTuple):
     """What `current_scale` made; codes are None where they were not asked for."""
 
     rowwise: torch.Tensor | None
-    transposed: torch.Tensor | None
+    columnwise: torch.Tensor | None
     scale: torch.Tensor
     scale_inv: torch.Tensor
     amax: torch.Tensor
@@ -44,12 +44,12 @@ def current_scale(
     fp8_dtype: torch.dtype,
     *,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     eps: float = 0.0,
     pow2: bool = False,
     amax: torch.Tensor | None = None,
     out_rowwise: torch.Tensor | None = None,
-    out_transposed: torch.Tensor | None = None,
+    out_columnwise: torch.Tensor | None = None,
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
@@ -62,13 +62,13 @@ def current_scale(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
             fnuz forms.
         rowwise: make [rows, cols].
-        transposed: make [cols, rows].
+        columnwise: make [cols, rows].
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of x's own, e.g. the maximum over ranks of what
             `tensor_amax` gave; one launch then.
         out_rowwise: written instead of a new tensor.
-        out_transposed: written instead of a new tensor.
+        out_columnwise: written instead of a new tensor.
 
     Returns:
         Codes, scale and scale_inv (one float32 element each; 1 / scale, infinite where amax is),
@@ -80,9 +80,9 @@ def current_scale(
     """
     check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
     x = tensor_scale.contiguous_matrix("current_scale", x)
-    given = [t for t in (out_rowwise, out_transposed) if t is not None]
+    given = [t for t in (out_rowwise, out_columnwise) if t is not None]
     row, col = tensor_scale.outputs(
-        "current_scale", x, fp8_dtype, rowwise, transposed, out_rowwise, out_transposed
+        "current_scale", x, fp8_dtype, rowwise, columnwise, out_rowwise, out_columnwise
     )
     if amax is None:
         amax, scale, scale_inv = tensor_scale.float_scalars(x, 3)

@@ -42,8 +42,8 @@ def fp8_gemm(
     """out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv, then bias, then GELU.
 
     Args:
-        a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: dy transposed.
-        b: [N, K] FP8, contiguous. fprop: weight; dgrad: weight transposed; wgrad: x transposed.
+        a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: dy columnwise.
+        b: [N, K] FP8, contiguous. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
         out: [M, N] to write; a new tensor unless given.
@@ -83,7 +83,7 @@ def block_scaled_gemm(
     """out[M, N] = sum over slices of 128 along K of (a @ b.T) * a_scale_inv * b_scale_inv, + bias.
 
     Operands and scales are what `block_quantize` makes. fprop: x 1x128, weight 128x128; dgrad: dy
-    1x128, weight transposed 128x128; wgrad: dy and x transposed, both 1x128. The sums of slices are
+    1x128, weight columnwise 128x128; wgrad: dy and x columnwise, both 1x128. The sums of slices are
     kept in float32.
 
     Args:
@@ -228,7 +228,7 @@ def tune(
     def operand(rows: int, cols: int, fp8: torch.dtype) -> torch.Tensor:
         x = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
         codes = torch.empty_like(x, dtype=fp8)
-        cast_transpose(x, one * 64, fp8, transposed=False, out_rowwise=codes)
+        cast_transpose(x, one * 64, fp8, columnwise=False, out_rowwise=codes)
         return codes
 
     for tokens, inputs, outputs in shapes:

@@ -17,7 +17,7 @@ class FP8Output(NamedTuple):
     """An FP8 matrix; None where it was not asked for."""
 
     rowwise: torch.Tensor | None  # [rows, cols]
-    transposed: torch.Tensor | None  # [cols, rows]
+    columnwise: torch.Tensor | None  # [cols, rows]
     scale_inv: torch.Tensor  # one float32 element
 
 
@@ -33,10 +33,10 @@ def check_out_dtype(
     op: str,
     fp8_dtype: torch.dtype,
     rowwise: torch.Tensor | None,
-    transposed: torch.Tensor | None,
+    columnwise: torch.Tensor | None,
 ) -> None:
     """Raises TypeError unless the outputs that a caller gives have `fp8_dtype`."""
-    for name, out in (("rowwise", rowwise), ("transposed", transposed)):
+    for name, out in (("rowwise", rowwise), ("columnwise", columnwise)):
         if out is not None and out.dtype is not fp8_dtype:
             expected, actual = (str(d).removeprefix("torch.") for d in (fp8_dtype, out.dtype))
             raise TypeError(f"{op}: {name} must have dtype {expected}, got {actual}")
@@ -70,12 +70,12 @@ def allocate(
     cols: int,
     fp8_dtype: torch.dtype,
     rowwise: bool,
-    transposed: bool,
+    columnwise: bool,
 ) -> FP8Output:
     """Uninitialised outputs on `like`'s device; raises TypeError for another `fp8_dtype`."""
     check_fp8_dtype(op, fp8_dtype)
     return FP8Output(
         like.new_empty((rows, cols), dtype=fp8_dtype) if rowwise else None,
-        like.new_empty((cols, rows), dtype=fp8_dtype) if transposed else None,
+        like.new_empty((cols, rows), dtype=fp8_dtype) if columnwise else None,
         like.new_empty(1, dtype=torch.float32),
     )

@@ -32,7 +32,7 @@ __all__ = [
     "zero_unused",
 ]
 
-ALIGN = 16  # columns of a group in transposed codes (csrc/grouped_quantize/grouped_quantize.h)
+ALIGN = 16  # columns of a group in columnwise codes (csrc/grouped_quantize/grouped_quantize.h)
 
 _offsets = bind(
     "grouped_quantize", "grouped_offsets(Tensor splits, Tensor(a!) table, int rows) -> ()"
@@ -40,13 +40,13 @@ _offsets = bind(
 _quantize = bind(
     "grouped_quantize",
     "grouped_quantize(Tensor x, Tensor table, Tensor scale, Tensor(a!) scale_inv, "
-    "Tensor(b!)? rowwise, Tensor(c!)? transposed, Tensor(d!)? row_scale_inv, Tensor(e!)? amax, "
+    "Tensor(b!)? rowwise, Tensor(c!)? columnwise, Tensor(d!)? row_scale_inv, Tensor(e!)? amax, "
     "Tensor? due, bool inverse_given) -> ()",
 )
 _quantize_matrices = bind(
     "grouped_quantize",
     "grouped_quantize_matrices(Tensor[] matrices, Tensor? table, Tensor scale, "
-    "Tensor(a!) scale_inv, Tensor(b!)? rowwise, Tensor(c!)? transposed, Tensor(d!)? amax, "
+    "Tensor(a!) scale_inv, Tensor(b!)? rowwise, Tensor(c!)? columnwise, Tensor(d!)? amax, "
     "Tensor? due, bool inverse_given) -> ()",
 )
 _scales = bind(
@@ -82,12 +82,12 @@ class Groups(NamedTuple):
 
     @property
     def column_ends(self) -> torch.Tensor:
-        """The column after each group's last in transposed codes, int32 [num_groups]."""
+        """The column after each group's last in columnwise codes, int32 [num_groups]."""
         return self.table[self.num_groups : 2 * self.num_groups]
 
     @property
     def columns(self) -> int:
-        """Columns of transposed codes, enough for any groups."""
+        """Columns of columnwise codes, enough for any groups."""
         return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
 
 
@@ -95,7 +95,7 @@ class GroupedOutput(NamedTuple):
     """Codes of groups, None where they were not asked for, and the inverses of their scales."""
 
     rowwise: torch.Tensor | None
-    transposed: torch.Tensor | None
+    columnwise: torch.Tensor | None
     scale_inv: torch.Tensor  # float32 [groups]
     row_scale_inv: torch.Tensor | None  # float32 [rows], of quantize_groups
 
@@ -134,7 +134,7 @@ def quantize_groups(
     fp8_dtype: torch.dtype,
     *,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     scale_inv: torch.Tensor | None = None,
     due: torch.Tensor | None = None,
@@ -147,7 +147,7 @@ def quantize_groups(
         scale: float32 [groups], of any stride.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols]; rows of no group are left without values.
-        transposed: make [cols, groups.columns], in which each group begins at a multiple of 16
+        columnwise: make [cols, groups.columns], in which each group begins at a multiple of 16
             columns and has 16 at least: codes of zero where it has no row. What lies behind the
             last group has no values.
         amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group), NaN largest.
@@ -161,7 +161,7 @@ def quantize_groups(
     rows, cols = x.shape
     check_rows("grouped_quantize", rows, groups)
     row = x.new_empty((rows, cols), dtype=fp8_dtype) if rowwise else None
-    col = x.new_empty((cols, groups.columns), dtype=fp8_dtype) if transposed else None
+    col = x.new_empty((cols, groups.columns), dtype=fp8_dtype) if columnwise else None
     of_rows = x.new_empty(rows, dtype=torch.float32) if rowwise else None
     given = scale_inv is not None
     if scale_inv is None:
@@ -179,7 +179,7 @@ def quantize_matrices(
     *,
     groups: Groups | None = None,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     scale_inv: torch.Tensor | None = None,
     due: torch.Tensor | None = None,
@@ -191,7 +191,7 @@ def quantize_matrices(
         matrices: [rows, cols] each; made contiguous if they are not.
         groups: those without rows leave their matrix alone; None: all are quantized.
         rowwise: make [groups, rows, cols].
-        transposed: make [groups, cols, rows].
+        columnwise: make [groups, cols, rows].
         scale, fp8_dtype, amax, scale_inv, due: as in `quantize_groups`.
         out: what an earlier call has made, both copies and their scales, to be written instead of
             new tensors; groups that are not due keep theirs.
@@ -201,15 +201,15 @@ def quantize_matrices(
     given = scale_inv is not None
     if out is None:
         row = like.new_empty((count, *like.shape), dtype=fp8_dtype) if rowwise else None
-        col = like.new_empty((count, *like.shape[::-1]), dtype=fp8_dtype) if transposed else None
+        col = like.new_empty((count, *like.shape[::-1]), dtype=fp8_dtype) if columnwise else None
         if scale_inv is None:
             scale_inv = like.new_empty(count, dtype=torch.float32)
         out = GroupedOutput(row, col, scale_inv, None)
     else:
-        note_written(out.rowwise, out.transposed, out.scale_inv)
+        note_written(out.rowwise, out.columnwise, out.scale_inv)
     table = None if groups is None else groups.table
     _quantize_matrices(
-        matrices, table, scale, out.scale_inv, out.rowwise, out.transposed, amax, due, given
+        matrices, table, scale, out.scale_inv, out.rowwise, out.columnwise, amax, due, given
     )
     note_written(amax)
     return out
@@ -319,7 +319,7 @@ def reference_table(splits: torch.Tensor, rows: int) -> torch.Tensor:
 def reference(
     x: torch.Tensor, splits: Sequence[int], scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each group its codes [rows, cols], their transposed copy with its columns of zeros, amax.
+    """Of each group its codes [rows, cols], their columnwise copy with its columns of zeros, amax.
 
     In plain PyTorch with its own integer rounding; the specification of `quantize_groups`.
     """
@@ -327,7 +327,7 @@ def reference(
     for part, factor in zip(x[: sum(splits)].split(list(splits)), scale, strict=True):
         codes = reference_codec.encode_fp8(part.float() * factor, fp8_dtype)
         columns = max(ALIGN, -(-len(part) // ALIGN) * ALIGN)
-        transposed = torch.zeros(x.shape[1], columns, dtype=torch.uint8)
-        transposed[:, : len(part)] = codes.view(torch.uint8).t()
-        results.append((codes, transposed.view(fp8_dtype), tensor_scale.reference_amax(part)))
+        columnwise = torch.zeros(x.shape[1], columns, dtype=torch.uint8)
+        columnwise[:, : len(part)] = codes.view(torch.uint8).t()
+        results.append((codes, columnwise.view(fp8_dtype), tensor_scale.reference_amax(part)))
     return results

@@ -18,7 +18,7 @@ from .registration import bind, note_written
 HIF8_15 = 15.0
 HIF8_224 = 224.0
 
-_OUT = "Tensor(a!)? rowwise, Tensor(b!)? transposed"
+_OUT = "Tensor(a!)? rowwise, Tensor(b!)? columnwise"
 _TAIL = "Tensor(c!) scale, Tensor(d!) scale_inv"
 _quantize = bind(
     "hif8",
@@ -42,7 +42,7 @@ class HiF8Output(NamedTuple):
     """HiF8 codes; None where they were not asked for."""
 
     rowwise: torch.Tensor | None  # [rows, cols] uint8
-    transposed: torch.Tensor | None  # [cols, rows] uint8
+    columnwise: torch.Tensor | None  # [cols, rows] uint8
     scale: torch.Tensor
     scale_inv: torch.Tensor
     amax: torch.Tensor | None
@@ -101,11 +101,11 @@ def quantize(
     scale: torch.Tensor,
     *,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     saturate: bool = True,
     out_rowwise: torch.Tensor | None = None,
-    out_transposed: torch.Tensor | None = None,
+    out_columnwise: torch.Tensor | None = None,
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
 
@@ -113,20 +113,20 @@ def quantize(
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         scale: one float32 element on x's device.
         rowwise: make [rows, cols].
-        transposed: make [cols, rows].
+        columnwise: make [cols, rows].
         amax: one float32 element, becomes max(amax, max |x|), unscaled; NaN counts as largest.
         saturate: see `encode`.
         out_rowwise: written instead of a new tensor.
-        out_transposed: written instead of a new tensor.
+        out_columnwise: written instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: a shape or device that does not match, no output.
     """
     x = tensor_scale.contiguous_matrix("hif8_quantize", x)
-    given = [t for t in (out_rowwise, out_transposed, amax) if t is not None]
+    given = [t for t in (out_rowwise, out_columnwise, amax) if t is not None]
     row, col = tensor_scale.outputs(
-        "hif8_quantize", x, torch.uint8, rowwise, transposed, out_rowwise, out_transposed
+        "hif8_quantize", x, torch.uint8, rowwise, columnwise, out_rowwise, out_columnwise
     )
     (scale_inv,) = tensor_scale.float_scalars(x, 1)
     _quantize(x, scale, row, col, amax, scale_inv, saturate)
@@ -140,13 +140,13 @@ def quantize_current(
     target: float = HIF8_15,
     *,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     eps: float = 0.0,
     pow2: bool = False,
     amax: torch.Tensor | None = None,
     saturate: bool = True,
     out_rowwise: torch.Tensor | None = None,
-    out_transposed: torch.Tensor | None = None,
+    out_columnwise: torch.Tensor | None = None,
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale), scale = target / max |x|, in two launches.
 
@@ -159,22 +159,22 @@ def quantize_current(
         target: value that amax is scaled to: HIF8_15 for inputs and weights, HIF8_224 for
             gradients.
         rowwise: make [rows, cols].
-        transposed: make [cols, rows].
+        columnwise: make [cols, rows].
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of x's own; one launch then.
         saturate: see `encode`.
         out_rowwise: written instead of a new tensor.
-        out_transposed: written instead of a new tensor.
+        out_columnwise: written instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: a shape or device that does not match, no output, a target or eps out of range.
     """
     x = tensor_scale.contiguous_matrix("hif8_current", x)
-    given = [t for t in (out_rowwise, out_transposed) if t is not None]
+    given = [t for t in (out_rowwise, out_columnwise) if t is not None]
     row, col = tensor_scale.outputs(
-        "hif8_current", x, torch.uint8, rowwise, transposed, out_rowwise, out_transposed
+        "hif8_current", x, torch.uint8, rowwise, columnwise, out_rowwise, out_columnwise
     )
     if amax is None:
         amax, scale, scale_inv = tensor_scale.float_scalars(x, 3)

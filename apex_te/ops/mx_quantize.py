@@ -23,8 +23,8 @@ class MXQuantized(NamedTuple):
 
     rowwise: torch.Tensor | None  # [rows, cols]
     rowwise_scale: torch.Tensor | None  # [rows, ceil(cols / 32)] float8_e8m0fnu
-    transposed: torch.Tensor | None  # [cols, rows]
-    transposed_scale: torch.Tensor | None  # [cols, ceil(rows / 32)] float8_e8m0fnu
+    columnwise: torch.Tensor | None  # [cols, rows]
+    columnwise_scale: torch.Tensor | None  # [cols, ceil(rows / 32)] float8_e8m0fnu
 
 
 @checked
@@ -33,7 +33,7 @@ def mx_quantize(
     fp8_dtype: torch.dtype = torch.float8_e4m3fn,
     *,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     rounding: str = "up",
     out: MXQuantized | None = None,
 ) -> MXQuantized:
@@ -49,7 +49,7 @@ def mx_quantize(
             be multiples of 32: the last block is of what is there.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols], blocks along cols, and its scales.
-        transposed: make [cols, rows], blocks along rows of x, and its scales.
+        columnwise: make [cols, rows], blocks along rows of x, and its scales.
         rounding: "up" or "floor".
         out: written instead of new tensors.
 
@@ -67,11 +67,11 @@ def mx_quantize(
     if x.dim() != 2:
         raise ValueError(f"mx_quantize: x must have 2 dimensions, got shape {list(x.shape)}")
     if out is not None:
-        check_out_dtype("mx_quantize", fp8_dtype, out.rowwise, out.transposed)
+        check_out_dtype("mx_quantize", fp8_dtype, out.rowwise, out.columnwise)
         _check_scale("mx_quantize", "rowwise_scale", out.rowwise_scale)
-        _check_scale("mx_quantize", "transposed_scale", out.transposed_scale)
-    elif not (rowwise or transposed):
-        raise ValueError("mx_quantize: rowwise or transposed must be asked for")
+        _check_scale("mx_quantize", "columnwise_scale", out.columnwise_scale)
+    elif not (rowwise or columnwise):
+        raise ValueError("mx_quantize: rowwise or columnwise must be asked for")
     else:
         rows, cols = x.shape
         # Ops of a compiled region see scales as bytes: inductor knows no float8_e8m0fnu.
@@ -85,7 +85,7 @@ def mx_quantize(
 
         out = MXQuantized(
             *(pair(rows, cols) if rowwise else (None, None)),
-            *(pair(cols, rows) if transposed else (None, None)),
+            *(pair(cols, rows) if columnwise else (None, None)),
         )
     x, use_floor = x.contiguous(), rounding == "floor"
     if not torch.compiler.is_compiling():
@@ -106,14 +106,14 @@ def _as(scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     return None if scale is None else scale.view(dtype)
 
 
-def _quantize_in_library(x, rowwise, rowwise_scale, transposed, transposed_scale, use_floor):
-    row_scale, col_scale = (_as(s, _SCALE_DTYPE) for s in (rowwise_scale, transposed_scale))
-    _lib.mx_quantize(x, rowwise, row_scale, transposed, col_scale, use_floor)
+def _quantize_in_library(x, rowwise, rowwise_scale, columnwise, columnwise_scale, use_floor):
+    row_scale, col_scale = (_as(s, _SCALE_DTYPE) for s in (rowwise_scale, columnwise_scale))
+    _lib.mx_quantize(x, rowwise, row_scale, columnwise, col_scale, use_floor)
 
 
 _quantize = bind_call(
-    "mx_quantize(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_scale, Tensor(c!)? transposed, "
-    "Tensor(d!)? transposed_scale, bool use_floor) -> ()",
+    "mx_quantize(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_scale, Tensor(c!)? columnwise, "
+    "Tensor(d!)? columnwise_scale, bool use_floor) -> ()",
     _quantize_in_library,
 )
 
@@ -129,7 +129,7 @@ def mx_dequantize(
     """float(code) * 2^e of its block, rounded to nearest even; exact unless out of dtype's range.
 
     Args:
-        codes: [rows, cols] FP8; of either layout: a transposed copy gives x transposed.
+        codes: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
         scale: [rows, ceil(cols / 32)] float8_e8m0fnu.
         dtype: float32, float16 or bfloat16, of a new tensor.
         out: [rows, cols] to write.

@@ -63,12 +63,12 @@ def allocate_fp8(
     x: torch.Tensor,
     fp8_dtype: torch.dtype,
     rowwise: bool,
-    transposed: bool,
+    columnwise: bool,
     scale_inv: torch.Tensor | None,
 ) -> FP8Output:
     """The FP8 outputs for x's rows; `scale_inv` is taken if it is given."""
     rows, cols = x.shape
-    out = allocate(op, x, rows, cols, fp8_dtype, rowwise, transposed)
+    out = allocate(op, x, rows, cols, fp8_dtype, rowwise, columnwise)
     return out if scale_inv is None else out._replace(scale_inv=scale_inv)
 
 

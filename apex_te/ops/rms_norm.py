@@ -22,7 +22,7 @@ _fwd = bind(
 _fwd_fp8 = bind(
     "rms_norm",
     "rms_norm_fwd_fp8(Tensor x, Tensor? weight, Tensor? residual, Tensor scale, "
-    "Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(c!)? amax, Tensor(d!)? scale_inv, "
+    "Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(c!)? amax, Tensor(d!)? scale_inv, "
     "Tensor(e!)? residual_sum, Tensor(f!) rstd, float eps, "
     "bool zero_centered_gamma) -> ()",
 )
@@ -102,7 +102,7 @@ def rms_norm_fwd_fp8(
     fp8_dtype: torch.dtype,
     *,
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     scale_inv: torch.Tensor | None = None,
     zero_centered_gamma: bool = False,
@@ -115,7 +115,7 @@ def rms_norm_fwd_fp8(
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
-        transposed: make [cols, rows].
+        columnwise: make [cols, rows].
         amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
         scale_inv: one float32 element to receive 1 / scale; a fresh one unless given.
 
@@ -124,12 +124,12 @@ def rms_norm_fwd_fp8(
         ValueError: a shape or device that does not match.
     """
     x = x.contiguous()
-    y = norm_common.allocate_fp8("rms_norm", x, fp8_dtype, rowwise, transposed, scale_inv)
+    y = norm_common.allocate_fp8("rms_norm", x, fp8_dtype, rowwise, columnwise, scale_inv)
     rstd = norm_common.statistic(x)
     total = None if residual is None else torch.empty_like(x)
     weight, residual = norm_common.contiguous(weight), norm_common.contiguous(residual)
     _fwd_fp8(
-        x, weight, residual, scale, y.rowwise, y.transposed, amax, y.scale_inv, total, rstd,
+        x, weight, residual, scale, y.rowwise, y.columnwise, amax, y.scale_inv, total, rstd,
         float(eps), zero_centered_gamma,
     )  # fmt: skip
     note_written(amax, scale_inv)

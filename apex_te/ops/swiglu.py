@@ -16,7 +16,7 @@ from .registration import bind, note_written
 
 _INPUTS = "Tensor input, Tensor? up, Tensor? bias, Tensor? up_bias, "
 _FP8 = (
-    "Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? transposed, Tensor(c!)? amax, "
+    "Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(c!)? amax, "
     "Tensor(d!)? scale_inv, "
 )
 _fwd = bind("swiglu", f"swiglu_fwd({_INPUTS}Tensor(a!) out, int activation) -> ()")
@@ -115,7 +115,7 @@ def swiglu_fwd_fp8(
     up_bias: torch.Tensor | None = None,
     activation: str = "silu",
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
     """`swiglu` quantized from its fp32 result: q = saturating_cast(y * scale), nearest even.
@@ -125,7 +125,7 @@ def swiglu_fwd_fp8(
         scale: one float32 element on the input's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [M, F].
-        transposed: make [F, M].
+        columnwise: make [F, M].
         amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
 
     Raises:
@@ -134,9 +134,9 @@ def swiglu_fwd_fp8(
     code = _activation_code("swiglu_fwd_fp8", activation)
     matrix, up_matrix = _matrices("swiglu_fwd_fp8", input, up)
     rows, cols = _extents(matrix, up_matrix)
-    out = allocate("swiglu_fwd_fp8", matrix, rows, cols, fp8_dtype, rowwise, transposed)
+    out = allocate("swiglu_fwd_fp8", matrix, rows, cols, fp8_dtype, rowwise, columnwise)
     _fwd_fp8(
-        matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.transposed, amax, out.scale_inv,
+        matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.columnwise, amax, out.scale_inv,
         code,
     )  # fmt: skip
     note_written(amax)
@@ -185,23 +185,23 @@ def swiglu_bwd_fp8(
     up_bias: torch.Tensor | None = None,
     activation: str = "silu",
     rowwise: bool = True,
-    transposed: bool = True,
+    columnwise: bool = True,
     amax: torch.Tensor | None = None,
     with_dbias: bool = False,
 ) -> SwigluFP8Grads:
     """Gradient of the [M, 2F] input, gate first, quantized from its fp32 values.
 
     With `up` given the result is still that of both inputs side by side. Arguments as in
-    `swiglu_bwd` and `swiglu_fwd_fp8`; rowwise makes [M, 2F], transposed [2F, M].
+    `swiglu_bwd` and `swiglu_fwd_fp8`; rowwise makes [M, 2F], columnwise [2F, M].
     """
     code = _activation_code("swiglu_bwd_fp8", activation)
     matrix, up_matrix = _matrices("swiglu_bwd_fp8", input, up)
     rows, cols = _extents(matrix, up_matrix)
     grad_matrix = _grad_matrix("swiglu_bwd_fp8", grad_output, input, cols)
-    out = allocate("swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, transposed)
+    out = allocate("swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, columnwise)
     dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
     _bwd_fp8(
-        grad_matrix, matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.transposed, amax,
+        grad_matrix, matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.columnwise, amax,
         out.scale_inv, dbias, workspace, code,
     )  # fmt: skip
     note_written(amax)

@@ -27,18 +27,18 @@ def outputs(
     x: torch.Tensor,
     dtype: torch.dtype,
     rowwise: bool,
-    transposed: bool,
+    columnwise: bool,
     out_rowwise: torch.Tensor | None,
-    out_transposed: torch.Tensor | None,
+    out_columnwise: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The given outputs, or fresh ones of those that were asked for."""
     if rowwise and out_rowwise is None:
         out_rowwise = torch.empty_like(x, dtype=dtype)
-    if transposed and out_transposed is None:
-        out_transposed = x.new_empty(x.shape[::-1], dtype=dtype)
-    if out_rowwise is None and out_transposed is None:
-        raise ValueError(f"{op}: rowwise or transposed must be True, got False for both")
-    return out_rowwise, out_transposed
+    if columnwise and out_columnwise is None:
+        out_columnwise = x.new_empty(x.shape[::-1], dtype=dtype)
+    if out_rowwise is None and out_columnwise is None:
+        raise ValueError(f"{op}: rowwise or columnwise must be True, got False for both")
+    return out_rowwise, out_columnwise
 
 
 def reference_amax(x: torch.Tensor) -> torch.Tensor:

@@ -30,6 +30,7 @@ _NOW = {
     "module.grouped_linear": "module.grouped.linear",
     "module.inference_params": "module.attention.inference_params",
     "module.multihead_attention": "module.attention.multihead",
+    "ops.decoded_gemm": "ops.emulated_gemm",
     "quantizer": "fp8.scheme",
     "quantizer.base": "fp8.scheme.base",
     "quantizer.block": "fp8.scheme.block",

@@ -47,7 +47,7 @@ def functions(case: Case) -> list[Row]:
         ("gelu_bwd", 6, lambda: op.activation_bwd(dy, x, "gelu"), peers(gelu_bwd, dy, x)),
         (
             "gelu_fwd_fp8, rowwise", 3,
-            lambda: op.activation_fwd_fp8(x, "gelu", transposed=False, **fp8), {},
+            lambda: op.activation_fwd_fp8(x, "gelu", columnwise=False, **fp8), {},
         ),
         (
             "gelu_fwd_fp8, both", 4,

@@ -45,8 +45,8 @@ def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
     rows = []
     for block_rows, blocks in ((1, "1x128"), (128, "128x128")):
         scales = n // 128 * 4 if block_rows == 1 else 0
-        for layout in ("both", "rowwise", "transposed"):
-            options = {"rowwise": layout != "transposed", "transposed": layout != "rowwise"}
+        for layout in ("both", "rowwise", "columnwise"):
+            options = {"rowwise": layout != "columnwise", "columnwise": layout != "rowwise"}
             out = block_quantize(x, E4M3, block_rows=block_rows, **options)
 
             def call(out=out, block_rows=block_rows, options=options) -> None:
@@ -61,7 +61,7 @@ def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
             rows.append(
                 harness.measure(f"block_quantize {blocks} {layout}", name, num_bytes, call, peers)
             )
-        out = block_quantize(x, E4M3, block_rows=block_rows, transposed=False)
+        out = block_quantize(x, E4M3, block_rows=block_rows, columnwise=False)
         back = torch.empty_like(x)
 
         def dequantize(out=out, back=back, block_rows=block_rows) -> None:

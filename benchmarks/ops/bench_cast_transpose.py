@@ -27,7 +27,7 @@ SHAPES = [(16384, 4096), (16384, 14336), (14336, 4096), (4096, 4096), (16384, 35
 def variant_call(x: torch.Tensor, variant: str) -> tuple[int, Callable[[], Any]]:
     """Bytes that a variant must move, and the call, with every output preallocated."""
     both = variant.startswith("both")
-    make_row, make_col = both or variant == "rowwise", both or variant == "transposed"
+    make_row, make_col = both or variant == "rowwise", both or variant == "columnwise"
     fp8 = torch.float8_e4m3fn
     one, amax = torch.ones(1, device="cuda"), torch.zeros(1, device="cuda")
     scale_inv = torch.empty(1, device="cuda")
@@ -40,12 +40,12 @@ def variant_call(x: torch.Tensor, variant: str) -> tuple[int, Callable[[], Any]]
             one,
             fp8,
             rowwise=make_row,
-            transposed=make_col,
+            columnwise=make_col,
             amax=amax,
             scale_inv=scale_inv,
             with_dbias=variant == "both + dbias",
             out_rowwise=row,
-            out_transposed=col,
+            out_columnwise=col,
         )
 
     return x.numel() * (2 + make_row + make_col), call
@@ -56,7 +56,7 @@ def main() -> None:
     clock = harness.sm_clock_mhz()
     for shape in SHAPES:
         x = torch.randn(shape, device="cuda").bfloat16()
-        for variant in ("both", "rowwise", "transposed", "both + dbias"):
+        for variant in ("both", "rowwise", "columnwise", "both + dbias"):
             num_bytes, call = variant_call(x, variant)
             ours, copy = harness.kernel_us(call), harness.copy_us(num_bytes)
             rows.append(

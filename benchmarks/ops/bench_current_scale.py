@@ -41,14 +41,14 @@ def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
     col = x.new_empty(shape[::-1], dtype=E4M3)
     amax = tensor_amax(x)
     rows = []
-    for layout in ("both", "rowwise", "transposed"):
+    for layout in ("both", "rowwise", "columnwise"):
         outputs = {
-            "rowwise": layout != "transposed",
-            "transposed": layout != "rowwise",
-            "out_rowwise": row if layout != "transposed" else None,
-            "out_transposed": col if layout != "rowwise" else None,
+            "rowwise": layout != "columnwise",
+            "columnwise": layout != "rowwise",
+            "out_rowwise": row if layout != "columnwise" else None,
+            "out_columnwise": col if layout != "rowwise" else None,
         }
-        written = outputs["rowwise"] + outputs["transposed"]
+        written = outputs["rowwise"] + outputs["columnwise"]
         peers = {}
         if with_peers and layout == "both":
             fused = harness.compiled(plain)
@@ -77,7 +77,7 @@ def main() -> None:
     x = torch.randn(64, 4096, device="cuda").bfloat16()
     for layout in ("both", "rowwise"):
         small = harness.graph_us(
-            lambda both=layout == "both": current_scale(x, E4M3, transposed=both)
+            lambda both=layout == "both": current_scale(x, E4M3, columnwise=both)
         )
         function = f"current_scale {layout}"
         rows.append({"function": function, "shape": "64x4096 in a graph", "us": small})

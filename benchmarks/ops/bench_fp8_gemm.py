@@ -29,7 +29,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 def operand(rows: int, cols: int, dtype: torch.dtype) -> torch.Tensor:
     x = torch.randn(rows, cols, device="cuda").bfloat16()
-    return cast_transpose(x, torch.full((1,), 64.0, device="cuda"), dtype, transposed=False).rowwise
+    return cast_transpose(x, torch.full((1,), 64.0, device="cuda"), dtype, columnwise=False).rowwise
 
 
 def main() -> None:

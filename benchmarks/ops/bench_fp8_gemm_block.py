@@ -34,7 +34,7 @@ ROW, SQUARE = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 
 def operand(rows: int, cols: int, block_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(rows, cols, device="cuda").bfloat16()
-    out = block_quantize(x, torch.float8_e4m3fn, block_rows=block_rows, transposed=False)
+    out = block_quantize(x, torch.float8_e4m3fn, block_rows=block_rows, columnwise=False)
     return out[:2]
 
 

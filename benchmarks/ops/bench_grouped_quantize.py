@@ -29,39 +29,39 @@ SHAPES = [(32768, 7168), (32768, 2048), (16384, 7168)]
 OUTPUTS = {"both": (True, True), "rowwise": (True, False), "amax": (False, False)}
 
 
-def of_rows(x: torch.Tensor, splits: list[int], rowwise: bool, transposed: bool) -> list[Callable]:
+def of_rows(x: torch.Tensor, splits: list[int], rowwise: bool, columnwise: bool) -> list[Callable]:
     """Ours and the peer."""
     groups = op.groups_of(torch.tensor(splits, device="cuda"), len(x))
     scale, amax = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
 
     def ours() -> Any:
         return op.quantize_groups(
-            x, groups, scale, FP8, rowwise=rowwise, transposed=transposed, amax=amax
+            x, groups, scale, FP8, rowwise=rowwise, columnwise=columnwise, amax=amax
         )
 
     def casts() -> Any:
         for i, part in enumerate(x.split(splits)):
             cast_transpose(
-                part, scale[i], FP8, rowwise=rowwise, transposed=transposed, amax=amax[i]
+                part, scale[i], FP8, rowwise=rowwise, columnwise=columnwise, amax=amax[i]
             )
 
     return [ours, casts]
 
 
-def of_matrices(shape: tuple[int, int], rowwise: bool, transposed: bool) -> list[Callable]:
+def of_matrices(shape: tuple[int, int], rowwise: bool, columnwise: bool) -> list[Callable]:
     """The same of a weight of this shape for each group."""
     weights = [torch.randn(shape, device="cuda").bfloat16() for _ in range(8)]
     scale, amax = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
 
     def ours() -> Any:
         return op.quantize_matrices(
-            weights, scale, FP8, rowwise=rowwise, transposed=transposed, amax=amax
+            weights, scale, FP8, rowwise=rowwise, columnwise=columnwise, amax=amax
         )
 
     def casts() -> Any:
         for i, weight in enumerate(weights):
             cast_transpose(
-                weight, scale[i], FP8, rowwise=rowwise, transposed=transposed, amax=amax[i]
+                weight, scale[i], FP8, rowwise=rowwise, columnwise=columnwise, amax=amax[i]
             )
 
     return [ours, casts]
@@ -73,17 +73,17 @@ def main() -> None:
     for shape in SHAPES:
         x = torch.randn(shape, device="cuda").bfloat16()
         splits = [share * shape[0] // sum(SHARES) for share in SHARES]
-        for name, (rowwise, transposed) in OUTPUTS.items():
-            ours, casts = of_rows(x, splits, rowwise, transposed)
-            num_bytes = x.numel() * (2 + rowwise + transposed)
+        for name, (rowwise, columnwise) in OUTPUTS.items():
+            ours, casts = of_rows(x, splits, rowwise, columnwise)
+            num_bytes = x.numel() * (2 + rowwise + columnwise)
             label = "x".join(map(str, shape))
             peers = {"casts": casts}
             rows.append(
                 harness.measure("rows", label, num_bytes, ours, peers, repeats=20, outputs=name)
             )
-    for name, (rowwise, transposed) in {**OUTPUTS, "transposed": (False, True)}.items():
-        ours, casts = of_matrices((2048, 7168), rowwise, transposed)
-        num_bytes = 8 * 2048 * 7168 * (2 + rowwise + transposed)
+    for name, (rowwise, columnwise) in {**OUTPUTS, "columnwise": (False, True)}.items():
+        ours, casts = of_matrices((2048, 7168), rowwise, columnwise)
+        num_bytes = 8 * 2048 * 7168 * (2 + rowwise + columnwise)
         peers = {"casts": casts}
         label = "8x2048x7168"
         rows.append(

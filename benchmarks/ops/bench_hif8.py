@@ -55,14 +55,14 @@ def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
     col = x.new_empty(shape[::-1], dtype=torch.uint8)
     back = torch.empty_like(x)
     rows = []
-    for layout in ("both", "rowwise", "transposed"):
+    for layout in ("both", "rowwise", "columnwise"):
         outputs = {
-            "rowwise": layout != "transposed",
-            "transposed": layout != "rowwise",
-            "out_rowwise": row if layout != "transposed" else None,
-            "out_transposed": col if layout != "rowwise" else None,
+            "rowwise": layout != "columnwise",
+            "columnwise": layout != "rowwise",
+            "out_rowwise": row if layout != "columnwise" else None,
+            "out_columnwise": col if layout != "rowwise" else None,
         }
-        written = outputs["rowwise"] + outputs["transposed"]
+        written = outputs["rowwise"] + outputs["columnwise"]
         peers = {}
         if with_peers and layout == "both":
             fused = harness.compiled(plain)

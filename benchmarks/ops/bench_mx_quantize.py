@@ -48,8 +48,8 @@ def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
     x = torch.randn(shape, device="cuda").bfloat16()
     n, name = x.numel(), "x".join(map(str, shape))
     rows = []
-    for layout in ("both", "rowwise", "transposed"):
-        options = {"rowwise": layout != "transposed", "transposed": layout != "rowwise"}
+    for layout in ("both", "rowwise", "columnwise"):
+        options = {"rowwise": layout != "columnwise", "columnwise": layout != "rowwise"}
         out = mx_quantize(x, **options)
 
         def call(out=out, options=options) -> None:
@@ -61,7 +61,7 @@ def rows_of(shape: tuple[int, int], with_peers: bool) -> list[dict[str, Any]]:
             peers = {"torch": lambda: plain(x), "compile": lambda fused=fused: fused(x)}
         num_bytes = 2 * n + (n + n // 32) * sum(options.values())
         rows.append(harness.measure(f"mx_quantize {layout}", name, num_bytes, call, peers))
-    out = mx_quantize(x, transposed=False)
+    out = mx_quantize(x, columnwise=False)
     back = torch.empty_like(x)
     rows.append(
         harness.measure(

@@ -9,11 +9,11 @@ APEX_TE_FUNCTION(bias_gelu_bwd,
                  "dy: Tensor, x: Tensor, bias: Tensor?, dx: Tensor, dbias: Tensor?, "
                  "workspace: Tensor?, is_tanh: bool")
 APEX_TE_FUNCTION(bias_gelu_fwd_fp8,
-                 "x: Tensor, bias: Tensor?, scale: Tensor, rowwise: Tensor?, transposed: Tensor?, "
+                 "x: Tensor, bias: Tensor?, scale: Tensor, rowwise: Tensor?, columnwise: Tensor?, "
                  "amax: Tensor?, scale_inv: Tensor?, is_tanh: bool")
 APEX_TE_FUNCTION(bias_gelu_bwd_fp8,
                  "dy: Tensor, x: Tensor, bias: Tensor?, scale: Tensor, rowwise: Tensor?, "
-                 "transposed: Tensor?, amax: Tensor?, scale_inv: Tensor?, dbias: Tensor?, "
+                 "columnwise: Tensor?, amax: Tensor?, scale_inv: Tensor?, dbias: Tensor?, "
                  "workspace: Tensor?, is_tanh: bool")
 
 namespace apex_te {

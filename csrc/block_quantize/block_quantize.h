@@ -1,7 +1,7 @@
 // block_quantize: FP8 with one scale for each block of 1 x 128 or 128 x 128 elements, and back.
 //
 // scale = fp8_max / amax of the block, q = satcast_rne(float(x) * scale); scale_inv = 1 / scale,
-// infinite where the amax is, is what is stored. The transposed copy is the quantization of x
+// infinite where the amax is, is what is stored. The columnwise copy is the quantization of x
 // transposed: with 1 x 128 blocks it has its own scales, over 128 rows of x; with 128 x 128 blocks
 // it is the rowwise copy transposed. Scales lie as common/block_scale.h has it; a block beyond the
 // matrix counts as one of zeros: its scale_inv is 1.
@@ -11,8 +11,8 @@
 #include "common/scaling.h"
 
 APEX_TE_FUNCTION(block_quantize,
-                 "x: Tensor, rowwise: Tensor?, rowwise_scale_inv: Tensor?, transposed: Tensor?, "
-                 "transposed_scale_inv: Tensor?, amax: Tensor?, block_rows: int, eps: float, "
+                 "x: Tensor, rowwise: Tensor?, rowwise_scale_inv: Tensor?, columnwise: Tensor?, "
+                 "columnwise_scale_inv: Tensor?, amax: Tensor?, block_rows: int, eps: float, "
                  "pow2: bool")
 APEX_TE_FUNCTION(block_dequantize, "codes: Tensor, scale_inv: Tensor, out: Tensor, block_rows: int")
 
@@ -26,8 +26,8 @@ struct BlockQuantize {
   TensorView x;
   int64_t rows, cols;
   DType fp8;  // kOther when only amax is wanted
-  uint8_t *rowwise, *transposed;
-  float *rowwise_scale_inv, *transposed_scale_inv, *amax;
+  uint8_t *rowwise, *columnwise;
+  float *rowwise_scale_inv, *columnwise_scale_inv, *amax;
   int64_t block_rows;
   ScaleRule rule;
 };
@@ -40,31 +40,31 @@ inline BlockQuantize check_block_quantize(Args& args) {
   p.cols = p.x.size(1);
   const TensorView rowwise = args.optional_tensor();
   const TensorView rowwise_scales = args.optional_tensor();
-  const TensorView transposed = args.optional_tensor();
+  const TensorView columnwise = args.optional_tensor();
   const TensorView transposed_scales = args.optional_tensor();
   const TensorView amax = args.optional_tensor();
   p.block_rows = check_block_rows(args);
-  p.fp8 = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kOther;
+  p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kOther;
   p.rule = check_scale_rule(args, p.fp8 == DType::kE5M2 ? E5M2::kMax : E4M3::kMax);
   if (p.x.dtype() != DType::kFloat32)
     p.rule.largest_bits = p.x.dtype() == DType::kFloat16 ? kLargestHalfBits : kLargestBFloat16Bits;
-  if (!rowwise != !rowwise_scales || !transposed != !transposed_scales)
-    fail(kApexTeValueError, "%s: each of rowwise and transposed must be given with its scale_inv",
+  if (!rowwise != !rowwise_scales || !columnwise != !transposed_scales)
+    fail(kApexTeValueError, "%s: each of rowwise and columnwise must be given with its scale_inv",
          args.name());
   if (rowwise) {
     rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.rows, p.cols}).is_dense();
     check_block_scales(rowwise_scales, p.rows, p.cols, p.block_rows);
   }
-  if (transposed) {
-    transposed.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
+  if (columnwise) {
+    columnwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
     check_block_scales(transposed_scales, p.cols, p.rows, p.block_rows);
   }
-  if (rowwise && transposed) transposed.has_dtype({p.fp8});
+  if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
   if (amax) amax.is_scalar(DType::kFloat32);
   p.rowwise = rowwise.data<uint8_t>();
-  p.transposed = transposed.data<uint8_t>();
+  p.columnwise = columnwise.data<uint8_t>();
   p.rowwise_scale_inv = rowwise_scales.data<float>();
-  p.transposed_scale_inv = transposed_scales.data<float>();
+  p.columnwise_scale_inv = transposed_scales.data<float>();
   p.amax = amax.data<float>();
   return p;
 }

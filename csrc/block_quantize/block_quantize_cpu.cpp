@@ -34,7 +34,7 @@ int64_t col_tiles_of(const BlockQuantize& p) { return (p.cols + kTileCols - 1) /
 // Where the codes of the tile's columns from c0 on go.
 PanelCodes codes_of(const BlockQuantize& p, const Tile& t, int64_t c0) {
   return {p.rowwise ? p.rowwise + t.row0 * p.cols + t.col0 + c0 : nullptr, p.cols,
-          p.transposed ? p.transposed + (t.col0 + c0) * p.rows + t.row0 : nullptr, p.rows,
+          p.columnwise ? p.columnwise + (t.col0 + c0) * p.rows + t.row0 : nullptr, p.rows,
           p.rows * p.cols >= kStreamedBytes};
 }
 
@@ -89,7 +89,7 @@ APEX_TE_INLINE uint32_t quantize_1x128(const BlockQuantize& p, const Encoder<T>&
     const T* x = t.row<T>(p, r);
     if (t.row0 + r + kAhead < p.rows) prefetch_row(x + kAhead * p.cols, t.cols);
     uint32_t amaxes[kTileCols / kBlock];
-    scan_row<kBlock>(x, t.cols, r, kBlock, amaxes, p.transposed ? columns : nullptr, panels);
+    scan_row<kBlock>(x, t.cols, r, kBlock, amaxes, p.columnwise ? columns : nullptr, panels);
     for (int64_t b = 0; b < num_blocks(t.cols); ++b) row_amaxes[b][r] = amaxes[b];
   }
   uint32_t amax = 0;
@@ -103,12 +103,12 @@ APEX_TE_INLINE uint32_t quantize_1x128(const BlockQuantize& p, const Encoder<T>&
     AmaxRange range;
     range.add(amaxes, t.rows);
     amax = std::max(amax, range.largest);
-    if (p.transposed) {
+    if (p.columnwise) {
       uint32_t column_amaxes[kPanel];
       for (int64_t c = 0; c < cols; ++c) column_amaxes[c] = Magnitude::bits(columns[c0 + c]);
       range.add(column_amaxes, cols);
       scales_of(p.rule, column_amaxes, cols, column_scales,
-                p.transposed_scale_inv + t.row0 / kBlock * padded_to_4(p.cols) + t.col0 + c0);
+                p.columnwise_scale_inv + t.row0 / kBlock * padded_to_4(p.cols) + t.col0 + c0);
     }
     encoder.panel(panels + c0 * kBlock, t.rows, cols, scales, 1, column_scales, kBlock,
                   {range.is_bounded(), p.rule.pow2, range.is_regular()}, codes_of(p, t, c0),
@@ -138,20 +138,20 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Encoder<T
     const float inverse = p.rule.inverse_of(amaxes[b], scales[b]);
     if (p.rowwise)
       p.rowwise_scale_inv[row_block * padded_to_4(num_blocks(p.cols)) + col_block + b] = inverse;
-    if (p.transposed)
-      p.transposed_scale_inv[(col_block + b) * padded_to_4(num_blocks(p.rows)) + row_block] =
+    if (p.columnwise)
+      p.columnwise_scale_inv[(col_block + b) * padded_to_4(num_blocks(p.rows)) + row_block] =
           inverse;
   }
-  if (!p.rowwise && !p.transposed) return amax;
+  if (!p.rowwise && !p.columnwise) return amax;
   struct Scratch {
     alignas(kLineBytes) uint8_t codes[kBlock * kTileCols];
   };
   uint8_t* const codes = thread_scratch<Scratch>().codes;
   const bool streamed = p.rows * p.cols >= kStreamedBytes;
   for (int64_t r = 0; r < t.rows; ++r) {
-    if (p.transposed && !streamed)
+    if (p.columnwise && !streamed)
       for (int64_t c = r; c < t.cols; c += kBlock)
-        prefetch_row(p.transposed + (t.col0 + c) * p.rows + t.row0, t.rows);
+        prefetch_row(p.columnwise + (t.col0 + c) * p.rows + t.row0, t.rows);
     uint8_t* row = codes + r * kTileCols;
     encoder.blocks(t.row<T>(p, r), t.cols, scales, {amax < kBoundBits, p.rule.pow2}, row);
     if (!p.rowwise) continue;
@@ -161,8 +161,8 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Encoder<T
     else
       std::copy_n(row, t.cols, out);
   }
-  if (p.transposed)
-    transpose_bytes(codes, kTileCols, t.rows, t.cols, p.transposed + t.col0 * p.rows + t.row0,
+  if (p.columnwise)
+    transpose_bytes(codes, kTileCols, t.rows, t.cols, p.columnwise + t.col0 * p.rows + t.row0,
                     p.rows, streamed);
   if (streamed) finish_stream();
   return amax;
@@ -215,10 +215,10 @@ void quantize_all(const BlockQuantize& p) {
   });
   if (p.block_rows == 1) {
     fill_padding(p.rowwise_scale_inv, col_blocks, p.rows);
-    fill_padding(p.transposed_scale_inv, row_blocks, p.cols);
+    fill_padding(p.columnwise_scale_inv, row_blocks, p.cols);
   } else {
     fill_padding(p.rowwise_scale_inv, row_blocks, col_blocks);
-    fill_padding(p.transposed_scale_inv, col_blocks, row_blocks);
+    fill_padding(p.columnwise_scale_inv, col_blocks, row_blocks);
   }
   if (p.amax) *p.amax = bits_float(std::max(amax.load(), float_bits(*p.amax)));
 }

@@ -27,8 +27,8 @@ constexpr int kBlocks128x128 = sizeof(T) == 4 ? 2 : 4;
 struct Params {
   const void* x;
   int64_t rows, cols;
-  uint8_t *rowwise, *transposed;
-  float *rowwise_scale_inv, *transposed_scale_inv, *amax;
+  uint8_t *rowwise, *columnwise;
+  float *rowwise_scale_inv, *columnwise_scale_inv, *amax;
   ScaleRule rule;
 };
 
@@ -56,8 +56,8 @@ __device__ __forceinline__ void store_tile_rows(const Params& p, const Tile::Pla
 template <bool kAligned>
 __device__ __forceinline__ void store_tile_columns(const Params& p, const Tile::Place& at,
                                                    bool is_whole, const uint2* tile) {
-  is_whole ? Tile::store_columns_whole(p.transposed, p.rows, at, tile)
-           : Tile::store_columns<kAligned>(p.transposed, p.rows, at, tile);
+  is_whole ? Tile::store_columns_whole(p.columnwise, p.rows, at, tile)
+           : Tile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
 }
 
 // kAligned: x, the outputs and both extents allow vector accesses without a bounds check inside a
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks1x128<T>) block_1x128_kernel(
     const float scale = p.rule.scale_of(amax);
     scales[threadIdx.x] = scale;
     // The scales of one block of columns (rows) lie together, their number rounded up to 4.
-    float* out = of_row ? p.rowwise_scale_inv : p.transposed_scale_inv;
+    float* out = of_row ? p.rowwise_scale_inv : p.columnwise_scale_inv;
     const int64_t extent = ((of_row ? p.rows : p.cols) + 3) / 4 * 4;
     const int64_t first = of_row ? at.row0 : at.col0, block = of_row ? at.col0 : at.row0;
     if (out && first + i < extent)
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks1x128<T>) block_1x128_kernel(
     }
     store_tile_rows<kAligned>(p, at, is_whole, codes);
   }
-  if (p.transposed) {
+  if (p.columnwise) {
     float by[kVec];
 #pragma unroll
     for (int c = 0; c < kVec; ++c) by[c] = scales[kBlock + lane * kVec + c];
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
     codes[r] = encode_values<Format>(values, scale);
   }
   if (p.rowwise) store_tile_rows<kAligned>(p, at, is_whole, codes);
-  if (p.transposed) {
+  if (p.columnwise) {
     Tile::stage_columns(codes, tile);
     __syncthreads();
     store_tile_columns<kAligned>(p, at, is_whole, tile);
@@ -181,8 +181,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks128x128<T>)
     const float value = i == 0 ? p.rule.inverse_of(amax, scale) : 1.0f;
     if (p.rowwise_scale_inv && (i == 0 || (col == cols - 1 && col + i < col_end)))
       p.rowwise_scale_inv[row * col_end + col + i] = value;
-    if (p.transposed_scale_inv && (i == 0 || (row == rows - 1 && row + i < row_end)))
-      p.transposed_scale_inv[col * row_end + row + i] = value;
+    if (p.columnwise_scale_inv && (i == 0 || (row == rows - 1 && row + i < row_end)))
+      p.columnwise_scale_inv[col * row_end + row + i] = value;
   }
   finish_amax<kThreads>(p.amax, seen, warp_amaxes);
 }
@@ -201,7 +201,7 @@ template <typename T, typename Format>
 void launch(const BlockQuantize& c, const Params& p, cudaStream_t stream) {
   if (c.rows == 0 || c.cols == 0) return;
   const bool aligned =
-      is_aligned(p.x, 16) && fp8_tile_aligned(c.rows, c.cols, p.rowwise, p.transposed);
+      is_aligned(p.x, 16) && fp8_tile_aligned(c.rows, c.cols, p.rowwise, p.columnwise);
   const auto kernel =
       c.block_rows == 1
           ? (aligned ? block_1x128_kernel<T, Format, true> : block_1x128_kernel<T, Format, false>)
@@ -224,8 +224,8 @@ APEX_TE_DEFINE(block_quantize) {
   const BlockQuantize c = check_block_quantize(args);
   const DeviceGuard guard(args.device_id());
   const Params p{
-      c.x.data<void>(),       c.rows, c.cols, c.rowwise, c.transposed, c.rowwise_scale_inv,
-      c.transposed_scale_inv, c.amax, c.rule};
+      c.x.data<void>(),       c.rows, c.cols, c.rowwise, c.columnwise, c.rowwise_scale_inv,
+      c.columnwise_scale_inv, c.amax, c.rule};
   const auto stream = static_cast<cudaStream_t>(args.stream());
   switch (c.x.dtype()) {
     case DType::kFloat32:

@@ -1,4 +1,4 @@
-// cast_transpose: quantize a matrix to FP8 with a given scale, rowwise and transposed, in one pass.
+// cast_transpose: quantize a matrix to FP8 with a given scale, rowwise and columnwise, in one pass.
 //
 // q = satcast_rne(float(x) * scale). amax becomes max(amax, max |x|) with NaN above infinity;
 // scale_inv is set to 1 / scale; dbias to the column sums of x. A non-zero noop flag leaves every
@@ -13,7 +13,7 @@ constexpr int64_t kCastTransposeTileRows = 256;
 constexpr int64_t kCastTransposeRowsPerThread = 8;
 
 APEX_TE_FUNCTION(cast_transpose,
-                 "x: Tensor, scale: Tensor, rowwise: Tensor?, transposed: Tensor?, amax: Tensor?, "
+                 "x: Tensor, scale: Tensor, rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, "
                  "scale_inv: Tensor?, dbias: Tensor?, workspace: Tensor?, noop: Tensor?")
 
 namespace apex_te {
@@ -23,7 +23,7 @@ struct CastTranspose {
   int64_t rows, cols;
   DType fp8;  // kOther when only amax, scale_inv or dbias is wanted
   const float* scale;
-  uint8_t *rowwise, *transposed;
+  uint8_t *rowwise, *columnwise;
   float *amax, *scale_inv, *workspace;
   TensorView dbias;
   const int32_t* noop;
@@ -37,13 +37,13 @@ inline CastTranspose check_cast_transpose(Args& args) {
   p.cols = p.x.size(1);
   p.scale = args.tensor().is_scalar(DType::kFloat32).data<float>();
   const TensorView rowwise = args.optional_tensor();
-  const TensorView transposed = args.optional_tensor();
-  p.fp8 = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kOther;
+  const TensorView columnwise = args.optional_tensor();
+  p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kOther;
   if (rowwise) rowwise.has_dtype(kFP8DTypes).has_shape({p.rows, p.cols}).is_dense();
-  if (transposed) transposed.has_dtype(kFP8DTypes).has_shape({p.cols, p.rows}).is_dense();
-  if (rowwise && transposed) transposed.has_dtype({p.fp8});
+  if (columnwise) columnwise.has_dtype(kFP8DTypes).has_shape({p.cols, p.rows}).is_dense();
+  if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
   p.rowwise = rowwise.data<uint8_t>();
-  p.transposed = transposed.data<uint8_t>();
+  p.columnwise = columnwise.data<uint8_t>();
   const TensorView amax = args.optional_tensor();
   if (amax) amax.is_scalar(DType::kFloat32);
   p.amax = amax.data<float>();

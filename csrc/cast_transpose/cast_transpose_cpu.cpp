@@ -47,14 +47,14 @@ APEX_TE_TARGET_AVX2 void sum_tile_avx2(const CastTranspose& p, int64_t row0, int
 template <typename T>
 void cast_all(const CastTranspose& p) {
   const float scale = *p.scale;
-  const Quantize q{p.x, p.rows, p.cols, p.fp8, p.rowwise, p.transposed};
+  const Quantize q{p.x, p.rows, p.cols, p.fp8, p.rowwise, p.columnwise};
   const auto encode = fp8_row_encoder<T>(p.fp8, scale);
   uint32_t amax;
   if (p.dbias) {
     const auto sum = use_avx2() ? sum_tile_avx2<T> : sum_tile_portable<T>;
     amax = quantize_tiles<T>(q, encode, [&](int64_t row0, int64_t col0) { sum(p, row0, col0); });
     add_lines<T>(p.workspace, (p.rows + kTileRows - 1) / kTileRows, p.cols, p.dbias.data());
-  } else if (p.rowwise || p.transposed) {
+  } else if (p.rowwise || p.columnwise) {
     amax = quantize_all<T>(q, encode);
   } else {
     amax = amax_of_tensor<T>(p.x);

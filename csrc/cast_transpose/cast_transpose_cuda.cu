@@ -1,7 +1,7 @@
 // CUDA kernels of cast_transpose.
 //
 // Rowwise only: vectors of 16 bytes in and 8 out, two in flight for each thread.
-// With the transposed copy: tiles of 256 x 128 (common/fp8_tile.h); a thread's 8 loads of 16 bytes
+// With the columnwise copy: tiles of 256 x 128 (common/fp8_tile.h); a thread's 8 loads of 16 bytes
 // are all in flight.
 #include "cast_transpose/cast_transpose.h"
 #include "common/column_sums.h"
@@ -26,7 +26,7 @@ struct Params {
   const void* x;
   int64_t rows, cols;
   const float* scale;
-  uint8_t *rowwise, *transposed;
+  uint8_t *rowwise, *columnwise;
   float *amax, *scale_inv, *workspace;
   const int32_t* noop;
 };
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) cast_transpose_tile_kernel(co
     codes[r] = encode_vec<T, Format>(in[r], scale, kDbias ? column_sums : nullptr);
   }
   if (p.rowwise) Tile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
-  if (p.transposed) Tile::stage_columns(codes, tile);
+  if (p.columnwise) Tile::stage_columns(codes, tile);
   if (kDbias) {
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) cast_transpose_tile_kernel(co
   }
   stage_amax(amax_bits(T{}, amax), warp_amaxes);
   __syncthreads();
-  if (p.transposed) Tile::store_columns<kAligned>(p.transposed, p.rows, at, tile);
+  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
   if (kDbias && at.row0 < p.rows && threadIdx.x < kTileCols && at.col0 + threadIdx.x < p.cols) {
     float sum = 0.0f;
 #pragma unroll
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) cast_rowwise_kernel(const Params p) 
 template <typename T, typename Format>
 void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
   const bool in_aligned = is_aligned(p.x, 16) && p.cols % kVec == 0;
-  if (!p.transposed && !c.dbias) {
+  if (!p.columnwise && !c.dbias) {
     const bool aligned = is_aligned(p.x, 16) && is_aligned(p.rowwise, 8);
     constexpr int64_t kPerBlock = kThreads * kSteps * kVec;
     const int64_t blocks = (p.rows * p.cols + kPerBlock - 1) / kPerBlock;
@@ -143,8 +143,8 @@ void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
     const int64_t tiles = row_tiles * ((p.cols + kTileCols - 1) / kTileCols);
     if (tiles > 0x7FFFFFFF)
       fail(kApexTeUnsupported, "cast_transpose: x must have fewer than 2^46 elements");
-    const bool aligned = in_aligned && is_aligned(p.rowwise, 8) && is_aligned(p.transposed, 16) &&
-                         (p.rows % 16 == 0 || !p.transposed);
+    const bool aligned = in_aligned && is_aligned(p.rowwise, 8) && is_aligned(p.columnwise, 16) &&
+                         (p.rows % 16 == 0 || !p.columnwise);
     const auto kernel = c.dbias ? (aligned ? cast_transpose_tile_kernel<T, Format, true, true>
                                            : cast_transpose_tile_kernel<T, Format, false, true>)
                                 : (aligned ? cast_transpose_tile_kernel<T, Format, true, false>
@@ -171,7 +171,7 @@ APEX_TE_DEFINE(cast_transpose) {
   const CastTranspose c = check_cast_transpose(args);
   const DeviceGuard guard(args.device_id());
   const Params p{c.x.data<void>(), c.rows, c.cols,      c.scale,     c.rowwise,
-                 c.transposed,     c.amax, c.scale_inv, c.workspace, c.noop};
+                 c.columnwise,     c.amax, c.scale_inv, c.workspace, c.noop};
   const auto stream = static_cast<cudaStream_t>(args.stream());
   switch (c.x.dtype()) {
     case DType::kFloat32:

@@ -12,7 +12,7 @@ namespace apex_te {
 constexpr int kAnyThreads = 256, kAnyCols = 128;
 constexpr int kAnyRows = kActivationTileRows;
 
-// numel <= rows * cols: where neither bias, dbias nor transposed sets rows, the caller chooses the
+// numel <= rows * cols: where neither bias, dbias nor columnwise sets rows, the caller chooses the
 // extents and the last row may be shorter.
 template <typename Kinds, bool kBwd>
 __global__ void __launch_bounds__(kAnyThreads)
@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(kAnyThreads)
   sums[group][c] = column_sum;
   stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (p.transposed) {
+  if (p.columnwise) {
     for (int k = threadIdx.x; k < kAnyRows * kAnyCols; k += kAnyThreads) {
       const int r = k % kAnyRows, column = k / kAnyRows;
       if (row0 + r < p.rows && col0 + column < p.cols)
-        p.transposed[(col0 + column) * p.rows + row0 + r] = tile[r][column];
+        p.columnwise[(col0 + column) * p.rows + row0 + r] = tile[r][column];
     }
   }
   if (p.dbias && row0 < p.rows && group == 0 && col < p.cols) {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kAnyThreads)
 template <typename Kinds, bool kBwd>
 void launch_activation_any(ActivationOp p, cudaStream_t stream) {
   const int64_t numel = p.rows * p.cols;
-  if (!p.bias && !p.dbias && !p.transposed) {
+  if (!p.bias && !p.dbias && !p.columnwise) {
     p.cols = kAnyCols;
     p.rows = (numel + kAnyCols - 1) / kAnyCols;
   }

@@ -126,13 +126,13 @@ APEX_TE_INLINE void relu_gradient(const uint16_t* x, const uint16_t* dy, uint16_
 }
 
 // Extents of a tile: 128 columns where they are transposed, else a long piece of a row, and as many
-// rows as one line of dbias or one store of transposed codes has.
+// rows as one line of dbias or one store of columnwise codes has.
 constexpr int64_t kActivationSegment = 1024;
 struct ActivationCpuTile {
   int64_t rows, cols;
   explicit ActivationCpuTile(const ActivationOp& p)
-      : rows(p.transposed || p.dbias ? kActivationTileRows : 16),
-        cols(p.transposed ? 128 : kActivationSegment) {}
+      : rows(p.columnwise || p.dbias ? kActivationTileRows : 16),
+        cols(p.columnwise ? 128 : kActivationSegment) {}
 };
 
 struct ActivationScratch {
@@ -197,17 +197,17 @@ APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row
       if (!is_float) dtype.narrow(values, cols, p.out, i);
       continue;
     }
-    uint8_t* to = p.transposed ? codes + r * 128 : p.rowwise + i;
-    if (!p.transposed && !p.rowwise)
+    uint8_t* to = p.columnwise ? codes + r * 128 : p.rowwise + i;
+    if (!p.columnwise && !p.rowwise)
       amax = std::max(amax, amax_of(values, cols));
     else if (p.fp8 == DType::kE5M2)
       amax = std::max(amax, encode_row<E5M2>(values, cols, scale, to));
     else
       amax = std::max(amax, encode_row<E4M3>(values, cols, scale, to));
-    if (p.transposed && p.rowwise) std::copy_n(to, cols, p.rowwise + i);
+    if (p.columnwise && p.rowwise) std::copy_n(to, cols, p.rowwise + i);
   }
-  if (p.transposed)
-    transpose_bytes(codes, 128, rows, cols, p.transposed + col0 * p.rows + row0, p.rows);
+  if (p.columnwise)
+    transpose_bytes(codes, 128, rows, cols, p.columnwise + col0 * p.rows + row0, p.rows);
   if (p.dbias) std::copy_n(sums[0], cols, p.workspace + row0 / kActivationTileRows * p.cols + col0);
   return amax;
 }
@@ -257,7 +257,7 @@ void run_activation(ActivationOp p) {
     if (p.dtype == DType::kBFloat16) table = activation_table_of<BFloat16, kBwd>(p.kind, Kinds{});
   }
   uint32_t amax = 0;
-  if (!p.bias && !p.dbias && !p.transposed) {
+  if (!p.bias && !p.dbias && !p.columnwise) {
     // Rows mean nothing here: whole segments, then the elements that fill none.
     const int64_t numel = p.rows * p.cols;
     p.rows = numel / kActivationSegment;

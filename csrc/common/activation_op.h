@@ -25,7 +25,7 @@ struct ActivationOp {
   float* workspace;
   DType fp8;  // kOther without FP8 outputs
   const float* scale;
-  uint8_t *rowwise, *transposed;
+  uint8_t *rowwise, *columnwise;
   float *amax, *scale_inv;
 };
 
@@ -63,15 +63,15 @@ inline void* check_like(const TensorView& t, const TensorView& x) {
 inline void check_activation_fp8(Args& args, ActivationOp& p) {
   p.scale = args.tensor().is_scalar(DType::kFloat32).data<float>();
   const TensorView rowwise = args.optional_tensor();
-  const TensorView transposed = args.optional_tensor();
-  p.fp8 = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kE4M3;
+  const TensorView columnwise = args.optional_tensor();
+  p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kE4M3;
   if (rowwise)
     rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.rows, p.cols}).is_dense();
-  if (transposed)
-    transposed.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
-  if (rowwise && transposed) transposed.has_dtype({p.fp8});
+  if (columnwise)
+    columnwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
+  if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
   p.rowwise = rowwise.data<uint8_t>();
-  p.transposed = transposed.data<uint8_t>();
+  p.columnwise = columnwise.data<uint8_t>();
   const TensorView amax = args.optional_tensor();
   if (amax) amax.is_scalar(DType::kFloat32);
   p.amax = amax.data<float>();

@@ -1,4 +1,4 @@
-// Tiles of 16-bit elements for the ops activation and bias_gelu: FP8 results rowwise, transposed or
+// Tiles of 16-bit elements for the ops activation and bias_gelu: FP8 results rowwise, columnwise or
 // both in one pass, and gradients with dbias. A thread has 8 rows of 8 columns.
 #pragma once
 
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
       codes[r] = is_e5m2 ? encode_values<E5M2>(values, scale) : encode_values<E4M3>(values, scale);
   }
   if (kFP8 && p.rowwise) Tile::template store_rows<true>(p.rowwise, p.cols, at, codes);
-  if (kFP8 && p.transposed) Tile::stage_columns(codes, tile);
+  if (kFP8 && p.columnwise) Tile::stage_columns(codes, tile);
   if (kDbias) {
     let_next_kernel_start();
 #pragma unroll
@@ -87,11 +87,11 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
   }
   if (kFP8) stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (kFP8 && p.transposed) {
-    if (p.rows % 16 == 0 && reinterpret_cast<uintptr_t>(p.transposed) % 16 == 0)
-      Tile::template store_columns<true>(p.transposed, p.rows, at, tile);
+  if (kFP8 && p.columnwise) {
+    if (p.rows % 16 == 0 && reinterpret_cast<uintptr_t>(p.columnwise) % 16 == 0)
+      Tile::template store_columns<true>(p.columnwise, p.rows, at, tile);
     else
-      Tile::template store_columns<false>(p.transposed, p.rows, at, tile);
+      Tile::template store_columns<false>(p.columnwise, p.rows, at, tile);
   }
   if (kDbias && at.row0 < p.rows) {
     for (int c = threadIdx.x; c < Tile::kTileCols; c += Tile::kThreads) {

@@ -324,7 +324,7 @@ APEX_TE_ONCE void encode_transposed(const T* panel, int64_t rows, int64_t cols, 
 struct PanelCodes {
   uint8_t* rowwise;
   int64_t rowwise_ld;
-  uint8_t* transposed;
+  uint8_t* columnwise;
   int64_t transposed_ld;
   bool streamed;  // past the caches
 };
@@ -340,15 +340,15 @@ APEX_TE_ONCE void encode_panel(const T* panel, int64_t rows, int64_t cols, const
 #if defined(__x86_64__)
   if (traits.is_bounded && use_avx512()) {
     uint8_t* const codes = thread_scratch<PanelScratch>().codes;
-    if (out.transposed)
+    if (out.columnwise)
       avx512::order_scales<T>(column_scales, (rows + block_rows - 1) / block_rows * kPanel);
     const auto encode = traits.is_pow2 && traits.is_regular
                             ? avx512::encode_panel_pow2<Format, kBlock, kPanel, T>
                             : avx512::encode_panel<avx512::FP8Encoder<Format>, kBlock, kPanel, T>;
     encode(panel, rows, cols, scales, scales_ld, out.rowwise, out.rowwise_ld, out.streamed,
-           column_scales, block_rows, out.transposed ? codes : nullptr, next, next_ld);
-    if (out.transposed)
-      transpose_bytes(codes, kPanel, rows, cols, out.transposed, out.transposed_ld, out.streamed);
+           column_scales, block_rows, out.columnwise ? codes : nullptr, next, next_ld);
+    if (out.columnwise)
+      transpose_bytes(codes, kPanel, rows, cols, out.columnwise, out.transposed_ld, out.streamed);
     return;
   }
 #endif
@@ -359,8 +359,8 @@ APEX_TE_ONCE void encode_panel(const T* panel, int64_t rows, int64_t cols, const
                                   out.streamed ? buffer : to);
     if (out.streamed) stream_bytes(to, buffer, cols);
   }
-  if (out.transposed)
-    encode_transposed<Format>(panel, rows, cols, block_rows, column_scales, traits, out.transposed,
+  if (out.columnwise)
+    encode_transposed<Format>(panel, rows, cols, block_rows, column_scales, traits, out.columnwise,
                               out.transposed_ld, out.streamed);
 }
 

@@ -1,4 +1,4 @@
-// Tiles of FP8 codes that leave a kernel rowwise, transposed or both.
+// Tiles of FP8 codes that leave a kernel rowwise, columnwise or both.
 //
 // A tile is kTileRows x 128; a thread holds 8 rows of 8 columns, whose codes it stores as rows,
 // transposes in registers and passes through shared memory, so that every column of the tile leaves
@@ -140,7 +140,7 @@ struct FP8Tile {
       tile[chunk_of(lane * kVec + c, group)] = make_uint2(low[c], high[c]);
   }
 
-  // The shared tile to the transposed output, whose rows are `ld` (the matrix's rows) bytes long.
+  // The shared tile to the columnwise output, whose rows are `ld` (the matrix's rows) bytes long.
   // kAligned: out is aligned to 16 bytes and ld and the matrix's rows are multiples of 16. `thread`
   // is one of kThreads.
   template <bool kAligned>
@@ -181,9 +181,9 @@ struct FP8Tile {
 
 // Both extents and all pointers of an FP8 producer allow the vector accesses of FP8Tile.
 inline bool fp8_tile_aligned(int64_t rows, int64_t cols, const uint8_t* rowwise,
-                             const uint8_t* transposed) {
+                             const uint8_t* columnwise) {
   return cols % kVec == 0 && is_aligned(rowwise, 8) &&
-         (!transposed || (rows % 16 == 0 && is_aligned(transposed, 16)));
+         (!columnwise || (rows % 16 == 0 && is_aligned(columnwise, 16)));
 }
 
 }  // namespace apex_te

@@ -29,7 +29,7 @@ struct NormFwd {
   float *mean, *rstd;
   DType fp8;  // kOther where y is wanted in x's dtype
   const float* scale;
-  uint8_t *rowwise, *transposed;
+  uint8_t *rowwise, *columnwise;
   float *amax, *scale_inv;
 };
 
@@ -107,12 +107,12 @@ NormFwd check_norm_fwd(Args& args, bool to_fp8) {
   p.fp8 = DType::kOther;
   if (to_fp8) {
     p.scale = norm::scalar(args.tensor());
-    const TensorView rowwise = args.optional_tensor(), transposed = args.optional_tensor();
-    p.fp8 = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kE4M3;
+    const TensorView rowwise = args.optional_tensor(), columnwise = args.optional_tensor();
+    p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kE4M3;
     if (rowwise) rowwise.has_dtype({DType::kE4M3, DType::kE5M2});
-    if (transposed) transposed.has_dtype({DType::kE4M3, DType::kE5M2});
+    if (columnwise) columnwise.has_dtype({DType::kE4M3, DType::kE5M2});
     p.rowwise = norm::like(rowwise, p.fp8, p.rows, p.cols).data<uint8_t>();
-    p.transposed = norm::like(transposed, p.fp8, p.cols, p.rows).data<uint8_t>();
+    p.columnwise = norm::like(columnwise, p.fp8, p.cols, p.rows).data<uint8_t>();
     p.amax = norm::scalar(args.optional_tensor());
     p.scale_inv = norm::scalar(args.optional_tensor());
   } else {

@@ -1,4 +1,4 @@
-// Forward of the norms to FP8 with the transposed copy, where norm_ring_cuda.h does not apply (very
+// Forward of the norms to FP8 with the columnwise copy, where norm_ring_cuda.h does not apply (very
 // long rows, no alignment): the statistics come from a kernel of their own, and tiles read x again.
 #pragma once
 
@@ -46,14 +46,14 @@ __global__ void __launch_bounds__(FP8Tile<128>::kThreads) norm_fp8_tile_kernel(c
   if (p.rowwise) Tile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
   Tile::stage_columns(codes, tile);
   __syncthreads();
-  Tile::store_columns<kAligned>(p.transposed, p.rows, at, tile);
+  Tile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
   finish_fp8(p, amax, seen);
 }
 
 template <typename T, bool kLayerNorm>
 void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t stream) {
   const bool aligned =
-      norm_fwd_aligned(p) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.transposed);
+      norm_fwd_aligned(p) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
   if (!p.rows || !p.cols) return launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, stream);
   if constexpr (kHasCountedBarriers) {
     // Tiles for less than half of the multiprocessors take longer than two kernels with more
@@ -66,7 +66,7 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
   }
   NormFwd statistics = p;
   statistics.scale = nullptr;
-  statistics.rowwise = statistics.transposed = nullptr;
+  statistics.rowwise = statistics.columnwise = nullptr;
   statistics.amax = statistics.scale_inv = nullptr;
   launch_norm_fwd_rows<T, kLayerNorm>(statistics, op, device, stream);
   NormFwd tiles = p;
@@ -74,7 +74,7 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
   const int64_t blocks = FP8Tile<128>::num_tiles(p.rows, p.cols);
   check_grid(blocks, op);
   const bool tiles_aligned =
-      is_aligned(tiles.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.transposed);
+      is_aligned(tiles.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
   const auto kernel = tiles_aligned ? norm_fp8_tile_kernel<T, kLayerNorm, true>
                                     : norm_fp8_tile_kernel<T, kLayerNorm, false>;
   kernel<<<static_cast<unsigned>(blocks), FP8Tile<128>::kThreads, 0, stream>>>(tiles);
@@ -86,7 +86,7 @@ void launch_norm_fwd(const NormFwd& p, const char* op, int device, void* stream)
   const auto run = [&](auto element) {
     using T = decltype(element);
     const auto s = static_cast<cudaStream_t>(stream);
-    if (p.transposed)
+    if (p.columnwise)
       launch_norm_fp8<T, kLayerNorm>(p, op, device, s);
     else
       launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, s);

@@ -4,7 +4,7 @@
 // registers, lets the copy of its next row begin, and normalises. No load waits for a reduction
 // and, but for the statistics of long rows, no warp for another. Rows whose parameters do not fit
 // in a block's shared memory go to a cluster of blocks. Weight and bias stay in shared memory,
-// widened. For a transposed copy a block has tiles of 64 or 32 rows, whose codes also go to shared
+// widened. For a columnwise copy a block has tiles of 64 or 32 rows, whose codes also go to shared
 // memory, from where they leave by columns.
 #pragma once
 
@@ -19,7 +19,7 @@ constexpr int kRingThreads = kRingWarps * 32;
 constexpr int kMaxRingSlots = 8;
 template <typename T, bool kTiles>  // of a thread: 64 registers, or half where codes need memory
 constexpr int kRingVecs = (kTiles ? 16 : 32) / sizeof(T);
-constexpr int kLeastTileRows = 32;        // whose transposed codes are whole sectors
+constexpr int kLeastTileRows = 32;        // whose columnwise codes are whole sectors
 constexpr int64_t kPlainTileCols = 4096;  // that two blocks hold with 64 rows
 
 struct RingShape {
@@ -33,7 +33,7 @@ struct RingShape {
 // 8 x 8 codes of neighbouring lanes in different banks.
 __host__ __device__ inline int tile_pitch(int block_vecs) { return (block_vecs | 1) * kVec; }
 
-// A tile of codes to the transposed output: a thread turns 8 x 8 codes, and the lanes that lie
+// A tile of codes to the columnwise output: a thread turns 8 x 8 codes, and the lanes that lie
 // below each other store all rows of a column together.
 __device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_rows, int pitch,
                                            int vecs, uint8_t* out, int64_t rows, int64_t row0) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_r
   }
 }
 
-// kTiles: with transposed codes, and a residual where there is one.
+// kTiles: with columnwise codes, and a residual where there is one.
 template <typename T, bool kLayerNorm, bool kTiles>
 __global__ void __launch_bounds__(kRingThreads, 1)
     norm_ring_kernel(const NormFwd p, const RingShape shape) {
@@ -272,7 +272,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       __syncthreads();
       store_tile(tile, tile_rows, pitch,
                  static_cast<int>(min(total_vecs - block_col, int64_t{block_vecs})),
-                 p.transposed + block_col * kVec * p.rows, p.rows, base);
+                 p.columnwise + block_col * kVec * p.rows, p.rows, base);
       __syncthreads();
     }
   }
@@ -294,11 +294,11 @@ bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
   const int64_t max_ranks = clusters ? kMaxNormRanks : 1, arrays = p.residual ? 2 : 1;
   // 64 bytes of a transposed column at once pay for two blocks of a row, not for four.
   const bool high = clusters && (p.cols <= kPlainTileCols || p.cols > 2 * kPlainTileCols);
-  const int64_t tile_rows = p.transposed ? (high ? 2 : 1) * kLeastTileRows : 0;
-  for (int64_t ranks = p.transposed && high && p.cols > kPlainTileCols / 2 ? 2 : 1;
+  const int64_t tile_rows = p.columnwise ? (high ? 2 : 1) * kLeastTileRows : 0;
+  for (int64_t ranks = p.columnwise && high && p.cols > kPlainTileCols / 2 ? 2 : 1;
        ranks <= max_ranks; ranks *= 2) {
     const int64_t slice = (total + ranks - 1) / ranks,
-                  most = 32 * (p.transposed ? kRingVecs<T, true> : kRingVecs<T, false>);
+                  most = 32 * (p.columnwise ? kRingVecs<T, true> : kRingVecs<T, false>);
     for (int64_t warps = (slice + most - 1) / most; warps <= kRingWarps; ++warps) {
       const int64_t vecs = (slice + warps - 1) / warps, groups = kRingWarps / warps;
       if (warps > 1 && vecs < 32) break;
@@ -322,14 +322,14 @@ bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
 template <typename T, bool kLayerNorm>
 void launch_norm_ring(const NormFwd& p, const RingPlan& plan, int device, cudaStream_t stream) {
   const auto kernel =
-      p.transposed ? norm_ring_kernel<T, kLayerNorm, true> : norm_ring_kernel<T, kLayerNorm, false>;
+      p.columnwise ? norm_ring_kernel<T, kLayerNorm, true> : norm_ring_kernel<T, kLayerNorm, false>;
   const void* address = reinterpret_cast<const void*>(kernel);
   check_cuda(cudaFuncSetAttribute(address, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   static_cast<int>(plan.shared_bytes)),
              "cudaFuncSetAttribute");
-  const int64_t tile_rows = p.transposed ? plan.shape.tile_rows : kRingWarps / plan.shape.warps;
+  const int64_t tile_rows = p.columnwise ? plan.shape.tile_rows : kRingWarps / plan.shape.warps;
   // Two rounds of tiles were faster, but for layer_norm without a residual.
-  const int64_t rounds = p.transposed && (!kLayerNorm || p.residual) ? 2 : 1;
+  const int64_t rounds = p.columnwise && (!kLayerNorm || p.residual) ? 2 : 1;
   const int64_t lines =
       std::min((p.rows + tile_rows - 1) / tile_rows,
                rounds * max_active_clusters(address, kRingThreads, static_cast<int>(plan.ranks),

@@ -12,14 +12,14 @@ struct Quantize {
   TensorView x;
   int64_t rows, cols;
   DType codes;  // dtype of the outputs
-  uint8_t *rowwise, *transposed;
+  uint8_t *rowwise, *columnwise;
 };
 
 inline TensorView check_quantize_input(const TensorView& x) {
   return x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
 }
 
-// Reads rowwise and transposed, in this order.
+// Reads rowwise and columnwise, in this order.
 inline Quantize check_quantize(Args& args, const TensorView& x,
                                std::initializer_list<DType> code_dtypes) {
   Quantize p;
@@ -27,16 +27,16 @@ inline Quantize check_quantize(Args& args, const TensorView& x,
   p.rows = x.size(0);
   p.cols = x.size(1);
   const TensorView rowwise = args.optional_tensor();
-  const TensorView transposed = args.optional_tensor();
+  const TensorView columnwise = args.optional_tensor();
   if (rowwise) rowwise.has_dtype(code_dtypes).has_shape({p.rows, p.cols}).is_dense();
-  if (transposed) transposed.has_dtype(code_dtypes).has_shape({p.cols, p.rows}).is_dense();
-  if (rowwise && transposed) transposed.has_dtype({rowwise.dtype()});
-  if (!rowwise && !transposed)
-    fail(kApexTeValueError, "%s: rowwise or transposed must be given, got None for both",
+  if (columnwise) columnwise.has_dtype(code_dtypes).has_shape({p.cols, p.rows}).is_dense();
+  if (rowwise && columnwise) columnwise.has_dtype({rowwise.dtype()});
+  if (!rowwise && !columnwise)
+    fail(kApexTeValueError, "%s: rowwise or columnwise must be given, got None for both",
          args.name());
-  p.codes = rowwise ? rowwise.dtype() : transposed.dtype();
+  p.codes = rowwise ? rowwise.dtype() : columnwise.dtype();
   p.rowwise = rowwise.data<uint8_t>();
-  p.transposed = transposed.data<uint8_t>();
+  p.columnwise = columnwise.data<uint8_t>();
   return p;
 }
 

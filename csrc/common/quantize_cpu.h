@@ -64,7 +64,7 @@ struct QuantizeScratch {
 // One tile of a matrix to the outputs that are not null.
 template <typename T, typename EncodeRow>
 APEX_TE_INLINE uint32_t quantize_tile(const T* x, int64_t rows, int64_t cols, int64_t row0,
-                                      int64_t col0, uint8_t* rowwise, uint8_t* transposed,
+                                      int64_t col0, uint8_t* rowwise, uint8_t* columnwise,
                                       bool streamed, const EncodeRow& encode_row) {
   uint8_t* const codes = thread_scratch<QuantizeScratch>().codes;
   const int64_t end = std::min(rows, row0 + kQuantizeTileRows);
@@ -83,9 +83,9 @@ APEX_TE_INLINE uint32_t quantize_tile(const T* x, int64_t rows, int64_t cols, in
       else if (rowwise)
         std::copy_n(row_codes, tile_cols, rowwise + at);
     }
-    if (transposed)
+    if (columnwise)
       transpose_bytes(codes, kQuantizeTileCols, part_rows, tile_cols,
-                      transposed + col0 * rows + part, rows, streamed);
+                      columnwise + col0 * rows + part, rows, streamed);
   }
   if (streamed) finish_stream();
   return amax;
@@ -102,7 +102,7 @@ uint32_t quantize_tiles(const Quantize& q, const EncodeRow& encode_row, const Fi
   parallel_for(row_tiles * col_tiles, [&](int64_t i) {
     const int64_t row0 = i / col_tiles * kQuantizeTileRows;
     const int64_t col0 = i % col_tiles * kQuantizeTileCols;
-    fold_amax(amax, quantize_tile(x, q.rows, q.cols, row0, col0, q.rowwise, q.transposed, streamed,
+    fold_amax(amax, quantize_tile(x, q.rows, q.cols, row0, col0, q.rowwise, q.columnwise, streamed,
                                   encode_row));
     finish(row0, col0);
   });
@@ -112,7 +112,7 @@ uint32_t quantize_tiles(const Quantize& q, const EncodeRow& encode_row, const Fi
 // All of x to the outputs that are not null, of which there is one.
 template <typename T, typename EncodeRow>
 uint32_t quantize_all(const Quantize& q, const EncodeRow& encode_row) {
-  if (q.transposed) return quantize_tiles<T>(q, encode_row, [](int64_t, int64_t) {});
+  if (q.columnwise) return quantize_tiles<T>(q, encode_row, [](int64_t, int64_t) {});
   const T* x = q.x.data<const T>();
   const int64_t numel = q.rows * q.cols;
   std::atomic<uint32_t> amax{0};

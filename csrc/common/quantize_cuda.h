@@ -1,4 +1,4 @@
-// Kernels of quantizers with one scale for the tensor: rowwise, transposed or both in one read.
+// Kernels of quantizers with one scale for the tensor: rowwise, columnwise or both in one read.
 //
 // With a scale of this very tensor a first kernel leaves partial amaxes in a workspace, which needs
 // no initial value; every block of the second reduces them again. The second goes through x in the
@@ -80,7 +80,7 @@ struct GivenScale {
 struct QuantizeParams {
   const void* x;
   int64_t rows, cols;
-  uint8_t *rowwise, *transposed;
+  uint8_t *rowwise, *columnwise;
 };
 
 template <typename Encoder, typename T>
@@ -91,7 +91,7 @@ __device__ __forceinline__ uint2 encode_vec(const Vec8<T>& v, float scale,
   return Encoder::encode(values, scale, table);
 }
 
-// kTile: with a transposed output, tiles of 256 x 128. Otherwise x is one long row.
+// kTile: with a columnwise output, tiles of 256 x 128. Otherwise x is one long row.
 // kAligned: pointers and extents allow accesses of 8 elements without a bounds check inside.
 template <typename T, typename Encoder, typename Source, bool kTile, bool kAligned>
 __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4 ? 1 : 2)
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4 ? 1 : 2)
   }
   if (Source::kFoldAmax) stage_amax(amax_bits(T{}, amax), warps);
   if (kTile || Source::kFoldAmax) __syncthreads();
-  if (kTile) QuantizeTile::store_columns<kAligned>(p.transposed, p.rows, at, tile);
+  if (kTile) QuantizeTile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
   source.finish(seen, amax, warps);
 }
 
@@ -200,12 +200,12 @@ CurrentScale launch_current_scale(const Call& p, cudaStream_t stream) {
 template <typename T, typename Encoder, typename Source>
 void launch_quantize(const Quantize& q, const Source& source, const Encoder& encoder,
                      cudaStream_t stream) {
-  const QuantizeParams p{q.x.data<void>(), q.rows, q.cols, q.rowwise, q.transposed};
+  const QuantizeParams p{q.x.data<void>(), q.rows, q.cols, q.rowwise, q.columnwise};
   int64_t blocks;
   void (*kernel)(QuantizeParams, Source, Encoder);
-  if (p.transposed && p.rows && p.cols) {
+  if (p.columnwise && p.rows && p.cols) {
     const bool aligned =
-        is_aligned(p.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.transposed);
+        is_aligned(p.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
     blocks = QuantizeTile::num_tiles(p.rows, p.cols);
     kernel = aligned ? quantize_kernel<T, Encoder, Source, true, true>
                      : quantize_kernel<T, Encoder, Source, true, false>;

@@ -4,7 +4,7 @@
 // The groups lie one after the other in x [rows, cols]; what is left of x behind the last is
 // padding and never read. `table` (int32 [3 G + 1], from grouped_offsets) describes them:
 //   ends[G]    row after a group's last;
-//   columns[G] column after a group's last in transposed codes, where a group begins at a multiple
+//   columns[G] column after a group's last in columnwise codes, where a group begins at a multiple
 //              of 16 and has 16 columns at least, those without a row being zeros;
 //   used[G]    1 for a group with rows;
 //   bad        1 where the splits are no such partition (one is negative, or they exceed the rows):
@@ -16,7 +16,7 @@
 #include "common/fp8_formats.h"
 #include "common/scaling.h"
 
-constexpr int64_t kGroupAlign = 16;  // columns of a group in transposed codes
+constexpr int64_t kGroupAlign = 16;  // columns of a group in columnwise codes
 constexpr int64_t kMaxGroups = 1023;
 
 APEX_TE_FUNCTION(grouped_offsets, "splits: Tensor, table: Tensor, rows: int")
@@ -25,12 +25,12 @@ APEX_TE_FUNCTION(grouped_offsets, "splits: Tensor, table: Tensor, rows: int")
 // `due`, only groups whose flag is set are looked at; nothing is written of the others.
 APEX_TE_FUNCTION(grouped_quantize,
                  "x: Tensor, table: Tensor, scale: Tensor, scale_inv: Tensor, rowwise: Tensor?, "
-                 "transposed: Tensor?, row_scale_inv: Tensor?, amax: Tensor?, due: Tensor?, "
+                 "columnwise: Tensor?, row_scale_inv: Tensor?, amax: Tensor?, due: Tensor?, "
                  "inverse_given: bool")
 // The same for G matrices of one shape; with a table, only those of groups with rows are read.
 APEX_TE_FUNCTION(grouped_quantize_matrices,
                  "matrices: Tensor[], table: Tensor?, scale: Tensor, scale_inv: Tensor, "
-                 "rowwise: Tensor?, transposed: Tensor?, amax: Tensor?, due: Tensor?, "
+                 "rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, due: Tensor?, "
                  "inverse_given: bool")
 // Scales of groups from their amaxes by the rule of common/scaling.h.
 APEX_TE_FUNCTION(grouped_scales,
@@ -150,7 +150,7 @@ inline GroupedOffsets check_grouped_offsets(Args& args) {
   return p;
 }
 
-// Both casts. Of matrices `rows` is that of each, and `columns`, the length of a row of transposed
+// Both casts. Of matrices `rows` is that of each, and `columns`, the length of a row of columnwise
 // codes, is the same.
 struct GroupedQuantize {
   DType dtype, codes;
@@ -159,30 +159,30 @@ struct GroupedQuantize {
   Table table{nullptr, 0};
   int64_t rows, cols, columns;
   GroupValues scale, scale_inv, amax;
-  uint8_t *rowwise, *transposed;
+  uint8_t *rowwise, *columnwise;
   float* row_scale_inv = nullptr;
   const int32_t* due;
   bool inverse_given;
 };
 
 inline void check_codes(Args& args, GroupedQuantize& p, bool stacked) {
-  const TensorView rowwise = args.optional_tensor(), transposed = args.optional_tensor();
+  const TensorView rowwise = args.optional_tensor(), columnwise = args.optional_tensor();
   p.columns = p.rows;
-  for (const TensorView& out : {rowwise, transposed})
+  for (const TensorView& out : {rowwise, columnwise})
     if (out) out.has_dtype({DType::kE4M3, DType::kE5M2}).is_dense();
-  if (rowwise && transposed) transposed.has_dtype({rowwise.dtype()});
+  if (rowwise && columnwise) columnwise.has_dtype({rowwise.dtype()});
   const int64_t groups = p.table.groups;
   if (stacked) {
     if (rowwise) rowwise.has_shape({groups, p.rows, p.cols});
-    if (transposed) transposed.has_shape({groups, p.cols, p.rows});
+    if (columnwise) columnwise.has_shape({groups, p.cols, p.rows});
   } else {
     if (rowwise) rowwise.has_shape({p.rows, p.cols});
     p.columns = (p.rows + kGroupAlign - 1) / kGroupAlign * kGroupAlign + groups * kGroupAlign;
-    if (transposed) transposed.has_shape({p.cols, p.columns});
+    if (columnwise) columnwise.has_shape({p.cols, p.columns});
   }
-  p.codes = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kE4M3;
+  p.codes = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kE4M3;
   p.rowwise = rowwise.data<uint8_t>();
-  p.transposed = transposed.data<uint8_t>();
+  p.columnwise = columnwise.data<uint8_t>();
 }
 
 inline GroupedQuantize check_grouped_quantize(Args& args) {

@@ -15,13 +15,13 @@ namespace {
 constexpr int64_t kTileRows = kQuantizePartRows;
 constexpr int64_t kTileCols = kQuantizeTileCols;
 
-// One tile's rows of x, of which `rows` exist and `columns` go to the transposed copy.
+// One tile's rows of x, of which `rows` exist and `columns` go to the columnwise copy.
 struct Part {
   int64_t row, rows, column, columns;
 };
 
 template <typename T>
-uint32_t quantize_part(const GroupedQuantize& p, const T* x, uint8_t* rowwise, uint8_t* transposed,
+uint32_t quantize_part(const GroupedQuantize& p, const T* x, uint8_t* rowwise, uint8_t* columnwise,
                        const Part& part, int64_t col0, bool streamed,
                        const FP8RowEncoder<T>& encode) {
   uint8_t* const codes = thread_scratch<QuantizeScratch>().codes;
@@ -38,10 +38,10 @@ uint32_t quantize_part(const GroupedQuantize& p, const T* x, uint8_t* rowwise, u
     else if (rowwise)
       std::copy_n(row_codes, cols, rowwise + at);
   }
-  if (transposed) {
+  if (columnwise) {
     std::fill(codes + part.rows * kTileCols, codes + part.columns * kTileCols, uint8_t{0});
     transpose_bytes(codes, kTileCols, part.columns, cols,
-                    transposed + col0 * p.columns + part.column, p.columns, streamed);
+                    columnwise + col0 * p.columns + part.column, p.columns, streamed);
   }
   if (streamed) finish_stream();
   return amax;
@@ -58,9 +58,9 @@ uint32_t amax_of_part(const GroupedQuantize& p, const T* x, const Part& part) {
 // Group g: rows begin to end of x, to columns from `column` on, at least as many.
 template <typename T>
 void quantize_group(const GroupedQuantize& p, int g, const T* x, uint8_t* rowwise,
-                    uint8_t* transposed, int64_t begin, int64_t end, int64_t column,
+                    uint8_t* columnwise, int64_t begin, int64_t end, int64_t column,
                     int64_t column_end) {
-  const bool writes = rowwise || transposed;
+  const bool writes = rowwise || columnwise;
   const bool streamed = p.rows * p.cols >= kStreamedBytes;
   const auto encode = fp8_row_encoder<T>(p.codes, writes ? p.scale[g] : 1.0f);
   const int64_t row_tiles = (column_end - column + kTileRows - 1) / kTileRows;
@@ -70,7 +70,7 @@ void quantize_group(const GroupedQuantize& p, int g, const T* x, uint8_t* rowwis
     const int64_t done = (writes ? i / col_tiles : i) * kTileRows;
     const Part part{begin + done, std::clamp<int64_t>(end - begin - done, 0, kTileRows),
                     column + done, std::min(kTileRows, column_end - column - done)};
-    fold_amax(amax, writes ? quantize_part(p, x, rowwise, transposed, part,
+    fold_amax(amax, writes ? quantize_part(p, x, rowwise, columnwise, part,
                                            i % col_tiles * kTileCols, streamed, encode)
                            : amax_of_part(p, x, part));
   });
@@ -80,7 +80,7 @@ void quantize_group(const GroupedQuantize& p, int g, const T* x, uint8_t* rowwis
 template <typename T>
 void quantize_all_groups(const GroupedQuantize& p) {
   const bool bad = p.table.data && p.table.bad();
-  const bool writes = p.rowwise || p.transposed;
+  const bool writes = p.rowwise || p.columnwise;
   for (int g = 0; g < p.table.groups; ++g) {
     if (p.due && !p.due[g]) continue;
     if (writes && bad) p.scale_inv[g] = std::numeric_limits<float>::quiet_NaN();
@@ -92,10 +92,10 @@ void quantize_all_groups(const GroupedQuantize& p) {
       const int64_t offset = g * p.rows * p.cols;
       quantize_group<T>(p, g, reinterpret_cast<const T*>(x),
                         p.rowwise ? p.rowwise + offset : nullptr,
-                        p.transposed ? p.transposed + offset : nullptr, 0, p.rows, 0, p.rows);
+                        p.columnwise ? p.columnwise + offset : nullptr, 0, p.rows, 0, p.rows);
       continue;
     }
-    quantize_group<T>(p, g, p.x.data<const T>(), p.rowwise, p.transposed, p.table.begin(g),
+    quantize_group<T>(p, g, p.x.data<const T>(), p.rowwise, p.columnwise, p.table.begin(g),
                       p.table.end(g), p.table.column_begin(g), p.table.column_end(g));
     if (p.row_scale_inv)
       std::fill(p.row_scale_inv + p.table.begin(g), p.row_scale_inv + p.table.end(g),

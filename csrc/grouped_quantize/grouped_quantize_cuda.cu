@@ -1,5 +1,5 @@
 // CUDA kernels of grouped_quantize's casts: tiles of 256 x 128 (common/fp8_tile.h) over the columns
-// of the transposed codes, in which 16 columns, the rows of one warp, belong to one group.
+// of the columnwise codes, in which 16 columns, the rows of one warp, belong to one group.
 //
 // A warp finds its group with one load of the table for each 32 groups and a vote.
 #include <algorithm>
@@ -29,7 +29,7 @@ struct Params {
   Table table;   // its data may be null where there are matrices
   int64_t rows, cols, columns;
   GroupValues scale, scale_inv, amax;
-  uint8_t *rowwise, *transposed;
+  uint8_t *rowwise, *columnwise;
   float* row_scale_inv;
   const int32_t* due;
   bool inverse_given;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
   __shared__ int groups[kWarps];
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
   const int warp = threadIdx.x / 32;
-  const bool is_writer = blockIdx.x == 0 && p.scale_inv && (p.rowwise || p.transposed);
+  const bool is_writer = blockIdx.x == 0 && p.scale_inv && (p.rowwise || p.columnwise);
   if (is_writer && p.first == 0) {
     const bool bad = p.table.data && p.table.bad();
     for (int g = threadIdx.x; g < p.table.groups; g += kThreads)
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
   }
   int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(p.x);
-  uint8_t *rowwise = p.rowwise, *transposed = p.transposed;
+  uint8_t *rowwise = p.rowwise, *columnwise = p.columnwise;
   int matrix = 0;
   if (p.stacked) {
     matrix = static_cast<int>(index / p.tiles_of_each);
@@ -98,9 +98,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
     matrix += p.first;
     if ((p.table.data && !p.table.used(matrix)) || (p.due && !p.due[matrix])) return;
     if (rowwise) rowwise += matrix * p.rows * p.cols;
-    if (transposed) transposed += matrix * p.rows * p.cols;
+    if (columnwise) columnwise += matrix * p.rows * p.cols;
   }
-  // Where codes go in the transposed copy, and where they come from.
+  // Where codes go in the columnwise copy, and where they come from.
   const Tile::Place to(p.columns, p.cols, index);
   const int64_t column = to.row0 + warp * kGroupAlign;
   Source source = p.stacked ? Source{matrix, column, p.rows} : source_of(p.table, column);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
   Vec8<T> in[kRows];
   Tile::load<T, kAligned>(x, p.cols, from, in);
   const int group = source.group;
-  const float scale = group < 0 || !(rowwise || transposed) ? 1.0f : p.scale[group];
+  const float scale = group < 0 || !(rowwise || columnwise) ? 1.0f : p.scale[group];
   // Thread 0 may find that the tile's amax is no news to its group.
   uint32_t seen = 0;
   if (threadIdx.x == 0 && p.amax && group >= 0)
@@ -132,11 +132,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
     for (int r = 0; r < kRows; ++r)
       if (from.row + r < from.rows) p.row_scale_inv[from.row + r] = inverse;
   }
-  if (transposed) Tile::stage_columns(codes, tile);
+  if (columnwise) Tile::stage_columns(codes, tile);
   stage_amax(amax_bits(T{}, amax), amaxes);
   if (threadIdx.x % 32 == 0) groups[warp] = group;
   __syncthreads();
-  if (transposed) Tile::store_columns<kAligned>(transposed, p.columns, to, tile);
+  if (columnwise) Tile::store_columns<kAligned>(columnwise, p.columns, to, tile);
   if (threadIdx.x != 0 || !p.amax) return;
   // One atomic for each group of the tile.
   const int own = group;
@@ -151,11 +151,11 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
 
 template <typename T, typename Format>
 void launch(const GroupedQuantize& q, Params p, cudaStream_t stream) {
-  bool aligned = p.cols % kVec == 0 && is_aligned(p.rowwise, 8) && is_aligned(p.transposed, 16);
+  bool aligned = p.cols % kVec == 0 && is_aligned(p.rowwise, 8) && is_aligned(p.columnwise, 16);
   if (!p.stacked) {
     aligned = aligned && is_aligned(p.x, 16);
   } else {
-    aligned = aligned && p.rows * p.cols % 16 == 0 && (!p.transposed || p.rows % 16 == 0);
+    aligned = aligned && p.rows * p.cols % 16 == 0 && (!p.columnwise || p.rows % 16 == 0);
   }
   const int64_t tiles = Tile::num_tiles(p.columns, p.cols);
   p.tiles_of_each = tiles;
@@ -201,7 +201,7 @@ void run_quantize(const GroupedQuantize& q, Args& args) {
                  q.scale_inv,
                  q.amax,
                  q.rowwise,
-                 q.transposed,
+                 q.columnwise,
                  q.row_scale_inv,
                  q.due,
                  q.inverse_given,

@@ -13,7 +13,7 @@ APEX_TE_FUNCTION(layer_norm_fwd,
 // infinity; scale_inv is set to 1 / scale.
 APEX_TE_FUNCTION(layer_norm_fwd_fp8,
                  "x: Tensor, weight: Tensor?, bias: Tensor?, residual: Tensor?, scale: Tensor, "
-                 "rowwise: Tensor?, transposed: Tensor?, amax: Tensor?, scale_inv: Tensor?, "
+                 "rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, scale_inv: Tensor?, "
                  "residual_sum: Tensor?, mean: Tensor, rstd: Tensor, eps: float, "
                  "zero_centered_gamma: bool")
 

@@ -2,7 +2,7 @@
 //
 // A block's scale code e stands for 2^(e - 127), 0xFF for NaN; q = satcast_rne(float(x) *
 // 2^(127 - e)). Scales lie plainly: of codes [rows, cols] with blocks along cols,
-// [rows, ceil(cols / 32)]. The transposed copy is the quantization of x transposed, from high
+// [rows, ceil(cols / 32)]. The columnwise copy is the quantization of x transposed, from high
 // precision: codes [cols, rows], scales [cols, ceil(rows / 32)]. A last block may be short.
 #pragma once
 
@@ -10,8 +10,8 @@
 #include "common/op.h"
 
 APEX_TE_FUNCTION(mx_quantize,
-                 "x: Tensor, rowwise: Tensor?, rowwise_scale: Tensor?, transposed: Tensor?, "
-                 "transposed_scale: Tensor?, use_floor: bool")
+                 "x: Tensor, rowwise: Tensor?, rowwise_scale: Tensor?, columnwise: Tensor?, "
+                 "columnwise_scale: Tensor?, use_floor: bool")
 APEX_TE_FUNCTION(mx_dequantize, "codes: Tensor, scale: Tensor, out: Tensor")
 
 namespace apex_te {
@@ -53,7 +53,7 @@ struct MxQuantize {
   TensorView x;
   int64_t rows, cols;
   DType fp8;
-  uint8_t *rowwise, *rowwise_scale, *transposed, *transposed_scale;
+  uint8_t *rowwise, *rowwise_scale, *columnwise, *columnwise_scale;
   bool use_floor;
 };
 
@@ -69,26 +69,26 @@ inline MxQuantize check_mx_quantize(Args& args) {
   p.cols = p.x.size(1);
   const TensorView rowwise = args.optional_tensor();
   const TensorView rowwise_scale = args.optional_tensor();
-  const TensorView transposed = args.optional_tensor();
-  const TensorView transposed_scale = args.optional_tensor();
+  const TensorView columnwise = args.optional_tensor();
+  const TensorView columnwise_scale = args.optional_tensor();
   p.use_floor = args.boolean();
-  if (!rowwise != !rowwise_scale || !transposed != !transposed_scale)
-    fail(kApexTeValueError, "%s: each of rowwise and transposed must be given with its scale",
+  if (!rowwise != !rowwise_scale || !columnwise != !columnwise_scale)
+    fail(kApexTeValueError, "%s: each of rowwise and columnwise must be given with its scale",
          args.name());
-  p.fp8 = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kOther;
+  p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kOther;
   if (rowwise) {
     rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.rows, p.cols}).is_dense();
     check_mx_scale(rowwise_scale, p.rows, p.cols);
   }
-  if (transposed) {
-    transposed.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
-    check_mx_scale(transposed_scale, p.cols, p.rows);
+  if (columnwise) {
+    columnwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
+    check_mx_scale(columnwise_scale, p.cols, p.rows);
   }
-  if (rowwise && transposed) transposed.has_dtype({p.fp8});
+  if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
   p.rowwise = rowwise.data<uint8_t>();
   p.rowwise_scale = rowwise_scale.data<uint8_t>();
-  p.transposed = transposed.data<uint8_t>();
-  p.transposed_scale = transposed_scale.data<uint8_t>();
+  p.columnwise = columnwise.data<uint8_t>();
+  p.columnwise_scale = columnwise_scale.data<uint8_t>();
   return p;
 }
 

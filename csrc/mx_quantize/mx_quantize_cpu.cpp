@@ -92,13 +92,13 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, const Encoder<T>& encoder
   T* const panels = scratch.panels;
   uint32_t* const amaxes = scratch.amaxes;
   float* const multipliers = scratch.multipliers;
-  if (p.transposed) memset(columns, 0, sizeof(columns));
+  if (p.columnwise) memset(columns, 0, sizeof(columns));
   if (cols < kTileCols) std::fill_n(amaxes, rows * kColBlocks, 0u);
   for (int64_t r = 0; r < rows; ++r) {
     const T* row = x + r * p.cols;
     if (row0 + r + kAhead < p.rows) prefetch_row(row + kAhead * p.cols, cols);
     scan_row<kMxBlock>(row, cols, r, kTileRows, p.rowwise ? amaxes + r * kColBlocks : nullptr,
-                       p.transposed ? columns[r / kMxBlock] : nullptr, panels);
+                       p.columnwise ? columns[r / kMxBlock] : nullptr, panels);
   }
   AmaxRange row_range;
   if (p.rowwise) {
@@ -113,7 +113,7 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, const Encoder<T>& encoder
     const int64_t panel = std::min(kPanel, cols - c0), ld = mx_blocks(p.rows);
     alignas(kLineBytes) float column_multipliers[kRowBlocks * kPanel];
     AmaxRange range = row_range;
-    if (p.transposed) {
+    if (p.columnwise) {
       uint8_t codes[kRowBlocks][kPanel] = {}, lines[kPanel][kRowBlocks];
       for (int64_t b = 0; b < mx_blocks(rows); ++b) {
         uint32_t column_amaxes[kPanel];
@@ -122,7 +122,7 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, const Encoder<T>& encoder
                   column_multipliers + b * kPanel);
         range.add(column_amaxes, kPanel);
       }
-      uint8_t* scale = p.transposed_scale + (col0 + c0) * ld + row0 / kMxBlock;
+      uint8_t* scale = p.columnwise_scale + (col0 + c0) * ld + row0 / kMxBlock;
       for (int64_t c = 0; c < kPanel; ++c)
         for (int64_t b = 0; b < kRowBlocks; ++b) lines[c][b] = codes[b][c];
       if (rows == kTileRows)
@@ -131,7 +131,7 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, const Encoder<T>& encoder
         for (int64_t c = 0; c < panel; ++c) memcpy(scale + c * ld, lines[c], mx_blocks(rows));
     }
     const PanelCodes out = {p.rowwise ? p.rowwise + row0 * p.cols + col0 + c0 : nullptr, p.cols,
-                            p.transposed ? p.transposed + (col0 + c0) * p.rows + row0 : nullptr,
+                            p.columnwise ? p.columnwise + (col0 + c0) * p.rows + row0 : nullptr,
                             p.rows, streamed};
     encoder.panel(panels + c0 * kTileRows, rows, panel, multipliers + c0 / kMxBlock, kColBlocks,
                   column_multipliers, kMxBlock, {range.is_bounded(), true, range.is_regular()}, out,

@@ -26,7 +26,7 @@ constexpr int kBlocksPerSM = sizeof(T) == 4 ? 2 : 3;
 struct Params {
   const void* x;
   int64_t rows, cols;
-  uint8_t *rowwise, *rowwise_scale, *transposed, *transposed_scale;
+  uint8_t *rowwise, *rowwise_scale, *columnwise, *columnwise_scale;
   bool use_floor;
   bool in_tiles;  // scales leave by store_scale_groups
 };
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>) mx_quantize_kernel(
     }
     Tile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
   }
-  if (p.transposed) {
+  if (p.columnwise) {
     const uint2 of_cols = scale_codes<T, Format, 8>(cols, p.use_floor);
     if (group % 4 == 0)
       *reinterpret_cast<uint2*>(&scales[1][group / 4 * kTileSide + lane * kVec]) = of_cols;
@@ -130,19 +130,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>) mx_quantize_kernel(
     Tile::stage_columns(codes, tile, lane, group);
   }
   __syncthreads();
-  if (p.transposed) Tile::store_columns<kAligned>(p.transposed, p.rows, at, tile);
+  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
   const int i = threadIdx.x % kTileSide;
   if (p.in_tiles) {
     if (threadIdx.x < 32 && p.rowwise)
       store_scale_groups(p.rowwise_scale, p.cols, at.row0, at.col0, scales[0]);
-    else if (threadIdx.x >= 32 && threadIdx.x < 64 && p.transposed)
-      store_scale_groups(p.transposed_scale, p.rows, at.col0, at.row0, scales[1]);
+    else if (threadIdx.x >= 32 && threadIdx.x < 64 && p.columnwise)
+      store_scale_groups(p.columnwise_scale, p.rows, at.col0, at.row0, scales[1]);
   } else if (threadIdx.x < kTileSide) {
     if (p.rowwise && at.row0 + i < p.rows)
       store_scales(p.rowwise_scale, (p.cols + kMxBlock - 1) / kMxBlock, at.row0 + i,
                    at.col0 / kMxBlock, &scales[0][i]);
-  } else if (p.transposed && at.col0 + i < p.cols) {
-    store_scales(p.transposed_scale, (p.rows + kMxBlock - 1) / kMxBlock, at.col0 + i,
+  } else if (p.columnwise && at.col0 + i < p.cols) {
+    store_scales(p.columnwise_scale, (p.rows + kMxBlock - 1) / kMxBlock, at.col0 + i,
                  at.row0 / kMxBlock, &scales[1][i]);
   }
 }
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kOrderThreads) order_scales_kernel(const Order
 inline bool orders_scales(const Params& p) {
   constexpr int64_t kFewTiles = 2048, kSide = 4 * kTileSide, kMostCols = 1 << 18;
   return p.rows % kSide == 0 && p.cols % kSide == 0 && p.rows <= kMostCols && p.cols <= kMostCols &&
-         is_aligned(p.rowwise_scale, 16) && is_aligned(p.transposed_scale, 16) &&
+         is_aligned(p.rowwise_scale, 16) && is_aligned(p.columnwise_scale, 16) &&
          p.rows / kTileSide * (p.cols / kTileSide) >= kFewTiles;
 }
 void launch_order(const Params& p, cudaStream_t stream) {
@@ -211,7 +211,7 @@ void launch_order(const Params& p, cudaStream_t stream) {
     bytes = max(bytes, order.groups[k] * tiles * (kGroupBytes + 4));
   };
   add(0, p.rowwise ? p.rowwise_scale : nullptr, p.rows, p.cols);
-  add(1, p.transposed ? p.transposed_scale : nullptr, p.cols, p.rows);
+  add(1, p.columnwise ? p.columnwise_scale : nullptr, p.cols, p.rows);
   check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(order_scales_kernel),
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "cudaFuncSetAttribute");
@@ -224,7 +224,7 @@ void launch(Params p, cudaStream_t stream) {
   if (p.rows == 0 || p.cols == 0) return;
   p.in_tiles = orders_scales(p);
   const bool aligned =
-      is_aligned(p.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.transposed);
+      is_aligned(p.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
   const auto kernel =
       aligned ? mx_quantize_kernel<T, Format, true> : mx_quantize_kernel<T, Format, false>;
   kernel<<<Tile::grid(p.rows, p.cols, "mx_quantize"), kThreads, 0, stream>>>(p);
@@ -254,8 +254,8 @@ APEX_TE_DEFINE(mx_quantize) {
   const MxQuantize c = check_mx_quantize(args);
   if (c.fp8 == DType::kOther) return;
   const DeviceGuard guard(args.device_id());
-  const Params p{c.x.data<void>(),   c.rows,      c.cols, c.rowwise, c.rowwise_scale, c.transposed,
-                 c.transposed_scale, c.use_floor, false};
+  const Params p{c.x.data<void>(),   c.rows,      c.cols, c.rowwise, c.rowwise_scale, c.columnwise,
+                 c.columnwise_scale, c.use_floor, false};
   const auto stream = static_cast<cudaStream_t>(args.stream());
   switch (c.x.dtype()) {
     case DType::kFloat32:

@@ -12,7 +12,7 @@ APEX_TE_FUNCTION(rms_norm_fwd,
 // infinity; scale_inv is set to 1 / scale.
 APEX_TE_FUNCTION(rms_norm_fwd_fp8,
                  "x: Tensor, weight: Tensor?, residual: Tensor?, scale: Tensor, rowwise: Tensor?, "
-                 "transposed: Tensor?, amax: Tensor?, scale_inv: Tensor?, "
+                 "columnwise: Tensor?, amax: Tensor?, scale_inv: Tensor?, "
                  "residual_sum: Tensor?, rstd: Tensor, eps: float, zero_centered_gamma: bool")
 
 // x is what was normalised: x + residual where there was a residual.

@@ -20,7 +20,7 @@ APEX_TE_FUNCTION(swiglu_fwd,
                  "activation: int")
 APEX_TE_FUNCTION(swiglu_fwd_fp8,
                  "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, scale: Tensor, "
-                 "rowwise: Tensor?, transposed: Tensor?, amax: Tensor?, scale_inv: Tensor?, "
+                 "rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, scale_inv: Tensor?, "
                  "activation: int")
 APEX_TE_FUNCTION(swiglu_bwd,
                  "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
@@ -28,7 +28,7 @@ APEX_TE_FUNCTION(swiglu_bwd,
                  "workspace: Tensor?, activation: int")
 APEX_TE_FUNCTION(swiglu_bwd_fp8,
                  "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
-                 "up_bias: Tensor?, scale: Tensor, rowwise: Tensor?, transposed: Tensor?, "
+                 "up_bias: Tensor?, scale: Tensor, rowwise: Tensor?, columnwise: Tensor?, "
                  "amax: Tensor?, scale_inv: Tensor?, dbias: Tensor?, workspace: Tensor?, "
                  "activation: int")
 
@@ -64,7 +64,7 @@ struct Swiglu {
   int64_t grad_ld;  // of dgate and dup
   DType fp8;        // kOther without FP8 outputs
   const float* scale;
-  uint8_t *rowwise, *transposed;
+  uint8_t *rowwise, *columnwise;
   float *amax, *scale_inv;
   void* dbias;
   float* workspace;
@@ -126,14 +126,14 @@ inline void check_swiglu_input(Args& args, Swiglu& p) {
 inline void check_swiglu_fp8(Args& args, Swiglu& p, int64_t rows, int64_t cols) {
   p.scale = args.tensor().is_scalar(DType::kFloat32).data<float>();
   const TensorView rowwise = args.optional_tensor();
-  const TensorView transposed = args.optional_tensor();
-  p.fp8 = rowwise ? rowwise.dtype() : transposed ? transposed.dtype() : DType::kE4M3;
+  const TensorView columnwise = args.optional_tensor();
+  p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kE4M3;
   if (rowwise) rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({rows, cols}).is_dense();
-  if (transposed)
-    transposed.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({cols, rows}).is_dense();
-  if (rowwise && transposed) transposed.has_dtype({p.fp8});
+  if (columnwise)
+    columnwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({cols, rows}).is_dense();
+  if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
   p.rowwise = rowwise.data<uint8_t>();
-  p.transposed = transposed.data<uint8_t>();
+  p.columnwise = columnwise.data<uint8_t>();
   const TensorView amax = args.optional_tensor();
   if (amax) amax.is_scalar(DType::kFloat32);
   p.amax = amax.data<float>();

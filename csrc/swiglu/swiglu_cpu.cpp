@@ -1,4 +1,4 @@
-// CPU kernel of swiglu: chunks of whole rows, or with a transposed output or dbias tiles of
+// CPU kernel of swiglu: chunks of whole rows, or with a columnwise output or dbias tiles of
 // 64 x 1024; one thread each, row after row in fp32.
 #include <algorithm>
 
@@ -143,9 +143,9 @@ APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_
     }
   }
   for (int h = 0; h < halves; ++h) {
-    if (p.transposed)
+    if (p.columnwise)
       transpose_bytes(codes[h], kTileCols, rows, cols,
-                      p.transposed + (h * p.cols + col0) * p.rows + row0, p.rows);
+                      p.columnwise + (h * p.cols + col0) * p.rows + row0, p.rows);
     if (p.dbias)
       std::copy_n(sums[h], cols, p.workspace + (row0 / kTileRows * 2 + h) * p.cols + col0);
   }
@@ -183,7 +183,7 @@ void run_swiglu(const Swiglu& p) {
       p.grad_output ? row_loop_of<true>(p.activation) : row_loop_of<false>(p.activation);
   const auto run_block = use_avx512() ? block_avx512 : use_avx2() ? block_avx2 : block_portable;
   // Whole rows suit the memory best; columns are only summed or transposed in tiles.
-  const bool in_tiles = p.transposed || p.dbias;
+  const bool in_tiles = p.columnwise || p.dbias;
   const int64_t block_cols = in_tiles ? kTileCols : std::min<int64_t>(p.cols, 16384);
   const int64_t block_rows =
       in_tiles ? kTileRows

@@ -1,4 +1,4 @@
-// CUDA kernels of swiglu over tiles: FP8 results rowwise and transposed in one pass, and gradients
+// CUDA kernels of swiglu over tiles: FP8 results rowwise and columnwise in one pass, and gradients
 // with dbias. 16-bit inputs and vector accesses; a thread of forward has 8 rows of 8 columns, one
 // of backward 4.
 //
@@ -44,7 +44,7 @@ __device__ __forceinline__ Words4 load_bias(const void* bias, int64_t col, int64
   return bias && col < cols ? load_vec(static_cast<const BFloat16*>(bias) + col) : Words4{};
 }
 
-// The transposed store; rows that are no multiple of 16 go byte by byte.
+// The columnwise store; rows that are no multiple of 16 go byte by byte.
 __device__ __forceinline__ void store_columns(uint8_t* out, int64_t rows, const Tile::Place& at,
                                               const uint2* tile, int thread) {
   if (rows % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
@@ -87,10 +87,10 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kerne
     codes[r] = encode(g, scale, is_e5m2);
   }
   if (p.rowwise) Tile::store_rows<true>(p.rowwise, p.cols, at, codes);
-  if (p.transposed) Tile::stage_columns(codes, tile);
+  if (p.columnwise) Tile::stage_columns(codes, tile);
   stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (p.transposed) store_columns(p.transposed, p.rows, at, tile, threadIdx.x);
+  if (p.columnwise) store_columns(p.columnwise, p.rows, at, tile, threadIdx.x);
   finish_amax<Tile::kThreads>(p.amax, seen, warp_amaxes);
   if (blockIdx.x == 0 && block_row() == 0 && threadIdx.x == 0 && p.scale_inv)
     *p.scale_inv = 1.0f / scale;
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
       store_vec_whole(static_cast<BFloat16*>(p.dup) + offset, pack16(u, is_half));
     }
   }
-  if (p.transposed) {
+  if (p.columnwise) {
     uint2 codes[kRows];
     share_rows(gate_codes, up_codes, is_upper, codes);
     Tile::stage_columns(codes, tiles[is_upper], lane, warp);
@@ -191,9 +191,9 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
   }
   stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (p.transposed) {
+  if (p.columnwise) {
     const int half = threadIdx.x / Tile::kThreads;
-    store_columns(p.transposed + half * p.cols * p.rows, p.rows, at, tiles[half],
+    store_columns(p.columnwise + half * p.cols * p.rows, p.rows, at, tiles[half],
                   threadIdx.x % Tile::kThreads);
   }
   if (p.dbias) {

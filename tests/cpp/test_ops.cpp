@@ -80,7 +80,7 @@ ApexTeCall call(Function f, const std::vector<ApexTeArg>& args) {
 void test_cast_transpose(const char* path) {
   const Function cast = function(open_library(path), "apex_te_cast_transpose");
   std::vector<float> x{0.0f, 1.0f, -2.0f, 1000.0f, 0.5f, NAN};
-  std::vector<uint8_t> rowwise(6, 0xAA), transposed(6, 0xAA);
+  std::vector<uint8_t> rowwise(6, 0xAA), columnwise(6, 0xAA);
   float scale = 2.0f, amax = 0.0f, scale_inv = 0.0f;
   Tensor tx(x.data(), kFloat, {2, 3}), ts(&scale, kFloat, {1}), ta(&amax, kFloat, {});
   Tensor ti(&scale_inv, kFloat, {1}), tr(rowwise.data(), kE4M3, {2, 3});

@@ -1,7 +1,7 @@
 """FSDP2 whose all-gathers of weights carry FP8 codes: a byte an element, a weight's scale once.
 
 The shards stay in high precision. Before a gather each rank casts its own rows with the scale that
-the whole weight has; after it the codes are the weight, whose transposed copy is made locally.
+the whole weight has; after it the codes are the weight, whose columnwise copy is made locally.
 Where that scale is the state's (delayed scaling), the shard's amax is staged by the forward that
 reads the weight and reduced with all others by the scale update. Where it comes from the weight
 itself, the amaxes of all weights are found in one pass and reduced in one collective, at the first
@@ -51,7 +51,7 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
             rank.
 
     Errors: TypeError for an argument or a weight's dtype; ValueError for a model that is sharded
-    or enabled already, or that has no such weight; NotImplementedError for MXFP8, whose transposed
+    or enabled already, or that has no such weight; NotImplementedError for MXFP8, whose columnwise
     copy has to be made of the values. In forward, ValueError for an ``fp8_autocast`` with another
     recipe or a group that is too small, NotImplementedError for shards that cut a block and for
     ``fully_shard(reshard_after_forward=<int>)``, which would shard codes.
@@ -64,7 +64,7 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
     weights = Weights(recipe)
     if not weights.layout.exact:
         raise NotImplementedError(
-            "enable_fp8_all_gather: recipe must be one whose transposed weights can be made of "
+            "enable_fp8_all_gather: recipe must be one whose columnwise weights can be made of "
             f"their codes, got {weights.name}"
         )
     found: dict[torch.Tensor, Part] = {}  # a parameter of several modules is one

@@ -62,7 +62,7 @@ def _catch_up(key: str, group: str | None, may_update: bool) -> bool:
     if recipe.keeps_state:
         scope = registry.scope = registry.scope_of(recipe, _group(group))
         if may_update and any(s.recipe not in (None, recipe) for s in registry.living()):
-            registry.catch_up(recipe, scope)
+            registry.update_if_due(recipe, scope)
     return True
 
 

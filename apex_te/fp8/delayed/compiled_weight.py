@@ -22,14 +22,14 @@ class TracedWeight:
     which is 1 once there are copies: int64, on the host.
     """
 
-    __slots__ = ("rowwise", "scale_inv", "seen", "transposed")
+    __slots__ = ("columnwise", "rowwise", "scale_inv", "seen")
 
     def __init__(
         self, rows: int, cols: int, dtype: torch.dtype, sources: int, device: torch.device
     ) -> None:
         with torch.inference_mode(False):
             self.rowwise = torch.zeros(rows, cols, dtype=dtype, device=device)
-            self.transposed = torch.zeros(cols, rows, dtype=dtype, device=device)
+            self.columnwise = torch.zeros(cols, rows, dtype=dtype, device=device)
             self.scale_inv = torch.ones(1, dtype=torch.float32, device=device)
             self.seen = torch.zeros(1 + 2 * sources, dtype=torch.int64, device="cpu")
 
@@ -43,11 +43,11 @@ class TracedWeight:
     ) -> QuantizedTensor:
         """The copies, made again when asked for or when a parameter has changed."""
         torch.ops.apex_te.keep_weight(
-            weight, list(sources), scale, self.rowwise, self.transposed, self.scale_inv, amax,
+            weight, list(sources), scale, self.rowwise, self.columnwise, self.scale_inv, amax,
             self.seen, fill,
         )  # fmt: skip
         return QuantizedTensor(
-            self.rowwise, self.scale_inv, self.transposed, self.scale_inv, self.rowwise.dtype
+            self.rowwise, self.scale_inv, self.columnwise, self.scale_inv, self.rowwise.dtype
         )
 
 
@@ -56,7 +56,7 @@ def _keep(
     sources: Sequence[torch.Tensor],
     scale: torch.Tensor,
     rowwise: torch.Tensor,
-    transposed: torch.Tensor,
+    columnwise: torch.Tensor,
     scale_inv: torch.Tensor,
     amax: torch.Tensor | None,
     seen: torch.Tensor,
@@ -66,13 +66,13 @@ def _keep(
     for source in sources:
         now += [0 if source.is_inference() else source._version, source.data_ptr()]
     if fill or seen.tolist() != now:
-        _lib.cast_transpose(weight, scale, rowwise, transposed, amax, scale_inv, None, None, None)
+        _lib.cast_transpose(weight, scale, rowwise, columnwise, amax, scale_inv, None, None, None)
         seen.copy_(torch.tensor(now))
 
 
 register(
     "keep_weight(Tensor weight, Tensor[] sources, Tensor scale, Tensor(a!) rowwise, "
-    "Tensor(b!) transposed, Tensor(c!) scale_inv, Tensor(d!)? amax, Tensor(e!) seen, "
+    "Tensor(b!) columnwise, Tensor(c!) scale_inv, Tensor(d!)? amax, Tensor(e!) seen, "
     "bool fill) -> ()",
     _keep,
 )

@@ -12,10 +12,10 @@ from typing import Any
 
 from ...comm.groups import covers, ranks_of
 
-__all__ = ["Scope", "Sharing", "scope_key"]
+__all__ = ["AmaxGroup", "ScaleSync", "scope_key"]
 
 
-class Scope:
+class AmaxGroup:
     """The regions of one group.
 
     Attributes:
@@ -61,7 +61,7 @@ def scope_key(recipe: Any, group: Any) -> tuple[int, ...] | str:
 _EVERYWHERE, _NOWHERE = "everywhere", "nowhere"
 
 
-class Sharing:
+class ScaleSync:
     """Over which ranks the scales of one state are reduced, and over which they are equal.
 
     Attributes:
@@ -72,9 +72,9 @@ class Sharing:
     __slots__ = ("_where", "equal", "scope")
 
     def __init__(self) -> None:
-        self.scope: Scope | None = None
+        self.scope: AmaxGroup | None = None
         self.equal = False
-        self._where: Scope | int | str = _EVERYWHERE
+        self._where: AmaxGroup | int | str = _EVERYWHERE
 
     def over(self, group: Any) -> bool:
         """Whether all ranks of ``group`` have the same scales, and will have."""
@@ -85,7 +85,7 @@ class Sharing:
         scope = self.scope
         return scope is not None and scope.reduces and covers(scope.group, group)
 
-    def enter(self, scope: Scope) -> None:
+    def enter(self, scope: AmaxGroup) -> None:
         """The module runs in a region of ``scope``."""
         self.scope = scope
         self._find_equal()
@@ -100,30 +100,32 @@ class Sharing:
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 
-    def updated(self, scope: Scope, reduced: bool, equalised: bool) -> None:
+    def updated(self, scope: AmaxGroup, reduced: bool, equalised: bool) -> None:
         """An update of ``scope``, with the amaxes of its ranks if ``reduced``, is done."""
         if reduced and (equalised or self._equal_in(scope)):
             self._where = scope
-        elif not (reduced and isinstance(self._where, Scope) and scope_covers(scope, self._where)):
+        elif not (
+            reduced and isinstance(self._where, AmaxGroup) and scope_covers(scope, self._where)
+        ):
             self._where = _NOWHERE
         self._find_equal()
 
-    def sure_in(self, scope: Scope) -> bool:
+    def sure_in(self, scope: AmaxGroup) -> bool:
         """Whether this process has seen that scales are equal in ``scope``."""
         return not isinstance(self._where, int) and self._equal_in(scope)
 
     def fingerprint(self) -> int | None:
         """Of the ranks with equal scales, to be saved."""
         where = self._where
-        if isinstance(where, Scope):
+        if isinstance(where, AmaxGroup):
             return where.fingerprint()
         if where == _EVERYWHERE and self.scope is not None:
             return self.scope.fingerprint()
         return where if isinstance(where, int) else None
 
-    def _equal_in(self, scope: Scope) -> bool:
+    def _equal_in(self, scope: AmaxGroup) -> bool:
         where = self._where
-        if isinstance(where, Scope):
+        if isinstance(where, AmaxGroup):
             return scope_covers(where, scope)
         return where == _EVERYWHERE or where == scope.fingerprint()
 
@@ -132,6 +134,6 @@ class Sharing:
         self.equal = scope is not None and scope.reduces and self._equal_in(scope)
 
 
-def scope_covers(outer: Scope, inner: Scope) -> bool:
+def scope_covers(outer: AmaxGroup, inner: AmaxGroup) -> bool:
     """Whether every rank of ``inner`` is one of ``outer``."""
     return outer is inner or (outer.reduces and inner.reduces and covers(outer.group, inner.group))

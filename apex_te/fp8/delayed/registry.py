@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm.groups import ranks_of
-from .reduce_group import Scope, scope_key
+from .reduce_group import AmaxGroup, scope_key
 
 if TYPE_CHECKING:
     from ...recipe import Recipe
@@ -65,9 +65,9 @@ class Registry:
     """All states of the process, in the order of their construction, and the regions pending."""
 
     def __init__(self) -> None:
-        self.scope: Scope | None = None  # of the last region
+        self.scope: AmaxGroup | None = None  # of the last region
         self._recipe: Recipe | None = None  # and its recipe
-        self._scopes: list[Scope] = []
+        self._scopes: list[AmaxGroup] = []
         self.several = False  # scopes
         self._pending = 0  # where scopes to come begin
         self._states: dict[int, weakref.ref[FP8State]] = {}
@@ -139,7 +139,7 @@ class Registry:
             scope.plan = None
         self._preview = None
 
-    def scope_of(self, recipe: Any, group: Any) -> Scope:
+    def scope_of(self, recipe: Any, group: Any) -> AmaxGroup:
         """The scope of a region, which from now on is reduced over ``group``."""
         last = self.scope
         if last is not None and last.group is group and last.reduces == recipe.reduce_amax:
@@ -152,13 +152,13 @@ class Registry:
         scope.group = group if scope.reduces else None
         return scope
 
-    def _add_scope(self) -> Scope:
-        scope = Scope(len(self._scopes), self._pending)
+    def _add_scope(self) -> AmaxGroup:
+        scope = AmaxGroup(len(self._scopes), self._pending)
         self._scopes.append(scope)
         self.several = len(self._scopes) > 1
         return scope
 
-    def enter_region(self, recipe: Any, group: Any, may_update: bool) -> Scope | None:
+    def enter_region(self, recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
         """Count a recorded region; before that, update once ``recipe.interval`` have passed.
 
         Raises:
@@ -169,7 +169,7 @@ class Registry:
         with self._lock:
             scope = self.scope = self.scope_of(recipe, group)
             if may_update:
-                self.catch_up(recipe, scope)
+                self.update_if_due(recipe, scope)
             self._raise_failure(recipe)
             # Where none is pending, what was trained before is done.
             scope.training = may_update or (scope.training and scope.pending > 0)
@@ -181,7 +181,7 @@ class Registry:
                     state.follow(key, recipe)
         return scope
 
-    def leave_calibration(self, recipe: Any, scope: Scope) -> None:
+    def leave_calibration(self, recipe: Any, scope: AmaxGroup) -> None:
         """Update on leaving a calibrating region without gradients.
 
         Not where regions with gradients are pending: their backward may be to come, and would find
@@ -210,7 +210,7 @@ class Registry:
                 self._preview = PendingScales(allocated, recipe)
             return self._preview.run()
 
-    def catch_up(self, recipe: Any, scope: Scope) -> None:
+    def update_if_due(self, recipe: Any, scope: AmaxGroup) -> None:
         """Update as entering a region of ``recipe`` in ``scope`` would."""
         with self._lock:
             if recipe.keeps_state and scope.pending >= recipe.interval:
@@ -265,7 +265,7 @@ class Registry:
             pending = max(pending, self.pending)
         self.loaded(state, number, pending)
 
-    def _update(self, recipe: Any, scope: Scope) -> None:
+    def _update(self, recipe: Any, scope: AmaxGroup) -> None:
         plan = scope.plan
         if plan is None:
             from .update import UpdatePlan

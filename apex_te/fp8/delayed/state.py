@@ -15,7 +15,7 @@ from ..formats import formats_of
 from .first_step import set_first_due, still_due
 from .history import resized_history, warn_resized
 from .labels import label_of, number_layer
-from .reduce_group import Scope, Sharing
+from .reduce_group import AmaxGroup, ScaleSync
 from .registry import intern, recipe_named, registry
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class FP8State:
         self.recipe: DelayedScaling | None = None
         self.first_due = [True] * self.slots
         self.first_on_device: dict[tuple[int, ...], torch.Tensor] = {}
-        self.sharing = Sharing()
+        self.sharing = ScaleSync()
         self.forget()
         if registered:
             registry.add(self)
@@ -135,7 +135,7 @@ class FP8State:
         recipe: Recipe,
         device: torch.device,
         records: bool = True,
-        scope: Scope | None = None,
+        scope: AmaxGroup | None = None,
     ) -> QuantizerSets:
         """The quantizers for ``recipe``, interned as ``key``; a recording state adapts to them."""
         if torch.compiler.is_compiling():
@@ -230,14 +230,18 @@ class FP8State:
                 sets = self._wrap(sets)
             self._sets[key] = sets
             forward = [q for gemm in sets.recording for q in (gemm.input, gemm.weight)]
-            setattr(self.compiled, key, (sets, [tensor for q in forward for tensor in q.kept()]))
+            setattr(
+                self.compiled,
+                key,
+                (sets, [tensor for q in forward for tensor in q.state_tensors()]),
+            )
             with torch.inference_mode(False):
                 self.handle = torch.tensor([self.number], device="cpu")
         if records:
             self._active_key, self._active = key, sets
         return sets
 
-    def enter(self, scope: Scope | None) -> None:
+    def enter(self, scope: AmaxGroup | None) -> None:
         """The module runs in a region of ``scope``, if that is known."""
         if scope is not None:
             if scope is not self.sharing.scope:
@@ -378,7 +382,7 @@ class FP8State:
         number, pending = kept.pop("clock", (None, 0))
         self.__dict__.update(kept)
         self.first_on_device = {}
-        self.sharing = Sharing()
+        self.sharing = ScaleSync()
         if self.allocated:
             self.sharing.loaded(None)
             self.pending_scale_fwd = self.scale_fwd.clone()

@@ -19,7 +19,7 @@ from .amax_allreduce import RankReduction, Slots
 
 if TYPE_CHECKING:
     from ...recipe import Recipe
-    from .reduce_group import Scope, Sharing
+    from .reduce_group import AmaxGroup, ScaleSync
     from .state import FP8State
 
 __all__ = ["PendingScales", "UpdateFailure", "UpdatePlan", "nonfinite_count", "update_scales"]
@@ -147,7 +147,7 @@ class UpdateFailure(NamedTuple):
 
     recipe: DelayedScaling
     modules: list[str]
-    sharings: list[Sharing]
+    sharings: list[ScaleSync]
     cause: Exception  # without traceback, which would keep the callers' models alive
     where: str
 
@@ -303,7 +303,7 @@ class UpdatePlan:
 
     def __init__(
         self,
-        scope: Scope,
+        scope: AmaxGroup,
         states: Sequence[FP8State],
         sizes: Sequence[int],
         labels: Sequence[str],
@@ -316,7 +316,7 @@ class UpdatePlan:
         self.reduced: list[Slots] = []
         self.reduction: RankReduction | None = None
         self.finished: list[list[bool]] = []
-        self._sharing: list[tuple[Sharing, bool]] = []
+        self._sharing: list[tuple[ScaleSync, bool]] = []
         self._noted = False  # what the update means for them
         starts = [0, *itertools.accumulate(sizes)]
         for state in states:
@@ -383,7 +383,7 @@ class PendingScales:
         # Copies to work on, and what is made of them, by device: targets and sources.
         self._copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._results: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._scopes: list[Scope | None] = []  # of the states that can be updated here
+        self._scopes: list[AmaxGroup | None] = []  # of the states that can be updated here
         for state in states:
             if state.device.type == "meta":
                 continue
@@ -421,7 +421,7 @@ class PendingScales:
         return True
 
 
-def _is_local(scope: Scope | None, recipe: DelayedScaling) -> bool:
+def _is_local(scope: AmaxGroup | None, recipe: DelayedScaling) -> bool:
     """Returns True if an update of ``scope`` needs no other rank."""
     if scope is None:
         return not recipe.reduce_amax or world_size(None) == 1

@@ -1,4 +1,4 @@
-"""Reading the codes of an FP8Parameter: its values and its transposed copy, also while tracing."""
+"""Reading the codes of an FP8Parameter: its values and its columnwise copy, also while tracing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..scheme import GemmQuantizers, build_quantizers
 from ..scheme.stored import layout_of, pack_recipe, unpack_recipe
 from ..tensor import QuantizedTensor
 
-__all__ = ["quantizers_of", "transposed", "values"]
+__all__ = ["columnwise", "quantizers_of", "values"]
 
 # What reads fake codes. torch's tracing calls an FP8Parameter's ops outside of what
 # torch.compiler.is_compiling() covers, so the kernels cannot tell by it.
@@ -45,12 +45,12 @@ def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.T
     return op(codes, held.rowwise_scale_inv, _packed(recipe), dtype)
 
 
-def transposed(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The transposed codes [cols, rows] and their scales."""
+def columnwise(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columnwise codes [cols, rows] and their scales."""
     codes = held.rowwise
     assert codes is not None
     if type(codes) is torch.Tensor:
-        return layout_of(recipe).transposed(quantizers_of(recipe, codes.device).weight, held)
+        return layout_of(recipe).columnwise(quantizers_of(recipe, codes.device).weight, held)
     op = torch.ops.apex_te.fp8_codes_transposed
     return op(codes, held.rowwise_scale_inv, _packed(recipe))
 
@@ -85,7 +85,7 @@ def _transposed_op(
     codes: torch.Tensor, scale_inv: torch.Tensor, recipe: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # A scale that serves both copies may not be an op's input and output.
-    copy, scale = transposed(_unpacked(recipe), _held(codes, scale_inv))
+    copy, scale = columnwise(_unpacked(recipe), _held(codes, scale_inv))
     return copy, scale.clone() if scale is scale_inv else scale
 
 

@@ -150,7 +150,7 @@ def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
     whole: FP8Parameter = getattr(weight, "_local_tensor", weight)
     target = whole._held
     target.rowwise, target.rowwise_scale_inv = held.rowwise, held.rowwise_scale_inv
-    target.transposed = target.transposed_scale_inv = None
+    target.columnwise = target.columnwise_scale_inv = None
     assert whole._gathered is not None
     whole._gathered.take(gathered)
 

@@ -11,14 +11,14 @@ import torch
 from ...ops.op_function import OpFunction
 from ...recipe import Recipe
 from ..scheme import GemmQuantizers
-from ..scheme.products import Products
+from ..scheme.products import GemmBackend
 from ..scheme.stored import Layout, layout_of, pack_recipe, stored_recipe, unpack_recipe
 from ..tensor import QuantizedTensor
-from .decode import quantizers_of, transposed, values
+from .decode import columnwise, quantizers_of, values
 from .dispatch import DTYPES, KERNEL_DTYPES, attributes_of, cloned, dispatch
 from .fsdp_gather import Gathered, gathered_codes, replace, shard_codes
 
-__all__ = ["FP8Parameter", "held_copies", "plain_values", "record_weight"]
+__all__ = ["FP8Parameter", "dequantized", "fp8_operands", "record_weight"]
 
 
 class _Initial:
@@ -41,7 +41,7 @@ class FP8Parameter(torch.Tensor):
     with delayed scaling, too, by its own amax (rounded to bfloat16, so that loading values that
     were saved restores the codes). Its scales travel with its codes.
 
-    The transposed codes that backward needs are made there from the codes and dropped, or kept
+    The columnwise codes that backward needs are made there from the codes and dropped, or kept
     while a module's weight cache wants them.
 
     ``float()``, ``half()``, ``bfloat16()``, ``double()`` and ``to(dtype)`` of a
@@ -59,7 +59,7 @@ class FP8Parameter(torch.Tensor):
     _initial: _Initial
     _writable: bool
     _codes: torch.dtype
-    _read_by: type[Products]
+    _read_by: type[GemmBackend]
     _is_matrix: bool
     _gathered: Gathered | None = None  # of a whole weight that FSDP2 made of shards
 
@@ -239,7 +239,7 @@ class FP8Parameter(torch.Tensor):
         return layout_of(self._recipe)
 
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return transposed(self._recipe, self._held)
+        return columnwise(self._recipe, self._held)
 
     def _like(
         self,
@@ -282,7 +282,7 @@ class FP8Parameter(torch.Tensor):
         if new is not held:
             codes.copy_(new.rowwise)
             scale_inv.copy_(new.rowwise_scale_inv)
-            held.transposed = held.transposed_scale_inv = None
+            held.columnwise = held.columnwise_scale_inv = None
 
     def _quantized(self, value: torch.Tensor) -> QuantizedTensor:
         assert self._held.rowwise is not None
@@ -340,12 +340,12 @@ class FP8Parameter(torch.Tensor):
         return whole, (all_gather_outputs[0],)
 
 
-def held_copies(
-    weight: FP8Parameter, quantizers: GemmQuantizers, with_transposed: bool, keep: bool = False
+def fp8_operands(
+    weight: FP8Parameter, quantizers: GemmQuantizers, with_columnwise: bool, keep: bool = False
 ) -> QuantizedTensor | None:
     """The codes of ``weight``, if the products of ``quantizers`` read them; else None.
 
-    ``with_transposed``: the transposed copy, too, made for this call or, with ``keep``, until the
+    ``with_columnwise``: the columnwise copy, too, made for this call or, with ``keep``, until the
     next write. Without it a forward reads them.
 
     Errors: ValueError for gathered codes that are not those of ``quantizers``.
@@ -356,7 +356,7 @@ def held_copies(
                 "FP8Parameter: a weight that FSDP2 gathers in FP8 must be read outside of a graph "
                 "of torch.compile"
             )
-        weight._gathered.read_by(quantizers, not with_transposed)
+        weight._gathered.read_by(quantizers, not with_columnwise)
     dtype = quantizers.weight.dtype
     if weight._read_by is not type(quantizers.products) or weight._codes is not dtype:
         return None
@@ -365,20 +365,20 @@ def held_copies(
     if torch.compiler.is_compiling():
         rowwise = torch.ops.apex_te.fp8_parameter_rowwise(weight)
         other: Any = (None, None)
-        if with_transposed:
+        if with_columnwise:
             other = torch.ops.apex_te.fp8_parameter_transposed(weight)
         return QuantizedTensor(rowwise[0], rowwise[1], other[0], other[1], dtype)
     held = weight._held
-    if not with_transposed or held.transposed is not None:
+    if not with_columnwise or held.columnwise is not None:
         return held
     copy = weight._transposed()
     if not keep:
         return QuantizedTensor(held.rowwise, held.rowwise_scale_inv, *copy, held.dtype)
-    held.transposed, held.transposed_scale_inv = copy
+    held.columnwise, held.columnwise_scale_inv = copy
     return held
 
 
-def plain_values(weight: torch.Tensor) -> torch.Tensor:
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
     """``weight``, of an FP8Parameter its values."""
     return weight.dequantize() if type(weight) is FP8Parameter else weight
 
@@ -387,7 +387,7 @@ def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
     """Stage the amax of ``weight`` without a cast."""
     gathered = weight._gathered if type(weight) is FP8Parameter else None
     if gathered is None or gathered.settings is None:
-        quantizer.record(plain_values(weight).contiguous())
+        quantizer.record(dequantized(weight).contiguous())
     elif gathered.amax is not None:
         quantizer.stage(gathered.amax, gathered.group)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from ...recipe import Recipe
     from ..delayed.state import FP8State
-    from .products import Products
+    from .products import GemmBackend
 
 __all__ = ["GemmQuantizers", "QuantizerSets", "build_quantizers"]
 
@@ -18,14 +18,14 @@ __all__ = ["GemmQuantizers", "QuantizerSets", "build_quantizers"]
 class GemmQuantizers(NamedTuple):
     """The quantizers of one GEMM and its gradients, and the products of what they make.
 
-    ``weight_again`` records nothing: it casts a weight whose amax was staged in the forward.
+    ``weight_recast`` records nothing: it casts a weight whose amax was staged in the forward.
     """
 
     input: Any
     weight: Any
-    weight_again: Any
+    weight_recast: Any
     grad_output: Any
-    products: Products
+    products: GemmBackend
     high_precision_wgrad: bool
 
 

@@ -13,10 +13,10 @@ from ..tensor import QuantizedTensor
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer
 
-__all__ = ["Producer", "Quantizer", "shared_scale"]
+__all__ = ["FusedCast", "Quantizer", "shared_scale"]
 
 
-class Producer(Protocol):
+class FusedCast(Protocol):
     """An op whose result is to be quantized.
 
     Attributes:
@@ -42,7 +42,7 @@ class Producer(Protocol):
         scale: torch.Tensor,
         dtype: torch.dtype,
         rowwise: bool,
-        transposed: bool,
+        columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
         """The result quantized with ``scale``; without any output only ``amax`` is folded."""
@@ -59,7 +59,7 @@ class Quantizer:
         self,
         x: torch.Tensor,
         rowwise: bool = True,
-        transposed: bool = True,
+        columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         """Low-precision copies of ``x`` [rows, cols] and, if asked for, its column sums [cols].
@@ -69,12 +69,12 @@ class Quantizer:
         raise NotImplementedError
 
     def produce(
-        self, producer: Producer, rowwise: bool = True, transposed: bool = True
+        self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
         """Low-precision copies of an op's result, written by the op itself where it can."""
         x = producer.plain()
         sums = producer.with_dbias and producer.dbias is None
-        quantized, dbias = self.quantize(x, rowwise, transposed, sums)
+        quantized, dbias = self.quantize(x, rowwise, columnwise, sums)
         if sums:
             producer.dbias = dbias
         return quantized
@@ -103,7 +103,7 @@ class Quantizer:
         """
         raise NotImplementedError(
             f"{type(self).__name__}: rows of a weight can not be quantized before they are "
-            "gathered, because its transposed copy is made of the values"
+            "gathered, because its columnwise copy is made of the values"
         )
 
     def scales_of_rows(
@@ -125,7 +125,7 @@ class Quantizer:
         """
         return None
 
-    def can_fuse(self, producer: Producer) -> bool:
+    def can_fuse(self, producer: FusedCast) -> bool:
         """Whether the op writes the codes itself; none writes fnuz formats."""
         return producer.can_fuse and self.dtype in FP8_DTYPES
 
@@ -138,15 +138,15 @@ class Quantizer:
         """The values of ``quantized`` [rows, cols] in ``dtype``, from the copy that it has."""
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
-        if quantized.transposed is None:
-            raise ValueError("dequantize: rowwise or transposed must be present, got neither")
-        return self._decode(quantized.transposed, quantized.transposed_scale_inv, dtype).t()
+        if quantized.columnwise is None:
+            raise ValueError("dequantize: rowwise or columnwise must be present, got neither")
+        return self._decode(quantized.columnwise, quantized.columnwise_scale_inv, dtype).t()
 
     def _decode(self, codes: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
         """Values of codes; here with one scale for all."""
         return (codes.to(torch.float32) * scale_inv).to(dtype)
 
-    def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    def known_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """Scale and staging slot with which to cast ``x``; None where the scale comes from it."""
         return None
 
@@ -159,7 +159,7 @@ class Quantizer:
         """
         return False
 
-    def kept(self) -> tuple[torch.Tensor, ...]:
+    def state_tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors of a state that a cast reads and writes."""
         return ()
 
@@ -168,10 +168,10 @@ class Quantizer:
         return None
 
     def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
-        """The transposed copy of ``x`` as ``quantize`` made it when ``snapshot`` was taken."""
+        """The columnwise copy of ``x`` as ``quantize`` made it when ``snapshot`` was taken."""
         return self.quantize(x, False, True)[0]
 
 
 def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
     """Copies of an op's output that has one scale for both layouts."""
-    return QuantizedTensor(out.rowwise, out.scale_inv, out.transposed, out.scale_inv, dtype)
+    return QuantizedTensor(out.rowwise, out.scale_inv, out.columnwise, out.scale_inv, dtype)

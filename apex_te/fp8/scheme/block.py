@@ -10,7 +10,7 @@ from ...ops.block_quantize import block_dequantize, block_quantize
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets, stateless_sets
 from .base import Quantizer
-from .products import BlockProducts
+from .products import BlockGemm
 
 if TYPE_CHECKING:
     from ...recipe import BlockScaling
@@ -24,7 +24,7 @@ class BlockQuantizer(Quantizer):
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        block_rows: 1 or 128; with 1 the transposed copy is quantized along the other axis.
+        block_rows: 1 or 128; with 1 the columnwise copy is quantized along the other axis.
         pow2: round scales down to powers of two.
         eps: smallest amax.
     """
@@ -41,11 +41,11 @@ class BlockQuantizer(Quantizer):
         self,
         x: torch.Tensor,
         rowwise: bool = True,
-        transposed: bool = True,
+        columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         out = block_quantize(
-            x, self.dtype, block_rows=self.block_rows, rowwise=rowwise, transposed=transposed,
+            x, self.dtype, block_rows=self.block_rows, rowwise=rowwise, columnwise=columnwise,
             pow2=self.pow2, eps=self.eps,
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
@@ -72,7 +72,7 @@ def build_quantizers(recipe: BlockScaling, state: FP8State, device: torch.device
     inp = BlockQuantizer(formats.fwd_dtype, 1, *options)
     weight = BlockQuantizer(formats.fwd_dtype, 128, *options)
     grad = BlockQuantizer(formats.bwd_dtype, 1, *options)
-    products = BlockProducts(recipe.use_split_accumulator, device)
+    products = BlockGemm(recipe.use_split_accumulator, device)
     override = recipe.override_linear_precision[2]
     quantizers = GemmQuantizers(inp, weight, weight, grad, products, override)
     return stateless_sets(quantizers, state.gemms)

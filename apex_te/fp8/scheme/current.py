@@ -14,9 +14,9 @@ from ...ops.grouped_quantize import scales_of
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets, stateless_sets
-from .base import Producer, Quantizer, shared_scale
+from .base import FusedCast, Quantizer, shared_scale
 from .grouped import CurrentGroups, GroupQuantizer
-from .products import FP8Products
+from .products import FP8Gemm
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
@@ -47,12 +47,12 @@ class CurrentScalingQuantizer(Quantizer):
         self,
         x: torch.Tensor,
         rowwise: bool = True,
-        transposed: bool = True,
+        columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         amax = None if self.group is None else max_over_ranks(tensor_amax(x), self.group)
         out = current_scale(
-            x, self.dtype, rowwise=rowwise, transposed=transposed, eps=self.eps, pow2=self.pow2,
+            x, self.dtype, rowwise=rowwise, columnwise=columnwise, eps=self.eps, pow2=self.pow2,
             amax=amax,
         )  # fmt: skip
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
@@ -67,7 +67,7 @@ class CurrentScalingQuantizer(Quantizer):
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         out = current_scale(
-            x, self.dtype, transposed=False, eps=self.eps, pow2=self.pow2, amax=amax
+            x, self.dtype, columnwise=False, eps=self.eps, pow2=self.pow2, amax=amax
         )
         assert out.rowwise is not None
         return out.rowwise, out.scale_inv, None
@@ -82,11 +82,11 @@ class CurrentScalingQuantizer(Quantizer):
         return scales.split(1), inverses
 
     def produce(
-        self, producer: Producer, rowwise: bool = True, transposed: bool = True
+        self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
         """The op runs twice, first for its amax alone: cheaper than writing its result."""
         if not self.can_fuse(producer):
-            return super().produce(producer, rowwise, transposed)
+            return super().produce(producer, rowwise, columnwise)
         dtype = self.dtype
         # The products read scale_inv, which has to be aligned: the first of the two is.
         amax, scale_inv, scale = producer.scalars()
@@ -94,9 +94,9 @@ class CurrentScalingQuantizer(Quantizer):
         if self.group is not None:
             max_over_ranks(amax, self.group)
         scale_of(amax, dtype, scale, scale_inv, eps=self.eps, pow2=self.pow2)
-        out = producer.fp8(scale, dtype, rowwise, transposed, None)
+        out = producer.fp8(scale, dtype, rowwise, columnwise, None)
         # The op's own inverse of the scale does not show an infinite amax.
-        return QuantizedTensor(out.rowwise, scale_inv, out.transposed, scale_inv, dtype)
+        return QuantizedTensor(out.rowwise, scale_inv, out.columnwise, scale_inv, dtype)
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
         return CurrentGroups(quantizers) if self.dtype in FP8_DTYPES else None
@@ -112,7 +112,7 @@ def build_quantizers(
     formats = formats_of(recipe.fp8_format, device)
     forward = CurrentScalingQuantizer(formats.fwd_dtype, recipe.pow2, recipe.eps)
     backward = CurrentScalingQuantizer(formats.bwd_dtype, recipe.pow2, recipe.eps)
-    products = FP8Products(recipe.use_split_accumulator, device)
+    products = FP8Gemm(recipe.use_split_accumulator, device)
     override = recipe.override_linear_precision[2]
     quantizers = GemmQuantizers(forward, forward, forward, backward, products, override)
     return stateless_sets(quantizers, state.gemms)

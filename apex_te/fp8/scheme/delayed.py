@@ -16,13 +16,13 @@ from ..delayed.update import update_scales
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets
-from .base import Producer, Quantizer, shared_scale
+from .base import FusedCast, Quantizer, shared_scale
 from .grouped import DelayedGroups, GroupQuantizer
-from .products import FP8Products
+from .products import FP8Gemm
 
 if TYPE_CHECKING:
     from ...recipe import DelayedScaling
-    from ..delayed.reduce_group import Sharing
+    from ..delayed.reduce_group import ScaleSync
     from ..delayed.state import FP8State
 
 __all__ = ["DelayedScalingQuantizer", "FirstStep", "build_quantizers"]
@@ -121,7 +121,7 @@ class DelayedScalingQuantizer(Quantizer):
         scale: torch.Tensor,
         amax: torch.Tensor | None = None,
         first: FirstStep | None = None,
-        sharing: Sharing | None = None,
+        sharing: ScaleSync | None = None,
     ) -> None:
         self.dtype = dtype
         self.scale = scale
@@ -133,7 +133,7 @@ class DelayedScalingQuantizer(Quantizer):
         self,
         x: torch.Tensor,
         rowwise: bool = True,
-        transposed: bool = True,
+        columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         first = self.first
@@ -145,7 +145,7 @@ class DelayedScalingQuantizer(Quantizer):
             self.scale,
             dtype,
             rowwise=rowwise,
-            transposed=transposed,
+            columnwise=columnwise,
             amax=self.amax,
             with_dbias=with_dbias,
         )
@@ -162,7 +162,7 @@ class DelayedScalingQuantizer(Quantizer):
             scale_inv=held.rowwise_scale_inv,
             noop=noop,
             out_rowwise=held.rowwise,
-            out_transposed=held.transposed,
+            out_columnwise=held.columnwise,
         )
         return True
 
@@ -181,7 +181,7 @@ class DelayedScalingQuantizer(Quantizer):
                 scale, scale_inv = scale.clone(), scale_inv.clone()
             self.first.take(amax.clone().view(1, 1), scale, scale_inv)
         own = torch.zeros(1, dtype=torch.float32, device=x.device)
-        out = cast_transpose(x, scale, self.dtype, transposed=False, amax=own)
+        out = cast_transpose(x, scale, self.dtype, columnwise=False, amax=own)
         assert out.rowwise is not None
         return out.rowwise, out.scale_inv, own
 
@@ -212,14 +212,14 @@ class DelayedScalingQuantizer(Quantizer):
         torch.maximum(self.amax, amax, out=self.amax)
 
     def produce(
-        self, producer: Producer, rowwise: bool = True, transposed: bool = True
+        self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
         if not self.can_fuse(producer):
-            return super().produce(producer, rowwise, transposed)
+            return super().produce(producer, rowwise, columnwise)
         first, scale, dtype = self.first, self.scale, self.dtype
         if first is not None and first.due[first.index] and producer.x.numel():
             first.run(lambda amax: producer.fp8(scale, dtype, False, False, amax))
-        return shared_scale(producer.fp8(scale, dtype, rowwise, transposed, self.amax), dtype)
+        return shared_scale(producer.fp8(scale, dtype, rowwise, columnwise, self.amax), dtype)
 
     def shared(self, group: Any) -> DelayedScalingQuantizer | None:
         sharing = self.sharing
@@ -239,13 +239,13 @@ class DelayedScalingQuantizer(Quantizer):
         if self.amax is not None:
             self._measure(x, self.amax)
 
-    def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def known_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         first = self.first
         if first is not None and first.due[first.index]:
             first.run(lambda amax: self._measure(x, amax))
         return self.scale, self.amax
 
-    def kept(self) -> tuple[torch.Tensor, ...]:
+    def state_tensors(self) -> tuple[torch.Tensor, ...]:
         assert self.amax is not None
         scale_inv = () if self.first is None else (self.first.scale_inv,)
         return (self.scale, self.amax, *scale_inv)
@@ -258,20 +258,20 @@ class DelayedScalingQuantizer(Quantizer):
         return DelayedScalingQuantizer(self.dtype, snapshot).quantize(x, False, True)[0]
 
     def _measure(self, x: torch.Tensor, amax: torch.Tensor) -> None:
-        cast_transpose(x, self.scale, self.dtype, rowwise=False, transposed=False, amax=amax)
+        cast_transpose(x, self.scale, self.dtype, rowwise=False, columnwise=False, amax=amax)
 
 
 def build_quantizers(
     recipe: DelayedScaling, state: FP8State, device: torch.device
 ) -> QuantizerSets:
     """The quantizers over the slots of ``state``; views are taken once, here."""
-    products = FP8Products(recipe.use_split_accumulator, device)
+    products = FP8Gemm(recipe.use_split_accumulator, device)
     gemms = [_build_gemm(recipe, state, products, gemm) for gemm in range(state.gemms)]
     return QuantizerSets(*zip(*gemms, strict=True))
 
 
 def _build_gemm(
-    recipe: DelayedScaling, state: FP8State, products: FP8Products, gemm: int
+    recipe: DelayedScaling, state: FP8State, products: FP8Gemm, gemm: int
 ) -> tuple[GemmQuantizers, ...]:
     """Quantizers of one GEMM, in the order of ``QuantizerSets``."""
     formats = formats_of(recipe.fp8_format, state.device)

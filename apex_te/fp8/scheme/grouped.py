@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from . import GemmQuantizers
     from .current import CurrentScalingQuantizer
     from .delayed import DelayedScalingQuantizer
-    from .products import Products
+    from .products import GemmBackend
 
 __all__ = [
     "CurrentGroups",
@@ -48,12 +48,12 @@ class GroupQuantizer:
         self.dtype = dtype
 
     def quantize(
-        self, x: torch.Tensor, groups: Groups, rowwise: bool = True, transposed: bool = True
+        self, x: torch.Tensor, groups: Groups, rowwise: bool = True, columnwise: bool = True
     ) -> GroupedOutput:
         """FP8 copies of the groups' rows of ``x`` [rows, cols], as `quantize_groups` makes them."""
         scale, scale_inv, amax = self.scaling(_Rows(x, groups))
         return quantize_groups(
-            x, groups, scale, self.dtype, rowwise=rowwise, transposed=transposed, amax=amax,
+            x, groups, scale, self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
             scale_inv=scale_inv,
         )  # fmt: skip
 
@@ -62,12 +62,12 @@ class GroupQuantizer:
         matrices: Sequence[torch.Tensor],
         groups: Groups | None,
         rowwise: bool = True,
-        transposed: bool = True,
+        columnwise: bool = True,
     ) -> GroupedOutput:
         """FP8 copies of one matrix for each group; ``groups``: only of those that have rows."""
         scale, scale_inv, amax = self.scaling(_Matrices(matrices, groups))
         return quantize_matrices(
-            matrices, scale, self.dtype, groups=groups, rowwise=rowwise, transposed=transposed,
+            matrices, scale, self.dtype, groups=groups, rowwise=rowwise, columnwise=columnwise,
             amax=amax, scale_inv=scale_inv,
         )  # fmt: skip
 
@@ -101,7 +101,7 @@ class _Rows(NamedTuple):
     ) -> None:
         """Fold each group's largest magnitude into ``amax`` [groups]."""
         quantize_groups(
-            self.x, self.groups, amax, dtype, rowwise=False, transposed=False, amax=amax, due=due
+            self.x, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax, due=due
         )
 
 
@@ -115,7 +115,7 @@ class _Matrices(NamedTuple):
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
         quantize_matrices(
-            self.matrices, amax, dtype, groups=self.groups, rowwise=False, transposed=False,
+            self.matrices, amax, dtype, groups=self.groups, rowwise=False, columnwise=False,
             amax=amax, due=due,
         )  # fmt: skip
 
@@ -247,9 +247,9 @@ class GroupQuantizers(NamedTuple):
 
     input: GroupQuantizer
     weight: GroupQuantizer
-    weight_again: GroupQuantizer
+    weight_recast: GroupQuantizer
     grad_output: GroupQuantizer
-    products: Products
+    products: GemmBackend
     high_precision_wgrad: bool
 
 
@@ -261,7 +261,7 @@ def group_quantizers(sets: Sequence[GemmQuantizers]) -> GroupQuantizers | None:
         return quantizers[0].grouped(quantizers)
 
     inp, weight = of("input"), of("weight")
-    again, grad = of("weight_again"), of("grad_output")
+    again, grad = of("weight_recast"), of("grad_output")
     if inp is None or weight is None or again is None or grad is None:
         return None
     first = sets[0]

@@ -15,7 +15,7 @@ from ...ops.current_scale import tensor_amax
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets, stateless_sets
 from .base import Quantizer, shared_scale
-from .products import HiF8Products
+from .products import HiF8Gemm
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
@@ -47,12 +47,12 @@ class HiF8Quantizer(Quantizer):
         self,
         x: torch.Tensor,
         rowwise: bool = True,
-        transposed: bool = True,
+        columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         amax = None if self.group is None else max_over_ranks(tensor_amax(x), self.group)
         out = hif8.quantize_current(
-            x, self.target, rowwise=rowwise, transposed=transposed, eps=self.eps, pow2=self.pow2,
+            x, self.target, rowwise=rowwise, columnwise=columnwise, eps=self.eps, pow2=self.pow2,
             amax=amax,
         )  # fmt: skip
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
@@ -67,7 +67,7 @@ class HiF8Quantizer(Quantizer):
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         out = hif8.quantize_current(
-            x, self.target, transposed=False, eps=self.eps, pow2=self.pow2, amax=amax
+            x, self.target, columnwise=False, eps=self.eps, pow2=self.pow2, amax=amax
         )
         assert out.rowwise is not None
         return out.rowwise, out.scale_inv, None
@@ -86,7 +86,7 @@ def build_quantizers(
     formats = recipe.fp8_format.value
     forward = HiF8Quantizer(formats.max_fwd, recipe.pow2, recipe.eps)
     backward = HiF8Quantizer(formats.max_bwd, recipe.pow2, recipe.eps)
-    products = HiF8Products(recipe.use_split_accumulator, device)
+    products = HiF8Gemm(recipe.use_split_accumulator, device)
     override = recipe.override_linear_precision[2]
     quantizers = GemmQuantizers(forward, forward, forward, backward, products, override)
     return stateless_sets(quantizers, state.gemms)

@@ -10,7 +10,7 @@ from ...ops.mx_quantize import mx_dequantize, mx_quantize
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets, stateless_sets
 from .base import Quantizer
-from .products import MXProducts
+from .products import MXGemm
 
 if TYPE_CHECKING:
     from ...recipe import MXFP8Scaling
@@ -37,11 +37,11 @@ class MXQuantizer(Quantizer):
         self,
         x: torch.Tensor,
         rowwise: bool = True,
-        transposed: bool = True,
+        columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         out = mx_quantize(
-            x, self.dtype, rowwise=rowwise, transposed=transposed, rounding=self.rounding
+            x, self.dtype, rowwise=rowwise, columnwise=columnwise, rounding=self.rounding
         )
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
 
@@ -54,7 +54,7 @@ def build_quantizers(recipe: MXFP8Scaling, state: FP8State, device: torch.device
     formats = recipe.fp8_format.value
     forward = MXQuantizer(formats.fwd_dtype, recipe.rounding)
     backward = MXQuantizer(formats.bwd_dtype, recipe.rounding)
-    products = MXProducts(recipe.use_split_accumulator, device)
+    products = MXGemm(recipe.use_split_accumulator, device)
     override = recipe.override_linear_precision[2]
     quantizers = GemmQuantizers(forward, forward, forward, backward, products, override)
     return stateless_sets(quantizers, state.gemms)

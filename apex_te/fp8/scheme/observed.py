@@ -11,7 +11,7 @@ import torch
 from ... import runtime
 from ..tensor import QuantizedTensor
 from . import QuantizerSets
-from .base import Producer, Quantizer
+from .base import FusedCast, Quantizer
 
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer
@@ -68,19 +68,19 @@ class ObservedQuantizer(Quantizer):
         self,
         x: torch.Tensor,
         rowwise: bool = True,
-        transposed: bool = True,
+        columnwise: bool = True,
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
-        out = self.inner.quantize(x, rowwise, transposed, with_dbias)
+        out = self.inner.quantize(x, rowwise, columnwise, with_dbias)
         if _is_eager(x):
             self.note(x, out[0], self.inner)
         return out
 
     def produce(
-        self, producer: Producer, rowwise: bool = True, transposed: bool = True
+        self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
-        quantized = self.inner.produce(producer, rowwise, transposed)
-        codes = quantized.rowwise if rowwise else quantized.transposed
+        quantized = self.inner.produce(producer, rowwise, columnwise)
+        codes = quantized.rowwise if rowwise else quantized.columnwise
         if codes is not None and _is_eager(codes):
             # Of a copy, because running the op again may set what it gave besides its result.
             self.note(copy.copy(producer).plain(), quantized, self.inner)
@@ -117,14 +117,14 @@ class ObservedQuantizer(Quantizer):
     ) -> torch.Tensor:
         return self.inner.dequantize(quantized, dtype)
 
-    def kept_scaling(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        return self.inner.kept_scaling(x)
+    def known_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        return self.inner.known_scale(x)
 
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
         return self.inner.rewrite(x, held, noop)
 
-    def kept(self) -> tuple[torch.Tensor, ...]:
-        return self.inner.kept()
+    def state_tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.inner.state_tensors()
 
     def snapshot(self) -> torch.Tensor | None:
         return self.inner.snapshot()
@@ -175,7 +175,7 @@ def measure(
     """
     codes, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
     if codes is None:
-        codes, scale_inv, x = quantized.transposed, quantized.transposed_scale_inv, x.t()
+        codes, scale_inv, x = quantized.columnwise, quantized.columnwise_scale_inv, x.t()
     if codes is None or scale_inv is None or x.numel() == 0:
         return None
     largest, one, mask = _FORMATS[codes.dtype]

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
-from ...ops import decoded_gemm, fp8_gemm, grouped_gemm
+from ...ops import emulated_gemm, fp8_gemm, grouped_gemm
 from ...ops.fp8_gemm import block_scaled_gemm
 from ...ops.grouped_quantize import Groups
 from ...runtime.gpu_arch import has_fp8_products, nvidia_capability
 from ..tensor import QuantizedTensor
 
-__all__ = ["BlockProducts", "FP8Products", "HiF8Products", "MXProducts", "Products"]
+__all__ = ["BlockGemm", "FP8Gemm", "GemmBackend", "HiF8Gemm", "MXGemm"]
 
 FPROP, DGRAD, WGRAD = range(3)
 _said: set[str] = set()
 
 
-class Products:
+class GemmBackend:
     """Products of quantized operands; a subclass defines ``multiply``.
 
     Args:
@@ -66,7 +66,7 @@ class Products:
     ) -> torch.Tensor:
         """``dy [rows, out] @ weight [out, in]``."""
         return self.multiply(
-            DGRAD, dy.rowwise, weight.transposed, dy.rowwise_scale_inv, weight.transposed_scale_inv,
+            DGRAD, dy.rowwise, weight.columnwise, dy.rowwise_scale_inv, weight.columnwise_scale_inv,
             out=out, out_dtype=out_dtype,
         )  # fmt: skip
 
@@ -80,7 +80,7 @@ class Products:
     ) -> torch.Tensor:
         """``dy [rows, out].T @ x [rows, in]``, added to ``out`` with ``accumulate``."""
         return self.multiply(
-            WGRAD, dy.transposed, x.transposed, dy.transposed_scale_inv, x.transposed_scale_inv,
+            WGRAD, dy.columnwise, x.columnwise, dy.columnwise_scale_inv, x.columnwise_scale_inv,
             out=out, out_dtype=out_dtype, accumulate=accumulate,
         )  # fmt: skip
 
@@ -111,7 +111,7 @@ class Products:
         raise NotImplementedError
 
 
-class FP8Products(Products):
+class FP8Gemm(GemmBackend):
     """One scale for each operand: cuBLASLt's FP8 products, or decoded ones."""
 
     __slots__ = ("native",)
@@ -124,7 +124,7 @@ class FP8Products(Products):
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
         if not self.native:
-            return decoded_gemm.decoded_fp8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+            return emulated_gemm.decoded_fp8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
         return fp8_gemm.fp8_gemm(
             a, b, a_scale_inv, b_scale_inv, use_split_accumulator=self.split[product], **options
         )
@@ -140,7 +140,7 @@ class FP8Products(Products):
         return grouped_gemm.scaled_contract_groups(a, a_scale_inv, b, b_scale_inv, ends, fast, wide)
 
 
-class BlockProducts(Products):
+class BlockGemm(GemmBackend):
     """1x128 and 128x128 blocks: cuBLASLt's block-scaled products, or decoded ones."""
 
     __slots__ = ("native",)
@@ -153,11 +153,11 @@ class BlockProducts(Products):
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
         block_rows = 1 if product == WGRAD else 128
-        multiply = block_scaled_gemm if self.native else decoded_gemm.decoded_block_gemm
+        multiply = block_scaled_gemm if self.native else emulated_gemm.decoded_block_gemm
         return multiply(a, b, a_scale_inv, b_scale_inv, b_block_rows=block_rows, **options)
 
 
-class MXProducts(Products):
+class MXGemm(GemmBackend):
     """MXFP8 blocks of 32, decoded."""
 
     __slots__ = ()
@@ -168,10 +168,10 @@ class MXProducts(Products):
             _say_decoded("MXFP8 matrix products", "sm_100, which is not supported yet")
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
-        return decoded_gemm.mx_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+        return emulated_gemm.mx_gemm(a, b, a_scale_inv, b_scale_inv, **options)
 
 
-class HiF8Products(Products):
+class HiF8Gemm(GemmBackend):
     """HiF8 with one scale for each operand, decoded: no GPU here has matrix units for it."""
 
     __slots__ = ()
@@ -182,7 +182,7 @@ class HiF8Products(Products):
             _say_decoded("HiF8 matrix products", "a GPU with HiF8 units")
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
-        return decoded_gemm.hif8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+        return emulated_gemm.hif8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
 
 
 def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ class Layout:
     Attributes:
         name: the scheme's.
         block_rows: rows that share a scale; 0 where all do.
-        exact: the transposed codes made of the rowwise ones are those made of the values.
+        exact: the columnwise codes made of the rowwise ones are those made of the values.
     """
 
     name: ClassVar[str]
@@ -51,10 +51,10 @@ class Layout:
         """Rowwise codes of ``x`` by the weight quantizer of the scheme."""
         return quantizer.quantize(x, True, False)[0]
 
-    def transposed(
+    def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The transposed codes and their scales."""
+        """The columnwise codes and their scales."""
         raise NotImplementedError
 
     def rows(self, held: QuantizedTensor, start: int, stop: int) -> QuantizedTensor | None:
@@ -109,7 +109,7 @@ class OneScale(Layout):
         out = self._cast(quantizer, x, tensor_amax(x).bfloat16().float())
         return QuantizedTensor(out.rowwise, out.scale_inv, None, None, quantizer.dtype)
 
-    def transposed(
+    def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert held.rowwise_scale_inv is not None
@@ -132,12 +132,12 @@ class OneScale(Layout):
 
     def _cast(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> Any:
         return current_scale(
-            x, quantizer.dtype, transposed=False, eps=quantizer.eps, pow2=quantizer.pow2, amax=amax
+            x, quantizer.dtype, columnwise=False, eps=quantizer.eps, pow2=quantizer.pow2, amax=amax
         )
 
     def _rescale(self, codes: torch.Tensor, factor: torch.Tensor) -> None:
         values = codes.to(torch.float32)
-        cast_transpose(values, factor, codes.dtype, transposed=False, out_rowwise=codes)
+        cast_transpose(values, factor, codes.dtype, columnwise=False, out_rowwise=codes)
 
 
 class HiF8OneScale(OneScale):
@@ -145,12 +145,12 @@ class HiF8OneScale(OneScale):
 
     def _cast(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> Any:
         return hif8.quantize_current(
-            x, quantizer.target, transposed=False, eps=quantizer.eps, pow2=quantizer.pow2, amax=amax
+            x, quantizer.target, columnwise=False, eps=quantizer.eps, pow2=quantizer.pow2, amax=amax
         )
 
     def _rescale(self, codes: torch.Tensor, factor: torch.Tensor) -> None:
         values = hif8.decode(codes, torch.float32)
-        hif8.quantize(values, factor, transposed=False, out_rowwise=codes)
+        hif8.quantize(values, factor, columnwise=False, out_rowwise=codes)
 
 
 class Blocks(Layout):
@@ -162,7 +162,7 @@ class Blocks(Layout):
     def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
         return torch.empty(scale_shape(rows, cols, _BLOCK), dtype=torch.float32, device=device)
 
-    def transposed(
+    def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert held.rowwise is not None
@@ -184,14 +184,14 @@ class MXBlocks(Layout):
         shape = (rows, -(-cols // _MX_BLOCK))
         return torch.empty(shape, dtype=torch.float8_e8m0fnu, device=device)
 
-    def transposed(
+    def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # Blocks lie along the other axis: the values, exact in bfloat16, are quantized again.
         made = quantizer.quantize(quantizer.dequantize(held, torch.bfloat16), False, True)[0]
-        assert made.transposed is not None
-        assert made.transposed_scale_inv is not None
-        return made.transposed, made.transposed_scale_inv
+        assert made.columnwise is not None
+        assert made.columnwise_scale_inv is not None
+        return made.columnwise, made.columnwise_scale_inv
 
 
 def _transposed_codes(held: QuantizedTensor) -> torch.Tensor:

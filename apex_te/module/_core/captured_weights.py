@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...fp8.parameter.parameter import FP8Parameter, held_copies, plain_values
+from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
 from ...fp8.scheme import GemmQuantizers
 from ...fp8.tensor import QuantizedTensor
 
@@ -72,7 +72,7 @@ class CapturedWeights:
 
         That is so for a weight that is held in FP8 and for one made of tensors not known.
         """
-        if type(weight) is FP8Parameter and held_copies(weight, quantizers, False) is not None:
+        if type(weight) is FP8Parameter and fp8_operands(weight, quantizers, False) is not None:
             return None
 
         def quantize() -> QuantizedTensor:
@@ -82,7 +82,7 @@ class CapturedWeights:
             return quantizer.rewrite(values(), held, noop)
 
         def values() -> torch.Tensor:
-            return plain_values(weight).contiguous()
+            return dequantized(weight).contiguous()
 
         quantizer = quantizers.weight
         return self._once(gemm, sources, quantize, rewrite)

@@ -107,12 +107,12 @@ class NormForward(_Producer):
         scale: torch.Tensor,
         dtype: torch.dtype,
         rowwise: bool,
-        transposed: bool,
+        columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
         options: dict[str, Any] = {
             "rowwise": rowwise,
-            "transposed": transposed,
+            "columnwise": columnwise,
             "amax": amax,
             "zero_centered_gamma": self.zero_centered_gamma,
             "residual": self.residual,
@@ -171,10 +171,10 @@ class ActivationForward(_Producer):
         scale: torch.Tensor,
         dtype: torch.dtype,
         rowwise: bool,
-        transposed: bool,
+        columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
-        options: dict[str, Any] = {"rowwise": rowwise, "transposed": transposed, "amax": amax}
+        options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax}
         if self.name in GATED:
             gate = GATED[self.name]
             return swiglu.swiglu_fwd_fp8(self.x, None, scale, dtype, activation=gate, **options)
@@ -210,15 +210,15 @@ class ActivationBackward(_Producer):
         scale: torch.Tensor,
         dtype: torch.dtype,
         rowwise: bool,
-        transposed: bool,
+        columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
-        options: dict[str, Any] = {"rowwise": rowwise, "transposed": transposed, "amax": amax}
+        options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax}
         if self.name not in GATED and self.name != "gelu":
             kind = PLAIN[self.name]
             return activation.activation_bwd_fp8(self.dy, self.x, kind, scale, dtype, **options)
         # A run for the amax alone leaves the sums to the one that writes codes.
-        options["with_dbias"] = self.with_dbias and (rowwise or transposed)
+        options["with_dbias"] = self.with_dbias and (rowwise or columnwise)
         grads: Any
         if self.name in GATED:
             gate = GATED[self.name]

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...comm.collectives import Pending
-from ...fp8.parameter.parameter import FP8Parameter, held_copies, plain_values
+from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
 from ...fp8.scheme import GemmQuantizers
-from ...fp8.scheme.base import Producer
+from ...fp8.scheme.base import FusedCast
 from ...fp8.tensor import QuantizedTensor
 from .tensor_parallel import GatheredCodes, TensorParallel
 
@@ -116,12 +116,12 @@ def saves_values(plan: GemmPlan) -> bool:
 
 
 def keeps_input(plan: GemmPlan) -> bool:
-    """Whether the forward has to make the transposed copy of the input."""
+    """Whether the forward has to make the columnwise copy of the input."""
     return plan.need_weight and not saves_values(plan) and not gathers_input(plan)
 
 
 def quantized_input(
-    plan: GemmPlan, source: torch.Tensor | Producer
+    plan: GemmPlan, source: torch.Tensor | FusedCast
 ) -> tuple[Operand, QuantizedTensor | None]:
     """The operand made of ``source``, [rows, in] or the op that makes it; and what to save of it.
 
@@ -212,15 +212,15 @@ def multiply(
 
 
 def _quantized_weight(
-    quantizers: GemmQuantizers, quantizer: Any, weight: torch.Tensor, transposed: bool
+    quantizers: GemmQuantizers, quantizer: Any, weight: torch.Tensor, columnwise: bool
 ) -> QuantizedTensor:
     """One copy of a weight: what it holds if the products read that, else quantized now."""
     if type(weight) is FP8Parameter:
-        held = held_copies(weight, quantizers, transposed)
+        held = fp8_operands(weight, quantizers, columnwise)
         if held is not None:
             return held
-    weight = plain_values(weight).contiguous()
-    return quantizer.quantize(weight, not transposed, transposed)[0]
+    weight = dequantized(weight).contiguous()
+    return quantizer.quantize(weight, not columnwise, columnwise)[0]
 
 
 def saved_by(
@@ -230,10 +230,10 @@ def saved_by(
     weight: torch.Tensor,
     cached: QuantizedTensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """What backward needs: of the input its transposed FP8 copy, or ``x`` where that is wanted.
+    """What backward needs: of the input its columnwise FP8 copy, or ``x`` where that is wanted.
 
     ``part`` is what ``quantized_input`` gave; of gathered rows, this rank's codes are saved. Of
-    the weight itself (its transposed copy is made again) or of the cache.
+    the weight itself (its columnwise copy is made again) or of the cache.
     """
     saved_x = saved_w = x_scale = w_scale = None
     if plan.need_weight:
@@ -246,12 +246,12 @@ def saved_by(
             saved_x, x_scale = part.rowwise, part.rowwise_scale_inv
         else:
             assert part is not None
-            saved_x, x_scale = part.transposed, part.transposed_scale_inv
+            saved_x, x_scale = part.columnwise, part.columnwise_scale_inv
     if plan.need_input:
         if cached is None:
             saved_w = weight
         else:
-            saved_w, w_scale = cached.transposed, cached.transposed_scale_inv
+            saved_w, w_scale = cached.columnwise, cached.columnwise_scale_inv
     return saved_x, x_scale, saved_w, w_scale
 
 
@@ -281,9 +281,9 @@ def input_gradient(
         grad = products.dgrad(dy, weight, out_dtype, out)
         dy.rowwise = None
         return grad
-    assert weight.transposed is not None
+    assert weight.columnwise is not None
     if out is None:
-        cols, device = weight.transposed.shape[0], weight.transposed.device
+        cols, device = weight.columnwise.shape[0], weight.columnwise.device
         out = torch.empty(dy.rows, cols, dtype=out_dtype, device=device)
     return dy.multiplied(lambda piece, into: products.dgrad(piece, weight, out_dtype, into), out)
 
@@ -298,12 +298,12 @@ def reduced_input_gradient(
     assert isinstance(dy, QuantizedTensor)
     assert dy.rowwise is not None
     weight, products = _weight_again(plan, saved), plan.quantizers.products
-    assert weight.transposed is not None
+    assert weight.columnwise is not None
 
     def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
         return products.dgrad(rows_of(dy, rows), weight, out_dtype, into)
 
-    rows, cols = dy.rowwise.shape[0], weight.transposed.shape[0]
+    rows, cols = dy.rowwise.shape[0], weight.columnwise.shape[0]
     like = torch.empty(0, cols, dtype=out_dtype, device=dy.rowwise.device)
     pending = parallel.start_input_gradient(product, rows, like, has_one_scale(dy))
     dy.rowwise = None
@@ -311,12 +311,12 @@ def reduced_input_gradient(
 
 
 def _weight_again(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
-    """The transposed copy of the weight: the cache's, else made of the weight now."""
+    """The columnwise copy of the weight: the cache's, else made of the weight now."""
     _, _, w, w_scale = saved
     quantizers = plan.quantizers
     if plan.weight_cached:
         return QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
-    return _quantized_weight(quantizers, quantizers.weight_again, w, True)
+    return _quantized_weight(quantizers, quantizers.weight_recast, w, True)
 
 
 def has_one_scale(x: QuantizedTensor) -> bool:

@@ -16,7 +16,7 @@ from ...fp8.autocast import graph_task_id, local
 from ...fp8.delayed.compiled_region import follow_traced_region
 from ...fp8.delayed.serialize import NAMES, read_state, save_state
 from ...fp8.delayed.state import FP8State, intern
-from ...fp8.parameter.parameter import FP8Parameter, held_copies, plain_values, record_weight
+from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands, record_weight
 from ...fp8.tensor import QuantizedTensor
 from ...runtime.tracing import refuse_state
 from .captured_weights import CapturedWeights
@@ -244,18 +244,18 @@ class FP8Module(torch.nn.Module):
     ) -> QuantizedTensor:
         """Both FP8 copies of ``weight``, made again when asked for or when the weight changed."""
         if type(weight) is FP8Parameter:
-            held = held_copies(weight, quantizers, True, keep=True)
+            held = fp8_operands(weight, quantizers, True, keep=True)
             if held is not None:
                 return held
         sources = self._weight_sources(weight)
         versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in sources]
-        key = (*versions, type(quantizers.weight_again), quantizers.weight_again.dtype)
+        key = (*versions, type(quantizers.weight_recast), quantizers.weight_recast.dtype)
         cache = self._modes.weight_cache.get(gemm)
         if not fill and cache is not None and cache[0] == key:
             return cache[1]
         # A later training step may need what an evaluation in inference mode cached.
         with torch.inference_mode(False), torch.no_grad():
-            weight = plain_values(weight).contiguous()
+            weight = dequantized(weight).contiguous()
             quantized, _ = quantizers.weight.quantize(weight, True, True)
         self._modes.weight_cache[gemm] = (key, quantized)
         return quantized
@@ -268,8 +268,8 @@ class FP8Module(torch.nn.Module):
             return None
         sources = self._weight_sources(weight)
         with torch.no_grad():
-            weight = plain_values(weight).contiguous()
-            scaling = quantizer.kept_scaling(weight)
+            weight = dequantized(weight).contiguous()
+            scaling = quantizer.known_scale(weight)
             if scaling is None:
                 return None
             kept = self._fp8.traced_weight(gemm, quantizer.dtype, *weight.shape, len(sources))

@@ -28,7 +28,7 @@ from ...comm.collectives import (
 )
 from ...comm.peer_memory import peer_memory
 from ...fp8.scheme import GemmQuantizers
-from ...fp8.scheme.base import Producer, Quantizer
+from ...fp8.scheme.base import FusedCast, Quantizer
 from ...fp8.tensor import QuantizedTensor
 from ...ops.byte_transpose import byte_transpose
 
@@ -138,7 +138,7 @@ class TensorParallel:
         return all_gather_rows(x, self.group)
 
     def gathered_input(
-        self, quantizer: Quantizer, shared: Quantizer | None, source: torch.Tensor | Producer
+        self, quantizer: Quantizer, shared: Quantizer | None, source: torch.Tensor | FusedCast
     ) -> tuple[QuantizedTensor | GatheredCodes, QuantizedTensor | None]:
         """The quantized rows of all ranks, from this rank's rows or from the op that makes them.
 
@@ -162,7 +162,7 @@ class TensorParallel:
         quantizers: GemmQuantizers,
         dy: torch.Tensor,
         rowwise: bool,
-        transposed: bool,
+        columnwise: bool,
         need_bias: bool,
     ) -> tuple[QuantizedTensor | GatheredCodes, torch.Tensor | None]:
         """The quantized rows of all ranks of ``dy`` [rows, out], and the sums of this rank's."""
@@ -170,19 +170,19 @@ class TensorParallel:
         shared = quantizer.shared(self.group)
         if shared is not None:
             local, grad_bias = shared.quantize(dy, True, False, need_bias)
-            return self._codes(local, rowwise, transposed), grad_bias
+            return self._codes(local, rowwise, columnwise), grad_bias
         gathered = self.gathered_rows(dy)
-        quantized = quantizer.quantize(gathered.borrow(), rowwise, transposed)[0]
+        quantized = quantizer.quantize(gathered.borrow(), rowwise, columnwise)[0]
         gathered.release()
         return quantized, dy.sum(0) if need_bias else None
 
     def _codes(
-        self, local: QuantizedTensor, rowwise: bool, transposed: bool
+        self, local: QuantizedTensor, rowwise: bool, columnwise: bool
     ) -> QuantizedTensor | GatheredCodes:
         """All ranks' rows of a matrix with one scale for all: the codes travel, a byte each."""
         assert local.rowwise is not None
         gathered = GatheredCodes(
-            self.gathered_rows(local.rowwise, transposed), local, self.ranks, transposed
+            self.gathered_rows(local.rowwise, columnwise), local, self.ranks, columnwise
         )
         return gathered.arrived(rowwise) if torch.compiler.is_compiling() else gathered
 
@@ -193,18 +193,18 @@ class GatheredCodes:
     Args:
         codes: the rows of all ranks.
         local: this rank's.
-        transposed: the transposed copy is asked for, after the products of the rows.
+        columnwise: the columnwise copy is asked for, after the products of the rows.
     """
 
     __slots__ = ("_codes", "_local", "_transposed", "rows")
 
     def __init__(
-        self, codes: Pending, local: QuantizedTensor, ranks: int, transposed: bool
+        self, codes: Pending, local: QuantizedTensor, ranks: int, columnwise: bool
     ) -> None:
         assert local.rowwise is not None
         self._codes = codes
         self._local = local
-        self._transposed = transposed
+        self._transposed = columnwise
         self.rows = local.rowwise.shape[0] * ranks
 
     def multiplied(
@@ -224,8 +224,8 @@ class GatheredCodes:
         local = self._local
         scale_inv = local.rowwise_scale_inv
         codes = self._codes.borrow()
-        transposed = byte_transpose(codes) if self._transposed else None
+        columnwise = byte_transpose(codes) if self._transposed else None
         self._codes.release()
         return QuantizedTensor(
-            codes if rowwise else None, scale_inv, transposed, scale_inv, local.dtype
+            codes if rowwise else None, scale_inv, columnwise, scale_inv, local.dtype
         )

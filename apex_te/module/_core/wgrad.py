@@ -87,7 +87,7 @@ def _of_rows(
     quantized: QuantizedTensor | None,
     rowwise: bool,
 ) -> torch.Tensor | None:
-    """The gradient from ``x``: values, codes of rows (``rowwise``) or transposed ones."""
+    """The gradient from ``x``: values, codes of rows (``rowwise``) or columnwise ones."""
     quantizers, options = plan.quantizers, plan.options
     if quantizers.high_precision_wgrad:
         return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options)
@@ -95,8 +95,8 @@ def _of_rows(
     if saves_values(plan):
         inp = quantizers.input.requantize(x, x_scale)
     else:
-        transposed = byte_transpose(x) if rowwise else x
-        inp = QuantizedTensor(None, None, transposed, x_scale, quantizers.input.dtype)
+        columnwise = byte_transpose(x) if rowwise else x
+        inp = QuantizedTensor(None, None, columnwise, x_scale, quantizers.input.dtype)
     if options.accumulate is None:
         return quantizers.products.wgrad(quantized, inp, plan.weight_dtype)
     main_grad, accumulate = main_grad_of(plan.parameter, options)

@@ -161,8 +161,8 @@ def attend(
             out = _sdpa(q, k, v, seen, bias, options)
     else:
         out = _sdpa(q, k, v, seen, bias, options)
-    if seen.dead_queries is not None:
-        out = out.masked_fill(seen.dead_queries, 0.0)
+    if seen.fully_masked_queries is not None:
+        out = out.masked_fill(seen.fully_masked_queries, 0.0)
     return out
 
 

@@ -58,14 +58,14 @@ class Visibility(NamedTuple):
 
     causal: None; "upper_left", query i sees keys up to i; "bottom_right", up to i + sk - sq.
     hidden: bool, broadcast over [b, h, sq, sk], True = masked out also; or None.
-    dead_queries: bool [b, 1, sq, 1], queries that see nothing; or None.
+    fully_masked_queries: bool [b, 1, sq, 1], queries that see nothing; or None.
     window: None; (left, right), the keys that a query sees around i + sk - sq, -1 = no limit, where
         nothing else is hidden.
     """
 
     causal: str | None = None
     hidden: torch.Tensor | None = None
-    dead_queries: torch.Tensor | None = None
+    fully_masked_queries: torch.Tensor | None = None
     window: tuple[int, int] | None = None
 
 

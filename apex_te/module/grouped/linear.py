@@ -250,7 +250,7 @@ def grouped_forward(
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[QuantizedTensor | None]]:
     """The output [..., out], and of each group its rows of the input and these quantized.
 
-    ``keep``: whose transposed copy to make. A group without rows stages no amax and has None.
+    ``keep``: whose columnwise copy to make. A group without rows stages no amax and has None.
     """
     x = as_matrix(inp)
     features = weights[0].shape[0]

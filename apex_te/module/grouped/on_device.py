@@ -184,7 +184,7 @@ def _cached(
         return None
     cache: Any = module._modes.weight_cache
     versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in weights]
-    key = (*versions, type(quantizers.weight_again), quantizers.weight_again.dtype)
+    key = (*versions, type(quantizers.weight_recast), quantizers.weight_recast.dtype)
     found = cache.get(CACHE)
     if found is not None and found[0] == key and not (is_first_microbatch and not recomputed):
         return found[1]
@@ -225,10 +225,10 @@ class GroupsFunction(OpFunction):
             FPROP, q.rowwise, w.rowwise, q.row_scale_inv, w.scale_inv, groups
         )
         out = _finished(out, groups, out_dtype, biases)
-        saved_x = q.transposed if fp8_wgrad else x if need_weight else None
+        saved_x = q.columnwise if fp8_wgrad else x if need_weight else None
         saved_w: tuple = ()
         if need_input:
-            saved_w = weights if cached is None else (cached.transposed, cached.scale_inv)
+            saved_w = weights if cached is None else (cached.columnwise, cached.scale_inv)
         ctx.save_for_backward(table, saved_x, q.scale_inv, *saved_w)
         ctx.quantizers = quantizers
         ctx.is_cached = cached is not None
@@ -256,15 +256,15 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         if ctx.is_cached:
             codes, scale_inv = weights
         else:
-            w = quantizers.weight_again.quantize_matrices(weights, groups, False, True)
-            codes, scale_inv = w.transposed, w.scale_inv
+            w = quantizers.weight_recast.quantize_matrices(weights, groups, False, True)
+            codes, scale_inv = w.columnwise, w.scale_inv
         grad_input = products.multiply_groups(
             DGRAD, q.rowwise, codes, q.row_scale_inv, scale_inv, groups
         )
         grad_input = _finished(grad_input, groups, ctx.input_dtype)
     if fp8_wgrad:
         grad_weights = products.contract_groups(
-            q.transposed, x, q.scale_inv, x_scale_inv, groups, ctx.parameters is not None
+            q.columnwise, x, q.scale_inv, x_scale_inv, groups, ctx.parameters is not None
         )
     elif ctx.need_weight:
         grad_weights = _high_precision_wgrad(ctx, dy, x, groups)
@@ -312,8 +312,8 @@ def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     groups = Groups(table, dy.shape[0], ctx.count)
     grad_input = grad_weights = None
     if ctx.need_input:
-        transposed = _stacked(weights, dy.dtype).transpose(-2, -1)
-        grad_input = _finished(multiply_groups(dy, transposed, groups), groups, ctx.input_dtype)
+        columnwise = _stacked(weights, dy.dtype).transpose(-2, -1)
+        grad_input = _finished(multiply_groups(dy, columnwise, groups), groups, ctx.input_dtype)
     if ctx.need_weight:
         grad_weights = _high_precision_wgrad(ctx, dy, x, groups)
     return (

@@ -20,7 +20,7 @@ from tests.fp8_weight_cases import E4M3, RECIPES, build, plain_twin, reference, 
 
 def stored_bytes(weight):
     held = weight._held
-    tensors = (held.rowwise, held.rowwise_scale_inv, held.transposed)
+    tensors = (held.rowwise, held.rowwise_scale_inv, held.columnwise)
     return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
 
 
@@ -158,8 +158,8 @@ def test_copy_quantizes_by_the_current_amax(name, device):
         assert torch.equal(codes(weight._rowwise), codes(expected.rowwise))
         assert torch.equal(weight._rowwise_scale_inv.cpu(), expected.rowwise_scale_inv)
         layout = weight._transposed()
-        assert torch.equal(codes(layout[0]), codes(expected.transposed))
-        assert torch.equal(layout[1].cpu(), expected.transposed_scale_inv)
+        assert torch.equal(codes(layout[0]), codes(expected.columnwise))
+        assert torch.equal(layout[1].cpu(), expected.columnwise_scale_inv)
     error = (weight.dequantize(torch.float32) - master).norm() / master.norm()
     assert error < 0.04
 

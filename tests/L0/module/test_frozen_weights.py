@@ -36,7 +36,7 @@ def _repeatable(request, device):
 
 
 class Spy:
-    """A quantizer that notes (role, rowwise, transposed) of what it is asked for."""
+    """A quantizer that notes (role, rowwise, columnwise) of what it is asked for."""
 
     def __init__(self, inner, role, calls):
         self.inner, self.role, self.calls = inner, role, calls
@@ -44,13 +44,13 @@ class Spy:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def quantize(self, x, rowwise=True, transposed=True, with_dbias=False):
-        self.calls.append((self.role, rowwise, transposed))
-        return self.inner.quantize(x, rowwise, transposed, with_dbias)
+    def quantize(self, x, rowwise=True, columnwise=True, with_dbias=False):
+        self.calls.append((self.role, rowwise, columnwise))
+        return self.inner.quantize(x, rowwise, columnwise, with_dbias)
 
-    def produce(self, producer, rowwise=True, transposed=True):
-        self.calls.append((self.role, rowwise, transposed))
-        return self.inner.produce(producer, rowwise, transposed)
+    def produce(self, producer, rowwise=True, columnwise=True):
+        self.calls.append((self.role, rowwise, columnwise))
+        return self.inner.produce(producer, rowwise, columnwise)
 
     def grouped(self, quantizers):
         group = self.inner.grouped([q.inner for q in quantizers])
@@ -63,13 +63,13 @@ class GroupSpy(GroupQuantizer):
     def __init__(self, inner, role, calls):
         self.inner, self.role, self.calls = inner, role, calls
 
-    def quantize(self, x, groups, rowwise=True, transposed=True):
-        self.calls.append((self.role, rowwise, transposed))
-        return self.inner.quantize(x, groups, rowwise, transposed)
+    def quantize(self, x, groups, rowwise=True, columnwise=True):
+        self.calls.append((self.role, rowwise, columnwise))
+        return self.inner.quantize(x, groups, rowwise, columnwise)
 
-    def quantize_matrices(self, matrices, groups, rowwise=True, transposed=True):
-        self.calls.append((self.role, rowwise, transposed))
-        return self.inner.quantize_matrices(matrices, groups, rowwise, transposed)
+    def quantize_matrices(self, matrices, groups, rowwise=True, columnwise=True):
+        self.calls.append((self.role, rowwise, columnwise))
+        return self.inner.quantize_matrices(matrices, groups, rowwise, columnwise)
 
 
 def watch(model):
@@ -78,7 +78,7 @@ def watch(model):
 
     def wrap(sets):
         def spied(quantizers):
-            roles = ("input", "weight", "weight_again", "grad_output")
+            roles = ("input", "weight", "weight_recast", "grad_output")
             return quantizers._replace(
                 **{role: Spy(getattr(quantizers, role), role, calls) for role in roles}
             )
@@ -143,7 +143,7 @@ def test_layouts(learns, kind, name, device, monkeypatch):
         _producers.ActivationBackward, "plain", lambda self: made.append(self) or plain(self)
     )
     out.backward(dy)
-    assert set(calls) == {("grad_output", True, False), ("weight_again", False, True)}
+    assert set(calls) == {("grad_output", True, False), ("weight_recast", False, True)}
     fused = name.startswith(("delayed", "tensorwise"))
     assert not (fused and made)  # the gradient of the hidden values is written as codes alone
     assert x.grad is not None

@@ -84,7 +84,7 @@ def test_captured_weights_are_cached(recipe):
     for kept in captured.kept.values():
         assert kept.held is held
         kept.noop = torch.ones(1, dtype=torch.int32)
-    before = [held.rowwise.clone(), held.transposed.clone(), held.rowwise_scale_inv.clone()]
+    before = [held.rowwise.clone(), held.columnwise.clone(), held.rowwise_scale_inv.clone()]
     x = 100 * x
     run(captured, other, x, recipe)
     if recipe.keeps_state:
@@ -92,7 +92,7 @@ def test_captured_weights_are_cached(recipe):
             other.weight.mul_(2)
     flush_fp8_state()
     _, again = run(captured, other, x, recipe)
-    assert_same_bits([again.rowwise, again.transposed, again.rowwise_scale_inv], before)
+    assert_same_bits([again.rowwise, again.columnwise, again.rowwise_scale_inv], before)
     if recipe.keeps_state:
         assert again is held
         assert other._fp8.amax_history_fwd[0, 1] == 0  # of the weight; the input's is staged

@@ -23,7 +23,7 @@ def quantizations(module, monkeypatch):
     calls, cast = [], delayed.cast_transpose
 
     def counted(x, *args, **kwargs):
-        if x.shape == module.weight.shape and (kwargs["rowwise"] or kwargs["transposed"]):
+        if x.shape == module.weight.shape and (kwargs["rowwise"] or kwargs["columnwise"]):
             calls.append(x)
         return cast(x, *args, **kwargs)
 
@@ -38,7 +38,7 @@ def test_cached_weight_is_quantized_once(monkeypatch):
         forward(module, x, first).sum().backward()
     assert len(calls) == 1
     forward(module, x, None).sum().backward()
-    assert len(calls) == 3  # rowwise in forward, transposed in backward
+    assert len(calls) == 3  # rowwise in forward, columnwise in backward
 
 
 def test_microbatches_equal_requantizing_each_time():

@@ -86,8 +86,8 @@ def test_values_of_what_is_quantized(device, name, pow2):
         elif not name.startswith("block"):
             rows = cols = (256, 256)
         quantizer = getattr(quantizers, role)
-        for layout, (height, width) in (("rowwise", rows), ("transposed", cols)):
-            made = quantizer.quantize(x, layout == "rowwise", layout == "transposed")[0]
+        for layout, (height, width) in (("rowwise", rows), ("columnwise", cols)):
+            made = quantizer.quantize(x, layout == "rowwise", layout == "columnwise")[0]
             values = quantizer.dequantize(made)
             if layout == "transposed":
                 assert made.rowwise is None

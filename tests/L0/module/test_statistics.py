@@ -160,12 +160,12 @@ def test_gradient_that_is_only_quantized_transposed(recipe):
         with fp8_statistics(copy.deepcopy(model)) as stats, fp8_autocast(True, recipe):
             stats.model(x.clone().requires_grad_(needs_grad)).backward(dy)
         noted.append(stats.to_dict()["Linear.grad_output"])
-    transposed, rowwise = noted
-    assert transposed["amax"] == rowwise["amax"]
+    columnwise, rowwise = noted
+    assert columnwise["amax"] == rowwise["amax"]
     if recipe is RECIPES["delayed"]:
-        assert transposed["underflow_rate"][0] > 0
+        assert columnwise["underflow_rate"][0] > 0
     if recipe not in (RECIPES["blockwise"], RECIPES["mxfp8"]):  # whose copies differ
-        assert transposed == rowwise
+        assert columnwise == rowwise
 
 
 def test_what_an_op_quantizes_itself(device):

@@ -131,14 +131,14 @@ def gemm_case(**more: Any) -> dict[str, Any]:
 
 
 def block_gemm_case() -> dict[str, Any]:
-    a = block_quantize.block_quantize(matrix(32, 64), E4M3, transposed=False)
-    b = block_quantize.block_quantize(matrix(16, 64), E4M3, block_rows=128, transposed=False)
+    a = block_quantize.block_quantize(matrix(32, 64), E4M3, columnwise=False)
+    b = block_quantize.block_quantize(matrix(16, 64), E4M3, block_rows=128, columnwise=False)
     return gemm_case(a=a[0], b=b[0], a_scale_inv=a[1], b_scale_inv=b[1])
 
 
 def mx_gemm_case() -> dict[str, Any]:
-    a = mx_quantize.mx_quantize(matrix(32, 64), transposed=False)
-    b = mx_quantize.mx_quantize(matrix(16, 64), transposed=False)
+    a = mx_quantize.mx_quantize(matrix(32, 64), columnwise=False)
+    b = mx_quantize.mx_quantize(matrix(16, 64), columnwise=False)
     return {
         "a": a[0], "b": b[0], "a_scale": a[1], "b_scale": b[1], "out": torch.zeros(32, 16),
         "bias": torch.rand(16),
@@ -161,7 +161,7 @@ def make_case(name: str) -> Case:
     """New arguments for a function; AssertionError for one without an entry."""
     x, w = matrix(), torch.rand(64)
     out_pair = {"out_rowwise": torch.zeros(32, 64, dtype=E4M3),
-                "out_transposed": torch.zeros(64, 32, dtype=E4M3)}  # fmt: skip
+                "out_columnwise": torch.zeros(64, 32, dtype=E4M3)}  # fmt: skip
     hif8_pair = {k: v.view(torch.uint8) for k, v in out_pair.items()}
     layer_out = layer_norm.layer_norm_fwd(x, w, w, 1e-5)
     rms_out = rms_norm.rms_norm_fwd(x, w, 1e-5)
@@ -255,12 +255,12 @@ def make_case(name: str) -> Case:
             {"amax": one(3.0), "fp8_dtype": E4M3, "scale": one(), "scale_inv": one(), "eps": 0.0},
             ("scale", "scale_inv"),
         ),
-        "decoded_gemm.decoded_fp8_gemm": Case(gemm_case(), ("out",)),
-        "decoded_gemm.decoded_block_gemm": Case(block_gemm_case(), ("out",)),
-        "decoded_gemm.hif8_gemm": Case(
+        "emulated_gemm.decoded_fp8_gemm": Case(gemm_case(), ("out",)),
+        "emulated_gemm.decoded_block_gemm": Case(block_gemm_case(), ("out",)),
+        "emulated_gemm.hif8_gemm": Case(
             gemm_case(a=hif8.encode(matrix(32, 64)), b=hif8.encode(matrix(16, 64))), ("out",)
         ),
-        "decoded_gemm.mx_gemm": Case(mx_gemm_case(), ("out",)),
+        "emulated_gemm.mx_gemm": Case(mx_gemm_case(), ("out",)),
         "fp8_gemm.fp8_gemm": Case(gemm_case(gelu=True), ("out",)),
         "fp8_gemm.block_scaled_gemm": Case(
             {**block_gemm_case(), "a_block_rows": 1, "b_block_rows": 128}, ("out",)

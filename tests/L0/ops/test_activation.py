@@ -121,9 +121,9 @@ def test_nan_stays_and_infinities(device, kind):
 
 @pytest.mark.parametrize("fp8", FP8)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["both", "rowwise", "transposed"])
+@pytest.mark.parametrize("layout", ["both", "rowwise", "columnwise"])
 def test_fp8(device, poison, dtype, fp8, layout):
-    wanted = {"rowwise": layout != "transposed", "transposed": layout != "rowwise"}
+    wanted = {"rowwise": layout != "columnwise", "columnwise": layout != "rowwise"}
     scale = 7.3
     for index, shape in enumerate(SHAPES):
         kind = KINDS[index % len(KINDS)]
@@ -133,7 +133,7 @@ def test_fp8(device, poison, dtype, fp8, layout):
         x, grad = x.to(device), grad.to(device)
         amax = one(0, device)
         out = activation_fwd_fp8(x, kind, one(scale, device), fp8, amax=amax, **wanted)
-        assert [t is None for t in out[:2]] == [layout == "transposed", layout == "rowwise"]
+        assert [t is None for t in out[:2]] == [layout == "columnwise", layout == "rowwise"]
         check_fp8(out, amax, y, scale, fp8)
         amax = one(0, device)
         out = activation_bwd_fp8(grad, x, kind, one(scale, device), fp8, amax=amax, **wanted)
@@ -162,7 +162,7 @@ def test_fp8_rate_of_differing_codes(device, kind):
 def test_fp8_amax_finds_planted_value(device, position, value, rows):
     x = torch.randn(rows, 320, device=device).bfloat16()
     x[position] = value
-    for layout in ({}, {"transposed": False}, {"rowwise": False, "transposed": False}):
+    for layout in ({}, {"columnwise": False}, {"rowwise": False, "columnwise": False}):
         amax = one(2, device)
         activation_fwd_fp8(x, "silu", one(1, device), FP8[0], amax=amax, **layout)
         expected = x[position].float().item()
@@ -185,7 +185,7 @@ def test_empty(device, shape):
     out = activation_fwd_fp8(x, "gelu", one(4, device), FP8[0], amax=amax)
     rows = x.shape[:-1].numel()
     assert out.rowwise.shape == (rows, shape[-1])
-    assert out.transposed.shape == (shape[-1], rows)
+    assert out.columnwise.shape == (shape[-1], rows)
     assert out.scale_inv.item() == 0.25
     assert amax.item() == 3
 
@@ -208,7 +208,7 @@ def test_layouts(device):
             actual = activation_bwd(grad_view, view, "gelu")
             assert torch.allclose(actual, expected_dx, rtol=1e-5, atol=1e-6), name
             actual = activation_fwd_fp8(view, "gelu", one(1, device), FP8[0])
-            assert_adjacent_codes(actual.transposed, fp8.transposed)
+            assert_adjacent_codes(actual.columnwise, fp8.columnwise)
     expanded = x[:1].expand(50, 96)
     assert_same_bits(activation_fwd(expanded, "gelu"), activation_fwd(expanded.clone(), "gelu"))
 
@@ -250,7 +250,7 @@ def test_portable_path_gives_the_same_bits():
         "            yield op.activation_fwd(x, kind)\n"
         "            yield op.activation_bwd(grad, x, kind)\n"
         "            args = (kind, torch.tensor([3.0]), torch.float8_e5m2)\n"
-        "            yield op.activation_fwd_fp8(x, *args).transposed\n"
+        "            yield op.activation_fwd_fp8(x, *args).columnwise\n"
         "            yield op.activation_bwd_fp8(grad, x, *args).rowwise\n"
     )
 
@@ -329,7 +329,7 @@ def test_more_than_2_to_31_elements():
         expected, found = op.reference_fp8(exact_dx.cpu(), one(2), FP8[0])
         largest = max(largest, found.item())
         assert_adjacent_codes(out.rowwise[part], expected.rowwise)
-        assert_adjacent_codes(out.transposed[:, part].contiguous(), expected.transposed)
+        assert_adjacent_codes(out.columnwise[:, part].contiguous(), expected.columnwise)
     assert largest <= amax.item() < 1e3
 
 
@@ -342,7 +342,7 @@ def test_more_row_tiles_than_a_grid_has_rows():
         out = call(*inputs, *args)
         of_last = call(*(t[last] for t in inputs), *args)
         assert_same_bits(out.rowwise[last], of_last.rowwise)
-        assert_same_bits(out.transposed.t(), out.rowwise)
+        assert_same_bits(out.columnwise.t(), out.rowwise)
 
 
 @pytest.mark.parametrize("kind", KINDS)

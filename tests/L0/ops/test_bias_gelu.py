@@ -116,9 +116,9 @@ def test_dbias_of_many_rows(device, poison, rows, cols):
 
 @pytest.mark.parametrize("fp8", FP8)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["both", "rowwise", "transposed"])
+@pytest.mark.parametrize("layout", ["both", "rowwise", "columnwise"])
 def test_fp8(device, poison, dtype, fp8, layout):
-    wanted = {"rowwise": layout != "transposed", "transposed": layout != "rowwise"}
+    wanted = {"rowwise": layout != "columnwise", "columnwise": layout != "rowwise"}
     for index, shape in enumerate([*SHAPES, (144, 264), (72, 264)]):
         x, bias, grad = inputs(shape, dtype, device)
         x[0, 0], grad[0, 0] = 9, 9  # the largest result: not one in which digits cancel
@@ -126,7 +126,7 @@ def test_fp8(device, poison, dtype, fp8, layout):
         form, scale, amax = FORMS[index % 2], 7.3, one(0, device)
         exact, same_dtype = both_references(x, bias, grad, form)
         out = bias_gelu_fwd_fp8(x, bias, one(scale, device), fp8, form=form, amax=amax, **wanted)
-        assert [t is None for t in out[:2]] == [layout == "transposed", layout == "rowwise"]
+        assert [t is None for t in out[:2]] == [layout == "columnwise", layout == "rowwise"]
         check_fp8(out, amax, exact[0], scale, fp8)
         amax, has_bias = one(0, device), bias is not None
         grads = bias_gelu_bwd_fp8(
@@ -192,7 +192,7 @@ def test_empty(device, poison, shape):
     rows = x.shape[:-1].numel()
     for fp8 in (out, fp8_grads.output):
         assert fp8.rowwise.shape == (rows, shape[-1])
-        assert fp8.transposed.shape == (shape[-1], rows)
+        assert fp8.columnwise.shape == (shape[-1], rows)
         assert fp8.scale_inv.item() == 0.25
     assert torch.equal(fp8_grads.dbias, bias)
     assert amax.item() == 3
@@ -256,7 +256,7 @@ def test_portable_path_gives_the_same_bits():
         "            yield op.bias_gelu_fwd(x, bias, form=form)\n"
         "            yield from op.bias_gelu_bwd(grad, x, bias, form=form, with_dbias=True)\n"
         "            args = (bias, torch.tensor([3.0]), torch.float8_e4m3fn)\n"
-        "            yield op.bias_gelu_fwd_fp8(x, *args, form=form).transposed\n"
+        "            yield op.bias_gelu_fwd_fp8(x, *args, form=form).columnwise\n"
         "            grads = op.bias_gelu_bwd_fp8(grad, x, *args, form=form, with_dbias=True)\n"
         "            yield from (grads.output.rowwise, grads.dbias)\n"
     )
@@ -340,7 +340,7 @@ def test_more_than_2_to_31_elements():
         assert_as_good_as_torch(y[part], exact[0], same_dtype[0])
         expected, _ = reference_fp8(exact[1].cpu(), one(2), FP8[0])
         assert_adjacent_codes(grads.output.rowwise[part], expected.rowwise)
-        assert_adjacent_codes(grads.output.transposed[:, part].contiguous(), expected.transposed)
+        assert_adjacent_codes(grads.output.columnwise[:, part].contiguous(), expected.columnwise)
 
 
 @pytest.mark.cuda

@@ -49,13 +49,13 @@ def test_fwd(device, poison, shape, dtype, fp8, block_rows):
 def test_one_layout_at_a_time(device, poison, block_rows):
     x = torch.randn(200, 264, device=device).bfloat16()
     both = block_quantize(x, E4M3, block_rows=block_rows)
-    row = block_quantize(x, E4M3, block_rows=block_rows, transposed=False)
+    row = block_quantize(x, E4M3, block_rows=block_rows, columnwise=False)
     col = block_quantize(x, E4M3, block_rows=block_rows, rowwise=False)
-    assert row.transposed is None
+    assert row.columnwise is None
     assert col.rowwise_scale_inv is None
     assert_same_bits([*row[:2], *col[2:]], both)
     amax = torch.ones(1, device=device)
-    block_quantize(x * 9, E4M3, block_rows=block_rows, rowwise=False, transposed=False, amax=amax)
+    block_quantize(x * 9, E4M3, block_rows=block_rows, rowwise=False, columnwise=False, amax=amax)
     assert amax.item() == (x * 9).abs().max().item()
 
 
@@ -65,7 +65,7 @@ def test_transposed_is_the_quantization_of_the_transpose(device):
         there = block_quantize(x, E4M3, block_rows=block_rows)
         back = block_quantize(x.t(), E4M3, block_rows=block_rows)
         assert_same_bits(there[2:], back[:2])
-    assert torch.equal(codes(there.rowwise).t(), codes(there.transposed))
+    assert torch.equal(codes(there.rowwise).t(), codes(there.columnwise))
 
 
 @pytest.mark.parametrize("block_rows", [1, 128])
@@ -120,7 +120,7 @@ def test_scale_of_a_block(device, amax, options, scale):
         found = out.rowwise_scale_inv[(1, 129) if block_rows == 1 else (1, 1)]
         expected = INF if amax == INF else (1 / torch.tensor(scale)).item()
         assert found.item() == expected
-        found = out.transposed_scale_inv[(1, 130) if block_rows == 1 else (1, 1)]
+        found = out.columnwise_scale_inv[(1, 130) if block_rows == 1 else (1, 1)]
         assert found.item() == expected
         assert math.isfinite(out.rowwise_scale_inv[0, 0].item())  # another block
 
@@ -171,8 +171,8 @@ def test_layouts(device, poison, block_rows):
     row = flat[0, 3 : 3 + x.numel()].view(136, 272)
     col = flat[1, 5 : 5 + x.numel()].view(272, 136)
     out = block_quantize(x, E4M3, block_rows=block_rows)
-    block_quantize(x, E4M3, block_rows=block_rows, out=out._replace(rowwise=row, transposed=col))
-    assert_same_bits([row, col], [expected.rowwise, expected.transposed])
+    block_quantize(x, E4M3, block_rows=block_rows, out=out._replace(rowwise=row, columnwise=col))
+    assert_same_bits([row, col], [expected.rowwise, expected.columnwise])
     assert codes(flat).view(-1)[:3].count_nonzero() == 0
     assert codes(flat)[1, 5 + x.numel() :].count_nonzero() == 0
 
@@ -235,7 +235,7 @@ def test_repeatable_and_portable(device):
         (
             {"out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), None, None, None)},
             ValueError,
-            "each of rowwise and transposed must be given with its scale_inv",
+            "each of rowwise and columnwise must be given with its scale_inv",
         ),
         (
             {"out": op.BlockQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(1, 2), None, None)},
@@ -251,9 +251,9 @@ def test_repeatable_and_portable(device):
             "rowwise must have dtype float8_e5m2, got float8_e4m3fn",
         ),
         (
-            {"rowwise": False, "transposed": False},
+            {"rowwise": False, "columnwise": False},
             ValueError,
-            "rowwise, transposed or amax must be asked for",
+            "rowwise, columnwise or amax must be asked for",
         ),
     ],
 )
@@ -316,8 +316,8 @@ def test_more_than_2_to_31_elements():
     for begin in (0, rows // 256 * 128, end):
         part = slice(begin, begin + 128)
         expected = op.reference(x[part].cpu(), E4M3)
-        assert_same_bits([out.rowwise[part], out.transposed[:, part]], expected[::2])
+        assert_same_bits([out.rowwise[part], out.columnwise[:, part]], expected[::2])
         block = begin // 128
-        assert_same_bits(out.transposed_scale_inv[block : block + 1], expected[3])
+        assert_same_bits(out.columnwise_scale_inv[block : block + 1], expected[3])
         exact = op.reference_dequantize(*expected[:2]).bfloat16()
         assert_same_bits(back[part], exact)

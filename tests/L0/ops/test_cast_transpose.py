@@ -34,7 +34,7 @@ def test_fwd(device, poison, shape, dtype, fp8):
     out = cast_transpose(x.to(device), scale, fp8, amax=amax, with_dbias=True)
     expected = op.reference(x, one(7.3, "cpu"), fp8)
     assert torch.equal(codes(out.rowwise), codes(expected.rowwise))
-    assert torch.equal(codes(out.transposed), codes(expected.transposed))
+    assert torch.equal(codes(out.columnwise), codes(expected.columnwise))
     assert amax.item() == x.float().abs().max().item()
     assert out.scale_inv.item() == (1 / one(7.3, "cpu")).item()
     exact = x.double().sum(0)
@@ -53,16 +53,16 @@ def test_fwd_larger_than_a_cache(device, shape, offset):
     amax = one(0, device)
     out = cast_transpose(
         x, one(3.0, device), FORMATS[0], amax=amax, with_dbias=offset == 0,
-        out_rowwise=row, out_transposed=col,
+        out_rowwise=row, out_columnwise=col,
     )  # fmt: skip
     expected = op.reference(x.cpu(), one(3.0, "cpu"), FORMATS[0])
     assert torch.equal(codes(out.rowwise), codes(expected.rowwise))
-    assert torch.equal(codes(out.transposed), codes(expected.transposed))
+    assert torch.equal(codes(out.columnwise), codes(expected.columnwise))
     assert amax.item() == x.abs().max().item()
     assert not storage[:, :offset].any()
     assert not storage[:, offset + x.numel() :].any()
     row.view(torch.uint8).zero_()
-    cast_transpose(x, one(3.0, device), FORMATS[0], transposed=False, out_rowwise=row)
+    cast_transpose(x, one(3.0, device), FORMATS[0], columnwise=False, out_rowwise=row)
     assert torch.equal(codes(row), codes(expected.rowwise))
 
 
@@ -74,7 +74,7 @@ def test_fwd_all_16_bit_patterns(device, dtype, fp8, scale):
     out = cast_transpose(x.to(device), one(scale, device), fp8)
     expected = op.reference(x, one(scale, "cpu"), fp8)
     assert torch.equal(codes(out.rowwise), codes(expected.rowwise))
-    assert torch.equal(codes(out.transposed), codes(expected.transposed))
+    assert torch.equal(codes(out.columnwise), codes(expected.columnwise))
 
 
 @pytest.mark.parametrize("fp8", FORMATS)
@@ -125,7 +125,7 @@ def test_amax_finds_planted_value(device, position, value):
     x[position] = value
     for transposed in (False, True):
         amax = one(2.0, device)
-        cast_transpose(x, one(1, device), FORMATS[0], transposed=transposed, amax=amax)
+        cast_transpose(x, one(1, device), FORMATS[0], columnwise=transposed, amax=amax)
         if value != value:
             assert torch.isnan(amax).all()
         else:
@@ -136,8 +136,8 @@ def test_amax_accumulates_and_may_be_recorded_alone(device):
     x = torch.randn(64, 48, device=device)
     history = torch.zeros(4, 3, device=device)
     slot = history[0, 1:2]
-    cast_transpose(x, one(1, device), FORMATS[0], rowwise=False, transposed=False, amax=slot)
-    cast_transpose(x / 2, one(1, device), FORMATS[0], rowwise=False, transposed=False, amax=slot)
+    cast_transpose(x, one(1, device), FORMATS[0], rowwise=False, columnwise=False, amax=slot)
+    cast_transpose(x / 2, one(1, device), FORMATS[0], rowwise=False, columnwise=False, amax=slot)
     assert history[0, 1] == x.abs().max()
     assert history.count_nonzero() == 1
 
@@ -148,7 +148,7 @@ def test_fwd_empty(device, shape):
         torch.empty(shape, device=device), one(4, device), FORMATS[0], with_dbias=True
     )
     assert out.rowwise.shape == shape
-    assert out.transposed.shape == shape[::-1]
+    assert out.columnwise.shape == shape[::-1]
     assert out.scale_inv.item() == 0.25
     assert torch.equal(out.dbias.cpu(), torch.zeros(shape[1]))
 
@@ -160,10 +160,10 @@ def test_fwd_misaligned(device, offset):
     storage = torch.zeros(2 * (64 * 256 + 8), dtype=torch.uint8, device=device)
     row = storage[offset : offset + 64 * 256].view(64, 256).view(FORMATS[0])
     col = storage[64 * 256 + 8 + offset :][: 64 * 256].view(256, 64).view(FORMATS[0])
-    cast_transpose(x, one(2, device), FORMATS[0], out_rowwise=row, out_transposed=col)
+    cast_transpose(x, one(2, device), FORMATS[0], out_rowwise=row, out_columnwise=col)
     expected = op.reference(x.cpu(), one(2, "cpu"), FORMATS[0])
     assert torch.equal(codes(row), codes(expected.rowwise))
-    assert torch.equal(codes(col), codes(expected.transposed))
+    assert torch.equal(codes(col), codes(expected.columnwise))
     assert storage[:offset].count_nonzero() == 0
     assert storage[-(8 - offset) :].count_nonzero() == 0
 
@@ -183,7 +183,7 @@ def test_noop_flag_leaves_everything(device):
     amax, scale_inv = one(0, device), one(9, device)
     for transposed in (False, True):
         cast_transpose(
-            x, one(2, device), FORMATS[0], transposed=transposed, amax=amax, scale_inv=scale_inv,
+            x, one(2, device), FORMATS[0], columnwise=transposed, amax=amax, scale_inv=scale_inv,
             noop=flag, out_rowwise=row,
         )  # fmt: skip
         assert (codes(row) == 3).all()
@@ -202,7 +202,7 @@ def test_repeatable_and_equal_on_devices(device):
     on_cpu = cast_transpose(x, one(3, "cpu"), FORMATS[1], with_dbias=True)
     assert torch.equal(first.dbias, again.dbias)
     assert torch.equal(first.dbias.cpu(), on_cpu.dbias)
-    assert torch.equal(codes(first.transposed), codes(on_cpu.transposed))
+    assert torch.equal(codes(first.columnwise), codes(on_cpu.columnwise))
 
 
 def test_portable_path_gives_the_same_bits():
@@ -213,7 +213,7 @@ def test_portable_path_gives_the_same_bits():
         "    for x in (bits.view(torch.float32), bits.to(torch.int16).view(torch.float16)):\n"
         "        for f in (torch.float8_e4m3fn, torch.float8_e5m2):\n"
         "            o = cast_transpose(x, torch.tensor([1.1]), f)\n"
-        "            yield from (o.rowwise, o.transposed)\n"
+        "            yield from (o.rowwise, o.columnwise)\n"
         "    x = torch.randn(300, 300)  # a sum's NaN has one of several bit patterns\n"
         "    yield cast_transpose(x, torch.tensor([1.1]), f, with_dbias=True).dbias\n"
     )
@@ -265,19 +265,19 @@ def test_device_mismatch_is_named():
 def test_graph_capture_and_side_stream():
     x = torch.randn(512, 512, device="cuda").bfloat16()
     scale = one(1, "cuda")
-    expected = codes(cast_transpose(x, scale, FORMATS[0]).transposed)
+    expected = codes(cast_transpose(x, scale, FORMATS[0]).columnwise)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         on_side = cast_transpose(x, scale, FORMATS[0])
     torch.cuda.current_stream().wait_stream(side)
-    assert torch.equal(codes(on_side.transposed), expected)
+    assert torch.equal(codes(on_side.columnwise), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = cast_transpose(x, scale, FORMATS[0])
     x.mul_(-1)
     graph.replay()
-    assert torch.equal(codes(captured.transposed), codes(cast_transpose(x, scale, FORMATS[0])[1]))
+    assert torch.equal(codes(captured.columnwise), codes(cast_transpose(x, scale, FORMATS[0])[1]))
 
 
 @pytest.mark.cuda
@@ -294,7 +294,7 @@ def test_more_than_2_to_31_elements():
         expected = op.reference(x[begin : begin + 16].cpu(), one(2, "cpu"), FORMATS[0]).rowwise
         assert torch.equal(codes(out.rowwise[begin : begin + 16]), codes(expected))
         assert torch.equal(
-            codes(out.transposed[:, begin : begin + 16].contiguous()).t(), codes(expected)
+            codes(out.columnwise[:, begin : begin + 16].contiguous()).t(), codes(expected)
         )
 
 

@@ -43,12 +43,12 @@ def test_fwd(device, poison, shape, dtype, fp8):
     out = current_scale(on_device, fp8)
     assert_equals_reference(out, x, fp8)
     assert out.amax.item() == x.float().abs().max().item()
-    row = current_scale(on_device, fp8, transposed=False, pow2=True)
-    assert row.transposed is None
-    assert_same_bits(row, op.reference(x, fp8, pow2=True)._replace(transposed=None))
+    row = current_scale(on_device, fp8, columnwise=False, pow2=True)
+    assert row.columnwise is None
+    assert_same_bits(row, op.reference(x, fp8, pow2=True)._replace(columnwise=None))
     col = current_scale(on_device, fp8, rowwise=False)
     assert col.rowwise is None
-    assert_same_bits(col.transposed, out.transposed)
+    assert_same_bits(col.columnwise, out.columnwise)
 
 
 @pytest.mark.parametrize("fp8", FP8)
@@ -125,14 +125,14 @@ def test_amax_finds_planted_value(device, position, value):
         assert out.amax.item() == tensor_amax(x).item() == abs(value)
         assert code == (0x7E if value > 0 else 0xFE)
         assert torch.isinf(out.scale_inv).item() == math.isinf(value)
-    assert codes(out.transposed)[position[::-1]].item() == code
+    assert codes(out.columnwise)[position[::-1]].item() == code
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0), (0, 0)])
 def test_fwd_empty(device, shape):
     out = current_scale(torch.empty(shape, device=device), FP8[0])
     assert out.rowwise.shape == shape
-    assert out.transposed.shape == shape[::-1]
+    assert out.columnwise.shape == shape[::-1]
     assert (out.amax.item(), out.scale.item(), out.scale_inv.item()) == (0.0, 1.0, 1.0)
     assert tensor_amax(torch.empty(shape, device=device)).item() == 0.0
 
@@ -154,7 +154,7 @@ def test_fwd_misaligned_outputs(device, offset):
     row = storage[offset : offset + 64 * 256].view(64, 256).view(FP8[0])
     col = storage[64 * 256 + 8 + offset :][: 64 * 256].view(256, 64).view(FP8[0])
     before = row._version
-    current_scale(x, FP8[0], out_rowwise=row, out_transposed=col)
+    current_scale(x, FP8[0], out_rowwise=row, out_columnwise=col)
     assert row._version > before
     expected = op.reference(x.cpu(), FP8[0])
     assert_same_bits((row, col), expected[:2])
@@ -198,9 +198,9 @@ def test_portable_path_gives_the_same_bits():
         ({"eps": -1.0}, ValueError, "eps must be zero or more and finite, got -1"),
         ({"eps": float("nan")}, ValueError, "eps must be zero or more and finite, got nan"),
         (
-            {"rowwise": False, "transposed": False},
+            {"rowwise": False, "columnwise": False},
             ValueError,
-            "rowwise or transposed must be True, got False for both",
+            "rowwise or columnwise must be True, got False for both",
         ),
         (
             {"out_rowwise": torch.zeros(2, 3, dtype=torch.uint8).view(FP8[0])},
@@ -208,7 +208,7 @@ def test_portable_path_gives_the_same_bits():
             "rowwise must have shape [2, 2], got [2, 3]",
         ),
         (
-            {"out_transposed": torch.zeros(2, 2, dtype=torch.uint8).view(FP8[1])},
+            {"out_columnwise": torch.zeros(2, 2, dtype=torch.uint8).view(FP8[1])},
             TypeError,
             "transposed must have dtype float8_e4m3fn, got float8_e5m2",
         ),
@@ -276,11 +276,11 @@ def test_more_than_2_to_31_elements():
     x = torch.empty(rows, cols, dtype=torch.bfloat16, device="cuda").normal_()
     x[-1, -1] = 77
     out = current_scale(x, FP8[0])
-    row_only = current_scale(x, FP8[0], transposed=False)
+    row_only = current_scale(x, FP8[0], columnwise=False)
     assert out.amax.item() == 77
     for begin in (0, rows // 2, rows - 16):
         part = x[begin : begin + 16].cpu()
         expected = codes(op.reference(part, FP8[0], amax=one(77)).rowwise)
         assert torch.equal(codes(out.rowwise[begin : begin + 16]), expected)
         assert torch.equal(codes(row_only.rowwise[begin : begin + 16]), expected)
-        assert torch.equal(codes(out.transposed[:, begin : begin + 16].contiguous()).t(), expected)
+        assert torch.equal(codes(out.columnwise[:, begin : begin + 16].contiguous()).t(), expected)

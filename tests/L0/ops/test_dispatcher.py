@@ -241,7 +241,7 @@ def test_result_does_not_depend_on_the_number_of_threads():
         for threads in (1, 2):
             torch.set_num_threads(threads)
             out = cast_transpose(x, torch.ones(1), E4M3, with_dbias=True)
-            results.append((out.transposed.view(torch.uint8), out.dbias))
+            results.append((out.columnwise.view(torch.uint8), out.dbias))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0][0], results[1][0])
@@ -250,12 +250,12 @@ def test_result_does_not_depend_on_the_number_of_threads():
 
 def test_calls_from_many_threads():
     x = torch.randn(300, 300)
-    expected = cast_transpose(x, torch.ones(1), E4M3).transposed.view(torch.uint8)
+    expected = cast_transpose(x, torch.ones(1), E4M3).columnwise.view(torch.uint8)
     wrong = []
 
     def work():
         for _ in range(20):
-            out = cast_transpose(x, torch.ones(1), E4M3).transposed.view(torch.uint8)
+            out = cast_transpose(x, torch.ones(1), E4M3).columnwise.view(torch.uint8)
             if not torch.equal(out, expected):
                 wrong.append(out)
 

@@ -70,7 +70,7 @@ def check_codes(values, fp8):
     expected = expected_codes(values, fp8)
     reference = codes_of(reference_codec.encode_fp8(values.float(), fp8))
     assert torch.equal(reference, expected)
-    made = cast_transpose(values.reshape(1, -1), one(1.0), fp8, transposed=False).rowwise
+    made = cast_transpose(values.reshape(1, -1), one(1.0), fp8, columnwise=False).rowwise
     assert torch.equal(codes_of(made).reshape(-1), expected)
 
 
@@ -106,7 +106,7 @@ def test_encode_of_random_float32(fp8):
 def test_specials(fp8):
     inf, nan, tiny = float("inf"), float("nan"), 2.0**-40
     values = torch.tensor([[nan, -nan, inf, -inf, 1e9, -1e9, 0.0, -0.0, tiny, -tiny]])
-    made = codes_of(cast_transpose(values, one(1.0), fp8, transposed=False).rowwise)[0].tolist()
+    made = codes_of(cast_transpose(values, one(1.0), fp8, columnwise=False).rowwise)[0].tolist()
     largest = codes_of(torch.tensor(LARGEST[fp8]).to(fp8).reshape(1)).item()
     assert largest == 0x7F
     assert made == [0x80, 0x80, 0x7F, 0xFF, 0x7F, 0xFF, 0, 0, 0, 0]
@@ -120,9 +120,9 @@ def test_cast_transpose(shape, dtype, fp8):
     amax = one(0.0)
     out = cast_transpose(x, one(7.3), fp8, amax=amax)
     expected = cast.reference(x, one(7.3), fp8)
-    assert out.rowwise.dtype is out.transposed.dtype is fp8
+    assert out.rowwise.dtype is out.columnwise.dtype is fp8
     assert torch.equal(codes_of(out.rowwise), codes_of(expected.rowwise))
-    assert torch.equal(codes_of(out.transposed), codes_of(expected.transposed))
+    assert torch.equal(codes_of(out.columnwise), codes_of(expected.columnwise))
     assert amax.item() == x.float().abs().max().item()
 
 
@@ -131,7 +131,7 @@ def test_current_scale(fp8):
     x = torch.randn(33, 65) * 30
     out, expected = current_scale(x, fp8), current.reference(x, fp8)
     assert torch.equal(codes_of(out.rowwise), codes_of(expected.rowwise))
-    assert torch.equal(codes_of(out.transposed), codes_of(expected.transposed))
+    assert torch.equal(codes_of(out.columnwise), codes_of(expected.columnwise))
     assert torch.equal(out.scale, expected.scale)
     assert (codes_of(out.rowwise) & 0x7F).max() == 0x7F  # the largest element is fp8_max
 

@@ -15,7 +15,7 @@ SHAPES = [(16, 16, 16), (1, 16, 32), (48, 80, 128), (7, 5, 3), (33, 100, 57), (1
 
 
 def operand(rows, cols, dtype, device):
-    out = cast_transpose(torch.randn(rows, cols), torch.tensor([50.0]), dtype, transposed=False)
+    out = cast_transpose(torch.randn(rows, cols), torch.tensor([50.0]), dtype, columnwise=False)
     return out.rowwise.to(device), out.scale_inv.to(device)
 
 
@@ -100,8 +100,8 @@ def test_three_products_of_a_linear_layer(device):
     qw = cast_transpose(w.to(device), one * 64, E4M3)
     qd = cast_transpose(dy.to(device), one * 1024, E5M2)
     y = fp8_gemm(qx.rowwise, qw.rowwise, qx.scale_inv, qw.scale_inv)
-    dx = fp8_gemm(qd.rowwise, qw.transposed, qd.scale_inv, qw.scale_inv)
-    dw = fp8_gemm(qd.transposed, qx.transposed, qd.scale_inv, qx.scale_inv)
+    dx = fp8_gemm(qd.rowwise, qw.columnwise, qd.scale_inv, qw.scale_inv)
+    dw = fp8_gemm(qd.columnwise, qx.columnwise, qd.scale_inv, qx.scale_inv)
     assert sqnr(x @ w.t(), y) >= 25
     assert sqnr(dy @ w, dx) >= 20
     assert sqnr(dy.t() @ x, dw) >= 20

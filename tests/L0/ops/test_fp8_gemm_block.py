@@ -29,7 +29,7 @@ def operand(rows, cols, dtype, block_rows, device):
     sizes = sizes.repeat_interleave(32, 0).repeat_interleave(128, 1)[:rows, :cols]
     x = torch.randn(rows, cols) * sizes
     codes, scale_inv = block_quantize(
-        x, dtype, block_rows=block_rows, transposed=False, pow2=False
+        x, dtype, block_rows=block_rows, columnwise=False, pow2=False
     )[:2]
     exact = blocks.reference_dequantize(codes, scale_inv, block_rows=block_rows).double()
     return codes.to(device), scale_inv.to(device), exact
@@ -77,11 +77,11 @@ def test_three_products_of_a_linear_layer(device):
     qx, qd = (block_quantize(t.to(device), E4M3) for t in (x, dy))
     qw = block_quantize(w.to(device), E4M3, block_rows=128)
     y = block_scaled_gemm(qx.rowwise, qw.rowwise, qx.rowwise_scale_inv, qw.rowwise_scale_inv)
-    dx = block_scaled_gemm(qd.rowwise, qw.transposed, qd.rowwise_scale_inv, qw.transposed_scale_inv)
+    dx = block_scaled_gemm(qd.rowwise, qw.columnwise, qd.rowwise_scale_inv, qw.columnwise_scale_inv)
     total = torch.zeros(128, 256, device=device)
     for _ in range(2):
         block_scaled_gemm(
-            qd.transposed, qx.transposed, qd.transposed_scale_inv, qx.transposed_scale_inv,
+            qd.columnwise, qx.columnwise, qd.columnwise_scale_inv, qx.columnwise_scale_inv,
             b_block_rows=1, out=total, accumulate=True,
         )  # fmt: skip
     assert sqnr(x @ w.t(), y) >= 25

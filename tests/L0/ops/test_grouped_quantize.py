@@ -27,8 +27,8 @@ def assert_group_codes(out, groups, x, splits, scale, fp8, amax):
             assert torch.equal(codes(out.rowwise)[rows], codes(expected[0]))
             inverse = out.row_scale_inv.cpu()[rows]
             assert inverse.eq(1 / scale[g].cpu()).all()
-        if out.transposed is not None:
-            assert torch.equal(codes(out.transposed)[:, cols], codes(expected[1]))
+        if out.columnwise is not None:
+            assert torch.equal(codes(out.columnwise)[:, cols], codes(expected[1]))
         assert_same_bits(amax[g : g + 1], expected[2])
     assert torch.equal(out.scale_inv.cpu(), 1 / scale.cpu())
 
@@ -52,7 +52,7 @@ def test_splits_that_are_none_poison_everything(device, rows, splits):
         x, groups, scales(count, device), FP8[0], scale_inv=torch.ones(count, device=device)
     )
     assert given.scale_inv.isnan().all()
-    assert not codes(out.transposed)[:, : 16 * count].any()
+    assert not codes(out.columnwise)[:, : 16 * count].any()
     result = torch.zeros(rows, 16, device=device)
     op.finish_rows(result, groups)
     assert result.isnan().all()
@@ -72,14 +72,14 @@ def test_fwd(device, poison, rows, splits, cols, dtype, fp8):
     amax = torch.zeros(len(splits), device=device)
     out = op.quantize_groups(x, groups, scale, fp8, amax=amax)
     assert_group_codes(out, groups, x, splits, scale, fp8, amax)
-    for rowwise, transposed in ((True, False), (False, True), (False, False)):
+    for rowwise, columnwise in ((True, False), (False, True), (False, False)):
         again = torch.zeros_like(amax)
         part = op.quantize_groups(
-            x, groups, scale, fp8, rowwise=rowwise, transposed=transposed, amax=again
+            x, groups, scale, fp8, rowwise=rowwise, columnwise=columnwise, amax=again
         )
-        assert (part.rowwise is not None, part.transposed is not None) == (rowwise, transposed)
+        assert (part.rowwise is not None, part.columnwise is not None) == (rowwise, columnwise)
         assert_same_bits(again, amax)
-        if rowwise or transposed:
+        if rowwise or columnwise:
             assert_group_codes(part, groups, x, splits, scale, fp8, again)
 
 
@@ -136,7 +136,7 @@ def test_matrices(device, poison, shape, dtype, fp8, splits):
             matrix.cpu(), [shape[0]], scale[g : g + 1].cpu(), fp8
         )
         assert torch.equal(codes(out.rowwise)[g], codes(expected))
-        assert torch.equal(codes(out.transposed)[g], codes(expected).t())
+        assert torch.equal(codes(out.columnwise)[g], codes(expected).t())
         assert_same_bits(amax[g : g + 1], largest)
     assert torch.equal(out.scale_inv, 1 / scale)
 
@@ -152,11 +152,11 @@ def test_only_what_is_due(device):
     x = torch.randn(40, 16, device=device)
     splits, due = [10, 10, 0, 20], torch.tensor([1, 0, 1, 0], dtype=torch.int32, device=device)
     groups, amax = made(40, splits, device), torch.zeros(4, device=device)
-    op.quantize_groups(x, groups, amax, FP8[0], rowwise=False, transposed=False, amax=amax, due=due)
+    op.quantize_groups(x, groups, amax, FP8[0], rowwise=False, columnwise=False, amax=amax, due=due)
     assert amax.tolist() == [x[:10].abs().max().item(), 0, 0, 0]
     matrices, amax = list(x.split(10)), torch.zeros(4, device=device)
     op.quantize_matrices(
-        matrices, amax, FP8[0], groups=groups, rowwise=False, transposed=False, amax=amax, due=due
+        matrices, amax, FP8[0], groups=groups, rowwise=False, columnwise=False, amax=amax, due=due
     )
     assert amax.tolist() == [x[:10].abs().max().item(), 0, 0, 0]
 
@@ -187,7 +187,7 @@ def test_other_storage(device):
         out = op.quantize_groups(other, groups, scale, FP8[0])
         assert_same_bits(out.rowwise[:33], expected.rowwise[:33])
         assert_same_bits(
-            out.transposed[:, :columns].contiguous(), expected.transposed[:, :columns].contiguous()
+            out.columnwise[:, :columns].contiguous(), expected.columnwise[:, :columns].contiguous()
         )
 
 
@@ -196,7 +196,7 @@ def test_no_rows(device):
     out = op.quantize_groups(
         torch.empty(0, 16, device=device), groups, torch.ones(2, device=device), FP8[0]
     )
-    assert not codes(out.transposed).any()
+    assert not codes(out.columnwise).any()
     assert torch.equal(out.scale_inv.cpu(), torch.ones(2))
     op.finish_rows(torch.empty(0, 16, device=device), groups)
     assert not op.column_sums(torch.empty(0, 16, device=device), groups).any()
@@ -212,7 +212,7 @@ def test_same_bits_on_devices_and_again(device):
         out = op.quantize_groups(x.to(where), groups, scale.to(where), FP8[1], amax=amax)
         last = groups.column_ends[-1]
         sums = op.column_sums(x.to(where), groups)
-        results.append((out.rowwise[:431], out.transposed[:, :last].contiguous(), amax, sums))
+        results.append((out.rowwise[:431], out.columnwise[:, :last].contiguous(), amax, sums))
     assert_same_bits(results[1], results[0])
     assert_same_bits(results[2], results[0])
 
@@ -225,7 +225,7 @@ def test_portable_path_gives_the_same_bits():
         "    groups = op.groups_of(torch.tensor([100, 0, 150]), 300)\n"
         "    for t in (x, x.half(), x.bfloat16()):\n"
         "        o = op.quantize_groups(t, groups, torch.rand(3), torch.float8_e4m3fn)\n"
-        "        yield from (o.rowwise[:250], o.transposed[:, :288].contiguous())\n"
+        "        yield from (o.rowwise[:250], o.columnwise[:, :288].contiguous())\n"
         "        yield op.column_sums(t, groups)\n"
     )
 
@@ -278,11 +278,11 @@ def test_opcheck_and_compile():
     def compiled(x, splits, scale):
         groups = op.groups_of(splits, x.shape[0])
         out = op.quantize_groups(x, groups, scale, FP8[0], rowwise=False)
-        return out.transposed[:, :32], op.column_sums(x, groups)
+        return out.columnwise[:, :32], op.column_sums(x, groups)
 
     x, scale = torch.randn(8, 16), torch.tensor([2.0, 3.0])
     groups = op.groups_of(splits, 8)
-    expected = op.quantize_groups(x, groups, scale, FP8[0]).transposed[:, :32]
+    expected = op.quantize_groups(x, groups, scale, FP8[0]).columnwise[:, :32]
     actual = compiled(x, splits, scale)
     assert torch.equal(codes(actual[0]), codes(expected))
     assert torch.equal(actual[1], op.column_sums(x, groups))
@@ -315,7 +315,7 @@ def test_more_than_2_to_31_elements():
         part = x[begin : begin + 16].cpu()
         expected = codes(op.reference(part, [16], scale[g : g + 1].cpu(), FP8[0])[0][0])
         assert torch.equal(codes(out.rowwise[begin : begin + 16]), expected)
-        found = out.transposed[:, column : column + 16].contiguous()
+        found = out.columnwise[:, column : column + 16].contiguous()
         assert torch.equal(codes(found).t(), expected)
     largest = max(p.abs().max().item() for p in x[16:65016].split(8192))
     assert amax[1].item() == largest

@@ -137,10 +137,10 @@ def test_quantize_current(device, poison, shape, dtype):
     on_device = x.to(device)
     out = hif8.quantize_current(on_device)
     assert_same_bits(out, hif8.reference_quantize_current(x))
-    row = hif8.quantize_current(on_device, hif8.HIF8_224, transposed=False, pow2=True)
+    row = hif8.quantize_current(on_device, hif8.HIF8_224, columnwise=False, pow2=True)
     expected = hif8.reference_quantize_current(x, 224.0, pow2=True)
-    assert row.transposed is None
-    assert_same_bits(row, expected._replace(transposed=None))
+    assert row.columnwise is None
+    assert_same_bits(row, expected._replace(columnwise=None))
     known = hif8.quantize_current(on_device, rowwise=False, eps=1.0, amax=one(77, device))
     expected = hif8.reference_quantize_current(x, eps=1.0, amax=one(77))
     assert known.rowwise is None
@@ -155,7 +155,7 @@ def test_quantize(device, poison, shape, dtype):
     amax = one(0, device)
     out = hif8.quantize(x.to(device), one(0.4, device), amax=amax)
     assert_same_bits(out, expected)
-    row = hif8.quantize(x.to(device), one(0.4, device), transposed=False)
+    row = hif8.quantize(x.to(device), one(0.4, device), columnwise=False)
     assert_same_bits(row.rowwise, expected.rowwise)
 
 
@@ -166,7 +166,7 @@ def test_larger_than_a_cache(device, shape):
     expected = hif8.reference_quantize(x, one(0.4))
     out = hif8.quantize(x.to(device), one(0.4, device))
     assert_same_bits(out[:2], expected[:2])
-    row = hif8.quantize(x.to(device), one(0.4, device), transposed=False).rowwise
+    row = hif8.quantize(x.to(device), one(0.4, device), columnwise=False).rowwise
     assert_same_bits(row, expected.rowwise)
     values = hif8.reference_decode(expected.rowwise)
     for dtype in DTYPES:
@@ -181,7 +181,7 @@ def test_amax_accumulates(device):
         hif8.quantize(x * factor, one(1, device), amax=amax)
     assert amax.item() == x.abs().max().item()
     x[77, 3] = float("inf")
-    hif8.quantize(x, one(1, device), amax=amax, transposed=False)
+    hif8.quantize(x, one(1, device), amax=amax, columnwise=False)
     assert amax.item() == float("inf")
 
 
@@ -200,7 +200,7 @@ def test_empty(device, shape):
     x = torch.empty(shape, device=device)
     out = hif8.quantize_current(x)
     assert out.rowwise.shape == shape
-    assert out.transposed.shape == shape[::-1]
+    assert out.columnwise.shape == shape[::-1]
     assert (out.amax.item(), out.scale.item(), out.scale_inv.item()) == (0.0, 1.0, 1.0)
     assert hif8.quantize(x, one(4, device)).scale_inv.item() == 0.25
     assert hif8.encode(x).shape == shape
@@ -230,7 +230,7 @@ def test_misaligned_outputs(device, offset):
     row = storage[offset : offset + 64 * 256].view(64, 256)
     col = storage[64 * 256 + 8 + offset :][: 64 * 256].view(256, 64)
     before = row._version
-    hif8.quantize(x, one(1, device), out_rowwise=row, out_transposed=col)
+    hif8.quantize(x, one(1, device), out_rowwise=row, out_columnwise=col)
     assert row._version > before
     assert_same_bits((row, col), hif8.reference_quantize(x.cpu(), one(1))[:2])
     assert storage[:offset].count_nonzero() == 0
@@ -262,9 +262,9 @@ def test_portable_path_gives_the_same_bits():
         (lambda x: hif8.quantize(x[0], one(1)), ValueError, "x must have 2 dimensions"),
         (lambda x: hif8.quantize(x, x), ValueError, "scale must have one element, got [2, 2]"),
         (
-            lambda x: hif8.quantize(x, one(1), rowwise=False, transposed=False),
+            lambda x: hif8.quantize(x, one(1), rowwise=False, columnwise=False),
             ValueError,
-            "rowwise or transposed must be True",
+            "rowwise or columnwise must be True",
         ),
         (
             lambda x: hif8.quantize(x, one(1), out_rowwise=x),
@@ -351,5 +351,5 @@ def test_more_than_2_to_31_elements():
     for begin in (0, rows // 2, rows - 16):
         expected = hif8.reference_quantize(x[begin : begin + 16].cpu(), one(2)).rowwise
         assert_same_bits(out.rowwise[begin : begin + 16], expected)
-        assert_same_bits(out.transposed[:, begin : begin + 16], expected.t())
+        assert_same_bits(out.columnwise[:, begin : begin + 16], expected.t())
         assert_same_bits(decoded[begin : begin + 16], hif8.reference_decode(expected).bfloat16())

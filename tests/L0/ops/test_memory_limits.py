@@ -134,8 +134,8 @@ def test_calls_from_threads_with_small_stacks():
         norm["zero_centered_gamma"] = False
         lists = [[torch.randn(5000).bfloat16()] for _ in range(3)]
         calls = [
-            ("cast_transpose", dict(x=x, scale=one, rowwise=codes[0], transposed=codes[1])),
-            ("activation_fwd_fp8", dict(x=x, scale=one, rowwise=codes[0], transposed=codes[1],
+            ("cast_transpose", dict(x=x, scale=one, rowwise=codes[0], columnwise=codes[1])),
+            ("activation_fwd_fp8", dict(x=x, scale=one, rowwise=codes[0], columnwise=codes[1],
                                         kind=0)),
             ("swiglu_fwd", dict(input=x, out=half, activation=0)),
             ("scaled_softmax_bwd", dict(dy=y, y=y, dx=dx, scale=1.0, causal=0)),
@@ -143,7 +143,7 @@ def test_calls_from_threads_with_small_stacks():
             ("multi_tensor_axpby", dict(xs=lists[0], ys=lists[1], outputs=lists[2], a=1.0, b=1.0,
                                         check=-1)),
             ("mx_quantize", dict(x=x, rowwise=codes[0], rowwise_scale=scales[0],
-                                 transposed=codes[1], transposed_scale=scales[1],
+                                 columnwise=codes[1], columnwise_scale=scales[1],
                                  use_floor=False)),
         ]
         ops = {"activation_fwd_fp8": "activation", "swiglu_fwd": "swiglu",

@@ -58,7 +58,7 @@ def test_large_is_as_its_parts(poison, shape, dtype):
     joined = [
         torch.cat([part[i].view(torch.uint8) for part in parts], dim=i // 2) for i in range(4)
     ]
-    for options in ({}, {"rowwise": False}, {"transposed": False}):
+    for options in ({}, {"rowwise": False}, {"columnwise": False}):
         for out, expected in zip(mx_quantize(x, **options), joined, strict=True):
             assert out is None or torch.equal(out.view(torch.uint8), expected)
 
@@ -66,11 +66,11 @@ def test_large_is_as_its_parts(poison, shape, dtype):
 def test_one_layout_at_a_time(device, poison):
     x = torch.randn(200, 264, device=device).bfloat16()
     both = mx_quantize(x)
-    row, col = mx_quantize(x, transposed=False), mx_quantize(x, rowwise=False)
-    assert row.transposed is None
+    row, col = mx_quantize(x, columnwise=False), mx_quantize(x, rowwise=False)
+    assert row.columnwise is None
     assert col.rowwise_scale is None
     assert_same_bits([*row[:2], *col[2:]], both)
-    assert_same_bits(both[2:], mx_quantize(x.t(), transposed=False)[:2])
+    assert_same_bits(both[2:], mx_quantize(x.t(), columnwise=False)[:2])
 
 
 @pytest.mark.parametrize("rounding", ["up", "floor"])
@@ -125,7 +125,7 @@ def test_scale_of_a_block(device, amax, up, floor):
     for rounding, code in (("up", up), ("floor", floor)):
         out = mx_quantize(x.to(device), E4M3, rounding=rounding)
         assert codes(out.rowwise_scale)[39, 2].item() == code
-        assert codes(out.transposed_scale)[70, 1].item() == code
+        assert codes(out.columnwise_scale)[70, 1].item() == code
         assert codes(out.rowwise_scale).sum().item() == code
 
 
@@ -133,7 +133,7 @@ def test_special_blocks(device):
     """NaN takes its whole block; infinity stays infinite, the rest of its block vanishes."""
     x = torch.ones(2, 64, device=device)
     x[0, 3], x[1, 40] = NAN, -INF
-    out = mx_quantize(x, transposed=False)
+    out = mx_quantize(x, columnwise=False)
     back = mx_dequantize(*out[:2], dtype=torch.float32).cpu()
     assert back[0, :32].isnan().all()
     assert (codes(out.rowwise)[0, :32] == 0x7F).all()
@@ -147,7 +147,7 @@ def test_empty(device, poison, shape):
     out = mx_quantize(torch.empty(shape, device=device))
     assert out.rowwise.shape == shape
     assert out.rowwise_scale.shape == (shape[0], -(-shape[1] // 32))
-    assert out.transposed_scale.shape == (shape[1], -(-shape[0] // 32))
+    assert out.columnwise_scale.shape == (shape[1], -(-shape[0] // 32))
     assert mx_dequantize(*out[:2]).shape == shape
 
 
@@ -222,7 +222,7 @@ def test_repeatable_and_portable(device):
         (
             {"out": op.MXQuantized(torch.zeros(2, 2).to(E4M3), None, None, None)},
             ValueError,
-            "each of rowwise and transposed must be given with its scale",
+            "each of rowwise and columnwise must be given with its scale",
         ),
         (
             {"out": op.MXQuantized(torch.zeros(2, 2).to(E4M3), torch.zeros(2, 1), None, None)},
@@ -235,9 +235,9 @@ def test_repeatable_and_portable(device):
             "transposed must have dtype float8_e4m3fn, got float8_e5m2",
         ),
         (
-            {"rowwise": False, "transposed": False},
+            {"rowwise": False, "columnwise": False},
             ValueError,
-            "rowwise or transposed must be asked for",
+            "rowwise or columnwise must be asked for",
         ),
     ],
 )
@@ -298,7 +298,7 @@ def test_more_than_2_to_31_elements():
     for begin in (0, rows // 64 * 32, rows - 16):
         part = slice(begin, begin + 32)
         expected = op.reference(x[part].cpu())
-        assert_same_bits([out.rowwise[part], out.transposed[:, part]], expected[::2])
+        assert_same_bits([out.rowwise[part], out.columnwise[:, part]], expected[::2])
         block = begin // 32
-        assert_same_bits(out.transposed_scale[:, block : block + 1], expected[3])
+        assert_same_bits(out.columnwise_scale[:, block : block + 1], expected[3])
         assert_same_bits(back[part], op.reference_dequantize(*expected[:2]).bfloat16())

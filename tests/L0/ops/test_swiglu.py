@@ -109,7 +109,7 @@ def test_empty(device, shape):
         grad_output, x, None, scale, FP8[0], bias=bias, amax=amax, with_dbias=True
     )
     assert fwd.rowwise.shape == shape
-    assert bwd.output.transposed.shape == (2 * cols, rows)
+    assert bwd.output.columnwise.shape == (2 * cols, rows)
     assert (amax == 1).all()
     for made in (fwd, bwd.output):
         assert made.scale_inv.item() == 0.25
@@ -314,7 +314,7 @@ def test_more_than_2_to_31_elements():
             assert_adjacent_codes(
                 result.rowwise[part], op.reference_fp8(values, torch.ones(1), fp8).rowwise
             )
-            assert_same_bits(result.transposed[:, part].t(), result.rowwise[part])
+            assert_same_bits(result.columnwise[:, part].t(), result.rowwise[part])
     last = grads.input[:, -1].float().sum()
     torch.testing.assert_close(grads_made.dbias[-1].float(), last, rtol=0.05, atol=1.0)
 

@@ -30,7 +30,7 @@ def check_fp8(device, shape, dtype, fp8, activation, **form):
         found = torch.zeros(1)
         expected = op.reference_fp8(values, scale, fp8, amax=found)
         assert_adjacent_codes(made.rowwise, expected.rowwise)
-        assert torch.equal(codes(made.transposed), codes(made.rowwise).t())
+        assert torch.equal(codes(made.columnwise), codes(made.rowwise).t())
         assert made.scale_inv.item() == (1 / scale).item()
         assert_close_amax(amax, found)
 
@@ -45,14 +45,14 @@ def check_fp8(device, shape, dtype, fp8, activation, **form):
     compare(bwd.output, grad, amax)
     assert_as_good_as_torch(bwd.dbias, dbias, same)
     alone = op.swiglu_bwd_fp8(
-        grad_output.to(device), *on_device[:2], scale.to(device), fp8, transposed=False, **bias
+        grad_output.to(device), *on_device[:2], scale.to(device), fp8, columnwise=False, **bias
     )
     assert alone.dbias is None
-    assert alone.output.transposed is None
+    assert alone.output.columnwise is None
     assert_same_bits(alone.output.rowwise, bwd.output.rowwise)
     alone = op.swiglu_fwd_fp8(*on_device[:2], scale.to(device), fp8, rowwise=False, **bias)
     assert alone.rowwise is None
-    assert_same_bits(alone.transposed, fwd.transposed)
+    assert_same_bits(alone.columnwise, fwd.columnwise)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,10 +81,10 @@ def test_amax_finds_planted_value(device, position, value, dtype):
     one = torch.ones(1, device=device)
     for transposed in (False, True):
         amax = torch.full((1,), 2.0, device=device)
-        op.swiglu_fwd_fp8(gate, up, one, FP8[0], transposed=transposed, amax=amax)
+        op.swiglu_fwd_fp8(gate, up, one, FP8[0], columnwise=transposed, amax=amax)
         largest = op.swiglu_fwd(gate.float(), up.float())[position].abs().item()
         grad_amax = torch.full((1,), 2.0, device=device)
-        op.swiglu_bwd_fp8(grad_output, gate, up, one, FP8[0], transposed=transposed, amax=grad_amax)
+        op.swiglu_bwd_fp8(grad_output, gate, up, one, FP8[0], columnwise=transposed, amax=grad_amax)
         if value != value:
             assert torch.isnan(amax).all()
             assert torch.isnan(grad_amax).all()
@@ -116,7 +116,7 @@ def test_repeatable_and_alike_on_devices(device):
         x, _, bias, _ = inputs
         made = op.swiglu_bwd_fp8(grad, x, None, scale, FP8[1], bias=bias, with_dbias=True)
         plain = op.swiglu_bwd(grad, x, None, bias, with_dbias=True)
-        return made.output.rowwise, made.output.transposed, made.dbias, plain.input, plain.dbias
+        return made.output.rowwise, made.output.columnwise, made.dbias, plain.input, plain.dbias
 
     first = run(grad, on_device)
     assert_same_bits(run(grad, on_device), first)
@@ -140,7 +140,7 @@ def test_more_row_tiles_than_a_grid_has_rows():
         expected_bwd = op.swiglu_bwd_fp8(grad_output[part], x[part], None, one, FP8[1])
         for made, wanted in ((fwd, expected), (bwd.output, expected_bwd.output)):
             assert_same_bits(made.rowwise[part], wanted.rowwise)
-            assert_same_bits(made.transposed[:, part].contiguous(), wanted.transposed)
+            assert_same_bits(made.columnwise[:, part].contiguous(), wanted.columnwise)
     dbias = op.swiglu_bwd(grad_output.float(), x.float(), with_dbias=True).dbias
     torch.testing.assert_close(bwd.dbias.float(), dbias, rtol=0.01, atol=1.0)
 

@@ -20,7 +20,7 @@ def test_quantize_copies_amax_and_own_scale_inv():
     quantizer = DelayedScalingQuantizer(E4M3, scale, amax)
     quantized, dbias = quantizer.quantize(x, with_dbias=True)
     assert torch.equal(quantized.rowwise.float(), x * 2)
-    assert torch.equal(quantized.transposed.float(), (x * 2).t())
+    assert torch.equal(quantized.columnwise.float(), (x * 2).t())
     assert torch.equal(dbias, x.sum(0))
     assert amax.item() == 3.0
     scale.fill_(64.0)  # a later update does not reach data already quantized
@@ -33,10 +33,10 @@ def test_only_the_copies_asked_for():
     x = torch.randn(5, 7)
     row, none = quantizer.quantize(x, True, False)
     column, _ = quantizer.quantize(x, False, True)
-    assert row.transposed is None
+    assert row.columnwise is None
     assert column.rowwise is None
     assert none is None
-    assert torch.equal(row.rowwise.t().float(), column.transposed.float())
+    assert torch.equal(row.rowwise.t().float(), column.columnwise.float())
     assert torch.equal(quantizer.dequantize(row), quantizer.dequantize(column))
 
 

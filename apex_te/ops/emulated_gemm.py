@@ -208,7 +208,7 @@ def _run(kind, a, b, a_scale, b_scale, out, bias, accumulate):
 
 
 _multiply = bind_call(
-    "decoded_gemm(str kind, Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor(a!) out, "
+    "emulated_gemm(str kind, Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor(a!) out, "
     "Tensor? bias, bool accumulate) -> ()",
     _run,
 )

@@ -8,7 +8,7 @@ from checks import assert_same_bits
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from apex_te.ops import hif8, mx_quantize
-from apex_te.ops.decoded_gemm import hif8_gemm, mx_gemm
+from apex_te.ops.emulated_gemm import hif8_gemm, mx_gemm
 from apex_te.ops.product_into import product_into
 
 SHAPES = [(16, 16, 128), (144, 272, 384), (1, 16, 32), (7, 5, 3), (33, 100, 57)]
@@ -21,7 +21,7 @@ def sqnr(reference, actual):
 
 def mx_operand(rows, cols, device):
     x = torch.randn(rows, cols) * 10.0 ** torch.randint(-2, 2, (rows, 1))
-    codes, scale = mx_quantize.mx_quantize(x, transposed=False)[:2]
+    codes, scale = mx_quantize.mx_quantize(x, columnwise=False)[:2]
     exact = mx_quantize.reference_dequantize(codes, scale).double()
     return codes.to(device), scale.to(device), exact
 
@@ -70,8 +70,8 @@ def test_three_products_of_a_linear_layer(device):
     x, w, dy = torch.randn(160, 256), torch.randn(128, 256), torch.randn(160, 128)
     qx, qw, qd = (mx_quantize.mx_quantize(t.to(device)) for t in (x, w, dy))
     y = mx_gemm(qx.rowwise, qw.rowwise, qx.rowwise_scale, qw.rowwise_scale)
-    dx = mx_gemm(qd.rowwise, qw.transposed, qd.rowwise_scale, qw.transposed_scale)
-    dw = mx_gemm(qd.transposed, qx.transposed, qd.transposed_scale, qx.transposed_scale)
+    dx = mx_gemm(qd.rowwise, qw.columnwise, qd.rowwise_scale, qw.columnwise_scale)
+    dw = mx_gemm(qd.columnwise, qx.columnwise, qd.columnwise_scale, qx.columnwise_scale)
     assert sqnr(x @ w.t(), y) >= 25
     assert sqnr(dy @ w, dx) >= 25
     assert sqnr(dy.t() @ x, dw) >= 25

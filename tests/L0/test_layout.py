@@ -1,0 +1,212 @@
+"""Imports of the package follow its layers and form no circle (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What each part of apex_te may import, besides itself; the modules at its root may import all.
+LAYERS = {
+    "recipe": set(),
+    "runtime": {"op_builder"},
+    "ops": {"runtime", "op_builder"},
+    "comm": {"runtime", "ops", "op_builder"},
+    "fp8": {"recipe", "runtime", "ops", "comm"},
+    "module": {"recipe", "runtime", "ops", "comm", "fp8"},
+    "graphs": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
+    "optimizers": {"runtime", "ops", "comm"},
+    "integrations": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
+    "amp": {"recipe", "runtime", "ops", "comm", "fp8", "module", "optimizers", "integrations"},
+    "distributed": {"recipe", "runtime", "ops", "comm", "fp8", "module", "permutation"},
+    "permutation": {"runtime", "ops"},
+    "nvtx": {"op_builder"},
+    "op_builder": set(),
+    "compatibility": {"_version", "op_builder", "runtime", "ops", "optimizers"},
+}
+# Imports that are to go, which this list may only lose.
+UPWARD = {
+    ("apex_te.comm.agreement", "apex_te.fp8.delayed.amax_allreduce"),
+    ("apex_te.comm.agreement", "apex_te.recipe"),
+    ("apex_te.fp8.statistics", "apex_te.module._core.module_fp8"),
+    ("apex_te.module._core.module_fp8", "apex_te.distributed.fsdp.sharded_weight"),
+}
+CIRCLES = {
+    frozenset(
+        {
+            "apex_te.distributed.fsdp.fp8_all_gather",
+            "apex_te.distributed.fsdp.gather_group",
+        }
+    ),
+    frozenset(
+        {
+            "apex_te.fp8.delayed.first_step",
+            "apex_te.fp8.delayed.labels",
+            "apex_te.fp8.delayed.registry",
+            "apex_te.fp8.delayed.serialize",
+            "apex_te.fp8.delayed.state",
+            "apex_te.fp8.delayed.update",
+            "apex_te.fp8.scheme",
+        }
+    ),
+    frozenset(
+        {
+            "apex_te.fp8.parameter.dispatch",
+            "apex_te.fp8.parameter.fsdp_gather",
+            "apex_te.fp8.parameter.parameter",
+        }
+    ),
+    frozenset(
+        {
+            "apex_te.fp8.scheme.base",
+            "apex_te.fp8.scheme.current",
+            "apex_te.fp8.scheme.delayed",
+            "apex_te.fp8.scheme.grouped",
+        }
+    ),
+    frozenset(
+        {
+            "apex_te.module.grouped.linear",
+            "apex_te.module.grouped.on_device",
+        }
+    ),
+    frozenset(
+        {
+            "apex_te.op_builder.builder",
+            "apex_te.op_builder.core",
+            "apex_te.op_builder.jit.archs",
+            "apex_te.op_builder.jit.cache",
+            "apex_te.op_builder.jit.entry",
+            "apex_te.op_builder.jit.extension",
+            "apex_te.op_builder.jit.hip",
+            "apex_te.op_builder.jit.inventory",
+            "apex_te.op_builder.jit.lock",
+            "apex_te.op_builder.jit.publish",
+            "apex_te.op_builder.jit.pybind_extension",
+            "apex_te.op_builder.jit.pythons",
+            "apex_te.op_builder.jit.service",
+            "apex_te.op_builder.jit.steps",
+            "apex_te.op_builder.jit.user_ops",
+            "apex_te.op_builder.jit.verify",
+        }
+    ),
+    frozenset(
+        {
+            "apex_te.ops.op_function",
+            "apex_te.ops.transforms",
+        }
+    ),
+}
+
+
+def _modules() -> dict[str, Path]:
+    """Every module of the package by its name: apex_te.x, apex_te.op_builder.x."""
+    found = {}
+    for folder, name in (
+        ("apex_te", "apex_te"),
+        ("op_builder", "apex_te.op_builder"),
+        ("compatibility", "apex_te.compatibility"),
+    ):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            found[".".join((name, *parts))] = path
+    return found
+
+
+def _absolute(node: ast.ImportFrom, module: str, is_package: bool) -> str:
+    """Full name of what a ``from`` statement imports from."""
+    if not node.level:
+        return node.module or ""
+    base = module.split(".") if is_package else module.split(".")[:-1]
+    base = base[: len(base) - node.level + 1]
+    return ".".join((*base, node.module) if node.module else base)
+
+
+def _imports(modules: dict[str, Path]) -> dict[str, set[str]]:
+    """For each module the modules it imports, anywhere in it, for type checkers too."""
+    graph = {}
+    for module, path in modules.items():
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                source = _absolute(node, module, path.name == "__init__.py")
+                names = [f"{source}.{alias.name}" for alias in node.names]
+                names = [name if name in modules else source for name in names]
+            else:
+                continue
+            found.update(name for name in names if name in modules and name != module)
+        graph[module] = found
+    return graph
+
+
+def _part(module: str) -> str:
+    """Layer of a module: its first name below ``apex_te``."""
+    return module.split(".")[1] if "." in module else "apex_te"
+
+
+def _circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Sets of modules that import each other in a loop (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = set()
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(graph[node]):
+            if target not in index:
+                visit(target)
+                low[node] = min(low[node], low[target])
+            elif target in stack:
+                low[node] = min(low[node], index[target])
+        if low[node] == index[node]:
+            members = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(members) > 1:
+                found.add(frozenset(members))
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return found
+
+
+def _upward(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """Imports that ``LAYERS`` does not allow, as pairs of modules."""
+    return {
+        (module, target)
+        for module, targets in graph.items()
+        for target in targets
+        if _part(module) in LAYERS
+        and _part(target) != _part(module)
+        and _part(target) not in LAYERS[_part(module)]
+    }
+
+
+def test_imports_follow_the_layers() -> None:
+    graph = _imports(_modules())
+    assert {_part(module) for module in graph if "." in module} - set(LAYERS) <= {
+        "__main__", "_version", "autocast", "graph", "parameter", "state", "statistics",
+    }, "a new part of apex_te needs its line in LAYERS"  # fmt: skip
+    assert _upward(graph) == UPWARD
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    modules = _modules()
+    graph = _imports(modules)
+    # A package's __init__ that only hands names on is no part of a circle.
+    packages = {name for name, path in modules.items() if path.name == "__init__.py"}
+    for name in packages:
+        graph[name] = {target for target in graph[name] if not target.startswith(f"{name}.")}
+    assert _circles(graph) == CIRCLES
+
+
+def test_the_checks_see_what_they_forbid() -> None:
+    loop = {"apex_te.ops.a": {"apex_te.fp8.b"}, "apex_te.fp8.b": {"apex_te.ops.a"}}
+    assert _circles(loop) == {frozenset(loop)}
+    assert _upward(loop) == {("apex_te.ops.a", "apex_te.fp8.b")}
