@@ -32,6 +32,7 @@ if _TYPE_CHECKING:
     from . import nvtx as nvtx
     from . import ops as ops
     from . import optimizers as optimizers
+    from . import parameter as parameter
     from . import permutation as permutation
     from . import recipe as recipe
     from .autocast import autocast as autocast
@@ -97,11 +98,13 @@ _NAMES = {
     "nvtx": "",
     "ops": "",
     "optimizers": "",
+    "parameter": "",
     "permutation": "",
     "prebuild": "runtime.prebuild",
     "quantized_model_init": "fp8.model_init",
     "recipe": "",
     "recipe_from_arguments": "fp8.arguments",
+    "state": "",
     "statistics": "",
 }
 __all__ = ["__version__", *_NAMES]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from .ops import moe_permute as _op
+from .ops._permutation_function import Permute, SortChunks, Unpermute, run
 from .ops.op_function import needs_autograd
-from .ops.permutation_function import Permute, SortChunks, Unpermute, run
 
 __all__ = [
     "moe_permute",

@@ -89,7 +89,7 @@ def test_values_of_what_is_quantized(device, name, pow2):
         for layout, (height, width) in (("rowwise", rows), ("columnwise", cols)):
             made = quantizer.quantize(x, layout == "rowwise", layout == "columnwise")[0]
             values = quantizer.dequantize(made)
-            if layout == "transposed":
+            if layout == "columnwise":
                 assert made.rowwise is None
             expected = torch.ones(x.shape, dtype=torch.bool)
             top, left = 130 // height * height, 3 // width * width

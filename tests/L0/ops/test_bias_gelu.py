@@ -156,7 +156,7 @@ def test_fp8_amax_is_of_existing_rows(device, rows):
     """A tile's rows past the end would hold gelu(bias), which is larger than every result here."""
     x = torch.full((rows, 128), -20.0, device=device).bfloat16()
     bias = torch.full((128,), 19.0, device=device).bfloat16()
-    for layout in ({}, {"transposed": False}):
+    for layout in ({}, {"columnwise": False}):
         amax = one(0, device)
         bias_gelu_fwd_fp8(x, bias, one(1, device), FP8[0], amax=amax, **layout)
         expected = op.reference(torch.tensor(-1.0).double()).abs().float()

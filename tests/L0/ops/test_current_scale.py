@@ -210,7 +210,7 @@ def test_portable_path_gives_the_same_bits():
         (
             {"out_columnwise": torch.zeros(2, 2, dtype=torch.uint8).view(FP8[1])},
             TypeError,
-            "transposed must have dtype float8_e4m3fn, got float8_e5m2",
+            "columnwise must have dtype float8_e4m3fn, got float8_e5m2",
         ),
     ],
 )

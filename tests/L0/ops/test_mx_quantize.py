@@ -232,7 +232,7 @@ def test_repeatable_and_portable(device):
         (
             {"out": op.MXQuantized(None, None, torch.zeros(2, 2).to(E5M2), torch.zeros(2, 1))},
             TypeError,
-            "transposed must have dtype float8_e4m3fn, got float8_e5m2",
+            "columnwise must have dtype float8_e4m3fn, got float8_e5m2",
         ),
         (
             {"rowwise": False, "columnwise": False},
