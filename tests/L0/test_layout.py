@@ -47,7 +47,6 @@ CIRCLES = {
             "apex_te.fp8.delayed.serialize",
             "apex_te.fp8.delayed.state",
             "apex_te.fp8.delayed.update",
-            "apex_te.fp8.scheme",
         }
     ),
     frozenset(

@@ -20,6 +20,7 @@ from .registry import intern, recipe_named, registry
 
 if TYPE_CHECKING:
     from ..scheme import QuantizerSets
+    from ..scheme.base import Slots
     from .compiled_weight import TracedWeight
 
 __all__ = [
@@ -225,7 +226,8 @@ class FP8State:
             self._fit(cast(DelayedScaling, recipe), device)
         sets = self._sets.get(key)
         if sets is None:
-            sets = build_quantizers(recipe, self, device)
+            slots = self._slot_views() if recipe.keeps_state else None
+            sets = build_quantizers(recipe, slots, self.gemms, device)
             if self._wrap is not None:
                 sets = self._wrap(sets)
             self._sets[key] = sets
@@ -240,6 +242,28 @@ class FP8State:
         if records:
             self._active_key, self._active = key, sets
         return sets
+
+    def _slot_views(self) -> Slots:
+        """Returns the views of this state over which quantizers are built."""
+        from ..scheme.base import GemmSlots, Slot, Slots
+        from .update import update_scales
+
+        def forward(i: int) -> Slot:
+            scale, inverse = self.scale_fwd[i : i + 1], self.scale_inv_fwd[i : i + 1]
+            amax, pending = self.amax_history_fwd[0, i : i + 1], self.pending_scale_fwd[i : i + 1]
+            return Slot(scale, inverse, amax, pending, i)
+
+        def backward(i: int) -> Slot:
+            scale, inverse = self.scale_bwd[i : i + 1], self.scale_inv_bwd[i : i + 1]
+            number = FORWARD_SLOTS * self.gemms + i
+            return Slot(scale, inverse, self.amax_history_bwd[0, i : i + 1], None, number)
+
+        gemms = tuple(
+            GemmSlots(forward(FORWARD_SLOTS * g), forward(FORWARD_SLOTS * g + 1),
+                      backward(BACKWARD_SLOTS * g))
+            for g in range(self.gemms)
+        )  # fmt: skip
+        return Slots(gemms, self.first_due, self.first_on_device, self.sharing, update_scales)
 
     def enter(self, scope: AmaxGroup | None) -> None:
         """The module runs in a region of ``scope``, if that is known."""

@@ -8,7 +8,6 @@ import json
 import torch
 
 from ...recipe import Recipe
-from ..delayed.state import FP8State
 from ..scheme import GemmQuantizers, build_quantizers
 from ..scheme.stored import layout_of, pack_recipe, unpack_recipe
 from ..tensor import QuantizedTensor
@@ -29,8 +28,7 @@ _library.define(
 @functools.cache
 def quantizers_of(recipe: Recipe, device: torch.device) -> GemmQuantizers:
     """The quantizers of a recipe that keeps no state."""
-    # None of the states that ranks compare: perhaps one rank alone reads such a weight.
-    return build_quantizers(recipe, FP8State(registered=False), device).frozen[0]
+    return build_quantizers(recipe, None, 1, device).frozen[0]
 
 
 def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:

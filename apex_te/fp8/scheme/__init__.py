@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...recipe import Recipe
-    from ..delayed.state import FP8State
+    from .base import Slots
     from .products import GemmBackend
 
 __all__ = ["GemmQuantizers", "QuantizerSets", "build_quantizers"]
@@ -43,10 +43,15 @@ class QuantizerSets(NamedTuple):
     previewed: tuple[GemmQuantizers, ...]
 
 
-def build_quantizers(recipe: Recipe, state: FP8State, device: torch.device) -> QuantizerSets:
-    """Quantizers of ``recipe`` on ``device``, over the tensors of ``state`` if it keeps any."""
+def build_quantizers(
+    recipe: Recipe, slots: Slots | None, gemms: int, device: torch.device
+) -> QuantizerSets:
+    """Builds the quantizers of ``recipe`` for the ``gemms`` GEMMs of a module on ``device``.
+
+    ``slots`` are views of the module's FP8 state; None for a recipe that keeps no state.
+    """
     scheme = importlib.import_module(f"{__name__}.{recipe.quantizer}")
-    return scheme.build_quantizers(recipe, state, device)
+    return scheme.build_quantizers(recipe, slots, gemms, device)
 
 
 def stateless_sets(quantizers: GemmQuantizers, gemms: int) -> QuantizerSets:

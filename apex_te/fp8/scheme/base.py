@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,7 +14,63 @@ from ..tensor import QuantizedTensor
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer
 
-__all__ = ["FusedCast", "Quantizer", "shared_scale"]
+__all__ = ["FusedCast", "GemmSlots", "Quantizer", "ScaleSharing", "Slot", "Slots", "shared_scale"]
+
+
+class ScaleSharing(Protocol):
+    """Says which ranks compute a state's scales together."""
+
+    def over(self, group: Any) -> bool:
+        """Returns True if the scales are equal on all ranks of ``group``, and will stay so."""
+
+    def reduced_over(self, group: Any) -> bool:
+        """Returns True if the next scales come from the amaxes of all ranks of ``group``."""
+
+
+class Slot(NamedTuple):
+    """Views, fp32 ``[1]``, of what an FP8 state keeps for one tensor of a GEMM.
+
+    Attributes:
+        scale, scale_inv: multiplier to FP8 and its inverse.
+        amax: element of the staging row of the amax history, into which casts fold max |x|.
+        pending_scale: the scale after the update that is due; None for gradients.
+        number: the place of the slot in the module, forward slots first.
+    """
+
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    amax: torch.Tensor
+    pending_scale: torch.Tensor | None
+    number: int
+
+
+class GemmSlots(NamedTuple):
+    """Slots of the tensors that one GEMM and its gradients quantize."""
+
+    input: Slot
+    weight: Slot
+    grad_output: Slot
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Views of a module's FP8 state for the quantizers of a scheme that keeps state.
+
+    Attributes:
+        gemms: one entry for each GEMM of the module.
+        first_due: for each slot, True while its first scale has still to be computed from data.
+        first_on_device: int32 flags ``[slots]`` for those whose data only the device counts, for
+            each tuple of slot numbers.
+        sharing: the ranks that compute the scales together.
+        update_scales: rolls histories and sets scales and their inverses by the recipe's formula:
+            ``(histories, scales, scale_invs, fp8_max, recipe, nonfinite_count)``.
+    """
+
+    gemms: tuple[GemmSlots, ...]
+    first_due: list[bool]
+    first_on_device: dict[tuple[int, ...], torch.Tensor]
+    sharing: ScaleSharing
+    update_scales: Callable[..., None]
 
 
 class FusedCast(Protocol):

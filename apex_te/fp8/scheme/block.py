@@ -14,7 +14,7 @@ from .products import BlockGemm
 
 if TYPE_CHECKING:
     from ...recipe import BlockScaling
-    from ..delayed.state import FP8State
+    from .base import Slots
 
 __all__ = ["BlockQuantizer", "build_quantizers"]
 
@@ -65,7 +65,9 @@ class BlockQuantizer(Quantizer):
         return block_dequantize(codes, scale_inv, block_rows=self.block_rows, dtype=dtype)
 
 
-def build_quantizers(recipe: BlockScaling, state: FP8State, device: torch.device) -> QuantizerSets:
+def build_quantizers(
+    recipe: BlockScaling, slots: Slots | None, gemms: int, device: torch.device
+) -> QuantizerSets:
     """One set of quantizers for every GEMM: nothing is kept."""
     formats = recipe.fp8_format.value
     options = (recipe.pow2, recipe.eps)
@@ -75,4 +77,4 @@ def build_quantizers(recipe: BlockScaling, state: FP8State, device: torch.device
     products = BlockGemm(recipe.use_split_accumulator, device)
     override = recipe.override_linear_precision[2]
     quantizers = GemmQuantizers(inp, weight, weight, grad, products, override)
-    return stateless_sets(quantizers, state.gemms)
+    return stateless_sets(quantizers, gemms)

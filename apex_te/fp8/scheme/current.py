@@ -20,7 +20,7 @@ from .products import FP8Gemm
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
-    from ..delayed.state import FP8State
+    from .base import Slots
 
 __all__ = ["CurrentScalingQuantizer", "build_quantizers"]
 
@@ -106,7 +106,7 @@ class CurrentScalingQuantizer(Quantizer):
 
 
 def build_quantizers(
-    recipe: CurrentScaling, state: FP8State, device: torch.device
+    recipe: CurrentScaling, slots: Slots | None, gemms: int, device: torch.device
 ) -> QuantizerSets:
     """One set of quantizers for every GEMM: nothing is kept."""
     formats = formats_of(recipe.fp8_format, device)
@@ -115,4 +115,4 @@ def build_quantizers(
     products = FP8Gemm(recipe.use_split_accumulator, device)
     override = recipe.override_linear_precision[2]
     quantizers = GemmQuantizers(forward, forward, forward, backward, products, override)
-    return stateless_sets(quantizers, state.gemms)
+    return stateless_sets(quantizers, gemms)

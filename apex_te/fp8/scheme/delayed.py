@@ -11,8 +11,6 @@ import torch
 from ...comm.collectives import max_over_ranks
 from ...ops.cast_transpose import cast_transpose
 from ...ops.fp8_output import FP8_DTYPES
-from ..delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS
-from ..delayed.update import update_scales
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
 from . import GemmQuantizers, QuantizerSets
@@ -22,14 +20,9 @@ from .products import FP8Gemm
 
 if TYPE_CHECKING:
     from ...recipe import DelayedScaling
-    from ..delayed.reduce_group import ScaleSync
-    from ..delayed.state import FP8State
+    from .base import GemmSlots, ScaleSharing, Slot, Slots
 
 __all__ = ["DelayedScalingQuantizer", "FirstStep", "build_quantizers"]
-
-# Slots of a GEMM in the state: forward input, weight, output; backward grad_output, grad_input.
-INPUT, WEIGHT = 0, 1
-GRAD_OUTPUT = 0
 
 
 class FirstStep:
@@ -40,23 +33,17 @@ class FirstStep:
     """
 
     __slots__ = (
-        "due", "fp8_max", "group", "index", "on_device", "recipe", "scale", "scale_inv"
+        "due", "fp8_max", "group", "index", "on_device", "recipe", "scale", "scale_inv",
+        "update_scales",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        state: FP8State,
-        index: int,
-        scale: torch.Tensor,
-        scale_inv: torch.Tensor,
-        fp8_max: float,
-        recipe: DelayedScaling,
-    ) -> None:
-        self.due = state.first_due
-        self.on_device = state.first_on_device
-        self.index = index
-        self.scale = scale
-        self.scale_inv = scale_inv
+    def __init__(self, slots: Slots, slot: Slot, fp8_max: float, recipe: DelayedScaling) -> None:
+        self.due = slots.first_due
+        self.on_device = slots.first_on_device
+        self.update_scales = slots.update_scales
+        self.index = slot.number
+        self.scale = slot.scale
+        self.scale_inv = slot.scale_inv
         self.fp8_max = fp8_max
         self.recipe = recipe
         self.group: Any = None  # ranks whose largest amax counts
@@ -99,7 +86,7 @@ class FirstStep:
     def take(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
         """Make ``scale`` and its inverse of ``amax`` [1, 1], which is used up."""
         # A history of one row is this tensor alone: the same formula and guards as an update.
-        update_scales([amax], [scale], [scale_inv], [self.fp8_max], self.recipe, None)
+        self.update_scales([amax], [scale], [scale_inv], [self.fp8_max], self.recipe, None)
 
 
 class DelayedScalingQuantizer(Quantizer):
@@ -121,7 +108,7 @@ class DelayedScalingQuantizer(Quantizer):
         scale: torch.Tensor,
         amax: torch.Tensor | None = None,
         first: FirstStep | None = None,
-        sharing: ScaleSync | None = None,
+        sharing: ScaleSharing | None = None,
     ) -> None:
         self.dtype = dtype
         self.scale = scale
@@ -262,51 +249,40 @@ class DelayedScalingQuantizer(Quantizer):
 
 
 def build_quantizers(
-    recipe: DelayedScaling, state: FP8State, device: torch.device
+    recipe: DelayedScaling, slots: Slots | None, gemms: int, device: torch.device
 ) -> QuantizerSets:
-    """The quantizers over the slots of ``state``; views are taken once, here."""
+    """Builds quantizers over the views ``slots`` of a module's FP8 state."""
+    assert slots is not None
     products = FP8Gemm(recipe.use_split_accumulator, device)
-    gemms = [_build_gemm(recipe, state, products, gemm) for gemm in range(state.gemms)]
-    return QuantizerSets(*zip(*gemms, strict=True))
+    sets = [_build_gemm(recipe, slots, products, gemm) for gemm in slots.gemms]
+    return QuantizerSets(*zip(*sets, strict=True))
 
 
 def _build_gemm(
-    recipe: DelayedScaling, state: FP8State, products: FP8Gemm, gemm: int
+    recipe: DelayedScaling, slots: Slots, products: FP8Gemm, gemm: GemmSlots
 ) -> tuple[GemmQuantizers, ...]:
-    """Quantizers of one GEMM, in the order of ``QuantizerSets``."""
-    formats = formats_of(recipe.fp8_format, state.device)
-    fwd = (formats.fwd_dtype, formats.max_fwd, state.scale_fwd, state.scale_inv_fwd)
-    bwd = (formats.bwd_dtype, formats.max_bwd, state.scale_bwd, state.scale_inv_bwd)
+    """Returns the quantizers of one GEMM, in the order of ``QuantizerSets``."""
+    formats = formats_of(recipe.fp8_format, gemm.input.scale.device)
+    forward = (formats.fwd_dtype, formats.max_fwd)
+    sharing = slots.sharing if recipe.reduce_amax else None
 
-    def pair(
-        direction: tuple[torch.dtype, float, torch.Tensor, torch.Tensor],
-        history: torch.Tensor,
-        index: int,
-        flag: int,
-    ) -> tuple[DelayedScalingQuantizer, DelayedScalingQuantizer]:
-        dtype, fp8_max, scales, scale_invs = direction
-        scale = scales[index : index + 1]
-        first = None
-        if recipe.first_step == "current":
-            scale_inv = scale_invs[index : index + 1]
-            first = FirstStep(state, flag, scale, scale_inv, fp8_max, recipe)
-        amax = history[0, index : index + 1]
-        sharing = state.sharing if recipe.reduce_amax else None
-        recording = DelayedScalingQuantizer(dtype, scale, amax, first, sharing)
-        return recording, DelayedScalingQuantizer(dtype, scale, sharing=sharing)
+    def recording(dtype: torch.dtype, fp8_max: float, slot: Slot) -> DelayedScalingQuantizer:
+        with_first = recipe.first_step == "current"
+        first = FirstStep(slots, slot, fp8_max, recipe) if with_first else None
+        return DelayedScalingQuantizer(dtype, slot.scale, slot.amax, first, sharing)
 
-    forward, backward = FORWARD_SLOTS * gemm, BACKWARD_SLOTS * gemm
-    inp, inp_frozen = pair(fwd, state.amax_history_fwd, forward + INPUT, forward + INPUT)
-    weight, weight_frozen = pair(fwd, state.amax_history_fwd, forward + WEIGHT, forward + WEIGHT)
-    slot = backward + GRAD_OUTPUT
-    grad, grad_frozen = pair(bwd, state.amax_history_bwd, slot, state.scale_fwd.numel() + slot)
+    def reading(dtype: torch.dtype, scale: torch.Tensor | None) -> DelayedScalingQuantizer:
+        assert scale is not None
+        return DelayedScalingQuantizer(dtype, scale, sharing=sharing)
+
+    inp, weight = recording(*forward, gemm.input), recording(*forward, gemm.weight)
+    inp_frozen = reading(formats.fwd_dtype, gemm.input.scale)
+    weight_frozen = reading(formats.fwd_dtype, gemm.weight.scale)
+    inp_later = reading(formats.fwd_dtype, gemm.input.pending_scale)
+    weight_later = reading(formats.fwd_dtype, gemm.weight.pending_scale)
+    grad = recording(formats.bwd_dtype, formats.max_bwd, gemm.grad_output)
+    grad_frozen = reading(formats.bwd_dtype, gemm.grad_output.scale)
     rest = (products, recipe.override_linear_precision[2])
-
-    def previewed(index: int, live: DelayedScalingQuantizer) -> DelayedScalingQuantizer:
-        scale = state.pending_scale_fwd[forward + index : forward + index + 1]
-        return DelayedScalingQuantizer(live.dtype, scale, sharing=live.sharing)
-
-    inp_later, weight_later = previewed(INPUT, inp_frozen), previewed(WEIGHT, weight_frozen)
     return (
         GemmQuantizers(inp, weight, weight_frozen, grad, *rest),
         GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad, *rest),

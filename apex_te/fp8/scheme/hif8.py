@@ -19,7 +19,7 @@ from .products import HiF8Gemm
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
-    from ..delayed.state import FP8State
+    from .base import Slots
 
 __all__ = ["HiF8Quantizer", "build_quantizers"]
 
@@ -80,7 +80,7 @@ class HiF8Quantizer(Quantizer):
 
 
 def build_quantizers(
-    recipe: CurrentScaling, state: FP8State, device: torch.device
+    recipe: CurrentScaling, slots: Slots | None, gemms: int, device: torch.device
 ) -> QuantizerSets:
     """One set of quantizers for every GEMM: nothing is kept."""
     formats = recipe.fp8_format.value
@@ -89,4 +89,4 @@ def build_quantizers(
     products = HiF8Gemm(recipe.use_split_accumulator, device)
     override = recipe.override_linear_precision[2]
     quantizers = GemmQuantizers(forward, forward, forward, backward, products, override)
-    return stateless_sets(quantizers, state.gemms)
+    return stateless_sets(quantizers, gemms)

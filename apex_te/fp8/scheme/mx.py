@@ -14,7 +14,7 @@ from .products import MXGemm
 
 if TYPE_CHECKING:
     from ...recipe import MXFP8Scaling
-    from ..delayed.state import FP8State
+    from .base import Slots
 
 __all__ = ["MXQuantizer", "build_quantizers"]
 
@@ -49,7 +49,9 @@ class MXQuantizer(Quantizer):
         return mx_dequantize(codes, scale_inv, dtype=dtype)
 
 
-def build_quantizers(recipe: MXFP8Scaling, state: FP8State, device: torch.device) -> QuantizerSets:
+def build_quantizers(
+    recipe: MXFP8Scaling, slots: Slots | None, gemms: int, device: torch.device
+) -> QuantizerSets:
     """One set of quantizers for every GEMM: nothing is kept."""
     formats = recipe.fp8_format.value
     forward = MXQuantizer(formats.fwd_dtype, recipe.rounding)
@@ -57,4 +59,4 @@ def build_quantizers(recipe: MXFP8Scaling, state: FP8State, device: torch.device
     products = MXGemm(recipe.use_split_accumulator, device)
     override = recipe.override_linear_precision[2]
     quantizers = GemmQuantizers(forward, forward, forward, backward, products, override)
-    return stateless_sets(quantizers, state.gemms)
+    return stateless_sets(quantizers, gemms)
