@@ -27,7 +27,7 @@ help:
 	@echo "make test       unit tests and the C++ program"
 	@echo "make test-l1    convergence tests (minutes)"
 	@echo "make bench      benchmarks, their tables and charts"
-	@echo "make lint       ruff, clang-format and mypy"
+	@echo "make lint       ruff, clang-format, docstrings and mypy"
 	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
 	@echo "make sanitize   the ops' tests and a fuzz under ASAN and UBSAN (minutes)"
 	@echo "make hip-check  compile every .cu for AMD GPUs, where hipcc is found"
@@ -62,6 +62,7 @@ lint: env
 	ruff check .
 	ruff format --check .
 	clang-format --dry-run -Werror $(CXX_FILES)
+	$(PY) scripts/check_docstrings.py
 	$(PY) -m mypy
 	MYPYPATH=examples/char_gpt:examples $(PY) -m mypy $(SCRIPTS)
 	MYPYPATH=examples $(PY) -m mypy examples/common.py examples/*/digits.py examples/*/sort.py \
