@@ -1,4 +1,4 @@
-"""What autograd calls for the functions of `apex_te.permutation`."""
+"""Autograd functions of ``apex_te.permutation``: token permutation and its inverse."""
 
 from __future__ import annotations
 
