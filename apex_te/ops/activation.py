@@ -26,7 +26,7 @@ _bwd_fp8 = bind(
     "Tensor(b!)? columnwise, Tensor(c!)? amax, Tensor(d!)? scale_inv, int kind) -> ()",
 )
 
-# In the order of csrc/common/activation.h.
+# In the order of csrc/common/activation/functions.h.
 KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
 
 

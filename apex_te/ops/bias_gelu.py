@@ -30,7 +30,7 @@ _bwd_fp8 = bind(
     "Tensor(f!)? workspace, bool is_tanh) -> ()",
 )
 
-# Rows that one line of the bias-gradient workspace sums (csrc/common/activation_op.h).
+# Rows that one line of the bias-gradient workspace sums (csrc/common/activation/arguments.h).
 _TILE_ROWS = 64
 
 

@@ -73,7 +73,7 @@ def allocate_fp8(
 
 
 def bwd_workspace(x: torch.Tensor, gradients: int) -> torch.Tensor:
-    """Scratch for the partial sums of so many weight gradients (csrc/common/norm.h)."""
+    """Scratch for the partial sums of so many weight gradients (csrc/common/norm/arguments.h)."""
     rows, cols = x.shape
     lines = min(rows, max(min(264, (1 << 21) // max(cols, 1)), 16))
     return x.new_empty((lines, gradients * cols), dtype=torch.float32)

@@ -32,7 +32,7 @@ _bwd_fp8 = bind(
     "Tensor(f!)? workspace, int activation) -> ()",
 )
 
-# Names of act and its number in csrc/common/activation.h.
+# Names of act and its number in csrc/common/activation/functions.h.
 ACTIVATIONS = {"silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6}
 
 # Rows that one line of the bias-gradient workspace sums (csrc/swiglu/swiglu.h).
@@ -75,7 +75,8 @@ def swiglu(
             "sigmoid" (GLU).
 
     Returns:
-        [..., F] in the input's dtype. NaN gives NaN; infinities act as in csrc/common/activation.h.
+        [..., F] in the input's dtype. NaN gives NaN; infinities act as in
+        csrc/common/activation/functions.h.
 
     Raises:
         TypeError: a dtype that is not listed or differs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Partial amaxes that a kernel leaves at most (csrc/common/quantize.h).
+# Partial amaxes that a kernel leaves at most (csrc/common/numerics/quantize.h).
 MAX_AMAXES = 1024
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
@@ -49,7 +49,7 @@ def reference_amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def reference_scale(amax: torch.Tensor, target: float, eps: float, pow2: bool) -> torch.Tensor:
-    """target / amax in float32; the rule of csrc/common/scaling.h."""
+    """target / amax in float32; the rule of csrc/common/numerics/scaling.h."""
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     scale = (torch.full_like(amax, target) / amax).clamp(max=_FLOAT_MAX)
     if pow2:
@@ -59,5 +59,5 @@ def reference_scale(amax: torch.Tensor, target: float, eps: float, pow2: bool) -
 
 
 def reference_inverse(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """1 / scale, infinite where amax is; the rule of csrc/common/scaling.h."""
+    """1 / scale, infinite where amax is; the rule of csrc/common/numerics/scaling.h."""
     return torch.where(torch.isinf(amax), torch.inf, 1.0 / scale)

@@ -1,8 +1,8 @@
 // activation: gelu (tanh or exact), quick gelu, relu, squared relu or silu of every element, and
-// the gradients, in the input's dtype or straight to FP8 (common/activation_op.h).
+// the gradients, in the input's dtype or straight to FP8 (common/activation/arguments.h).
 #pragma once
 
-#include "common/activation_op.h"
+#include "common/activation/arguments.h"
 
 APEX_TE_FUNCTION(activation_fwd, "x: Tensor, y: Tensor, kind: int")
 APEX_TE_FUNCTION(activation_bwd, "dy: Tensor, x: Tensor, dx: Tensor, kind: int")

@@ -1,7 +1,6 @@
-// CPU kernels of activation: common/activation_cpu.h, without a bias.
-#include "common/activation_cpu.h"
-
+// CPU kernels of activation: common/activation/cpu.h, without a bias.
 #include "activation/activation.h"
+#include "common/activation/cpu.h"
 
 APEX_TE_LIBRARY()
 

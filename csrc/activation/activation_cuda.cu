@@ -1,6 +1,6 @@
-// CUDA kernels of activation: common/activation_*_cuda.h, without a bias.
+// CUDA kernels of activation: common/activation/*cuda.h, without a bias.
 #include "activation/activation.h"
-#include "common/activation_launch_cuda.h"
+#include "common/activation/launch_cuda.h"
 
 APEX_TE_LIBRARY()
 

@@ -9,8 +9,8 @@
 
 #include <cmath>
 
-#include "common/codec.h"
-#include "common/op.h"
+#include "common/abi/op.h"
+#include "common/numerics/codec.h"
 
 constexpr int kMaxSlots = 64;
 constexpr int64_t kMaxHistoryLength = 1 << 24;

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "amax_scale_update/amax_scale_update.h"
-#include "common/gpu.h"
+#include "common/gpu/device.h"
 
 APEX_TE_LIBRARY()
 

@@ -2,12 +2,13 @@
 // gradients: dx = dropout(dout) of the same mask, dbias the column sums of dx; residual's is dout.
 //
 // Dropping multiplies by 0, so a dropped NaN or infinity gives NaN, as in PyTorch's formula. The
-// mask is a function of seed, row and column (common/philox.h). Backward computes it anew, or reads
-// what forward has kept of it, on the CPU alone: bit i of a byte is element i of 8 that is kept.
+// mask is a function of seed, row and column (common/numerics/philox.h). Backward computes it anew,
+// or reads what forward has kept of it, on the CPU alone: bit i of a byte is element i of 8 that is
+// kept.
 #pragma once
 
-#include "common/op.h"
-#include "common/philox.h"
+#include "common/abi/op.h"
+#include "common/numerics/philox.h"
 
 // dbias adds 8 rows, the 8 sums of 64 rows (one line of the workspace), and the lines, each in
 // order of rows: fixed, so that both devices give the same bits.

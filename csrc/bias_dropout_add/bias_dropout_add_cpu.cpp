@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "bias_dropout_add/bias_dropout_add.h"
-#include "common/column_sums_cpu.h"
-#include "common/parallel.h"
+#include "common/cpu/column_sums.h"
+#include "common/cpu/parallel.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -3,8 +3,8 @@
 // A thread has 8 columns of some rows, a warp 256 columns, a block some rows for each warp. The
 // loads come first; the mask, a bit for each element, is computed while they are under way.
 #include "bias_dropout_add/bias_dropout_add.h"
-#include "common/column_sums.h"
-#include "common/vec.h"
+#include "common/gpu/column_sums.h"
+#include "common/gpu/vec.h"
 
 APEX_TE_LIBRARY()
 

@@ -1,8 +1,8 @@
 // bias_gelu: gelu(x + bias), in the tanh or the exact form, and the gradients of x and bias, in the
-// input's dtype or straight to FP8 (common/activation_op.h).
+// input's dtype or straight to FP8 (common/activation/arguments.h).
 #pragma once
 
-#include "common/activation_op.h"
+#include "common/activation/arguments.h"
 
 APEX_TE_FUNCTION(bias_gelu_fwd, "x: Tensor, bias: Tensor?, y: Tensor, is_tanh: bool")
 APEX_TE_FUNCTION(bias_gelu_bwd,

@@ -1,6 +1,6 @@
-// CPU kernels of bias_gelu: common/activation_cpu.h, with a bias.
+// CPU kernels of bias_gelu: common/activation/cpu.h, with a bias.
 #include "bias_gelu/bias_gelu.h"
-#include "common/activation_cpu.h"
+#include "common/activation/cpu.h"
 
 APEX_TE_LIBRARY()
 

@@ -1,6 +1,6 @@
-// CUDA kernels of bias_gelu: common/activation_*_cuda.h, with a bias.
+// CUDA kernels of bias_gelu: common/activation/*cuda.h, with a bias.
 #include "bias_gelu/bias_gelu.h"
-#include "common/activation_launch_cuda.h"
+#include "common/activation/launch_cuda.h"
 
 APEX_TE_LIBRARY()
 

@@ -3,12 +3,12 @@
 // scale = fp8_max / amax of the block, q = satcast_rne(float(x) * scale); scale_inv = 1 / scale,
 // infinite where the amax is, is what is stored. The columnwise copy is the quantization of x
 // transposed: with 1 x 128 blocks it has its own scales, over 128 rows of x; with 128 x 128 blocks
-// it is the rowwise copy transposed. Scales lie as common/block_scale.h has it; a block beyond the
-// matrix counts as one of zeros: its scale_inv is 1.
+// it is the rowwise copy transposed. Scales lie as common/numerics/block_scale.h has it; a block
+// beyond the matrix counts as one of zeros: its scale_inv is 1.
 #pragma once
 
-#include "common/block_scale.h"
-#include "common/scaling.h"
+#include "common/numerics/block_scale.h"
+#include "common/numerics/scaling.h"
 
 APEX_TE_FUNCTION(block_quantize,
                  "x: Tensor, rowwise: Tensor?, rowwise_scale_inv: Tensor?, columnwise: Tensor?, "

@@ -2,9 +2,9 @@
 #include <algorithm>
 
 #include "block_quantize/block_quantize.h"
-#include "common/cpu_blocks.h"
-#include "common/parallel.h"
-#include "common/scratch.h"
+#include "common/cpu/blocks.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/scratch.h"
 
 APEX_TE_LIBRARY()
 

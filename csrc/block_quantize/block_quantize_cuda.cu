@@ -1,11 +1,12 @@
 // CUDA kernels of block_quantize.
 //
-// Quantize: tiles of 128 x 128 (common/fp8_tile.h), held in registers as loaded words. The amaxes
-// of a tile's rows and columns meet in shared memory; each of the 256 threads computes one scale.
+// Quantize: tiles of 128 x 128 (common/gpu/fp8_tile.h), held in registers as loaded words. The
+// amaxes of a tile's rows and columns meet in shared memory; each of the 256 threads computes one
+// scale.
 #include "block_quantize/block_quantize.h"
-#include "common/dequantize_cuda.h"
-#include "common/fp8_tile.h"
-#include "common/patch_amax.h"
+#include "common/gpu/dequantize.h"
+#include "common/gpu/fp8_tile.h"
+#include "common/gpu/patch_amax.h"
 
 APEX_TE_LIBRARY()
 

@@ -1,7 +1,7 @@
 // byte_transpose: the transposed copy of a matrix of bytes, which are codes of any 8-bit format.
 #pragma once
 
-#include "common/op.h"
+#include "common/abi/op.h"
 
 APEX_TE_FUNCTION(byte_transpose, "codes: Tensor, out: Tensor")
 

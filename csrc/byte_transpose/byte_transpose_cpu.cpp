@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "byte_transpose/byte_transpose.h"
-#include "common/cpu_vec.h"
-#include "common/parallel.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/vec.h"
 
 APEX_TE_LIBRARY()
 

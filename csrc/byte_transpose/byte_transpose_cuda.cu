@@ -1,7 +1,7 @@
-// CUDA kernel of byte_transpose: tiles of 256 x 128 (common/fp8_tile.h), a thread's 8 loads of 8
-// bytes all in flight, columns leaving as 16-byte stores.
+// CUDA kernel of byte_transpose: tiles of 256 x 128 (common/gpu/fp8_tile.h), a thread's 8 loads of
+// 8 bytes all in flight, columns leaving as 16-byte stores.
 #include "byte_transpose/byte_transpose.h"
-#include "common/fp8_tile.h"
+#include "common/gpu/fp8_tile.h"
 
 APEX_TE_LIBRARY()
 

@@ -5,10 +5,11 @@
 // output unwritten.
 #pragma once
 
-#include "common/fp8_formats.h"
+#include "common/numerics/fp8_formats.h"
 
 // dbias adds 8 rows, two such sums, the 16 pairs of 256 rows (one line of the workspace), and the
-// lines as common/column_sums.h does: in a fixed order, so that both devices give the same bits.
+// lines as common/numerics/column_sums.h does: in a fixed order, so that both devices give the same
+// bits.
 constexpr int64_t kCastTransposeTileRows = 256;
 constexpr int64_t kCastTransposeRowsPerThread = 8;
 

@@ -1,9 +1,9 @@
-// CPU kernel of cast_transpose: the loops of common/quantize_cpu.h, and column sums of their tiles.
+// CPU kernel of cast_transpose: the loops of common/cpu/quantize.h, and column sums of their tiles.
 #include <algorithm>
 
 #include "cast_transpose/cast_transpose.h"
-#include "common/column_sums.h"
-#include "common/quantize_cpu.h"
+#include "common/cpu/column_sums.h"
+#include "common/cpu/quantize.h"
 
 APEX_TE_LIBRARY()
 

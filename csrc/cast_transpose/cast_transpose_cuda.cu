@@ -1,11 +1,11 @@
 // CUDA kernels of cast_transpose.
 //
 // Rowwise only: vectors of 16 bytes in and 8 out, two in flight for each thread.
-// With the columnwise copy: tiles of 256 x 128 (common/fp8_tile.h); a thread's 8 loads of 16 bytes
-// are all in flight.
+// With the columnwise copy: tiles of 256 x 128 (common/gpu/fp8_tile.h); a thread's 8 loads of 16
+// bytes are all in flight.
 #include "cast_transpose/cast_transpose.h"
-#include "common/column_sums.h"
-#include "common/fp8_tile.h"
+#include "common/gpu/column_sums.h"
+#include "common/gpu/fp8_tile.h"
 
 APEX_TE_LIBRARY()
 

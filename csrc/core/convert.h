@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "common/op.h"
+#include "common/abi/op.h"
 #include "core/signature.h"
 #include "core/tensor_list.h"
 

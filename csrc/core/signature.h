@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "common/op.h"
+#include "common/abi/op.h"
 
 namespace apex_te {
 

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "common/op.h"
+#include "common/abi/op.h"
 
 namespace apex_te {
 

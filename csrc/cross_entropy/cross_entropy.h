@@ -10,8 +10,8 @@
 // incoming gradient brings is known: each element is then rounded once.
 #pragma once
 
-#include "common/codec.h"
-#include "common/op.h"
+#include "common/abi/op.h"
+#include "common/numerics/codec.h"
 
 // loss: [rows] float32. grad: the logits' dtype, may be the logits themselves. stats: [rows, 2]
 // float32, the largest logit of a row and the sum of exp(x - largest), not written for ignored

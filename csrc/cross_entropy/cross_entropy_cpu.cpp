@@ -3,10 +3,10 @@
 #include <cmath>
 #include <limits>
 
-#include "common/cpu_rows.h"
-#include "common/exp.h"
-#include "common/parallel.h"
-#include "common/scratch.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/rows.h"
+#include "common/cpu/scratch.h"
+#include "common/numerics/exp.h"
 #include "cross_entropy/cross_entropy.h"
 
 APEX_TE_LIBRARY()

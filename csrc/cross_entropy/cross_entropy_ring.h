@@ -1,8 +1,8 @@
 // The kernel of cross_entropy for rows that fill most of a multiprocessor's shared memory.
 #pragma once
 
-#include "common/async_copy.h"
-#include "common/cluster.h"
+#include "common/gpu/async_copy.h"
+#include "common/gpu/cluster.h"
 #include "cross_entropy/cross_entropy_row.h"
 
 namespace apex_te {

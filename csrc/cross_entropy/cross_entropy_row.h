@@ -3,7 +3,7 @@
 
 #include <cfloat>
 
-#include "common/vec.h"
+#include "common/gpu/vec.h"
 #include "cross_entropy/cross_entropy.h"
 
 namespace apex_te {

@@ -1,12 +1,13 @@
 // current_scale: quantize a matrix to FP8 with a scale computed from its own amax.
 //
-// amax = max |x| with NaN above infinity; scale = fp8_max / amax by the rule of common/scaling.h;
-// q = satcast_rne(float(x) * scale); scale_inv = 1 / scale, infinite where amax is.
+// amax = max |x| with NaN above infinity; scale = fp8_max / amax by the rule of
+// common/numerics/scaling.h; q = satcast_rne(float(x) * scale); scale_inv = 1 / scale, infinite
+// where amax is.
 #pragma once
 
-#include "common/fp8_formats.h"
-#include "common/quantize.h"
-#include "common/scaling.h"
+#include "common/numerics/fp8_formats.h"
+#include "common/numerics/quantize.h"
+#include "common/numerics/scaling.h"
 
 // Two launches: amax, then scale and cast.
 APEX_TE_FUNCTION(current_scale_fwd,

@@ -1,5 +1,5 @@
-// CPU kernel of current_scale: amax in chunks, then the loops of common/quantize_cpu.h.
-#include "common/quantize_cpu.h"
+// CPU kernel of current_scale: amax in chunks, then the loops of common/cpu/quantize.h.
+#include "common/cpu/quantize.h"
 #include "current_scale/current_scale.h"
 
 APEX_TE_LIBRARY()

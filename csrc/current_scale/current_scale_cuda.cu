@@ -1,5 +1,5 @@
-// CUDA launches of current_scale; the kernels are those of common/quantize_cuda.h.
-#include "common/quantize_cuda.h"
+// CUDA launches of current_scale; the kernels are those of common/gpu/quantize.h.
+#include "common/gpu/quantize.h"
 #include "current_scale/current_scale.h"
 
 APEX_TE_LIBRARY()

@@ -5,9 +5,9 @@
 // fp8_gemm_epilogue stand around an fp32 product of the caller's.
 #pragma once
 
-#include "common/block_scale.h"
-#include "common/fp8_formats.h"
-#include "common/op.h"
+#include "common/abi/op.h"
+#include "common/numerics/block_scale.h"
+#include "common/numerics/fp8_formats.h"
 
 APEX_TE_FUNCTION(fp8_gemm,
                  "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, "
@@ -15,8 +15,8 @@ APEX_TE_FUNCTION(fp8_gemm,
                  "use_split_accumulator: bool, algorithm: int",
                  "cuda")
 // The same with one scale for each block of 1 x 128 (block_rows 1) or 128 x 128 elements, laid out
-// as in common/block_scale.h: out = sum over slices of 128 along K of (a . b^T) * a_scale *
-// b_scale, partial sums in float32.
+// as in common/numerics/block_scale.h: out = sum over slices of 128 along K of (a . b^T) * a_scale
+// * b_scale, partial sums in float32.
 APEX_TE_FUNCTION(fp8_gemm_block,
                  "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, "
                  "bias: Tensor?, workspace: Tensor?, a_block_rows: int, b_block_rows: int, "

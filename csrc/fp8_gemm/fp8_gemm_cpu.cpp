@@ -2,9 +2,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "common/codec.h"
-#include "common/cpu.h"
-#include "common/parallel.h"
+#include "common/cpu/isa.h"
+#include "common/cpu/parallel.h"
+#include "common/numerics/codec.h"
 #include "fp8_gemm/fp8_gemm.h"
 
 APEX_TE_LIBRARY()

@@ -9,7 +9,7 @@
 
 #include <cstdio>
 
-#include "common/gpu.h"
+#include "common/gpu/device.h"
 
 #if defined(__HIP_PLATFORM_AMD__)
 #define APEX_TE_LT_SONAME "libhipblaslt.so.%d"

@@ -4,8 +4,8 @@
 // found on the device from the groups' ends; see grouped_quantize for how operands are made.
 #pragma once
 
-#include "common/fp8_formats.h"
-#include "common/op.h"
+#include "common/abi/op.h"
+#include "common/numerics/fp8_formats.h"
 
 // out[r] = (b[g] . a[r]) * a_scale_inv[r] * b_scale_inv[g] of each row r of group g, which ends
 // before row ends[g]: a [rows, K], b [G, N, K], out bfloat16 [rows, N]. Rows behind the last group

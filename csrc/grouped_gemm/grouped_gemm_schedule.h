@@ -5,7 +5,7 @@
 // side by side, which share their part of a.
 #pragma once
 
-#include "common/gpu.h"
+#include "common/gpu/device.h"
 #include "grouped_gemm/grouped_gemm.h"
 
 namespace apex_te {

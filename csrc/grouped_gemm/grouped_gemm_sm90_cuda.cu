@@ -3,7 +3,7 @@
 // multiply them, each half of the tile's rows.
 #include <algorithm>
 
-#include "common/cluster.h"
+#include "common/gpu/cluster.h"
 #include "grouped_gemm/grouped_gemm.h"
 
 APEX_TE_LIBRARY()

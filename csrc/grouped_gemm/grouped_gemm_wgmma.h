@@ -4,7 +4,7 @@
 
 #include <cuda.h>
 
-#include "common/async_copy.h"
+#include "common/gpu/async_copy.h"
 
 namespace apex_te {
 

@@ -13,8 +13,8 @@
 #pragma once
 
 #include "amax_scale_update/amax_scale_update.h"
-#include "common/fp8_formats.h"
-#include "common/scaling.h"
+#include "common/numerics/fp8_formats.h"
+#include "common/numerics/scaling.h"
 
 constexpr int64_t kGroupAlign = 16;  // columns of a group in columnwise codes
 constexpr int64_t kMaxGroups = 1023;
@@ -32,7 +32,7 @@ APEX_TE_FUNCTION(grouped_quantize_matrices,
                  "matrices: Tensor[], table: Tensor?, scale: Tensor, scale_inv: Tensor, "
                  "rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, due: Tensor?, "
                  "inverse_given: bool")
-// Scales of groups from their amaxes by the rule of common/scaling.h.
+// Scales of groups from their amaxes by the rule of common/numerics/scaling.h.
 APEX_TE_FUNCTION(grouped_scales,
                  "amax: Tensor, scale: Tensor, scale_inv: Tensor, fp8_max: float, eps: float, "
                  "pow2: bool")

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "common/quantize_cpu.h"
+#include "common/cpu/quantize.h"
 #include "grouped_quantize/grouped_quantize.h"
 
 APEX_TE_LIBRARY()

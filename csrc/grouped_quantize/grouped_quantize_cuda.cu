@@ -1,11 +1,11 @@
-// CUDA kernels of grouped_quantize's casts: tiles of 256 x 128 (common/fp8_tile.h) over the columns
-// of the columnwise codes, in which 16 columns, the rows of one warp, belong to one group.
+// CUDA kernels of grouped_quantize's casts: tiles of 256 x 128 (common/gpu/fp8_tile.h) over the
+// columns of the columnwise codes, in which 16 columns, the rows of one warp, belong to one group.
 //
 // A warp finds its group with one load of the table for each 32 groups and a vote.
 #include <algorithm>
 
-#include "common/ballot.h"
-#include "common/fp8_tile.h"
+#include "common/gpu/ballot.h"
+#include "common/gpu/fp8_tile.h"
 #include "grouped_quantize/grouped_quantize.h"
 
 APEX_TE_LIBRARY()

@@ -1,7 +1,7 @@
 // CUDA kernels of grouped_quantize over groups and rows: offsets, scales, bias, zeros, column sums.
 #include <algorithm>
 
-#include "common/vec.h"
+#include "common/gpu/vec.h"
 #include "grouped_quantize/grouped_quantize.h"
 
 namespace apex_te {

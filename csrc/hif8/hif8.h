@@ -5,16 +5,17 @@
 // 2^-23 0x00. Codes are uint8.
 #pragma once
 
-#include "common/hif8.h"
-#include "common/quantize.h"
-#include "common/scaling.h"
+#include "common/numerics/hif8.h"
+#include "common/numerics/quantize.h"
+#include "common/numerics/scaling.h"
 
 // With a given scale (none: 1). amax becomes max(amax, max |x|) with NaN above infinity; scale_inv
 // is set to 1 / scale.
 APEX_TE_FUNCTION(hif8_quantize,
                  "x: Tensor, scale: Tensor?, rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, "
                  "scale_inv: Tensor?, saturate: bool")
-// With scale = target / amax of x and its inverse, by the rules of common/scaling.h: two launches.
+// With scale = target / amax of x and its inverse, by the rules of common/numerics/scaling.h: two
+// launches.
 APEX_TE_FUNCTION(hif8_current,
                  "x: Tensor, rowwise: Tensor?, columnwise: Tensor?, amax: Tensor, scale: Tensor, "
                  "scale_inv: Tensor, workspace: Tensor, target: float, eps: float, pow2: bool, "

@@ -1,9 +1,9 @@
-// HiF8 codes in AVX2, for avx2::encode_row (common/cpu_avx2.h): the arithmetic of hif8_encode
-// (common/hif8.h) on 16 elements at a time.
+// HiF8 codes in AVX2, for avx2::encode_row (common/cpu/avx2.h): the arithmetic of hif8_encode
+// (common/numerics/hif8.h) on 16 elements at a time.
 #pragma once
 
-#include "common/cpu_avx2.h"
-#include "common/hif8.h"
+#include "common/cpu/avx2.h"
+#include "common/numerics/hif8.h"
 
 namespace apex_te {
 

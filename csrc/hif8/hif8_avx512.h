@@ -1,8 +1,8 @@
-// HiF8 codes in AVX-512, for avx512::encode_row (common/cpu_encode_avx512.h): the arithmetic of
-// hif8_encode (common/hif8.h) on 32 elements at a time, with tables by exponent.
+// HiF8 codes in AVX-512, for avx512::encode_row (common/cpu/encode_avx512.h): the arithmetic of
+// hif8_encode (common/numerics/hif8.h) on 32 elements at a time, with tables by exponent.
 #pragma once
 
-#include "common/cpu_encode_avx512.h"
+#include "common/cpu/encode_avx512.h"
 #include "hif8/hif8_avx2.h"
 
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
 // CPU kernels of hif8. Portable: look-ups of the first 13 bits of the scaled floats.
-#include "common/quantize_cpu.h"
+#include "common/cpu/quantize.h"
 #include "hif8/hif8.h"
 #include "hif8/hif8_avx2.h"
 #include "hif8/hif8_avx512.h"

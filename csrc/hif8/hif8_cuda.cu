@@ -1,6 +1,6 @@
-// CUDA kernels of hif8. Encoding: the kernels of common/quantize_cuda.h with the table in shared
+// CUDA kernels of hif8. Encoding: the kernels of common/gpu/quantize.h with the table in shared
 // memory, so that an element takes a product, a shift and a look-up. Decoding: a table too.
-#include "common/quantize_cuda.h"
+#include "common/gpu/quantize.h"
 #include "hif8/hif8.h"
 
 APEX_TE_LIBRARY()

@@ -1,8 +1,8 @@
 // layer_norm: layer normalisation over the last dimension; forward, forward straight to FP8 and
-// backward. Formulas, checks and scratch: common/norm.h.
+// backward. Formulas, checks and scratch: common/norm/arguments.h.
 #pragma once
 
-#include "common/norm.h"
+#include "common/norm/arguments.h"
 
 APEX_TE_FUNCTION(layer_norm_fwd,
                  "x: Tensor, weight: Tensor?, bias: Tensor?, residual: Tensor?, y: Tensor, "

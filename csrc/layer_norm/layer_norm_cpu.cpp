@@ -1,5 +1,5 @@
-// CPU side of layer_norm: its kernels are the instances of common/norm_cpu.h.
-#include "common/norm_cpu.h"
+// CPU side of layer_norm: its kernels are the instances of common/norm/cpu.h.
+#include "common/norm/cpu.h"
 #include "layer_norm/layer_norm.h"
 
 APEX_TE_LIBRARY()

@@ -1,6 +1,6 @@
-// CUDA side of layer_norm: its kernels are the instances of common/norm_*_cuda.h.
-#include "common/norm_bwd_launch_cuda.h"
-#include "common/norm_fp8_cuda.h"
+// CUDA side of layer_norm: its kernels are the instances of common/norm/*_cuda.h.
+#include "common/norm/bwd_launch_cuda.h"
+#include "common/norm/fwd_fp8_cuda.h"
 #include "layer_norm/layer_norm.h"
 
 APEX_TE_LIBRARY()

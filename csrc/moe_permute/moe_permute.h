@@ -11,9 +11,9 @@
 //   row of each, and the padding before it.
 #pragma once
 
-#include "common/codec.h"
-#include "common/op.h"
-#include "common/with_dtype.h"
+#include "common/abi/op.h"
+#include "common/numerics/codec.h"
+#include "common/numerics/with_dtype.h"
 
 APEX_TE_FUNCTION(moe_permute_map,
                  "routing_map: Tensor, workspace: Tensor, row_id_map: Tensor, "

@@ -3,9 +3,9 @@
 #include <atomic>
 #include <cstring>
 
-#include "common/cpu_vec.h"
-#include "common/parallel.h"
-#include "common/scratch.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/scratch.h"
+#include "common/cpu/vec.h"
 #include "moe_permute/moe_permute.h"
 
 APEX_TE_LIBRARY()

@@ -2,8 +2,8 @@
 // it and numbers its copies in the order of tokens. Integers only, so the order is always the same.
 #pragma once
 
-#include "common/ballot.h"
-#include "common/dependent_launch.h"
+#include "common/gpu/ballot.h"
+#include "common/gpu/dependent_launch.h"
 #include "moe_permute/moe_permute.h"
 
 namespace apex_te {

@@ -4,7 +4,7 @@
 // stored.
 #pragma once
 
-#include "common/dependent_launch.h"
+#include "common/gpu/dependent_launch.h"
 #include "moe_permute/moe_permute.h"
 #include "moe_permute/moe_shift_cuda.h"
 

@@ -3,7 +3,7 @@
 // allocation ends.
 #pragma once
 
-#include "common/vec.h"
+#include "common/gpu/vec.h"
 
 namespace apex_te {
 namespace {

@@ -1,7 +1,7 @@
 // Copies summed back to their tokens in fp32, and the gradients of that.
 #pragma once
 
-#include "common/vec.h"
+#include "common/gpu/vec.h"
 #include "moe_permute/moe_permute_rows_cuda.h"
 
 namespace apex_te {

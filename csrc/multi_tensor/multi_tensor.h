@@ -11,8 +11,8 @@
 
 #include <vector>
 
-#include "common/codec.h"
-#include "common/op.h"
+#include "common/abi/op.h"
+#include "common/numerics/codec.h"
 
 // Elements that one thread block, or one turn of a CPU thread, works on; a short list is cut finer,
 // so that it occupies a GPU. Partial sums, and so all results, depend on the sizes alone.

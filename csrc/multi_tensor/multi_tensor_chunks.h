@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "common/cpu_rows.h"
-#include "common/parallel.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/rows.h"
 #include "multi_tensor/multi_tensor.h"
 
 namespace apex_te {

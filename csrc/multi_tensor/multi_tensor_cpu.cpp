@@ -2,7 +2,7 @@
 #include <cmath>
 #include <memory>
 
-#include "common/quantize_cpu.h"
+#include "common/cpu/quantize.h"
 #include "multi_tensor/multi_tensor_chunks.h"
 
 APEX_TE_LIBRARY()

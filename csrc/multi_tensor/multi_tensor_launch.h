@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "common/amax.h"
+#include "common/gpu/amax.h"
 #include "multi_tensor/multi_tensor.h"
 
 namespace apex_te {

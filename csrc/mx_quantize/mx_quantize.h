@@ -6,8 +6,8 @@
 // precision: codes [cols, rows], scales [cols, ceil(rows / 32)]. A last block may be short.
 #pragma once
 
-#include "common/codec.h"
-#include "common/op.h"
+#include "common/abi/op.h"
+#include "common/numerics/codec.h"
 
 APEX_TE_FUNCTION(mx_quantize,
                  "x: Tensor, rowwise: Tensor?, rowwise_scale: Tensor?, columnwise: Tensor?, "

@@ -1,9 +1,9 @@
 // CPU kernels of mx_quantize: tiles of 128 x 256, one thread each.
 #include <algorithm>
 
-#include "common/cpu_blocks.h"
-#include "common/parallel.h"
-#include "common/scratch.h"
+#include "common/cpu/blocks.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/scratch.h"
 #include "mx_quantize/mx_quantize.h"
 
 APEX_TE_LIBRARY()

@@ -1,12 +1,12 @@
 // CUDA kernels of mx_quantize.
 //
-// Tiles of 128 x 128 (common/fp8_tile.h), held in registers as loaded words. A warp holds 32 rows
-// of 64 columns, so that blocks of either direction lie within it: no barrier before the codes are
-// written.
-#include "common/dependent_launch.h"
-#include "common/dequantize_cuda.h"
-#include "common/fp8_tile.h"
-#include "common/patch_amax.h"
+// Tiles of 128 x 128 (common/gpu/fp8_tile.h), held in registers as loaded words. A warp holds 32
+// rows of 64 columns, so that blocks of either direction lie within it: no barrier before the codes
+// are written.
+#include "common/gpu/dependent_launch.h"
+#include "common/gpu/dequantize.h"
+#include "common/gpu/fp8_tile.h"
+#include "common/gpu/patch_amax.h"
 #include "mx_quantize/mx_quantize.h"
 
 APEX_TE_LIBRARY()

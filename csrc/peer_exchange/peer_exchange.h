@@ -5,7 +5,7 @@
 // Numbers grow by one and may wrap.
 #pragma once
 
-#include "common/op.h"
+#include "common/abi/op.h"
 
 // Copies `source` to where the pieces of rank `rank` begin in `targets`, buffers of peers, by the
 // copy engines on the stream `side`, after what `fork` (an event) recorded on this stream; then

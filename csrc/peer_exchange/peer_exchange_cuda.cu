@@ -2,8 +2,8 @@
 // flag, and one of a thread for each rank waits.
 #include <cassert>
 
-#include "common/vec.h"
-#include "common/with_dtype.h"
+#include "common/gpu/vec.h"
+#include "common/numerics/with_dtype.h"
 #include "peer_exchange/peer_exchange.h"
 
 APEX_TE_LIBRARY()

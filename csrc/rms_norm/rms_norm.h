@@ -1,8 +1,8 @@
 // rms_norm: normalisation by the root of the mean square of the last dimension; forward, forward
-// straight to FP8 and backward. Formulas, checks and scratch: common/norm.h.
+// straight to FP8 and backward. Formulas, checks and scratch: common/norm/arguments.h.
 #pragma once
 
-#include "common/norm.h"
+#include "common/norm/arguments.h"
 
 APEX_TE_FUNCTION(rms_norm_fwd,
                  "x: Tensor, weight: Tensor?, residual: Tensor?, y: Tensor, "

@@ -1,5 +1,5 @@
-// CPU side of rms_norm: its kernels are the instances of common/norm_cpu.h.
-#include "common/norm_cpu.h"
+// CPU side of rms_norm: its kernels are the instances of common/norm/cpu.h.
+#include "common/norm/cpu.h"
 #include "rms_norm/rms_norm.h"
 
 APEX_TE_LIBRARY()

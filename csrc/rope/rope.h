@@ -9,8 +9,8 @@
 
 #include <cmath>
 
-#include "common/codec.h"
-#include "common/op.h"
+#include "common/abi/op.h"
+#include "common/numerics/codec.h"
 
 APEX_TE_FUNCTION(rope_fwd,
                  "x: Tensor, freqs: Tensor?, cos: Tensor?, sin: Tensor?, starts: Tensor?, "

@@ -2,8 +2,8 @@
 // all sequences that share them.
 #include <algorithm>
 
-#include "common/cpu_vec.h"
-#include "common/parallel.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/vec.h"
 #include "rope/rope.h"
 
 APEX_TE_LIBRARY()

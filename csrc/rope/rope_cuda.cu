@@ -8,7 +8,7 @@
 // blockIdx and threadIdx, and one division. Larger blocks or more heads for a thread are slower.
 #include <algorithm>
 
-#include "common/vec.h"
+#include "common/gpu/vec.h"
 #include "rope/rope.h"
 
 APEX_TE_LIBRARY()

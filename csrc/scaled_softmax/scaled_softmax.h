@@ -10,8 +10,8 @@
 #include <cmath>
 #include <limits>
 
-#include "common/codec.h"
-#include "common/op.h"
+#include "common/abi/op.h"
+#include "common/numerics/codec.h"
 
 // Shapes: x, y, dy, dx [B, H, Sq, Sk] or [N, Sq, Sk]; mask the same with 1 for any extent but Sk,
 // and any strides but 1 for the last. causal: 0 none, 1 upper left (Sq == Sk), 2 bottom right.

@@ -1,10 +1,10 @@
 // CPU kernels of scaled_softmax: a row at a time, held in fp32 between its passes.
 #include <algorithm>
 
-#include "common/activation.h"
-#include "common/cpu_rows.h"
-#include "common/parallel.h"
-#include "common/scratch.h"
+#include "common/activation/functions.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/rows.h"
+#include "common/cpu/scratch.h"
 #include "scaled_softmax/scaled_softmax.h"
 
 APEX_TE_LIBRARY()

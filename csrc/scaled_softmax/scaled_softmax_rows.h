@@ -1,8 +1,8 @@
 // Device parts of scaled_softmax: a thread's row, its vectors, and what a row's threads share.
 #pragma once
 
-#include "common/activation.h"
-#include "common/vec.h"
+#include "common/activation/functions.h"
+#include "common/gpu/vec.h"
 #include "scaled_softmax/scaled_softmax.h"
 
 namespace apex_te {

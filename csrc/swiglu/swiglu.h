@@ -9,8 +9,8 @@
 // above infinity, scale_inv 1 / scale. dbias is the column sums of the fp32 gradient, [2F].
 #pragma once
 
-#include "common/activation.h"
-#include "common/op.h"
+#include "common/abi/op.h"
+#include "common/activation/functions.h"
 
 // Rows that one line of the workspace of dbias sums.
 constexpr int64_t kSwigluTileRows = 64;

@@ -1,8 +1,8 @@
 // CUDA kernels of swiglu for what the vector kernels leave: odd extents, unaligned storage and FP8
 // from fp32. By element: results in the inputs' dtype row by row; FP8 and dbias in tiles of 64 x 64
 // whose columns a warp's threads share out.
-#include "common/amax.h"
-#include "common/column_sums.h"
+#include "common/gpu/amax.h"
+#include "common/gpu/column_sums.h"
 #include "swiglu/swiglu_device.h"
 
 namespace apex_te {

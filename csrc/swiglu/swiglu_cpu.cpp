@@ -2,9 +2,9 @@
 // 64 x 1024; one thread each, row after row in fp32.
 #include <algorithm>
 
-#include "common/column_sums_cpu.h"
-#include "common/cpu_rows.h"
-#include "common/scratch.h"
+#include "common/cpu/column_sums.h"
+#include "common/cpu/rows.h"
+#include "common/cpu/scratch.h"
 #include "swiglu/swiglu.h"
 
 APEX_TE_LIBRARY()

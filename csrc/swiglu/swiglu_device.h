@@ -5,7 +5,7 @@
 // swiglu_any_cuda.cu   the same by element: any dtype, extent and alignment
 #pragma once
 
-#include "common/activation_cuda.h"
+#include "common/activation/cuda.h"
 #include "swiglu/swiglu.h"
 
 namespace apex_te {

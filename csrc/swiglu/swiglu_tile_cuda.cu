@@ -4,8 +4,8 @@
 //
 // The kernels are compiled for each activation only. Dtype, format, biases and outputs are branches
 // that a whole grid takes alike, once for 8 elements, which memory speed does not notice.
-#include "common/column_sums.h"
-#include "common/fp8_tile.h"
+#include "common/gpu/column_sums.h"
+#include "common/gpu/fp8_tile.h"
 #include "swiglu/swiglu_device.h"
 
 namespace apex_te {

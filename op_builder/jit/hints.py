@@ -208,7 +208,7 @@ def building(output: str) -> str:
 def loading(text: str) -> str:
     """Advice on what dlopen said, "" where nothing is recognised.
 
-    What the CUDA runtime says is explained in csrc/common/gpu.h, which hears it.
+    What the CUDA runtime says is explained in csrc/common/gpu/device.h, which hears it.
     """
     return _first(_LOAD_RULES, text)
 

@@ -34,7 +34,7 @@ NAMES = {
     "CUDA_R_8F_E4M3": "HIP_R_8F_E4M3",
     "CUDA_R_8F_E5M2": "HIP_R_8F_E5M2",
     "__CUDACC__": "__HIPCC__",
-    # HIP's own differ in meaning (csrc/common/gpu_compat.h): a warp is 32 lanes of whatever wave
+    # HIP's own differ in meaning (csrc/common/gpu/compat.h): a warp is 32 lanes of whatever wave
     "__launch_bounds__": "APEX_TE_LAUNCH_BOUNDS",
     "__ldcg": "apex_te_load_coherent",
     "__shfl_down_sync": "apex_te_shfl_down",

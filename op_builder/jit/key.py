@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 
-OP_ABI = 1  # the number in csrc/common/op.h
+OP_ABI = 1  # the number in csrc/common/abi/op.h
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 
 # path -> ((mtime_ns, size, inode), digest, included names); shared by all ops of the process

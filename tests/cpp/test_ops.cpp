@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "common/op.h"
+#include "common/abi/op.h"
 
 namespace {
 
@@ -84,14 +84,14 @@ void test_cast_transpose(const char* path) {
   float scale = 2.0f, amax = 0.0f, scale_inv = 0.0f;
   Tensor tx(x.data(), kFloat, {2, 3}), ts(&scale, kFloat, {1}), ta(&amax, kFloat, {});
   Tensor ti(&scale_inv, kFloat, {1}), tr(rowwise.data(), kE4M3, {2, 3});
-  Tensor tt(transposed.data(), kE4M3, {3, 2});
+  Tensor tt(columnwise.data(), kE4M3, {3, 2});
   ApexTeCall c =
       call(cast, {arg(tx), arg(ts), arg(tr), arg(tt), arg(ta), arg(ti), none(), none(), none()});
   check(c.error_kind == kApexTeOk, c.error);
   const uint8_t expected[] = {0x00, 0x40, 0xC8, 0x7E, 0x38, 0x7F};
-  const uint8_t expected_transposed[] = {0x00, 0x7E, 0x40, 0x38, 0xC8, 0x7F};
+  const uint8_t expected_columnwise[] = {0x00, 0x7E, 0x40, 0x38, 0xC8, 0x7F};
   check(memcmp(rowwise.data(), expected, 6) == 0, "cast_transpose: rowwise codes");
-  check(memcmp(transposed.data(), expected_transposed, 6) == 0, "cast_transpose: transposed codes");
+  check(memcmp(columnwise.data(), expected_columnwise, 6) == 0, "cast_transpose: columnwise codes");
   check(std::isnan(amax), "cast_transpose: NaN wins the amax");
   check(scale_inv == 0.5f, "cast_transpose: scale_inv");
 

@@ -340,7 +340,7 @@ def test_driver_and_kernel_image(root: Path) -> None:
     shutil.rmtree(root / "csrc/common")  # the suite's is found instead
     (folder / "tiny.h").write_text("")
     (folder / "tiny_cuda.cu").write_text(
-        '#include "common/gpu.h"\n#include <cstdio>\n'
+        '#include "common/gpu/device.h"\n#include <cstdio>\n'
         'extern "C" __attribute__((visibility("default")))\n'
         "void explain(int code, char* text, size_t size) {\n"
         "  text[0] = 0;\n"

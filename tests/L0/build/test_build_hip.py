@@ -172,7 +172,7 @@ def test_a_devices_arch_is_torchs_name_for_it(monkeypatch: pytest.MonkeyPatch) -
     [
         ("#include <cuda_runtime.h>", "#include <hip/hip_runtime.h>"),
         ('  # include "cublasLt.h"', '  # include "hipblaslt/hipblaslt.h"'),
-        ('#include "common/norm_cuda.h"', '#include "common/norm_cuda.h"'),
+        ('#include "common/norm/cuda.h"', '#include "common/norm/cuda.h"'),
         ("check_cuda(cudaGetLastError())", "check_cuda(hipGetLastError())"),
         ("cudaDevAttrMultiProcessorCount", "hipDeviceAttributeMultiprocessorCount"),
         ("cudaDataType_t t = CUDA_R_16BF;", "hipDataType t = HIP_R_16BF;"),
@@ -338,10 +338,10 @@ def test_hipcc(amd: None, root: Path, monkeypatch: pytest.MonkeyPatch, arch: str
     write_op(root)
     check = f'static_assert(APEX_TE_WAVE_SIZE == {lanes}, "");'
     check = f"#if defined(__HIP_DEVICE_COMPILE__)\n{check}\n#endif\n"
-    compat = CHECKOUT / "csrc" / "common" / "gpu_compat.h"
-    shutil.copy(compat, root / "csrc" / "common" / "gpu_compat.h")
+    (root / "csrc" / "common" / "gpu").mkdir()
+    shutil.copy(CHECKOUT / "csrc/common/gpu/compat.h", root / "csrc/common/gpu/compat.h")
     source = root / "csrc" / "tiny" / "tiny_cuda.cu"
-    source.write_text(f'#include "common/gpu_compat.h"\n{check}{KERNEL}')
+    source.write_text(f'#include "common/gpu/compat.h"\n{check}{KERNEL}')
     monkeypatch.setenv("APEX_TE_ROCM_ARCH", arch)
     opened = TinyCuda(root).open("cuda", None)
     assert opened.archs == (arch,)

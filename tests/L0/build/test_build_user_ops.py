@@ -36,7 +36,7 @@ class {name}(CPUOpBuilder):
 # with the suite's header on the include path, and functions that return what they are told
 HEADER = """
 #pragma once
-#include "common/op.h"
+#include "common/abi/op.h"
 APEX_TE_FUNCTION(echo, "x: Tensor, value: int -> int")
 """
 SOURCE = """
@@ -201,7 +201,7 @@ def test_key_tells_neither_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(op_builder.builder, "SUITE", suite)
     assert Echo(tmp_path / "one").key("cpu") == before
     assert Echo(write(suite / "inside")).key("cpu") == before
-    with (suite / "csrc" / "common" / "op.h").open("a") as file:
+    with (suite / "csrc/common/abi/op.h").open("a") as file:
         file.write("//\n")
     assert Echo(tmp_path / "one").key("cpu") != before
 
@@ -213,9 +213,10 @@ def test_own_headers_come_first(tmp_path: Path) -> None:
     import ctypes
 
     root = write_op(tmp_path / "project", value=7)
-    (root / "csrc" / "common" / "value.h").rename(root / "csrc" / "common" / "op.h")
+    (root / "csrc" / "common" / "abi").mkdir()
+    (root / "csrc/common/value.h").rename(root / "csrc/common/abi/op.h")
     header = root / "csrc" / "tiny" / "tiny.h"
-    header.write_text(header.read_text().replace("common/value.h", "common/op.h"))
+    header.write_text(header.read_text().replace("common/value.h", "common/abi/op.h"))
     assert ctypes.CDLL(Tiny(root).open().proc_path).tiny() == 7
 
 

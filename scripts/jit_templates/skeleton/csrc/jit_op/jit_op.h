@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "common/activation_op.h"
+#include "common/activation/arguments.h"
 
 APEX_TE_FUNCTION(jit_op_fwd, "x: Tensor, y: Tensor, scale: float")
 APEX_TE_FUNCTION(jit_op_bwd, "dy: Tensor, x: Tensor, dx: Tensor, scale: float")

@@ -3,8 +3,8 @@
 // Chunks of elements, one thread each, through floats in the first-level cache.
 #include <algorithm>
 
-#include "common/cpu_vec.h"
-#include "common/parallel.h"
+#include "common/cpu/parallel.h"
+#include "common/cpu/vec.h"
 #include "jit_op/jit_op.h"
 
 APEX_TE_LIBRARY()

@@ -1,7 +1,7 @@
 // jit_op on a GPU.
 //
 // A thread has 8 elements, in accesses of 16 bytes where the addresses allow it.
-#include "common/vec.h"
+#include "common/gpu/vec.h"
 #include "jit_op/jit_op.h"
 
 APEX_TE_LIBRARY()

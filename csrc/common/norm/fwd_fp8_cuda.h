@@ -1,0 +1,104 @@
+// Forward of the norms to FP8 with the columnwise copy, where fwd_ring_cuda.h does not apply (very
+// long rows, no alignment): the statistics come from a kernel of their own, and tiles read x again.
+#pragma once
+
+#include "common/gpu/fp8_tile.h"
+#include "common/norm/fwd_launch_cuda.h"
+
+namespace apex_te {
+
+// The codes of a tile from statistics that are there; x is the sum already.
+template <typename T, bool kLayerNorm, bool kAligned>
+__global__ void __launch_bounds__(FP8Tile<128>::kThreads) norm_fp8_tile_kernel(const NormFwd p) {
+  using Tile = FP8Tile<128>;
+  __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
+  const Tile::Place at(p.rows, p.cols, blockIdx.x);
+  Vec8<T> in[Tile::kRows];
+  Tile::load<T, kAligned>(static_cast<const T*>(p.x), p.cols, at, in);
+  const uint32_t seen = amax_so_far(p.amax);
+  const float scale = *p.scale;
+  float gamma[kVec], bias[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const bool has = at.col + i < p.cols;
+    gamma[i] =
+        has && p.params.weight
+            ? load_param<T>(p.params.weight, p.params.is_fp32, at.col + i) + p.params.gamma_offset
+            : 1.0f;
+    bias[i] =
+        has && p.params.bias ? load_param<T>(p.params.bias, p.params.is_fp32, at.col + i) : 0.0f;
+  }
+  uint32_t amax = 0;
+  uint2 codes[Tile::kRows];
+#pragma unroll
+  for (int r = 0; r < Tile::kRows; ++r) {
+    codes[r] = make_uint2(0, 0);
+    if (at.row + r >= p.rows) continue;
+    float values[kVec];
+    unpack(in[r], values);
+    normalize<kLayerNorm>(values, gamma, bias, kLayerNorm ? p.mean[at.row + r] : 0.0f,
+                          p.rstd[at.row + r]);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (at.col + i < p.cols) amax = max(amax, magnitude_bits(values[i]));
+    codes[r] = encode_as(p.fp8, values, scale);
+  }
+  if (p.rowwise) Tile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
+  Tile::stage_columns(codes, tile);
+  __syncthreads();
+  Tile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
+  finish_fp8(p, amax, seen);
+}
+
+template <typename T, bool kLayerNorm>
+void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t stream) {
+  const bool aligned =
+      norm_fwd_aligned(p) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
+  if (!p.rows || !p.cols) return launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, stream);
+  if constexpr (kHasCountedBarriers) {
+    // Tiles for less than half of the multiprocessors take longer than two kernels with more
+    // blocks.
+    const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
+    RingPlan ring;
+    if (aligned && plan_norm_ring<T>(p, device, &ring) &&
+        2 * p.rows * ring.ranks > processors * ring.shape.tile_rows)
+      return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
+  }
+  NormFwd statistics = p;
+  statistics.scale = nullptr;
+  statistics.rowwise = statistics.columnwise = nullptr;
+  statistics.amax = statistics.scale_inv = nullptr;
+  launch_norm_fwd_rows<T, kLayerNorm>(statistics, op, device, stream);
+  NormFwd tiles = p;
+  if (p.residual) tiles.x = p.residual_sum;
+  const int64_t blocks = FP8Tile<128>::num_tiles(p.rows, p.cols);
+  check_grid(blocks, op);
+  const bool tiles_aligned =
+      is_aligned(tiles.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
+  const auto kernel = tiles_aligned ? norm_fp8_tile_kernel<T, kLayerNorm, true>
+                                    : norm_fp8_tile_kernel<T, kLayerNorm, false>;
+  kernel<<<static_cast<unsigned>(blocks), FP8Tile<128>::kThreads, 0, stream>>>(tiles);
+  check_cuda(cudaGetLastError(), op);
+}
+
+template <bool kLayerNorm>
+void launch_norm_fwd(const NormFwd& p, const char* op, int device, void* stream) {
+  const auto run = [&](auto element) {
+    using T = decltype(element);
+    const auto s = static_cast<cudaStream_t>(stream);
+    if (p.columnwise)
+      launch_norm_fp8<T, kLayerNorm>(p, op, device, s);
+    else
+      launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, s);
+  };
+  switch (p.dtype) {
+    case DType::kFloat32:
+      return run(float{});
+    case DType::kFloat16:
+      return run(Half{});
+    default:
+      return run(BFloat16{});
+  }
+}
+
+}  // namespace apex_te
