@@ -1,29 +1,87 @@
-"""Whether the ranks of a group are about to do the same: one small gather, where it first counts.
+"""Agreement between ranks: checks that all ranks of a group are about to do the same.
 
-Ranks that differ would pair one collective with another: they would hang, or go on with what was
-meant for something else. The descriptions that they exchange have a fixed size, so that they meet
-in the same collective whatever they differ in.
+Ranks that differ would pair one collective with another: they would hang, or go on with data that
+was meant for something else. Whatever is compared has a header of ``HEADER`` int32 numbers::
+
+    count, TOP - count, digest, TOP - digest, flag
+
+whose element-wise maximum over ranks tells the largest and the smallest count, whether all digests
+are equal, and the largest flag. Two kinds of collectives carry it: a MAX all-reduce of numbers,
+where the header comes first (``header``, ``compared``), and a gather of descriptions, which also
+tells which rank has which value (``check_same``). Their size does not depend on what a rank
+compares, so that ranks that differ still meet in the same collective.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
-from typing import Any
+import enum
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
-from ..fp8.delayed.amax_allreduce import RankMismatchError
-from ..recipe import Format, Recipe
 from .collectives import world_size
 
-__all__ = ["check_same", "recipe_values"]
+__all__ = ["HEADER", "TOP", "Comparison", "RankMismatchError", "check_same", "compared", "header"]
 
-_BYTES = 4096  # of a description; its digest first, for what does not fit
-_DIGEST = 16
+HEADER = 5
+TOP = 0x7FFFFFFF  # the largest int32; a maximum of TOP - x tells the smallest x
+_BYTES = 4096  # of a description, its header included
+_HEADER_BYTES = 4 * HEADER
 _REFUSED = "arguments"
 _SHOWN = 16  # ranks in a message
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks of a group differ: in their FP8 modules, in what a split layer does, in its tokens."""
+
+
+def header(count: int, content: bytes, flag: int = 0) -> list[int]:
+    """Returns the header of one rank.
+
+    Args:
+        count: number of the things that are compared.
+        content: description of these things; its digest is sent.
+        flag: a number of which the largest is found, not compared.
+    """
+    digest = zlib.crc32(content) & TOP
+    return [count, TOP - count, digest, TOP - digest, flag]
+
+
+class Comparison(NamedTuple):
+    """The headers of all ranks of a group, compared.
+
+    Attributes:
+        least: the smallest count.
+        most: the largest count.
+        same_digest: all ranks sent the same digest.
+        flag: the largest flag.
+    """
+
+    least: int
+    most: int
+    same_digest: bool
+    flag: int
+
+    @property
+    def agrees(self) -> bool:
+        return self.least == self.most and self.same_digest
+
+    def error(self, message: str, count: int, hint: str = "") -> RankMismatchError:
+        """Returns the error for ranks that differ; ``count`` is this rank's."""
+        return RankMismatchError(
+            f"{message}; this rank has {count}, the ranks have from {self.least} to {self.most}"
+            f"{hint}"
+        )
+
+
+def compared(numbers: Sequence[int]) -> Comparison:
+    """Compares the headers of all ranks, of which ``numbers`` is the element-wise maximum."""
+    most, least, largest, smallest, flag = numbers
+    return Comparison(TOP - least, most, largest == TOP - smallest, flag)
 
 
 def check_same(
@@ -34,33 +92,33 @@ def check_same(
     device: torch.device,
     error: Exception | None = None,
 ) -> None:
-    """Compares what is named in ``values`` over the ranks of ``group``; collective, waited for.
+    """Checks that ``values`` are the same on all ranks of ``group``; collective, waited for.
 
-    ``error``: what keeps this rank from going on, raised here once the others know of it.
-    ``device``: of the tensors that the ranks are about to send.
+    Args:
+        owner: class or function that asks, for messages.
+        group_name: argument that ``group`` was given as, for messages.
+        group: process group; None is the whole world.
+        values: what is compared, by name.
+        device: device of the tensors that the ranks are about to send.
+        error: reason why this rank cannot go on, raised here once the other ranks know of it.
 
-    Errors: ``error``, else RankMismatchError on every rank whose neighbours differ or have one.
+    Raises:
+        Exception: ``error``, on the rank that has it.
+        RankMismatchError: on every rank, values differ; or on the others, a rank has an error.
     """
     if error is not None:
         values = {_REFUSED: f"{type(error).__name__}: {error}"}
-    lines = [f"{key}={' '.join(str(value).split())}" for key, value in values.items()]
-    text = "\n".join(lines).encode()
-    own = hashlib.blake2b(text, digest_size=_DIGEST).digest() + text[: _BYTES - _DIGEST]
-    if distributed.get_backend(group) == "gloo":
-        device = torch.device("cpu")
-    row = torch.frombuffer(bytearray(own.ljust(_BYTES, b"\0")), dtype=torch.uint8)
-    row = row.to(device)
-    rows = [torch.empty_like(row) for _ in range(world_size(group))]
-    distributed.all_gather(rows, row, group=group)
-    descriptions = [bytes(found.tolist()) for found in torch.stack(rows).cpu()]
+    descriptions = _gathered(_description(values, error is not None), group, device)
     if error is not None:
         raise error
-    if len(set(descriptions)) == 1:
+    headers = (struct.unpack_from(f"<{HEADER}i", found) for found in descriptions)
+    found = compared([max(numbers) for numbers in zip(*headers, strict=True)])
+    if found.agrees and len(set(descriptions)) == 1:
         return
-    known = [_read(found) for found in descriptions]
+    known = [_read(description) for description in descriptions]
     ranks = distributed.get_process_group_ranks(distributed.group.WORLD if group is None else group)
     where = f"the ranks of {group_name} ({_named(ranks)})"
-    if any(_REFUSED in found for found in known):
+    if found.flag:
         refused = _by_value(_REFUSED, ranks, known)
         raise RankMismatchError(f"{owner}: arguments must fit on all of {where}, got {refused}")
     differing = [
@@ -72,13 +130,38 @@ def check_same(
     raise RankMismatchError(f"{owner}: {where} must have the same {what}")
 
 
+def _description(values: Mapping[str, object], has_error: bool) -> bytes:
+    """Returns ``_BYTES`` bytes: the header, then as many lines ``name=value`` as fit."""
+    lines = [f"{key}={' '.join(str(_word(value)).split())}" for key, value in values.items()]
+    text = "\n".join(lines).encode()
+    numbers = header(len(text), text, int(has_error))
+    return (struct.pack(f"<{HEADER}i", *numbers) + text)[:_BYTES].ljust(_BYTES, b"\0")
+
+
+def _word(value: object) -> object:
+    """Returns a value whose text is the same in each process, as an address is not."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+
+
+def _gathered(description: bytes, group: Any, device: torch.device) -> list[bytes]:
+    """Gathers the descriptions of all ranks."""
+    if distributed.get_backend(group) == "gloo":
+        device = torch.device("cpu")
+    row = torch.frombuffer(bytearray(description), dtype=torch.uint8).to(device)
+    rows = [torch.empty_like(row) for _ in range(world_size(group))]
+    distributed.all_gather(rows, row, group=group)
+    return [bytes(found.tolist()) for found in torch.stack(rows).cpu()]
+
+
 def _read(description: bytes) -> dict[str, str]:
-    text = description[_DIGEST:].rstrip(b"\0").decode(errors="replace")
+    text = description[_HEADER_BYTES:].rstrip(b"\0").decode(errors="replace")
     return {key: value for key, _, value in (line.partition("=") for line in text.split("\n"))}
 
 
 def _by_value(key: str, ranks: list[int], known: list[dict[str, str]]) -> str:
-    """Each value that some ranks have, and which ranks these are."""
+    """Returns each value of ``key`` and the ranks that have it, for a message."""
     found: dict[str, list[int]] = {}
     for rank, values in zip(ranks, known, strict=True):
         if key in values:
@@ -91,17 +174,3 @@ def _named(ranks: list[int]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])
     return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
-
-
-def recipe_values(recipe: Recipe | None) -> dict[str, object]:
-    """What a recipe says, in words that do not depend on the process; None is no FP8."""
-    if recipe is None:
-        return {"recipe": "none"}
-    found: dict[str, object] = {"recipe": type(recipe).__name__}
-    for name, value in vars(recipe).items():
-        if isinstance(value, Format):
-            value = value.name
-        elif callable(value):
-            value = getattr(value, "__qualname__", type(value).__name__)
-        found[f"recipe.{name}"] = value
-    return found

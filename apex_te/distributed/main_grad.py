@@ -1,9 +1,8 @@
-"""Gradients summed over data-parallel ranks: those in ``main_grad`` and those in ``.grad``."""
+"""Sums of gradients over data-parallel ranks: of ``main_grad`` and of ``.grad``."""
 
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,31 +10,29 @@ from typing import Any
 import torch
 from torch import distributed
 
+from ..comm.agreement import HEADER, RankMismatchError, compared, header
 from ..comm.collectives import world_size
-from ..fp8.autocast import is_process_group
-from ..fp8.delayed.amax_allreduce import RankMismatchError
+from ..comm.groups import is_process_group
 
 __all__ = ["reduce_main_grads"]
 
 _SMALL = 4 << 20  # bytes; gradients below this travel together
 _BUCKET = 32 << 20  # bytes of those
 _IN_FLIGHT = 4  # buckets at a time, which bounds the memory that they take
-_HEADER = 5
-_QUANTUM = 4096
-_TOP = 0x7FFFFFFF
+_QUANTUM = 4096  # numbers that the first collective of a group has, and by which it grows
 
 
 class _Agreed:
-    """What the ranks of a group were found to agree on.
+    """Facts that the ranks of a group were found to agree on.
 
     Attributes:
         capacity: numbers of their collective.
-        said: by digest, what a rank says of the parameters.
+        sent: by header, the numbers on the device that a rank sends when it has all gradients.
     """
 
     def __init__(self) -> None:
         self.capacity = _QUANTUM
-        self.said: dict[int, torch.Tensor] = {}
+        self.sent: dict[tuple[int, ...], torch.Tensor] = {}
 
 
 _agreed: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
@@ -44,35 +41,37 @@ _agreed: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
 def reduce_main_grads(
     model: torch.nn.Module | Iterable[torch.Tensor], group: Any = None, *, average: bool = True
 ) -> None:
-    """Average every gradient of ``model`` over ranks, in place; collective, once a step.
+    """Averages every gradient of ``model`` over ranks, in place; collective, once a step.
 
-    For trainers that are the owner of ``main_grad`` (``fuse_wgrad_accumulation``): call it after
-    the last backward of a step, before clipping and the optimizer. A parameter with ``main_grad``
-    has its sum there: what autograd put into ``.grad`` (a bias, an embedding tied to the weight)
-    is added to it, ``.grad`` becomes None and ``grad_added_to_main_grad`` False. Of any other
-    parameter ``.grad`` is reduced; where only some ranks have one, the others count as zeros and
-    get the result.
+    For trainers that own ``main_grad`` (``fuse_wgrad_accumulation``): call it after the last
+    backward of a step, before clipping and the optimizer. The gradient of a parameter with
+    ``main_grad`` is reduced there: a gradient that autograd put into ``.grad`` (of a bias, of an
+    embedding tied to the weight) is added to it first, ``.grad`` becomes None and
+    ``grad_added_to_main_grad`` False. Of any other parameter ``.grad`` is reduced; where only some
+    ranks have one, the others count as zeros and get the result.
 
     Gradients of 4 MiB and more are reduced where they are, others are copied together; the sums of
-    a group are formed in the order of the parameters, the same in every call. No host
-    synchronisation on GPUs, except in the first call for a model and on ranks that lack a gradient;
-    what is trained there may change later, on all ranks at once.
+    a group are formed in the order of the parameters, the same in every call. On GPUs the host
+    waits only in the first call for a model and on ranks that lack a gradient; which parameters
+    are trained may change later, on all ranks at once.
 
-    Args:
-        model: a module, of which parameters that carry ``allreduce=False``, as expert-parallel ones
-            do in Megatron, are left out; or parameters, taken as they are.
-        group: data-parallel ranks, None for the whole world. Every rank has the same parameters.
-        average: divide by the number of ranks, as DistributedDataParallel does; False sums.
-
-    Not in it: the sum over tensor-parallel ranks of parameters that carry
-    ``sequence_parallel=True``. The trainer makes that once, by this function if it likes:
+    The sum over tensor-parallel ranks of parameters that carry ``sequence_parallel=True`` is not
+    part of it. The trainer makes that sum once, by this function if it likes:
     ``reduce_main_grads([p for p in model.parameters() if getattr(p, "sequence_parallel", False)],
     tp_group, average=False)``.
 
-    Errors: TypeError for an argument of a wrong type, or a DTensor that is sharded or replicated
-    over ranks of ``group`` (``fully_shard`` has reduced it); ValueError for a main_grad of another
-    size or that is not contiguous; NotImplementedError for a sparse gradient; RankMismatchError on
-    every rank where their parameters differ.
+    Args:
+        model: a module, of which parameters that carry ``allreduce=False``, as expert-parallel ones
+            do in Megatron, are left out; or parameters, all of which are reduced.
+        group: data-parallel ranks, None for the whole world. Every rank has the same parameters.
+        average: divide by the number of ranks, as DistributedDataParallel does; False sums.
+
+    Raises:
+        TypeError: an argument of a wrong type, or a DTensor that is sharded or replicated over
+            ranks of ``group`` (``fully_shard`` has reduced it).
+        ValueError: a ``main_grad`` of another size or that is not contiguous.
+        NotImplementedError: a sparse gradient.
+        RankMismatchError: on every rank, their parameters differ; on the others, a rank raises.
     """
     if group is not None and not is_process_group(group):
         raise TypeError(
@@ -98,7 +97,7 @@ def reduce_main_grads(
 
 
 def _parameters(model: Any) -> list[torch.Tensor]:
-    """The trained parameters, each once."""
+    """Returns the trained parameters, each once."""
     if isinstance(model, torch.nn.Module):
         given: list[Any] = [p for p in model.parameters() if getattr(p, "allreduce", True)]
     elif isinstance(model, Iterable) and not isinstance(model, torch.Tensor):
@@ -118,17 +117,17 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 
 
 def _gradient(parameter: Any, group: Any) -> torch.Tensor | None:
-    """Where the gradient of ``parameter`` is, all of it; None where this rank has none."""
+    """Returns the tensor with all of the gradient; None if this rank has none."""
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is not None:
         _check_mesh(mesh, group)
     main_grad = getattr(parameter, "main_grad", None)
     grad = parameter.grad
     if main_grad is None:
-        return None if grad is None else _plain(grad)
+        return None if grad is None else _dense(grad)
     # A gradient that came with the flag is the dummy that stands for main_grad.
     stands_for = getattr(parameter, "grad_added_to_main_grad", False)
-    main_grad = _plain(main_grad)
+    main_grad = _dense(main_grad)
     fits = mesh is not None or main_grad.numel() == parameter.numel()
     if not fits or not main_grad.is_contiguous():
         raise ValueError(
@@ -136,14 +135,15 @@ def _gradient(parameter: Any, group: Any) -> torch.Tensor | None:
             f"{list(parameter.shape)}, got {list(main_grad.shape)}"
         )
     if grad is not None and (not stands_for or getattr(parameter, "zero_out_wgrad", False)):
-        main_grad.add_(_plain(grad).reshape(main_grad.shape))
+        main_grad.add_(_dense(grad).reshape(main_grad.shape))
     parameter.grad = None
     if hasattr(parameter, "grad_added_to_main_grad"):
         parameter.grad_added_to_main_grad = False
     return main_grad
 
 
-def _plain(grad: Any) -> torch.Tensor:
+def _dense(grad: Any) -> torch.Tensor:
+    """Returns ``grad`` or, of a DTensor, its local tensor; raises for a sparse one."""
     if grad.layout is not torch.strided:
         raise NotImplementedError(
             f"reduce_main_grads: gradients must be dense tensors, got {grad.layout}"
@@ -152,6 +152,7 @@ def _plain(grad: Any) -> torch.Tensor:
 
 
 def _check_mesh(mesh: Any, group: Any) -> None:
+    """Raises TypeError if several ranks of ``group`` share a DTensor over ``mesh``."""
     ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
     shared = set(ranks) & set(mesh.mesh.flatten().tolist())
     if len(shared) > 1:
@@ -167,71 +168,85 @@ def _complete(
     group: Any,
     error: Exception | None,
 ) -> list[torch.Tensor]:
-    """The gradients that any rank has, zeros where others have one.
+    """Returns the gradients that any rank has; zeros take the place of those this rank lacks.
 
-    One small collective, which also tells whether the ranks have the same parameters and none an
-    ``error``. It has as many numbers as the ranks agreed on last, 4096 before they ever did, so
-    that ranks that differ still take part in the same one; more follow once it shows that they do
-    not.
+    Takes one small collective, which also checks that all ranks have the same parameters and that
+    none has an ``error``. It has as many numbers as the ranks agreed on last, ``_QUANTUM`` before
+    they ever did, so that ranks that differ still take part in the same one; further numbers
+    follow once the ranks are known to agree.
     """
-    if parameters:
-        device = parameters[0].device
-    else:
-        nccl = distributed.get_backend(group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")
-    what = [
-        (p.numel(), str(p.dtype if g is None else g.dtype), hasattr(p, "main_grad"))
-        for p, g in zip(parameters, gradients, strict=True)
-    ]
-    digest = zlib.crc32(repr(what).encode()) & _TOP
-    count = len(parameters)
-    used = _HEADER + count
-    present = [0 if gradient is None else 1 for gradient in gradients]
-    failed = 0 if error is None else 1
-    usual = all(present) and error is None
+    present = [int(gradient is not None) for gradient in gradients]
+    is_usual = all(present) and error is None
+    own = header(len(parameters), _described(parameters, gradients), int(error is not None))
     agreed = _agreed.setdefault(group, _Agreed())
-    own = agreed.said.get(digest) if usual else None
-    known = own is not None
-    if own is None:
-        own = torch.zeros(used, dtype=torch.int32)
-        own[:] = torch.tensor([count, _TOP - count, digest, _TOP - digest, failed, *present])
-        own = own.to(device)
-    first = agreed.capacity
-    numbers = own.new_zeros(max(first, -(-used // _QUANTUM) * _QUANTUM))
-    numbers[:used] = own
+    sent = agreed.sent.get(tuple(own)) if is_usual else None
+    is_known = sent is not None
+    if sent is None:
+        sent = torch.tensor([*own, *present], dtype=torch.int32).to(_device(parameters, group))
+    used, first = sent.numel(), agreed.capacity
+    numbers = sent.new_zeros(max(first, -(-used // _QUANTUM) * _QUANTUM))
+    numbers[:used] = sent
     distributed.all_reduce(numbers[:first], op=distributed.ReduceOp.MAX, group=group)
     if error is not None:
         raise error
-    if known and device.type == "cuda":
-        return [gradient for gradient in gradients if gradient is not None]
-    most, least, high, low, failed = numbers[:_HEADER].tolist()
+    if not (is_known and numbers.is_cuda):  # reading them would make the host wait
+        _check_agreement(numbers, len(parameters), group)
+        if numbers.numel() > first:
+            distributed.all_reduce(numbers[first:], op=distributed.ReduceOp.MAX, group=group)
+            agreed.capacity = numbers.numel()
+        if is_usual:
+            agreed.sent[tuple(own)] = sent
+        _add_zeros(parameters, gradients, numbers[HEADER:used].tolist())
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _described(parameters: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> bytes:
+    """Returns sizes, dtypes and presence of main_grad, which must be the same on all ranks."""
+    facts = [
+        (p.numel(), str(p.dtype if g is None else g.dtype), hasattr(p, "main_grad"))
+        for p, g in zip(parameters, gradients, strict=True)
+    ]
+    return repr(facts).encode()
+
+
+def _device(parameters: list[torch.Tensor], group: Any) -> torch.device:
+    """Returns the device of the collective; a rank without parameters takes the backend's."""
+    if parameters:
+        return parameters[0].device
+    if distributed.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _check_agreement(numbers: torch.Tensor, count: int, group: Any) -> None:
+    """Raises RankMismatchError if a rank has an error or other parameters."""
+    found = compared(numbers[:HEADER].tolist())
     ranks = distributed.get_process_group_ranks(group)
-    if failed:
+    if found.flag:
         raise RankMismatchError(
             f"reduce_main_grads: the gradients of every rank of group (ranks {ranks}) must fit, "
             "got an error on another rank"
         )
-    if most != _TOP - least or high != _TOP - low:
-        raise RankMismatchError(
+    if not found.agrees:
+        raise found.error(
             f"reduce_main_grads: every rank of group (ranks {ranks}) must have the same trained "
-            f"parameters, in number, sizes, dtypes and main_grads; this rank has {count}, the "
-            f"ranks have from {_TOP - least} to {most}"
+            "parameters, in number, sizes, dtypes and main_grads",
+            count,
         )
-    if numbers.numel() > first:
-        distributed.all_reduce(numbers[first:], op=distributed.ReduceOp.MAX, group=group)
-        agreed.capacity = numbers.numel()
-    if usual:
-        agreed.said[digest] = own
-    anywhere = numbers[_HEADER:used].tolist()
+
+
+def _add_zeros(
+    parameters: list[torch.Tensor], gradients: list[torch.Tensor | None], anywhere: list[int]
+) -> None:
+    """Makes zeros as the missing gradients of parameters for which another rank has one."""
     for i, parameter in enumerate(parameters):
         if gradients[i] is None and anywhere[i]:
             parameter.grad = torch.zeros_like(parameter)
-            gradients[i] = _plain(parameter.grad)
-    return [gradient for gradient in gradients if gradient is not None]
+            gradients[i] = _dense(parameter.grad)
 
 
 def _reduce(gradients: list[torch.Tensor], group: Any, factor: float) -> None:
-    """The sums of ``gradients * factor`` over ranks, in place."""
+    """Sums ``gradients * factor`` over ranks, in place."""
     flying: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
     for bucket in _buckets(gradients):
         if len(flying) == _IN_FLIGHT:
@@ -248,6 +263,7 @@ def _reduce(gradients: list[torch.Tensor], group: Any, factor: float) -> None:
 
 
 def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
+    """Waits for a sum and copies it back to the gradients of ``bucket``."""
     work.wait()  # on a GPU the stream waits, not the host
     if bucket:
         parts = flat.split([gradient.numel() for gradient in bucket])
@@ -256,7 +272,7 @@ def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Big gradients by themselves; small ones together by dtype and device, in order."""
+    """Yields big gradients alone, small ones together by dtype and device, in order."""
     open_buckets: dict[tuple, tuple[int, list[torch.Tensor]]] = {}
     for gradient in gradients:
         size = gradient.numel() * gradient.element_size()

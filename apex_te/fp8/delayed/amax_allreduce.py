@@ -13,25 +13,19 @@ do. Where more are needed, the header goes first, once, and then the rest.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
 
+from ...comm.agreement import HEADER, TOP, RankMismatchError, compared, header
 from ...comm.collectives import max_over_ranks
 from ...comm.groups import ranks_of
 
 __all__ = ["RankMismatchError", "RankReduction", "Slots"]
 
-_HEADER = 5
 _QUANTUM = 16384
-_TOP = 0x7FFFFFFF
-
-
-class RankMismatchError(RuntimeError):
-    """Ranks of a group differ: in their FP8 modules, in what a split layer does, in its tokens."""
 
 
 class Slots(NamedTuple):
@@ -62,7 +56,7 @@ class _Channel:
         self.copied: Any = None
         self.wanted = 0
         with torch.inference_mode(False):
-            self.found = torch.empty(_HEADER, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self.found = torch.empty(HEADER, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 _channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary()
@@ -93,16 +87,15 @@ class RankReduction:
         self._total = sum(sizes)
         self._slots = slots
         self._length = max((s.history.shape[0] for s in slots), default=0)
-        capacity = -(-(_HEADER + self._total) // _QUANTUM) * _QUANTUM
+        capacity = -(-(HEADER + self._total) // _QUANTUM) * _QUANTUM
         with torch.inference_mode(False):
             self._buffer = torch.zeros(capacity, dtype=torch.float32, device=device)
-            digest = zlib.crc32(repr((list(sizes), list(labels))).encode()) & _TOP
-            header = [self._modules, _TOP - self._modules, digest, _TOP - digest, 0]
-            self._own = torch.tensor(header, dtype=torch.int32).to(device)
+            modules = repr((list(sizes), list(labels))).encode()
+            self._own = torch.tensor(header(len(sizes), modules), dtype=torch.int32).to(device)
         if unsure:
             self._own[-1:].fill_(self._length)
         self._rows = [s.history[0] for s in slots]
-        starts = [_HEADER + s.at for s in slots]
+        starts = [HEADER + s.at for s in slots]
         self._parts = [
             self._buffer[start : start + row.numel()]
             for start, row in zip(starts, self._rows, strict=True)
@@ -130,15 +123,15 @@ class RankReduction:
         rest = self._buffer.numel() > used
         with torch.no_grad():
             self._buffer.zero_()
-            header = self._buffer[:_HEADER].view(torch.int32)
-            header.copy_(self._own)
+            said = self._buffer[:HEADER].view(torch.int32)
+            said.copy_(self._own)
             if equalise:
-                header[-1:].fill_(self._length)
+                said[-1:].fill_(self._length)
             if self._parts:
                 torch._foreach_copy_(self._parts, self._rows)
             max_over_ranks(self._buffer[:used] if rest else self._buffer, group)
             if not capturing:
-                channel.found.copy_(header, non_blocking=self._buffer.is_cuda)
+                channel.found.copy_(said, non_blocking=self._buffer.is_cuda)
                 channel.copied = torch.cuda.Event() if self._buffer.is_cuda else True
                 if self._buffer.is_cuda:
                     channel.copied.record()
@@ -163,21 +156,22 @@ class RankReduction:
         if channel.copied is not True:
             channel.copied.synchronize()
         channel.copied = None
-        most, least, digest, other, channel.wanted = channel.found.tolist()
-        if most == _TOP - least and digest == _TOP - other:
+        found = compared(channel.found.tolist())
+        channel.wanted = found.flag if found.agrees else 0
+        if found.agrees:
             return
-        channel.wanted = 0
         hint = ""
-        if most == _TOP - least:
+        if found.most == found.least:
             hint = (
                 ", whose sizes, classes, layer numbers or stages differ: are there ranks of "
                 "another pipeline stage among them?"
             )
         what = "the whole world" if group is None else f"ranks {list(ranks_of(group))}"
-        raise RankMismatchError(
+        raise found.error(
             f"fp8_autocast: every rank of fp8_group ({what}) must have constructed the same FP8 "
-            f"modules in the same order; this rank has {self._modules}, the ranks have from "
-            f"{_TOP - least} to {most}{hint}"
+            "modules in the same order",
+            self._modules,
+            hint,
         )
 
 
@@ -197,7 +191,7 @@ def _equalise(
         mine = slice(at, at + scale.numel())
         is_set = (scale != 1) | (history[1:] != 0).any(0)
         # Positive numbers order as their bits do: the largest of what is left of the top.
-        bits[0, mine] = torch.where(is_set, _TOP - scale.view(torch.int32), 0)
+        bits[0, mine] = torch.where(is_set, TOP - scale.view(torch.int32), 0)
         buffer[1, mine] = torch.where(is_set, scale_inv, 0.0)
         if history.shape[0] > 1:
             buffer[rows + 1 - history.shape[0] :, mine] = history[1:]
@@ -205,7 +199,7 @@ def _equalise(
     for at, history, scale, scale_inv in slots:
         mine = slice(at, at + scale.numel())
         left = bits[0, mine]
-        scale.copy_(torch.where(left != 0, (_TOP - left).view(torch.float32), scale))
+        scale.copy_(torch.where(left != 0, (TOP - left).view(torch.float32), scale))
         scale_inv.copy_(torch.where(left != 0, buffer[1, mine], scale_inv))
         if history.shape[0] > 1:
             history[1:] = buffer[rows + 1 - history.shape[0] :, mine]

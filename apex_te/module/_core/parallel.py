@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...comm.agreement import check_same, recipe_values
+from ...comm.agreement import check_same
 from ...comm.collectives import world_size
 from ...fp8.autocast import is_process_group, local
 from .gemm import GemmOptions
@@ -240,7 +240,10 @@ class ParallelModule(FP8Module):
             "trained parameters": ", ".join(trained) or "none",
             "fp8_autocast enabled": region is not None and region.enabled,
         }
-        return values | recipe_values(None if region is None else region.recipe)
+        if region is None:
+            return values | {"recipe": "none"}
+        options = {f"recipe.{name}": value for name, value in vars(region.recipe).items()}
+        return values | {"recipe": type(region.recipe).__name__} | options
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Keep the tags of parameters on the meta device, which are made anew where they move."""

@@ -9,9 +9,8 @@ from torch import distributed
 
 import apex_te
 from apex_te import fp8_autocast
-from apex_te.comm import agreement as _same_on_ranks
-from apex_te.comm.agreement import check_same
-from apex_te.fp8.delayed.amax_allreduce import RankMismatchError
+from apex_te.comm import agreement
+from apex_te.comm.agreement import RankMismatchError, check_same
 from apex_te.fp8.delayed.state import registry
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
 
@@ -115,9 +114,9 @@ def test_other_modules(two_ranks, kind, what, recipe):
 def test_values_of_many_ranks():
     ranks, own = list(range(40, 60)), {"key": "a"}
     found = [own if rank != 41 else {"key": "b"} for rank in ranks]
-    few = _same_on_ranks._by_value("key", ranks[:4], found[:4])
+    few = agreement._by_value("key", ranks[:4], found[:4])
     assert few == "a on ranks 40, 42, 43 and b on rank 41"
-    many = _same_on_ranks._by_value("key", ranks, found)
+    many = agreement._by_value("key", ranks, found)
     assert many.startswith("a on ranks 40, 42, ")
     assert many.endswith(", 56 and 3 more and b on rank 41")
 
@@ -235,12 +234,9 @@ def _doubled(amax):
     return 2 * amax
 
 
-def test_words_of_a_recipe():
+def test_values_are_told_in_words():
     """Nothing that is another in each process, as an address is."""
-    words = _same_on_ranks.recipe_values(
-        DelayedScaling(amax_compute_algo=_doubled, fp8_format=Format.E4M3)
-    )
-    assert words["recipe"] == "DelayedScaling"
-    assert (words["recipe.amax_compute_algo"], words["recipe.fp8_format"]) == ("_doubled", "E4M3")
-    assert "0x" not in str(words)
-    assert _same_on_ranks.recipe_values(None) == {"recipe": "none"}
+    recipe = DelayedScaling(amax_compute_algo=_doubled, fp8_format=Format.E4M3)
+    told = agreement._read(agreement._description(vars(recipe), False))
+    assert (told["amax_compute_algo"], told["fp8_format"]) == ("_doubled", "E4M3")
+    assert "0x" not in str(told)

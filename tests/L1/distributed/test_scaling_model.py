@@ -12,7 +12,8 @@ from torch import distributed
 
 import apex_te
 from apex_te import fp8_autocast, recipe
-from apex_te.fp8.delayed.amax_allreduce import _HEADER, _QUANTUM, RankReduction
+from apex_te.comm.agreement import HEADER
+from apex_te.fp8.delayed.amax_allreduce import _QUANTUM, RankReduction
 from apex_te.fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
@@ -315,7 +316,7 @@ def test_layer_of_experts(ranks, name):
 
 
 def test_amax_collective_has_the_size_of_the_codes():
-    assert (paper.HEADER, paper.QUANTUM) == (_HEADER, _QUANTUM)
+    assert (paper.HEADER, paper.QUANTUM) == (HEADER, _QUANTUM)
     assert paper.SLOTS == FORWARD_SLOTS + BACKWARD_SLOTS
     for gemms in (1, 3275, 3276, 3277, 10000):
         sizes = [paper.SLOTS] * gemms
