@@ -1,4 +1,4 @@
-"""Statistics of what the modules of a model quantize: amax, scale, saturation, underflow."""
+"""Statistics of the tensors that a model casts to FP8: amax, scale, saturation, underflow."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..module._core.module_fp8 import FP8Module
 from .autocast import Region, local
+from .delayed.state import FP8State
 from .scheme import QuantizerSets
 from .scheme.base import Quantizer
 from .scheme.observed import COUNTS, FIELDS, measure, observed_sets
@@ -26,22 +26,24 @@ SERIES = (
 
 
 class fp8_statistics:
-    """Notes what the FP8 modules of ``model`` quantize while it is entered; a context manager.
+    """Context manager that records statistics of every tensor that a model casts to FP8.
 
-    One entry for each module, GEMM, role (input, weight, grad_output) and step; a step is one
-    outermost ``fp8_autocast`` region entered with grad enabled. Evaluation, recomputation, weights
-    that are cached or held in FP8, what torch.compile or a CUDA graph runs, and a GroupedLinear on
-    the GPU whose ``m_splits`` are a tensor are not noted. Results do not change. The figures stay
-    on the device, with no synchronisation, until they are asked for; a noted step reads each tensor
-    a few times more.
+    Each module, GEMM, role (input, weight, grad_output) and step has one entry; a step is one
+    outermost ``fp8_autocast`` region entered with grad enabled. Not recorded are evaluation,
+    recompute, weights that are cached or held in FP8, forwards run by ``torch.compile`` or a CUDA
+    graph, and a ``GroupedLinear`` on the GPU whose ``m_splits`` are a tensor. Results do not
+    change. The figures stay on the device, with no synchronisation, until they are asked for; a
+    recorded step reads each tensor a few times more.
 
     Args:
-        model: holds FP8 modules; those of it that run in FP8 are noted.
-        every: note one step in so many.
-        capacity: noted steps to keep; the oldest make room.
+        model: module whose FP8 modules are observed.
+        every: steps of which one is recorded.
+        capacity: recorded steps that are kept; the oldest make room.
 
-    Errors: TypeError for a wrong type, ValueError for a wrong value or a model without FP8 modules,
-    RuntimeError for a model that is being observed already.
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: a number below 1, or a model without FP8 modules.
+        RuntimeError: on entering, the model is observed already.
     """
 
     def __init__(self, model: torch.nn.Module, every: int = 1, capacity: int = 1000) -> None:
@@ -56,10 +58,11 @@ class fp8_statistics:
                 )
             if value < 1:
                 raise ValueError(f"fp8_statistics: {name} must be at least 1, got {value}")
+        # By the instance: a wrapper of torch.compile has the attributes of what it wraps.
         self._modules = [
             (path, module)
             for path, module in model.named_modules()
-            if isinstance(module, FP8Module)
+            if isinstance(vars(module).get("_fp8"), FP8State)
         ]
         if not self._modules:
             raise ValueError(
@@ -104,7 +107,7 @@ class fp8_statistics:
         return self
 
     def _observer(self, first: int) -> Callable[[QuantizerSets], QuantizerSets]:
-        """What wraps the quantizers of a module whose slots begin at ``first``."""
+        """Returns a function that has a module's quantizers record from slot ``first`` on."""
 
         def note(gemm: int, role: str, x: Any, quantized: Any, quantizer: Any) -> None:
             self._note(first + gemm * len(ROLES) + ROLES.index(role), x, quantized, quantizer)
@@ -120,7 +123,7 @@ class fp8_statistics:
     def _note(
         self, slot: int, x: torch.Tensor, quantized: QuantizedTensor, quantizer: Quantizer
     ) -> None:
-        """Add a tensor to the current step; gradients belong to the region entered last."""
+        """Adds a tensor to the current step; gradients belong to the region entered last."""
         if slot % len(ROLES) != ROLES.index("grad_output"):
             self._enter(local.region)
         if not self._noting:
@@ -135,7 +138,7 @@ class fp8_statistics:
             torch.maximum(row[COUNTS:], found[COUNTS:], out=row[COUNTS:])
 
     def _enter(self, region: Region | None) -> None:
-        """Begin a step if the outermost region is another than before."""
+        """Begins a step if the outermost region is another than before."""
         while region is not None and region.outer is not None and region.outer.in_fp8:
             region = region.outer
         if region is None or region is self._region:
@@ -149,7 +152,7 @@ class fp8_statistics:
                 ring[(len(self._steps) - 1) % self.capacity].zero_()
 
     def _ring(self, device: torch.device) -> torch.Tensor:
-        """The notes on ``device``: float64 [capacity, slots, fields]."""
+        """Returns the records on ``device``, float64 ``[capacity, slots, fields]``."""
         ring = self._rings.get(device)
         if ring is None:
             shape = (self.capacity, len(self._names), len(FIELDS))
@@ -159,17 +162,18 @@ class fp8_statistics:
         return ring
 
     def to_dict(self) -> dict[str, dict[str, list]]:
-        """For each tensor that was noted its series, oldest step first; waits for the device.
+        """Returns the recorded series of each tensor, oldest step first; waits for the device.
 
-        Warns where nothing was noted because this was never entered.
+        Warns if nothing was recorded because the context manager was never entered.
 
-        Keys: ``"<module>.<role>"``, with the GEMM between where a module has several: ``fc1`` and
-        ``fc2`` of a LayerNormMLP, ``gemm<n>`` of a GroupedLinear.
-        Series: ``step``; ``amax`` of the finite elements; ``scale_min`` and ``scale_max``, which
-        differ where a tensor has a scale for each block; ``saturation_rate``, the share of elements
-        with ``|x * scale|`` above the format's largest value; ``underflow_rate``, the share of
-        non-zero elements whose code is zero; ``nonfinite``, the number of NaN and infinities, which
-        count as neither.
+        Returns:
+            A dict by ``"<module>.<role>"``, or ``"<module>.<gemm>.<role>"`` for a module with
+            several GEMMs: ``fc1`` and ``fc2`` of a ``LayerNormMLP``, ``gemm<n>`` of a
+            ``GroupedLinear``. Each value is a dict of lists: ``step``; ``amax`` of the finite
+            elements; ``scale_min`` and ``scale_max``, which differ if a tensor has a scale for
+            each block; ``saturation_rate``, the share of elements with ``|x * scale|`` above the
+            format's largest value; ``underflow_rate``, the share of non-zero elements whose FP8
+            data is zero; ``nonfinite``, the number of NaN and infinities, which count as neither.
         """
         if not self._was_entered:
             warnings.warn(f"fp8_statistics: {self._nothing()}", stacklevel=2)
@@ -191,7 +195,7 @@ class fp8_statistics:
         return result
 
     def _nothing(self) -> str:
-        """Why there are no figures."""
+        """Returns the reason why there are no figures."""
         if not self._was_entered:
             return (
                 "nothing was noted, because it was never entered: train inside of "
@@ -203,9 +207,9 @@ class fp8_statistics:
         )
 
     def table(self) -> str:
-        """A line for each tensor: last amax and scale, mean and worst rates of the steps kept.
+        """Returns a table with a line for each tensor, or a line with the reason why it is empty.
 
-        Where nothing was noted, a line that says so and why.
+        Columns are the last amax and scale, and mean and worst rates of the steps that are kept.
         """
         if not self._steps:
             return f"fp8_statistics: {self._nothing()}"
@@ -229,11 +233,14 @@ class fp8_statistics:
         return "\n".join(text)
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draw heat maps of amax, scale, saturation and underflow into the file ``path``.
+        """Draws heat maps of amax, scale, saturation and underflow into the file ``path``.
 
-        A row for each tensor, in the order of the model, and a column for each step. The file's
-        ending chooses the format (png, svg, pdf). Errors: ImportError without matplotlib,
-        ValueError when nothing was noted.
+        Rows are tensors in the order of the model, columns are steps. The file's ending chooses
+        the format (png, svg, pdf).
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: nothing was recorded.
         """
         try:
             from matplotlib.colors import LogNorm
@@ -248,23 +255,15 @@ class fp8_statistics:
             )
         series = self.to_dict()
         steps = sorted({step for values in series.values() for step in values["step"]})
-        column = {step: i for i, step in enumerate(steps)}
-        every_row = max(1, -(-len(series) // _LABELS))
-        every_column = max(1, -(-len(steps) // 8))
         height = min(2.5 + 0.16 * len(series), 30.0)
         figure = Figure(figsize=(15, height), layout="constrained")
         panels = figure.subplots(1, 4, sharey=True)
-        titles = ("amax", "scale", "saturation rate", "underflow rate")
-        keys = ("amax", "scale_max", "saturation_rate", "underflow_rate")
-        for axes, title, key in zip(panels, titles, keys, strict=True):
-            cells = [[math.nan] * len(steps) for _ in series]
-            for row, values in zip(cells, series.values(), strict=True):
-                for step, value in zip(values["step"], values[key], strict=True):
-                    row[column[step]] = value
+        every = max(1, -(-len(steps) // 8))
+        for axes, (title, key) in zip(panels, _PANELS.items(), strict=True):
+            cells = _cells(series, steps, key)
             shown = [v for row in cells for v in row if math.isfinite(v) and v > 0]
-            is_rate = key.endswith("rate")
             norm: dict[str, Any] = {"vmin": 0.0, "vmax": max(shown, default=1.0)}
-            if shown and not is_rate:  # zeros, which have no logarithm, stay white
+            if shown and not key.endswith("rate"):  # zeros, which have no logarithm, stay white
                 norm = {"norm": LogNorm(min(shown), max(max(shown), min(shown) * 1.01))}
             image = axes.imshow(
                 cells, aspect="auto", interpolation="nearest", cmap="viridis", **norm
@@ -272,20 +271,33 @@ class fp8_statistics:
             figure.colorbar(image, ax=axes, orientation="horizontal", shrink=0.9)
             axes.set_title(title)
             axes.set_xlabel("step")
-            axes.set_xticks(
-                range(0, len(steps), every_column), [str(s) for s in steps[::every_column]]
-            )
-        panels[0].set_yticks(
-            range(0, len(series), every_row), list(series)[::every_row], fontsize=6
-        )
+            axes.set_xticks(range(0, len(steps), every), [str(s) for s in steps[::every]])
+        every = max(1, -(-len(series) // _LABELS))
+        panels[0].set_yticks(range(0, len(series), every), list(series)[::every], fontsize=6)
         figure.savefig(path)
 
 
+_PANELS = {
+    "amax": "amax",
+    "scale": "scale_max",
+    "saturation rate": "saturation_rate",
+    "underflow rate": "underflow_rate",
+}
 _LABELS = 150  # rows that can be told apart
 
 
+def _cells(series: dict[str, dict[str, list]], steps: list[int], key: str) -> list[list[float]]:
+    """Returns the values of ``key``, a row for each tensor; NaN for a step without the tensor."""
+    column = {step: i for i, step in enumerate(steps)}
+    cells = [[math.nan] * len(steps) for _ in series]
+    for row, values in zip(cells, series.values(), strict=True):
+        for step, value in zip(values["step"], values[key], strict=True):
+            row[column[step]] = value
+    return cells
+
+
 def _owners(modules: list[tuple[str, Any]]) -> list[str]:
-    """What to call each module: its name where it has one of its own, else its path."""
+    """Returns the label of each module: its ``name`` if no other module has it, else its path."""
     paths = [path or type(module).__name__ for path, module in modules]
     given = [getattr(module, "name", None) for _, module in modules]
     return [
@@ -295,7 +307,7 @@ def _owners(modules: list[tuple[str, Any]]) -> list[str]:
 
 
 def _names(owner: str, module: Any) -> list[str]:
-    """The tensors of a module, in the order of their slots; GEMMs are called as in its weights."""
+    """Returns the labels of a module's slots; GEMMs are called as in the names of its weights."""
     gemms = module._fp8.gemms
     weights = module._gemm_weights()
     named = [names[0] for names in weights if len(names) == 1 and names[0].endswith("_weight")]
@@ -309,7 +321,7 @@ def _names(owner: str, module: Any) -> list[str]:
 
 
 def _append(series: dict[str, list], values: dict[str, float]) -> None:
-    """Turn the counts of a step into the figures that a reader wants."""
+    """Appends the figures of a step, rates instead of counts."""
     inverse, nonzero = values["scale_inv_max"], values["nonzero"]
     series["amax"].append(values["amax"])
     series["scale_min"].append(1.0 / inverse if inverse else math.inf)
