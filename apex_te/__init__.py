@@ -47,10 +47,10 @@ if _TYPE_CHECKING:
     from .fp8.arguments import (
         recipe_from_arguments as recipe_from_arguments,
     )
-    from .fp8.delayed.state import flush_fp8_state as flush_fp8_state
-    from .fp8.delayed.state import init_fp8_state as init_fp8_state
+    from .fp8.delayed.update import flush_fp8_state as flush_fp8_state
     from .fp8.model_init import fp8_model_init as fp8_model_init
     from .fp8.model_init import quantized_model_init as quantized_model_init
+    from .fp8.module_fp8 import init_fp8_state as init_fp8_state
     from .fp8.statistics import fp8_statistics as fp8_statistics
     from .graphs.graphed_callables import make_graphed_callables as make_graphed_callables
     from .module.attention.dot_product import DotProductAttention as DotProductAttention
@@ -86,11 +86,11 @@ _NAMES = {
     "checkpoint": "distributed.checkpoint",
     "compatibility": "",
     "distributed": "",
-    "flush_fp8_state": "fp8.delayed.state",
+    "flush_fp8_state": "fp8.delayed.update",
     "fp8_autocast": "fp8.autocast",
     "fp8_model_init": "fp8.model_init",
     "fp8_statistics": "fp8.statistics",
-    "init_fp8_state": "fp8.delayed.state",
+    "init_fp8_state": "fp8.module_fp8",
     "integrations": "",
     "is_fp8_enabled": "fp8.autocast",
     "make_graphed_callables": "graphs.graphed_callables",

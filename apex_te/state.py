@@ -1,5 +1,8 @@
 """Functions on the FP8 state of a model."""
 
-from .fp8.delayed.state import FP8State, flush_fp8_state, init_fp8_state, nonfinite_count
+from .fp8.delayed.scale_formula import nonfinite_count
+from .fp8.delayed.state import FP8State
+from .fp8.delayed.update import flush_fp8_state
+from .fp8.module_fp8 import init_fp8_state
 
 __all__ = ["FP8State", "flush_fp8_state", "init_fp8_state", "nonfinite_count"]

@@ -70,7 +70,7 @@ class NormedModuleCases(NormedModuleBase):
             params_dtype=dtype, eps=1e-3,
         )  # fmt: skip
         check_against_torch(module, self.x(3, 5, 32, dtype=dtype, device=device))
-        assert not module._fp8.allocated
+        assert not module.fp8_state.allocated
 
     def test_eps_counts(self, device):
         module = self.make(device, eps=0.5)
@@ -161,7 +161,7 @@ class NormedModuleCases(NormedModuleBase):
         found = []
         for shortcut in (True, False):
             inp = leaf(x)
-            module._fp8.reset()
+            module.fp8_state.reset()
             with fp8_autocast(recipe is not None, RECIPES.get(recipe)):
                 if shortcut:
                     out, total = module.forward_with_residual(inp, None)
@@ -180,9 +180,9 @@ class NormedModuleCases(NormedModuleBase):
         grads = gradients_for(module, x, other)
         for used in range(3):
             kept = [g if i == used else torch.zeros_like(g) for i, g in enumerate(grads)]
-            module._fp8.reset()
+            module.fp8_state.reset()
             expected = results(module, x, other, kept, RECIPES.get(recipe))
-            module._fp8.reset()
+            module.fp8_state.reset()
             module.zero_grad()
             inp, rest = leaf(x), leaf(other)
             with fp8_autocast(recipe is not None, RECIPES.get(recipe)):
@@ -337,15 +337,15 @@ class NormedModuleCases(NormedModuleBase):
         cached = copy.deepcopy(usual)
         for first in (True, False, False):
             expected = self.run(usual, RECIPES[recipe])
-            usual._fp8.reset()
+            usual.fp8_state.reset()
             assert same_bits(expected, self.run(cached, RECIPES[recipe], is_first_microbatch=first))
-            cached._fp8.reset()
+            cached.fp8_state.reset()
         kept = dict(cached._modes.weight_cache)
         assert sorted(kept) == list(range(len(self.weights)))
         self.run(cached, RECIPES[recipe], is_first_microbatch=False)
         assert all(cached._modes.weight_cache[i] is kept[i] for i in kept)
         for module in (usual, cached):
-            module._fp8.reset()
+            module.fp8_state.reset()
             with torch.no_grad():
                 getattr(module, self.weights[-1]).mul_(-3)
         expected = self.run(usual, RECIPES[recipe])

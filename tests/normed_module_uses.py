@@ -50,7 +50,7 @@ class NormedModuleUses(NormedModuleBase):
         grads = gradients_for(module, x, other)
 
         def learn(names):
-            module._fp8.reset()
+            module.fp8_state.reset()
             module.zero_grad()
             inp, rest = x.clone(), other.clone()
             tensors = {"input": inp, "residual": rest} | dict(module.named_parameters())
@@ -81,7 +81,7 @@ class NormedModuleUses(NormedModuleBase):
         module, xs = self.make(), [self.x(4, 32), 3 * self.x(6, 32)]
         alone = []
         for x in xs:
-            module._fp8.reset()
+            module.fp8_state.reset()
             module.zero_grad()
             with fp8_autocast(recipe is not None, RECIPES.get(recipe)):
                 module(x).sum().backward()
@@ -93,16 +93,19 @@ class NormedModuleUses(NormedModuleBase):
             for p, a, b in zip(module.parameters(), *alone, strict=True):
                 torch.testing.assert_close(p.grad, a + b, rtol=1e-6, atol=1e-6)
             return
-        module._fp8.reset()
+        module.fp8_state.reset()
         with fp8_autocast(True, DelayedScaling()):
             (module(xs[0]).sum() + 5 * module(xs[1]).sum()).backward()
-        amax = module._fp8.amax_history_fwd[0].clone(), module._fp8.amax_history_bwd[0].clone()
-        module._fp8.reset()
+        amax = (
+            module.fp8_state.amax_history_fwd[0].clone(),
+            module.fp8_state.amax_history_bwd[0].clone(),
+        )
+        module.fp8_state.reset()
         for x, factor in zip(xs, (1, 5), strict=True):
             with fp8_autocast(True, DelayedScaling(interval=9)):
                 (factor * module(x)).sum().backward()
-        assert torch.equal(amax[0], module._fp8.amax_history_fwd[0])
-        assert torch.equal(amax[1], module._fp8.amax_history_bwd[0])
+        assert torch.equal(amax[0], module.fp8_state.amax_history_fwd[0])
+        assert torch.equal(amax[1], module.fp8_state.amax_history_bwd[0])
 
     @pytest.mark.parametrize("recipe", [None, *SCHEMES])
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -114,13 +117,15 @@ class NormedModuleUses(NormedModuleBase):
         torch.autograd.backward(expected, gradients_for(module, x, other))
         with fp8_autocast(True, DelayedScaling(interval=9)) if recipe == "delayed" else mode():
             pass  # nothing may be pending while states are compared
-        state = [getattr(module._fp8, n).clone() for n in TENSORS] if recipe == "delayed" else []
+        state = (
+            [getattr(module.fp8_state, n).clone() for n in TENSORS] if recipe == "delayed" else []
+        )
         with mode(), fp8_autocast(recipe is not None, RECIPES.get(recipe)):
             found = outputs(module, x, other)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert not any(t.requires_grad for t in found)
         for old, name in zip(state, TENSORS, strict=False):
-            assert torch.equal(old, getattr(module._fp8, name))
+            assert torch.equal(old, getattr(module.fp8_state, name))
 
     @pytest.mark.parametrize("recipe", [None, *SCHEMES])
     def test_double_backward_raises(self, recipe):
@@ -155,14 +160,16 @@ class NormedModuleUses(NormedModuleBase):
         assert same_bits(found, expected)
         assert fp8_gemm_count() == count
         if recipe != "delayed":
-            assert not module._fp8.allocated
+            assert not module.fp8_state.allocated
             return
         norm = module._plain_norm(x, None)[0]
-        staged = module._fp8.amax_history_fwd[0].tolist()
+        staged = module.fp8_state.amax_history_fwd[0].tolist()
         assert staged[0] == norm.abs().max()
         for gemm, name in enumerate(self.weights):
             assert staged[3 * gemm + 1] == getattr(module, name).abs().max()
-        assert module._fp8.amax_history_bwd[0, 2 * len(self.weights) - 2] == grads[0].abs().max()
+        assert (
+            module.fp8_state.amax_history_bwd[0, 2 * len(self.weights) - 2] == grads[0].abs().max()
+        )
 
     # Copies and files.
 
@@ -175,7 +182,7 @@ class NormedModuleUses(NormedModuleBase):
         return module
 
     def everything(self, module):
-        return {n: getattr(module._fp8, n) for n in TENSORS} | dict(module.named_parameters())
+        return {n: getattr(module.fp8_state, n) for n in TENSORS} | dict(module.named_parameters())
 
     def test_deepcopy(self):
         module = self.trained()
@@ -183,9 +190,9 @@ class NormedModuleUses(NormedModuleBase):
         assert same_bits(self.everything(module), self.everything(other))
         with torch.no_grad():
             getattr(other, self.weights[0]).zero_()
-        other._fp8.reset()
+        other.fp8_state.reset()
         assert getattr(module, self.weights[0]).ne(0).any()
-        assert module._fp8.scale_fwd.ne(1).any()
+        assert module.fp8_state.scale_fwd.ne(1).any()
 
     @pytest.mark.parametrize("whole", [True, False])
     def test_save_and_load(self, whole):
@@ -205,7 +212,7 @@ class NormedModuleUses(NormedModuleBase):
     def test_plain_keys_load_strictly(self):
         module, source = self.trained(), self.make()
         module.load_state_dict(dict(source.named_parameters()), strict=True)
-        assert module._fp8.scale_fwd.eq(1).all()
+        assert module.fp8_state.scale_fwd.eq(1).all()
         assert same_bits(dict(module.named_parameters()), dict(source.named_parameters()))
         self.bare().load_state_dict(module.state_dict(), strict=True)
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..comm.collectives import world_size
 from ..fp8.autocast import is_process_group, local
-from ..fp8.delayed.state import registry
+from ..fp8.delayed.registry import registry
 from .saved_parts import SavedInParts
 
 __all__ = ["checkpoint"]
@@ -210,7 +210,7 @@ class _Scales:
         """The scales of all living modules; None where none has any."""
         tensors = [
             tensor
-            for state in registry.living()
+            for state in (module.state for module in registry.living())
             if state.allocated
             for tensor in (state.scale_fwd, state.scale_inv_fwd)
         ]

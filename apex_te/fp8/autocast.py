@@ -14,10 +14,12 @@ from ..recipe import Recipe, chosen_recipe
 from ..runtime.entered import Entered, leave
 from ..runtime.tracing import refuse_state
 from .delayed.compiled_region import enter_traced_region, leave_traced_region
-from .delayed.registry import intern, registry, traced_key
+from .delayed.preview import preview_scales
+from .delayed.registry import intern, traced_key
+from .delayed.update import enter_region, leave_calibration
 
 if TYPE_CHECKING:
-    from .delayed.reduce_group import AmaxGroup
+    from .delayed.amax_group import AmaxGroup
 
 __all__ = ["autocast", "fp8_autocast", "get_fp8_recipe", "is_fp8_enabled"]
 
@@ -31,8 +33,8 @@ class Region(Entered):
     """One entered fp8_autocast, as the modules inside see it."""
 
     __slots__ = (
-        "calibrated", "calibrating", "enabled", "grad", "in_fp8", "previewed", "recipe",
-        "recipe_key", "records", "scope", "traced",
+        "amax_group", "calibrated", "calibrating", "enabled", "grad", "in_fp8", "previewed",
+        "recipe", "recipe_key", "records", "traced",
     )  # fmt: skip
 
     def __init__(
@@ -59,9 +61,9 @@ class Region(Entered):
         if outer is not None and outer.in_fp8:
             self.records = outer.records
         # Where what is staged inside is reduced; None where nothing is counted.
-        self.scope: AmaxGroup | None = None
+        self.amax_group: AmaxGroup | None = None
         if outer is not None and self.records and self.recipe.keeps_state:
-            self.scope = outer.scope
+            self.amax_group = outer.amax_group
         # Whether this is an evaluation that reads the scales of a pending update.
         self.previewed: bool = outer is not None and outer.previewed
         # What is updated on leaving a calibrating region.
@@ -169,11 +171,11 @@ class fp8_autocast:
                     region.traced = []
                     enter_traced_region(region.recipe_key, self.group, region.grad)
             elif graph_task_id() == -1:
-                region.scope = registry.enter_region(region.recipe, self.group, region.grad)
+                region.amax_group = enter_region(region.recipe, self.group, region.grad)
                 if not region.grad:
-                    region.calibrated = region.scope
+                    region.calibrated = region.amax_group
         elif outermost and not torch.compiler.is_compiling() and graph_task_id() == -1:
-            region.previewed = registry.preview(region.recipe)
+            region.previewed = preview_scales(region.recipe)
         local.region = region
         if not torch.compiler.is_compiling():
             region.holder = local.__dict__
@@ -185,7 +187,7 @@ class fp8_autocast:
             return
         region = leave(self._entered, local.__dict__, "region")
         if region is not None and region.calibrated is not None and not any(exc):
-            registry.leave_calibration(region.recipe, region.calibrated)
+            leave_calibration(region.recipe, region.calibrated)
 
     def __call__(self, function: _F) -> _F:
         """Decorate ``function`` so that each call runs in a region of its own."""

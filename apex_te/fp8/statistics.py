@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .autocast import Region, local
-from .delayed.state import FP8State
+from .module_fp8 import ModuleFP8
 from .scheme import QuantizerSets
 from .scheme.base import Quantizer
 from .scheme.observed import COUNTS, FIELDS, measure, observed_sets
@@ -62,7 +62,7 @@ class fp8_statistics:
         self._modules = [
             (path, module)
             for path, module in model.named_modules()
-            if isinstance(vars(module).get("_fp8"), FP8State)
+            if isinstance(vars(module).get("_fp8"), ModuleFP8)
         ]
         if not self._modules:
             raise ValueError(
@@ -98,11 +98,11 @@ class fp8_statistics:
         )
 
     def __enter__(self) -> fp8_statistics:
-        states = [module._fp8 for _, module in self._modules]
-        if any(state._wrap is not None for state in states):
+        members = [module._fp8 for _, module in self._modules]
+        if any(member.observer is not None for member in members):
             raise RuntimeError("fp8_statistics: model must be observed once at a time, got twice")
-        for state, first in zip(states, self._first_slots, strict=True):
-            state.observe(self._observer(first))
+        for member, first in zip(members, self._first_slots, strict=True):
+            member.observe(self._observer(first))
         self._inside = self._was_entered = True
         return self
 
@@ -308,7 +308,7 @@ def _owners(modules: list[tuple[str, Any]]) -> list[str]:
 
 def _names(owner: str, module: Any) -> list[str]:
     """Returns the labels of a module's slots; GEMMs are called as in the names of its weights."""
-    gemms = module._fp8.gemms
+    gemms = module.fp8_state.gemms
     weights = module._gemm_weights()
     named = [names[0] for names in weights if len(names) == 1 and names[0].endswith("_weight")]
     if gemms == 1:

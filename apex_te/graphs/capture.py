@@ -12,8 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..fp8.autocast import fp8_autocast
-from ..fp8.delayed.first_step import set_first_due, still_due
-from ..fp8.delayed.state import TENSORS, FP8State, registry, resized_history
+from ..fp8.delayed.amax_group import amax_groups
+from ..fp8.delayed.state import TENSORS, FP8State, resized_history
 from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.captured_weights import CapturedWeights, KeptWeight
 from ..module._core.module_fp8 import FP8Module, Modes
@@ -114,7 +114,7 @@ class Capture:
         for captured in self.weights:
             captured.begin()
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
-        registry.pending = 0
+        amax_groups.pending = 0
         with self.region, graph:
             return pytree.tree_flatten(self.forward(*args, **kwargs))
 
@@ -348,18 +348,18 @@ def preserved(
 
     FP8 state (of these modules and the regions pending), buffers, main_grads, random generators.
     """
-    states = [_SavedState(child._fp8) for module in modules for child in fp8_modules(module)]
+    states = [_SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]
     held = [b for module in modules for b in module.buffers()]
     held += [g for g in (getattr(p, "main_grad", None) for p in parameters) if g is not None]
     copies = [tensor.clone() for tensor in held]
     indices = {device.index for device in devices if device.type == "cuda"}
-    clocks = registry.clocks
+    clocks = amax_groups.clocks
     try:
         with torch.random.fork_rng(sorted(indices)):
             yield
     finally:
-        registry.clocks = clocks
+        amax_groups.clocks = clocks
         with torch.no_grad():
             for state in states:
                 state.restore()
@@ -401,7 +401,7 @@ class _SavedState:
 
     def __init__(self, state: FP8State) -> None:
         self.state = state
-        self.first_due = still_due(state)
+        self.first_due = state.first_steps.still_due()
         self.tensors: dict[str, torch.Tensor] = {}
         if state.allocated:
             self.tensors = {name: getattr(state, name).clone() for name in TENSORS}
@@ -415,4 +415,4 @@ class _SavedState:
             if target.shape != value.shape:  # the recipe's history has another length
                 value = resized_history(value, target.shape[0])
             target.copy_(value)
-        set_first_due(self.state, self.first_due)
+        self.state.first_steps.set(self.first_due)

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ..fp8.autocast import fp8_autocast, graph_task_id, local
-from ..fp8.delayed.state import intern
+from ..fp8.delayed.registry import intern
 from .capture import Capture, fp8_modules, no_collection, preserved, substituted
 
 __all__ = ["make_graphed_callables"]
@@ -230,14 +230,17 @@ class GraphedForward:
     def note_first_steps(self) -> None:
         """Remember which slots must have had their first step, which no graph holds."""
         if getattr(self.region.recipe, "first_step", None) == "current":
-            states = [module._fp8 for module in self.capture.modules]
+            states = [module.fp8_state for module in self.capture.modules]
             self.first_steps = [
-                (state, i) for state in states for i, due in enumerate(state.first_due) if not due
+                (state, i)
+                for state in states
+                for i, due in enumerate(state.first_steps.due)
+                if not due
             ]
 
     def install(self) -> None:
         """Take the place of the module's forward."""
-        states = [module._fp8 for module in self.capture.modules if module._fp8.allocated]
+        states = [m.fp8_state for m in self.capture.modules if m.fp8_state.allocated]
         # Held, so that nobody else is given the memory that the graphs write to.
         self.states = [(state, state.amax_history_fwd) for state in states]
         self.module.forward = self
@@ -288,7 +291,7 @@ class GraphedForward:
         cache = self.capture.cache
         if first is False and cache is not None and not cache.is_filled:
             return False  # what is cached are the module's own FP8 weights
-        return not any(state.first_due[i] for state, i in self.first_steps)
+        return not any(state.first_steps.due[i] for state, i in self.first_steps)
 
     def _checked_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """The tensors of a call; what is no tensor must be what was captured."""

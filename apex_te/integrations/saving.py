@@ -22,7 +22,7 @@ def _fp8_state(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, FP8Module):
-            save_state(module._fp8, found, f"{name}.{STATE_PREFIX}" if name else STATE_PREFIX)
+            save_state(module.fp8_state, found, f"{name}.{STATE_PREFIX}" if name else STATE_PREFIX)
     return found
 
 

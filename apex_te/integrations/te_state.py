@@ -23,8 +23,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..fp8.delayed.amax_group import amax_groups
 from ..fp8.delayed.serialize import load_state, save_state
-from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State, registry
+from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State
 from ..module._core.module_fp8 import STATE_PREFIX, FP8Module
 from ..recipe import MAX_HISTORY_LENGTH
 from ._tensor_pickle import TensorPickleError, read_pickle, read_saved
@@ -206,14 +207,14 @@ def load_te_extra_state(
         try:
             found = read_te_extra_state(state_dict[key])
             if found is not None:
-                read[name] = _converted(found, module._fp8.gemms)
+                read[name] = _converted(found, module.fp8_state.gemms)
                 pending = pending or found.pending
         except (TEStateError, TypeError) as error:
             raise type(error)(f"{key}: {error}") from error
     for key in dropped:
         del state_dict[key]
     if pending:
-        registry.pending = max(registry.pending, 1)
+        amax_groups.pending = max(amax_groups.pending, 1)
     for name, state in read.items():
         path = f"{prefix}{name}.{STATE_PREFIX}" if name else prefix + STATE_PREFIX
         save_state(state, state_dict, path)  # type: ignore[arg-type]
@@ -231,7 +232,7 @@ def _saves_its_own(module: torch.nn.Module) -> bool:
 
 def _converted(found: TEState, gemms: int) -> FP8State:
     """``found`` as the state of a module with so many GEMMs, with the slots that it lacks."""
-    state = FP8State(gemms, registered=False)  # perhaps read on one rank only
+    state = FP8State(gemms)
     state.allocate(found.amax_history_fwd.shape[0], torch.device("cpu"))
     by_kind = _goes_by_kind(found.amax_history_fwd, gemms)
     for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
@@ -255,7 +256,7 @@ def _converted(found: TEState, gemms: int) -> FP8State:
         torch.reciprocal(scale, out=getattr(state, f"scale_inv_{direction}"))
     # A slot that measured nothing has no scale yet, which first_step="current" then makes.
     seen = [history.any(0) for history in (state.amax_history_fwd, state.amax_history_bwd)]
-    state.first_due[:] = (~torch.cat(seen)).tolist()
+    state.first_steps.set((~torch.cat(seen)).tolist())
     return state
 
 

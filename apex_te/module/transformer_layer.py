@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..fp8.delayed.state import number_layer
+from ..fp8.delayed.registry import number_layer
 from ..ops.bias_dropout_add import bias_dropout_add
 from ._core.arguments import checked_eps, checked_groups
 from ._core.materialize import reset_children

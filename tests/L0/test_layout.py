@@ -38,16 +38,6 @@ CIRCLES = {
     ),
     frozenset(
         {
-            "apex_te.fp8.delayed.first_step",
-            "apex_te.fp8.delayed.labels",
-            "apex_te.fp8.delayed.registry",
-            "apex_te.fp8.delayed.serialize",
-            "apex_te.fp8.delayed.state",
-            "apex_te.fp8.delayed.update",
-        }
-    ),
-    frozenset(
-        {
             "apex_te.fp8.parameter.dispatch",
             "apex_te.fp8.parameter.fsdp_gather",
             "apex_te.fp8.parameter.parameter",

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from ...comm.collectives import max_over_ranks
 from ...fp8.autocast import local
-from ...fp8.delayed.state import intern
+from ...fp8.delayed.registry import intern
 from ...fp8.parameter.decode import quantizers_of
 from ...fp8.parameter.dispatch import KERNEL_DTYPES
 from ...fp8.parameter.fsdp_gather import Gathered, check_resharding, replace
@@ -249,13 +249,13 @@ class Unit:
         if not weights.recipe.keeps_state:
             return quantizers_of(weights.recipe, device).weight, keep
         module: Any = self.module()
-        state = module._fp8
+        state = module.fp8_state
         key, recipe = weights.key, weights.recipe
         if region is not None and region.in_fp8 and region.recipe.keeps_state:
             key, recipe = region.recipe_key, region.recipe
         elif state.recipe is not None:
             key, recipe = intern(state.recipe)
-        sets = state.quantizers(key, recipe, device, keep and region is not None)
+        sets = module._fp8.quantizers(key, recipe, device, keep and region is not None)
         if device.type == "cuda":
             weights.wait_for_scales(self)
         self.scales = state.scale_fwd._version
@@ -268,7 +268,7 @@ class Unit:
         weights, state = self.weights, None
         if weights.recipe.keeps_state:
             module: Any = self.module()
-            state = module._fp8
+            state = module.fp8_state
         quantizer, keep = self.quantizer(x.device)
         amax = None
         if quantizer.needs_whole_amax():
@@ -339,13 +339,13 @@ class Weights:
         FSDP2 lets it wait as a forward begins; a region may be entered later.
         """
         module: Any = unit.module()
-        if unit.scales == module._fp8.scale_fwd._version:
+        if unit.scales == module.fp8_state.scale_fwd._version:
             return
         torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
         for other in self.units:
             owner: Any = other.module()
-            if owner is not None and owner._fp8.allocated:
-                other.scales = owner._fp8.scale_fwd._version
+            if owner is not None and owner.fp8_state.allocated:
+                other.scales = owner.fp8_state.scale_fwd._version
 
     def amax_of(
         self, unit: Unit, part: Part, group: Any, device: torch.device, size: Any

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from ...comm.collectives import max_over_ranks, world_size
-from ...fp8.delayed.serialize import HEADER_BYTES, HEADER_BYTES_PER_SLOT, _decode, _encode
+from ...fp8.delayed.header import decode_header, encode_header
 from ...fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, TENSORS
 from ...module._core.module_fp8 import STATE_PREFIX
 from .split_layout import SplitModel, SplitModule
@@ -39,7 +39,7 @@ def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
         _gathered_headers(owner, modules, group, values)
         states = [m for m in modules if _key(m, "header") in values]
         if states:
-            device = states[0].module._fp8.device
+            device = states[0].module.fp8_state.device
             largest = [values[_key(m, name)] for m in states for name in _LARGEST]
             smallest = [values[_key(m, name)] for m in states for name in _SCALES]
             _reduced(largest, device, lambda flat, g=group: max_over_ranks(flat, g))
@@ -87,7 +87,7 @@ def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None
             cut = FORWARD_SLOTS * each.module.num_gemms
             due = [header["first_due"] for header in headers]
             joined = [d for own in due for d in own[:cut]] + [d for own in due for d in own[cut:]]
-            values[_key(each, "header")] = _encoded({**headers[0], "first_due": joined})
+            values[_key(each, "header")] = encode_header({**headers[0], "first_due": joined})
 
 
 def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
         key = _key(each, "header")
         if not each.experts or key not in values:
             continue
-        header = _decode(values[key])
+        header = decode_header(values[key])
         rank, ranks = distributed.get_rank(split.expert_group), world_size(split.expert_group)
         gemms, due = each.module.num_gemms, header.get("first_due")
         slots = (FORWARD_SLOTS + BACKWARD_SLOTS) * gemms * ranks
@@ -111,16 +111,11 @@ def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
         forward, backward = FORWARD_SLOTS * gemms, BACKWARD_SLOTS * gemms
         first = ranks * forward + rank * backward
         own = due[rank * forward :][:forward] + due[first:][:backward]
-        values[key] = _encoded({**header, "first_due": own})
+        values[key] = encode_header({**header, "first_due": own})
 
 
 def _key(module: SplitModule, name: str) -> str:
     return f"{module.prefix}{STATE_PREFIX}{name}"
-
-
-def _encoded(header: dict[str, Any]) -> torch.Tensor:
-    slots = len(header["first_due"])
-    return _encode(header, HEADER_BYTES + HEADER_BYTES_PER_SLOT * slots)
 
 
 def _gathered_headers(
@@ -128,7 +123,7 @@ def _gathered_headers(
 ) -> list[list[dict[str, Any] | None]]:
     """The header of each module's state, None where it has none, by rank."""
     keys = [_key(module, "header") for module in modules]
-    own = [_decode(values[key]) if key in values else None for key in keys]
+    own = [decode_header(values[key]) if key in values else None for key in keys]
     every: list[Any] = [None] * world_size(group)
     distributed.all_gather_object(every, own, group=group)
     lengths = [[None if h is None else h["history"] for h in of_rank] for of_rank in every]

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...ops.registration import register
+from .amax_group import amax_groups
 from .registry import recipe_named, registry
+from .update import enter_region, update_if_due
 
 if TYPE_CHECKING:
-    from .state import FP8State
+    from ..module_fp8 import ModuleFP8
 
 __all__ = ["enter_traced_region", "follow_traced_region", "leave_traced_region"]
 
@@ -26,48 +28,52 @@ _token = torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
 def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
-    """What ``registry.enter_region`` does, each time that the code being traced runs."""
+    """Have ``enter_region`` run each time that the code being traced runs."""
     name = None if group is None else group.group_name
-    _catch_up(key, name, may_update)
+    _update_first(key, name, may_update)
     torch.ops.apex_te.enter_region(_token, key, name, may_update)
 
 
 def follow_traced_region(
-    used: list[tuple[FP8State, str]] | None, state: FP8State, key: str
+    used: list[tuple[ModuleFP8, str]] | None, module: ModuleFP8, key: str
 ) -> None:
-    """Give what the graph uses of ``state`` the values that it has in the region, once.
+    """Give the tensors of ``module`` that the graph uses their values in the region, once.
 
-    ``used`` None: the region was entered before the graph, which uses the state as it is; layers
-    that share its code may run in regions of different groups.
+    Args:
+        used: the modules, with recipes, that the region's graph has used so far, to which this one
+            is added. None: the region was entered before the graph, which uses the state as it is;
+            layers that share its code may run in regions of different groups.
+        module: the one that the graph uses now.
+        key: the name of the region's recipe.
     """
     if used is None:
-        if registry.several:
-            torch.ops.apex_te.note_region(_token, state.handle, key)
+        if amax_groups.several:
+            torch.ops.apex_te.note_region(_token, module.handle, key)
         return
-    if not state.staging(key) or any(s is state and k == key for s, k in used):
+    if not module.staging(key) or any(m is module and k == key for m, k in used):
         return
-    used.append((state, key))
-    torch.ops.apex_te.follow_region(_token, state.handle, state.staging(key), key)
+    used.append((module, key))
+    torch.ops.apex_te.follow_region(_token, module.handle, module.staging(key), key)
 
 
-def leave_traced_region(used: list[tuple[FP8State, str]]) -> None:
-    """Give the states that the graph has used what it staged."""
-    for state, key in used:
-        torch.ops.apex_te.leave_region(_token, state.handle, state.staging(key), key)
+def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
+    """Give the modules that the graph has used what it staged."""
+    for module, key in used:
+        torch.ops.apex_te.leave_region(_token, module.handle, module.staging(key), key)
 
 
-def _catch_up(key: str, group: str | None, may_update: bool) -> bool:
+def _update_first(key: str, group: str | None, may_update: bool) -> bool:
     """Update before the modules that are traced adapt their scales to another recipe."""
     recipe: Any = recipe_named(key)
     if recipe.keeps_state:
-        scope = registry.scope = registry.scope_of(recipe, _group(group))
-        if may_update and any(s.recipe not in (None, recipe) for s in registry.living()):
-            registry.update_if_due(recipe, scope)
+        amax_group = amax_groups.enter(recipe, _group(group))
+        if may_update and any(m.state.recipe not in (None, recipe) for m in registry.living()):
+            update_if_due(recipe, amax_group)
     return True
 
 
 # What torch.compiler.assume_constant_result does, without the second that importing it takes.
-_catch_up._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_update_first._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _group(name: Any) -> Any:
@@ -78,27 +84,27 @@ def _group(name: Any) -> Any:
 
 def _enter(token: torch.Tensor, key: str, group: str | None, may_update: bool) -> None:
     if torch._C._current_graph_task_id() == -1:  # else a recomputation
-        registry.enter_region(recipe_named(key), _group(group), may_update)
+        enter_region(recipe_named(key), _group(group), may_update)
 
 
 def _follow(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    state = registry.state(int(handle))
-    if state.sharing.scope is not registry.scope:
-        state.enter(registry.scope)
-    _copy(tensors, state.staging(key))
+    module = registry.member(int(handle))
+    if module.state.sync.amax_group is not amax_groups.current:
+        module.enter(amax_groups.current)
+    _copy(tensors, module.staging(key))
 
 
 def _note(token: torch.Tensor, handle: torch.Tensor, key: str) -> None:
     if recipe_named(key).keeps_state and torch._C._current_graph_task_id() == -1:
-        registry.state(int(handle)).enter(registry.scope)
+        registry.member(int(handle)).enter(amax_groups.current)
 
 
 def _leave(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    _copy(registry.state(int(handle)).staging(key), tensors)
+    _copy(registry.member(int(handle)).staging(key), tensors)
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

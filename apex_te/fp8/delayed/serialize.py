@@ -1,33 +1,23 @@
-"""How FP8 state enters and leaves a state dict: plain tensors and a small JSON header."""
+"""FP8 state in a state dict: plain tensors and a header, checked before anything is written."""
 
 from __future__ import annotations
 
-import json
 import warnings
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ...recipe import MAX_HISTORY_LENGTH, DelayedScaling, Format
-from .first_step import set_first_due, still_due
-from .state import (
-    BACKWARD_SLOTS,
-    FORWARD_SLOTS,
-    TENSORS,
-    FP8State,
-    registry,
-    resized_history,
-    warn_resized,
-)
+from ...recipe import MAX_HISTORY_LENGTH
+from .amax_group import amax_groups
+from .header import Header, check_readable, decode_header
+from .state import BACKWARD_SLOTS, FORWARD_SLOTS, TENSORS, FP8State, resized_history, warn_resized
 
-__all__ = ["LoadedState", "header_of", "load_state", "read_state", "save_state"]
+if TYPE_CHECKING:
+    from ..module_fp8 import ModuleFP8
 
-VERSION = 1
-# Fixed for a number of GEMMs, so that checkpoints of one model always have the same shapes.
-HEADER_BYTES = 512
-HEADER_BYTES_PER_SLOT = 6
+__all__ = ["NAMES", "LoadedState", "load_state", "read_state", "save_state"]
+
 NAMES = (*TENSORS, "header")
-_SCOPES = 256  # the most that a file may ask for
 # Inverses off by more than a copy in bf16 makes them are no inverses.
 _SAME, _ROUNDED = 1e-5, 2.0**-6
 
@@ -38,93 +28,7 @@ def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> Non
         return
     for name in TENSORS:
         destination[prefix + name] = getattr(state, name).detach().clone()
-    destination[prefix + "header"] = header_of(state)
-
-
-def header_of(state: FP8State) -> torch.Tensor:
-    """The header of ``state``: JSON text, uint8, of one size for a number of GEMMs."""
-    return _encode(_header(state), HEADER_BYTES + HEADER_BYTES_PER_SLOT * state.slots)
-
-
-def _header(state: FP8State) -> dict[str, Any]:
-    scope = state.sharing.scope
-    header: dict[str, Any] = {
-        "version": VERSION,
-        "history": state.history_length,
-        "pending": registry.pending if scope is None else scope.pending,
-        "scope": None if scope is None else scope.number,
-        "equal": state.sharing.fingerprint(),
-        "first_due": still_due(state),
-    }
-    recipe = state.recipe
-    if recipe is not None:
-        header["format"] = recipe.fp8_format.name
-        # A function cannot be saved: the recipe of the next region then finishes the update.
-        if not recipe.uses_callables:
-            header["recipe"] = {
-                "margin": recipe.margin,
-                "amax_compute_algo": recipe.amax_compute_algo,
-                "scaling_factor_compute_algo": recipe.scaling_factor_compute_algo,
-                "reduce_amax": recipe.reduce_amax,
-                "first_step": recipe.first_step,
-            }
-    return header
-
-
-def _encode(header: dict[str, Any], size: int) -> torch.Tensor:
-    text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def _decode(blob: torch.Tensor) -> dict[str, Any]:
-    if not isinstance(blob, torch.Tensor) or blob.dtype != torch.uint8 or blob.numel() > 65536:
-        raise ValueError("header must be a uint8 tensor of at most 65536 bytes")
-    _check_readable("header", blob)
-    try:
-        header = json.loads(bytes(blob.detach().cpu().reshape(-1).tolist()))
-    except (UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ValueError(f"header must be JSON text, got {error}") from error
-    if not isinstance(header, dict):
-        raise ValueError(f"header must be a JSON object, got {type(header).__name__}")
-    if header.get("version") != VERSION:
-        raise ValueError(
-            f"version must be {VERSION} (written by another release?), "
-            f"got {header.get('version')!r}"
-        )
-    return header
-
-
-def _read(header: dict[str, Any], slots: int) -> tuple[int, list[bool], DelayedScaling | None]:
-    """Pending regions, first steps to come and the recipe, all checked."""
-    pending, due = header.get("pending"), header.get("first_due")
-    if type(pending) is not int or pending < 0:
-        raise ValueError(f"pending must be a count, got {pending!r}")
-    if not isinstance(due, list) or len(due) != slots or not all(type(d) is bool for d in due):
-        raise ValueError(f"first_due must be {slots} bools, got {due!r}")
-    kept = header.get("recipe")
-    if kept is None:
-        return pending, due, None
-    try:
-        recipe = DelayedScaling(
-            margin=kept["margin"],
-            fp8_format=Format[header["format"]],
-            amax_history_len=header["history"],
-            amax_compute_algo=kept["amax_compute_algo"],
-            scaling_factor_compute_algo=kept["scaling_factor_compute_algo"],
-            reduce_amax=kept["reduce_amax"],
-            first_step=kept["first_step"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"recipe must be the one that was saved, got {error!r}") from error
-    return pending, due, recipe
-
-
-def _counts(header: dict[str, Any], name: str, limit: int) -> int | None:
-    """A number below ``limit``, None where there is none."""
-    value = header.get(name)
-    if value is not None and not (type(value) is int and 0 <= value < limit):
-        raise ValueError(f"{name} must be a count below {limit}, got {value!r}")
-    return value
+    destination[prefix + "header"] = state.header
 
 
 class LoadedState(NamedTuple):
@@ -132,26 +36,22 @@ class LoadedState(NamedTuple):
 
     Attributes:
         tensors: fp32 on the CPU, by name; None where the state dict has none: initial state.
-        pending, first_due, recipe, scope, equal: of the header.
+        header: the checked header; None without tensors.
     """
 
-    tensors: dict[str, torch.Tensor] | None
-    pending: int = 0
-    first_due: list[bool] | None = None
-    recipe: DelayedScaling | None = None
-    scope: int | None = None
-    equal: int | None = None
+    tensors: dict[str, torch.Tensor] | None = None
+    header: Header | None = None
 
-    def commit(self, state: FP8State, device: torch.device) -> None:
-        """Write to ``state``, which is allocated on ``device`` if it is not yet."""
-        found = self.tensors
-        if found is None:
+    def commit(self, module: ModuleFP8, device: torch.device) -> None:
+        """Write to the state of ``module``, which is allocated on ``device`` if it is not yet."""
+        state, found, header = module.state, self.tensors, self.header
+        if found is None or header is None:
             state.reset()
             return
         length = found["amax_history_fwd"].shape[0]
         if not state.allocated:
             state.allocate(length, device)
-        state.move(device)
+        module.move(device)
         if state.device.type == "meta":
             return
         wanted = state.history_length
@@ -162,21 +62,21 @@ class LoadedState(NamedTuple):
         with torch.inference_mode(False), torch.no_grad():
             for name in TENSORS:
                 getattr(state, name).copy_(found[name])
-        assert self.first_due is not None
-        set_first_due(state, self.first_due)
-        state.take_recipe(self.recipe)
-        registry.loaded(state, self.scope, self.pending)
-        state.sharing.loaded(self.equal)
+        state.first_steps.set(header.first_due)
+        # The next recorded forward brings the values to its own recipe.
+        state.recipe = header.recipe or state.recipe
+        amax_groups.loaded(state.sync, header.group_number, header.pending)
+        state.sync.loaded(header.equal)
 
 
 def read_state(
-    state: FP8State,
+    module: ModuleFP8,
     tensors: dict[str, Any],
     prefix: str,
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> LoadedState | None:
-    """Read and check the entries of ``tensors`` under ``prefix``; ``state`` stays as it is.
+    """Read and check the entries of ``tensors`` under ``prefix``; ``module`` stays as it is.
 
     Inverse scales that were rounded, as in a copy of the state dict in 16 bits, are made again,
     with a warning.
@@ -187,22 +87,21 @@ def read_state(
     """
     found = {name: tensors[prefix + name] for name in NAMES if prefix + name in tensors}
     if not found:
-        return LoadedState(None)
-    if _on_meta(state) and all(getattr(v, "is_meta", False) for v in found.values()):
-        return LoadedState(None)
+        return LoadedState()
+    if _on_meta(module) and all(getattr(v, "is_meta", False) for v in found.values()):
+        return LoadedState()
     absent = [prefix + name for name in NAMES if name not in found]
     if absent:
         missing_keys.extend(absent)
         return None
     try:
-        header = _decode(found["header"])
-        pending, due, recipe = _read(header, state.slots)
-        scope, equal = _counts(header, "scope", _SCOPES), _counts(header, "equal", 1 << 32)
-        length = _check_shapes(found, state.gemms)
-        if header.get("history") != length:
+        entries = decode_header(found["header"])
+        header = Header.checked(entries, module.num_slots)
+        length = _check_shapes(found, module.state.gemms)
+        if entries.get("history") != length:
             raise ValueError(
                 f"header must have the length of amax_history_fwd, {length}, as history, "
-                f"got {header.get('history')!r}"
+                f"got {entries.get('history')!r}"
             )
         values = {name: _on_cpu(name, found[name]) for name in TENSORS}
         for way in ("fwd", "bwd"):
@@ -210,45 +109,35 @@ def read_state(
     except ValueError as error:
         error_msgs.append(f"FP8State: {prefix}{error}")
         return None
-    return LoadedState(values, pending, due, recipe, scope, equal)
+    return LoadedState(values, header)
 
 
 def load_state(
-    state: FP8State,
+    module: ModuleFP8,
     tensors: dict[str, Any],
     prefix: str,
     device: torch.device,
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Set ``state`` from the entries of ``tensors`` under ``prefix``, allocating it on ``device``.
+    """Set the state of ``module`` from the entries of ``tensors`` under ``prefix``.
 
-    Missing entries leave initial state. What does not fit is reported in ``error_msgs`` and
-    leaves the state as it was.
+    It is allocated on ``device`` if it is not yet. Missing entries leave initial state. What does
+    not fit is reported in ``error_msgs`` and leaves the state as it was.
     """
-    loaded = read_state(state, tensors, prefix, missing_keys, error_msgs)
+    loaded = read_state(module, tensors, prefix, missing_keys, error_msgs)
     if loaded is not None:
-        loaded.commit(state, device)
+        loaded.commit(module, device)
 
 
-def _on_meta(state: FP8State) -> bool:
+def _on_meta(module: ModuleFP8) -> bool:
     """Returns True if the module is on the meta device and can take entries without values."""
-    device = state.owner_device()
+    device = module.owner_device()
     return device is not None and device.type == "meta"
 
 
-def _check_readable(name: str, value: torch.Tensor) -> None:
-    """Refuse a tensor without plain values of its own."""
-    if value.layout is not torch.strided:
-        raise ValueError(f"{name} must be a dense tensor, got layout {value.layout}")
-    if value.device.type == "meta":
-        raise ValueError(f"{name} must have values, got a tensor on the meta device")
-    if hasattr(value, "device_mesh"):
-        raise ValueError(f"{name} must be a plain tensor, got {type(value).__name__}")
-
-
 def _on_cpu(name: str, value: torch.Tensor) -> torch.Tensor:
-    """A copy of ``value`` as fp32 on the CPU, made before anything is written."""
+    """Returns a copy of ``value`` as fp32 on the CPU, made before anything is written."""
     try:
         with torch.inference_mode(False), torch.no_grad():
             return value.detach().to("cpu", torch.float32, copy=True)
@@ -257,7 +146,7 @@ def _on_cpu(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_shapes(found: dict[str, Any], gemms: int) -> int:
-    """History length of a loaded state whose shapes fit together."""
+    """Returns the history length of a loaded state whose shapes fit together."""
     history = found["amax_history_fwd"]
     length = history.shape[0] if isinstance(history, torch.Tensor) and history.dim() else 0
     for name in TENSORS:
@@ -270,12 +159,12 @@ def _check_shapes(found: dict[str, Any], gemms: int) -> int:
             raise ValueError(f"{name} must have shape {shape}, got {list(value.shape)}")
         if length > MAX_HISTORY_LENGTH:
             raise ValueError(f"{name} must have at most {MAX_HISTORY_LENGTH} rows, got {length}")
-        _check_readable(name, value)
+        check_readable(name, value)
     return length
 
 
 def _check_values(values: dict[str, torch.Tensor], way: str, prefix: str) -> None:
-    """Refuse scales and histories that no update makes; make rounded inverse scales again."""
+    """Raises ValueError for values that no update makes; makes rounded inverse scales again."""
     scale, inverse = values[f"scale_{way}"], values[f"scale_inv_{way}"]
     history = values[f"amax_history_{way}"]
     for name, value in ((f"scale_{way}", scale), (f"scale_inv_{way}", inverse)):

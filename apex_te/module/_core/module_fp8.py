@@ -14,8 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ...distributed.fsdp.sharded_weight import plain_entry
 from ...fp8.autocast import graph_task_id, local
 from ...fp8.delayed.compiled_region import follow_traced_region
+from ...fp8.delayed.registry import intern
 from ...fp8.delayed.serialize import NAMES, read_state, save_state
-from ...fp8.delayed.state import FP8State, intern
+from ...fp8.delayed.state import FP8State
+from ...fp8.module_fp8 import ModuleFP8
 from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands, record_weight
 from ...fp8.tensor import QuantizedTensor
 from ...runtime.tracing import refuse_state
@@ -72,7 +74,7 @@ class Modes:
 class FP8Module(torch.nn.Module):
     """Mixin that owns one FP8 state for the GEMMs of a module."""
 
-    _fp8: FP8State
+    _fp8: ModuleFP8
     _modes: Modes
     fuse_wgrad_accumulation = False
     delay_wgrad_compute = False
@@ -80,22 +82,22 @@ class FP8Module(torch.nn.Module):
 
     def _make_fp8_state(self, gemms: int = 1) -> None:
         # Plain attributes, not buffers: DDP would broadcast buffers and half() would cast them.
-        self._fp8 = FP8State(gemms, self)
+        self._fp8 = ModuleFP8(gemms, self)
         self._modes = Modes()
 
     @property
     def fp8_state(self) -> FP8State:
         """The FP8 state, where names in a state dict point to, as tools that follow them expect."""
-        return self._fp8
+        return self._fp8.state
 
     def _state_device(self) -> torch.device:
         for parameter in self._parameters.values():
             if parameter is not None:
                 return parameter.device
-        return self._fp8.device if self._fp8.allocated else torch.device("cpu")
+        return self.fp8_state.device if self.fp8_state.allocated else torch.device("cpu")
 
     def _init_fp8_state(self, recipe: Recipe) -> None:
-        if recipe.keeps_state and not self._fp8.allocated:
+        if recipe.keeps_state and not self.fp8_state.allocated:
             self._fp8.adapt(*intern(recipe), self._state_device())
 
     def _select(self, device: torch.device) -> tuple[tuple[GemmQuantizers, ...] | None, bool, bool]:
@@ -121,9 +123,9 @@ class FP8Module(torch.nn.Module):
                 modes.recompute_fp8 = False
             return None, False, False
         key = region.recipe_key
-        if region.recipe.keeps_state and (region.records or not self._fp8.allocated):
+        if region.recipe.keeps_state and (region.records or not self._fp8.state.allocated):
             refuse_state(type(self).__name__)
-        sets = self._fp8.quantizers(key, region.recipe, device, region.records, region.scope)
+        sets = self._fp8.quantizers(key, region.recipe, device, region.records, region.amax_group)
         if region.records:
             if compiling:
                 follow_traced_region(region.traced, self._fp8, key)
@@ -320,20 +322,20 @@ class FP8Module(torch.nn.Module):
     def _gemm_weights(self) -> list[list[str]]:
         """Names of the parameters whose rows are the weight of each GEMM."""
         names = [name for name, p in self._parameters.items() if p is not None and p.dim() == 2]
-        return [names] if self._fp8.gemms == 1 else [[name] for name in names]
+        return [names] if self.fp8_state.gemms == 1 else [[name] for name in names]
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         self._modes.weight_cache.clear()
         for source in self._modes.gathered.values():
             source.renew(self)
-        state = self._fp8
+        fp8, state = self._fp8, self._fp8.state
         if state.allocated:
             owned = any(p is not None for p in self._parameters.values())
             # Without a parameter the state itself tells where fn sends tensors; dtype never counts.
-            state.move(self._state_device() if owned else fn(state.scale_fwd).device)
+            fp8.move(self._state_device() if owned else fn(state.scale_fwd).device)
         else:
-            state.forget()
+            fp8.forget()
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -344,6 +346,8 @@ class FP8Module(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if isinstance(self._fp8, FP8State):  # in a pickle of an earlier version
+            self._fp8 = ModuleFP8.of_saved(self._fp8)
         self._fp8.belong_to(self)
         self._modes = Modes()
 
@@ -355,7 +359,7 @@ class FP8Module(torch.nn.Module):
             plain = None if value is None or keep_vars else plain_entry(value)
             if plain is not None:
                 destination[prefix + name] = plain
-        save_state(self._fp8, destination, prefix + STATE_PREFIX)
+        save_state(self._fp8.state, destination, prefix + STATE_PREFIX)
 
     def _load_from_state_dict(
         self,

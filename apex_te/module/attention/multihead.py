@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...fp8.delayed.state import number_layer
+from ...fp8.delayed.registry import number_layer
 from ...ops.rope import rope
 from .._core.arguments import check_count, checked_eps, checked_groups
 from .._core.materialize import reset_children

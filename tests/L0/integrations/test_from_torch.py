@@ -164,11 +164,11 @@ def test_a_single_layer(layer):
 
 def test_converting_again_changes_nothing():
     model = converted(Llama())
-    states = [m._fp8 for m in model.modules() if isinstance(m, (Linear, Conv1DLinear))]
+    states = [m.fp8_state for m in model.modules() if isinstance(m, (Linear, Conv1DLinear))]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         from_torch(model)
-    assert [m._fp8 for m in model.modules() if isinstance(m, (Linear, Conv1DLinear))] == states
+    assert [m.fp8_state for m in model.modules() if isinstance(m, (Linear, Conv1DLinear))] == states
 
 
 RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]

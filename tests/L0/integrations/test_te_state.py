@@ -10,8 +10,9 @@ import torch
 from te_blobs import FORMS, NAMES, as_uint8, pickled_with_recipe, saved, tensors, v02
 
 from apex_te import Linear, fp8_autocast
-from apex_te.fp8.delayed.history import _resized
-from apex_te.fp8.delayed.state import init_fp8_state, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import _warned
+from apex_te.fp8.module_fp8 import init_fp8_state
 from apex_te.integrations.te_state import TEStateError, load_te_extra_state, read_te_extra_state
 from apex_te.module._core.module_fp8 import FP8Module
 from apex_te.module.grouped.linear import GroupedLinear
@@ -20,9 +21,9 @@ from apex_te.recipe import DelayedScaling
 
 @pytest.fixture(autouse=True)
 def _fresh_regions():
-    registry.pending = 0
+    amax_groups.pending = 0
     yield
-    registry.pending = 0
+    amax_groups.pending = 0
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -91,7 +92,7 @@ def test_slots_and_gemms_are_mapped(gemms, slots):
     model = torch.nn.ModuleDict({"a": Linear(4, 4) if gemms == 1 else TwoGemms()})
     state_dict = model.state_dict() | {"a._extra_state": saved(values)}
     assert load_te_extra_state(model, state_dict) == ["a"]
-    fp8 = model["a"]._fp8
+    fp8 = model["a"].fp8_state
     for direction, given, ours in (("fwd", slots[0], 3), ("bwd", slots[1], 2)):
         scale = getattr(fp8, f"scale_{direction}").view(gemms, ours)
         history = getattr(fp8, f"amax_history_{direction}").view(4, gemms, ours)
@@ -123,8 +124,8 @@ def test_both_orders_of_grouped_slots_are_known(gemms, by_kind):
         values[f"amax_history_{direction}"] = history.flatten(1)
     load_te_extra_state(module, {"_extra_state": saved(values)})
     for direction, expected in scale.items():
-        assert torch.equal(getattr(module._fp8, f"scale_{direction}"), expected.flatten())
-        history = getattr(module._fp8, f"amax_history_{direction}")[1].view(gemms, -1)
+        assert torch.equal(getattr(module.fp8_state, f"scale_{direction}"), expected.flatten())
+        history = getattr(module.fp8_state, f"amax_history_{direction}")[1].view(gemms, -1)
         assert torch.equal(history[:, :-1], 448 / expected[:, :-1])
         assert history[:, -1].eq(0).all()
 
@@ -147,18 +148,18 @@ def test_a_strict_load_follows(device):
     assert load_te_extra_state(model, state_dict) == ["0"]
     assert not [key for key in state_dict if "_extra_state" in key]
     assert set(state_dict) - set(plain) == {k for k in state_dict if k.startswith("0.fp8_state.")}
-    loaded = model[0]._fp8.scale_fwd.clone()
+    loaded = model[0].fp8_state.scale_fwd.clone()
     assert loaded.device.type == device.type
     assert torch.equal(loaded.cpu(), tensors()["scale_fwd"])
-    assert not model[2]._fp8.allocated
-    address = model[0]._fp8.scale_fwd.data_ptr()
+    assert not model[2].fp8_state.allocated
+    address = model[0].fp8_state.scale_fwd.data_ptr()
     model.load_state_dict(state_dict, strict=True)
-    assert torch.equal(model[0]._fp8.scale_fwd, loaded)
-    assert model[0]._fp8.scale_fwd.data_ptr() == address
+    assert torch.equal(model[0].fp8_state.scale_fwd, loaded)
+    assert model[0].fp8_state.scale_fwd.data_ptr() == address
     assert torch.equal(model[0].weight.cpu(), plain["0.weight"])
     other = torch.nn.Sequential(Linear(16, 32), torch.nn.LayerNorm(32), Linear(32, 16))
     other.load_state_dict(state_dict, strict=True)
-    assert torch.equal(other[0]._fp8.scale_fwd, loaded.cpu())
+    assert torch.equal(other[0].fp8_state.scale_fwd, loaded.cpu())
 
 
 def test_training_goes_on_with_the_loaded_scales():
@@ -172,7 +173,7 @@ def test_training_goes_on_with_the_loaded_scales():
     scales = []
     for _ in range(3):
         with fp8_autocast(True, recipe):
-            scales.append(module._fp8.scale_fwd[0].item())
+            scales.append(module.fp8_state.scale_fwd[0].item())
             module(x)
     # The loaded scale, then 7.0 of the history beside the 2.0 of x, then 2.0 alone.
     assert scales == [56.0, 448 / 7.0, 448 / 2.0]
@@ -183,13 +184,13 @@ def test_amaxes_that_early_releases_staged_are_applied():
     values["amax_history_fwd"][:] = torch.tensor([[4.0, 8.0], [1.0, 1.0]])
     module = Linear(16, 16)
     load_te_extra_state(module, {"_extra_state": v02(values)})
-    assert registry.pending == 1
+    assert amax_groups.pending == 1
     with fp8_autocast(True, DelayedScaling(amax_history_len=2)):
         pass
-    assert module._fp8.scale_fwd[:2].tolist() == [112.0, 56.0]
-    registry.pending = 3
+    assert module.fp8_state.scale_fwd[:2].tolist() == [112.0, 56.0]
+    amax_groups.pending = 3
     load_te_extra_state(module, {"_extra_state": v02(values)})
-    assert registry.pending == 3
+    assert amax_groups.pending == 3
 
 
 def test_first_scales_are_still_due_where_nothing_was_measured():
@@ -197,12 +198,12 @@ def test_first_scales_are_still_due_where_nothing_was_measured():
     values["amax_history_bwd"][:, 0] = 0
     module = Linear(16, 16)
     load_te_extra_state(module, {"_extra_state": saved(values)})
-    assert module._fp8.first_due == [False, False, False, True, False]
+    assert module.fp8_state.first_steps.due == [False, False, False, True, False]
 
 
 @pytest.mark.parametrize("length", [2, 6])
 def test_history_takes_the_length_of_the_module(length):
-    _resized.clear()
+    _warned.clear()
     model, _, state_dict = model_and_state()
     init_fp8_state(model, DelayedScaling(amax_history_len=length))
     with pytest.warns(UserWarning, match=f"from length 4 to {length}"):
@@ -210,7 +211,7 @@ def test_history_takes_the_length_of_the_module(length):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it was said
         model.load_state_dict(state_dict)
-    history, given = model[0]._fp8.amax_history_fwd, tensors()["amax_history_fwd"]
+    history, given = model[0].fp8_state.amax_history_fwd, tensors()["amax_history_fwd"]
     kept = min(length, 4) - 1
     assert history.shape == (length, 3)
     assert torch.equal(history[-kept:], given[-kept:])
@@ -223,7 +224,7 @@ def test_meta_modules_get_their_state_with_the_load():
     state_dict["0._extra_state"] = saved(tensors())
     assert load_te_extra_state(model, state_dict) == ["0"]
     model.load_state_dict(state_dict, assign=True)
-    assert torch.equal(model[0]._fp8.scale_fwd, tensors()["scale_fwd"])
+    assert torch.equal(model[0].fp8_state.scale_fwd, tensors()["scale_fwd"])
 
 
 def test_prefix_and_unknown_modules():
@@ -307,7 +308,7 @@ def test_errors_name_the_key_and_change_nothing():
     ):
         load_te_extra_state(model, state_dict)
     assert state_dict.keys() == before.keys()
-    assert not model[0]._fp8.allocated
+    assert not model[0].fp8_state.allocated
     state_dict["2._extra_state"] = 3
     with pytest.raises(TypeError, match=r"2\._extra_state: .* got int"):
         load_te_extra_state(model, state_dict)
@@ -326,7 +327,7 @@ def test_amaxes_that_are_not_finite_are_dropped_and_said():
     model = torch.nn.Sequential(Linear(16, 16))
     with pytest.warns(UserWarning, match="not finite and are dropped"):
         load_te_extra_state(model, {"0._extra_state": saved(values)})
-    assert model[0]._fp8.amax_history_fwd.isfinite().all()
+    assert model[0].fp8_state.amax_history_fwd.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [torch.ones(4, 3).to_sparse(), torch.ones(4, 3, device="meta")])
@@ -337,4 +338,4 @@ def test_tensors_without_plain_values_are_refused(value):
     with pytest.raises(TEStateError, match=r"0\._extra_state: .*amax_history_fwd must be a dense"):
         load_te_extra_state(module, state)
     assert state == before
-    assert not module[0]._fp8.allocated
+    assert not module[0].fp8_state.allocated

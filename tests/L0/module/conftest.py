@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from apex_te.fp8.delayed.state import registry
+from apex_te.fp8.delayed.amax_group import amax_groups
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +18,6 @@ def _fresh_compiler():
 @pytest.fixture(autouse=True)
 def _fresh_regions():
     """Each test starts as a new process does: no region is pending."""
-    registry.pending = 0
+    amax_groups.pending = 0
     yield
-    registry.pending = 0
+    amax_groups.pending = 0

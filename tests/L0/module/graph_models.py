@@ -44,7 +44,9 @@ def data(count=STEPS):
 
 def fp8_state(model):
     """The tensors of every FP8 state."""
-    states = [m._fp8 for m in model.modules() if hasattr(m, "_fp8") and m._fp8.allocated]
+    states = [
+        m.fp8_state for m in model.modules() if hasattr(m, "fp8_state") and m.fp8_state.allocated
+    ]
     return [getattr(state, name).clone() for state in states for name in TENSORS]
 
 

@@ -54,7 +54,7 @@ def assert_close(actual, expected, roundings=3):
 def assert_same_state(module, other):
     """Equal scales and amaxes, those of gradients within what their gradients differ by."""
     for name in ("scale_fwd", "amax_history_fwd", "scale_bwd", "amax_history_bwd"):
-        assert torch.equal(getattr(module._fp8, name), getattr(other._fp8, name)), name
+        assert torch.equal(getattr(module.fp8_state, name), getattr(other.fp8_state, name)), name
 
 
 def gradients(module):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.distributed import checkpoint
-from apex_te.fp8.delayed.state import registry
+from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.module.grouped import on_device as _grouped_on_device
 from apex_te.recipe import DelayedScaling, make_recipe
@@ -51,7 +51,7 @@ def _repeatable(request, device):
 
 def run(model, batches, recipe, promises, again=lambda f, x: f(x), with_state=True):
     """Outputs, gradients and FP8 state; all microbatches of a step are in flight at once."""
-    registry.pending = 0
+    amax_groups.pending = 0
     seen = []
     for step in batches:
         waiting = []

@@ -5,7 +5,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling
 
@@ -17,7 +18,7 @@ def build(device):
 
 def train(device, mode, recipe, inner=False, microbatch=False, calibrate=False, outside=False):
     """Three steps; returns everything that must not depend on ``mode``."""
-    registry.pending = 0
+    amax_groups.pending = 0
     model = build(device)
     generator = torch.Generator().manual_seed(2)
     seen = []
@@ -48,8 +49,8 @@ def train(device, mode, recipe, inner=False, microbatch=False, calibrate=False, 
         with torch.no_grad():
             for p in model.parameters():
                 p.sub_(0.1 * p.grad)
-        seen += [getattr(m._fp8, name).clone() for m in model for name in TENSORS]
-    return [*seen, torch.tensor(registry.pending)]
+        seen += [getattr(m.fp8_state, name).clone() for m in model for name in TENSORS]
+    return [*seen, torch.tensor(amax_groups.pending)]
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -84,9 +85,11 @@ def test_recompute_follows_the_last_forward(reentrant):
     out.sum().backward()
     assert fp8_gemm_count() - before == 4
     flush_fp8_state()
-    state = [getattr(module._fp8, name).clone() for name in TENSORS]
+    state = [getattr(module.fp8_state, name).clone() for name in TENSORS]
     out = checkpoint(module, x, use_reentrant=reentrant)
     with fp8_autocast(True, recipe):
         out.sum().backward()
     assert fp8_gemm_count() - before == 4
-    assert all(torch.equal(a, getattr(module._fp8, n)) for a, n in zip(state, TENSORS, strict=True))
+    assert all(
+        torch.equal(a, getattr(module.fp8_state, n)) for a, n in zip(state, TENSORS, strict=True)
+    )

@@ -6,7 +6,8 @@ from torch.nn import functional
 
 from apex_te import fp8_autocast, is_fp8_enabled
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.module.linear import Linear
 from apex_te.recipe import DelayedScaling
 
@@ -121,7 +122,7 @@ def test_autocast_and_region_are_repeated(use_reentrant):
 
 def train(recompute, device):
     """Two microbatches in flight, each in a region of its own: scales move before backward."""
-    registry.pending = 0
+    amax_groups.pending = 0
     torch.manual_seed(1)
     layers = torch.nn.ModuleList(Linear(16, 16, device=device) for _ in range(2))
     recipe = DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent")
@@ -142,7 +143,7 @@ def train(recompute, device):
             out.square().sum().backward()
             found.append(x.grad)
         found += [p.grad.clone() for p in layers.parameters()]
-        found += [getattr(layer._fp8, name).clone() for layer in layers for name in TENSORS]
+        found += [getattr(layer.fp8_state, name).clone() for layer in layers for name in TENSORS]
     return found
 
 

@@ -107,7 +107,7 @@ def train(name, module, run, regions, device, dtype=None):
         graphs.append(counters["stats"]["unique_graphs"])
     flush_fp8_state()
     for path, part in module.named_modules():
-        state = getattr(part, "_fp8", None)
+        state = getattr(part, "fp8_state", None)
         if state is not None and state.allocated:
             found |= {f"state {path} {n}": getattr(state, n).clone() for n in TENSORS}
     return found, graphs

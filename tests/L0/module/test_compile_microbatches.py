@@ -9,7 +9,7 @@ from module_cases import SCHEMES
 from test_compile_regions import REGIONS, H, build, compiled, counters, states
 
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.state import registry
+from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.module.linear import Linear
 
 OTHERS = [recipe for recipe in SCHEMES if recipe != "delayed"]
@@ -20,14 +20,14 @@ FLAGS = [True, False, False, True, False, False]
 def _no_graphs():
     torch._dynamo.reset()
     counters.clear()
-    registry.pending = 0
+    amax_groups.pending = 0
     yield
     torch._dynamo.reset()
 
 
 def train(module, run, recipe, device, inside=False):
     """Microbatches of two steps; a weight that changes in between is made again."""
-    registry.pending = 0
+    amax_groups.pending = 0
     found, graphs = {}, []
     generator = torch.Generator().manual_seed(6)
     for i, first in enumerate(FLAGS):

@@ -10,7 +10,8 @@ from module_cases import RECIPES, SCHEMES, randomized
 from torch._dynamo.utils import counters
 
 from apex_te import amp, flush_fp8_state, fp8_autocast, init_fp8_state, is_fp8_enabled
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
 from apex_te.module.transformer_layer import TransformerLayer
@@ -32,7 +33,7 @@ MODULES = {
 def _no_graphs():
     torch._dynamo.reset()
     counters.clear()
-    registry.pending = 0
+    amax_groups.pending = 0
     yield
     torch._dynamo.reset()
 
@@ -51,7 +52,7 @@ def compiled(function, device):
 def states(module):
     found = {}
     for path, part in module.named_modules():
-        state = getattr(part, "_fp8", None)
+        state = getattr(part, "fp8_state", None)
         if state is not None and state.allocated:
             found |= {f"state {path} {n}": getattr(state, n).clone() for n in TENSORS}
     return found
@@ -59,7 +60,7 @@ def states(module):
 
 def train(module, run, device, steps=4, between=contextlib.nullcontext):
     """Steps of ``run(x)``; results by name, the state after each step, graphs after each."""
-    registry.pending = 0
+    amax_groups.pending = 0
     found, graphs = {}, []
     generator = torch.Generator().manual_seed(6)
     for step in range(steps):
@@ -72,7 +73,7 @@ def train(module, run, device, steps=4, between=contextlib.nullcontext):
         found |= {f"{step} output": out.detach(), f"{step} input": x.grad}
         found |= {f"{step} {n}": p.grad.clone() for n, p in module.named_parameters()}
         found |= {f"{step} {n}": t for n, t in states(module).items()}
-        found[f"{step} pending"] = torch.tensor(registry.pending)
+        found[f"{step} pending"] = torch.tensor(amax_groups.pending)
         with torch.no_grad():
             for p in module.parameters():
                 p.sub_(0.1 * p.grad)
@@ -237,11 +238,11 @@ def test_an_evaluation_moves_nothing(device, mode):
             return module(x)
 
     train(module, function, device, 2)
-    before, pending = states(module), registry.pending
+    before, pending = states(module), amax_groups.pending
     x = torch.randn(8, 2, H).to(device, next(module.parameters()).dtype)
     with mode():
         assert torch.equal(compiled(function, device)(x), function(x))
-    assert registry.pending == pending
+    assert amax_groups.pending == pending
     assert all(torch.equal(value, before[key]) for key, value in states(module).items())
 
 

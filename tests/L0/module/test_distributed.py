@@ -7,7 +7,8 @@ import torch
 import torch.multiprocessing as mp
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.state import TENSORS, nonfinite_count
+from apex_te.fp8.delayed.scale_formula import nonfinite_count
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling
 
 pytestmark = pytest.mark.skipif(
@@ -34,13 +35,13 @@ def _worker(rank, path):
             loss = ddp(x).square().mean()
         loss.backward()
         optimizer.step()
-    local = model[0]._fp8.amax_history_fwd[0, 0].item()
+    local = model[0].fp8_state.amax_history_fwd[0, 0].item()
     flush_fp8_state()
-    state = [getattr(m._fp8, name).clone() for m in model[::2] for name in TENSORS]
+    state = [getattr(m.fp8_state, name).clone() for m in model[::2] for name in TENSORS]
     with fp8_autocast(True, recipe):  # NaN on one rank: seen and skipped by both
         model(torch.full((1, 16), float("nan") if rank else 1.0))
     flush_fp8_state()
-    kept = model[0]._fp8.scale_fwd[0].item()
+    kept = model[0].fp8_state.scale_fwd[0].item()
     alone = Linear(16, 16)
     with fp8_autocast(True, DelayedScaling(reduce_amax=False)):
         alone(torch.full((1, 16), 2.0 + rank))
@@ -52,7 +53,7 @@ def _worker(rank, path):
             "weights": [p.detach() for p in model.parameters()],
             "kept": kept,
             "nonfinite": nonfinite_count().item(),
-            "alone": alone._fp8.scale_fwd[0].item(),
+            "alone": alone.fp8_state.scale_fwd[0].item(),
         },
         f"{path}.{rank}",
     )

@@ -17,7 +17,8 @@ from apex_te import (
     fp8_autocast,
 )
 from apex_te.autocast import local
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
 SMALL = 1e-4  # far below what E4M3 with scale 1 can hold
@@ -39,7 +40,7 @@ def data(step, device, size=1.0):
 
 
 def everything(model):
-    states = [getattr(m._fp8, n).clone() for m in model for n in TENSORS]
+    states = [getattr(m.fp8_state, n).clone() for m in model for n in TENSORS]
     return [*states, *(p.detach().clone() for p in model.parameters())]
 
 
@@ -79,7 +80,7 @@ def test_training_is_the_same_with_evaluations_in_between(recipe, recompute, dev
     chosen = RECIPES[recipe]
 
     def run(evaluations):
-        registry.pending = 0
+        amax_groups.pending = 0
         model, outputs = build(device), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(7):
@@ -97,7 +98,7 @@ def test_training_is_the_same_with_evaluations_in_between(recipe, recompute, dev
                 with torch.inference_mode():
                     evaluate(model, chosen, device)
             optimizer.step()
-        return outputs + everything(model), registry.pending
+        return outputs + everything(model), amax_groups.pending
 
     (plain, pending), (evaluated, also) = run(False), run(True)
     assert same(plain, evaluated)
@@ -149,7 +150,7 @@ def test_small_tensors_are_no_zeros_after_one_step(device):
         exact = layer(x)
         with fp8_autocast(True, recipe):
             assert sqnr(layer(x), exact) > 25
-        assert layer._fp8.scale_fwd.eq(1).all()
+        assert layer.fp8_state.scale_fwd.eq(1).all()
 
 
 def test_evaluation_costs_nothing_where_no_update_is_pending(device):
@@ -184,7 +185,7 @@ def test_compiled_code_inside_of_a_region_reads_them(device):
     eager, compiled = build(device), build(device)
     compiled_call = torch.compile(compiled, backend="aot_eager", fullgraph=True)
     for call in (eager, compiled_call):
-        registry.pending = 0
+        amax_groups.pending = 0
         with fp8_autocast(True, recipe):
             out = call(data(0, device))
         out.square().mean().backward()
@@ -270,14 +271,14 @@ def test_calibration_sets_scales_as_its_regions_are_left(mode, interval, device)
     layer = Linear(32, 32, bias=False, device=device)
     calibrate(layer, device, recipe=recipe, mode=mode)
     largest = max(data(step, device, SMALL).abs().max() for step in range(2))
-    state = layer._fp8
+    state = layer.fp8_state
     for slot, amax in enumerate((largest, layer.weight.detach().abs().max())):
         assert state.scale_fwd[slot] == (448 / amax.double()).float()
     assert state.amax_history_fwd[0].eq(0).all()
     assert state.amax_history_fwd[1:, 0].tolist() == [
         data(step, device, SMALL).abs().max().item() for step in range(2)
     ]
-    assert registry.pending == 0
+    assert amax_groups.pending == 0
     x = data(1, device, SMALL)
     with torch.no_grad():
         exact = layer(x)
@@ -298,7 +299,7 @@ def test_a_state_saved_after_calibration_holds_its_scales(device):
     blob.seek(0)
     saved = torch.load(blob, weights_only=True)
     assert not saved["0.fp8_state.scale_fwd"][:2].eq(1).any()
-    registry.pending = 0
+    amax_groups.pending = 0
     other = torch.nn.Sequential(*build(device))
     other.load_state_dict(saved)
     assert torch.equal(evaluate(other, RECIPES["delayed"], device, size=SMALL), expected)
@@ -311,7 +312,7 @@ def test_a_state_saved_with_an_update_pending_evaluates_alike(device):
         model(data(0, device)).sum().backward()
     expected = evaluate(model, RECIPES["delayed"], device)
     torch.save(model.state_dict(), blob)
-    registry.pending = 0
+    amax_groups.pending = 0
     blob.seek(0)
     other = build(device)
     other.load_state_dict(torch.load(blob, weights_only=True))
@@ -323,7 +324,7 @@ def test_calibration_leaves_the_scales_of_a_step_in_flight(device):
     recipe = RECIPES["delayed"]
 
     def run(calibrated):
-        registry.pending = 0
+        amax_groups.pending = 0
         model, other = build(device), Linear(32, 32, device=device)
         for step in range(3):
             with fp8_autocast(True, recipe):
@@ -331,7 +332,7 @@ def test_calibration_leaves_the_scales_of_a_step_in_flight(device):
             if calibrated:
                 with torch.no_grad(), fp8_autocast(False, recipe, calibrating=True):
                     other(data(step, device))
-                assert other._fp8.amax_history_fwd[0, 0] > 0
+                assert other.fp8_state.amax_history_fwd[0, 0] > 0
             out.square().mean().backward()
         return everything(model) + [p.grad.clone() for p in model.parameters()]
 
@@ -342,13 +343,13 @@ def test_calibration_with_gradients_waits_for_the_next_region(device):
     recipe, layer = RECIPES["delayed"], Linear(32, 32, device=device)
     with fp8_autocast(False, recipe, calibrating=True):
         out = layer(data(0, device))
-    assert layer._fp8.scale_fwd.eq(1).all()
+    assert layer.fp8_state.scale_fwd.eq(1).all()
     out.sum().backward()
     flush_fp8_state()
-    assert layer._fp8.scale_bwd[0] == 57344
+    assert layer.fp8_state.scale_bwd[0] == 57344
     # What was trained before is done: calibration now counts by itself.
     calibrate(layer, device, 1)
-    assert registry.pending == 0
+    assert amax_groups.pending == 0
 
 
 def test_a_calibrating_region_left_by_an_error_updates_nothing(device):
@@ -362,8 +363,8 @@ def test_a_calibrating_region_left_by_an_error_updates_nothing(device):
 
     with pytest.raises(KeyError):
         interrupted()
-    assert layer._fp8.scale_fwd.eq(1).all()
-    assert registry.pending == 1
+    assert layer.fp8_state.scale_fwd.eq(1).all()
+    assert amax_groups.pending == 1
     assert local.region is None
 
 
@@ -372,5 +373,5 @@ def test_nested_calibrating_regions_update_once(device):
     with torch.no_grad(), fp8_autocast(False, recipe, calibrating=True):
         with fp8_autocast(False, recipe, calibrating=True):
             layer(data(0, device))
-        assert layer._fp8.scale_fwd.eq(1).all()
-    assert layer._fp8.scale_fwd[0] == 448 / data(0, device).abs().max()
+        assert layer.fp8_state.scale_fwd.eq(1).all()
+    assert layer.fp8_state.scale_fwd[0] == 448 / data(0, device).abs().max()

@@ -23,7 +23,9 @@ from module_cases import (
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.state import TENSORS, nonfinite_count, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.scale_formula import nonfinite_count
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.fp8.statistics import fp8_statistics
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
@@ -49,7 +51,7 @@ def build(name, device="cpu", **options):
 
 
 def state_of(module):
-    state = module._fp8
+    state = module.fp8_state
     return {n: getattr(state, n).clone() for n in TENSORS} if state.allocated else {}
 
 
@@ -76,14 +78,14 @@ def test_microbatches_equal_one_batch(device, name, recipe):
         train(whole, chosen, 4)
         flush_fp8_state()
     parts = copy.deepcopy(whole)
-    registry.pending = 0
+    amax_groups.pending = 0
     x, dy = (torch.randn(512, 32).to(device) for _ in range(2))
     whole.zero_grad()
     parts.zero_grad()
     with fp8_autocast(True, chosen):
         expected = whole(x)
     expected.backward(dy)
-    registry.pending = 0
+    amax_groups.pending = 0
     found = []
     for i, (rows, grad) in enumerate(zip(x.split(128), dy.split(128), strict=True)):
         with fp8_autocast(True, chosen):
@@ -103,7 +105,7 @@ def test_cached_weights_keep_their_scale_while_the_live_one_moves(name):
             out = module(x, is_first_microbatch=first)
         assert sqnr(exact, out) > 18
         out.sum().backward()
-    assert module._fp8.scale_fwd[1] > 10
+    assert module.fp8_state.scale_fwd[1] > 10
 
 
 @pytest.mark.parametrize("recipe", SCHEMES)
@@ -163,7 +165,7 @@ def test_amax_is_that_of_the_tensor_that_is_cast(device, dtype):
     module = Linear(32, 48, params_dtype=dtype, device=device)
     x, dy = torch.randn(8, 32).to(device, dtype), torch.randn(8, 48).to(device, dtype)
     results(module, x, None, [dy], SCALES_MOVE)
-    forward, backward = module._fp8.amax_history_fwd[0], module._fp8.amax_history_bwd[0]
+    forward, backward = module.fp8_state.amax_history_fwd[0], module.fp8_state.amax_history_bwd[0]
     assert forward[0] == x.float().abs().max()
     assert forward[1] == module.weight.float().abs().max()
     assert backward[0] == dy.float().abs().max()
@@ -174,8 +176,8 @@ def test_amax_under_torch_autocast_is_of_what_is_cast():
     module, x = Linear(32, 48), torch.randn(8, 32)
     with torch.autocast("cpu", torch.bfloat16), fp8_autocast(True, SCALES_MOVE):
         module(x)
-    assert module._fp8.amax_history_fwd[0, 0] == x.abs().max()
-    assert module._fp8.amax_history_fwd[0, 1] == module.weight.abs().max()
+    assert module.fp8_state.amax_history_fwd[0, 0] == x.abs().max()
+    assert module.fp8_state.amax_history_fwd[0, 1] == module.weight.abs().max()
 
 
 @pytest.mark.parametrize("name", ["LayerNormLinear", "LayerNormMLP"])
@@ -185,11 +187,11 @@ def test_amax_of_a_fused_producer(device, name):
     norm = torch.nn.functional.layer_norm(
         x.double(), (32,), module.layer_norm_weight.double(), module.layer_norm_bias.double(), 1e-5
     )
-    staged = module._fp8.amax_history_fwd[0]
+    staged = module.fp8_state.amax_history_fwd[0]
     torch.testing.assert_close(staged[0], norm.abs().max().float(), rtol=1e-6, atol=0)
     if name == "LayerNormMLP":  # the activation sees what the first product gave
         assert staged[3] > 0
-        assert module._fp8.amax_history_bwd[0, [0, 2]].gt(0).all()
+        assert module.fp8_state.amax_history_bwd[0, [0, 2]].gt(0).all()
 
 
 def test_a_module_that_did_not_run_keeps_its_scales():
@@ -207,7 +209,7 @@ def test_a_module_that_did_not_run_keeps_its_scales():
 
 def steps(name, recipe, mode, device):
     """Four training steps; all that must not depend on the recomputation."""
-    registry.pending = 0
+    amax_groups.pending = 0
     model = torch.nn.ModuleList([build(name, device), build("Linear", device)])
     found = {}
     before = fp8_gemm_count()
@@ -270,7 +272,7 @@ def test_resume_is_bitwise(name, recipe):
     saved = copy.deepcopy(module.state_dict())
     assert any("fp8_state" in key for key in saved) == chosen.keeps_state
     run(module, optimizer, range(3, 6))
-    registry.pending = 0
+    amax_groups.pending = 0
     other = MODULES[name]()
     other.load_state_dict(saved, strict=True)
     run(other, torch.optim.SGD(other.parameters(), lr=0.1), range(3, 6))
@@ -334,13 +336,13 @@ def test_evaluation_leaves_the_training_alone(name, mode, other):
     evaluated = build(name)
     train(evaluated, SCALES_MOVE)
     plain = copy.deepcopy(evaluated)
-    before, pending = state_of(evaluated), registry.pending
+    before, pending = state_of(evaluated), amax_groups.pending
     with mode(), fp8_autocast(True, evaluation):
         evaluated(1000 * torch.randn(8, 32))
     assert same_bits(before, state_of(evaluated))
-    assert registry.pending == pending
+    assert amax_groups.pending == pending
     for module in (plain, evaluated):
-        registry.pending = pending
+        amax_groups.pending = pending
         module.zero_grad()
         train(module, SCALES_MOVE, 2)
     flush_fp8_state()

@@ -130,8 +130,8 @@ def test_calibrating():
         inp = x.clone().requires_grad_()
         with fp8_autocast(False, scheme, calibrating=True):
             each(inp).backward(dy)
-    assert torch.equal(module._fp8.amax_history_fwd, twin._fp8.amax_history_fwd)
-    assert module._fp8.amax_history_fwd[0, 1] > 0
+    assert torch.equal(module.fp8_state.amax_history_fwd, twin.fp8_state.amax_history_fwd)
+    assert module.fp8_state.amax_history_fwd[0, 1] > 0
     assert torch.equal(module.weight.grad, twin.weight.grad)
 
 

@@ -22,7 +22,7 @@ from graph_models import (
 )
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.state import registry
+from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.graphs.capture import no_collection
 from apex_te.graphs.graphed_callables import make_graphed_callables
@@ -95,11 +95,11 @@ def test_captured_weights_are_cached(recipe):
     assert_same_bits([again.rowwise, again.columnwise, again.rowwise_scale_inv], before)
     if recipe.keeps_state:
         assert again is held
-        assert other._fp8.amax_history_fwd[0, 1] == 0  # of the weight; the input's is staged
-        assert other._fp8.amax_history_fwd[0, 0] == x.abs().max()
+        assert other.fp8_state.amax_history_fwd[0, 1] == 0  # of the weight; the input's is staged
+        assert other.fp8_state.amax_history_fwd[0, 0] == x.abs().max()
         kept.noop.zero_()
         run(captured, other, x, recipe)
-        assert other._fp8.amax_history_fwd[0, 1] == other.weight.abs().max()
+        assert other.fp8_state.amax_history_fwd[0, 1] == other.weight.abs().max()
 
 
 def test_captured_weights_must_be_known():
@@ -183,8 +183,8 @@ def test_weights_held_in_fp8(name):
     batches = data(6)
     with fp8_autocast(True, recipe):  # keeps a transposed copy of the weights
         other(batches[0, 0], is_first_microbatch=True)
-    other._fp8.reset()
-    registry.pending = 0
+    other.fp8_state.reset()
+    amax_groups.pending = 0
     graphed(other, recipe, fp8_weight_caching=True)
     seen = []
     for m in (model, other):

@@ -19,7 +19,7 @@ from graph_models import (
 )
 
 from apex_te import Linear, fp8_autocast
-from apex_te.fp8.delayed.state import registry
+from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.recipe import DelayedScaling
 
@@ -84,11 +84,11 @@ def test_capture_changes_nothing():
     x = batches[0, 0].clone().requires_grad_()
     with fp8_autocast(True, DELAYED):
         model(x).backward(batches[0, 1])
-    pending, before = registry.pending, fp8_state(model)
+    pending, before = amax_groups.pending, fp8_state(model)
     grads = [p.grad.clone() for p in model.parameters()]
     random = torch.cuda.get_rng_state(), torch.get_rng_state()
     make_graphed_callables(model, (x,), fp8_enabled=True, fp8_recipe=DELAYED)
-    assert registry.pending == pending == 1
+    assert amax_groups.pending == pending == 1
     assert_same_bits(fp8_state(model), before)
     assert_same_bits([p.grad for p in model.parameters()], grads)
     assert model.calls == 1
@@ -117,11 +117,11 @@ def test_a_history_of_another_length_is_kept():
     model, batches = layer(Linear), data(2)
     with fp8_autocast(True, DelayedScaling(amax_history_len=8)):
         model(batches[0, 0]).backward(batches[0, 1])
-    staged = model._fp8.amax_history_fwd[0].clone()
+    staged = model.fp8_state.amax_history_fwd[0].clone()
     with pytest.warns(UserWarning, match="trimmed from length 8 to 4"):
         graphed(model, DELAYED)
-    assert torch.equal(model._fp8.amax_history_fwd[0], staged)
-    assert torch.equal(model._fp8.scale_fwd, torch.ones(3, device="cuda"))
+    assert torch.equal(model.fp8_state.amax_history_fwd[0], staged)
+    assert torch.equal(model.fp8_state.scale_fwd, torch.ones(3, device="cuda"))
 
 
 @on_gpu
@@ -143,7 +143,7 @@ def test_what_was_not_captured_runs_as_before():
 
     assert replays(region) == 1
     assert replays(lambda: model(x)) == 1  # which enters its own region
-    assert registry.pending == 1
+    assert amax_groups.pending == 1
     before = fp8_state(model)
     with torch.no_grad():
         assert replays(region) == 0
@@ -193,7 +193,7 @@ def test_calls_are_checked():
     second.backward(dy, retain_graph=True)
     with pytest.raises(RuntimeError, match="overwritten by its own backward"):
         second.backward(dy)
-    model._fp8.resize(9)
+    model.fp8_state.resize(9)
     with fp8_autocast(True, DELAYED), pytest.raises(RuntimeError, match="FP8 state must stay"):
         model(x)
     graphed(model, DELAYED)  # again, while the autograd graphs from before are alive

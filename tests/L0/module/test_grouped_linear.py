@@ -95,7 +95,7 @@ def test_without_fp8_it_is_linear_on_each_group(dtype, bias, device):
     for name, value in parameters.items():
         assert torch.equal(value.grad, plain[name].grad)
         assert value.grad.dtype == dtype
-    assert not module._fp8.allocated
+    assert not module.fp8_state.allocated
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -126,13 +126,15 @@ def test_equals_a_linear_for_each_group(name, splits, device):
     for i, rows in enumerate(splits):
         if rows:
             assert torch.equal(
-                grouped._fp8.scale_fwd[3 * i : 3 * i + 2], modules[i]._fp8.scale_fwd[:2]
+                grouped.fp8_state.scale_fwd[3 * i : 3 * i + 2], modules[i].fp8_state.scale_fwd[:2]
             )
-            assert torch.equal(grouped._fp8.scale_bwd[2 * i], modules[i]._fp8.scale_bwd[0])
+            assert torch.equal(
+                grouped.fp8_state.scale_bwd[2 * i], modules[i].fp8_state.scale_bwd[0]
+            )
         else:  # keeps its scales and its first step
-            assert grouped._fp8.scale_fwd[3 * i : 3 * i + 3].eq(1).all()
+            assert grouped.fp8_state.scale_fwd[3 * i : 3 * i + 3].eq(1).all()
             if name == "first":
-                assert all(grouped._fp8.first_due[3 * i : 3 * i + 3])
+                assert all(grouped.fp8_state.first_steps.due[3 * i : 3 * i + 3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -206,11 +208,11 @@ def test_evaluation_changes_nothing():
     for _ in range(2):  # the same amaxes twice: the scales that an evaluation reads are these
         with fp8_autocast(True, DELAYED):
             expected = module(x, SPLITS)
-    before = copy.deepcopy(module._fp8)
+    before = copy.deepcopy(module.fp8_state)
     for guard in (torch.no_grad, torch.inference_mode):
         with guard(), fp8_autocast(True, DELAYED):
             assert torch.equal(module(x, SPLITS), expected)
-    assert torch.equal(before.amax_history_fwd, module._fp8.amax_history_fwd)
+    assert torch.equal(before.amax_history_fwd, module.fp8_state.amax_history_fwd)
 
 
 def test_frozen_parts():
@@ -242,11 +244,11 @@ def test_calibrating_stages_what_fp8_would():
     with fp8_autocast(True, scheme):
         other(x, SPLITS).backward(dy)
     assert torch.equal(out, GroupedLinear.forward(module, x, SPLITS))
-    histories = module._fp8.amax_history_fwd[0], other._fp8.amax_history_fwd[0]
+    histories = module.fp8_state.amax_history_fwd[0], other.fp8_state.amax_history_fwd[0]
     used = [0, 1, 6, 7, 9, 10]  # input and weight of the groups with rows
     assert torch.equal(histories[0], histories[1])
     assert histories[0].nonzero().flatten().tolist() == used
-    assert torch.equal(module._fp8.amax_history_bwd[0], other._fp8.amax_history_bwd[0])
+    assert torch.equal(module.fp8_state.amax_history_bwd[0], other.fp8_state.amax_history_bwd[0])
 
 
 @pytest.mark.parametrize("fp8", [True, False])
@@ -273,7 +275,7 @@ def test_recompute_is_bitwise_equal(reentrant):
         again.sum().backward()
         assert torch.equal(inputs[0].grad, inputs[1].grad)
     assert_same_bits([p.grad for p in module.parameters()], [p.grad for p in other.parameters()])
-    assert torch.equal(module._fp8.amax_history_fwd, other._fp8.amax_history_fwd)
+    assert torch.equal(module.fp8_state.amax_history_fwd, other.fp8_state.amax_history_fwd)
 
 
 @pytest.mark.parametrize(
@@ -297,8 +299,8 @@ def test_compiles(name):
     for value, wanted in zip(other.parameters(), module.parameters(), strict=True):
         assert torch.equal(value.grad, wanted.grad)
     if name == "delayed":
-        assert torch.equal(module._fp8.amax_history_fwd, other._fp8.amax_history_fwd)
-        assert torch.equal(module._fp8.amax_history_bwd, other._fp8.amax_history_bwd)
+        assert torch.equal(module.fp8_state.amax_history_fwd, other.fp8_state.amax_history_fwd)
+        assert torch.equal(module.fp8_state.amax_history_bwd, other.fp8_state.amax_history_bwd)
 
 
 def test_double_backward_raises():

@@ -66,7 +66,7 @@ def test_in_high_precision(device, rows, splits, dtype):
     step(module, other, x, dy, splits, rows, contextlib.nullcontext)
     for name, grad in gradients(other).items():
         assert_close(gradients(module)[name], grad)
-    assert not module._fp8.allocated
+    assert not module.fp8_state.allocated
 
 
 @pytest.mark.parametrize("sizes", [(20, 12), (24, 8)])
@@ -120,8 +120,10 @@ def test_first_step_waits_for_rows(device):
         region = lambda: fp8_autocast(True, RECIPES["first"])  # noqa: E731
         step(module, other, x, dy, splits, 40, region)
         assert_same_state(module, other)
-        used = [scale != 1 for scale in module._fp8.scale_fwd[::3].tolist()]
-        assert used[: len(splits)] == [scale != 1 for scale in other._fp8.scale_fwd[::3].tolist()]
+        used = [scale != 1 for scale in module.fp8_state.scale_fwd[::3].tolist()]
+        assert used[: len(splits)] == [
+            scale != 1 for scale in other.fp8_state.scale_fwd[::3].tolist()
+        ]
     assert all(used)
 
 
@@ -231,11 +233,11 @@ def test_evaluation(device, name, guard):
     for _ in range(2):  # the same amaxes twice: the scales that an evaluation reads are these
         with region():
             expected = module(x, splits)
-    before = copy.deepcopy(module._fp8)
+    before = copy.deepcopy(module.fp8_state)
     with guard(), region():
         assert torch.equal(module(x, splits), expected)
     if name == "delayed":
-        assert torch.equal(before.amax_history_fwd, module._fp8.amax_history_fwd)
+        assert torch.equal(before.amax_history_fwd, module.fp8_state.amax_history_fwd)
 
 
 def test_calibrating_stages_what_a_list_does(device):
@@ -246,8 +248,8 @@ def test_calibrating_stages_what_a_list_does(device):
     region = lambda: fp8_autocast(False, scheme, calibrating=True)  # noqa: E731
     step(module, other, x, dy, [5, 0, 16, 3], 30, region)
     assert_same_state(module, other)
-    assert module._fp8.amax_history_fwd[0].count_nonzero() == 6
-    assert module._fp8.amax_history_bwd[0].count_nonzero() == 3
+    assert module.fp8_state.amax_history_fwd[0].count_nonzero() == 6
+    assert module.fp8_state.amax_history_bwd[0].count_nonzero() == 3
 
 
 @pytest.mark.parametrize("name", [None, "delayed"])

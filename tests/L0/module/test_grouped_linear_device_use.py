@@ -122,11 +122,11 @@ def test_copies_do_not_share_quantizers(device):
     with fp8_autocast(True, scheme):
         module(x, splits).sum().backward()
     other = copy.deepcopy(module)
-    before = module._fp8.amax_history_fwd.clone()
+    before = module.fp8_state.amax_history_fwd.clone()
     with fp8_autocast(True, scheme):
         other(x * 100, splits)
-    assert torch.equal(module._fp8.amax_history_fwd, before)
-    assert other._fp8.amax_history_fwd[0, 0] > 50 * before[0, 0]
+    assert torch.equal(module.fp8_state.amax_history_fwd, before)
+    assert other.fp8_state.amax_history_fwd[0, 0] > 50 * before[0, 0]
 
 
 def test_one_group(device):

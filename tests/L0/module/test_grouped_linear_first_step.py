@@ -69,8 +69,8 @@ def moved(module):
 
 
 def resized(module):
-    module._fp8.resize(11)  # a pair of lengths that no other test has
-    module._fp8.resize(4)
+    module.fp8_state.resize(11)  # a pair of lengths that no other test has
+    module.fp8_state.resize(4)
     return module
 
 
@@ -173,5 +173,5 @@ def test_a_graph_has_the_first_step():
         with fp8_autocast(True, FIRST):
             graphed(x, splits)
             other(x, counts)
-        assert torch.equal(module._fp8.scale_fwd, other._fp8.scale_fwd)
+        assert torch.equal(module.fp8_state.scale_fwd, other.fp8_state.scale_fwd)
     assert due(module)[:12] == due(other)[:12]

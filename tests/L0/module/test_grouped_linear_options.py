@@ -182,7 +182,7 @@ def test_construction(device):
     text = repr(GroupedLinear(2, 4, 6, False, return_bias=True))
     assert "num_gemms=2, in_features=4, out_features=6, bias=False, return_bias=True" in text
     init_fp8_state(module, DELAYED)
-    assert module._fp8.scale_fwd.shape == (9,)
+    assert module.fp8_state.scale_fwd.shape == (9,)
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,16 @@ class TestLayerNormLinear(NormedModuleCases, NormedModuleUses):
         module = self.make(parameters_split=("a", "b"))
         expected = self.run(module, RECIPES[recipe])
         for first in (True, False):
-            module._fp8.reset()
+            module.fp8_state.reset()
             assert same_bits(expected, self.run(module, RECIPES[recipe], is_first_microbatch=first))
         kept = module._modes.weight_cache[0]
         self.run(module, RECIPES[recipe], is_first_microbatch=False)
         assert module._modes.weight_cache[0] is kept
         with torch.no_grad():
             module.b_weight.mul_(2)
-        module._fp8.reset()
+        module.fp8_state.reset()
         expected = self.run(module, RECIPES[recipe])
-        module._fp8.reset()
+        module.fp8_state.reset()
         found = self.run(module, RECIPES[recipe], is_first_microbatch=False)
         assert same_bits(expected, found)
 

@@ -38,7 +38,7 @@ class TestLayerNormMLP(NormedModuleCases, NormedModuleUses):
         module, x, dy = self.make(activation=activation), self.x(8, 32), torch.randn(8, 32)
         found = []
         for rest in (True, False):
-            module._fp8.reset()
+            module.fp8_state.reset()
             module.zero_grad()
             for name, parameter in module.named_parameters():
                 parameter.requires_grad_(rest or name == "fc1_bias")

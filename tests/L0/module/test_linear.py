@@ -80,7 +80,7 @@ def test_non_contiguous_input_and_gradient(device):
     module = Linear(32, 16, device=device)
     wide, dy = torch.randn(32, 24).to(device), torch.randn(16, 24).to(device)
     strided = run(module, wide.t(), dy.t()), module.weight.grad.clone()
-    module._fp8.reset()
+    module.fp8_state.reset()
     packed = run(module, wide.t().contiguous(), dy.t().contiguous()), module.weight.grad
     assert torch.equal(strided[0][0], packed[0][0])
     assert torch.equal(strided[0][1], packed[0][1])
@@ -119,7 +119,7 @@ def test_without_fp8_it_is_torch_linear():
     assert torch.equal(dx, x.grad)
     assert torch.equal(module.weight.grad, plain.weight.grad)
     assert isinstance(module, torch.nn.Linear)
-    assert not module._fp8.allocated
+    assert not module.fp8_state.allocated
 
 
 def saved_tensors(module, x):

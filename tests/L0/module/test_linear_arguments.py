@@ -25,7 +25,7 @@ DY = torch.randn(12, 48, generator=torch.Generator().manual_seed(4))
 
 
 def run(module, recipe, **options):
-    module._fp8.reset()
+    module.fp8_state.reset()
     chosen = RECIPES.get(recipe, recipe)
     return results(module, X, None, [DY], chosen, **options)
 
@@ -91,7 +91,7 @@ def test_a_weight_that_is_passed_is_not_taken_for_the_cached_one(recipe):
     run(module, recipe, is_first_microbatch=True)
     other = linear()
     given = {"weight": other.weight.detach(), "bias": other.bias.detach()}
-    module._fp8.reset()
+    module.fp8_state.reset()
     with torch.no_grad(), fp8_autocast(True, RECIPES[recipe]):
         found = module(X, **given, is_first_microbatch=False)
         expected = module(X, **given)
@@ -198,7 +198,7 @@ def test_the_original_input_is_cast_with_the_scale_of_its_forward():
         for _ in range(2):
             with fp8_autocast(True, recipe):
                 module(1000 * X)
-        assert module._fp8.scale_fwd[0] != 1
+        assert module.fp8_state.scale_fwd[0] != 1
         out.backward(DY)
         found.append(module.weight.grad)
     assert torch.equal(*found)

@@ -63,7 +63,7 @@ def test_cached_weight_keeps_its_scale_inv_while_the_live_scale_moves():
         out = forward(module, x, False, recipe=recipe)
         # with the live scale_inv the result would be wrong by the ratio of the scales
         assert (out - exact).norm() < 1.1 * (first - exact).norm()
-    assert module._fp8.scale_fwd[1] > 100
+    assert module.fp8_state.scale_fwd[1] > 100
 
 
 @pytest.mark.parametrize("change", ["in place", "load", "optimizer", "swap"])

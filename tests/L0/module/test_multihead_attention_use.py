@@ -109,7 +109,7 @@ class TestFP8:
     def test_checkpoint_and_microbatch(self):
         module = build(input_layernorm=True)
         x = torch.randn(16, 2, HIDDEN).requires_grad_()
-        module._modules["layernorm_qkv"]._fp8.reset()
+        module._modules["layernorm_qkv"].fp8_state.reset()
         start = copy.deepcopy(module.state_dict())
         found = []
         for kwargs in ({}, {"checkpoint_core_attention": True}, {"is_first_microbatch": True}):

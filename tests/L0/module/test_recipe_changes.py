@@ -68,7 +68,7 @@ def test_delayed_scales_follow_a_changed_format(second):
         if step == 0:
             continue  # with scale 1
         expected = 448.0 if recipe.fp8_format is Format.E4M3 else 57344.0
-        assert module._fp8.scale_bwd[0] == torch.tensor(expected) / dy.abs().max()
+        assert module.fp8_state.scale_bwd[0] == torch.tensor(expected) / dy.abs().max()
         assert min(sqnr(exact[n], found[n]) for n in ("input", "weight")) > 20
 
 
@@ -79,7 +79,7 @@ def test_delayed_scales_follow_a_changed_margin():
             module(x).sum().backward()
         if step:
             expected = torch.tensor(448.0 if step < 2 else 56.0) / x.abs().max()
-            assert module._fp8.scale_fwd[0] == expected
+            assert module.fp8_state.scale_fwd[0] == expected
 
 
 def test_the_wgrad_override_is_read_at_each_region():

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
+from apex_te.fp8.delayed.update import _failures
 from apex_te.recipe import DelayedScaling
 
 GOOD = DelayedScaling(amax_history_len=3)
@@ -41,7 +43,7 @@ def step(module, recipe, value):
 
 
 def snapshot(module):
-    return {name: getattr(module._fp8, name).clone() for name in TENSORS}
+    return {name: getattr(module.fp8_state, name).clone() for name in TENSORS}
 
 
 def unchanged(module, before):
@@ -53,7 +55,7 @@ def _no_failures():
     """A broken model that lives on would be heard of in other tests."""
     yield
     gc.collect()
-    registry._failures.clear()
+    _failures.clear()
 
 
 @pytest.fixture(params=["amax_compute_algo", "scaling_factor_compute_algo"])
@@ -81,12 +83,12 @@ def test_the_region_of_the_recipe_raises_once(name):
         assert before[staged][0].any()
         before[staged][0] = 0
     assert unchanged(module, before)
-    assert registry.pending == 0
+    assert amax_groups.pending == 0
     flush_fp8_state()  # it was said: nothing more comes
     algorithm.broken = False
     step(module, recipe, 8)
     step(module, recipe, 8)
-    assert module._fp8.scale_fwd[0] == 56
+    assert module.fp8_state.scale_fwd[0] == 56
 
 
 def test_other_models_go_on_as_if_alone(name):
@@ -118,11 +120,11 @@ def test_other_models_are_not_stopped_while_the_bad_one_lives(name):
         for value in (2, 4, 8):
             step(other, GOOD, value)
     assert len(seen) == 1  # nothing is staged any more, and nothing fails again
-    assert other._fp8.scale_fwd[0] == 448 / 4
+    assert other.fp8_state.scale_fwd[0] == 448 / 4
     with pytest.raises(RuntimeError, match="no scale today"):
         step(bad, recipe, 2)
     step(other, GOOD, 2)
-    assert other._fp8.scale_fwd[0] == 448 / 8
+    assert other.fp8_state.scale_fwd[0] == 448 / 8
 
 
 def test_only_the_states_that_fail_stay_behind():
@@ -140,21 +142,21 @@ def test_only_the_states_that_fail_stay_behind():
     out.backward()
     with pytest.raises(RuntimeError, match=r"update of Linear\(.*\) failed.*too large \("):
         flush_fp8_state()
-    assert fine._fp8.scale_fwd[0] == 112
-    assert large._fp8.scale_fwd.eq(1).all()
-    assert large._fp8.amax_history_fwd.eq(0).all()
+    assert fine.fp8_state.scale_fwd[0] == 112
+    assert large.fp8_state.scale_fwd.eq(1).all()
+    assert large.fp8_state.amax_history_fwd.eq(0).all()
 
 
 def test_a_flush_updates_all_others_first(name):
     _, recipe = broken(name)
     bad, other = Linear(16, 16), Linear(16, 16)
     step(bad, recipe, 2)
-    registry.pending = 0
+    amax_groups.pending = 0
     step(other, GOOD, 4)
     with pytest.raises(RuntimeError, match="no scale today"):
         flush_fp8_state()
-    assert other._fp8.scale_fwd[0] == 112
-    assert registry.pending == 0
+    assert other.fp8_state.scale_fwd[0] == 112
+    assert amax_groups.pending == 0
     flush_fp8_state()
 
 
@@ -165,7 +167,7 @@ def test_another_recipe_ends_it(name):
     with pytest.warns(RuntimeWarning, match="no scale today"):
         step(module, GOOD, 4)
     step(module, GOOD, 4)
-    assert module._fp8.scale_fwd[0] == 112
+    assert module.fp8_state.scale_fwd[0] == 112
 
 
 @pytest.mark.parametrize("error", [TypeError("t"), ValueError("v"), NotImplementedError("n")])
@@ -193,7 +195,7 @@ def test_scales_without_a_finite_inverse_are_not_taken(scale):
     module = Linear(16, 16)
     step(module, recipe, 2)
     flush_fp8_state()
-    state = module._fp8
+    state = module.fp8_state
     expected = torch.finfo(torch.float32).max if scale == float("inf") else 1
     assert state.scale_fwd[0] == expected
     assert state.scale_inv_fwd[0] == 1 / state.scale_fwd[0]
@@ -211,7 +213,7 @@ def test_calibration_raises_as_it_is_left(name):
         module(torch.ones(2, 16))
     with torch.no_grad(), fp8_autocast(False, GOOD, calibrating=True):
         module(torch.full((2, 16), 4.0))
-    assert module._fp8.scale_fwd[0] == 112
+    assert module.fp8_state.scale_fwd[0] == 112
 
 
 def test_evaluation_reads_what_there_is(name):
@@ -223,7 +225,7 @@ def test_evaluation_reads_what_there_is(name):
     with torch.no_grad(), fp8_autocast(True, recipe):
         out = bad(step_with)
         good(step_with)
-    registry.pending = 0
+    amax_groups.pending = 0
     with torch.no_grad(), fp8_autocast(True, recipe):
         assert torch.equal(out, bad(step_with))
 
@@ -234,11 +236,11 @@ def test_a_first_step_that_fails_is_still_due(name):
     module = Linear(16, 16)
     with pytest.raises(ArithmeticError, match="no scale today"):
         step(module, recipe, 2)
-    assert module._fp8.first_due == [True] * 5
+    assert module.fp8_state.first_steps.due == [True] * 5
     algorithm.broken = False
-    registry.pending = 0
+    amax_groups.pending = 0
     step(module, recipe, 8)
-    assert module._fp8.scale_fwd[0] == 56
+    assert module.fp8_state.scale_fwd[0] == 56
 
 
 def test_a_poisoned_recipe_of_the_kernel_stops_nobody_else(device):
@@ -258,6 +260,6 @@ def test_a_poisoned_recipe_of_the_kernel_stops_nobody_else(device):
 
     with pytest.warns(RuntimeWarning, match="margin must be from -64 to 64, got 100"):
         train()
-    assert other._fp8.scale_fwd[0] == 112
+    assert other.fp8_state.scale_fwd[0] == 112
     with pytest.raises(ValueError, match="margin must be"):
         flush_fp8_state()

@@ -6,12 +6,15 @@ import pytest
 import torch
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast, init_fp8_state
-from apex_te.fp8.delayed.state import TENSORS, nonfinite_count, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.registry import registry
+from apex_te.fp8.delayed.scale_formula import nonfinite_count
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling, Format
 
 
 def snapshot(*modules):
-    return [getattr(m._fp8, name).clone() for m in modules for name in TENSORS]
+    return [getattr(m.fp8_state, name).clone() for m in modules for name in TENSORS]
 
 
 def same(a, b):
@@ -28,7 +31,7 @@ def step(module, recipe, value, **kwargs):
 
 
 def input_scale(module):
-    return module._fp8.scale_fwd[0].item()
+    return module.fp8_state.scale_fwd[0].item()
 
 
 def test_scales_by_hand():
@@ -41,8 +44,8 @@ def test_scales_by_hand():
         step(module, recipe, value)
         used.append(input_scale(module))
     assert used == [448 / 8] * 4 + [448 / 4]
-    assert module._fp8.amax_history_fwd[:, 0].tolist() == [2.0, 3.0, 2.0, 2.0]
-    assert module._fp8.scale_bwd[0].item() == 57344.0  # the gradient of a sum is 1
+    assert module.fp8_state.amax_history_fwd[:, 0].tolist() == [2.0, 3.0, 2.0, 2.0]
+    assert module.fp8_state.scale_bwd[0].item() == 57344.0  # the gradient of a sum is 1
     flush_fp8_state()
     assert input_scale(module) == pytest.approx(448 / 3)
     before = snapshot(module)
@@ -69,7 +72,7 @@ def test_scale_options(options, expected):
     assert input_scale(module) == pytest.approx(expected, rel=1e-6)
     gradient = 448.0 if options.get("fp8_format") else 57344.0
     if set(options) <= {"fp8_format", "amax_compute_algo"} and "amax" not in str(options):
-        assert module._fp8.scale_bwd[0].item() == gradient
+        assert module.fp8_state.scale_bwd[0].item() == gradient
 
 
 def test_interval_counts_regions():
@@ -91,13 +94,13 @@ def test_nested_regions_count_once_and_disabled_ones_record_nothing():
             a(2 * x)
         with fp8_autocast(enabled=False):
             b(x)
-    assert registry.pending == 1
-    assert a._fp8.amax_history_fwd[0, 0] == 2
-    assert not b._fp8.allocated
+    assert amax_groups.pending == 1
+    assert a.fp8_state.amax_history_fwd[0, 0] == 2
+    assert not b.fp8_state.allocated
     with fp8_autocast(enabled=False):
         a(8 * x)
-    assert registry.pending == 1
-    assert a._fp8.amax_history_fwd[0, 0] == 2
+    assert amax_groups.pending == 1
+    assert a.fp8_state.amax_history_fwd[0, 0] == 2
 
 
 def test_calibrating_records_in_high_precision():
@@ -108,7 +111,7 @@ def test_calibrating_records_in_high_precision():
     (out * 3).sum().backward()
     plain = torch.nn.functional.linear(x, module.weight, module.bias)
     assert torch.equal(out, plain)
-    state = module._fp8
+    state = module.fp8_state
     assert state.amax_history_fwd[0, 0] == x.abs().max()
     assert state.amax_history_fwd[0, 1] == module.weight.abs().max()
     assert state.amax_history_bwd[0, 0] == 3
@@ -129,12 +132,12 @@ def test_evaluation_changes_nothing(inference):
     recipe, module = DelayedScaling(amax_history_len=3), Linear(16, 16)
     step(module, recipe, 8.0)
     step(module, recipe, 4.0)
-    before, pending = snapshot(module), registry.pending
+    before, pending = snapshot(module), amax_groups.pending
     mode = torch.inference_mode() if inference else torch.no_grad()
     with mode, fp8_autocast(True, recipe):
         module(torch.full((2, 16), 1000.0))
     assert same(before, snapshot(module))
-    assert registry.pending == pending
+    assert amax_groups.pending == pending
 
 
 def test_evaluation_first_does_not_spoil_training():
@@ -151,8 +154,8 @@ def test_a_module_used_twice_keeps_the_larger_amax():
     with fp8_autocast(True, recipe):
         out = module(torch.full((1, 16), 8.0)).sum() + 5 * module(torch.full((1, 16), 2.0)).sum()
     out.backward()
-    assert module._fp8.amax_history_fwd[0, 0] == 8
-    assert module._fp8.amax_history_bwd[0, 0] == 5
+    assert module.fp8_state.amax_history_fwd[0, 0] == 8
+    assert module.fp8_state.amax_history_bwd[0, 0] == 5
 
 
 def test_a_module_that_did_not_run_keeps_its_scale():
@@ -172,14 +175,14 @@ def test_bad_amax_keeps_the_scale(value):
     step(module, recipe, 8.0)
     flush_fp8_state()
     count = nonfinite_count().item()
-    history = module._fp8.amax_history_fwd[:, 0].clone()
+    history = module.fp8_state.amax_history_fwd[:, 0].clone()
     x = torch.full((2, 16), value)
     with fp8_autocast(True, recipe):
         out = module(x)
     assert out.isnan().all() == math.isnan(value)
     flush_fp8_state()
     assert input_scale(module) == 56
-    assert torch.equal(module._fp8.amax_history_fwd[:, 0], history)
+    assert torch.equal(module.fp8_state.amax_history_fwd[:, 0], history)
     assert nonfinite_count().item() - count == (0 if value == 0 else 1)
 
 
@@ -196,11 +199,11 @@ def test_first_step_current_scales_from_the_tensor_itself():
     recipe, module = DelayedScaling(first_step="current", interval=2), Linear(16, 16)
     step(module, recipe, 8.0)
     assert input_scale(module) == 56
-    assert module._fp8.scale_fwd[1] == 448 / module.weight.abs().max()
-    assert module._fp8.scale_bwd[0] == 57344
+    assert module.fp8_state.scale_fwd[1] == 448 / module.weight.abs().max()
+    assert module.fp8_state.scale_bwd[0] == 57344
     step(module, recipe, 4.0)
     assert input_scale(module) == 56  # the first recorded cast only
-    assert module._fp8.first_due == [False, False, True, False, True]
+    assert module.fp8_state.first_steps.due == [False, False, True, False, True]
     step(module, recipe, 4.0)
     assert input_scale(module) == 56
 
@@ -215,15 +218,15 @@ def test_first_step_current_keeps_scale_one_for_zeros():
 def test_init_allocates_once():
     model = torch.nn.Sequential(Linear(16, 16), torch.nn.ReLU(), Linear(16, 16))
     init_fp8_state(model, DelayedScaling(amax_history_len=7))
-    addresses = [getattr(m._fp8, n).data_ptr() for m in model[::2] for n in TENSORS]
+    addresses = [getattr(m.fp8_state, n).data_ptr() for m in model[::2] for n in TENSORS]
     init_fp8_state(model, DelayedScaling(amax_history_len=9))
-    assert model[0]._fp8.history_length == 7
+    assert model[0].fp8_state.history_length == 7
     recipe = DelayedScaling(amax_history_len=7)
     for _ in range(3):
         with fp8_autocast(True, recipe):
             out = model(torch.randn(2, 16))
         out.sum().backward()
-    assert addresses == [getattr(m._fp8, n).data_ptr() for m in model[::2] for n in TENSORS]
+    assert addresses == [getattr(m.fp8_state, n).data_ptr() for m in model[::2] for n in TENSORS]
     with pytest.raises(TypeError, match=r"init_fp8_state: recipe must be a recipe .* got int"):
         init_fp8_state(model, 8)
 
@@ -234,12 +237,12 @@ def test_history_length_change_keeps_the_newest_and_warns_once():
         step(module, DelayedScaling(amax_history_len=5), value)
     with pytest.warns(UserWarning, match="trimmed from length 5 to 3"):
         step(module, DelayedScaling(amax_history_len=3), 1.0)
-    assert module._fp8.amax_history_fwd[:, 0].tolist() == [1.0, 4.0, 2.0]
+    assert module.fp8_state.amax_history_fwd[:, 0].tolist() == [1.0, 4.0, 2.0]
 
 
 def test_dead_modules_leave_the_registry():
-    alive = len(registry._states)
+    alive = len(registry._members)
     module = Linear(16, 16)
-    assert len(registry._states) == alive + 1
+    assert len(registry._members) == alive + 1
     del module
-    assert len(registry._states) == alive
+    assert len(registry._members) == alive

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast, init_fp8_state
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling, Format
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -33,7 +34,7 @@ def train(model, optimizer, steps, recipe=RECIPE):
 
 
 def everything(model):
-    states = [getattr(m._fp8, n) for m in model if isinstance(m, Linear) for n in TENSORS]
+    states = [getattr(m.fp8_state, n) for m in model if isinstance(m, Linear) for n in TENSORS]
     return [*states, *(p.detach() for p in model.parameters())]
 
 
@@ -63,9 +64,9 @@ def test_resume_is_bitwise(flush, first_step, interval, at):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, blob)
     losses = train(model, optimizer, range(at, at + 5), recipe)
     expected = [tensor.clone() for tensor in everything(model)]
-    due = [list(m._fp8.first_due) for m in model[::2]]
+    due = [list(m.fp8_state.first_steps.due) for m in model[::2]]
 
-    registry.pending = 0  # as in a new process
+    amax_groups.pending = 0  # as in a new process
     torch.manual_seed(9)
     other = build()
     blob.seek(0)
@@ -75,7 +76,7 @@ def test_resume_is_bitwise(flush, first_step, interval, at):
     resumed.load_state_dict(saved["optimizer"])
     assert train(other, resumed, range(at, at + 5), recipe) == losses
     assert equal(expected, everything(other))
-    assert due == [m._fp8.first_due for m in other[::2]]
+    assert due == [m.fp8_state.first_steps.due for m in other[::2]]
 
 
 def test_a_resumed_run_can_flush_before_its_first_region():
@@ -95,7 +96,7 @@ def test_functions_of_the_recipe_come_back_with_the_next_region():
     flush_fp8_state()
     other = build()
     other.load_state_dict(saved)
-    assert registry.pending == 1
+    assert amax_groups.pending == 1
     with fp8_autocast(True, recipe):
         pass
     assert equal(everything(model), everything(other))
@@ -106,9 +107,9 @@ def test_plain_linear_checkpoint_loads_strictly():
     model = trained()
     model.load_state_dict(plain.state_dict(), strict=True)
     assert torch.equal(model[0].weight, plain[0].weight)
-    assert model[0]._fp8.scale_fwd.eq(1).all()  # missing keys are the initial state
-    assert model[0]._fp8.amax_history_fwd.eq(0).all()
-    assert model[0]._fp8.first_due == [True] * 5
+    assert model[0].fp8_state.scale_fwd.eq(1).all()  # missing keys are the initial state
+    assert model[0].fp8_state.amax_history_fwd.eq(0).all()
+    assert model[0].fp8_state.first_steps.due == [True] * 5
     build().load_state_dict(plain.state_dict(), strict=True)
     assert list(build().state_dict()) == list(plain.state_dict())
 
@@ -150,7 +151,7 @@ def test_casts_leave_the_state_in_fp32(dtype):
     assert model[0].weight.dtype == dtype
     assert equal(before, everything(model)[:12])
     assert addresses == [t.data_ptr() for t in everything(model)[:12]]
-    assert model[0]._fp8.scale_fwd.dtype == torch.float32
+    assert model[0].fp8_state.scale_fwd.dtype == torch.float32
 
 
 def test_deepcopy_is_independent_and_registered():
@@ -176,13 +177,13 @@ def test_whole_module_survives_torch_save():
 def test_meta_then_to_empty():
     model = torch.nn.Sequential(Linear(16, 32, device="meta"), Linear(32, 16, device="meta"))
     init_fp8_state(model, RECIPE)
-    assert model[0]._fp8.device.type == "meta"
+    assert model[0].fp8_state.device.type == "meta"
     assert not any("fp8_state" in key for key in model.state_dict())
     model.to_empty(device="cpu")
     for module in model:
         module.reset_parameters()
-    assert model[0]._fp8.scale_fwd.tolist() == [1.0] * 3
-    assert model[0]._fp8.amax_history_bwd.eq(0).all()
+    assert model[0].fp8_state.scale_fwd.tolist() == [1.0] * 3
+    assert model[0].fp8_state.amax_history_bwd.eq(0).all()
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2))
     source = trained()
     state = {k.replace("2.", "1.", 1): v for k, v in source.state_dict().items()}
@@ -190,20 +191,20 @@ def test_meta_then_to_empty():
     fresh.load_state_dict(state, assign=True)
     assert equal(everything(source), everything(fresh))
     model.to("meta")
-    assert model[0]._fp8.device.type == "meta"
+    assert model[0].fp8_state.device.type == "meta"
 
 
 @pytest.mark.parametrize("length", [2, 6])
 def test_other_history_length_is_trimmed_or_padded(length):
-    from apex_te.fp8.delayed.history import _resized
+    from apex_te.fp8.delayed.state import _warned
 
     model, other = trained(4), build()
-    _resized.clear()
+    _warned.clear()
     init_fp8_state(other, DelayedScaling(amax_history_len=length))
     with pytest.warns(UserWarning, match=f"from length 4 to {length}") as seen:
         other.load_state_dict(model.state_dict())
     assert len(seen) == 1
-    old, new = model[0]._fp8.amax_history_fwd, other[0]._fp8.amax_history_fwd
+    old, new = model[0].fp8_state.amax_history_fwd, other[0].fp8_state.amax_history_fwd
     assert new.shape[0] == length
     assert torch.equal(old[0], new[0])
     kept = min(4, length) - 1
@@ -237,7 +238,7 @@ def test_bad_headers_are_refused(changes, message):
     model = build()
     with pytest.raises(RuntimeError, match=message):
         model.load_state_dict(header(**changes))
-    assert not model[0]._fp8.allocated
+    assert not model[0].fp8_state.allocated
 
 
 @pytest.mark.parametrize(
@@ -347,9 +348,9 @@ def test_what_is_refused_leaves_the_module_as_it_was(what, used, device):
     if used:
         with fp8_autocast(True, DelayedScaling(amax_history_len=6)):
             module(torch.full((2, 16), 3.0, device=device)).sum().backward()
-    registry.pending = 3
-    fp8 = module._fp8
-    allocated, recipe, due = fp8.allocated, fp8.recipe, list(fp8.first_due)
+    amax_groups.pending = 3
+    fp8 = module.fp8_state
+    allocated, recipe, due = fp8.allocated, fp8.recipe, list(fp8.first_steps.due)
     before = {k: v.clone() for k, v in module.state_dict().items()}
     own = {k[2:]: v for k, v in state.items() if k.startswith("0.")}
     with pytest.raises(RuntimeError, match=rf"FP8State: fp8_state\..*{message}"):
@@ -357,20 +358,22 @@ def test_what_is_refused_leaves_the_module_as_it_was(what, used, device):
     after = module.state_dict()
     assert list(after) == list(before)
     assert equal(before.values(), after.values())
-    assert (fp8.allocated, fp8.recipe, fp8.first_due) == (allocated, recipe, due)
-    assert registry.pending == 3
+    assert (fp8.allocated, fp8.recipe, fp8.first_steps.due) == (allocated, recipe, due)
+    assert amax_groups.pending == 3
 
 
 def test_weights_that_do_not_fit_leave_the_fp8_state():
     source, model = trained(5), trained(2)
     state = source.state_dict()
     state["0.weight"] = torch.zeros(3, 3)
-    states = [getattr(model[0]._fp8, name) for name in TENSORS]
+    states = [getattr(model[0].fp8_state, name) for name in TENSORS]
     before = [tensor.clone() for tensor in states]
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
         model.load_state_dict(state)
     assert equal(before, states)
-    assert torch.equal(model[2]._fp8.scale_fwd, source[2]._fp8.scale_fwd)  # by module, as in torch
+    assert torch.equal(
+        model[2].fp8_state.scale_fwd, source[2].fp8_state.scale_fwd
+    )  # by module, as in torch
 
 
 @pytest.mark.parametrize("staged", [NAN, INF])
@@ -379,10 +382,10 @@ def test_an_amax_that_awaits_its_update_may_be_anything(staged):
     state = changed(trained().state_dict(), "amax_history_fwd", (0, 0), staged)
     model = build()
     model.load_state_dict(state)
-    before = model[0]._fp8.scale_fwd[0].item()
+    before = model[0].fp8_state.scale_fwd[0].item()
     flush_fp8_state()
-    assert model[0]._fp8.scale_fwd[0] == before
-    assert model[0]._fp8.amax_history_fwd.isfinite().all()
+    assert model[0].fp8_state.scale_fwd[0] == before
+    assert model[0].fp8_state.amax_history_fwd.isfinite().all()
 
 
 def test_a_state_dict_in_16_bits_gets_its_inverses_again():
@@ -391,7 +394,7 @@ def test_a_state_dict_in_16_bits_gets_its_inverses_again():
     model = build()
     with pytest.warns(UserWarning, match=r"0\.fp8_state\.scale_inv_fwd was rounded and is made ag"):
         model.load_state_dict(rounded)
-    fp8 = model[0]._fp8
+    fp8 = model[0].fp8_state
     assert torch.equal(fp8.scale_fwd, state["0.fp8_state.scale_fwd"].bfloat16().float())
     assert torch.equal(fp8.scale_inv_fwd, fp8.scale_fwd.reciprocal())
 
@@ -402,7 +405,7 @@ def test_entries_without_values_suit_a_module_without():
         Linear(16, 32, device="meta"), torch.nn.GELU(), Linear(32, 16, device="meta")
     )
     model.load_state_dict(state, assign=True)
-    assert not model[0]._fp8.allocated
+    assert not model[0].fp8_state.allocated
 
 
 @pytest.mark.parametrize("used", [True, False])
@@ -414,13 +417,13 @@ def test_a_state_of_another_recipe_is_brought_to_the_modules(used):
     model = trained(1, own) if used else build()
     flush_fp8_state()
     model.load_state_dict(source.state_dict())
-    assert model[0]._fp8.recipe == saved
-    before = {way: getattr(source[0]._fp8, f"scale_{way}").clone() for way in ("fwd", "bwd")}
+    assert model[0].fp8_state.recipe == saved
+    before = {way: getattr(source[0].fp8_state, f"scale_{way}").clone() for way in ("fwd", "bwd")}
     for name in TENSORS:
-        assert torch.equal(getattr(model[0]._fp8, name), getattr(source[0]._fp8, name))
+        assert torch.equal(getattr(model[0].fp8_state, name), getattr(source[0].fp8_state, name))
     with fp8_autocast(True, own):
         model(torch.randn(8, 16))
-    fp8 = model[0]._fp8
+    fp8 = model[0].fp8_state
     assert fp8.recipe == own
     assert fp8.scale_fwd[0] == before["fwd"][0] / 2
     assert fp8.scale_bwd[0] == before["bwd"][0] * (448 / 57344) / 2
@@ -437,7 +440,7 @@ def test_compiled_code_follows_a_state_of_another_recipe():
     found = []
     for model, forward in ((eager, eager), (compiled, call)):
         for load in (False, True):
-            registry.pending = 0
+            amax_groups.pending = 0
             if load:
                 model.load_state_dict(source.state_dict())
             with fp8_autocast(True, own):
@@ -453,24 +456,24 @@ def test_copies_keep_the_update_that_is_pending(how, interval):
     """In a process that starts with the copy they go on as the original does."""
     recipe = DelayedScaling(amax_history_len=4, interval=interval)
     model = trained(4, recipe)
-    pending = registry.pending
+    pending = amax_groups.pending
     assert pending > 0
     blob = io.BytesIO()
     torch.save(model, blob)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if how == "deepcopy":
         other = copy.deepcopy(model)
-        assert registry.pending == pending
+        assert amax_groups.pending == pending
         losses = train(model, optimizer, range(4, 8), recipe)
         del model
-        registry.pending = pending
+        amax_groups.pending = pending
     else:
         losses = train(model, optimizer, range(4, 8), recipe)
         del model
-        registry.pending = 0
+        amax_groups.pending = 0
         blob.seek(0)
         other = torch.load(blob, weights_only=False)
-    assert registry.pending == pending
+    assert amax_groups.pending == pending
     assert train(other, torch.optim.SGD(other.parameters(), lr=0.1), range(4, 8), recipe) == losses
 
 
@@ -479,13 +482,13 @@ def test_a_copy_from_a_file_takes_no_update_from_the_process():
     flush_fp8_state()
     torch.save(model, blob)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3, 4))
-    assert registry.pending == 1
+    assert amax_groups.pending == 1
     blob.seek(0)
     other = torch.load(blob, weights_only=False)
-    assert registry.pending == 1
+    assert amax_groups.pending == 1
     flush_fp8_state()
-    assert model[0]._fp8.amax_history_fwd[0].eq(0).all()
-    assert other[0]._fp8.allocated
+    assert model[0].fp8_state.amax_history_fwd[0].eq(0).all()
+    assert other[0].fp8_state.allocated
 
 
 def test_an_allocation_that_fails_leaves_no_half(monkeypatch):
@@ -500,8 +503,8 @@ def test_an_allocation_that_fails_leaves_no_half(monkeypatch):
     with pytest.raises(MemoryError):
         init_fp8_state(module, RECIPE)
     monkeypatch.undo()
-    assert not module._fp8.allocated
-    assert not hasattr(module._fp8, "scale_fwd")
+    assert not module.fp8_state.allocated
+    assert not hasattr(module.fp8_state, "scale_fwd")
     init_fp8_state(module, RECIPE)
     assert "fp8_state.header" in module.state_dict()
 
@@ -521,4 +524,4 @@ def test_format_is_saved():
     model = trained(recipe=DelayedScaling(fp8_format=Format.E4M3))
     other = build()
     other.load_state_dict(model.state_dict())
-    assert other[0]._fp8.recipe.fp8_format is Format.E4M3
+    assert other[0].fp8_state.recipe.fp8_format is Format.E4M3

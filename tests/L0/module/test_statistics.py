@@ -229,7 +229,7 @@ def test_calibration_is_noted_and_stays_in_high_precision():
     assert noted["Linear.grad_output"]["amax"] == [1]
     flush_fp8_state()
     for name in ("amax_history_fwd", "amax_history_bwd"):
-        assert torch.equal(getattr(model._fp8, name), getattr(other._fp8, name))
+        assert torch.equal(getattr(model.fp8_state, name), getattr(other.fp8_state, name))
 
 
 def test_evaluation_recomputation_and_what_follows_are_not_noted():
@@ -249,7 +249,7 @@ def test_evaluation_recomputation_and_what_follows_are_not_noted():
     late.sum().backward()
     step(model, x, recipe)
     assert stats.to_dict() == before
-    assert model._fp8._wrap is None
+    assert model._fp8.observer is None
 
 
 def test_weight_cache_is_kept():

@@ -17,7 +17,7 @@ import apex_te
 from apex_te import fp8_autocast, is_fp8_enabled
 from apex_te.autocast import get_fp8_recipe
 from apex_te.distributed import enable_fp8_all_gather
-from apex_te.fp8.delayed.update import update_scales
+from apex_te.fp8.delayed.scale_formula import update_scales
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 
 
@@ -149,7 +149,7 @@ def test_a_name_stands_for_a_recipe_everywhere(name, kind):
         assert get_fp8_recipe() == kind()
     layer = apex_te.Linear(16, 16)
     apex_te.init_fp8_state(layer, name)
-    assert layer._fp8.allocated == kind.keeps_state
+    assert layer.fp8_state.allocated == kind.keeps_state
     with apex_te.quantized_model_init(recipe=name):
         held = apex_te.Linear(16, 16)
     assert type(held.weight).__name__ == "FP8Parameter"

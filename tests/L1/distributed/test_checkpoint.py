@@ -10,7 +10,8 @@ from torch import distributed
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import CurrentScaling, DelayedScaling
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 32, 64, 4, 8, 2
@@ -26,7 +27,7 @@ def _device(rank):
 def _train(rank, recipe, run):
     """Losses, gradients and FP8 state of steps with two microbatches in flight, with dropout."""
     device = _device(rank)
-    registry.pending = 0
+    amax_groups.pending = 0
     tracker = CudaRNGStatesTracker()
     tracker.add("model-parallel-rng", 100 + rank)
     torch.manual_seed(1)
@@ -49,7 +50,9 @@ def _train(rank, recipe, run):
             found += [out.detach(), x.grad]
         found += [p.grad.clone() for p in layer.parameters()]
     flush_fp8_state()
-    states = [m._fp8 for m in layer.modules() if hasattr(m, "_fp8") and m._fp8.allocated]
+    states = [
+        m.fp8_state for m in layer.modules() if hasattr(m, "fp8_state") and m.fp8_state.allocated
+    ]
     found += [getattr(state, name).clone() for state in states for name in TENSORS]
     return [*found, torch.rand(1), torch.rand(1, device=device), *tracker.get_states().values()]
 

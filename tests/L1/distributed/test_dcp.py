@@ -9,7 +9,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init, init_fp8_state
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.recipe import DelayedScaling
 
@@ -34,7 +35,7 @@ def _model(kind, seed):
         for module in model:
             fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    registry.pending = 0
+    amax_groups.pending = 0
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
@@ -72,10 +73,10 @@ def _content(model, optimizer):
     flush_fp8_state()
     content = {f"model.{k}": _full(p) for k, p in model.named_parameters()}
     for name, module in model.named_modules():
-        state = getattr(module, "_fp8", None)
+        state = getattr(module, "fp8_state", None)
         if state is not None and state.allocated:
             content.update({f"{name}.{t}": getattr(state, t).clone() for t in TENSORS})
-            content[f"{name}.due"] = torch.tensor(state.first_due)
+            content[f"{name}.due"] = torch.tensor(state.first_steps.due)
     for k, p in model.named_parameters():
         for key, value in optimizer.state[p].items():
             content[f"optimizer.{k}.{key}"] = _full(value)
@@ -151,7 +152,7 @@ def _plain_checkpoint(rank, path):
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load(states, checkpoint_id=path, planner=planner)
     model.load_state_dict(states["model"])
-    initial = all(getattr(model[0]._fp8, f"scale_{way}").eq(1).all() for way in ("fwd", "bwd"))
+    initial = all(getattr(model[0].fp8_state, f"scale_{way}").eq(1).all() for way in ("fwd", "bwd"))
     return torch.equal(model[0].weight, source[0].weight) and initial
 
 

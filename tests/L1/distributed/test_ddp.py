@@ -10,7 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.fp8.parameter.parameter import FP8Parameter
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
@@ -59,7 +60,9 @@ def _device(rank):
 
 
 def _states(model):
-    return [m._fp8 for m in model.modules() if hasattr(m, "_fp8") and m._fp8.allocated]
+    return [
+        m.fp8_state for m in model.modules() if hasattr(m, "fp8_state") and m.fp8_state.allocated
+    ]
 
 
 def _values(p):
@@ -72,7 +75,7 @@ def _train(rank, kind, recipe, ddp=None, steps=3, microbatches=1, in_fp8=None, s
     went, FP8 state and losses.
     """
     ranks, device = distributed.get_world_size(), _device(rank)
-    registry.pending = 0
+    amax_groups.pending = 0
     torch.manual_seed(1 if ddp is None else 1 + rank)  # DDP gives all ranks the weights of rank 0
     if ddp is not None and rank == 0:
         torch.manual_seed(1)
@@ -208,7 +211,7 @@ def _unused(rank, recipe):
     recipe = RECIPES[recipe]
     found = []
     for in_ddp in (True, False):
-        registry.pending = 0
+        amax_groups.pending = 0
         torch.manual_seed(1)
         model = _Branches()
         run = DistributedDataParallel(model, find_unused_parameters=True) if in_ddp else model
@@ -253,9 +256,9 @@ def _buffers(rank):
     for _ in range(3):
         with fp8_autocast(True, recipe):
             ddp(torch.full((4, HIDDEN), 1.0 + rank) + torch.rand(4, HIDDEN) / 8).sum().backward()
-    staged = model[0]._fp8.amax_history_fwd[0, 0].item()
+    staged = model[0].fp8_state.amax_history_fwd[0, 0].item()
     names = [name for name, _ in model.named_buffers()]
-    return model[0]._fp8.scale_fwd[0].item(), staged, names
+    return model[0].fp8_state.scale_fwd[0].item(), staged, names
 
 
 def test_fp8_state_is_not_broadcast(two_ranks):

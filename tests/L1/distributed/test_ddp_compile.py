@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.state import registry
+from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
 HIDDEN, FFN, TOKENS, STEPS = 32, 64, 8, 3
@@ -29,7 +29,7 @@ MODULES = {
 
 def _steps(model, scaling, rank, ranks, compiled_autograd=False):
     """Losses, and what becomes of the weights."""
-    registry.pending = 0
+    amax_groups.pending = 0
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     losses = []
     for step in range(STEPS):

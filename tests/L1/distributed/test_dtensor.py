@@ -76,10 +76,10 @@ def _against_own_arguments(rank, name, sequence_parallel, recipe):
         assert found.tensor_model_parallel == found.placements[0].is_shard()
     for a, b in zip(part.modules(), own.modules(), strict=True):
         assert repr(a).splitlines()[0] == repr(b).splitlines()[0]
-        state = getattr(a, "_fp8", None)
+        state = getattr(a, "fp8_state", None)
         if state is not None and state.allocated:
-            assert torch.equal(state.scale_fwd, b._fp8.scale_fwd)
-            assert torch.equal(state.scale_bwd, b._fp8.scale_bwd)
+            assert torch.equal(state.scale_fwd, b.fp8_state.scale_fwd)
+            assert torch.equal(state.scale_bwd, b.fp8_state.scale_bwd)
     return gathers
 
 

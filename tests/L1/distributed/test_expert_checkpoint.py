@@ -20,7 +20,8 @@ from apex_te.distributed.state_dict.model_and_optimizer import (
     set_state_dict,
 )
 from apex_te.distributed.state_dict.split_tensor import Parts, SplitTensor, parts_of
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling
 
 HIDDEN, FFN, HEADS = 32, 48, 8
@@ -82,7 +83,7 @@ class ExpertRun:
         self.optimizer = torch.optim.AdamW(
             [{"params": group, "weight_decay": 0.1 * i} for i, group in enumerate(groups)], lr=0.01
         )
-        registry.pending = 0
+        amax_groups.pending = 0
 
     def train(self, steps):
         losses = []
@@ -113,8 +114,8 @@ class ExpertRun:
             for key, value in self.optimizer.state[parameter].items():
                 found[key, name] = value.clone()
         for layer in (self.model.fc1, self.model.fc2):
-            states = {key: getattr(layer._fp8, key).chunk(count, -1) for key in TENSORS}
-            due = torch.tensor(layer._fp8.first_due)
+            states = {key: getattr(layer.fp8_state, key).chunk(count, -1) for key in TENSORS}
+            due = torch.tensor(layer.fp8_state.first_steps.due)
             states["forward"] = due[: 3 * count].chunk(count)
             states["backward"] = due[3 * count :].chunk(count)
             for key, slots in states.items():
@@ -192,12 +193,12 @@ def _different_states(rank):
     group = distributed.group.WORLD
     layer = apex_te.Linear(HIDDEN, FFN, parallel_mode="column", tp_group=group)
     recipe = DelayedScaling(amax_history_len=4, reduce_amax=False)
-    registry.pending = 0
+    amax_groups.pending = 0
     for _ in range(2):
         with fp8_autocast(True, recipe):
             layer(torch.full((4, HIDDEN), 1.0 + rank)).sum().backward()
     flush_fp8_state()
-    return {t: getattr(layer._fp8, t).clone() for t in TENSORS}, {
+    return {t: getattr(layer.fp8_state, t).clone() for t in TENSORS}, {
         k.removeprefix("fp8_state."): v
         for k, v in get_model_state_dict(layer).items()
         if k.startswith("fp8_state.") and not k.endswith("header")

@@ -9,7 +9,8 @@ from torch import distributed
 
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.integrations.megatron import TEColumnParallelLinear
 from apex_te.recipe import DelayedScaling
 
@@ -19,7 +20,7 @@ HIDDEN = 32
 
 def _parallel(rank, case):
     """A tensor-parallel MLP beside a plain layer; what one rank skips, freezes or lacks."""
-    registry.pending = 0
+    amax_groups.pending = 0
     torch.manual_seed(1)
     group = distributed.group.WORLD
     mlp = apex_te.LayerNormMLP(
@@ -44,8 +45,8 @@ def _parallel(rank, case):
     flush_fp8_state()
     found = {}
     for name, module in (("mlp", mlp), ("head", head)):
-        if module._fp8.allocated:
-            found[name] = {key: getattr(module._fp8, key).clone() for key in TENSORS}
+        if module.fp8_state.allocated:
+            found[name] = {key: getattr(module.fp8_state, key).clone() for key in TENSORS}
     return found
 
 
@@ -62,7 +63,7 @@ def test_tensor_parallel_modules(two_ranks, case):
 
 def _no_backward(rank):
     """Rank 1 runs the forward only: an evaluation step in the middle of the others' training."""
-    registry.pending = 0
+    amax_groups.pending = 0
     torch.manual_seed(1)
     model = torch.nn.Sequential(apex_te.Linear(HIDDEN, HIDDEN), apex_te.Linear(HIDDEN, HIDDEN))
     for step in range(3):
@@ -71,7 +72,7 @@ def _no_backward(rank):
         if rank == 0 or step == 0:
             (out * (1.0 + rank)).sum().backward()
     flush_fp8_state()
-    return [getattr(m._fp8, key).clone() for m in model for key in TENSORS]
+    return [getattr(m.fp8_state, key).clone() for m in model for key in TENSORS]
 
 
 def test_backward_is_skipped(two_ranks):

@@ -247,7 +247,7 @@ def _evaluated(rank):
                 model.reshard()
             losses, _ = train_rows(rank, model, scaling, 2)
             found.append(losses)
-        found.append(torch.cat([layer._fp8.scale_fwd for layer in model.layers]))
+        found.append(torch.cat([layer.fp8_state.scale_fwd for layer in model.layers]))
     for ours, theirs in zip(found[:3], found[3:], strict=True):
         assert torch.equal(ours, theirs)
 

@@ -153,7 +153,7 @@ def _scales(rank):
         weight = model.layers[0].weight
         outputs.append((out.detach(), weight._held.rowwise_scale_inv.item()))
         model.reshard()
-    expected = [1.0, *(model.layers[0]._fp8.scale_inv_fwd[1].item() for _ in range(2))]
+    expected = [1.0, *(model.layers[0].fp8_state.scale_inv_fwd[1].item() for _ in range(2))]
     assert [inverse for _, inverse in outputs] == expected
     assert expected[1] != 1.0
     torch.testing.assert_close(outputs[0][0], outputs[2][0], rtol=0.1, atol=0.1)

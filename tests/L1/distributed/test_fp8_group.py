@@ -19,7 +19,7 @@ def _step(modules, value=1.0, group=None):
 
 def _scales(modules):
     flush_fp8_state()
-    return [m._fp8.scale_fwd.clone() for m in modules if m._fp8.allocated]
+    return [m.fp8_state.scale_fwd.clone() for m in modules if m.fp8_state.allocated]
 
 
 def _skips(rank):
@@ -125,7 +125,7 @@ def _subgroup(rank):
     for _ in range(2):
         _step([module], 1.0 + rank, alone)
     flush_fp8_state(alone)
-    return module._fp8.scale_fwd[0].item()
+    return module.fp8_state.scale_fwd[0].item()
 
 
 def test_groups_of_their_own(two_ranks):

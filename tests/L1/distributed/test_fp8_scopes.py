@@ -11,7 +11,8 @@ import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.comm.groups import _covered, covers
 from apex_te.fp8.delayed.amax_allreduce import _QUANTUM, RankReduction, Slots
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -52,7 +53,7 @@ class _Counted:
 
 def _experts(rank, how):
     """A dense layer over the world, then experts that keep their amaxes to themselves."""
-    registry.pending = 0
+    amax_groups.pending = 0
     torch.manual_seed(1)
     device = _device(rank)
     dense = apex_te.Linear(SIZE, SIZE).to(device)
@@ -70,8 +71,8 @@ def _experts(rank, how):
             values.append(x[:16].abs().max().item())
             (y.sum() + z.sum() * (1 + rank)).backward()
         flush_fp8_state()
-    scales = {name: getattr(dense._fp8, name).cpu() for name in TENSORS}
-    found = experts._fp8.scale_fwd[0].item(), experts._fp8.scale_bwd[0].item()
+    scales = {name: getattr(dense.fp8_state, name).cpu() for name in TENSORS}
+    found = experts.fp8_state.scale_fwd[0].item(), experts.fp8_state.scale_bwd[0].item()
     return scales, found, max(values[-4:]), [group for _, group in calls].count(None), len(calls)
 
 
@@ -100,7 +101,7 @@ def test_dense_layers_and_experts_on_gpus(two_gpus):
 
 def _split(rank, change):
     """Column- and row-parallel layers with rows of very different size, against one rank."""
-    registry.pending = 0
+    amax_groups.pending = 0
     torch.manual_seed(1)
     tp, alone, device = distributed.group.WORLD, _alone(rank), _device(rank)
     w1, w2 = torch.randn(32, SIZE) * 0.3, torch.randn(SIZE, 32) * 0.3
@@ -132,7 +133,7 @@ def _split(rank, change):
             column.load_state_dict(state)
         with fp8_autocast(True, recipe, group):
             y = row(column(own))
-        gathered.append(column._fp8.sharing.over(tp))
+        gathered.append(column.fp8_state.sync.over(tp))
         if change == "backward":  # another region before the backward
             with fp8_autocast(True, RECIPE, None if step < 4 else alone):
                 y = y + 0 * extra(y)
@@ -140,7 +141,7 @@ def _split(rank, change):
         reference = (x @ w1.to(device).t() @ w2.to(device).t()).chunk(2)[rank]
         found.append(((y.detach() - reference).norm() / reference.norm()).item())
     flush_fp8_state()
-    return found, gathered, [getattr(column._fp8, name).cpu() for name in TENSORS]
+    return found, gathered, [getattr(column.fp8_state, name).cpu() for name in TENSORS]
 
 
 def _check_split(answers, change):
@@ -177,7 +178,7 @@ def test_loaded_scales_become_equal(fresh):
 
 def _resumed(rank):
     """What was saved with a pending update goes on bit by bit, each region over its ranks."""
-    registry.pending = 0
+    amax_groups.pending = 0
     alone = _alone(rank)
     torch.manual_seed(1)
     models = [torch.nn.ModuleList(apex_te.Linear(SIZE, SIZE) for _ in range(2)) for _ in range(2)]
@@ -197,13 +198,13 @@ def _resumed(rank):
     saved = copy.deepcopy(models[0].state_dict())
     for number in range(3, 6):
         step(models[0], number)
-    expected = [getattr(m._fp8, name).clone() for m in models[0] for name in TENSORS]
+    expected = [getattr(m.fp8_state, name).clone() for m in models[0] for name in TENSORS]
     models[0] = None
     gc.collect()
     models[1].load_state_dict(saved)
     for number in range(3, 6):
         step(models[1], number)
-    found = [getattr(m._fp8, name) for m in models[1] for name in TENSORS]
+    found = [getattr(m.fp8_state, name) for m in models[1] for name in TENSORS]
     return [torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
 
 
@@ -212,7 +213,7 @@ def test_resuming_with_two_groups(fresh):
 
 
 def _flushed(rank):
-    registry.pending = 0
+    amax_groups.pending = 0
     alone, again = _alone(rank), _alone(rank)
     first, second = apex_te.Linear(SIZE, SIZE), apex_te.Linear(SIZE, SIZE)
     found = []
@@ -228,10 +229,10 @@ def _flushed(rank):
     with fp8_autocast(True, RECIPE, alone):
         second(torch.full((4, SIZE), 1.0 + rank)).sum().backward()
     flush_fp8_state(again)  # another group of the same ranks
-    found.append((first._fp8.scale_fwd[0].item(), second._fp8.scale_fwd[0].item()))
+    found.append((first.fp8_state.scale_fwd[0].item(), second.fp8_state.scale_fwd[0].item()))
     flush_fp8_state(distributed.group.WORLD)
     flush_fp8_state()
-    found.append(first._fp8.scale_fwd[0].item())
+    found.append(first.fp8_state.scale_fwd[0].item())
     return found
 
 
@@ -248,7 +249,7 @@ def test_flush(fresh):
 
 def _compiled(rank, how):
     """Two layers of one code, in regions with groups of their own, inside or outside of a graph."""
-    registry.pending = 0
+    amax_groups.pending = 0
     alone = _alone(rank)
     torch.manual_seed(1)
     torch.compiler.reset()
@@ -267,7 +268,7 @@ def _compiled(rank, how):
         x = _rows(step, "cpu") * (1 + 7 * rank)
         run(x, called if how == "outside" else layers).backward()
     flush_fp8_state()
-    return [getattr(layer._fp8, name).clone() for layer in layers for name in TENSORS]
+    return [getattr(layer.fp8_state, name).clone() for layer in layers for name in TENSORS]
 
 
 def test_compiled_layers(two_ranks):
@@ -288,7 +289,7 @@ def _many(rank, counts):
                 for _ in range(4):
                     with fp8_autocast(True, RECIPE):
                         linear(torch.full((16, SIZE), 1.0 + rank, device=device)).sum().backward()
-                found.append(linear._fp8.scale_fwd[0].item())
+                found.append(linear.fp8_state.scale_fwd[0].item())
             except RuntimeError as error:
                 found.append(f"{type(error).__name__}: {error}")
                 break
@@ -374,7 +375,7 @@ def test_ranks_on_both_sides_of_the_size_on_gpus(two_gpus):
 
 def _evaluated(rank):
     """One rank evaluates between the steps of all; regions of its own read the newest scales."""
-    registry.pending = 0
+    amax_groups.pending = 0
     torch.manual_seed(1)
     device = _device(rank)
     world, own = (apex_te.Linear(SIZE, SIZE, device=device) for _ in range(2))
@@ -392,14 +393,14 @@ def _evaluated(rank):
             z = own(x)
         (y.sum() + z.sum()).backward()
         if rank == 0:
-            before = world._fp8.scale_fwd.clone()
+            before = world.fp8_state.scale_fwd.clone()
             with _Counted() as calls:
                 early = out(world, RECIPE), out(own, OWN)
-            equal += [not calls, torch.equal(before, world._fp8.scale_fwd)]
+            equal += [not calls, torch.equal(before, world.fp8_state.scale_fwd)]
     flush_fp8_state()
     if rank == 0:
         equal.append(torch.equal(early[1], out(own, OWN)))
-    return equal, world._fp8.scale_fwd.cpu()
+    return equal, world.fp8_state.scale_fwd.cpu()
 
 
 def test_an_evaluation_on_one_rank_needs_no_other(fresh):
@@ -409,14 +410,14 @@ def test_an_evaluation_on_one_rank_needs_no_other(fresh):
 
 
 def _calibrated(rank):
-    registry.pending = 0
+    amax_groups.pending = 0
     device = _device(rank)
     torch.manual_seed(1)
     module = apex_te.Linear(SIZE, SIZE, device=device)
     x = _rows(0, device) * (1 + 7 * rank)
     with _Counted() as calls, torch.no_grad(), fp8_autocast(False, RECIPE, calibrating=True):
         module(x)
-    return len(calls), module._fp8.scale_fwd.cpu(), x.abs().max().item()
+    return len(calls), module.fp8_state.scale_fwd.cpu(), x.abs().max().item()
 
 
 def test_calibration_reduces_over_the_group(fresh):

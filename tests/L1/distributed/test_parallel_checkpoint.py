@@ -24,7 +24,8 @@ from apex_te.distributed.state_dict.model_and_optimizer import (
     set_state_dict,
 )
 from apex_te.distributed.state_dict.split_tensor import SplitTensor
-from apex_te.fp8.delayed.state import TENSORS, registry
+from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling
 
 HIDDEN, FFN, HEADS, ROWS = 32, 48, 8, 8
@@ -143,7 +144,7 @@ class Run:
             fully_shard(self.model, mesh=mesh["dp"])
         kind = getattr(torch.optim, optimizer, None) or getattr(apex_te.optimizers, optimizer)
         self.optimizer = kind(self.model.parameters(), lr=0.01)
-        registry.pending = 0
+        amax_groups.pending = 0
 
     def train(self, steps):
         losses = []
@@ -175,10 +176,10 @@ class Run:
                 value = torch.as_tensor(value)
                 found[key, name] = _whole_of_shards(value)
         for name, module in self.model.named_modules():
-            state = getattr(module, "_fp8", None)
+            state = getattr(module, "fp8_state", None)
             if state is not None and state.allocated:
                 found.update({(t, name): getattr(state, t).clone() for t in TENSORS})
-                found["due", name] = torch.tensor(state.first_due)
+                found["due", name] = torch.tensor(state.first_steps.due)
         return found
 
 

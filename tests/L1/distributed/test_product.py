@@ -89,7 +89,7 @@ def train(model, recipe, device, dtype, take, scale, reduced=lambda: None):
     """
     found, scales = {}, []
     layers = getattr(model, "module", model)
-    states = [layers.first._fp8, layers.second._fp8]
+    states = [layers.first.fp8_state, layers.second.fp8_state]
     for step in range(STEPS):
         x, dy = (take(t) for t in step_data(step, device, dtype))
         x.requires_grad_()
@@ -169,7 +169,7 @@ def linear_layout(rank, device, dtype, ranks, tp, sequence_parallel, data, recip
     fill(model, place, tp)
     parts = {n: p.partition_dim for n, p in model.named_parameters() if p.tensor_model_parallel}
     rows_only = [n for n, p in model.named_parameters() if p.sequence_parallel]
-    states = [model.first._fp8, model.second._fp8]
+    states = [model.first.fp8_state, model.second.fp8_state]
     if data == "ddp":
         model = DistributedDataParallel(model, process_group=mesh.get_group("data"))
     elif data.startswith("fsdp"):

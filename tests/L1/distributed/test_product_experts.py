@@ -50,7 +50,7 @@ def data(ranks, step, device, dtype, tokens=TOKENS):
 def state_of(layers, first, count):
     """Scales of each expert's two GEMMs [2 * count, 3], from the ``first`` of this rank's on."""
     rows = []
-    for state in (layers.fc1._fp8, layers.fc2._fp8):
+    for state in (layers.fc1.fp8_state, layers.fc2.fp8_state):
         for gemm in range(first, first + count):
             ahead, back = gemm * FORWARD_SLOTS, gemm * BACKWARD_SLOTS
             scales = (state.scale_fwd[ahead : ahead + 2], state.scale_bwd[back : back + 1])
@@ -283,7 +283,7 @@ def train_both(dense, layers, experts, dispatcher, recipe, take, scale, replicas
                 found |= updated(step, name, parameter)
         flush_fp8_state()
         if step == 0 and recipe is not None and recipe.keeps_state:
-            scales = scales_of([plain.first._fp8, plain.second._fp8])
+            scales = scales_of([plain.first.fp8_state, plain.second.fp8_state])
             scales = torch.stack(scales), state_of(experts, 0, experts.fc1.num_gemms)
     return found, scales if recipe is not None and recipe.keeps_state else None
 
@@ -302,7 +302,7 @@ def split_layout(rank, device, dtype, kind, exchange, recipe):
         name, number = name.split(".weight")
         split[f"experts.{name}.weight{local * place + int(number)}"] = parameter
     split = {n: p.partition_dim for n, p in split.items() if p.tensor_model_parallel}
-    states = [m._fp8 for m in layers.modules() if hasattr(m, "_fp8")]
+    states = [m.fp8_state for m in layers.modules() if hasattr(m, "fp8_state")]
     if kind == "ddp":
         dense = DistributedDataParallel(dense, process_group=mesh.get_group("data"))
     else:

@@ -11,7 +11,7 @@ import apex_te
 from apex_te import fp8_autocast
 from apex_te.comm import agreement
 from apex_te.comm.agreement import RankMismatchError, check_same
-from apex_te.fp8.delayed.state import registry
+from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.recipe import CurrentScaling, DelayedScaling, Format
 
 IN, FFN, ROWS = 32, 64, 8
@@ -38,7 +38,7 @@ def _step(module, x, recipe=None):
 
 def _differing(rank, device, kind, what, recipe):
     """Rank 1 differs; the message, and then a step of a module that is the same everywhere."""
-    registry.pending = 0  # no update: the ranks have made different modules
+    amax_groups.pending = 0  # no update: the ranks have made different modules
     device = torch.device(device, rank) if device == "cuda" else torch.device(device)
     odd, recipe = rank == 1, {"none": None, "delayed": DELAYED}[recipe]
     options, features, rows = {}, IN, ROWS
@@ -139,7 +139,7 @@ def test_on_gpus(two_gpus, what):
 
 def _times_asked(rank, device):
     """How often ranks compare what they are about to do, step by step."""
-    registry.pending = 0
+    amax_groups.pending = 0
     asked, kept = [0], distributed.all_gather
 
     def counting(*args, **kwargs):

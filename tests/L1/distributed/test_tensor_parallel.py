@@ -54,8 +54,8 @@ def _quantized(rank, name, sequence_parallel, recipe):
     flush_fp8_state()
     scales = {}
     for key, module in (("whole", whole), ("shard", shard)):
-        if module._fp8.allocated:
-            scales[key] = [getattr(module._fp8, n).clone().cpu() for n in TENSORS]
+        if module.fp8_state.allocated:
+            scales[key] = [getattr(module.fp8_state, n).clone().cpu() for n in TENSORS]
     return found_noise, scales
 
 

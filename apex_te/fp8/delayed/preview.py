@@ -1,0 +1,104 @@
+"""Scales of pending updates, which evaluations read while the states stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...comm.collectives import world_size
+from ...recipe import DelayedScaling
+from ..formats import formats_of
+from .amax_group import amax_groups
+from .registry import registry
+from .update import ScaleGroups, update_lock
+
+if TYPE_CHECKING:
+    from ...recipe import Recipe
+    from ..module_fp8 import ModuleFP8
+    from .amax_group import AmaxGroup
+
+__all__ = ["preview_scales"]
+
+
+def preview_scales(recipe: Recipe) -> bool:
+    """Compute the scales that pending updates will give into each state's ``pending_scale_fwd``.
+
+    Args:
+        recipe: the evaluation's, which stands for that of states that were loaded without theirs.
+
+    Returns:
+        False where no update is pending that this process could make alone: one over several ranks
+        would be a collective that the others may not be in.
+    """
+    if not amax_groups.any_pending():
+        return False
+    # Inference tensors could not be written by a later evaluation outside of inference mode.
+    with update_lock, torch.inference_mode(False), torch.no_grad():
+        plan = registry.plans.get(PendingScales)
+        if plan is None:
+            allocated = [m for m in registry.living() if m.state.allocated]
+            plan = registry.plans[PendingScales] = PendingScales(allocated, recipe)
+        return plan.run()
+
+
+class PendingScales:
+    """Forward scales as the next update will make them, in tensors that only evaluation reads.
+
+    So an evaluation between two steps, or between a forward and its backward, reads scales of the
+    last amaxes and changes nothing. A state whose update takes a collective keeps its scales there.
+    """
+
+    def __init__(self, modules: Sequence[ModuleFP8], recipe: Recipe) -> None:
+        """Group the tensors of ``modules``; ``recipe`` as for ``preview_scales``."""
+        self.groups = ScaleGroups()
+        # Copies to work on, and what is made of them, by device: targets and sources.
+        self._copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._results: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._local: list[AmaxGroup | None] = []  # of the states that can be updated here
+        for module in modules:
+            if module.state.device.type != "meta":
+                self._add(module, recipe)
+
+    def _add(self, module: ModuleFP8, recipe: Recipe) -> None:
+        state = module.state
+        chosen = recipe if state.recipe is None else state.recipe
+        scale = torch.empty_like(state.scale_fwd)
+        results = self._results.setdefault(state.device, ([], []))
+        results[0].append(state.pending_scale_fwd)
+        results[1].append(scale)
+        targets, sources = self._copied.setdefault(state.device, ([], []))
+        targets.append(scale)
+        sources.append(state.scale_fwd)
+        amax_group = state.sync.amax_group
+        if not isinstance(chosen, DelayedScaling) or not _is_local(amax_group, chosen):
+            return
+        history = torch.empty_like(state.amax_history_fwd)
+        inverse = torch.empty_like(state.scale_inv_fwd)
+        targets += [history, inverse]
+        sources += [state.amax_history_fwd, state.scale_inv_fwd]
+        limits = formats_of(chosen.fp8_format, state.device)
+        group = self.groups.of(state.device, chosen)
+        group.add(module, (history, scale, inverse, limits.max_fwd))
+        self._local.append(amax_group)
+
+    def run(self) -> bool:
+        """Compute the scales; returns False, doing nothing, where none is pending that could be."""
+        if not any(group is None or group.pending for group in self._local):
+            return False
+        for targets, sources in self._copied.values():
+            torch._foreach_copy_(targets, sources)
+        self.groups.run(nonfinite=False)  # what fails here keeps its scale, and fails again
+        # Written once, with the same bits where nothing was staged since: another thread may be
+        # evaluating.
+        for targets, sources in self._results.values():
+            torch._foreach_copy_(targets, sources)
+        return True
+
+
+def _is_local(amax_group: AmaxGroup | None, recipe: DelayedScaling) -> bool:
+    """Returns True if an update of ``amax_group`` needs no other rank."""
+    if amax_group is None:
+        return not recipe.reduce_amax or world_size(None) == 1
+    return not amax_group.reduces or world_size(amax_group.group) == 1

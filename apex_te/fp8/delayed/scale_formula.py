@@ -1,0 +1,141 @@
+"""New scales from amax histories: the formula of delayed scaling, built in or of a user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...ops.amax_scale_update import amax_scale_update
+from ...recipe import DelayedScaling
+
+__all__ = ["UserUpdate", "nonfinite_count", "update_scales"]
+
+_FLT_MAX = torch.finfo(torch.float32).max
+_nonfinite: dict[torch.device, torch.Tensor] = {}
+
+
+def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
+    """Number of amaxes that were Inf or NaN at an update: int32 ``[1]``, living on ``device``."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    count = _nonfinite.get(device)
+    if count is None:
+        with torch.inference_mode(False):
+            count = _nonfinite[device] = torch.zeros(1, dtype=torch.int32, device=device)
+    return count
+
+
+def update_scales(
+    histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    scale_invs: Sequence[torch.Tensor],
+    fp8_max: list[float],
+    recipe: DelayedScaling,
+    nonfinite: torch.Tensor | None,
+) -> None:
+    """Roll amax histories and set the scales that they give, in place.
+
+    Args:
+        histories: fp32 ``[length, slots]`` each.
+        scales, scale_invs: fp32 ``[slots]``, one for each history.
+        fp8_max: largest value of the element type, for each history.
+        recipe: its margin and the two algorithms.
+        nonfinite: int32 ``[1]`` that counts the staged amaxes that are Inf or NaN; None: no count.
+    """
+    algo = recipe.amax_compute_algo
+    if isinstance(algo, str) and not recipe.uses_callables:
+        amax_scale_update(
+            histories,
+            scales,
+            scale_invs,
+            fp8_max,
+            margin=recipe.margin,
+            algo=algo,
+            pow2=recipe.scaling_factor_compute_algo == "pow2",
+            nonfinite_count=nonfinite,
+        )
+        return
+    with torch.no_grad():
+        for slots in zip(histories, scales, scale_invs, fp8_max, strict=True):
+            UserUpdate.computed(*slots, recipe).commit(nonfinite)
+
+
+class UserUpdate(NamedTuple):
+    """An update of one history by a user's functions that is not written yet.
+
+    Attributes:
+        history, scale, scale_inv: what is to be written.
+        last: the staged amaxes. new: the new scales. keep: True where a scale stays as it is.
+    """
+
+    history: torch.Tensor
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    last: torch.Tensor
+    new: torch.Tensor
+    keep: torch.Tensor
+
+    @classmethod
+    def computed(
+        cls,
+        history: torch.Tensor,
+        scale: torch.Tensor,
+        scale_inv: torch.Tensor,
+        fp8_max: float,
+        recipe: DelayedScaling,
+    ) -> UserUpdate:
+        """Returns one history's update, with the user's functions and the guards of the kernel."""
+        last = history[0].clone()
+        algo = recipe.amax_compute_algo
+        if callable(algo):
+            amax = _checked("amax_compute_algo", algo(history.clone()), last)
+        else:
+            amax = last if algo == "most_recent" else history.amax(0)
+        new = _new_scale(amax, scale, fp8_max, recipe)
+        new = torch.where(torch.isinf(new), torch.full_like(new, _FLT_MAX), new)
+        valid = torch.isfinite(last) & (last != 0)
+        keep = ~valid | ~torch.isfinite(amax) | (amax <= 0) | ~(new > 0)
+        keep |= ~torch.isfinite(torch.reciprocal(new))
+        return cls(history, scale, scale_inv, last, new, keep)
+
+    def commit(self, nonfinite: torch.Tensor | None) -> None:
+        """Write the update; ``nonfinite`` as for ``update_scales``."""
+        history, scale, scale_inv, last, new, keep = self
+        finite = torch.isfinite(last)
+        if nonfinite is not None:
+            nonfinite.add_((~finite).sum().to(torch.int32))
+        scale.copy_(torch.where(keep, scale, new))
+        scale_inv.copy_(torch.where(keep, scale_inv, torch.reciprocal(new)))
+        if history.shape[0] > 1:
+            rolled = torch.cat([history[:1], history[2:], last[None]])
+            history.copy_(torch.where(finite & (last != 0), rolled, history))
+        history[0].zero_()
+
+
+def _new_scale(
+    amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling
+) -> torch.Tensor:
+    algo = recipe.scaling_factor_compute_algo
+    if callable(algo):
+        new = algo(amax.clone(), scale.clone(), fp8_max, recipe)
+        return _checked("scaling_factor_compute_algo", new, amax)
+    # Not number / tensor, which torch computes as a reciprocal and a product, rounding twice.
+    if algo == "pow2":
+        ratio = (torch.full_like(amax, fp8_max) / amax).clamp(max=_FLT_MAX)
+        power = (ratio.view(torch.int32) & 0x7F800000).view(torch.float32)
+        return (power * 2.0**-recipe.margin).clamp(max=2.0**127)
+    return torch.full_like(amax, fp8_max * 2.0**-recipe.margin) / amax
+
+
+def _checked(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
+    """Returns the result of a user's function as ``like`` is; raises where it is unfit."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"DelayedScaling: {name} must return a tensor, got {type(value).__name__}")
+    if value.shape != like.shape:
+        raise ValueError(
+            f"DelayedScaling: {name} must return shape {list(like.shape)}, got {list(value.shape)}"
+        )
+    return value.to(like)

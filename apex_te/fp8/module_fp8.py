@@ -1,0 +1,273 @@
+"""FP8 data of a module: its state and, for each recipe, the quantizers over it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from ..recipe import DelayedScaling, Recipe, chosen_recipe
+from ..runtime.tracing import untraced
+from .delayed.amax_group import AmaxGroup, amax_groups
+from .delayed.registry import label_of, recipe_named, registry
+from .delayed.state import FP8State
+from .scheme import build_quantizers
+
+if TYPE_CHECKING:
+    from .delayed.compiled_weight import TracedWeight
+    from .scheme import QuantizerSets
+
+__all__ = ["ModuleFP8", "init_fp8_state"]
+
+
+class _Compiled:
+    """Holds what compiled code reads, in attributes that are added while it is traced.
+
+    For each recipe's name a pair of its quantizers and the tensors that ``staging`` gives; the FP8
+    weights that the code keeps. No dict: torch.compile would not see what is added to one.
+    """
+
+
+class ModuleFP8:
+    """The FP8 state of a module and the quantizers over it, built once for each recipe.
+
+    Attributes:
+        state: scales and amax histories.
+        label: what all ranks call the module: its class, and its layer or pipeline stage if known.
+        number: in the registry.
+        update_failed: True if a recipe's function raised in the last update.
+        observer: passed every set of quantizers before modules get it; None if nobody observes.
+        handle: ``number`` as a tensor, for compiled code.
+    """
+
+    number: int
+    update_failed = False
+    observer: Callable[[QuantizerSets], QuantizerSets] | None = None
+    handle: torch.Tensor
+    # Of code that torch.compile has made: it uses this module; it sets the first scales.
+    _is_traced = False
+    _sets_first_scales = False
+
+    def __init__(self, gemms: int = 1, owner: Any = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._register(FP8State(gemms), label_of(owner))
+
+    def _register(self, state: FP8State, label: str) -> None:
+        self.state = state
+        self.label = label
+        self._sync = state.sync  # read in every forward
+        state.on_replaced(self.forget)
+        self.forget()
+        registry.add(self)
+
+    @classmethod
+    def of_saved(cls, state: FP8State) -> ModuleFP8:
+        """Returns a new one over the FP8 state in a module's pickle of an earlier version."""
+        new = cls.__new__(cls)
+        new._owner = None
+        new._register(state, state.__dict__.pop("label", ""))
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": self.state, "label": self.label}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self._owner = None
+        self._register(kept["state"], kept["label"])
+
+    @property
+    def num_slots(self) -> int:
+        """Scales of the module, forward and backward."""
+        return self.state.num_slots
+
+    def forget(self) -> None:
+        """Drop the quantizers, which hold views of the tensors and know their device."""
+        self._sets: dict[str, QuantizerSets] = {}
+        self._active_key = ""
+        self._active: QuantizerSets | None = None
+        self._compiled = _Compiled()
+
+    def move(self, device: torch.device) -> None:
+        """Follow the module to ``device``; across the meta device no values are kept."""
+        self.forget()
+        self.state.move(device)
+
+    def observe(self, observer: Callable[[QuantizerSets], QuantizerSets] | None) -> None:
+        """Have the quantizers that modules get pass through ``observer``; None ends that."""
+        self.observer = observer
+        self.forget()
+
+    def belong_to(self, owner: Any) -> None:
+        """Remember the module, weakly."""
+        self._owner = weakref.ref(owner)
+
+    def owner_device(self) -> torch.device | None:
+        """Returns the device of the module's parameters; None without a module."""
+        owner = None if self._owner is None else self._owner()
+        return None if owner is None else owner._state_device()
+
+    def described(self) -> str:
+        """Returns the module's label and arguments, for messages."""
+        owner = None if self._owner is None else self._owner()
+        name = self.label or ("a module" if owner is None else type(owner).__name__)
+        return name if owner is None else f"{name}({owner.extra_repr()})"
+
+    def quantizers(
+        self,
+        key: str,
+        recipe: Recipe,
+        device: torch.device,
+        records: bool = True,
+        amax_group: AmaxGroup | None = None,
+    ) -> QuantizerSets:
+        """Returns the quantizers of a forward; a forward that records adapts the state to them.
+
+        Args:
+            key: the name under which ``recipe`` is interned.
+            recipe: the region's.
+            device: of the weights.
+            records: amaxes are staged.
+            amax_group: the region's; None where nothing is counted.
+        """
+        if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():  # which runs the marked function by itself
+                self._prepare(key, device.type, device.index, records)
+            else:  # torch.export would make the state of its own tensors
+                with untraced():
+                    self._prepare(key, device.type, device.index, records)
+            return getattr(self._compiled, key)[0]
+        active = self._active
+        entered = amax_group is None or amax_group is self._sync.amax_group
+        if active is not None and self._active_key == key and entered:
+            return active
+        self.enter(amax_group)
+        return self.adapt(key, recipe, device, records)
+
+    def enter(self, amax_group: AmaxGroup | None) -> None:
+        """Note that the module runs in a region of ``amax_group``, if that is known."""
+        if amax_group is not None:
+            if amax_group is not self._sync.amax_group:
+                registry.changed()
+            self._sync.enter(amax_group)
+
+    def adapt(
+        self, key: str, recipe: Recipe, device: torch.device, records: bool = True
+    ) -> QuantizerSets:
+        """Returns the quantizers for ``recipe``, built if new, over a state that fits it."""
+        state = self.state
+        exists = state.allocated and state.device.type != "meta"
+        if recipe.keeps_state and (records or not exists):
+            state.fit(cast(DelayedScaling, recipe), device)
+        sets = self._sets.get(key)
+        if sets is None:
+            slots = state.slots() if recipe.keeps_state else None
+            sets = build_quantizers(recipe, slots, state.gemms, device)
+            if self.observer is not None:
+                sets = self.observer(sets)
+            self._sets[key] = sets
+            forward = [q for gemm in sets.recording for q in (gemm.input, gemm.weight)]
+            tensors = [tensor for q in forward for tensor in q.state_tensors()]
+            setattr(self._compiled, key, (sets, tensors))
+            with torch.inference_mode(False):
+                self.handle = torch.tensor([self.number], device="cpu")
+        if records:
+            self._active_key, self._active = key, sets
+        return sets
+
+    # Below: code that torch.compile makes.
+
+    def _prepare(self, key: str, device: str, index: int | None, records: bool) -> bool:
+        """Adapt while torch.compile traces, which could not trace the allocations itself.
+
+        A method, so that nothing of one module becomes a condition of the compiled code, which the
+        layers of a model then share; those that have not run yet are adapted with it, or each would
+        be compiled anew.
+        """
+        where = torch.device(device) if index is None else torch.device(device, index)
+        recipe = recipe_named(key)
+        counts = records and recipe.keeps_state
+        amax_group = amax_groups.current if counts else None
+        self._adapt_traced(key, recipe, where, records, amax_group)
+        self.state.first_steps.set(self.state.first_steps.still_due())
+        for other in registry.living():
+            if not other._sets and other.owner_device() == where:
+                other._adapt_traced(key, recipe, where, records, amax_group)
+        return True
+
+    # What torch.compiler.assume_constant_result does, without the second that importing it takes.
+    _prepare._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _adapt_traced(
+        self,
+        key: str,
+        recipe: Recipe,
+        device: torch.device,
+        records: bool,
+        amax_group: AmaxGroup | None,
+    ) -> None:
+        self.enter(amax_group)
+        self.adapt(key, recipe, device, records)
+        self._is_traced = True
+        self._sets_first_scales |= records and recipe.keeps_state
+
+    def staging(self, key: str) -> list[torch.Tensor]:
+        """Returns what the forward of compiled code reads and writes, by the recipe's name."""
+        return getattr(self._compiled, key)[1]
+
+    def follow(self, key: str, recipe: DelayedScaling) -> None:
+        """Do on entry to a region what compiled code cannot: end the first step, fit the state."""
+        state = self.state
+        if self._sets_first_scales:
+            self._sets_first_scales = False
+            state.first_steps.end()
+        if self._is_traced and key in self._sets and state.recipe != recipe:
+            state.fit(recipe, state.device)
+            self._active = None
+
+    def traced_weight(self, gemm: int, dtype: torch.dtype, *sizes: int) -> TracedWeight:
+        """Returns where compiled code keeps the FP8 copies of the weight of a GEMM.
+
+        Args:
+            gemm: its number in the module.
+            dtype: of the copies.
+            sizes: rows and columns of the weight, and the number of parameters it is made of.
+        """
+        name = f"weight_{gemm}"  # of one dtype, the same in all formats
+        self._prepare_weight(name, dtype, *sizes)
+        return getattr(self._compiled, name)
+
+    def _prepare_weight(
+        self, name: str, dtype: torch.dtype, rows: int, cols: int, sources: int
+    ) -> bool:
+        if not hasattr(self._compiled, name):
+            from .delayed.compiled_weight import TracedWeight
+
+            weight = TracedWeight(rows, cols, dtype, sources, self.state.device)
+            setattr(self._compiled, name, weight)
+        return True
+
+    _prepare_weight._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -> None:
+    """Allocate the FP8 state of every module in ``model`` now, before its first forward.
+
+    A distributed checkpoint needs it, because it loads only keys that the model already has.
+    State that exists is kept.
+
+    Args:
+        model: a model or one module.
+        recipe: a recipe or its name, default ``DelayedScaling()``. It gives the history length; one
+            that keeps no state allocates nothing.
+
+    Raises:
+        ValueError: ``recipe`` is an unknown name.
+        TypeError: ``recipe`` is neither a recipe nor a name.
+    """
+    recipe = chosen_recipe("init_fp8_state", "recipe", recipe)
+    for module in model.modules():
+        init = getattr(module, "_init_fp8_state", None)
+        if init is not None:
+            init(recipe)
