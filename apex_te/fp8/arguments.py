@@ -5,16 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..recipe import _RECIPES, Recipe, make_recipe
+from ..recipe import Recipe, make_recipe, recipe_kinds
 
 __all__ = ["add_fp8_arguments", "recipe_from_arguments"]
 
 IMPLEMENTATIONS = ("local", "transformer_engine")
-RECIPES = tuple(_RECIPES)
-# Formats by recipe, and all of them.
-FORMATS_OF = {name: [f.name.lower() for f in kind.formats] for name, kind in _RECIPES.items()}
-FORMATS = tuple(dict.fromkeys(name for names in FORMATS_OF.values() for name in names))
 DEFAULT_RECIPE = "delayed"
+
+
+def _formats_of() -> dict[str, list[str]]:
+    """Returns the names of each recipe's formats."""
+    return {name: [f.name.lower() for f in kind.formats] for name, kind in recipe_kinds().items()}
+
+
+def _formats() -> tuple[str, ...]:
+    """Returns the names of all formats."""
+    return tuple(dict.fromkeys(name for names in _formats_of().values() for name in names))
 
 
 def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
@@ -45,13 +51,13 @@ def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
     )
     group.add_argument(
         "--fp8-format",
-        choices=FORMATS,
+        choices=_formats(),
         help="train in FP8 with this element format; hif8 needs --fp8-recipe tensorwise "
         "(default with --fp8-recipe: the recipe's own)",
     )
     group.add_argument(
         "--fp8-recipe",
-        choices=RECIPES,
+        choices=tuple(recipe_kinds()),
         help=f"train in FP8 with this scaling (default with --fp8-format: {DEFAULT_RECIPE})",
     )
     group.add_argument(
@@ -73,8 +79,8 @@ def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
     ``args`` does not come from a parser with these switches.
     """
     implementation = _value(args, "transformer_impl", IMPLEMENTATIONS)
-    fp8_format = _value(args, "fp8_format", (None, *FORMATS))
-    name = _value(args, "fp8_recipe", (None, *RECIPES))
+    fp8_format = _value(args, "fp8_format", (None, *_formats()))
+    name = _value(args, "fp8_recipe", (None, *recipe_kinds()))
     if fp8_format is None and name is None:
         return None
     if implementation == "local":
@@ -84,8 +90,9 @@ def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
             f"{asked}, got local"
         )
     name = DEFAULT_RECIPE if name is None else name
-    if fp8_format is not None and fp8_format not in FORMATS_OF[name]:
-        able = [recipe for recipe, formats in FORMATS_OF.items() if fp8_format in formats]
+    formats_of = _formats_of()
+    if fp8_format is not None and fp8_format not in formats_of[name]:
+        able = [recipe for recipe, formats in formats_of.items() if fp8_format in formats]
         raise ValueError(
             f"recipe_from_arguments: --fp8-recipe must be {' or '.join(able)} with "
             f"--fp8-format {fp8_format}, got {name}"

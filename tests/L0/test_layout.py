@@ -45,14 +45,6 @@ CIRCLES = {
     ),
     frozenset(
         {
-            "apex_te.fp8.scheme.base",
-            "apex_te.fp8.scheme.current",
-            "apex_te.fp8.scheme.delayed",
-            "apex_te.fp8.scheme.grouped",
-        }
-    ),
-    frozenset(
-        {
             "apex_te.module.grouped.linear",
             "apex_te.module.grouped.on_device",
         }

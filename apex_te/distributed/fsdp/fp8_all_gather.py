@@ -23,7 +23,7 @@ from ...fp8.parameter.decode import quantizers_of
 from ...fp8.parameter.dispatch import KERNEL_DTYPES
 from ...fp8.parameter.fsdp_gather import Gathered, check_resharding, replace
 from ...fp8.parameter.parameter import FP8Parameter
-from ...fp8.scheme.stored import layout_of, stored_recipe
+from ...fp8.scheme.base import layout_of, stored_recipe
 from ...fp8.tensor import QuantizedTensor
 from ...ops import multi_tensor
 from ...recipe import Recipe, chosen_recipe

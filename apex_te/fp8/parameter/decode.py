@@ -7,9 +7,9 @@ import json
 
 import torch
 
-from ...recipe import Recipe
+from ...recipe import Recipe, pack_recipe, unpack_recipe
 from ..scheme import GemmQuantizers, build_quantizers
-from ..scheme.stored import layout_of, pack_recipe, unpack_recipe
+from ..scheme.base import layout_of
 from ..tensor import QuantizedTensor
 
 __all__ = ["columnwise", "quantizers_of", "values"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..scheme.stored import layout_of
+from ..scheme.base import layout_of
 from ..tensor import QuantizedTensor
 
 if TYPE_CHECKING:

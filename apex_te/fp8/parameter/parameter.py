@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from ...ops.op_function import OpFunction
-from ...recipe import Recipe
+from ...recipe import Recipe, pack_recipe, unpack_recipe
 from ..scheme import GemmQuantizers
-from ..scheme.products import GemmBackend
-from ..scheme.stored import Layout, layout_of, pack_recipe, stored_recipe, unpack_recipe
+from ..scheme.base import GemmBackend, Layout, layout_of, stored_recipe
 from ..tensor import QuantizedTensor
 from .decode import columnwise, quantizers_of, values
 from .dispatch import DTYPES, KERNEL_DTYPES, attributes_of, cloned, dispatch
@@ -83,7 +82,7 @@ class FP8Parameter(torch.Tensor):
         self._recipe = recipe
         self._codes = held.dtype
         self._is_matrix = shape == codes.shape
-        self._read_by = type(quantizers_of(recipe, codes.device).products)
+        self._read_by = type(quantizers_of(recipe, codes.device).backend)
         self._initial = _Initial(False) if initial is None else initial
         self._writable = writable
         return self
@@ -358,7 +357,7 @@ def fp8_operands(
             )
         weight._gathered.read_by(quantizers, not with_columnwise)
     dtype = quantizers.weight.dtype
-    if weight._read_by is not type(quantizers.products) or weight._codes is not dtype:
+    if weight._read_by is not type(quantizers.backend) or weight._codes is not dtype:
         return None
     if not weight._is_matrix:
         return None

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
-from ...ops.block_quantize import block_dequantize, block_quantize
+from ...ops import emulated_gemm
+from ...ops.block_quantize import block_dequantize, block_quantize, scale_shape
+from ...ops.byte_transpose import byte_transpose
+from ...ops.fp8_gemm import block_scaled_gemm
+from ...runtime.gpu_arch import nvidia_capability
 from ..tensor import QuantizedTensor
-from . import GemmQuantizers, QuantizerSets, stateless_sets
-from .base import Quantizer
-from .products import BlockGemm
+from .base import WGRAD, GemmBackend, Layout, Quantizer, Scheme, warn_emulated
 
 if TYPE_CHECKING:
     from ...recipe import BlockScaling
-    from .base import Slots
 
-__all__ = ["BlockQuantizer", "build_quantizers"]
+__all__ = ["BlockGemm", "BlockQuantizer", "Blocks"]
+
+_BLOCK = 128
 
 
 class BlockQuantizer(Quantizer):
-    """Turns a matrix into FP8 with a scale for every block.
+    """Turns a matrix into FP8 with a scale for each block.
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
@@ -61,20 +66,62 @@ class BlockQuantizer(Quantizer):
         assert made.rowwise_scale_inv is not None
         return made.rowwise, made.rowwise_scale_inv, None
 
-    def _decode(self, codes: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
-        return block_dequantize(codes, scale_inv, block_rows=self.block_rows, dtype=dtype)
+    def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
+        return block_dequantize(fp8_data, scale_inv, block_rows=self.block_rows, dtype=dtype)
 
 
-def build_quantizers(
-    recipe: BlockScaling, slots: Slots | None, gemms: int, device: torch.device
-) -> QuantizerSets:
-    """One set of quantizers for every GEMM: nothing is kept."""
-    formats = recipe.fp8_format.value
-    options = (recipe.pow2, recipe.eps)
-    inp = BlockQuantizer(formats.fwd_dtype, 1, *options)
-    weight = BlockQuantizer(formats.fwd_dtype, 128, *options)
-    grad = BlockQuantizer(formats.bwd_dtype, 1, *options)
-    products = BlockGemm(recipe.use_split_accumulator, device)
-    override = recipe.override_linear_precision[2]
-    quantizers = GemmQuantizers(inp, weight, weight, grad, products, override)
-    return stateless_sets(quantizers, gemms)
+class BlockGemm(GemmBackend):
+    """Multiplies 1x128 and 128x128 blocks by cuBLASLt's block-scaled GEMMs, or emulates them."""
+
+    __slots__ = ("native",)
+
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+        super().__init__(split, device)
+        self.native = device.type != "cuda" or nvidia_capability(device) == (9, 0)
+        if not self.native:
+            warn_emulated("block-scaled matrix products", "sm_90")
+
+    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
+        block_rows = 1 if product == WGRAD else 128
+        multiply = block_scaled_gemm if self.native else emulated_gemm.decoded_block_gemm
+        return multiply(a, b, a_scale_inv, b_scale_inv, b_block_rows=block_rows, **options)
+
+
+class Blocks(Layout):
+    """Stores a weight with a power-of-two scale for each 128x128 block."""
+
+    name = "128x128 blocks"
+    block_rows = _BLOCK
+
+    def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(scale_shape(rows, cols, _BLOCK), dtype=torch.float32, device=device)
+
+    def columnwise(
+        self, quantizer: Any, held: QuantizedTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert held.rowwise is not None
+        assert held.rowwise_scale_inv is not None
+        blocks = -(-held.rowwise.shape[1] // _BLOCK)
+        scale_inv = held.rowwise_scale_inv[:, :blocks].t()
+        padding = (0, -scale_inv.shape[1] % 4)
+        scale_inv = functional.pad(scale_inv, padding, value=1.0).contiguous()
+        return byte_transpose(held.rowwise), scale_inv
+
+
+class BlockScheme(Scheme):
+    """Block scaling; weights that are held in FP8 only have power-of-two scales."""
+
+    name = "block"
+    backend = BlockGemm
+    layout = Blocks()
+
+    def gemm_quantizers(
+        self, recipe: BlockScaling, device: torch.device
+    ) -> tuple[Quantizer, Quantizer, Quantizer]:
+        formats, options = recipe.fp8_format.value, (recipe.pow2, recipe.eps)
+        inp = BlockQuantizer(formats.fwd_dtype, 1, *options)
+        weight = BlockQuantizer(formats.fwd_dtype, _BLOCK, *options)
+        return inp, weight, BlockQuantizer(formats.bwd_dtype, 1, *options)
+
+    def stored_recipe(self, recipe: BlockScaling) -> BlockScaling:
+        return dataclasses.replace(recipe, pow2=True)

@@ -8,25 +8,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm.collectives import max_over_ranks
+from ...ops import emulated_gemm, fp8_gemm, grouped_gemm
+from ...ops.byte_transpose import byte_transpose
+from ...ops.cast_transpose import cast_transpose
 from ...ops.current_scale import current_scale, scale_of, tensor_amax
 from ...ops.fp8_output import FP8_DTYPES
 from ...ops.grouped_quantize import scales_of
+from ...runtime.gpu_arch import has_fp8_products
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
-from . import GemmQuantizers, QuantizerSets, stateless_sets
-from .base import FusedCast, Quantizer, shared_scale
-from .grouped import CurrentGroups, GroupQuantizer
-from .products import FP8Gemm
+from .base import (
+    WGRAD,
+    FusedCast,
+    GemmBackend,
+    Layout,
+    Quantizer,
+    Scheme,
+    shared_scale,
+    warn_emulated,
+)
+from .grouped import GroupMatrices, GroupQuantizer, GroupRows
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
-    from .base import Slots
 
-__all__ = ["CurrentScalingQuantizer", "build_quantizers"]
+__all__ = ["CurrentGroups", "CurrentScalingQuantizer", "FP8Gemm", "OneScale"]
 
 
 class CurrentScalingQuantizer(Quantizer):
-    """Turns a matrix into FP8 with scale = fp8_max / max |x|.
+    """Turns a matrix into FP8 with ``scale = fp8_max / max |x|``.
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, or their fnuz forms.
@@ -84,11 +94,11 @@ class CurrentScalingQuantizer(Quantizer):
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
-        """The op runs twice, first for its amax alone: cheaper than writing its result."""
+        """Runs the op twice, first for its amax alone: cheaper than writing its result."""
         if not self.can_fuse(producer):
             return super().produce(producer, rowwise, columnwise)
         dtype = self.dtype
-        # The products read scale_inv, which has to be aligned: the first of the two is.
+        # GEMMs read scale_inv, which has to be aligned: the first of the two is.
         amax, scale_inv, scale = producer.scalars()
         producer.fp8(scale, dtype, False, False, amax)
         if self.group is not None:
@@ -105,14 +115,124 @@ class CurrentScalingQuantizer(Quantizer):
         return CurrentScalingQuantizer(self.dtype, self.pow2, self.eps, group)
 
 
-def build_quantizers(
-    recipe: CurrentScaling, slots: Slots | None, gemms: int, device: torch.device
-) -> QuantizerSets:
-    """One set of quantizers for every GEMM: nothing is kept."""
-    formats = formats_of(recipe.fp8_format, device)
-    forward = CurrentScalingQuantizer(formats.fwd_dtype, recipe.pow2, recipe.eps)
-    backward = CurrentScalingQuantizer(formats.bwd_dtype, recipe.pow2, recipe.eps)
-    products = FP8Gemm(recipe.use_split_accumulator, device)
-    override = recipe.override_linear_precision[2]
-    quantizers = GemmQuantizers(forward, forward, forward, backward, products, override)
-    return stateless_sets(quantizers, gemms)
+class CurrentGroups(GroupQuantizer):
+    """Quantizes groups with a scale each, computed from the group's own largest magnitude."""
+
+    __slots__ = ("eps", "groups", "pow2")
+
+    def __init__(self, quantizers: Sequence[CurrentScalingQuantizer]) -> None:
+        first = quantizers[0]
+        super().__init__(first.dtype)
+        self.groups = len(quantizers)
+        self.eps = first.eps
+        self.pow2 = first.pow2
+
+    def scaling(
+        self, source: GroupRows | GroupMatrices
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        like = source[0] if isinstance(source[0], torch.Tensor) else source[0][0]
+        amax = torch.zeros(self.groups, dtype=torch.float32, device=like.device)
+        source.measure(amax, self.dtype)
+        return (*scales_of(amax, self.dtype, eps=self.eps, pow2=self.pow2), None)
+
+
+class FP8Gemm(GemmBackend):
+    """Multiplies operands of one scale each by cuBLASLt's FP8 GEMMs, or emulates them."""
+
+    __slots__ = ("native",)
+
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+        super().__init__(split, device)
+        self.native = has_fp8_products(device)
+        if not self.native:
+            warn_emulated("FP8 matrix products", "sm_89 or later, or gfx94x or later")
+
+    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
+        if not self.native:
+            return emulated_gemm.decoded_fp8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+        return fp8_gemm.fp8_gemm(
+            a, b, a_scale_inv, b_scale_inv, use_split_accumulator=self.split[product], **options
+        )
+
+    def multiply_groups(self, product, a, b, a_scale_inv, b_scale_inv, groups):
+        _check_grouped(a, b)
+        fast = not self.split[product]
+        return grouped_gemm.scaled_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups, fast)
+
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, wide=False):
+        _check_grouped(a, b)
+        ends, fast = groups.column_ends, not self.split[WGRAD]
+        return grouped_gemm.scaled_contract_groups(a, a_scale_inv, b, b_scale_inv, ends, fast, wide)
+
+
+def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Warns where grouped products of ``a`` and ``b`` are emulated."""
+    if not grouped_gemm.multiplies_codes(a, b):
+        what = "FP8 matrix products of groups whose sizes are on the device"
+        warn_emulated(what, "sm_90 and sizes that are multiples of 16")
+
+
+class OneScale(Layout):
+    """Stores a weight with one scale, computed from its amax rounded to bfloat16.
+
+    The amax of the stored values, in whichever dtype they are read, then rounds to the same again.
+    """
+
+    name = "one scale"
+    block_rows = 0
+
+    def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(1, dtype=torch.float32, device=device)
+
+    def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
+        out = self._cast(quantizer, x, tensor_amax(x).bfloat16().float())
+        return QuantizedTensor(out.rowwise, out.scale_inv, None, None, quantizer.dtype)
+
+    def columnwise(
+        self, quantizer: Any, held: QuantizedTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert held.rowwise is not None
+        assert held.rowwise_scale_inv is not None
+        return byte_transpose(held.rowwise), held.rowwise_scale_inv
+
+    def gathered(
+        self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """Joins shards, each of which has its own scale if it was written alone.
+
+        The data of each are written again for the largest inverse scale, which changes nothing
+        where all are equal.
+        """
+        shards = scale_inv.numel()
+        if shards > 1:
+            common = scale_inv.amax().reshape(1)
+            for part, own in zip(fp8_data.chunk(shards), scale_inv.split(1), strict=True):
+                self._rescale(part, own / common)
+            scale_inv = common
+        return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
+
+    def _cast(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> Any:
+        return current_scale(
+            x, quantizer.dtype, columnwise=False, eps=quantizer.eps, pow2=quantizer.pow2, amax=amax
+        )
+
+    def _rescale(self, fp8_data: torch.Tensor, factor: torch.Tensor) -> None:
+        """Multiplies what the data mean by ``factor``, in place."""
+        values = fp8_data.to(torch.float32)
+        cast_transpose(values, factor, fp8_data.dtype, columnwise=False, out_rowwise=fp8_data)
+
+
+class CurrentScheme(Scheme):
+    """Current scaling, of tensors and of weights that are held in FP8 only."""
+
+    name = "current"
+    backend = FP8Gemm
+    layout = OneScale()
+
+    def gemm_quantizers(
+        self, recipe: CurrentScaling, device: torch.device
+    ) -> tuple[Quantizer, Quantizer, Quantizer]:
+        formats = formats_of(recipe.fp8_format, device)
+        forward = CurrentScalingQuantizer(formats.fwd_dtype, recipe.pow2, recipe.eps)
+        backward = CurrentScalingQuantizer(formats.bwd_dtype, recipe.pow2, recipe.eps)
+        return forward, forward, backward

@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...comm.collectives import max_over_ranks
 from ...ops.cast_transpose import cast_transpose
 from ...ops.fp8_output import FP8_DTYPES
+from ...ops.grouped_quantize import (
+    GroupedOutput,
+    Groups,
+    first_scales,
+    groups_of,
+    quantize_matrices,
+)
+from ...recipe import CurrentScaling, DelayedScaling
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
-from . import GemmQuantizers, QuantizerSets
-from .base import FusedCast, Quantizer, shared_scale
-from .grouped import DelayedGroups, GroupQuantizer
-from .products import FP8Gemm
+from .base import (
+    FusedCast,
+    GemmQuantizers,
+    GemmSlots,
+    Quantizer,
+    QuantizerSets,
+    ScaleSharing,
+    Scheme,
+    Slot,
+    Slots,
+    shared_scale,
+)
+from .current import FP8Gemm
+from .grouped import GroupMatrices, GroupQuantizer, GroupRows
 
-if TYPE_CHECKING:
-    from ...recipe import DelayedScaling
-    from .base import GemmSlots, ScaleSharing, Slot, Slots
-
-__all__ = ["DelayedScalingQuantizer", "FirstStep", "build_quantizers"]
+__all__ = ["DelayedGroups", "DelayedScalingQuantizer", "FirstStep"]
 
 
 class FirstStep:
@@ -248,18 +262,125 @@ class DelayedScalingQuantizer(Quantizer):
         cast_transpose(x, self.scale, self.dtype, rowwise=False, columnwise=False, amax=amax)
 
 
-def build_quantizers(
-    recipe: DelayedScaling, slots: Slots | None, gemms: int, device: torch.device
-) -> QuantizerSets:
-    """Builds quantizers over the views ``slots`` of a module's FP8 state."""
-    assert slots is not None
-    products = FP8Gemm(recipe.use_split_accumulator, device)
-    sets = [_build_gemm(recipe, slots, products, gemm) for gemm in slots.gemms]
-    return QuantizerSets(*zip(*sets, strict=True))
+class DelayedGroups(GroupQuantizer):
+    """Delayed scaling: the scales and the staging slots are columns of the module's state.
+
+    The first scales (``first_step="current"``) are the work of the device, which alone knows
+    whether a group has rows; a group that has none keeps its first step. It is told here which
+    are due, once; the state keeps its flags.
+    """
+
+    __slots__ = ("amax", "firsts", "scale", "slots")
+
+    def __init__(self, quantizers: Sequence[DelayedScalingQuantizer]) -> None:
+        super().__init__(quantizers[0].dtype)
+        self.scale = _column([q.scale for q in quantizers])
+        staged = [q.amax for q in quantizers if q.amax is not None]
+        self.amax = _column(staged) if staged else None
+        self.firsts = [q.first for q in quantizers if q.first is not None]
+        self.slots = tuple(first.index for first in self.firsts)
+
+    def scaling(
+        self, source: GroupRows | GroupMatrices
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        self._set_first(source)
+        return self.scale, None, self.amax
+
+    def rewrite_matrices(
+        self, matrices: Sequence[torch.Tensor], held: GroupedOutput, noop: torch.Tensor | None
+    ) -> bool:
+        scale, _, amax = self.scaling(GroupMatrices(matrices, None))
+        due = None
+        if noop is not None:  # read when the graph runs
+            due = (noop == 0).to(torch.int32).expand(len(matrices)).contiguous()
+        quantize_matrices(matrices, scale, self.dtype, amax=amax, due=due, out=held)
+        return True
+
+    def record(self, x: torch.Tensor, groups: Groups) -> None:
+        self._record(GroupRows(x, groups))
+
+    def record_matrices(self, matrices: Sequence[torch.Tensor], groups: Groups) -> None:
+        self._record(GroupMatrices(matrices, groups))
+
+    def _record(self, source: GroupRows | GroupMatrices) -> None:
+        self._set_first(source)
+        if self.amax is not None:
+            source.measure(self.amax, self.dtype)
+
+    def _set_first(self, source: GroupRows | GroupMatrices) -> None:
+        firsts = self.firsts
+        if not any(first.due[first.index] for first in firsts):
+            return
+        first = firsts[0]
+        recipe: Any = first.recipe
+        if recipe.uses_callables:
+            raise NotImplementedError(
+                "GroupedLinear: first_step='current' with a function that computes scales needs "
+                "m_splits as a list of ints, got a tensor"
+            )
+        due = first.on_device.get(self.slots)
+        if due is None:
+            due = self._hand_over()
+        groups = source.groups
+        if groups is None:  # all matrices are wanted
+            groups = groups_of(torch.ones_like(due), len(firsts))
+        amax = torch.zeros_like(due, dtype=torch.float32)
+        source.measure(amax, self.dtype, due)
+        first_scales(
+            amax, groups, due, self.scale, self._scale_inv(), first.fp8_max,
+            margin=recipe.margin, pow2=recipe.scaling_factor_compute_algo == "pow2",
+        )  # fmt: skip
+
+    def _hand_over(self) -> torch.Tensor:
+        """Tell the device which slots are due."""
+        firsts = self.firsts
+        if self.scale.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "GroupedLinear: first_step='current' with m_splits as a tensor needs one step "
+                "before the capture of a CUDA graph, got none"
+            )
+        wanted = [int(first.due[first.index]) for first in firsts]
+        with torch.inference_mode(False):
+            due = torch.zeros(len(firsts), dtype=torch.int32, device=self.scale.device)
+        for i, flag in enumerate(wanted):
+            if flag:
+                due[i : i + 1].fill_(1)
+        firsts[0].on_device[self.slots] = due
+        return due
+
+    def _scale_inv(self) -> torch.Tensor:
+        return _column([first.scale_inv for first in self.firsts])
+
+
+def _column(slots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Slots [1] of one state, at equal distances, as one tensor [slots] over their memory."""
+    first = slots[0]
+    if len(slots) == 1:
+        return first
+    return first.as_strided((len(slots),), (slots[1].storage_offset() - first.storage_offset(),))
+
+
+class DelayedScheme(Scheme):
+    """Delayed scaling; weights that are held in FP8 only are scaled by their own amax."""
+
+    name = "delayed"
+    backend = FP8Gemm
+
+    def build(
+        self, recipe: DelayedScaling, slots: Slots | None, gemms: int, device: torch.device
+    ) -> QuantizerSets:
+        assert slots is not None
+        backend = FP8Gemm(recipe.use_split_accumulator, device)
+        sets = [_build_gemm(recipe, slots, backend, gemm) for gemm in slots.gemms]
+        return QuantizerSets(*zip(*sets, strict=True))
+
+    def stored_recipe(self, recipe: DelayedScaling) -> CurrentScaling:
+        pow2 = recipe.scaling_factor_compute_algo == "pow2"
+        return CurrentScaling(fp8_format=recipe.fp8_format, pow2=pow2)
 
 
 def _build_gemm(
-    recipe: DelayedScaling, slots: Slots, products: FP8Gemm, gemm: GemmSlots
+    recipe: DelayedScaling, slots: Slots, backend: FP8Gemm, gemm: GemmSlots
 ) -> tuple[GemmQuantizers, ...]:
     """Returns the quantizers of one GEMM, in the order of ``QuantizerSets``."""
     formats = formats_of(recipe.fp8_format, gemm.input.scale.device)
@@ -282,7 +403,7 @@ def _build_gemm(
     weight_later = reading(formats.fwd_dtype, gemm.weight.pending_scale)
     grad = recording(formats.bwd_dtype, formats.max_bwd, gemm.grad_output)
     grad_frozen = reading(formats.bwd_dtype, gemm.grad_output.scale)
-    rest = (products, recipe.override_linear_precision[2])
+    rest = (backend, recipe.override_linear_precision[2])
     return (
         GemmQuantizers(inp, weight, weight_frozen, grad, *rest),
         GemmQuantizers(inp_frozen, weight_frozen, weight_frozen, grad, *rest),

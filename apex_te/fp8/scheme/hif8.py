@@ -10,22 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm.collectives import max_over_ranks
-from ...ops import hif8
+from ...ops import emulated_gemm, hif8
 from ...ops.current_scale import tensor_amax
 from ..tensor import QuantizedTensor
-from . import GemmQuantizers, QuantizerSets, stateless_sets
-from .base import Quantizer, shared_scale
-from .products import HiF8Gemm
+from .base import GemmBackend, Quantizer, Scheme, shared_scale, warn_emulated
+from .current import OneScale
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
-    from .base import Slots
 
-__all__ = ["HiF8Quantizer", "build_quantizers"]
+__all__ = ["HiF8Gemm", "HiF8OneScale", "HiF8Quantizer"]
 
 
 class HiF8Quantizer(Quantizer):
-    """Turns a matrix into HiF8 codes with scale = target / max |x|.
+    """Turns a matrix into HiF8 codes with ``scale = target / max |x|``.
 
     Args:
         target: what the amax is scaled to.
@@ -75,18 +73,48 @@ class HiF8Quantizer(Quantizer):
     def shared(self, group: Any) -> HiF8Quantizer:
         return HiF8Quantizer(self.target, self.pow2, self.eps, group)
 
-    def _decode(self, codes: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
-        return hif8.decode(codes, dtype, scale_inv=scale_inv)
+    def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
+        return hif8.decode(fp8_data, dtype, scale_inv=scale_inv)
 
 
-def build_quantizers(
-    recipe: CurrentScaling, slots: Slots | None, gemms: int, device: torch.device
-) -> QuantizerSets:
-    """One set of quantizers for every GEMM: nothing is kept."""
-    formats = recipe.fp8_format.value
-    forward = HiF8Quantizer(formats.max_fwd, recipe.pow2, recipe.eps)
-    backward = HiF8Quantizer(formats.max_bwd, recipe.pow2, recipe.eps)
-    products = HiF8Gemm(recipe.use_split_accumulator, device)
-    override = recipe.override_linear_precision[2]
-    quantizers = GemmQuantizers(forward, forward, forward, backward, products, override)
-    return stateless_sets(quantizers, gemms)
+class HiF8Gemm(GemmBackend):
+    """Emulates GEMMs of HiF8 operands with one scale each: no supported GPU multiplies them."""
+
+    __slots__ = ()
+
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+        super().__init__(split, device)
+        if device.type == "cuda":
+            warn_emulated("HiF8 matrix products", "a GPU with HiF8 units")
+
+    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
+        return emulated_gemm.hif8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+
+
+class HiF8OneScale(OneScale):
+    """Stores a weight as HiF8 codes with one scale."""
+
+    def _cast(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> Any:
+        return hif8.quantize_current(
+            x, quantizer.target, columnwise=False, eps=quantizer.eps, pow2=quantizer.pow2, amax=amax
+        )
+
+    def _rescale(self, fp8_data: torch.Tensor, factor: torch.Tensor) -> None:
+        values = hif8.decode(fp8_data, torch.float32)
+        hif8.quantize(values, factor, columnwise=False, out_rowwise=fp8_data)
+
+
+class HiF8Scheme(Scheme):
+    """Current scaling of tensors, and of weights that are held in low precision, to HiF8."""
+
+    name = "hif8"
+    backend = HiF8Gemm
+    layout = HiF8OneScale()
+
+    def gemm_quantizers(
+        self, recipe: CurrentScaling, device: torch.device
+    ) -> tuple[Quantizer, Quantizer, Quantizer]:
+        formats = recipe.fp8_format.value
+        forward = HiF8Quantizer(formats.max_fwd, recipe.pow2, recipe.eps)
+        backward = HiF8Quantizer(formats.max_bwd, recipe.pow2, recipe.eps)
+        return forward, forward, backward

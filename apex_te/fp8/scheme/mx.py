@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...ops import emulated_gemm
 from ...ops.mx_quantize import mx_dequantize, mx_quantize
 from ..tensor import QuantizedTensor
-from . import GemmQuantizers, QuantizerSets, stateless_sets
-from .base import Quantizer
-from .products import MXGemm
+from .base import GemmBackend, Layout, Quantizer, Scheme, warn_emulated
 
 if TYPE_CHECKING:
     from ...recipe import MXFP8Scaling
-    from .base import Slots
 
-__all__ = ["MXQuantizer", "build_quantizers"]
+__all__ = ["MXBlocks", "MXGemm", "MXQuantizer"]
+
+_BLOCK = 32  # elements with one scale
 
 
 class MXQuantizer(Quantizer):
@@ -45,18 +45,48 @@ class MXQuantizer(Quantizer):
         )
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
 
-    def _decode(self, codes: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
-        return mx_dequantize(codes, scale_inv, dtype=dtype)
+    def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
+        return mx_dequantize(fp8_data, scale_inv, dtype=dtype)
 
 
-def build_quantizers(
-    recipe: MXFP8Scaling, slots: Slots | None, gemms: int, device: torch.device
-) -> QuantizerSets:
-    """One set of quantizers for every GEMM: nothing is kept."""
-    formats = recipe.fp8_format.value
-    forward = MXQuantizer(formats.fwd_dtype, recipe.rounding)
-    backward = MXQuantizer(formats.bwd_dtype, recipe.rounding)
-    products = MXGemm(recipe.use_split_accumulator, device)
-    override = recipe.override_linear_precision[2]
-    quantizers = GemmQuantizers(forward, forward, forward, backward, products, override)
-    return stateless_sets(quantizers, gemms)
+class MXGemm(GemmBackend):
+    """Emulates GEMMs of MXFP8 operands."""
+
+    __slots__ = ()
+
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+        super().__init__(split, device)
+        if device.type == "cuda":
+            warn_emulated("MXFP8 matrix products", "sm_100, which is not supported yet")
+
+    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
+        return emulated_gemm.mx_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+
+
+class MXBlocks(Layout):
+    """Stores a weight with a power of two for each 32 elements of a row."""
+
+    name = "MXFP8"
+    block_rows = 1
+    exact = False  # columnwise blocks lie along the other axis
+    decoded = torch.bfloat16
+
+    def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
+        shape = (rows, -(-cols // _BLOCK))
+        return torch.empty(shape, dtype=torch.float8_e8m0fnu, device=device)
+
+
+class MXScheme(Scheme):
+    """MXFP8 scaling, of tensors and of weights that are held in FP8 only."""
+
+    name = "mx"
+    backend = MXGemm
+    layout = MXBlocks()
+    row_alignment = _BLOCK
+
+    def gemm_quantizers(
+        self, recipe: MXFP8Scaling, device: torch.device
+    ) -> tuple[Quantizer, Quantizer, Quantizer]:
+        formats = recipe.fp8_format.value
+        forward = MXQuantizer(formats.fwd_dtype, recipe.rounding)
+        return forward, forward, MXQuantizer(formats.bwd_dtype, recipe.rounding)

@@ -10,8 +10,7 @@ import torch
 
 from ... import runtime
 from ..tensor import QuantizedTensor
-from . import QuantizerSets
-from .base import FusedCast, Quantizer
+from .base import FusedCast, Quantizer, QuantizerSets
 
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer

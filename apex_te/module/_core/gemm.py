@@ -169,7 +169,7 @@ def shaped_product(
         cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
 
     def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
-        return quantizers.products.fprop(rows_of(x, rows), cached, dtype, None, into)
+        return quantizers.backend.fprop(rows_of(x, rows), cached, dtype, None, into)
 
     out = parallel.reduced_output(product, x.rowwise.shape[0], out, has_one_scale(x))
     return plus_bias(out, bias)
@@ -201,7 +201,7 @@ def multiply(
     """``x @ weight.T + bias``, [rows, out]; the weight is quantized unless ``cached`` is given."""
     if cached is None:
         cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
-    products, operand = quantizers.products, cached
+    products, operand = quantizers.backend, cached
     if isinstance(x, QuantizedTensor):
         return products.fprop(x, operand, out_dtype, bias, out)
     if out is None:
@@ -276,7 +276,7 @@ def input_gradient(
 
     Takes the rowwise copy of ``dy``, whose memory the weight gradient may then have.
     """
-    weight, products = _weight_again(plan, saved), plan.quantizers.products
+    weight, products = _weight_again(plan, saved), plan.quantizers.backend
     if isinstance(dy, QuantizedTensor):
         grad = products.dgrad(dy, weight, out_dtype, out)
         dy.rowwise = None
@@ -297,7 +297,7 @@ def reduced_input_gradient(
         return input_gradient(plan, saved, dy, out_dtype), None
     assert isinstance(dy, QuantizedTensor)
     assert dy.rowwise is not None
-    weight, products = _weight_again(plan, saved), plan.quantizers.products
+    weight, products = _weight_again(plan, saved), plan.quantizers.backend
     assert weight.columnwise is not None
 
     def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:

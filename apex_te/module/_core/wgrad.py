@@ -98,9 +98,9 @@ def _of_rows(
         columnwise = byte_transpose(x) if rowwise else x
         inp = QuantizedTensor(None, None, columnwise, x_scale, quantizers.input.dtype)
     if options.accumulate is None:
-        return quantizers.products.wgrad(quantized, inp, plan.weight_dtype)
+        return quantizers.backend.wgrad(quantized, inp, plan.weight_dtype)
     main_grad, accumulate = main_grad_of(plan.parameter, options)
-    quantizers.products.wgrad(quantized, inp, main_grad.dtype, main_grad, accumulate)
+    quantizers.backend.wgrad(quantized, inp, main_grad.dtype, main_grad, accumulate)
     return dummy_gradient(plan.parameter)
 
 

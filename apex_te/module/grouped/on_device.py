@@ -11,8 +11,7 @@ from torch.nn import functional
 
 from ...fp8.autocast import get_fp8_recipe
 from ...fp8.parameter.parameter import FP8Parameter
-from ...fp8.scheme.grouped import GroupQuantizers, group_quantizers
-from ...fp8.scheme.products import DGRAD, FPROP
+from ...fp8.scheme.base import DGRAD, FPROP, GroupQuantizers, group_quantizers
 from ...ops import grouped_quantize as op
 from ...ops.grouped_gemm import contract_groups, multiply_groups
 from ...ops.grouped_quantize import GroupedOutput, Groups
@@ -221,7 +220,7 @@ class GroupsFunction(OpFunction):
         w = cached
         if w is None:
             w = quantizers.weight.quantize_matrices(weights, groups, True, False)
-        out = quantizers.products.multiply_groups(
+        out = quantizers.backend.multiply_groups(
             FPROP, q.rowwise, w.rowwise, q.row_scale_inv, w.scale_inv, groups
         )
         out = _finished(out, groups, out_dtype, biases)
@@ -244,7 +243,7 @@ class GroupsFunction(OpFunction):
 
 def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     table, x, x_scale_inv, *weights = take_saved(ctx)
-    quantizers, products = ctx.quantizers, ctx.quantizers.products
+    quantizers, backend = ctx.quantizers, ctx.quantizers.backend
     dy = grad_output.contiguous()
     groups = Groups(table, dy.shape[0], ctx.count)
     fp8_wgrad = ctx.need_weight and not quantizers.high_precision_wgrad
@@ -258,12 +257,12 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         else:
             w = quantizers.weight_recast.quantize_matrices(weights, groups, False, True)
             codes, scale_inv = w.columnwise, w.scale_inv
-        grad_input = products.multiply_groups(
+        grad_input = backend.multiply_groups(
             DGRAD, q.rowwise, codes, q.row_scale_inv, scale_inv, groups
         )
         grad_input = _finished(grad_input, groups, ctx.input_dtype)
     if fp8_wgrad:
-        grad_weights = products.contract_groups(
+        grad_weights = backend.contract_groups(
             q.columnwise, x, q.scale_inv, x_scale_inv, groups, ctx.parameters is not None
         )
     elif ctx.need_weight:

@@ -7,13 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from ...fp8.autocast import get_fp8_recipe
+from ...fp8.scheme.base import scheme_of
 from .._core import arguments as _arguments
 
 __all__ = ["Fp8Padding", "Fp8Unpadding"]
-
-# Rows that cuBLASLt reads at a time, and for MXFP8 the rows that share a scale.
-_ALIGN = 16
-_ALIGN_OF_SCHEME = {"mx": 32}
 
 
 class _RowGroups(torch.nn.Module):
@@ -41,7 +38,7 @@ class _RowGroups(torch.nn.Module):
         splits = list(_arguments.checked_splits(type(self).__name__, self.num_gemms, m_splits))
         align = self.align_size
         if align is None:
-            align = _ALIGN_OF_SCHEME.get(get_fp8_recipe().quantizer, _ALIGN)
+            align = scheme_of(get_fp8_recipe()).row_alignment
         return splits, [-(-rows // align) * align for rows in splits]
 
     def _check(self, inp: torch.Tensor, rows: list[int]) -> None:

@@ -1,10 +1,17 @@
-"""FP8 recipes: frozen data that says how tensors are scaled. No tensor is touched here."""
+"""FP8 recipes: frozen data that says how tensors are scaled. No tensor is touched here.
+
+A recipe with a file of its own in this folder registers itself; its name is then one of
+``make_recipe``, of the command line and of saved weights (docs/new_recipe.md).
+"""
 
 from __future__ import annotations
 
 import enum
+import functools
+import importlib
+import pkgutil
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import KW_ONLY, InitVar, dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,6 +28,9 @@ __all__ = [
     "Recipe",
     "chosen_recipe",
     "make_recipe",
+    "pack_recipe",
+    "recipe_kinds",
+    "unpack_recipe",
 ]
 
 # Margins beyond it leave E4M3, 18 powers of two from smallest to largest value, no more than two of
@@ -63,17 +73,30 @@ class Format(enum.Enum):
         return f"Format.{self.name}"
 
 
+_kinds: dict[str, type[Recipe]] = {}
+
+
 @dataclass(frozen=True)
 class Recipe:
     """What all recipes share.
 
-    ``quantizer`` names the module of ``apex_te.fp8.scheme`` to use; ``keeps_state`` says whether
-    scales live on from one region to the next.
+    A subclass that is defined with a ``name``, as in ``class MyScaling(Recipe, name="mine")``, is
+    found by it. ``quantizer`` names the module of ``apex_te.fp8.scheme`` to use; ``keeps_state``
+    says whether scales live on from one region to the next.
     """
 
     quantizer: ClassVar[str]
     keeps_state: ClassVar[bool] = False
     formats: ClassVar[tuple[Format, ...]] = (Format.HYBRID, Format.E4M3)
+
+    def __init_subclass__(cls, name: str | None = None) -> None:
+        super().__init_subclass__()
+        if name is None:
+            return
+        other = _kinds.setdefault(name, cls)
+        if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(f"{cls.__name__}: name must be a new one, got {name!r} of {other}")
+        _kinds[name] = cls  # perhaps of a module that is imported again
 
     def _check_shared(self, fp8_dpa: bool, fp8_mha: bool) -> None:
         """Checks the arguments that every recipe has."""
@@ -153,7 +176,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class DelayedScaling(Recipe):
+class DelayedScaling(Recipe, name="delayed"):
     """Scales each tensor by the largest magnitude seen over the last steps (numbers: fp32).
 
     Args:
@@ -240,7 +263,7 @@ class DelayedScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class CurrentScaling(Recipe):
+class CurrentScaling(Recipe, name="tensorwise"):
     """Scales each tensor by its own largest magnitude: ``scale = fp8_max / max |x|`` (tensorwise).
 
     Args:
@@ -278,7 +301,7 @@ class CurrentScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class BlockScaling(Recipe):
+class BlockScaling(Recipe, name="blockwise"):
     """Scales blocks: 1x128 of activations and gradients, 128x128 of weights (DeepSeek-V3).
 
     Args:
@@ -315,7 +338,7 @@ class BlockScaling(Recipe):
 
 
 @dataclass(frozen=True)
-class MXFP8Scaling(Recipe):
+class MXFP8Scaling(Recipe, name="mxfp8"):
     """Scales every 32 elements along a product's inner dimension by a power of two (OCP MX v1.0).
 
     Args:
@@ -350,19 +373,29 @@ Float8CurrentScaling = CurrentScaling
 Float8BlockScaling = BlockScaling
 MXFP8BlockScaling = MXFP8Scaling
 
-_RECIPES: dict[str, type[Recipe]] = {
-    "delayed": DelayedScaling,
-    "tensorwise": CurrentScaling,
-    "blockwise": BlockScaling,
-    "mxfp8": MXFP8Scaling,
-}
+# Made once, so that a name costs nothing where a region is entered.
+_by_name = {name: kind() for name, kind in _kinds.items()}
+
+
+@functools.cache
+def _import_files() -> None:
+    """Imports the recipes that have files of their own in this folder, which registers them."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+
+
+def recipe_kinds() -> dict[str, type[Recipe]]:
+    """Returns the class of each recipe by its name, those above first."""
+    _import_files()
+    return dict(_kinds)
 
 
 def make_recipe(name: str, fp8_format: str | Format | None = None, **options: Any) -> Recipe:
     """Make the recipe with a command-line name.
 
     Args:
-        name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"`` or ``"mxfp8"``.
+        name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or that of another
+            registered recipe.
         fp8_format: ``"e4m3"``, ``"hybrid"`` or ``"hif8"`` (tensorwise only) in any case, or a
             ``Format``; None: the recipe's own default.
         options: further arguments of the recipe.
@@ -372,9 +405,10 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
     """
     if not isinstance(name, str):
         raise TypeError(f"make_recipe: name must be a str, got {type(name).__name__}")
-    if name not in _RECIPES:
-        raise ValueError(f"make_recipe: name must be one of {', '.join(_RECIPES)}, got {name!r}")
-    kind = _RECIPES[name]
+    kinds = recipe_kinds()
+    if name not in kinds:
+        raise ValueError(f"make_recipe: name must be one of {', '.join(kinds)}, got {name!r}")
+    kind = kinds[name]
     if fp8_format is not None:
         if not isinstance(fp8_format, (str, Format)):
             raise TypeError(
@@ -392,10 +426,6 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
     return kind(**options)
 
 
-# Made once, so that a name costs nothing where a region is entered.
-_BY_NAME = {name: kind() for name, kind in _RECIPES.items()}
-
-
 def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Recipe:
     """Return the recipe that a caller's argument asks for.
 
@@ -408,15 +438,39 @@ def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Reci
     if isinstance(value, Recipe):
         return value
     if value is None:
-        return _BY_NAME["delayed"]
+        return _by_name["delayed"]
     if not isinstance(value, str):
         raise TypeError(
             f"{owner}: {argument} must be a recipe from apex_te.recipe or its name, "
             f"got {type(value).__name__}"
         )
-    found = _BY_NAME.get(value)
+    found = _by_name.get(value)
     if found is None:
-        raise ValueError(
-            f"{owner}: {argument} must be a recipe or one of {', '.join(_BY_NAME)}, got {value!r}"
-        )
+        kinds = recipe_kinds()
+        if value not in kinds:
+            raise ValueError(
+                f"{owner}: {argument} must be a recipe or one of {', '.join(kinds)}, got {value!r}"
+            )
+        found = _by_name[value] = kinds[value]()
     return found
+
+
+def pack_recipe(recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    """Returns a recipe that keeps no state as plain values: its class's name and its fields."""
+    values: dict[str, Any] = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
+    values["fp8_format"] = values["fp8_format"].name
+    return type(recipe).__name__, values
+
+
+def unpack_recipe(packed: Any) -> Recipe:
+    """Returns the recipe that ``pack_recipe`` was given.
+
+    Raises:
+        ValueError: anything else is given.
+    """
+    try:
+        name, values = packed
+        kinds = {kind.__name__: kind for kind in recipe_kinds().values() if not kind.keeps_state}
+        return kinds[name](**dict(values, fp8_format=Format[values["fp8_format"]]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"FP8Parameter: recipe must be what was saved, got {error!r}") from error
