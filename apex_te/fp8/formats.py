@@ -16,7 +16,7 @@ _FNUZ = {
 
 
 def formats_of(fp8_format: Format, device: torch.device) -> FormatValue:
-    """Element types and largest values of a format with one scale for a tensor on ``device``.
+    """Returns element types and largest values of a format whose data have one scale on ``device``.
 
     Source: AMD CDNA3 instruction set (fnuz), OCP OFP8 1.0.
     """

@@ -8,15 +8,16 @@ __all__ = ["QuantizedTensor"]
 
 
 class QuantizedTensor:
-    """Plain holder of a quantized matrix; never crosses a public boundary and is no torch.Tensor.
+    """Low-precision copies of one matrix, which never cross a public boundary.
 
     Attributes:
-        rowwise: codes ``[rows, cols]`` in ``dtype``, or None.
-        rowwise_scale_inv: its inverse scales, in the shape of its scaling scheme: value = code *
-            scale_inv. Written with the data, never shared with the live scale, so a later scale
-            update cannot change what the codes mean.
-        columnwise: codes ``[cols, rows]`` in ``dtype``, or None.
-        columnwise_scale_inv: its inverse scales; the same tensor where one scale serves both.
+        rowwise: FP8 data ``[rows, cols]`` in ``dtype``, or None.
+        rowwise_scale_inv: inverse scales of ``rowwise`` in the shape of the scaling scheme:
+            ``value = data * scale_inv``. Written with the data, never shared with the live scale,
+            so that a later scale update cannot change what the data mean.
+        columnwise: FP8 data ``[cols, rows]`` in ``dtype``, or None.
+        columnwise_scale_inv: inverse scales of ``columnwise``; the tensor of ``rowwise`` where one
+            scale serves both.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.uint8`` (HiF8).
     """
 

@@ -38,13 +38,6 @@ CIRCLES = {
     ),
     frozenset(
         {
-            "apex_te.fp8.parameter.dispatch",
-            "apex_te.fp8.parameter.fsdp_gather",
-            "apex_te.fp8.parameter.parameter",
-        }
-    ),
-    frozenset(
-        {
             "apex_te.module.grouped.linear",
             "apex_te.module.grouped.on_device",
         }

@@ -1,4 +1,4 @@
-"""Reading the codes of an FP8Parameter: its values and its columnwise copy, also while tracing."""
+"""Decoding an FP8Parameter: its values and its columnwise copy, also while tracing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..tensor import QuantizedTensor
 
 __all__ = ["columnwise", "quantizers_of", "values"]
 
-# What reads fake codes. torch's tracing calls an FP8Parameter's ops outside of what
-# torch.compiler.is_compiling() covers, so the kernels cannot tell by it.
+# Ops that take fake tensors, too: torch traces an FP8Parameter's ops where
+# torch.compiler.is_compiling() is False.
 _library = torch.library.Library("apex_te", "FRAGMENT")
 _library.define(
     "fp8_codes_values(Tensor codes, Tensor scale_inv, str recipe, ScalarType dtype) -> Tensor"
@@ -27,30 +27,34 @@ _library.define(
 
 @functools.cache
 def quantizers_of(recipe: Recipe, device: torch.device) -> GemmQuantizers:
-    """The quantizers of a recipe that keeps no state."""
+    """Returns the quantizers of a recipe that keeps no state."""
     return build_quantizers(recipe, None, 1, device).frozen[0]
 
 
 def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values [rows, cols] in float32, float16 or bfloat16."""
-    codes = held.rowwise
-    assert codes is not None
-    if codes.device.type == "meta":
-        return torch.empty(codes.shape, dtype=dtype, device=codes.device)
-    if type(codes) is torch.Tensor:
-        return quantizers_of(recipe, codes.device).weight.dequantize(held, dtype)
+    """Returns the values ``[rows, cols]`` in float32, float16 or bfloat16."""
+    fp8_data = held.rowwise
+    assert fp8_data is not None
+    if fp8_data.device.type == "meta":
+        return torch.empty(fp8_data.shape, dtype=dtype, device=fp8_data.device)
+    if type(fp8_data) is torch.Tensor:
+        return quantizers_of(recipe, fp8_data.device).weight.dequantize(held, dtype)
     op = torch.ops.apex_te.fp8_codes_values
-    return op(codes, held.rowwise_scale_inv, _packed(recipe), dtype)
+    return op(fp8_data, held.rowwise_scale_inv, _packed(recipe), dtype)
 
 
 def columnwise(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The columnwise codes [cols, rows] and their scales."""
-    codes = held.rowwise
-    assert codes is not None
-    if type(codes) is torch.Tensor:
-        return layout_of(recipe).columnwise(quantizers_of(recipe, codes.device).weight, held)
+    """Makes the columnwise copy.
+
+    Returns:
+        ``(fp8_data, scale_inv)``: data ``[cols, rows]`` and inverse scales.
+    """
+    fp8_data = held.rowwise
+    assert fp8_data is not None
+    if type(fp8_data) is torch.Tensor:
+        return layout_of(recipe).columnwise(quantizers_of(recipe, fp8_data.device).weight, held)
     op = torch.ops.apex_te.fp8_codes_transposed
-    return op(codes, held.rowwise_scale_inv, _packed(recipe))
+    return op(fp8_data, held.rowwise_scale_inv, _packed(recipe))
 
 
 @functools.cache
@@ -63,36 +67,36 @@ def _unpacked(text: str) -> Recipe:
     return unpack_recipe(json.loads(text))
 
 
-def _held(codes: torch.Tensor, scale_inv: torch.Tensor) -> QuantizedTensor:
-    return QuantizedTensor(codes, scale_inv, None, None, codes.dtype)
+def _held(fp8_data: torch.Tensor, scale_inv: torch.Tensor) -> QuantizedTensor:
+    return QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
 
 
 def _values_op(
-    codes: torch.Tensor, scale_inv: torch.Tensor, recipe: str, dtype: torch.dtype
+    fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    return values(_unpacked(recipe), _held(codes, scale_inv), dtype)
+    return values(_unpacked(recipe), _held(fp8_data, scale_inv), dtype)
 
 
 def _values_fake(
-    codes: torch.Tensor, scale_inv: torch.Tensor, recipe: str, dtype: torch.dtype
+    fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    return torch.empty_like(codes, dtype=dtype)
+    return torch.empty_like(fp8_data, dtype=dtype)
 
 
 def _transposed_op(
-    codes: torch.Tensor, scale_inv: torch.Tensor, recipe: str
+    fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     # A scale that serves both copies may not be an op's input and output.
-    copy, scale = columnwise(_unpacked(recipe), _held(codes, scale_inv))
+    copy, scale = columnwise(_unpacked(recipe), _held(fp8_data, scale_inv))
     return copy, scale.clone() if scale is scale_inv else scale
 
 
 def _transposed_fake(
-    codes: torch.Tensor, scale_inv: torch.Tensor, recipe: str
+    fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, cols = codes.shape
-    scale = layout_of(_unpacked(recipe)).scale_inv(cols, rows, codes.device)
-    return codes.new_empty((cols, rows)), scale
+    rows, cols = fp8_data.shape
+    scale = layout_of(_unpacked(recipe)).scale_inv(cols, rows, fp8_data.device)
+    return fp8_data.new_empty((cols, rows)), scale
 
 
 for _name, _run, _fake in (

@@ -1,26 +1,23 @@
-"""What torch's ops do to an FP8Parameter: on the codes where they can, else on its values."""
+"""torch's ops on an FP8Parameter: run on its FP8 data where possible, else on its values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ..tensor import QuantizedTensor
-from .fsdp_gather import joined
+from .fsdp_gather import GatheredPart, joined
 
-if TYPE_CHECKING:
-    from .parameter import FP8Parameter
+__all__ = ["DTYPES", "KERNEL_DTYPES", "HeldWeight", "attributes_of", "cloned", "dispatch"]
 
-__all__ = ["DTYPES", "KERNEL_DTYPES", "attributes_of", "cloned", "dispatch"]
-
-# Of what casts read and write, and of a parameter.
+# dtypes that casts read and write, and nominal dtypes of a parameter.
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float64)
 _aten = torch.ops.aten
-# What a compiled region calls to read the codes.
+# Ops by which a compiled region reads the FP8 data.
 _library = torch.library.Library("apex_te", "FRAGMENT")
 _library.define("fp8_parameter_rowwise(Tensor weight) -> (Tensor, Tensor)")
 _library.define("fp8_parameter_transposed(Tensor weight) -> (Tensor, Tensor)")
@@ -29,25 +26,52 @@ _READING_VIEWS = {
     _aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.expand.default,
     _aten.unsqueeze.default,
 }  # fmt: skip
-# Of their tensor argument these need the shape, dtype and device only.
+# Ops that need only the shape, dtype and device of their tensor argument.
 _FACTORIES = {
     _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
     _aten.rand_like.default, _aten.randn_like.default, _aten.new_empty.default,
     _aten.new_empty_strided.default, _aten.new_full.default, _aten.new_ones.default,
 }  # fmt: skip
 
-# What an FP8Parameter itself, and torch.nn.Parameter, keeps in its __dict__.
+# Attributes that FP8Parameter and torch.nn.Parameter keep in __dict__ themselves.
 _OWN = {
-    "_held", "_recipe", "_codes", "_is_matrix", "_read_by", "_initial", "_writable", "_gathered",
-    "_is_param",
+    "_held", "_recipe", "_fp8_dtype", "_is_matrix", "_read_by", "_initial", "_writable",
+    "_gathered", "_is_param",
 }  # fmt: skip
 
 _Handler = Callable[..., Any]
 _HANDLERS: dict[Any, _Handler] = {}
 
 
-def dispatch(cls: type[FP8Parameter], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run ``func``, one or more of whose arguments are FP8Parameters (``cls``)."""
+class HeldWeight(GatheredPart, Protocol):
+    """A weight held in FP8, as the handlers of torch's ops see it."""
+
+    _writable: bool
+    device: torch.device
+
+    @classmethod
+    def empty(cls, shape: Any, recipe: Any, dtype: Any, device: Any = None) -> Any:
+        """Returns one without values yet."""
+
+    def _like(self, held: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
+        """Returns another over ``held``, with the same recipe."""
+
+    def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns the values as a plain tensor."""
+
+    def _write(self, source: Any) -> None:
+        """Quantizes ``source`` into the weight."""
+
+    def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the columnwise data and their scales."""
+
+    def dim(self) -> int: ...
+
+    def stride(self) -> tuple[int, ...]: ...
+
+
+def dispatch(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs ``func``, some of whose arguments are FP8Parameters (``cls``)."""
     handler = _HANDLERS.get(func)
     if handler is not None:
         return handler(cls, *args, **kwargs)
@@ -58,13 +82,13 @@ def dispatch(cls: type[FP8Parameter], func: Any, args: tuple, kwargs: dict[str, 
     return _on_values(cls, func, args, kwargs)
 
 
-def attributes_of(x: FP8Parameter) -> dict[str, Any]:
-    """Attributes that others have set on ``x``, such as ``tensor_model_parallel``."""
+def attributes_of(x: HeldWeight) -> dict[str, Any]:
+    """Returns the attributes that others have set on ``x``, such as ``tensor_model_parallel``."""
     return {key: value for key, value in x.__dict__.items() if key not in _OWN}
 
 
-def _with_attributes(new: FP8Parameter, x: FP8Parameter) -> FP8Parameter:
-    """``new`` with the attributes of ``x``.
+def _with_attributes(new: HeldWeight, x: HeldWeight) -> Any:
+    """Copies the attributes of ``x`` to ``new``, and returns it.
 
     A module that is moved or converted takes a detached alias of what its parameter becomes.
     """
@@ -72,20 +96,23 @@ def _with_attributes(new: FP8Parameter, x: FP8Parameter) -> FP8Parameter:
     return new
 
 
-def cloned(x: FP8Parameter) -> QuantizedTensor:
-    """Copies of the codes of ``x``."""
+def cloned(x: HeldWeight) -> QuantizedTensor:
+    """Returns copies of the rowwise data and scales of ``x``."""
     return _changed(x, torch.clone)
 
 
-def _changed(x: FP8Parameter, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
+def _changed(x: HeldWeight, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
+    """Returns the rowwise data and scales of ``x``, each passed through ``change``."""
     held = x._held
     assert held.rowwise is not None
     assert held.rowwise_scale_inv is not None
-    codes, scale_inv = change(held.rowwise), change(held.rowwise_scale_inv)
-    return QuantizedTensor(codes, scale_inv, None, None, held.dtype)
+    fp8_data, scale_inv = change(held.rowwise), change(held.rowwise_scale_inv)
+    return QuantizedTensor(fp8_data, scale_inv, None, None, held.dtype)
 
 
 def _handles(*funcs: Any) -> Callable[[_Handler], _Handler]:
+    """Registers the decorated function as the handler of ``funcs``."""
+
     def register(handler: _Handler) -> _Handler:
         for func in funcs:
             _HANDLERS[func] = handler
@@ -94,8 +121,8 @@ def _handles(*funcs: Any) -> Callable[[_Handler], _Handler]:
     return register
 
 
-def _on_values(cls: type[FP8Parameter], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """``func`` on plain tensors; what it writes to is quantized again."""
+def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs ``func`` on plain values, and quantizes again what it writes to."""
     arguments, returns = func._schema.arguments, func._schema.returns
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     views = not writes and any(r.alias_info is not None for r in returns)
@@ -104,9 +131,9 @@ def _on_values(cls: type[FP8Parameter], func: Any, args: tuple, kwargs: dict[str
             f"FP8Parameter: {func} would be a view of values that are not there; use "
             "dequantize() first"
         )
-    values: dict[int, tuple[FP8Parameter, torch.Tensor]] = {}
+    values: dict[int, tuple[HeldWeight, torch.Tensor]] = {}
 
-    def value(x: FP8Parameter) -> torch.Tensor:
+    def value(x: HeldWeight) -> torch.Tensor:
         if id(x) not in values:
             values[id(x)] = x, x._values()
         return values[id(x)][1]
@@ -127,15 +154,15 @@ def _on_values(cls: type[FP8Parameter], func: Any, args: tuple, kwargs: dict[str
 
 
 @_handles(_aten.detach.default, _aten.alias.default)
-def _detach(cls: type[FP8Parameter], x: FP8Parameter) -> FP8Parameter:
+def _detach(cls: type[HeldWeight], x: HeldWeight) -> Any:
     alias = x._like(x._held, shape=x.shape, writable=x._writable)
     alias._gathered = x._gathered
     return _with_attributes(alias, x)
 
 
 @_handles(_aten.cat.default)
-def _cat(cls: type[FP8Parameter], tensors: Any, dim: int = 0) -> torch.Tensor:
-    """Rows of gathered parts as one weight, which a layer of several parameters computes with."""
+def _cat(cls: type[HeldWeight], tensors: Any, dim: int = 0) -> torch.Tensor:
+    """Joins rows of gathered parts to one weight, with which a layer of several parameters runs."""
     if dim == 0 and all(type(t) is cls for t in tensors):
         whole = joined(tensors)
         if whole is not None:
@@ -146,20 +173,20 @@ def _cat(cls: type[FP8Parameter], tensors: Any, dim: int = 0) -> torch.Tensor:
 
 
 @_handles(_aten.clone.default)
-def _clone(cls: type[FP8Parameter], x: FP8Parameter, memory_format: Any = None) -> FP8Parameter:
+def _clone(cls: type[HeldWeight], x: HeldWeight, memory_format: Any = None) -> Any:
     return x._like(cloned(x), shape=x.shape)
 
 
 @_handles(_aten._to_copy.default)
 def _to_copy(
-    cls: type[FP8Parameter],
-    x: FP8Parameter,
+    cls: type[HeldWeight],
+    x: HeldWeight,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Another device or nominal dtype; a dtype that cannot be nominal gives plain values."""
+    """Changes device or nominal dtype; a dtype that cannot be nominal gives plain values."""
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if dtype not in DTYPES:
@@ -173,7 +200,7 @@ def _to_copy(
 
 @_handles(_aten.copy_.default)
 def _copy_(
-    cls: type[FP8Parameter], x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
+    cls: type[HeldWeight], x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
     if isinstance(x, cls):
         x._write(source)
@@ -183,17 +210,17 @@ def _copy_(
 
 
 @_handles(_aten.view.default, _aten._unsafe_view.default)
-def _view(cls: type[FP8Parameter], x: FP8Parameter, size: Any) -> FP8Parameter:
-    """The same weight, and the same codes, under another shape; a GEMM then takes its values."""
+def _view(cls: type[HeldWeight], x: HeldWeight, size: Any) -> Any:
+    """Gives the weight another shape over the same data; a GEMM then takes its values."""
     assert x._held.rowwise is not None
     return x._like(x._held, shape=x._held.rowwise.view(size).shape, writable=x._writable)
 
 
 @_handles(_aten.as_strided.default)
 def _as_strided(
-    cls: type[FP8Parameter], x: FP8Parameter, size: Any, stride: Any, storage_offset: int = 0
-) -> FP8Parameter:
-    """For what is no change only, with which FSDP2 ends its gathering."""
+    cls: type[HeldWeight], x: HeldWeight, size: Any, stride: Any, storage_offset: int = 0
+) -> Any:
+    """Returns an alias; for unchanged sizes only, with which FSDP2 ends its gathering."""
     if tuple(size) != x.shape or tuple(stride) != x.stride() or storage_offset:
         raise NotImplementedError(
             f"FP8Parameter: as_strided must keep shape {list(x.shape)} and strides, got "
@@ -202,7 +229,7 @@ def _as_strided(
     return _detach(cls, x)
 
 
-def _rows(cls: type[FP8Parameter], x: FP8Parameter, start: int, stop: int) -> FP8Parameter:
+def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
     if start == 0 and stop == x.shape[0]:
         return _detach(cls, x)
     held = x._layout.rows(x._held, start, stop) if x._is_matrix else None
@@ -216,13 +243,13 @@ def _rows(cls: type[FP8Parameter], x: FP8Parameter, start: int, stop: int) -> FP
 
 @_handles(_aten.slice.Tensor)
 def _slice(
-    cls: type[FP8Parameter],
-    x: FP8Parameter,
+    cls: type[HeldWeight],
+    x: HeldWeight,
     dim: int = 0,
     start: int | None = None,
     end: int | None = None,
     step: int = 1,
-) -> FP8Parameter:
+) -> Any:
     length = x.shape[dim]
     start, stop, step = slice(start, end, step).indices(length)
     if (start, stop, step) == (0, length, 1):
@@ -234,9 +261,7 @@ def _slice(
 
 
 @_handles(_aten.split.Tensor)
-def _split(
-    cls: type[FP8Parameter], x: FP8Parameter, size: int, dim: int = 0
-) -> tuple[FP8Parameter, ...]:
+def _split(cls: type[HeldWeight], x: HeldWeight, size: int, dim: int = 0) -> tuple[Any, ...]:
     _check_rows(x, dim)
     length = x.shape[dim]
     starts = range(0, length, size) if length else (0,)
@@ -245,8 +270,8 @@ def _split(
 
 @_handles(_aten.split_with_sizes.default)
 def _split_with_sizes(
-    cls: type[FP8Parameter], x: FP8Parameter, sizes: list[int], dim: int = 0
-) -> tuple[FP8Parameter, ...]:
+    cls: type[HeldWeight], x: HeldWeight, sizes: list[int], dim: int = 0
+) -> tuple[Any, ...]:
     _check_rows(x, dim)
     parts, start = [], 0
     for size in sizes:
@@ -255,7 +280,7 @@ def _split_with_sizes(
     return tuple(parts)
 
 
-def _check_rows(x: FP8Parameter, dim: int) -> None:
+def _check_rows(x: HeldWeight, dim: int) -> None:
     if dim % x.dim():
         raise NotImplementedError(
             f"FP8Parameter: a part must be of rows (dimension 0), got dimension {dim}; use "
@@ -265,14 +290,14 @@ def _check_rows(x: FP8Parameter, dim: int) -> None:
 
 @_handles(_aten.new_zeros.default)
 def _new_zeros(
-    cls: type[FP8Parameter],
-    x: FP8Parameter,
+    cls: type[HeldWeight],
+    x: HeldWeight,
     size: Any,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Another of this kind, which is how FSDP2 makes a shard; plain for what cannot be one."""
+    """Makes another of this kind, as FSDP2 makes a shard; plain for what cannot be one."""
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if len(size) != 2 or dtype not in DTYPES:
@@ -284,10 +309,9 @@ def _new_zeros(
             f"{list(x.shape)} in shards of {size[0]} rows"
         )
     new = cls.empty(tuple(size), x._recipe, dtype, device)
-
     assert new._held.rowwise is not None
     assert new._held.rowwise_scale_inv is not None
-    # The code 0 is the value 0 in every format, at any scale.
+    # The byte 0 is the value 0 in every format, at any scale.
     new._held.rowwise.view(torch.uint8).zero_()
     new._held.rowwise_scale_inv.fill_(1.0)
     return new
@@ -295,13 +319,13 @@ def _new_zeros(
 
 @_handles(_aten.empty_like.default)
 def _empty_like(
-    cls: type[FP8Parameter],
-    x: FP8Parameter,
+    cls: type[HeldWeight],
+    x: HeldWeight,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Another of this kind, which is how a module leaves the meta device."""
+    """Makes another of this kind, as a module does that leaves the meta device."""
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if dtype not in DTYPES or not x._is_matrix:
@@ -311,15 +335,15 @@ def _empty_like(
 
 
 @_handles(_aten.dequantize.self)
-def _dequantize(cls: type[FP8Parameter], x: FP8Parameter) -> torch.Tensor:
+def _dequantize(cls: type[HeldWeight], x: HeldWeight) -> torch.Tensor:
     return x._values()
 
 
 @_handles(torch.ops.apex_te.fp8_parameter_rowwise.default)
-def _rowwise(cls: type[FP8Parameter], x: FP8Parameter) -> tuple[Any, Any]:
+def _rowwise(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
     return x._held.rowwise, x._held.rowwise_scale_inv
 
 
 @_handles(torch.ops.apex_te.fp8_parameter_transposed.default)
-def _transposed(cls: type[FP8Parameter], x: FP8Parameter) -> tuple[Any, Any]:
+def _transposed(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
     return x._transposed()

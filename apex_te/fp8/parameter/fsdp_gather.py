@@ -1,10 +1,10 @@
-"""Weights that FSDP2 gathers as codes: what a shard sends and what is made of all shards."""
+"""Weights that FSDP2 gathers as FP8 data: what a shard sends, and the weight made of all shards."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -12,27 +12,28 @@ from ..scheme.base import layout_of
 from ..tensor import QuantizedTensor
 
 if TYPE_CHECKING:
+    from ...recipe import Recipe
     from ..scheme import GemmQuantizers
-    from .parameter import FP8Parameter
+    from ..scheme.base import Layout
 
 __all__ = [
-    "Gathered", "check_resharding", "fsdp_groups", "gathered_codes", "joined", "replace",
-    "shard_codes",
+    "Gathered", "GatheredPart", "check_resharding", "fsdp_groups", "gathered_fp8_data", "joined",
+    "replace", "shard_fp8_data",
 ]  # fmt: skip
 
 _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class Gathered:
-    """What a weight made of gathered codes brings along; the aliases of the weight share it.
+    """Origin of a weight that was made of gathered FP8 data; aliases of the weight share it.
 
     Attributes:
-        settings: of the quantizer that made the codes (``Quantizer.settings``); None where the
-            weight is held in FP8 by its shards, and nothing else is to be quantized.
+        settings: of the quantizer that made the data (``Quantizer.settings``); None where the
+            shards themselves hold the weight in FP8, and nothing else is to be quantized.
         name: of that quantizer's recipe.
         amax: fp32 ``[1]``, of this rank's shard, for schemes that stage it; else None.
         group: the ranks that have the shards, or None where there is one.
-        stamp: the same for parts of one weight that have the same scale.
+        stamp: equal for parts of one weight that have one scale.
     """
 
     __slots__ = ("amax", "group", "name", "reader", "settings", "stamp")
@@ -50,17 +51,18 @@ class Gathered:
         self.amax = amax
         self.group = group
         self.stamp = stamp
-        self.reader: Any = None  # the quantizer that was found to make the same codes
+        self.reader: Any = None  # the quantizer that was found to make the same data
 
     def take(self, other: Gathered) -> None:
-        """Become ``other``, of a later gather."""
+        """Takes the values of ``other``, of a later gather."""
         self.settings, self.name, self.amax = other.settings, other.name, other.amax
         self.group, self.stamp = other.group, other.stamp
 
     def read_by(self, quantizers: GemmQuantizers, forward: bool) -> None:
-        """A GEMM of ``quantizers`` reads the codes; a forward stages their amax.
+        """Checks that a GEMM of ``quantizers`` can read the data; a forward stages their amax.
 
-        Errors: ValueError where the quantizer would make other codes of the weight.
+        Raises:
+            ValueError: the quantizer would make other data of the weight.
         """
         if self.settings is None:
             return
@@ -77,8 +79,25 @@ class Gathered:
             quantizer.stage(self.amax, self.group)
 
 
+class GatheredPart(Protocol):
+    """A weight held in FP8 of which FSDP2 gathers the shards, or that it has gathered."""
+
+    _held: QuantizedTensor
+    _recipe: Recipe
+    _is_matrix: bool
+    _gathered: Gathered | None
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def _layout(self) -> Layout: ...
+
+
 def fsdp_groups() -> Iterator[Any]:
-    """What FSDP2 gathers at once, of all models; torch has no public way to ask."""
+    """Yields the parameter groups that FSDP2 gathers at once, of all models.
+
+    torch has no public way to ask.
+    """
     from torch.distributed import _composable_state
 
     for reference in list(_composable_state._module_state_mapping.values()):
@@ -90,10 +109,11 @@ def fsdp_groups() -> Iterator[Any]:
 
 
 def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
-    """Ask, once, what becomes of the gathered weights of ``module`` after a forward.
+    """Checks, once, that FSDP2 frees or keeps the gathered weights of ``module`` after a forward.
 
-    Errors: NotImplementedError, on all ranks and before anything is gathered, where FSDP2 is to
-    spread them over fewer ranks: it takes the codes for values, and cannot gather them again.
+    Raises:
+        NotImplementedError: FSDP2 is to spread them over fewer ranks, where it would take the FP8
+            data for values. On all ranks and before anything is gathered.
     """
     if module is None or module in _checked:
         return
@@ -108,13 +128,18 @@ def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
     _checked.add(module)
 
 
-def shard_codes(
-    shard: FP8Parameter, mesh: Any, outer_size: Any, module: Any, mp_policy: Any
+def shard_fp8_data(
+    shard: GatheredPart, mesh: Any, outer_size: Any, module: Any, mp_policy: Any
 ) -> tuple:
-    """What FSDP2 gathers of a shard that is held in FP8: codes as bytes, scales; and a context.
+    """Gives FSDP2 what it gathers of a shard that is held in FP8.
 
-    Errors: NotImplementedError on all ranks for shards that are not rows, as many on each rank and
-    in whole blocks, and for a ``reshard_after_forward`` that is an int.
+    Returns:
+        ``((fp8_data, scale_inv), context)``: the data as bytes, the inverse scales, and what
+        ``gathered_fp8_data`` needs besides.
+
+    Raises:
+        NotImplementedError: on all ranks, for shards that are not rows, as many on each rank and
+            in whole blocks, and for a ``reshard_after_forward`` that is an int.
     """
     check_resharding("FP8Parameter", module)
     layout, held = shard._layout, shard._held
@@ -135,19 +160,25 @@ def shard_codes(
     return (held.rowwise.view(torch.uint8), held.rowwise_scale_inv), context
 
 
-def gathered_codes(shard: FP8Parameter, outputs: tuple[torch.Tensor, ...], context: Any) -> Any:
-    """The whole of shards that are held in FP8, its recipe and its dtype."""
-    recipe, dtype, codes_dtype = context
+def gathered_fp8_data(
+    shard: GatheredPart, outputs: tuple[torch.Tensor, ...], context: Any
+) -> tuple[QuantizedTensor, Recipe, torch.dtype]:
+    """Puts shards that are held in FP8 together.
+
+    Returns:
+        ``(held, recipe, dtype)``: the whole weight's rowwise copy, its recipe and nominal dtype.
+    """
+    recipe, dtype, fp8_dtype = context
     # With one rank FSDP2 hands over the first tensor only.
     scale_inv = outputs[1] if len(outputs) > 1 else shard._held.rowwise_scale_inv
     assert scale_inv is not None
-    held = layout_of(recipe).gathered(outputs[0].view(codes_dtype), scale_inv, codes_dtype)
+    held = layout_of(recipe).gathered(outputs[0].view(fp8_dtype), scale_inv, fp8_dtype)
     return held, recipe, dtype
 
 
 def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
-    """Give the whole ``weight`` of an earlier gather, and its aliases, what came with a new one."""
-    whole: FP8Parameter = getattr(weight, "_local_tensor", weight)
+    """Gives the whole ``weight`` of an earlier gather, and its aliases, the data of a new one."""
+    whole: GatheredPart = getattr(weight, "_local_tensor", weight)
     target = whole._held
     target.rowwise, target.rowwise_scale_inv = held.rowwise, held.rowwise_scale_inv
     target.columnwise = target.columnwise_scale_inv = None
@@ -155,10 +186,14 @@ def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
     whole._gathered.take(gathered)
 
 
-def joined(parts: Sequence[FP8Parameter]) -> tuple[QuantizedTensor, Gathered] | None:
-    """The rows of gathered ``parts`` as one weight; None where they have not one recipe.
+def joined(parts: Sequence[GatheredPart]) -> tuple[QuantizedTensor, Gathered] | None:
+    """Joins the rows of gathered ``parts`` to one weight.
 
-    Errors: NotImplementedError for parts whose scales differ.
+    Returns:
+        ``(held, origin)``: the rowwise copy and its origin; None for parts of several recipes.
+
+    Raises:
+        NotImplementedError: the scales of the parts differ.
     """
     first = parts[0]
     if any(p._gathered is None or not p._is_matrix for p in parts):

@@ -15,13 +15,13 @@ from ..scheme.base import GemmBackend, Layout, layout_of, stored_recipe
 from ..tensor import QuantizedTensor
 from .decode import columnwise, quantizers_of, values
 from .dispatch import DTYPES, KERNEL_DTYPES, attributes_of, cloned, dispatch
-from .fsdp_gather import Gathered, gathered_codes, replace, shard_codes
+from .fsdp_gather import Gathered, gathered_fp8_data, replace, shard_fp8_data
 
 __all__ = ["FP8Parameter", "dequantized", "fp8_operands", "record_weight"]
 
 
 class _Initial:
-    """The value before quantization, which all aliases of a parameter share."""
+    """Value before quantization, which all aliases of a parameter share."""
 
     __slots__ = ("value", "wanted")
 
@@ -31,33 +31,33 @@ class _Initial:
 
 
 class FP8Parameter(torch.Tensor):
-    """A weight [rows, cols] of a high-precision dtype whose values are low-precision codes.
+    """A weight ``[rows, cols]`` of a high-precision dtype that is held as FP8 data and scales.
 
     To its user it is a tensor of ``dtype`` (float32, float16, bfloat16 or float64), and a
-    ``torch.nn.Parameter`` once wrapped in one; its gradient arrives in that dtype. Ops that modules
-    do not run on the codes see its values. Whatever writes to it (``copy_``, an optimizer's
-    in-place step, ``load_state_dict``) quantizes what it then is, from the widest value at hand;
-    with delayed scaling, too, by its own amax (rounded to bfloat16, so that loading values that
-    were saved restores the codes). Its scales travel with its codes.
+    ``torch.nn.Parameter`` once wrapped in one; its gradient arrives in that dtype. GEMMs of modules
+    read the FP8 data, all other ops its values. Whatever writes to it (``copy_``, an optimizer's
+    in-place step, ``load_state_dict``) quantizes the new values, from the widest dtype at hand;
+    with delayed scaling, too, by their own amax (rounded to bfloat16, so that loading values that
+    were saved restores the data). Its scales travel with its data.
 
-    The columnwise codes that backward needs are made there from the codes and dropped, or kept
-    while a module's weight cache wants them.
+    The columnwise copy that backward needs is made there from the rowwise one and dropped, or kept
+    while a module's weight cache wants it.
 
     ``float()``, ``half()``, ``bfloat16()``, ``double()`` and ``to(dtype)`` of a
-    ``torch.nn.Parameter`` change its nominal dtype, as converting a module does. Of any other
-    FP8Parameter, such as ``detach().clone()`` of one, they give plain values. Attributes that are
-    set on a parameter go with it where it or its module is moved, converted, deep-copied or
+    ``torch.nn.Parameter`` change its nominal dtype, as converting a module does. Called on any
+    other FP8Parameter, such as ``detach().clone()`` of one, they give plain values. Attributes that
+    are set on a parameter go with it where it or its module is moved, converted, deep-copied or
     pickled.
 
-    ``view`` shares the codes, as do slices and splits of rows, which cannot be written to; other
-    parts are to be taken of ``dequantize()``.
+    ``view`` shares the data, as do slices and splits of rows, which cannot be written to; take
+    other parts from ``dequantize()``.
     """
 
     _held: QuantizedTensor
     _recipe: Recipe
     _initial: _Initial
     _writable: bool
-    _codes: torch.dtype
+    _fp8_dtype: torch.dtype
     _read_by: type[GemmBackend]
     _is_matrix: bool
     _gathered: Gathered | None = None  # of a whole weight that FSDP2 made of shards
@@ -74,15 +74,15 @@ class FP8Parameter(torch.Tensor):
         shape: torch.Size | None = None,
         writable: bool = True,
     ) -> FP8Parameter:
-        codes = held.rowwise
-        assert codes is not None
-        shape = codes.shape if shape is None else shape
-        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+        data = held.rowwise
+        assert data is not None
+        shape = data.shape if shape is None else shape
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device)
         self._held = held
         self._recipe = recipe
-        self._codes = held.dtype
-        self._is_matrix = shape == codes.shape
-        self._read_by = type(quantizers_of(recipe, codes.device).backend)
+        self._fp8_dtype = held.dtype
+        self._is_matrix = shape == data.shape
+        self._read_by = type(quantizers_of(recipe, data.device).backend)
         self._initial = _Initial(False) if initial is None else initial
         self._writable = writable
         return self
@@ -99,9 +99,11 @@ class FP8Parameter(torch.Tensor):
         device: torch.device | str | int | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> FP8Parameter:
-        """One without values yet, to be quantized by ``recipe``.
+        """Makes one without values yet, to be quantized by ``recipe``.
 
-        Errors: ValueError unless ``shape`` is a matrix's, TypeError for a dtype.
+        Raises:
+            ValueError: ``shape`` is not that of a matrix.
+            TypeError: ``dtype`` cannot be a parameter's.
         """
         if len(shape) != 2:
             raise ValueError(f"FP8Parameter: shape must be [rows, cols], got {list(shape)}")
@@ -110,16 +112,16 @@ class FP8Parameter(torch.Tensor):
                 f"FP8Parameter: dtype must be float32, float16, bfloat16 or float64, got {dtype}"
             )
         recipe = stored_recipe(recipe)
-        codes = torch.empty(shape, dtype=torch.uint8, device=device)
-        codes = codes.view(quantizers_of(recipe, codes.device).weight.dtype)
-        scale_inv = layout_of(recipe).scale_inv(*shape, codes.device)
-        held = QuantizedTensor(codes, scale_inv, None, None, codes.dtype)
+        fp8_data = torch.empty(shape, dtype=torch.uint8, device=device)
+        fp8_data = fp8_data.view(quantizers_of(recipe, fp8_data.device).weight.dtype)
+        scale_inv = layout_of(recipe).scale_inv(*shape, fp8_data.device)
+        held = QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
         return cls(held, recipe, dtype, _Initial(preserve_high_precision_init_val))
 
     def initialize(self, init_method: Callable[[torch.Tensor], Any]) -> None:
-        """Take the values that ``init_method`` puts into a plain tensor, and keep a copy if asked.
+        """Takes the values that ``init_method`` puts into a plain tensor.
 
-        The copy, on the CPU, is what ``get_high_precision_init_val`` gives.
+        Keeps a copy on the CPU for ``get_high_precision_init_val`` if that was asked for.
         """
         value = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         init_method(value)
@@ -128,29 +130,29 @@ class FP8Parameter(torch.Tensor):
             self._initial.value = value.cpu()
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """The values before quantization, on the CPU; None unless they were to be preserved."""
+        """Returns the values before quantization, on the CPU; None unless they were preserved."""
         return self._initial.value
 
     def clear_high_precision_init_val(self) -> None:
-        """Free the values before quantization."""
+        """Frees the values before quantization."""
         self._initial.value = None
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe by which the values are quantized."""
+        """Recipe by which the values are quantized."""
         return self._recipe
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The values as a plain tensor, default in the parameter's own dtype; differentiable."""
+        """Returns the values as a plain tensor, default in the own dtype; differentiable."""
         dtype = self.dtype if dtype is None else dtype
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
         return self._values(dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A tensor of another dtype or device; plain values if this is no parameter.
+        """Returns a tensor of another dtype or device; plain values if this is no parameter.
 
-        A dtype that is given, or another tensor's, asks for values, also if it is the present one.
+        A dtype, or a tensor with one, asks for plain values even where the dtype stays.
         """
         dtype = kwargs.get("dtype")
         for arg in (*args, kwargs.get("other")):
@@ -163,24 +165,24 @@ class FP8Parameter(torch.Tensor):
         return self.dequantize(dtype).to(*args, **kwargs)
 
     def float(self, **options: Any) -> torch.Tensor:
-        """``to(torch.float32)``."""
+        """Returns ``to(torch.float32)``."""
         return self.to(torch.float32, **options)
 
     def half(self, **options: Any) -> torch.Tensor:
-        """``to(torch.float16)``."""
+        """Returns ``to(torch.float16)``."""
         return self.to(torch.float16, **options)
 
     def bfloat16(self, **options: Any) -> torch.Tensor:
-        """``to(torch.bfloat16)``."""
+        """Returns ``to(torch.bfloat16)``."""
         return self.to(torch.bfloat16, **options)
 
     def double(self, **options: Any) -> torch.Tensor:
-        """``to(torch.float64)``."""
+        """Returns ``to(torch.float64)``."""
         return self.to(torch.float64, **options)
 
     @property
     def data(self) -> torch.Tensor:
-        """The same weight without its history; what is assigned is quantized into it."""
+        """Alias without autograd history; a tensor assigned to it is quantized into the weight."""
         return super().data
 
     @data.setter
@@ -194,7 +196,7 @@ class FP8Parameter(torch.Tensor):
             self.copy_(value)
 
     def data_ptr(self) -> int:
-        """The address of the codes."""
+        """Returns the address of the rowwise FP8 data."""
         assert self._held.rowwise is not None
         return self._held.rowwise.data_ptr()
 
@@ -204,7 +206,7 @@ class FP8Parameter(torch.Tensor):
             f"codes={self._held.dtype}, {self._layout.name})"
         )
 
-    # What torch needs of a wrapper subclass.
+    # The protocol of torch's wrapper subclasses.
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         context = (self._recipe, self.dtype, self._held.dtype, self._writable)
@@ -214,9 +216,9 @@ class FP8Parameter(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> FP8Parameter:
-        recipe, dtype, codes, writable = context
+        recipe, dtype, fp8_dtype, writable = context
         rowwise, scale_inv = inner["_rowwise"], inner["_rowwise_scale_inv"]
-        held = QuantizedTensor(rowwise, scale_inv, None, None, codes)
+        held = QuantizedTensor(rowwise, scale_inv, None, None, fp8_dtype)
         return FP8Parameter(held, recipe, dtype, None, outer_size, writable)
 
     @property
@@ -247,7 +249,7 @@ class FP8Parameter(torch.Tensor):
         shape: torch.Size | None = None,
         writable: bool = True,
     ) -> FP8Parameter:
-        """Another over ``held``, of the same recipe and with the same initial values."""
+        """Returns another over ``held``, with the same recipe and the same initial values."""
         dtype = self.dtype if dtype is None else dtype
         return FP8Parameter(held, self._recipe, dtype, self._initial, shape, writable)
 
@@ -257,7 +259,7 @@ class FP8Parameter(torch.Tensor):
         return values(self._recipe, self._held, kernel).to(dtype).view(self.shape)
 
     def _write(self, source: torch.Tensor) -> None:
-        """Quantize ``source``, or take over its codes; addresses stay."""
+        """Quantizes ``source``, or takes over its FP8 data; addresses stay."""
         if not self._writable and self.numel():
             raise NotImplementedError(
                 "FP8Parameter: only a whole weight can be written to, got a part of one"
@@ -265,12 +267,12 @@ class FP8Parameter(torch.Tensor):
         if self.device.type == "meta" or not self.numel():
             return
         held = self._held
-        codes, scale_inv = held.rowwise, held.rowwise_scale_inv
-        assert codes is not None
+        fp8_data, scale_inv = held.rowwise, held.rowwise_scale_inv
+        assert fp8_data is not None
         assert scale_inv is not None
         if isinstance(source, FP8Parameter):
             same_kind = source._recipe == self._recipe and source._is_matrix
-            if same_kind and source.shape == codes.shape:
+            if same_kind and source.shape == fp8_data.shape:
                 new = source._held
             else:
                 new = self._quantized(source._values(torch.float32))
@@ -279,7 +281,7 @@ class FP8Parameter(torch.Tensor):
         assert new.rowwise is not None
         assert new.rowwise_scale_inv is not None
         if new is not held:
-            codes.copy_(new.rowwise)
+            fp8_data.copy_(new.rowwise)
             scale_inv.copy_(new.rowwise_scale_inv)
             held.columnwise = held.columnwise_scale_inv = None
 
@@ -304,22 +306,22 @@ class FP8Parameter(torch.Tensor):
         held = self._held
         assert held.rowwise is not None
         assert held.rowwise_scale_inv is not None
-        # Codes as bytes, which every version of torch can load.
+        # FP8 data as bytes, which every version of torch can load.
         tensors = (held.rowwise.view(torch.uint8), held.rowwise_scale_inv)
         initial = (self._initial.wanted, self._initial.value)
         recipe = pack_recipe(self._recipe)
         saved = (recipe, self.dtype, tensors, _flags(self), initial)
-        # An alias of a parameter has them only so that a module can take it.
+        # An alias of a parameter has attributes only so that a module can take it.
         attributes = attributes_of(self) if _is_parameter(self) else None
         return _rebuild, (*saved, attributes) if attributes else saved
 
-    # FSDP2: what a shard sends, and what is made of all shards.
+    # FSDP2's hooks.
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """The codes as bytes and the scales of this shard; all shards hold as many rows."""
-        return shard_codes(self, mesh, outer_size, module, mp_policy)
+        """Returns the FP8 data of this shard as bytes, and its scales, with a context."""
+        return shard_fp8_data(self, mesh, outer_size, module, mp_policy)
 
     def fsdp_post_all_gather(
         self,
@@ -329,8 +331,8 @@ class FP8Parameter(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """The whole weight over the gathered codes; into ``out`` from the second time on."""
-        held, recipe, dtype = gathered_codes(self, all_gather_outputs, metadata)
+        """Returns the whole weight over the gathered data; given ``out``, writes that instead."""
+        held, recipe, dtype = gathered_fp8_data(self, all_gather_outputs, metadata)
         if out is not None:
             replace(out, held, Gathered())
             return None
@@ -342,12 +344,15 @@ class FP8Parameter(torch.Tensor):
 def fp8_operands(
     weight: FP8Parameter, quantizers: GemmQuantizers, with_columnwise: bool, keep: bool = False
 ) -> QuantizedTensor | None:
-    """The codes of ``weight``, if the products of ``quantizers`` read them; else None.
+    """Returns the FP8 data of ``weight``; None if the backend of ``quantizers`` cannot read them.
 
-    ``with_columnwise``: the columnwise copy, too, made for this call or, with ``keep``, until the
-    next write. Without it a forward reads them.
+    Args:
+        with_columnwise: return the columnwise copy, too, as backward needs it; False in a forward.
+        keep: keep the columnwise copy until the next write to ``weight``.
 
-    Errors: ValueError for gathered codes that are not those of ``quantizers``.
+    Raises:
+        ValueError: FSDP2 gathered data that ``quantizers`` would not have made.
+        NotImplementedError: torch.compile traces a weight that FSDP2 gathers.
     """
     if weight._gathered is not None:
         if torch.compiler.is_compiling():
@@ -357,7 +362,7 @@ def fp8_operands(
             )
         weight._gathered.read_by(quantizers, not with_columnwise)
     dtype = quantizers.weight.dtype
-    if weight._read_by is not type(quantizers.backend) or weight._codes is not dtype:
+    if weight._read_by is not type(quantizers.backend) or weight._fp8_dtype is not dtype:
         return None
     if not weight._is_matrix:
         return None
@@ -378,12 +383,12 @@ def fp8_operands(
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """``weight``, of an FP8Parameter its values."""
+    """Returns the values of an FP8Parameter, and any other weight as it is."""
     return weight.dequantize() if type(weight) is FP8Parameter else weight
 
 
 def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
-    """Stage the amax of ``weight`` without a cast."""
+    """Stages the amax of ``weight`` without a cast."""
     gathered = weight._gathered if type(weight) is FP8Parameter else None
     if gathered is None or gathered.settings is None:
         quantizer.record(dequantized(weight).contiguous())
@@ -392,7 +397,7 @@ def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
 
 
 class _Dequantize(OpFunction):
-    """The values of an FP8Parameter; the gradient passes as it is."""
+    """Gives the values of an FP8Parameter; the gradient passes unchanged."""
 
     LABEL = "FP8Parameter"
 
@@ -414,11 +419,11 @@ def _rebuild(
     initial: tuple,
     attributes: dict[str, Any] | None = None,
 ) -> FP8Parameter:
-    """What ``__reduce_ex__`` saved: plain values, so that ``weights_only=True`` loads it."""
+    """Rebuilds a pickled parameter from plain values, which ``weights_only=True`` loads, too."""
     recipe = unpack_recipe(packed)
     rowwise, scale_inv = tensors
-    codes = rowwise.view(quantizers_of(recipe, rowwise.device).weight.dtype)
-    held = QuantizedTensor(codes, scale_inv, None, None, codes.dtype)
+    fp8_data = rowwise.view(quantizers_of(recipe, rowwise.device).weight.dtype)
+    held = QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
     made = _wrapped(FP8Parameter(held, recipe, dtype, _Initial(*initial)), *flags)
     made.__dict__.update(attributes or {})
     return made
@@ -433,7 +438,7 @@ def _flags(x: FP8Parameter) -> tuple[bool, bool]:
 
 
 def _wrapped(x: Any, is_parameter: bool, requires_grad: bool) -> Any:
-    """``x`` as a torch.nn.Parameter, or not."""
+    """Returns ``x``, as a ``torch.nn.Parameter`` if it is to be one."""
     if is_parameter:
         return torch.nn.Parameter(x, requires_grad)
     return x.requires_grad_(requires_grad)
