@@ -13,18 +13,10 @@ from .fp8_output import FP8Output
 from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
-_fwd = bind("activation", "activation_fwd(Tensor x, Tensor(a!) y, int kind) -> ()")
-_bwd = bind("activation", "activation_bwd(Tensor dy, Tensor x, Tensor(a!) dx, int kind) -> ()")
-_fwd_fp8 = bind(
-    "activation",
-    "activation_fwd_fp8(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? columnwise, "
-    "Tensor(c!)? amax, Tensor(d!)? scale_inv, int kind) -> ()",
-)
-_bwd_fp8 = bind(
-    "activation",
-    "activation_bwd_fp8(Tensor dy, Tensor x, Tensor scale, Tensor(a!)? rowwise, "
-    "Tensor(b!)? columnwise, Tensor(c!)? amax, Tensor(d!)? scale_inv, int kind) -> ()",
-)
+_fwd = bind("activation", "activation_fwd")
+_bwd = bind("activation", "activation_bwd")
+_fwd_fp8 = bind("activation", "activation_fwd_fp8")
+_bwd_fp8 = bind("activation", "activation_bwd_fp8")
 
 # In the order of csrc/common/activation/functions.h.
 KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")

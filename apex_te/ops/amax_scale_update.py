@@ -9,11 +9,7 @@ import torch
 from .argument_errors import checked
 from .registration import bind, note_written
 
-_update = bind(
-    "amax_scale_update",
-    "amax_scale_update(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!)[] scale_invs, "
-    "float[] fp8_max, Tensor(d!)? nonfinite_count, int margin, bool most_recent, bool pow2) -> ()",
-)
+_update = bind("amax_scale_update", "amax_scale_update")
 
 _FLOAT_MAX = torch.finfo(torch.float32).max
 

@@ -28,16 +28,8 @@ from .registration import bind
 # Rows that one line of the bias-gradient workspace sums (bias_dropout_add.h).
 _TILE_ROWS = 64
 
-_fwd = bind(
-    "bias_dropout_add",
-    "bias_dropout_add_fwd(Tensor x, Tensor? bias, Tensor residual, Tensor? seed, Tensor(a!) out, "
-    "Tensor(b!)? mask, float p) -> ()",
-)
-_bwd = bind(
-    "bias_dropout_add",
-    "bias_dropout_add_bwd(Tensor dout, Tensor? seed, Tensor? mask, Tensor(a!)? dx, "
-    "Tensor(b!)? dbias, Tensor(c!)? workspace, float p) -> ()",
-)
+_fwd = bind("bias_dropout_add", "bias_dropout_add_fwd")
+_bwd = bind("bias_dropout_add", "bias_dropout_add_bwd")
 
 
 @checked

@@ -13,22 +13,10 @@ from .fp8_output import FP8Output
 from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
-_FP8 = (
-    "Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(c!)? amax, "
-    "Tensor(d!)? scale_inv, "
-)
-_fwd = bind("bias_gelu", "bias_gelu_fwd(Tensor x, Tensor? bias, Tensor(a!) y, bool is_tanh) -> ()")
-_bwd = bind(
-    "bias_gelu",
-    "bias_gelu_bwd(Tensor dy, Tensor x, Tensor? bias, Tensor(a!) dx, Tensor(b!)? dbias, "
-    "Tensor(c!)? workspace, bool is_tanh) -> ()",
-)
-_fwd_fp8 = bind("bias_gelu", f"bias_gelu_fwd_fp8(Tensor x, Tensor? bias, {_FP8}bool is_tanh) -> ()")
-_bwd_fp8 = bind(
-    "bias_gelu",
-    f"bias_gelu_bwd_fp8(Tensor dy, Tensor x, Tensor? bias, {_FP8}Tensor(e!)? dbias, "
-    "Tensor(f!)? workspace, bool is_tanh) -> ()",
-)
+_fwd = bind("bias_gelu", "bias_gelu_fwd")
+_bwd = bind("bias_gelu", "bias_gelu_bwd")
+_fwd_fp8 = bind("bias_gelu", "bias_gelu_fwd_fp8")
+_bwd_fp8 = bind("bias_gelu", "bias_gelu_bwd_fp8")
 
 # Rows that one line of the bias-gradient workspace sums (csrc/common/activation/arguments.h).
 _TILE_ROWS = 64

@@ -12,16 +12,8 @@ from .argument_errors import checked
 from .fp8_output import check_fp8_dtype, check_out_dtype
 from .registration import bind
 
-_quantize = bind(
-    "block_quantize",
-    "block_quantize(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_scale_inv, "
-    "Tensor(c!)? columnwise, Tensor(d!)? columnwise_scale_inv, Tensor(e!)? amax, int block_rows, "
-    "float eps, bool pow2) -> ()",
-)
-_dequantize = bind(
-    "block_quantize",
-    "block_dequantize(Tensor codes, Tensor scale_inv, Tensor(a!) out, int block_rows) -> ()",
-)
+_quantize = bind("block_quantize", "block_quantize")
+_dequantize = bind("block_quantize", "block_dequantize")
 
 _BLOCK = 128
 

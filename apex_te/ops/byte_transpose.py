@@ -8,7 +8,7 @@ from .argument_errors import checked
 from .fp8_output import reinterpreted
 from .registration import bind, note_written
 
-_transpose = bind("byte_transpose", "byte_transpose(Tensor codes, Tensor(a!) out) -> ()")
+_transpose = bind("byte_transpose", "byte_transpose")
 
 
 @checked

@@ -11,12 +11,7 @@ from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
 
-_call = bind(
-    "cast_transpose",
-    "cast_transpose(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? columnwise, "
-    "Tensor(c!)? amax, Tensor(d!)? scale_inv, Tensor(e!)? dbias, Tensor(f!)? workspace, "
-    "Tensor? noop) -> ()",
-)
+_call = bind("cast_transpose", "cast_transpose")
 
 # Rows that one line of the bias-gradient workspace sums (csrc/cast_transpose/cast_transpose.h).
 _TILE_ROWS = 256

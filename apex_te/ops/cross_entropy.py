@@ -16,26 +16,11 @@ from .argument_errors import checked
 from .op_function import OpFunction
 from .registration import bind, note_written
 
-_fwd = bind(
-    "cross_entropy",
-    "cross_entropy_fwd(Tensor logits, Tensor target, Tensor(a!) loss, Tensor(b!)? grad, "
-    "Tensor(c!)? stats, Tensor? num_valid, int ignore_index, float label_smoothing) -> ()",
-)
-_bwd = bind(
-    "cross_entropy",
-    "cross_entropy_bwd(Tensor logits, Tensor target, Tensor stats, Tensor grad_output, "
-    "Tensor(a!) grad, Tensor? num_valid, int ignore_index, float label_smoothing, "
-    "bool made) -> ()",
-)
-_count = bind(
-    "cross_entropy",
-    "cross_entropy_count(Tensor target, Tensor(a!) num_valid, int ignore_index) -> ()",
-)
-_sum = bind(
-    "cross_entropy",
-    "cross_entropy_sum(Tensor loss, Tensor? num_valid, Tensor(a!) total) -> ()",
-)
-_scale = bind("cross_entropy", "cross_entropy_scale(Tensor(a!) grad, Tensor grad_output) -> ()")
+_fwd = bind("cross_entropy", "cross_entropy_fwd")
+_bwd = bind("cross_entropy", "cross_entropy_bwd")
+_count = bind("cross_entropy", "cross_entropy_count")
+_sum = bind("cross_entropy", "cross_entropy_sum")
+_scale = bind("cross_entropy", "cross_entropy_scale")
 
 _REDUCTIONS = ("mean", "sum", "none")
 

@@ -11,21 +11,9 @@ from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
 
-_TAIL = "Tensor(c!) scale, Tensor(d!) scale_inv"
-_fwd = bind(
-    "current_scale",
-    "current_scale_fwd(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(e!) amax, "
-    f"{_TAIL}, Tensor(f!) workspace, float eps, bool pow2) -> ()",
-)
-_cast = bind(
-    "current_scale",
-    "current_scale_cast(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor amax, "
-    f"{_TAIL}, float eps, bool pow2) -> ()",
-)
-_amax = bind(
-    "current_scale",
-    "current_scale_amax(Tensor x, Tensor(a!) amax, Tensor(b!) workspace) -> ()",
-)
+_fwd = bind("current_scale", "current_scale_fwd")
+_cast = bind("current_scale", "current_scale_cast")
+_amax = bind("current_scale", "current_scale_amax")
 
 
 class CurrentScaleOutput(NamedTuple):

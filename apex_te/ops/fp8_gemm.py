@@ -11,7 +11,7 @@ from .. import runtime
 from . import gemm_tuning, product_count, reference_codec
 from .argument_errors import checked
 from .cast_transpose import cast_transpose
-from .registration import bind_call, note_written
+from .registration import bind, note_written
 
 _lib = runtime.ops("fp8_gemm")
 
@@ -367,13 +367,7 @@ def reference(
     return product if bias is None else product + bias.double()
 
 
-_multiply = bind_call(
-    "fp8_gemm(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out, "
-    "Tensor? bias, Tensor(b!)? aux, bool accumulate, bool use_split_accumulator) -> ()",
-    _run,
-)
-_multiply_blocks = bind_call(
-    "fp8_gemm_block(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out, "
-    "Tensor? bias, int a_block_rows, int b_block_rows, bool accumulate) -> ()",
-    _run_block,
+_multiply = bind("fp8_gemm", "fp8_gemm", _run, without=("workspace", "algorithm"))
+_multiply_blocks = bind(
+    "fp8_gemm", "fp8_gemm_block", _run_block, without=("workspace", "algorithm")
 )

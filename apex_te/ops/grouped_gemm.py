@@ -30,12 +30,8 @@ _GROUPED = ((9, 0), (10, 0))
 _GROUPED_FP8 = (9, 0)
 _SHORT = (torch.float16, torch.bfloat16)
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-_ARGUMENTS = (
-    "(Tensor a, Tensor a_scale_inv, Tensor b, Tensor b_scale_inv, Tensor ends, Tensor(a!) out, "
-    "bool use_split_accumulator) -> ()"
-)
-_multiply = bind("grouped_gemm", f"grouped_gemm_multiply{_ARGUMENTS}")
-_contract = bind("grouped_gemm", f"grouped_gemm_contract{_ARGUMENTS}")
+_multiply = bind("grouped_gemm", "grouped_gemm_multiply")
+_contract = bind("grouped_gemm", "grouped_gemm_contract")
 
 
 def has_grouped_products(device: torch.device) -> bool:

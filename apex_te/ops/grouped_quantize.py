@@ -34,38 +34,16 @@ __all__ = [
 
 ALIGN = 16  # columns of a group in columnwise codes (csrc/grouped_quantize/grouped_quantize.h)
 
-_offsets = bind(
-    "grouped_quantize", "grouped_offsets(Tensor splits, Tensor(a!) table, int rows) -> ()"
-)
-_quantize = bind(
-    "grouped_quantize",
-    "grouped_quantize(Tensor x, Tensor table, Tensor scale, Tensor(a!) scale_inv, "
-    "Tensor(b!)? rowwise, Tensor(c!)? columnwise, Tensor(d!)? row_scale_inv, Tensor(e!)? amax, "
-    "Tensor? due, bool inverse_given) -> ()",
-)
-_quantize_matrices = bind(
-    "grouped_quantize",
-    "grouped_quantize_matrices(Tensor[] matrices, Tensor? table, Tensor scale, "
-    "Tensor(a!) scale_inv, Tensor(b!)? rowwise, Tensor(c!)? columnwise, Tensor(d!)? amax, "
-    "Tensor? due, bool inverse_given) -> ()",
-)
-_scales = bind(
-    "grouped_quantize",
-    "grouped_scales(Tensor amax, Tensor(a!) scale, Tensor(b!) scale_inv, float fp8_max, "
-    "float eps, bool pow2) -> ()",
-)
-_first_scales = bind(
-    "grouped_quantize",
-    "grouped_first_scales(Tensor amax, Tensor table, Tensor(a!) due, Tensor(b!) scale, "
-    "Tensor(c!) scale_inv, float fp8_max, int margin, bool pow2) -> ()",
-)
-_finish = bind(
-    "grouped_quantize", "grouped_finish(Tensor(a!) out, Tensor table, Tensor? bias) -> ()"
-)
-_clear = bind("grouped_quantize", "grouped_clear(Tensor(a!) out, Tensor table) -> ()")
-_sum = bind("grouped_quantize", "grouped_sum(Tensor x, Tensor table, Tensor(a!) out) -> ()")
-_decode = bind("grouped_quantize", "grouped_decode(Tensor codes, Tensor(a!) out) -> ()")
-_scale_rows = bind("grouped_quantize", "grouped_scale_rows(Tensor(a!) out, Tensor factor) -> ()")
+_offsets = bind("grouped_quantize", "grouped_offsets")
+_quantize = bind("grouped_quantize", "grouped_quantize")
+_quantize_matrices = bind("grouped_quantize", "grouped_quantize_matrices")
+_scales = bind("grouped_quantize", "grouped_scales")
+_first_scales = bind("grouped_quantize", "grouped_first_scales")
+_finish = bind("grouped_quantize", "grouped_finish")
+_clear = bind("grouped_quantize", "grouped_clear")
+_sum = bind("grouped_quantize", "grouped_sum")
+_decode = bind("grouped_quantize", "grouped_decode")
+_scale_rows = bind("grouped_quantize", "grouped_scale_rows")
 
 
 class Groups(NamedTuple):

@@ -18,24 +18,10 @@ from .registration import bind, note_written
 HIF8_15 = 15.0
 HIF8_224 = 224.0
 
-_OUT = "Tensor(a!)? rowwise, Tensor(b!)? columnwise"
-_TAIL = "Tensor(c!) scale, Tensor(d!) scale_inv"
-_quantize = bind(
-    "hif8",
-    f"hif8_quantize(Tensor x, Tensor? scale, {_OUT}, Tensor(c!)? amax, Tensor(d!)? scale_inv, "
-    "bool saturate) -> ()",
-)
-_current = bind(
-    "hif8",
-    f"hif8_current(Tensor x, {_OUT}, Tensor(e!) amax, {_TAIL}, Tensor(f!) workspace, "
-    "float target, float eps, bool pow2, bool saturate) -> ()",
-)
-_cast = bind(
-    "hif8",
-    f"hif8_cast(Tensor x, {_OUT}, Tensor amax, {_TAIL}, "
-    "float target, float eps, bool pow2, bool saturate) -> ()",
-)
-_decode = bind("hif8", "hif8_decode(Tensor codes, Tensor? scale_inv, Tensor(a!) out) -> ()")
+_quantize = bind("hif8", "hif8_quantize")
+_current = bind("hif8", "hif8_current")
+_cast = bind("hif8", "hif8_cast")
+_decode = bind("hif8", "hif8_decode")
 
 
 class HiF8Output(NamedTuple):

@@ -13,25 +13,9 @@ from .norm_common import NormFP8Output, NormGradients, NormOutput
 from .op_function import OpFunction
 from .registration import bind, note_written
 
-_fwd = bind(
-    "layer_norm",
-    "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor(a!) y, "
-    "Tensor(b!)? residual_sum, Tensor(c!) mean, Tensor(d!) rstd, float eps, "
-    "bool zero_centered_gamma) -> ()",
-)
-_fwd_fp8 = bind(
-    "layer_norm",
-    "layer_norm_fwd_fp8(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, Tensor scale, "
-    "Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(c!)? amax, Tensor(d!)? scale_inv, "
-    "Tensor(e!)? residual_sum, Tensor(f!) mean, Tensor(g!) rstd, float eps, "
-    "bool zero_centered_gamma) -> ()",
-)
-_bwd = bind(
-    "layer_norm",
-    "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-    "Tensor? d_residual, Tensor(a!) dx, Tensor(b!)? dweight, Tensor(c!)? dbias, "
-    "Tensor(d!)? workspace, bool zero_centered_gamma) -> ()",
-)
+_fwd = bind("layer_norm", "layer_norm_fwd")
+_fwd_fp8 = bind("layer_norm", "layer_norm_fwd_fp8")
+_bwd = bind("layer_norm", "layer_norm_bwd")
 
 
 @checked

@@ -10,42 +10,13 @@ from .argument_errors import checked
 from .fp8_output import reinterpreted
 from .registration import bind
 
-_ROUTING = "int num_experts, int align_size"
-_map = bind(
-    "moe_permute",
-    "moe_permute_map(Tensor routing_map, Tensor(a!) workspace, Tensor(b!) row_id_map, "
-    f"Tensor(c!)? tokens_per_expert, {_ROUTING}, int num_rows, bool is_index) -> ()",
-)
-_fwd = bind(
-    "moe_permute",
-    "moe_permute_fwd(Tensor inp, Tensor? probs, Tensor(a!) row_id_map, Tensor(b!) out, "
-    "Tensor(c!)? permuted_probs, Tensor routing_map, Tensor(d!) workspace, "
-    f"Tensor(e!)? tokens_per_expert, {_ROUTING}, bool is_index) -> ()",
-)
-_rows = bind(
-    "moe_permute",
-    "moe_permute_rows(Tensor inp, Tensor? probs, Tensor row_id_map, Tensor(a!) out, "
-    "Tensor(b!)? permuted_probs) -> ()",
-)
-_unpermute_fwd = bind(
-    "moe_permute",
-    "moe_unpermute_fwd(Tensor inp, Tensor? probs, Tensor row_id_map, Tensor(a!) out, "
-    "Tensor? grad_permuted_probs, Tensor(b!)? grad_probs) -> ()",
-)
-_unpermute_bwd = bind(
-    "moe_permute",
-    "moe_unpermute_bwd(Tensor grad_output, Tensor inp, Tensor probs, Tensor row_id_map, "
-    "Tensor(a!) grad_inp, Tensor(b!) grad_probs) -> ()",
-)
-_chunk_map = bind(
-    "moe_permute",
-    "moe_sort_chunks_map(Tensor split_sizes, Tensor sorted_index, Tensor(a!) chunk_map) -> ()",
-)
-_sort_chunks = bind(
-    "moe_permute",
-    "moe_sort_chunks(Tensor inp, Tensor? probs, Tensor chunk_map, Tensor(a!) out, "
-    "Tensor(b!)? permuted_probs, bool is_backward) -> ()",
-)
+_map = bind("moe_permute", "moe_permute_map")
+_fwd = bind("moe_permute", "moe_permute_fwd")
+_rows = bind("moe_permute", "moe_permute_rows")
+_unpermute_fwd = bind("moe_permute", "moe_unpermute_fwd")
+_unpermute_bwd = bind("moe_permute", "moe_unpermute_bwd")
+_chunk_map = bind("moe_permute", "moe_sort_chunks_map")
+_sort_chunks = bind("moe_permute", "moe_sort_chunks")
 
 # As csrc/moe_permute/moe_permute.h has them.
 MAX_EXPERTS = 1024

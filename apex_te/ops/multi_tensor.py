@@ -23,27 +23,11 @@ from .registration import bind, note_written
 
 Tensors = Sequence[torch.Tensor]
 
-_amax = bind("multi_tensor", "multi_tensor_amax(Tensor[] tensors, Tensor(a!) amax) -> ()")
-_l2norm = bind(
-    "multi_tensor",
-    "multi_tensor_l2norm(Tensor[] tensors, Tensor(a!) total, Tensor(b!)? norms, "
-    "Tensor(c!) workspace) -> ()",
-)
-_scale = bind(
-    "multi_tensor",
-    "multi_tensor_scale(Tensor[] inputs, Tensor(a!)[] outputs, float factor, "
-    "Tensor? factor_tensor, Tensor(b!)? found_inf) -> ()",
-)
-_axpby = bind(
-    "multi_tensor",
-    "multi_tensor_axpby(Tensor[] xs, Tensor[] ys, Tensor(a!)[] outputs, float a, float b, "
-    "int check, Tensor(b!)? found_inf) -> ()",
-)
-_quantize = bind(
-    "multi_tensor",
-    "multi_tensor_quantize(Tensor[] tensors, Tensor(a!)[] outputs, Tensor[] scales, "
-    "Tensor(b!)[] amaxes, Tensor(c!)[] scale_invs) -> ()",
-)
+_amax = bind("multi_tensor", "multi_tensor_amax")
+_l2norm = bind("multi_tensor", "multi_tensor_l2norm")
+_scale = bind("multi_tensor", "multi_tensor_scale")
+_axpby = bind("multi_tensor", "multi_tensor_axpby")
+_quantize = bind("multi_tensor", "multi_tensor_quantize")
 
 # csrc/multi_tensor/multi_tensor.h: chunks that may leave partial sums, beside one a tensor.
 _PARTIALS = 16384

@@ -20,30 +20,9 @@ from .argument_errors import checked
 from .multi_tensor import Tensors, dense, l2norm, mark_written, workspace
 from .registration import bind
 
-_adam = bind(
-    "multi_tensor",
-    "multi_tensor_adam(Tensor(a!)[] params, Tensor(g!)[] grads, Tensor(b!)[] exp_avgs, "
-    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] masters, float lr, float beta1, float beta2, "
-    "float eps, float weight_decay, int step, bool adamw, bool bias_correction, bool maximize, "
-    "Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? found_inf, "
-    "bool unscale_grads) -> ()",
-)
-_sgd = bind(
-    "multi_tensor",
-    "multi_tensor_sgd(Tensor(a!)[] params, Tensor(g!)[] grads, Tensor(b!)[] momentums, "
-    "Tensor(c!)[] masters, float lr, float momentum, float dampening, float weight_decay, "
-    "bool nesterov, bool first_step, bool maximize, Tensor? lr_tensor, Tensor? inv_scale, "
-    "Tensor? found_inf, bool unscale_grads) -> ()",
-)
-_lamb = bind(
-    "multi_tensor",
-    "multi_tensor_lamb(Tensor(a!)[] params, Tensor(g!)[] grads, Tensor(b!)[] exp_avgs, "
-    "Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] masters, float lr, float beta1, float beta2, "
-    "float eps, float weight_decay, int step, bool adamw, bool bias_correction, "
-    "bool grad_averaging, bool nvlamb, float max_grad_norm, Tensor? grad_norm, "
-    "Tensor? lr_tensor, Tensor? step_tensor, Tensor? inv_scale, Tensor? found_inf, "
-    "bool unscale_grads, Tensor(e!) workspace) -> ()",
-)
+_adam = bind("multi_tensor", "multi_tensor_adam")
+_sgd = bind("multi_tensor", "multi_tensor_sgd")
+_lamb = bind("multi_tensor", "multi_tensor_lamb")
 
 
 def _number_or_tensor(value: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:

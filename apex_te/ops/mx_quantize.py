@@ -11,7 +11,7 @@ from .. import runtime
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype, check_out_dtype
-from .registration import bind_call
+from .registration import bind
 
 _lib = runtime.ops("mx_quantize")
 _BLOCK = 32
@@ -111,11 +111,7 @@ def _quantize_in_library(x, rowwise, rowwise_scale, columnwise, columnwise_scale
     _lib.mx_quantize(x, rowwise, row_scale, columnwise, col_scale, use_floor)
 
 
-_quantize = bind_call(
-    "mx_quantize(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_scale, Tensor(c!)? columnwise, "
-    "Tensor(d!)? columnwise_scale, bool use_floor) -> ()",
-    _quantize_in_library,
-)
+_quantize = bind("mx_quantize", "mx_quantize", _quantize_in_library)
 
 
 @checked
@@ -150,9 +146,7 @@ def _dequantize_in_library(codes, scale, out):
     _lib.mx_dequantize(codes, scale.view(_SCALE_DTYPE), out)
 
 
-_dequantize = bind_call(
-    "mx_dequantize(Tensor codes, Tensor scale, Tensor(a!) out) -> ()", _dequantize_in_library
-)
+_dequantize = bind("mx_quantize", "mx_dequantize", _dequantize_in_library)
 
 
 def reference(

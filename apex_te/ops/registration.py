@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import increment_version
 
 from .. import runtime
+from ..runtime.dispatcher import signature
 from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
 
 _library = torch.library.Library("apex_te", "DEF")
@@ -49,24 +51,48 @@ def register(schema: str, call: Callable[..., Any]) -> Any:
     return registered
 
 
-def bind(op: str, schema: str) -> Callable[..., None]:
+def bind(
+    op: str, name: str, function: Callable[..., None] | None = None, *, without: Sequence[str] = ()
+) -> Callable[..., None]:
     """Registers a function of an op and returns what its Python calls.
 
     Args:
         op: stem of the op, whose library has the function.
-        schema: the function's torch.library schema; its name and the order of its arguments are
-            those of the C function.
+        name: name of a function that the op's header declares, or a whole torch.library schema.
+        function: Python function to call in place of the C function.
+        without: parameters of the C function that ``function`` supplies by itself.
+
+    Raises:
+        AttributeError: the header declares no such function.
     """
+    schema = name if "(" in name else _schema(name, signature(op, name), without)
+    if function is not None:
+        return bind_call(schema, function)
     return _bind(schema, runtime.ops(op))
 
 
 def bind_call(schema: str, function: Callable[..., None]) -> Callable[..., None]:
-    """`bind` for a Python function that calls libraries, of the schema's name and arguments."""
+    """Registers a Python function that no header declares, as ``bind`` does."""
     return _bind(schema, SimpleNamespace(**{schema.partition("(")[0]: function}))
 
 
+def _schema(name: str, signature: str, without: Sequence[str] = ()) -> str:
+    """Returns the torch.library schema of a C signature: "out: Tensor!" is "Tensor(a!) out"."""
+    aliases = iter(string.ascii_lowercase)
+    arguments = []
+    for parameter in signature.split(","):
+        label, _, kind = (part.strip() for part in parameter.partition(":"))
+        if label not in without:
+            kind = kind.replace("!", f"({next(aliases)}!)") if "!" in kind else kind
+            arguments.append(f"{kind} {label}")
+    return f"{name}({', '.join(arguments)}) -> ()"
+
+
 def _bind(schema: str, functions: Any) -> Callable[..., None]:
-    """Eager calls go straight to the function; those that torch must see go through `torch.ops`."""
+    """Returns a callable that goes straight to the function, or through ``torch.ops``.
+
+    Through ``torch.ops`` go the calls that torch must see: of compiled regions, modes, transforms.
+    """
     name = schema.partition("(")[0]
     registered = register(schema, lambda *args: getattr(functions, name)(*args))
 

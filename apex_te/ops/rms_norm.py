@@ -13,25 +13,9 @@ from .norm_common import NormFP8Output, NormGradients, NormOutput
 from .op_function import OpFunction
 from .registration import bind, note_written
 
-_fwd = bind(
-    "rms_norm",
-    "rms_norm_fwd(Tensor x, Tensor? weight, Tensor? residual, Tensor(a!) y, "
-    "Tensor(b!)? residual_sum, Tensor(c!) rstd, float eps, "
-    "bool zero_centered_gamma) -> ()",
-)
-_fwd_fp8 = bind(
-    "rms_norm",
-    "rms_norm_fwd_fp8(Tensor x, Tensor? weight, Tensor? residual, Tensor scale, "
-    "Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(c!)? amax, Tensor(d!)? scale_inv, "
-    "Tensor(e!)? residual_sum, Tensor(f!) rstd, float eps, "
-    "bool zero_centered_gamma) -> ()",
-)
-_bwd = bind(
-    "rms_norm",
-    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, "
-    "Tensor? d_residual, Tensor(a!) dx, Tensor(b!)? dweight, "
-    "Tensor(c!)? workspace, bool zero_centered_gamma) -> ()",
-)
+_fwd = bind("rms_norm", "rms_norm_fwd")
+_fwd_fp8 = bind("rms_norm", "rms_norm_fwd_fp8")
+_bwd = bind("rms_norm", "rms_norm_bwd")
 
 
 @checked

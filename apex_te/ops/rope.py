@@ -12,12 +12,8 @@ from .registration import bind
 
 _LAYOUTS = ("sbhd", "bshd", "thd")
 
-_SCHEMA = (
-    "(Tensor x, Tensor? freqs, Tensor? cos, Tensor? sin, Tensor? starts, Tensor? cu_seqlens, "
-    "Tensor(a!) out, int rotary_dim, int start, int layout, bool interleaved) -> ()"
-)
-_fwd = bind("rope", "rope_fwd" + _SCHEMA)
-_bwd = bind("rope", "rope_bwd" + _SCHEMA)
+_fwd = bind("rope", "rope_fwd")
+_bwd = bind("rope", "rope_bwd")
 
 
 @checked

@@ -10,14 +10,8 @@ from .argument_errors import checked
 from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
-_fwd = bind(
-    "scaled_softmax",
-    "scaled_softmax_fwd(Tensor x, Tensor? mask, Tensor(a!) y, float scale, int causal) -> ()",
-)
-_bwd = bind(
-    "scaled_softmax",
-    "scaled_softmax_bwd(Tensor dy, Tensor y, Tensor(a!) dx, float scale, int causal) -> ()",
-)
+_fwd = bind("scaled_softmax", "scaled_softmax_fwd")
+_bwd = bind("scaled_softmax", "scaled_softmax_bwd")
 
 _CAUSAL = {None: 0, "upper_left": 1, "bottom_right": 2}
 

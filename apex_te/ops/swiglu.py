@@ -14,23 +14,10 @@ from .fp8_output import FP8Output, allocate
 from .op_function import OpFunction, needs_autograd
 from .registration import bind, note_written
 
-_INPUTS = "Tensor input, Tensor? up, Tensor? bias, Tensor? up_bias, "
-_FP8 = (
-    "Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(c!)? amax, "
-    "Tensor(d!)? scale_inv, "
-)
-_fwd = bind("swiglu", f"swiglu_fwd({_INPUTS}Tensor(a!) out, int activation) -> ()")
-_fwd_fp8 = bind("swiglu", f"swiglu_fwd_fp8({_INPUTS}{_FP8}int activation) -> ()")
-_bwd = bind(
-    "swiglu",
-    f"swiglu_bwd(Tensor grad_output, {_INPUTS}Tensor(a!) grad_input, Tensor(b!)? grad_up, "
-    "Tensor(c!)? dbias, Tensor(d!)? workspace, int activation) -> ()",
-)
-_bwd_fp8 = bind(
-    "swiglu",
-    f"swiglu_bwd_fp8(Tensor grad_output, {_INPUTS}{_FP8}Tensor(e!)? dbias, "
-    "Tensor(f!)? workspace, int activation) -> ()",
-)
+_fwd = bind("swiglu", "swiglu_fwd")
+_fwd_fp8 = bind("swiglu", "swiglu_fwd_fp8")
+_bwd = bind("swiglu", "swiglu_bwd")
+_bwd_fp8 = bind("swiglu", "swiglu_bwd_fp8")
 
 # Names of act and its number in csrc/common/activation/functions.h.
 ACTIVATIONS = {"silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6}

@@ -7,7 +7,7 @@ import torch
 from .. import runtime
 from .argument_errors import check_dense, checked
 from .fp8_gemm import WORKSPACE_BYTES
-from .registration import bind_call, note_written
+from .registration import bind, note_written
 
 __all__ = ["wgrad_gemm"]
 
@@ -92,6 +92,4 @@ def _run_cuda(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: 
     _lib.wgrad_gemm(dy.contiguous(), x.contiguous(), out, scratch, accumulate)
 
 
-_multiply = bind_call(
-    "wgrad_gemm(Tensor dy, Tensor x, Tensor(a!) out, bool accumulate) -> ()", _run
-)
+_multiply = bind("fp8_gemm", "wgrad_gemm", _run, without=("workspace",))

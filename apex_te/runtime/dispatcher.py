@@ -91,29 +91,36 @@ def _resolve(op: str, name: str, signature: str, device: str, device_index: int)
     return address
 
 
+def signature(op: str, name: str) -> str:
+    """Returns the signature of a C function as its op's header declares it.
+
+    Raises:
+        AttributeError: the op declares no such function.
+    """
+    spec = get_builder(op).functions().get(name)
+    if spec is None:
+        raise AttributeError(f"op {op} has no function {name}")
+    return spec.signature
+
+
 def function(op: str, name: str) -> Any:
-    """The callable of one C function of an op; its library is opened or built on the first call.
+    """Returns the callable of one C function; the first call opens or builds the op's library.
 
     Args:
         op: stem of the op, e.g. "cast_transpose".
-        name: a function its header declares.
+        name: a function that its header declares.
 
     Raises:
         AttributeError: the op declares no such function.
     """
     bound = _functions.get((op, name))
     if bound is None:
-        spec = get_builder(op).functions().get(name)
-        if spec is None:
-            raise AttributeError(f"op {op} has no function {name}")
-        signature = spec.signature
+        text = signature(op, name)
         with _lock:
             bound = _functions.setdefault(
                 (op, name),
                 core().Function(
-                    name,
-                    signature,
-                    lambda device, index: _resolve(op, name, signature, device, index),
+                    name, text, lambda device, index: _resolve(op, name, text, device, index)
                 ),
             )
     return bound

@@ -4,14 +4,14 @@
 
 #include "common/activation/arguments.h"
 
-APEX_TE_FUNCTION(activation_fwd, "x: Tensor, y: Tensor, kind: int")
-APEX_TE_FUNCTION(activation_bwd, "dy: Tensor, x: Tensor, dx: Tensor, kind: int")
+APEX_TE_FUNCTION(activation_fwd, "x: Tensor, y: Tensor!, kind: int")
+APEX_TE_FUNCTION(activation_bwd, "dy: Tensor, x: Tensor, dx: Tensor!, kind: int")
 APEX_TE_FUNCTION(activation_fwd_fp8,
-                 "x: Tensor, scale: Tensor, rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, "
-                 "scale_inv: Tensor?, kind: int")
+                 "x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
+                 "amax: Tensor!?, scale_inv: Tensor!?, kind: int")
 APEX_TE_FUNCTION(activation_bwd_fp8,
-                 "dy: Tensor, x: Tensor, scale: Tensor, rowwise: Tensor?, columnwise: Tensor?, "
-                 "amax: Tensor?, scale_inv: Tensor?, kind: int")
+                 "dy: Tensor, x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
+                 "amax: Tensor!?, scale_inv: Tensor!?, kind: int")
 
 namespace apex_te {
 

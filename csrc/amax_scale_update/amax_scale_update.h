@@ -16,8 +16,9 @@ constexpr int kMaxSlots = 64;
 constexpr int64_t kMaxHistoryLength = 1 << 24;
 
 APEX_TE_FUNCTION(amax_scale_update,
-                 "histories: Tensor[], scales: Tensor[], scale_invs: Tensor[], fp8_max: float[], "
-                 "nonfinite_count: Tensor?, margin: int, most_recent: bool, pow2: bool")
+                 "histories: Tensor![], scales: Tensor![], scale_invs: Tensor![], "
+                 "fp8_max: float[], nonfinite_count: Tensor!?, margin: int, most_recent: bool, "
+                 "pow2: bool")
 
 namespace apex_te {
 

@@ -16,11 +16,11 @@ constexpr int64_t kBiasDropoutAddRowsPerThread = 8;
 constexpr int64_t kBiasDropoutAddTileRows = 64;
 
 APEX_TE_FUNCTION(bias_dropout_add_fwd,
-                 "x: Tensor, bias: Tensor?, residual: Tensor, seed: Tensor?, out: Tensor, "
-                 "mask: Tensor?, p: float")
+                 "x: Tensor, bias: Tensor?, residual: Tensor, seed: Tensor?, out: Tensor!, "
+                 "mask: Tensor!?, p: float")
 APEX_TE_FUNCTION(bias_dropout_add_bwd,
-                 "dout: Tensor, seed: Tensor?, mask: Tensor?, dx: Tensor?, dbias: Tensor?, "
-                 "workspace: Tensor?, p: float")
+                 "dout: Tensor, seed: Tensor?, mask: Tensor?, dx: Tensor!?, dbias: Tensor!?, "
+                 "workspace: Tensor!?, p: float")
 
 namespace apex_te {
 

@@ -11,10 +11,11 @@
 #include "common/numerics/scaling.h"
 
 APEX_TE_FUNCTION(block_quantize,
-                 "x: Tensor, rowwise: Tensor?, rowwise_scale_inv: Tensor?, columnwise: Tensor?, "
-                 "columnwise_scale_inv: Tensor?, amax: Tensor?, block_rows: int, eps: float, "
+                 "x: Tensor, rowwise: Tensor!?, rowwise_scale_inv: Tensor!?, columnwise: Tensor!?, "
+                 "columnwise_scale_inv: Tensor!?, amax: Tensor!?, block_rows: int, eps: float, "
                  "pow2: bool")
-APEX_TE_FUNCTION(block_dequantize, "codes: Tensor, scale_inv: Tensor, out: Tensor, block_rows: int")
+APEX_TE_FUNCTION(block_dequantize,
+                 "codes: Tensor, scale_inv: Tensor, out: Tensor!, block_rows: int")
 
 namespace apex_te {
 

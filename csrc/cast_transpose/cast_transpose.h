@@ -14,8 +14,9 @@ constexpr int64_t kCastTransposeTileRows = 256;
 constexpr int64_t kCastTransposeRowsPerThread = 8;
 
 APEX_TE_FUNCTION(cast_transpose,
-                 "x: Tensor, scale: Tensor, rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, "
-                 "scale_inv: Tensor?, dbias: Tensor?, workspace: Tensor?, noop: Tensor?")
+                 "x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
+                 "amax: Tensor!?, scale_inv: Tensor!?, dbias: Tensor!?, workspace: Tensor!?, "
+                 "noop: Tensor?")
 
 namespace apex_te {
 

@@ -1,4 +1,4 @@
-// Parses "x: Tensor, bias: Tensor?, sizes: float[] -> int".
+// Parses "x: Tensor, bias: Tensor?, out: Tensor!, sizes: float[] -> int"; "!": it is written.
 #pragma once
 
 #include <string>
@@ -42,7 +42,8 @@ inline std::string parse_signature(const std::string& text, Signature* out) {
     const size_t colon = item.find(':');
     if (colon == std::string::npos) return "no type for '" + item + "'";
     Parameter p{trim(item.substr(0, colon)), kApexTeNone, false};
-    const std::string type = trim(item.substr(colon + 1));
+    std::string type = trim(item.substr(colon + 1));
+    if (type.compare(0, 7, "Tensor!") == 0) type.erase(6, 1);
     if (type == "Tensor")
       p.kind = kApexTeTensor;
     else if (type == "Tensor?")

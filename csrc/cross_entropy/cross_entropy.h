@@ -17,21 +17,21 @@
 // float32, the largest logit of a row and the sum of exp(x - largest), not written for ignored
 // rows. num_valid: one int32, divides the gradient.
 APEX_TE_FUNCTION(cross_entropy_fwd,
-                 "logits: Tensor, target: Tensor, loss: Tensor, grad: Tensor?, stats: Tensor?, "
+                 "logits: Tensor, target: Tensor, loss: Tensor!, grad: Tensor!?, stats: Tensor!?, "
                  "num_valid: Tensor?, ignore_index: int, label_smoothing: float")
 // grad = that of fwd times grad_output (float32, one element or one a row), from the logits, which
 // it may overwrite, and their stats. made: grad is what fwd made; a grad_output of 1, which must be
 // one element, then leaves it as it is.
-APEX_TE_FUNCTION(
-    cross_entropy_bwd,
-    "logits: Tensor, target: Tensor, stats: Tensor, grad_output: Tensor, grad: Tensor, "
-    "num_valid: Tensor?, ignore_index: int, label_smoothing: float, made: bool")
+APEX_TE_FUNCTION(cross_entropy_bwd,
+                 "logits: Tensor, target: Tensor, stats: Tensor, grad_output: Tensor, "
+                 "grad: Tensor!, num_valid: Tensor?, ignore_index: int, label_smoothing: float, "
+                 "made: bool")
 // num_valid = number of targets other than ignore_index.
-APEX_TE_FUNCTION(cross_entropy_count, "target: Tensor, num_valid: Tensor, ignore_index: int")
+APEX_TE_FUNCTION(cross_entropy_count, "target: Tensor, num_valid: Tensor!, ignore_index: int")
 // total = sum of the losses in a fixed order, over num_valid where it is given.
-APEX_TE_FUNCTION(cross_entropy_sum, "loss: Tensor, num_valid: Tensor?, total: Tensor")
+APEX_TE_FUNCTION(cross_entropy_sum, "loss: Tensor, num_valid: Tensor?, total: Tensor!")
 // grad *= grad_output (one element) in place; a factor of 1 touches nothing.
-APEX_TE_FUNCTION(cross_entropy_scale, "grad: Tensor, grad_output: Tensor")
+APEX_TE_FUNCTION(cross_entropy_scale, "grad: Tensor!, grad_output: Tensor")
 
 namespace apex_te {
 

@@ -11,14 +11,14 @@
 
 // Two launches: amax, then scale and cast.
 APEX_TE_FUNCTION(current_scale_fwd,
-                 "x: Tensor, rowwise: Tensor?, columnwise: Tensor?, amax: Tensor, scale: Tensor, "
-                 "scale_inv: Tensor, workspace: Tensor, eps: float, pow2: bool")
+                 "x: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!, "
+                 "scale: Tensor!, scale_inv: Tensor!, workspace: Tensor!, eps: float, pow2: bool")
 // The second alone, for an amax that is known.
 APEX_TE_FUNCTION(current_scale_cast,
-                 "x: Tensor, rowwise: Tensor?, columnwise: Tensor?, amax: Tensor, scale: Tensor, "
-                 "scale_inv: Tensor, eps: float, pow2: bool")
+                 "x: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor, "
+                 "scale: Tensor!, scale_inv: Tensor!, eps: float, pow2: bool")
 // amax alone.
-APEX_TE_FUNCTION(current_scale_amax, "x: Tensor, amax: Tensor, workspace: Tensor")
+APEX_TE_FUNCTION(current_scale_amax, "x: Tensor, amax: Tensor!, workspace: Tensor!")
 
 namespace apex_te {
 

@@ -10,34 +10,35 @@
 #include "common/numerics/fp8_formats.h"
 
 APEX_TE_FUNCTION(fp8_gemm,
-                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, "
-                 "bias: Tensor?, aux: Tensor?, workspace: Tensor?, accumulate: bool, "
+                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
+                 "bias: Tensor?, aux: Tensor!?, workspace: Tensor!?, accumulate: bool, "
                  "use_split_accumulator: bool, algorithm: int",
                  "cuda")
 // The same with one scale for each block of 1 x 128 (block_rows 1) or 128 x 128 elements, laid out
 // as in common/numerics/block_scale.h: out = sum over slices of 128 along K of (a . b^T) * a_scale
 // * b_scale, partial sums in float32.
 APEX_TE_FUNCTION(fp8_gemm_block,
-                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, "
-                 "bias: Tensor?, workspace: Tensor?, a_block_rows: int, b_block_rows: int, "
+                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
+                 "bias: Tensor?, workspace: Tensor!?, a_block_rows: int, b_block_rows: int, "
                  "accumulate: bool, algorithm: int",
                  "cuda")
 // out[M, N] = dy[K, M]^T . x[K, N], added to out with accumulate: the weight gradient of a layer in
 // float16 or bfloat16, K its rows. Sums of products are kept in float32; out is float32 or has the
 // operands' dtype, to which cuBLASLt rounds the product before it adds a 16-bit out to it.
 APEX_TE_FUNCTION(wgrad_gemm,
-                 "dy: Tensor, x: Tensor, out: Tensor, workspace: Tensor?, accumulate: bool", "cuda")
+                 "dy: Tensor, x: Tensor, out: Tensor!, workspace: Tensor!?, accumulate: bool",
+                 "cuda")
 // cuBLASLt's version on the machine; the tensor only names the device.
 APEX_TE_FUNCTION(cublaslt_version, "probe: Tensor -> int", "cuda")
-APEX_TE_FUNCTION(fp8_decode, "codes: Tensor, out: Tensor", "cpu")
+APEX_TE_FUNCTION(fp8_decode, "codes: Tensor, out: Tensor!", "cpu")
 APEX_TE_FUNCTION(fp8_gemm_epilogue,
-                 "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor, "
-                 "bias: Tensor?, aux: Tensor?, accumulate: bool",
+                 "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
+                 "bias: Tensor?, aux: Tensor!?, accumulate: bool",
                  "cpu")
 // sum = fma(product * a_scale, b_scale, sum), elementwise, for one slice of K: `product` is its
 // matrix product, the scales those of the whole operands, which have extent `k`.
 APEX_TE_FUNCTION(fp8_block_accumulate,
-                 "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, sum: Tensor, "
+                 "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, sum: Tensor!, "
                  "a_block_rows: int, b_block_rows: int, k: int, slice: int",
                  "cpu")
 

@@ -12,14 +12,14 @@
 // are not written. With use_split_accumulator sums of 128 products are added up in float32.
 APEX_TE_FUNCTION(grouped_gemm_multiply,
                  "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
-                 "out: Tensor, use_split_accumulator: bool",
+                 "out: Tensor!, use_split_accumulator: bool",
                  "cuda")
 // out[g] = (a of g . (b of g)^T) * a_scale_inv[g] * b_scale_inv[g]: group g has the columns up to
 // ends[g] of a [M, columns] and b [N, columns] and begins at a multiple of 16; out bfloat16 or
 // float32 [G, M, N], zeros of a group without columns.
 APEX_TE_FUNCTION(grouped_gemm_contract,
                  "a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, ends: Tensor, "
-                 "out: Tensor, use_split_accumulator: bool",
+                 "out: Tensor!, use_split_accumulator: bool",
                  "cuda")
 
 namespace apex_te {

@@ -5,21 +5,20 @@
 #include "common/norm/arguments.h"
 
 APEX_TE_FUNCTION(layer_norm_fwd,
-                 "x: Tensor, weight: Tensor?, bias: Tensor?, residual: Tensor?, y: Tensor, "
-                 "residual_sum: Tensor?, mean: Tensor, rstd: Tensor, eps: float, "
+                 "x: Tensor, weight: Tensor?, bias: Tensor?, residual: Tensor?, y: Tensor!, "
+                 "residual_sum: Tensor!?, mean: Tensor!, rstd: Tensor!, eps: float, "
                  "zero_centered_gamma: bool")
 
 // q = satcast_rne(y * scale) of the fp32 y; amax becomes max(amax, max |y|) with NaN above
 // infinity; scale_inv is set to 1 / scale.
 APEX_TE_FUNCTION(layer_norm_fwd_fp8,
                  "x: Tensor, weight: Tensor?, bias: Tensor?, residual: Tensor?, scale: Tensor, "
-                 "rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, scale_inv: Tensor?, "
-                 "residual_sum: Tensor?, mean: Tensor, rstd: Tensor, eps: float, "
+                 "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, scale_inv: Tensor!?, "
+                 "residual_sum: Tensor!?, mean: Tensor!, rstd: Tensor!, eps: float, "
                  "zero_centered_gamma: bool")
 
 // x is what was normalised: x + residual where there was a residual.
-APEX_TE_FUNCTION(
-    layer_norm_bwd,
-    "dy: Tensor, x: Tensor, weight: Tensor?, mean: Tensor, rstd: Tensor, "
-    "d_residual: Tensor?, dx: Tensor, dweight: Tensor?, dbias: Tensor?, workspace: Tensor?, "
-    "zero_centered_gamma: bool")
+APEX_TE_FUNCTION(layer_norm_bwd,
+                 "dy: Tensor, x: Tensor, weight: Tensor?, mean: Tensor, rstd: Tensor, "
+                 "d_residual: Tensor?, dx: Tensor!, dweight: Tensor!?, dbias: Tensor!?, "
+                 "workspace: Tensor!?, zero_centered_gamma: bool")

@@ -16,27 +16,27 @@
 #include "common/numerics/with_dtype.h"
 
 APEX_TE_FUNCTION(moe_permute_map,
-                 "routing_map: Tensor, workspace: Tensor, row_id_map: Tensor, "
-                 "tokens_per_expert: Tensor?, num_experts: int, align_size: int, num_rows: int, "
+                 "routing_map: Tensor, workspace: Tensor!, row_id_map: Tensor!, "
+                 "tokens_per_expert: Tensor!?, num_experts: int, align_size: int, num_rows: int, "
                  "is_index: bool")
 APEX_TE_FUNCTION(moe_permute_fwd,
-                 "inp: Tensor, probs: Tensor?, row_id_map: Tensor, out: Tensor, "
-                 "permuted_probs: Tensor?, routing_map: Tensor, workspace: Tensor, "
-                 "tokens_per_expert: Tensor?, num_experts: int, align_size: int, is_index: bool")
+                 "inp: Tensor, probs: Tensor?, row_id_map: Tensor!, out: Tensor!, "
+                 "permuted_probs: Tensor!?, routing_map: Tensor, workspace: Tensor!, "
+                 "tokens_per_expert: Tensor!?, num_experts: int, align_size: int, is_index: bool")
 APEX_TE_FUNCTION(moe_permute_rows,
-                 "inp: Tensor, probs: Tensor?, row_id_map: Tensor, out: Tensor, "
-                 "permuted_probs: Tensor?")
+                 "inp: Tensor, probs: Tensor?, row_id_map: Tensor, out: Tensor!, "
+                 "permuted_probs: Tensor!?")
 APEX_TE_FUNCTION(moe_unpermute_fwd,
-                 "inp: Tensor, probs: Tensor?, row_id_map: Tensor, out: Tensor, "
-                 "grad_permuted_probs: Tensor?, grad_probs: Tensor?")
+                 "inp: Tensor, probs: Tensor?, row_id_map: Tensor, out: Tensor!, "
+                 "grad_permuted_probs: Tensor?, grad_probs: Tensor!?")
 APEX_TE_FUNCTION(moe_unpermute_bwd,
                  "grad_output: Tensor, inp: Tensor, probs: Tensor, row_id_map: Tensor, "
-                 "grad_inp: Tensor, grad_probs: Tensor")
+                 "grad_inp: Tensor!, grad_probs: Tensor!")
 APEX_TE_FUNCTION(moe_sort_chunks_map,
-                 "split_sizes: Tensor, sorted_index: Tensor, chunk_map: Tensor")
+                 "split_sizes: Tensor, sorted_index: Tensor, chunk_map: Tensor!")
 APEX_TE_FUNCTION(moe_sort_chunks,
-                 "inp: Tensor, probs: Tensor?, chunk_map: Tensor, out: Tensor, "
-                 "permuted_probs: Tensor?, is_backward: bool")
+                 "inp: Tensor, probs: Tensor?, chunk_map: Tensor, out: Tensor!, "
+                 "permuted_probs: Tensor!?, is_backward: bool")
 
 namespace apex_te {
 

@@ -22,36 +22,36 @@ constexpr int64_t kMultiTensorWantedChunks = 2048;
 // Reductions widen their chunks so that at most this many, plus one a tensor, leave partial sums.
 constexpr int64_t kMultiTensorPartials = 16384;
 
-APEX_TE_FUNCTION(multi_tensor_amax, "tensors: Tensor[], amax: Tensor")
+APEX_TE_FUNCTION(multi_tensor_amax, "tensors: Tensor[], amax: Tensor!")
 APEX_TE_FUNCTION(multi_tensor_l2norm,
-                 "tensors: Tensor[], total: Tensor, norms: Tensor?, workspace: Tensor")
+                 "tensors: Tensor[], total: Tensor!, norms: Tensor!?, workspace: Tensor!")
 APEX_TE_FUNCTION(multi_tensor_scale,
-                 "inputs: Tensor[], outputs: Tensor[], factor: float, factor_tensor: Tensor?, "
-                 "found_inf: Tensor?")
+                 "inputs: Tensor[], outputs: Tensor![], factor: float, factor_tensor: Tensor?, "
+                 "found_inf: Tensor!?")
 APEX_TE_FUNCTION(multi_tensor_axpby,
-                 "xs: Tensor[], ys: Tensor[], outputs: Tensor[], a: float, b: float, check: int, "
-                 "found_inf: Tensor?")
+                 "xs: Tensor[], ys: Tensor[], outputs: Tensor![], a: float, b: float, check: int, "
+                 "found_inf: Tensor!?")
 APEX_TE_FUNCTION(multi_tensor_quantize,
-                 "tensors: Tensor[], outputs: Tensor[], scales: Tensor[], amaxes: Tensor[], "
-                 "scale_invs: Tensor[]")
+                 "tensors: Tensor[], outputs: Tensor![], scales: Tensor[], amaxes: Tensor![], "
+                 "scale_invs: Tensor![]")
 APEX_TE_FUNCTION(multi_tensor_adam,
-                 "params: Tensor[], grads: Tensor[], exp_avgs: Tensor[], exp_avg_sqs: Tensor[], "
-                 "masters: Tensor[], lr: float, beta1: float, beta2: float, eps: float, "
-                 "weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
-                 "maximize: bool, lr_tensor: Tensor?, step_tensor: Tensor?, inv_scale: Tensor?, "
-                 "found_inf: Tensor?, unscale_grads: bool")
+                 "params: Tensor![], grads: Tensor![], exp_avgs: Tensor![], "
+                 "exp_avg_sqs: Tensor![], masters: Tensor![], lr: float, beta1: float, "
+                 "beta2: float, eps: float, weight_decay: float, step: int, adamw: bool, "
+                 "bias_correction: bool, maximize: bool, lr_tensor: Tensor?, step_tensor: Tensor?, "
+                 "inv_scale: Tensor?, found_inf: Tensor?, unscale_grads: bool")
 APEX_TE_FUNCTION(multi_tensor_sgd,
-                 "params: Tensor[], grads: Tensor[], momentums: Tensor[], masters: Tensor[], "
+                 "params: Tensor![], grads: Tensor![], momentums: Tensor![], masters: Tensor![], "
                  "lr: float, momentum: float, dampening: float, weight_decay: float, "
                  "nesterov: bool, first_step: bool, maximize: bool, lr_tensor: Tensor?, "
                  "inv_scale: Tensor?, found_inf: Tensor?, unscale_grads: bool")
 APEX_TE_FUNCTION(multi_tensor_lamb,
-                 "params: Tensor[], grads: Tensor[], exp_avgs: Tensor[], exp_avg_sqs: Tensor[], "
-                 "masters: Tensor[], lr: float, beta1: float, beta2: float, eps: float, "
-                 "weight_decay: float, step: int, adamw: bool, bias_correction: bool, "
-                 "grad_averaging: bool, nvlamb: bool, max_grad_norm: float, grad_norm: Tensor?, "
-                 "lr_tensor: Tensor?, step_tensor: Tensor?, inv_scale: Tensor?, "
-                 "found_inf: Tensor?, unscale_grads: bool, workspace: Tensor")
+                 "params: Tensor![], grads: Tensor![], exp_avgs: Tensor![], "
+                 "exp_avg_sqs: Tensor![], masters: Tensor![], lr: float, beta1: float, "
+                 "beta2: float, eps: float, weight_decay: float, step: int, adamw: bool, "
+                 "bias_correction: bool, grad_averaging: bool, nvlamb: bool, max_grad_norm: float, "
+                 "grad_norm: Tensor?, lr_tensor: Tensor?, step_tensor: Tensor?, "
+                 "inv_scale: Tensor?, found_inf: Tensor?, unscale_grads: bool, workspace: Tensor!")
 
 namespace apex_te {
 

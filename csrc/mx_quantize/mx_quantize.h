@@ -10,9 +10,9 @@
 #include "common/numerics/codec.h"
 
 APEX_TE_FUNCTION(mx_quantize,
-                 "x: Tensor, rowwise: Tensor?, rowwise_scale: Tensor?, columnwise: Tensor?, "
-                 "columnwise_scale: Tensor?, use_floor: bool")
-APEX_TE_FUNCTION(mx_dequantize, "codes: Tensor, scale: Tensor, out: Tensor")
+                 "x: Tensor, rowwise: Tensor!?, rowwise_scale: Tensor!?, columnwise: Tensor!?, "
+                 "columnwise_scale: Tensor!?, use_floor: bool")
+APEX_TE_FUNCTION(mx_dequantize, "codes: Tensor, scale: Tensor, out: Tensor!")
 
 namespace apex_te {
 

@@ -12,7 +12,7 @@
 // sets its flag there. `own`: a buffer that gets the bytes, too, without a flag. `sent`: an event
 // recorded behind all of it.
 APEX_TE_FUNCTION(peer_send,
-                 "source: Tensor, targets: Tensor[], own: Tensor?, rank: int, number: int, "
+                 "source: Tensor, targets: Tensor![], own: Tensor!?, rank: int, number: int, "
                  "side: int, fork: int, sent: int",
                  "cuda")
 // The stream waits until `rank` has set its flag in `buffer`; a time-out is a device-side assert.
@@ -20,7 +20,8 @@ APEX_TE_FUNCTION(peer_await, "buffer: Tensor, rank: int, number: int, timeout_ms
 // out = sum over ranks, in float32 and by rank, of the pieces of `buffer`, once all flags but that
 // of `rank` are set.
 APEX_TE_FUNCTION(peer_sum,
-                 "buffer: Tensor, ranks: int, rank: int, number: int, timeout_ms: int, out: Tensor",
+                 "buffer: Tensor, ranks: int, rank: int, number: int, timeout_ms: int, "
+                 "out: Tensor!",
                  "cuda")
 // The stream waits for an event.
 APEX_TE_FUNCTION(peer_join, "buffer: Tensor, sent: int", "cuda")

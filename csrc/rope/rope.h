@@ -14,11 +14,11 @@
 
 APEX_TE_FUNCTION(rope_fwd,
                  "x: Tensor, freqs: Tensor?, cos: Tensor?, sin: Tensor?, starts: Tensor?, "
-                 "cu_seqlens: Tensor?, out: Tensor, rotary_dim: int, start: int, layout: int, "
+                 "cu_seqlens: Tensor?, out: Tensor!, rotary_dim: int, start: int, layout: int, "
                  "interleaved: bool")
 APEX_TE_FUNCTION(rope_bwd,
                  "x: Tensor, freqs: Tensor?, cos: Tensor?, sin: Tensor?, starts: Tensor?, "
-                 "cu_seqlens: Tensor?, out: Tensor, rotary_dim: int, start: int, layout: int, "
+                 "cu_seqlens: Tensor?, out: Tensor!, rotary_dim: int, start: int, layout: int, "
                  "interleaved: bool")
 
 namespace apex_te {

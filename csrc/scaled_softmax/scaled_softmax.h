@@ -17,8 +17,9 @@
 // and any strides but 1 for the last. causal: 0 none, 1 upper left (Sq == Sk), 2 bottom right.
 // dx may be dy.
 APEX_TE_FUNCTION(scaled_softmax_fwd,
-                 "x: Tensor, mask: Tensor?, y: Tensor, scale: float, causal: int")
-APEX_TE_FUNCTION(scaled_softmax_bwd, "dy: Tensor, y: Tensor, dx: Tensor, scale: float, causal: int")
+                 "x: Tensor, mask: Tensor?, y: Tensor!, scale: float, causal: int")
+APEX_TE_FUNCTION(scaled_softmax_bwd,
+                 "dy: Tensor, y: Tensor, dx: Tensor!, scale: float, causal: int")
 
 namespace apex_te {
 

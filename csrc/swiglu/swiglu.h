@@ -16,20 +16,20 @@
 constexpr int64_t kSwigluTileRows = 64;
 
 APEX_TE_FUNCTION(swiglu_fwd,
-                 "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, out: Tensor, "
+                 "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, out: Tensor!, "
                  "activation: int")
 APEX_TE_FUNCTION(swiglu_fwd_fp8,
                  "input: Tensor, up: Tensor?, bias: Tensor?, up_bias: Tensor?, scale: Tensor, "
-                 "rowwise: Tensor?, columnwise: Tensor?, amax: Tensor?, scale_inv: Tensor?, "
+                 "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, scale_inv: Tensor!?, "
                  "activation: int")
 APEX_TE_FUNCTION(swiglu_bwd,
                  "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
-                 "up_bias: Tensor?, grad_input: Tensor, grad_up: Tensor?, dbias: Tensor?, "
-                 "workspace: Tensor?, activation: int")
+                 "up_bias: Tensor?, grad_input: Tensor!, grad_up: Tensor!?, dbias: Tensor!?, "
+                 "workspace: Tensor!?, activation: int")
 APEX_TE_FUNCTION(swiglu_bwd_fp8,
                  "grad_output: Tensor, input: Tensor, up: Tensor?, bias: Tensor?, "
-                 "up_bias: Tensor?, scale: Tensor, rowwise: Tensor?, columnwise: Tensor?, "
-                 "amax: Tensor?, scale_inv: Tensor?, dbias: Tensor?, workspace: Tensor?, "
+                 "up_bias: Tensor?, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
+                 "amax: Tensor!?, scale_inv: Tensor!?, dbias: Tensor!?, workspace: Tensor!?, "
                  "activation: int")
 
 namespace apex_te {

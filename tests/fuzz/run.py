@@ -46,7 +46,8 @@ def functions() -> dict[str, tuple[str, list[tuple[str, str]]]]:
             if "cpu" in spec.devices:
                 text = spec.signature.split("->")[0]
                 pairs = [part.split(":") for part in text.split(",") if ":" in part]
-                found[name] = (op, [(name.strip(), kind.strip()) for name, kind in pairs])
+                kinds = [(label.strip(), kind.strip().replace("!", "")) for label, kind in pairs]
+                found[name] = (op, kinds)
     return dict(sorted(found.items()))
 
 

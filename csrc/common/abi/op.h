@@ -62,7 +62,8 @@ typedef struct ApexTeCall {
 #define APEX_TE_PUBLIC __attribute__((visibility("default")))
 
 // Declares one function of an op in its header: name, signature and, optionally, the only device
-// that has it. The builders read this line as text; the dispatcher reads the exported signature.
+// that has it. "Tensor!" is written. The builders read this line as text, and the schema that torch
+// knows is made from it; the dispatcher reads the exported signature.
 #define APEX_TE_FUNCTION(name, signature, ...)                            \
   extern "C" APEX_TE_PUBLIC int32_t apex_te_##name(ApexTeCall*);          \
   extern "C" APEX_TE_PUBLIC const char* const apex_te_##name##_signature; \

@@ -10,15 +10,9 @@ from .argument_errors import checked
 from .op_function import OpFunction
 from .registration import bind, note_written
 
-# Names and order of the arguments are those of the C functions in csrc.
-_fwd = bind(
-    "jit_op",
-    "jit_op_fwd(Tensor x, Tensor(a!) y, float scale) -> ()",
-)
-_bwd = bind(
-    "jit_op",
-    "jit_op_bwd(Tensor dy, Tensor x, Tensor(a!) dx, float scale) -> ()",
-)
+# Their arguments are those that csrc/jit_op/jit_op.h declares.
+_fwd = bind("jit_op", "jit_op_fwd")
+_bwd = bind("jit_op", "jit_op_bwd")
 
 
 @checked

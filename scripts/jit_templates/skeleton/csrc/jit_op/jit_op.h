@@ -1,15 +1,15 @@
 // jit_op: y = x / (1 + scale |x|) of every element.
 //
-// Its gradient is dx = dy / (1 + scale |x|)^2. The declarations below are read as text by the
-// builder; a change of them needs no other file but the kernels and the Python op.
+// Its gradient is dx = dy / (1 + scale |x|)^2. The declarations below are read as text: by
+// the builder, and for the schemas that torch knows. "Tensor!" is written.
 #pragma once
 
 #include <cmath>
 
 #include "common/activation/arguments.h"
 
-APEX_TE_FUNCTION(jit_op_fwd, "x: Tensor, y: Tensor, scale: float")
-APEX_TE_FUNCTION(jit_op_bwd, "dy: Tensor, x: Tensor, dx: Tensor, scale: float")
+APEX_TE_FUNCTION(jit_op_fwd, "x: Tensor, y: Tensor!, scale: float")
+APEX_TE_FUNCTION(jit_op_bwd, "dy: Tensor, x: Tensor, dx: Tensor!, scale: float")
 
 namespace apex_te {
 namespace {
