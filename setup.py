@@ -119,7 +119,7 @@ setup(
     license="Apache-2.0",
     packages=PACKAGES,
     package_dir=FOLDERS,
-    package_data={"apex_te": ["py.typed"]},
+    package_data={"apex_te": ["py.typed"], "apex_te.compatibility": ["__init__.pyi"]},
     include_package_data=False,
     distclass=PrebuiltDistribution if PREBUILT else Distribution,
     cmdclass={"build_py": BuildPython, "bdist_wheel": Wheel},

@@ -216,10 +216,7 @@ class OpBuilder:
         for device in self.DEVICES:
             if device == "cpu" or initialised_capabilities():
                 open_library(self, device, None, force=force, verbose=verbose)
-        name = self.absolute_name()
-        if self.is_outside and name == OpBuilder.absolute_name(self):
-            return importlib.import_module("apex_te.compatibility.loader").make_loader(self)
-        return importlib.import_module(name)
+        return importlib.import_module(self.absolute_name())
 
     # What the cache and the build ask --------------------------------------------------------
 

@@ -5,10 +5,10 @@
     python scripts/jit_module.py my_ext --from-sources csrc/my_ext.cpp,csrc/my_ext_kernel.cu
     python scripts/jit_module.py my_op --remove
 
-A skeleton is an elementwise op that works, on the CPU and on the GPU: builder, loader, kernels,
+A skeleton is an elementwise op that works, on the CPU and on the GPU: builder, kernels,
 Python op, test and benchmark, to be changed into what it is to be. With sources, an existing
-extension (PYBIND11_MODULE, torch/extension.h) gets a builder, a loader and a test and stays as it
-is. docs/new_op.md goes through both.
+extension (PYBIND11_MODULE, torch/extension.h) gets a builder and a test and stays as it is.
+docs/new_op.md goes through both.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ __all__ = ["find_former_modules"]
 # Without "apex_te."; those that begin with an underscore are here for what pickles name.
 _NOW = {
     "arguments": "fp8.arguments",
+    "compatibility.loader": "compatibility.finder",
     "distributed.collectives": "comm.collectives",
     "distributed.parallel_styles": "distributed.dtensor.parallel_styles",
     "distributed.peer_memory": "comm.peer_memory",

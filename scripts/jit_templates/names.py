@@ -70,7 +70,7 @@ def check_name(name: str, root: Path, is_skeleton: bool) -> None:
 
 def check_targets(name: str, files: Sequence[str], root: Path) -> None:
     """Raise Refusal if a file or a folder of the op is there already."""
-    folders = [f"csrc/{name}", f"op_builder/{name}", f"compatibility/{name}", f"apex_te/ops/{name}"]
+    folders = [f"csrc/{name}", f"op_builder/{name}", f"apex_te/ops/{name}"]
     there = [path for path in (*files, *folders) if (root / path).exists()]
     if there:
         raise Refusal(f"nothing is overwritten, and there is {', '.join(there)} in {root} already")

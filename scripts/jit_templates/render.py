@@ -101,7 +101,7 @@ class {cls}Builder({base}):
 {sources}
 {includes}'''
 
-_TEST = '''"""{name}: the extension builds, and defines what its loader says."""
+_TEST = '''"""{name}: the extension builds, and defines what its module says."""
 
 {imports}
 
@@ -121,7 +121,7 @@ def extension(
     exports: Sequence[str] = (),
     includes: Iterable[str] = (),
 ) -> dict[str, str]:
-    """Builder, loader and test of an extension whose sources stay as they are."""
+    """Returns the builder and the test of an extension whose sources stay as they are."""
     folders = list(includes)
     builder = _BUILDER.format(
         name=name,
@@ -144,9 +144,7 @@ def extension(
         imports = ["import pytest", *own, "from checks import needs_cuda"]
         marks = "@pytest.mark.cuda\n@needs_cuda\n"
     test = _TEST.format(name=name, imports="\n".join(imports), marks=marks)
-    loader = (SKELETON / "compatibility" / f"{STEM}.py").read_text(encoding="utf-8")
     return {
         f"op_builder/{name}.py": builder.rstrip() + "\n",
-        f"compatibility/{name}.py": loader.replace(STEM, name),
         f"tests/L0/ops/test_{name}.py": test,
     }

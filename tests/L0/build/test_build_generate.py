@@ -20,7 +20,7 @@ from jit_templates import names, record, render
 
 EXTENSION = 'PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def("twice", &twice); }\n'
 ROOMS = {
-    "apex_te/ops", "benchmarks/ops", "compatibility", "op_builder", "tests/L0/ops",
+    "apex_te/ops", "benchmarks/ops", "op_builder", "tests/L0/ops",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -133,11 +134,13 @@ def test_builder_classes_are_checked() -> None:
         type("Bad", (CPUOpBuilder,), {"NAME": "a b"})
 
 
-def test_every_op_has_a_builder_and_a_loader() -> None:
+def test_every_op_has_a_builder_and_a_module() -> None:
     folders = {path.parent.name for path in (CHECKOUT / "csrc").glob("*/*_cpu.cpp")}
     assert folders <= set(all_builders())
     for name, builder in all_builders().items():
-        assert (CHECKOUT / "compatibility" / f"{name}.py").is_file()
+        spec = importlib.util.find_spec(f"apex_te.compatibility.{name}")
+        assert spec is not None
+        assert spec.origin == str(CHECKOUT / "op_builder" / f"{name}.py")
         assert builder.functions()
         assert builder.is_compatible()
     with pytest.raises(UnknownOpError, match="there is no op 'nothing'; there are: "):

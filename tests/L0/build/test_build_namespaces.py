@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from tiny_op import CHECKOUT
 
+from op_builder import builder_names
+
 SCRIPT = """
-import json, sys, torch
+import json, pkgutil, sys, torch
 before = set(sys.modules)
 import apex_te
 loaded = sorted(set(sys.modules) - before)
@@ -19,12 +21,19 @@ names = {n: dir(o) for n, o in (("top", apex_te), ("ops", apex_te.ops),
                                 ("compatibility", apex_te.compatibility))}
 found = [apex_te.ops.rms_norm.rms_norm.__name__, apex_te.statistics.__name__,
          apex_te.compatibility.rms_norm.rms_norm_fwd.__name__]
+listed = [module.name for module in pkgutil.iter_modules(apex_te.compatibility.__path__)]
 for owner in (apex_te, apex_te.ops, apex_te.compatibility):
     try:
         owner.nonsense
     except AttributeError as error:
         found.append(str(error))
-print(json.dumps([loaded, names, found]))
+try:
+    import apex_te.compatibility.nonsense
+except ModuleNotFoundError as error:
+    found.append(str(error))
+import apex_te.compatibility.loader as former
+found.append(former.define_loader.__module__)
+print(json.dumps([loaded, names, listed, found]))
 """
 
 
@@ -33,7 +42,7 @@ def test_every_name_is_found_and_listed(cache_dir: Path) -> None:
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, cwd=CHECKOUT
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    loaded, names, found = json.loads(done.stdout)
+    loaded, names, listed, found = json.loads(done.stdout)
     own = [name for name in loaded if name.startswith("apex_te")]
     runtime = ["runtime", "runtime.former_modules", "runtime.lazy", "runtime.paths"]
     assert own == ["apex_te", "apex_te._version", *(f"apex_te.{name}" for name in runtime)]
@@ -41,8 +50,8 @@ def test_every_name_is_found_and_listed(cache_dir: Path) -> None:
     assert {"ops", "compatibility", "statistics", "Linear"} <= set(names["top"])
     stems = {path.stem for path in (CHECKOUT / "apex_te/ops").glob("[a-z]*.py")}
     assert stems <= set(names["ops"])
-    loaders = {path.stem for path in (CHECKOUT / "compatibility").glob("[a-z]*.py")}
-    assert loaders <= set(names["compatibility"])
+    assert sorted(listed) == sorted([*builder_names(), "apex", "finder"])
+    assert set(listed) <= set(names["compatibility"])
     assert found == [
         "rms_norm",
         "apex_te.statistics",
@@ -50,6 +59,8 @@ def test_every_name_is_found_and_listed(cache_dir: Path) -> None:
         "module 'apex_te' has no attribute 'nonsense'",
         "module 'apex_te.ops' has no attribute 'nonsense'",
         "module 'apex_te.compatibility' has no attribute 'nonsense'",
+        "No module named 'apex_te.compatibility.nonsense'",
+        "apex_te.compatibility.finder",
     ]
 
 

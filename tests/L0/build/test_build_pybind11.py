@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from apex_te.compatibility import loader
+from apex_te.compatibility import finder
 from apex_te.op_builder import (
     BuildError,
     CPUOpBuilder,
@@ -113,10 +113,10 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 
 def loader_module(builder: OpBuilder) -> types.ModuleType:
-    """What a file compatibility/tiny_ext.py is after its import."""
+    """A module of tiny_ext, as the finder of the ops fills it."""
     user_ops.register(builder)
     module = types.ModuleType("loader_of_tiny_ext", "Loader of tiny_ext.")
-    loader.define_loader(vars(module), builder.NAME)
+    finder.define_loader(vars(module), builder.NAME)
     return module
 
 

@@ -1,9 +1,15 @@
-"""The helpers behind every loader module."""
+"""Modules of the ops' functions, which are found by the ops' names: none of them is a file.
+
+``import apex_te.compatibility.rope`` reads the names off the sources and compiles nothing; the
+first call of a function finds, and if need be builds, the library. Ops of other packages are found,
+too.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from importlib.abc import Loader, PathEntryFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -11,11 +17,62 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..op_builder import OpBuilder
 
+# Stands in the package's ``__path__`` for a folder that would hold a module for each op.
+ENTRY = "<ops of apex_te>"
+
+
+class OpFinder(PathEntryFinder):
+    """Finds and lists the modules of ``ENTRY``."""
+
+    def __init__(self, entry: str) -> None:
+        if entry != ENTRY:
+            raise ImportError(f"OpFinder: entry must be {ENTRY!r}, got {entry!r}")
+
+    def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
+        from ..op_builder import builder_names, get_builder
+        from ..op_builder.jit import user_ops
+
+        op = fullname.rpartition(".")[2]
+        if op not in builder_names() and op not in user_ops.names():
+            return None
+        cls = type(get_builder(op))
+        origin = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        spec = ModuleSpec(fullname, OpLoader(op, cls.__doc__), origin=origin)
+        spec.has_location = origin is not None
+        return spec
+
+    def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
+        """Yields each op of the suite for ``pkgutil``, as a pair of its name and False."""
+        from ..op_builder import builder_names
+
+        for op in builder_names():
+            yield prefix + op, False
+
+
+class OpLoader(Loader):
+    """Fills the module of one op."""
+
+    def __init__(self, op: str, doc: str | None) -> None:
+        self._op = op
+        self._doc = doc
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__doc__ = self._doc
+        define_loader(vars(module), self._op)
+
+
+def find_ops(path: list[str]) -> None:
+    """Adds ``ENTRY`` to a package's ``__path__``, behind the files that it has."""
+    if OpFinder not in sys.path_hooks:
+        sys.path_hooks.append(OpFinder)
+    if ENTRY not in path:
+        path.append(ENTRY)
+
 
 def _define(
     resolve: Callable[[], Callable[..., Any]], name: str, module: str, doc: str
 ) -> Callable[..., Any]:
-    """A plain function that finds, and if need be builds, the op when it is first called."""
+    """Returns a function that finds, and if need be builds, the op when it is first called."""
     bound: Callable[..., Any] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -31,7 +88,7 @@ def _define(
 
 
 def define_loader(namespace: MutableMapping[str, Any], op: str) -> None:
-    """Fill a module's namespace with what ``op`` defines, read from its sources.
+    """Fills a module's namespace with what ``op`` defines, read from its sources.
 
     Runs no compiler: ``hasattr``, ``dir`` and ``__all__`` know the names without a library.
     """
@@ -126,16 +183,3 @@ def _define_extension(namespace: MutableMapping[str, Any], builder: OpBuilder) -
             f"{op}.{name}",
         )
     namespace["__all__"] = names
-
-
-def make_loader(builder: OpBuilder) -> ModuleType:
-    """The loader module of an op outside of the suite that has no file for one; registered."""
-    name = builder.absolute_name()
-    module = sys.modules.get(name)
-    if module is None:
-        module = ModuleType(name, type(builder).__doc__)
-        module.__file__ = getattr(sys.modules.get(type(builder).__module__), "__file__", None)
-        module.__spec__ = ModuleSpec(name, None, origin=module.__file__)
-        define_loader(vars(module), builder.NAME)
-        module = sys.modules.setdefault(name, module)
-    return module

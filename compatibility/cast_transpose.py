@@ -1,5 +1,0 @@
-"""Loader of cast_transpose."""
-
-from .loader import define_loader
-
-define_loader(globals(), "cast_transpose")

@@ -1,5 +1,0 @@
-"""Loader of swiglu."""
-
-from .loader import define_loader
-
-define_loader(globals(), "swiglu")
