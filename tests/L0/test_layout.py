@@ -32,12 +32,6 @@ UPWARD = {
 CIRCLES = {
     frozenset(
         {
-            "apex_te.distributed.fsdp.fp8_all_gather",
-            "apex_te.distributed.fsdp.gather_group",
-        }
-    ),
-    frozenset(
-        {
             "apex_te.module.grouped.linear",
             "apex_te.module.grouped.on_device",
         }

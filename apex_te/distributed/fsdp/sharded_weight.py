@@ -1,8 +1,8 @@
-"""A weight in high precision whose FSDP2 shards are gathered as codes.
+"""A weight in high precision whose FSDP2 shards are gathered as FP8 data.
 
-Its parameter is a ``ShardedWeight``: an ordinary tensor, storage and all, that knows how it is to
-be gathered and whose shards, moves and casts know it, too. To FSDP2 that is its extension's two
-hooks; to an optimizer it is the tensor, and what it makes of it is a plain one.
+Its parameter is a ``ShardedWeight``: an ordinary tensor with a storage that knows how it is to be
+gathered, and passes this on to its shards, moves and casts. FSDP2 sees the two hooks of its
+extension; an optimizer sees the tensor, and results of its arithmetic are plain tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...fp8.parameter.parameter import FP8Parameter
 __all__ = ["ShardedWeight", "local_of", "plain_entry"]
 
 _aten = torch.ops.aten
-# What makes a weight of one: FSDP2's shards, their padding and copies, and a module's moves.
+# Ops whose result is a ShardedWeight again: FSDP2's shards, padding and copies; a module's moves.
 _KEEPING = {
     _aten.detach.default, _aten.alias.default, _aten.slice.Tensor, _aten.new_zeros.default,
     _aten._to_copy.default, _aten.empty_like.default, _aten._pin_memory.default,
@@ -26,7 +26,7 @@ _KEEPING = {
 
 
 class _BeforeGather:
-    """FSDP2's first hook. It asks for the signature at every gather, which a method makes slow."""
+    """FSDP2's first hook; its fixed signature is fast to read, which FSDP2 does at every gather."""
 
     __slots__ = ("weight",)
 
@@ -47,18 +47,21 @@ class _BeforeGather:
 
 
 class ShardedWeight(torch.Tensor):
-    """A weight, or the rows of it that a rank has, which is gathered as its ``source`` says.
+    """A weight, or this rank's rows of it, that FSDP2 gathers with the hooks of its ``source``.
 
     ``copy.deepcopy`` and pickles of it are plain.
+
+    Attributes:
+        source: the ``HookedParam``, whose ``changes`` counts the writes to the weight.
     """
 
-    source: Any  # knows how, and counts in `changes` what is written to it
+    source: Any
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(plain: torch.Tensor, source: Any) -> ShardedWeight:
-        """``plain``, sharing its storage."""
+        """Returns ``plain`` as a ShardedWeight that shares its storage."""
         weight = torch.Tensor._make_subclass(ShardedWeight, plain)
         weight.source = source
         return weight
@@ -82,7 +85,7 @@ class ShardedWeight(torch.Tensor):
         return out
 
     def plain(self) -> torch.Tensor:
-        """The same values as a plain tensor, sharing storage and version."""
+        """Returns the values as a plain tensor that shares storage and version."""
         with torch._C._DisableTorchDispatch():
             return self.detach()
 
@@ -106,7 +109,7 @@ class ShardedWeight(torch.Tensor):
 
     @property
     def fsdp_pre_all_gather(self) -> _BeforeGather:
-        """To be called for the codes of this shard, padded to what FSDP2 expects."""
+        """Returns the hook that makes the FP8 data of this shard, padded as FSDP2 expects."""
         return _BeforeGather(self)
 
     def fsdp_post_all_gather(
@@ -117,12 +120,15 @@ class ShardedWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """The whole weight over the gathered codes; into ``out`` from the second time on."""
+        """Makes the whole weight of the gathered FP8 data; from the second time on in ``out``."""
         return self.source.whole(all_gather_outputs, metadata, param_dtype, out)
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """What an op writes to. Versions do not tell: DTensor's lists of tensors keep theirs."""
+    """Yields the tensors that an op writes to.
+
+    Versions do not tell: those of tensors in DTensor's lists stay as they are.
+    """
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -130,14 +136,14 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
 
 
 def local_of(parameter: Any) -> torch.Tensor | None:
-    """The local tensor of a DTensor; None of anything else. Loads nothing of torch's DTensor."""
+    """Returns the local tensor of a DTensor, else None; does not import torch's DTensor."""
     return getattr(parameter, "_local_tensor", None)
 
 
 def plain_entry(value: torch.Tensor) -> torch.Tensor | None:
-    """A parameter as a state dict has it: the same, of plain storage and in high precision.
+    """Returns a parameter as a state dict has it, of plain storage and in high precision.
 
-    None where it is that already.
+    None if the parameter is that already.
     """
     local = local_of(value)
     held = value if local is None else local

@@ -199,12 +199,12 @@ def test_an_interrupted_gather(two_ranks):
 
 def _untold(rank):
     """Where torch does not say what it gathers at once, weights are quantized one by one."""
-    kept = fsdp.parts_gathered_with
-    fsdp.parts_gathered_with = lambda part: [part]
+    kept = fsdp.params_gathered_with
+    fsdp.params_gathered_with = lambda param: [param]
     try:
         return _layers(rank, "tensorwise", "plain")
     finally:
-        fsdp.parts_gathered_with = kept
+        fsdp.params_gathered_with = kept
 
 
 def test_without_torch_telling(two_ranks):
