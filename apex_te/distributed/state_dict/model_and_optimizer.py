@@ -1,9 +1,9 @@
 """State dicts for ``torch.distributed.checkpoint`` of models that ``tp_group`` and experts split.
 
-To ``torch.distributed.checkpoint`` plain tensors of one name are the same on all ranks. But modules
-that split themselves over a ``tp_group`` have this rank's part under the name of the whole, and
-ranks with experts of their own count them from 0. The functions here are those of
-``torch.distributed.checkpoint.state_dict``, for such models and for any others.
+``torch.distributed.checkpoint`` takes plain tensors of one name to be the same on all ranks. But
+modules that split themselves over a ``tp_group`` have this rank's part under the name of the whole,
+and ranks with experts of their own count them from 0. The functions here do what those of
+``torch.distributed.checkpoint.state_dict`` do, for such models and for any others.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from .shared_state import parts_of_states, share_headers, share_states, take_headers
-from .split_layout import Entry, SplitModel, split_model
+from .fp8_state import parts_of_states, share_headers, share_states, take_headers
+from .split_model import Entry, SplitModel, split_model
 from .split_tensor import Parts, SplitTensor
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 
 _Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 _Stacked = Mapping[str, Sequence[int]] | None
-_Targets = Mapping[str, tuple[str, Entry]]  # by name: the other name, and what it is
+_Targets = Mapping[str, tuple[str, Entry]]  # by name: the other name, and its entry
 _STEP = "step"  # a count, the same on all ranks
 
 
@@ -43,7 +43,7 @@ def get_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """State dicts of ``model`` and ``optimizers`` that all ranks share; collective.
+    """Returns the state dicts of ``model`` and ``optimizers`` that all ranks share; collective.
 
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
         torch.distributed.checkpoint.save(state, checkpoint_id=path)  # or load, then:
@@ -51,31 +51,37 @@ def get_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
-    Names and shapes are those of the model on one rank: what some ranks have saved loads on any
-    other number of them, or in one process, whose own state dicts it fits. Parts are tensors of the
-    whole's shape (``SplitTensor``) that share the memory of model and optimizer.
+    Names and shapes are those of the model on one rank: a checkpoint of some ranks loads on any
+    other number of ranks, and fits the state dicts of the model in one process. Parts are tensors
+    of the whole's shape (``SplitTensor``) that share the memory of model and optimizer.
 
-    FP8 weights are saved in high precision. FP8 state of a split module is one for its ranks: the
-    largest of their amaxes, the smallest of their scales. With amaxes that are reduced over them,
-    after ``flush_fp8_state()``, that is each rank's own; with ``reduce_amax=False`` they go on from
-    one scale. ``init_fp8_state`` allocates what is to be loaded.
+    FP8 weights are saved in high precision. The ranks of a split module save one FP8 state: the
+    largest of their amaxes, the smallest of their scales. If amaxes are reduced over these ranks,
+    that is each rank's own state after ``flush_fp8_state()``; with ``reduce_amax=False`` the ranks
+    go on from one scale. ``init_fp8_state`` allocates the state that is to be loaded.
 
     Args:
+        model: the model.
+        optimizers: an optimizer of it, or several.
         expert_group: the ranks over which the experts of every ``GroupedLinear`` are spread: rank r
             has those from ``r * num_gemms`` on, as with ``TokenDispatcher``, and the numbers in
-            ``weight{i}`` and ``bias{i}`` become those among all. None where every rank has all
-            experts. Has to be given where a model has a ``GroupedLinear`` and there are several
-            ranks.
-        stacked: parameters, by patterns of ``fnmatch``, whose rows are several matrices one after
-            the other, of each of which every rank has a share, and the relative sizes of these:
+            ``weight{i}`` and ``bias{i}`` become those among all. None if every rank has all
+            experts. Required for a model with a ``GroupedLinear`` on several ranks.
+        stacked: relative sizes of the matrices that lie one after the other in the rows of a
+            parameter, each of which is split over the ranks, by ``fnmatch`` patterns of names:
             ``{"*.fc1.weight": (1, 1)}`` for a gate and its factor in a column-parallel ``Linear``.
-            A gated ``LayerNormMLP`` and ``MultiheadAttention`` say it themselves.
+            Not needed for a gated ``LayerNormMLP`` and ``MultiheadAttention``.
         options: as in ``torch.distributed.checkpoint.state_dict``.
 
-    Errors: TypeError for an argument of a wrong type; ValueError for a missing ``expert_group`` or
-    ``tp_group``, for ``stacked`` that fits no parameter, and on all ranks for FP8 state that some
-    of them lack; NotImplementedError for ``full_state_dict`` of a split model, and for what an
-    optimizer keeps of a split parameter besides ``step`` and tensors of its shape.
+    Returns:
+        The model's state dict and the optimizers'.
+
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: a missing ``expert_group`` or ``tp_group``; ``stacked`` that fits no parameter;
+            on all ranks, FP8 state that some of them lack.
+        NotImplementedError: ``full_state_dict`` of a split model; optimizer state of a split
+            parameter other than ``step`` and tensors of its shape.
     """
     shared: dict[str, Any] = {"expert_group": expert_group, "stacked": stacked, "options": options}
     return (
@@ -94,11 +100,17 @@ def set_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Loads what ``get_state_dict`` gave and ``torch.distributed.checkpoint.load`` has filled.
+    """Loads state dicts that ``get_state_dict`` gave and a checkpoint has filled.
 
-    State dicts of the model on one rank are taken, too: each rank keeps its part. Returns what
-    ``load_state_dict`` does. Arguments and errors: as ``get_state_dict``; ValueError for a tensor
-    that is not whole, NotImplementedError for ``broadcast_from_rank0`` in a split model.
+    State dicts of the model on one rank load, too: each rank keeps its part. Other arguments and
+    errors are those of ``get_state_dict``.
+
+    Returns:
+        The missing and unexpected keys, as ``torch.nn.Module.load_state_dict``.
+
+    Raises:
+        ValueError: a tensor that is not whole.
+        NotImplementedError: ``broadcast_from_rank0`` for a split model.
     """
     shared: dict[str, Any] = {"expert_group": expert_group, "stacked": stacked, "options": options}
     # The optimizer first, as in torch: its state is made by a step.
@@ -113,7 +125,7 @@ def get_model_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """The first of ``get_state_dict``."""
+    """Returns the model's state dict, as ``get_state_dict`` does."""
     owner = "get_model_state_dict"
     split = _split_to_get(owner, model, expert_group, stacked, options)
     values = torch_state_dict.get_model_state_dict(model, options=options)
@@ -137,7 +149,7 @@ def set_model_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """The half of ``set_state_dict`` that is the model's."""
+    """Loads the model's state dict, as ``set_state_dict`` does."""
     owner = "set_model_state_dict"
     split = _split_to_set(owner, model, expert_group, stacked, options)
     places, own = parts_of_states(split), _own_names(split)
@@ -159,7 +171,7 @@ def get_optimizer_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """The second of ``get_state_dict``."""
+    """Returns the optimizers' state dict, as ``get_state_dict`` does."""
     owner = "get_optimizer_state_dict"
     split = _split_to_get(owner, model, expert_group, stacked, options)
     state: Any = torch_state_dict.get_optimizer_state_dict(model, optimizers, options=options)
@@ -198,7 +210,7 @@ def set_optimizer_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> None:
-    """The half of ``set_state_dict`` that is the optimizers'."""
+    """Loads the optimizers' state dict, as ``set_state_dict`` does."""
     owner = "set_optimizer_state_dict"
     split = _split_to_set(owner, model, expert_group, stacked, options)
 
@@ -247,7 +259,7 @@ def _own_names(split: SplitModel) -> dict[str, tuple[str, Entry]]:
 
 
 def _own(owner: str, name: str, value: Any, parts: Parts) -> torch.Tensor:
-    """This rank's part of what a state dict has."""
+    """Returns this rank's part of a tensor in a state dict."""
     if isinstance(value, SplitTensor) and value.parts == parts:
         return value.local
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -272,7 +284,7 @@ def _renamed(
     dropped: set[str],
     change: Callable[[Entry, str, Any], Any],
 ) -> dict[str, Any]:
-    """An optimizer's state dict, nested or flat, by other names and with other values."""
+    """Returns an optimizer's state dict, nested or flat, with other names and changed values."""
     found: dict[str, Any]
     if "state" in state:
         found = {**state, "state": {}}

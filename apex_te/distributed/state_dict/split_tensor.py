@@ -1,8 +1,8 @@
-"""A rank's part of a whole tensor, which torch.distributed.checkpoint saves at its place.
+"""A rank's part of a whole tensor, which ``torch.distributed.checkpoint`` saves at its place.
 
-A DTensor says this of one piece of one dimension. A rank's rows of several matrices one after the
-other are several pieces, and a parameter that ``fully_shard`` has divided again has parts of these;
-``torch.distributed.checkpoint`` takes any number of pieces from whatever names them.
+A DTensor can name the place of one piece of one dimension. A rank's rows of several stacked
+matrices are several pieces, and a parameter that ``fully_shard`` has divided again has parts of
+these; ``torch.distributed.checkpoint`` takes any number of pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..dtensor.stacked_rows import shares_of
 __all__ = ["Parts", "SplitTensor", "parts_of"]
 
 _aten = torch.ops.aten
-# What makes another one of the same parts: copies, and moves to another device.
+# Ops whose result has the same parts: copies, and moves to another device.
 _KEEPING = {
     _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default,
     _aten.empty_like.default, _aten.zeros_like.default,
@@ -32,18 +32,24 @@ _KEEPING = {
 
 
 class Parts(NamedTuple):
-    """Where a rank's part of a tensor lies in the whole."""
+    """The place of a rank's part in the whole tensor.
+
+    Attributes:
+        dim: dimension that is split.
+        size: size of the whole in ``dim``.
+        pieces: first index in the part, length, and first index in the whole, of each piece.
+    """
 
     dim: int
-    size: int  # of the whole in ``dim``
-    pieces: tuple[tuple[int, int, int], ...]  # first, length, first in the whole
+    size: int
+    pieces: tuple[tuple[int, int, int], ...]
 
     def whole_shape(self, shape: Sequence[int]) -> torch.Size:
-        """The whole's shape, of a part's."""
+        """Returns the shape of the whole for a part of ``shape``."""
         return torch.Size((*shape[: self.dim], self.size, *shape[self.dim + 1 :]))
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a plain tensor that is whole."""
+        """Returns this rank's part of a whole plain tensor."""
         found = [whole.narrow(self.dim, first, length) for _, length, first in self.pieces]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
@@ -51,10 +57,11 @@ class Parts(NamedTuple):
 def parts_of(
     dim: int, length: int, rank: int, ranks: int, matrices: tuple[int, ...] = (1,)
 ) -> Parts:
-    """Those of rank ``rank``, which has ``length`` elements of ``dim``.
+    """Returns the parts of rank ``rank``, which has ``length`` elements of dimension ``dim``.
 
-    ``matrices``: the relative sizes of what lies one after the other there, of each of which every
-    rank has an equal share; their sum divides ``length``.
+    Args:
+        matrices: relative sizes of the matrices stacked there, of each of which every rank has an
+            equal share; their sum divides ``length``.
     """
     unit, first, pieces = length // sum(matrices), 0, []
     rows = tuple(size * unit * ranks for size in matrices)
@@ -65,14 +72,14 @@ def parts_of(
 
 
 class SplitTensor(torch.Tensor):
-    """The whole tensor by its shape; what it holds is this rank's part.
+    """A tensor with the shape of the whole that holds this rank's part.
 
-    ``torch.distributed.checkpoint`` saves the part at its place, and loads whatever was saved of
-    it by other numbers of ranks into the part's own memory. Nothing can be computed with it.
+    ``torch.distributed.checkpoint`` saves the part at its place, and loads the whole that any
+    number of ranks has saved into the part's own memory. Other ops raise NotImplementedError.
 
     Attributes:
         local: the part, plain or a DTensor over other ranks, whose memory is shared.
-        parts: where it lies.
+        parts: its place in the whole.
     """
 
     local: torch.Tensor
@@ -114,10 +121,10 @@ class SplitTensor(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SplitTensor({self.local!r}, {self.parts})"
 
-    # What torch.distributed.checkpoint asks for.
+    # The protocol of torch.distributed.checkpoint.
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """The place of each piece in the whole, and its memory."""
+        """Returns the place of each piece in the whole, and its memory."""
         local: Any = self.local
         held, offsets = local, [0] * local.dim()
         if isinstance(local, DTensor):

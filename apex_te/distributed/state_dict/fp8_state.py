@@ -1,4 +1,4 @@
-"""FP8 state of split modules, as a state dict has it that all ranks share.
+"""FP8 state of split modules in a state dict that all ranks share.
 
 Ranks that split a GEMM save one state: the largest of their amaxes and the smallest of their
 scales, which is what reduced amaxes give them anyway. Ranks with experts of their own save the
@@ -16,7 +16,7 @@ from ...comm.collectives import max_over_ranks, world_size
 from ...fp8.delayed.header import decode_header, encode_header
 from ...fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, TENSORS
 from ...module._core.module_fp8 import STATE_PREFIX
-from .split_layout import SplitModel, SplitModule
+from .split_model import SplitModel, SplitModule
 from .split_tensor import Parts, parts_of
 
 __all__ = ["parts_of_states", "share_headers", "share_states", "take_headers"]
@@ -26,9 +26,10 @@ _LARGEST = tuple(name for name in TENSORS if name not in _SCALES)
 
 
 def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Give the states in ``values`` that ranks of a group share the same numbers, in place.
+    """Equalises, in place, the states in ``values`` that ranks of a group share; collective.
 
-    Collective. Errors: ValueError on all ranks where a state is allocated on some only.
+    Raises:
+        ValueError: on all ranks, a state is allocated on some of them only.
     """
     groups: list[Any] = []
     for module in split.modules:
@@ -51,7 +52,7 @@ def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
 
 
 def _reduced(tensors: list[torch.Tensor], device: torch.device, reduce: Any) -> None:
-    """Has one collective write to ``tensors``."""
+    """Runs ``reduce`` on a flat copy of ``tensors`` and copies its results back."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
     reduce(flat)
     sizes = [tensor.numel() for tensor in tensors]
@@ -60,7 +61,7 @@ def _reduced(tensors: list[torch.Tensor], device: torch.device, reduce: Any) -> 
 
 
 def parts_of_states(split: SplitModel) -> dict[str, Parts]:
-    """Which slots of all experts' states are this rank's."""
+    """Returns, by name, the place of this rank's slots in the states of all experts."""
     found = {}
     for each in split.modules:
         if each.experts:
@@ -73,9 +74,10 @@ def parts_of_states(split: SplitModel) -> dict[str, Parts]:
 
 
 def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Replace the headers of experts' states by those of all experts; collective.
+    """Replaces the headers of experts' states by those of all experts; collective.
 
-    Errors: ValueError on all ranks where a state is allocated on some only.
+    Raises:
+        ValueError: on all ranks, a state is allocated on some of them only.
     """
     modules = [module for module in split.modules if module.experts]
     if not modules:
@@ -91,9 +93,10 @@ def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None
 
 
 def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Replace the headers of all experts' states by those of this rank's.
+    """Replaces the headers of all experts' states by those of this rank's.
 
-    Errors: ValueError for a header that is not of all experts.
+    Raises:
+        ValueError: a header that is not of all experts.
     """
     for each in split.modules:
         key = _key(each, "header")
@@ -121,7 +124,7 @@ def _key(module: SplitModule, name: str) -> str:
 def _gathered_headers(
     owner: str, modules: list[SplitModule], group: Any, values: dict[str, Any]
 ) -> list[list[dict[str, Any] | None]]:
-    """The header of each module's state, None where it has none, by rank."""
+    """Returns, by rank, the header of each module's state, None for one that has none."""
     keys = [_key(module, "header") for module in modules]
     own = [decode_header(values[key]) if key in values else None for key in keys]
     every: list[Any] = [None] * world_size(group)

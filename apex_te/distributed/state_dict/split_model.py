@@ -1,4 +1,4 @@
-"""Which parameters of a model are parts of whole ones, and which experts are whose."""
+"""The layout of a model that ranks split: parts of parameters, and experts of each rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.tensor import DTensor
 
 from ...comm.collectives import world_size
-from ...fp8.autocast import is_process_group
+from ...comm.groups import is_process_group
 from ...module._core.fused_casts import is_gated
 from ...module._core.parallel import ParallelModule
 from ...module.attention.multihead import MultiheadAttention
@@ -24,21 +24,35 @@ __all__ = ["Entry", "SplitModel", "SplitModule", "split_model"]
 
 
 class Entry(NamedTuple):
-    """A parameter that other ranks have parts of, or that is one of this rank's experts."""
+    """A parameter that other ranks have parts of, or that is one of this rank's experts.
 
-    every: tuple[str, ...]  # names of what all ranks have in its place, in all ranks' state dict
-    name: str  # its own among these
-    shape: torch.Size  # of this rank's part
-    parts: Parts | None  # None: it is whole
+    Attributes:
+        every: names, in the state dict of all ranks, of the parameters in its place on each rank.
+        name: its own name among these.
+        shape: shape of this rank's part.
+        parts: place of this rank's part in the whole; None for a parameter that is whole.
+    """
+
+    every: tuple[str, ...]
+    name: str
+    shape: torch.Size
+    parts: Parts | None
 
 
 class SplitModule(NamedTuple):
-    """A module with FP8 state whose GEMMs, or groups, ranks share."""
+    """A module with FP8 state whose GEMMs, or experts, ranks share.
+
+    Attributes:
+        prefix: its name in a state dict, with a dot after it.
+        module: the module.
+        tp_group: ranks that split its GEMMs; None if no ranks do.
+        experts: ranks have experts of their own.
+    """
 
     prefix: str
     module: Any
-    tp_group: Any  # over which its GEMMs are split; None: over none
-    experts: bool  # ranks have groups of their own
+    tp_group: Any
+    experts: bool
 
     @property
     def name(self) -> str:
@@ -46,12 +60,13 @@ class SplitModule(NamedTuple):
 
 
 class SplitModel(NamedTuple):
-    """What is split of a model.
+    """The parameters and FP8 states of a model that ranks share.
 
     Attributes:
-        entries: by this rank's names.
+        entries: parameters, by this rank's names.
         others: names of other ranks' experts.
-        modules: whose FP8 state ranks share, in the order of the model.
+        modules: modules whose FP8 state ranks share, in the order of the model.
+        expert_group: ranks over which experts are spread; None if every rank has all.
     """
 
     entries: dict[str, Entry]
@@ -66,69 +81,94 @@ def split_model(
     expert_group: Any,
     stacked: Mapping[str, Sequence[int]] | None,
 ) -> SplitModel:
-    """What is split of ``model``; see ``state_dict`` for the arguments and errors."""
+    """Finds what ranks share of ``model``; arguments and errors are those of ``get_state_dict``."""
     if expert_group is not None and expert_group is not ... and not is_process_group(expert_group):
         raise TypeError(
             f"{owner}: expert_group must be a torch.distributed.ProcessGroup or None, "
             f"got {type(expert_group).__name__}"
         )
-    patterns = _checked_stacked(owner, stacked)
-    unused = set(patterns)
+    patterns = _Patterns(owner, stacked)
     found = SplitModel({}, set(), [], None if expert_group is ... else expert_group)
     known: dict[int, Entry | None] = {}  # by parameter
     for raw, module, matrices in _parallel_modules(model, "", {}):
         prefix = _name(model, f"{raw}fp8_state").removesuffix("fp8_state")
-        experts = False
-        if isinstance(module, GroupedLinear):
-            _check_experts(owner, prefix, module, expert_group)
-            experts = found.expert_group is not None and world_size(found.expert_group) > 1
-        elif getattr(module, "_spread", False):
-            raise NotImplementedError(
-                f"{owner}: experts that are spread over ranks must be those of a GroupedLinear, "
-                f"got {prefix[:-1]} ({type(module).__name__})"
-            )
+        experts = _has_own_experts(owner, prefix, module, expert_group)
         dims, group = _split_dims(owner, prefix, module)
         if group is not None or experts:
             found.modules.append(SplitModule(prefix, module, group, experts))
         if "_summed_gradients" in module.__dict__:  # a style made DTensors of its parameters
             dims = {}
-        names = _expert_names(module, found.expert_group) if experts else {}
+        names = _expert_names(module, expert_group) if experts else {}
         for key, parameter in module._parameters.items():
             known.setdefault(id(parameter), None)
             if parameter is None or (key not in dims and key not in names):
                 continue
-            name, parts = prefix + key, None
+            parts = None
             if key in dims:
-                dim, sizes = dims[key], matrices.get(key, (1,))
-                for pattern, given in patterns.items():
-                    if dim == 0 and fnmatch.fnmatchcase(name, pattern):
-                        unused.discard(pattern)
-                        sizes = given
-                length = parameter.shape[dim]
-                if length % sum(sizes):
-                    raise ValueError(
-                        f"{owner}: stacked must give {name} sizes whose sum divides this rank's "
-                        f"{length} rows, got {sizes}"
-                    )
-                rank = distributed.get_rank(group)
-                parts = parts_of(dim, length, rank, world_size(group), sizes)
+                sizes = patterns.sizes(prefix + key, dims[key], matrices.get(key, (1,)))
+                parts = _own_parts(owner, prefix + key, parameter.shape, dims[key], sizes, group)
             every = tuple(prefix + each for each in names.get(key, (key,)))
             own = every[distributed.get_rank(expert_group) if experts else 0]
-            found.entries[name] = known[id(parameter)] = Entry(every, own, parameter.shape, parts)
+            found.entries[prefix + key] = known[id(parameter)] = Entry(
+                every, own, parameter.shape, parts
+            )
             found.others.update(every)
     _add_others(owner, model, found, known)
     found.others.difference_update(entry.name for entry in found.entries.values())
-    if unused and any(split.tp_group is not None for split in found.modules):
-        raise ValueError(
-            f"{owner}: stacked must name parameters whose rows are split, got {sorted(unused)}"
-        )
+    if any(split.tp_group is not None for split in found.modules):
+        patterns.check_used()
     return found
+
+
+class _Patterns:
+    """The argument ``stacked``: relative sizes of matrices, by patterns of parameters' names."""
+
+    def __init__(self, owner: str, stacked: Mapping[str, Sequence[int]] | None) -> None:
+        self._owner = owner
+        self._sizes = {name: tuple(sizes) for name, sizes in (stacked or {}).items()}
+        self._unused = set(self._sizes)
+        for name, sizes in self._sizes.items():
+            if not sizes or any(type(size) is not int or size < 1 for size in sizes):
+                raise ValueError(
+                    f"{owner}: stacked must give the relative size of each matrix as positive "
+                    f"ints, got {sizes} for {name!r}"
+                )
+
+    def sizes(self, name: str, dim: int, default: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the sizes of the last pattern that fits a parameter split by rows."""
+        found = default
+        for pattern, sizes in self._sizes.items() if dim == 0 else ():
+            if fnmatch.fnmatchcase(name, pattern):
+                self._unused.discard(pattern)
+                found = sizes
+        return found
+
+    def check_used(self) -> None:
+        """Raises ValueError for patterns that fit no parameter."""
+        if self._unused:
+            raise ValueError(
+                f"{self._owner}: stacked must name parameters whose rows are split, "
+                f"got {sorted(self._unused)}"
+            )
+
+
+def _own_parts(
+    owner: str, name: str, shape: torch.Size, dim: int, sizes: tuple[int, ...], group: Any
+) -> Parts:
+    """Returns the place of this rank's part of a parameter with matrices of relative ``sizes``."""
+    length = shape[dim]
+    if length % sum(sizes):
+        raise ValueError(
+            f"{owner}: stacked must give {name} sizes whose sum divides this rank's "
+            f"{length} rows, got {sizes}"
+        )
+    return parts_of(dim, length, distributed.get_rank(group), world_size(group), sizes)
 
 
 def _add_others(
     owner: str, model: torch.nn.Module, split: SplitModel, known: dict[int, Entry | None]
 ) -> None:
-    """Adds other names of split parameters; refuses what says that it is split and is unknown."""
+    """Adds other names of split parameters; raises for one that is tagged as split but unknown."""
     for raw, parameter in model.named_parameters(remove_duplicate=False):
         entry = known.get(id(parameter))
         says = getattr(parameter, "tensor_model_parallel", False) and id(parameter) not in known
@@ -145,41 +185,37 @@ def _add_others(
 
 
 def _name(model: torch.nn.Module, raw: str) -> str:
-    """As torch's state dict functions say it, without the wrappers that they know."""
+    """Returns the name in torch's state dicts, without the wrappers that torch knows."""
     (name,) = _get_fqns(model, raw)
     return name
 
 
-def _check_experts(owner: str, prefix: str, module: GroupedLinear, expert_group: Any) -> None:
-    """Raises where it is not clear whether other ranks have other experts."""
-    if world_size(None) == 1 or is_process_group(expert_group):
-        return
-    spread = any(getattr(p, "allreduce", True) is False for p in module.parameters())
-    if expert_group is ... or spread:
-        got = "none" if expert_group is ... else "None, and parameters with allreduce=False"
-        raise ValueError(
-            f"{owner}: expert_group must be given for {prefix[:-1]} (GroupedLinear): the ranks "
-            f"that have its other experts, or None where every rank has all of them; got {got}"
-        )
-
-
-def _checked_stacked(
-    owner: str, stacked: Mapping[str, Sequence[int]] | None
-) -> dict[str, tuple[int, ...]]:
-    patterns = {name: tuple(sizes) for name, sizes in (stacked or {}).items()}
-    for name, sizes in patterns.items():
-        if not sizes or any(type(size) is not int or size < 1 for size in sizes):
-            raise ValueError(
-                f"{owner}: stacked must give the relative size of each matrix as positive ints, "
-                f"got {sizes} for {name!r}"
+def _has_own_experts(owner: str, prefix: str, module: Any, expert_group: Any) -> bool:
+    """Returns True if other ranks have other experts; raises if that is not clear."""
+    if not isinstance(module, GroupedLinear):
+        if getattr(module, "_spread", False):
+            raise NotImplementedError(
+                f"{owner}: experts that are spread over ranks must be those of a GroupedLinear, "
+                f"got {prefix[:-1]} ({type(module).__name__})"
             )
-    return patterns
+        return False
+    if is_process_group(expert_group):
+        return world_size(expert_group) > 1
+    if world_size(None) > 1:
+        spread = any(getattr(p, "allreduce", True) is False for p in module.parameters())
+        if expert_group is ... or spread:
+            got = "none" if expert_group is ... else "None, and parameters with allreduce=False"
+            raise ValueError(
+                f"{owner}: expert_group must be given for {prefix[:-1]} (GroupedLinear): the ranks "
+                f"that have its other experts, or None where every rank has all of them; got {got}"
+            )
+    return False
 
 
 def _parallel_modules(
     module: torch.nn.Module, prefix: str, matrices: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]]]]:
-    """Modules that may be split, and what lies one after the other in their parameters."""
+    """Yields name prefix, module, and sizes of the stacked matrices in its parameters."""
     if isinstance(module, ParallelModule):
         sizes: dict[str, tuple[int, ...]] = {}
         if isinstance(module, LayerNormMLP) and is_gated(module.activation):
@@ -195,7 +231,7 @@ def _parallel_modules(
 
 
 def _fused_projections(attention: Any, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Queries, keys and values of fused projections that are not interleaved."""
+    """Returns relative sizes of queries, keys and values in projections without interleaving."""
     heads = attention._heads
     if heads.interleaved:
         return {}
@@ -207,7 +243,11 @@ def _fused_projections(attention: Any, prefix: str) -> dict[str, tuple[int, ...]
 
 
 def _split_dims(owner: str, prefix: str, module: Any) -> tuple[dict[str, int], Any]:
-    """The split dimension of each split parameter, and the ranks that have the other parts."""
+    """Finds the split parameters of a module.
+
+    Returns:
+        The split dimension by parameter, and the group of ranks that have the other parts.
+    """
     # fully_shard makes new parameters, which do not say how they are split.
     axes = getattr(module, "sharded_axes", None)  # of Megatron's names
     if axes:
@@ -236,7 +276,7 @@ def _split_dims(owner: str, prefix: str, module: Any) -> tuple[dict[str, int], A
 
 
 def _expert_names(module: Any, group: Any) -> dict[str, tuple[str, ...]]:
-    """Names of each parameter among the experts of all ranks, by rank."""
+    """Returns, for each parameter, its counterparts' names among all experts, by rank."""
     gemms, ranks = module.num_gemms, world_size(group)
     return {
         f"{kind}{i}": tuple(f"{kind}{rank * gemms + i}" for rank in range(ranks))
