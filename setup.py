@@ -25,13 +25,13 @@ except ImportError:  # before setuptools 70.1
     from wheel.bdist_wheel import bdist_wheel
 
 from op_builder import all_builders  # noqa: E402
-from op_builder.jit import prebuild, ready  # noqa: E402
 from op_builder.jit.errors import BuildError, PrebuildError  # noqa: E402
-from op_builder.jit.targets import Targets  # noqa: E402
+from op_builder.jit.prebuild import install, user_cache  # noqa: E402
+from op_builder.jit.prebuild.targets import Targets  # noqa: E402
 
 BUILDERS = all_builders()
 try:
-    CHOICES = prebuild.check_install(BUILDERS, sys.argv)
+    CHOICES = install.check_install(BUILDERS, sys.argv)
 except BuildError as error:
     raise SystemExit(f"apex_te: {error}") from None
 PREBUILT = any(choice.wanted for choice in CHOICES)
@@ -65,9 +65,9 @@ class BuildPython(build_py):
         """Into the package; an editable install has none, there the user's cache takes them."""
         try:
             if target is None:
-                report = ready.into_cache(BUILDERS, CHOICES, Targets.find())
+                report = user_cache.into_cache(BUILDERS, CHOICES, Targets.find())
             else:
-                report = prebuild.into_package(BUILDERS, CHOICES, os.path.abspath(target))
+                report = install.into_package(BUILDERS, CHOICES, os.path.abspath(target))
         except PrebuildError as error:
             print(f"\napex_te: libraries built ahead of time\n{error.report}\n", flush=True)
             raise SystemExit(f"apex_te: {error}") from None

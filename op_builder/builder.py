@@ -10,17 +10,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
-from .jit import env, hip, pybind_extension
-from .jit.archs import Arch, Capability, initialised_capabilities, own_arch
-from .jit.cache import OpenedLibrary
+from .jit import env
+from .jit.backends import hip, pybind
+from .jit.backends.archs import Arch, Capability, initialised_capabilities, own_arch
+from .jit.build.service import look_up, open_library
 from .jit.errors import UnknownOpError
-from .jit.key import compute
-from .jit.service import look_up, open_library
+from .jit.find.cache import OpenedLibrary
+from .jit.find.key import compute
 from .jit.signatures import FunctionSpec, parse
 from .jit.user_ops import register
 
 if TYPE_CHECKING:
-    from .jit.ninja_build import Step
+    from .jit.build.ninja import Step
 
 # Numbers must not depend on the machine: no contraction, no fast-math, no -march=native. Floating
 # point flags and errno are nobody's business here, and keeping them stops vectorization.
@@ -176,9 +177,9 @@ class OpBuilder:
             self._specs = parse(text)
         return dict(self._specs)
 
-    def exports(self) -> pybind_extension.Exports:
+    def exports(self) -> pybind.Exports:
         """What an extension defines: EXPORTS, else what PYBIND11_MODULE in its sources names."""
-        return pybind_extension.exports(self)
+        return pybind.exports(self)
 
     # Using it --------------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ class OpBuilder:
         if self.is_outside:
             register(self)
         if self.BINDING == "pybind11":
-            return pybind_extension.load(self, force, verbose)
+            return pybind.load(self, force, verbose)
         for device in self.DEVICES:
             if device == "cpu" or initialised_capabilities():
                 open_library(self, device, None, force=force, verbose=verbose)
@@ -293,13 +294,13 @@ class OpBuilder:
         """``system_include_paths`` and what an extension includes of torch and Python."""
         folders = self.system_include_paths(device)
         if self.BINDING == "pybind11":
-            folders = [*folders, *pybind_extension.include_paths(self)]
+            folders = [*folders, *pybind.include_paths(self)]
         return folders
 
     def compile_flags(self, kind: str) -> list[str]:
         """Base flags and the builder's own for one kind of source."""
         if self.BINDING == "pybind11":
-            base = pybind_extension.compile_flags(self, kind)
+            base = pybind.compile_flags(self, kind)
         else:
             base = BASE_NVCC_ARGS if kind == "cuda" else BASE_CXX_ARGS
             if kind == "cuda" and hip.is_active():
@@ -313,7 +314,7 @@ class OpBuilder:
         base = BASE_NVCC_LIBRARIES if kind == "cuda" else BASE_CXX_LIBRARIES
         if kind == "cuda" and hip.is_active():
             base = hip.BASE_LIBRARIES
-        binding = pybind_extension.link_flags(self) if self.BINDING == "pybind11" else []
+        binding = pybind.link_flags(self) if self.BINDING == "pybind11" else []
         sanitizers = env.sanitizers() if kind == "cpu" else []
         return [*self.libraries_args(), *binding, *base, *sanitizers]
 
@@ -326,7 +327,7 @@ class OpBuilder:
 
     def key_extras(self) -> list[str]:
         """What else the library depends on; nothing for a plain op."""
-        return pybind_extension.key_extras(self) if self.BINDING == "pybind11" else []
+        return pybind.key_extras(self) if self.BINDING == "pybind11" else []
 
     def all_key_extras(self, device: str) -> list[str]:
         """``key_extras`` and what AMD's libraries depend on."""
@@ -351,7 +352,7 @@ class OpBuilder:
 
     def compiler_version(self, device: str, archs: Sequence[Arch]) -> str:
         """Version of the compiler in use; raises where there is none."""
-        from .jit import toolchain
+        from .jit.backends import toolchain
 
         if not self.needs_archs(device):
             return toolchain.cxx_version()
@@ -369,7 +370,7 @@ class OpBuilder:
         self, device: str, archs: Sequence[Arch], folder: str, output: str
     ) -> list[Step]:
         """The commands that compile and link the library into ``output``."""
-        from .jit import steps
+        from .jit.backends import steps
 
         return steps.library(self, device, archs, folder, output)
 

@@ -9,12 +9,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from .builder import CPUOpBuilder
-from .jit import extension, toolchain
-from .jit.service import open_library
+from .jit.backends import extension, toolchain
+from .jit.build.service import open_library
 
 if TYPE_CHECKING:
-    from .jit.archs import Arch
-    from .jit.pythons import Python
+    from .jit.backends.archs import Arch
+    from .jit.backends.pythons import Python
 
 
 class CoreBuilder(CPUOpBuilder):
@@ -57,7 +57,7 @@ class CoreBuilder(CPUOpBuilder):
         return f"{compiler}, pybind11 {toolchain.pybind11_version()}"
 
     def why_missing(self, device: str) -> str:
-        from .jit import pythons
+        from .jit.backends import pythons
 
         others = pythons.prebuilt_for(self)
         if not others or self.python is not None:

@@ -1,7 +1,7 @@
 """Builder of fp8_gemm."""
 
 from .builder import CUDAOpBuilder
-from .jit import hip, toolchain
+from .jit.backends import hip, toolchain
 
 
 class Fp8GemmBuilder(CUDAOpBuilder):

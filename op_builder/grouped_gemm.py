@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from .builder import CUDAOpBuilder
-from .jit.archs import Capability
+from .jit.backends.archs import Capability
 
 
 class GroupedGemmBuilder(CUDAOpBuilder):

@@ -16,8 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from apex_te.op_builder import OpBuilder, all_builders
-from apex_te.op_builder.jit import resources, toolchain
-from apex_te.op_builder.jit.archs import Arch, own_arch
+from apex_te.op_builder.jit.backends import toolchain
+from apex_te.op_builder.jit.backends.archs import Arch, own_arch
+from apex_te.op_builder.jit.build import resources
 from apex_te.op_builder.jit.errors import HeaderNotFoundError, NvccNotFoundError
 
 ROOT = Path(__file__).resolve().parents[1]

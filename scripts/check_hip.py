@@ -19,8 +19,9 @@ from pathlib import Path
 os.environ["APEX_TE_GPU_PLATFORM"] = "hip"
 
 from apex_te.op_builder import OpBuilder, all_builders
-from apex_te.op_builder.jit import resources, toolchain
-from apex_te.op_builder.jit.archs import Arch, named_arch_list, parse_arch_list
+from apex_te.op_builder.jit.backends import toolchain
+from apex_te.op_builder.jit.backends.archs import Arch, named_arch_list, parse_arch_list
+from apex_te.op_builder.jit.build import resources
 from apex_te.op_builder.jit.errors import HeaderNotFoundError, HipccNotFoundError
 from check_cuda import compile_one
 

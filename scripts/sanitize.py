@@ -51,7 +51,7 @@ class Piece(NamedTuple):
 
 def preloaded() -> str:
     """Libraries of the sanitizers, which an interpreter compiled without them must load first."""
-    from apex_te.op_builder.jit.toolchain import find_cxx
+    from apex_te.op_builder.jit.backends.toolchain import find_cxx
 
     found = []
     for name in ("libasan.so", "libubsan.so", "libstdc++.so.6"):
@@ -119,7 +119,7 @@ def reports(log: Path) -> list[str]:
 def check_reports() -> None:
     """Makes one fault of each kind; a sanitizer that is not heard ends the run."""
     from apex_te.op_builder.jit import env
-    from apex_te.op_builder.jit.toolchain import find_cxx
+    from apex_te.op_builder.jit.backends.toolchain import find_cxx
 
     log, source, library = OUTPUT / "faults", OUTPUT / "faults.cpp", OUTPUT / "faults.so"
     for path in log.parent.glob(f"{log.name}.*"):

@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 from .. import runtime
-from ..op_builder.jit import cache, env, lock
+from ..op_builder.jit import env
+from ..op_builder.jit.build import lock
+from ..op_builder.jit.find import cache
 
 _lib = runtime.ops("fp8_gemm")
 

@@ -14,7 +14,7 @@ import torch
 
 from ..op_builder import get_builder
 from ..op_builder.core import CoreBuilder
-from ..op_builder.jit.archs import device_capability
+from ..op_builder.jit.backends.archs import device_capability
 
 ABI = 1
 
@@ -34,7 +34,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _load_error(what: str, path: str, problem: ImportError) -> ImportError:
-    from ..op_builder.jit import hints  # here, because importing it takes a while
+    from ..op_builder.jit.build import hints  # here, because importing it takes a while
 
     return hints.load_error(what, path, problem)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..op_builder.jit.build_report import BuildReport
+    from ..op_builder.jit.prebuild.build_report import BuildReport
 
 __all__ = ["prebuild"]
 
@@ -43,8 +43,8 @@ def prebuild(
         JitDisabledError: APEX_TE_DISABLE_JIT is set and something is missing.
     """
     from ..op_builder import all_builders, user_builders
-    from ..op_builder.jit.ready import choose_ops, into_cache
-    from ..op_builder.jit.targets import Targets
+    from ..op_builder.jit.prebuild.targets import Targets
+    from ..op_builder.jit.prebuild.user_cache import choose_ops, into_cache
 
     builders = {**all_builders(), **user_builders()}
     archs = arch if arch is None or isinstance(arch, str) else ";".join(arch)

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
 from apex_te.op_builder import BuildError, all_builders
-from apex_te.op_builder.jit.toolchain import find_nvcc
+from apex_te.op_builder.jit.backends.toolchain import find_nvcc
 
 ROOT = Path(__file__).resolve().parents[2]
 

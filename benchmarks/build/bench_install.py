@@ -27,7 +27,7 @@ import bench_build
 import harness
 import torch_extension
 from apex_te.op_builder import OpBuilder, get_builder
-from apex_te.op_builder.jit.archs import parse_arch_list
+from apex_te.op_builder.jit.backends.archs import parse_arch_list
 
 ROOT = bench_build.ROOT
 # a small, a middle and a large one

@@ -26,7 +26,7 @@ _COMMANDS = {
 
 
 def _module(command: str) -> Any:
-    return importlib.import_module(f".{_COMMANDS[command][0]}", __package__)
+    return importlib.import_module(f".inspect.{_COMMANDS[command][0]}", __package__)
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:

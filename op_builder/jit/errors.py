@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .build_report import BuildReport
+    from .prebuild.build_report import BuildReport
 
 
 class BuildError(RuntimeError):

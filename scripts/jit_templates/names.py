@@ -12,7 +12,7 @@ from pathlib import Path
 from op_builder import builder_names
 from op_builder.builder import INCLUDE_FLAGS
 from op_builder.jit import user_ops
-from op_builder.jit.pybind_extension import Exports, read_exports
+from op_builder.jit.backends.pybind import Exports, read_exports
 
 from . import render
 

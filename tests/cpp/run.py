@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from apex_te.op_builder import get_builder  # noqa: E402
-from apex_te.op_builder.jit.toolchain import find_cxx  # noqa: E402
+from apex_te.op_builder.jit.backends.toolchain import find_cxx  # noqa: E402
 
 OPS = ("cast_transpose", "amax_scale_update", "fp8_gemm")
 

@@ -31,7 +31,7 @@ from attacks import (
 )
 from tiny_op import PRELUDE, Tiny, logging_compiler, write_op
 
-from op_builder.jit import lock
+from op_builder.jit.build import lock
 
 Forget = Callable[[], None]
 
@@ -134,7 +134,7 @@ def interrupt(root: Path, cache_dir: Path, forget: Forget, tally: Tally, count: 
     code = (
         PRELUDE
         + f"""
-from op_builder.jit import failure, lock, publish, steps
+from op_builder.jit.backends import steps; from op_builder.jit.build import failure, lock, publish
 try:
     print("ready", flush=True)
 {textwrap.indent(textwrap.dedent(CALL.format(root=str(root))), "    ")}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tiny_op import Tiny, start, write_op
 
-from op_builder.jit import cache
+from op_builder.jit.find import cache
 
 LIMIT = 60.0  # seconds after which a process counts as hanging
 
@@ -65,7 +65,7 @@ def library_bytes(folder: Path, value: int) -> bytes:
     """A library of the op that returns ``value``, built apart from the cache under attack."""
     root = write_op(folder / f"other-{value}", value)
     apart = cache.Location(str(folder / f"apart-{value}"), True, "cache")
-    from op_builder.jit.service import build
+    from op_builder.jit.build.service import build
 
     opened = build(Tiny(root), "cpu", location=apart)
     os.close(opened.fd)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from tiny_op import write_op
 
-from op_builder.jit import cache, service
+from op_builder.jit.build import service
+from op_builder.jit.find import cache
 
 
 @pytest.fixture

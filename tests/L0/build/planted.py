@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from op_builder import OpBuilder
-from op_builder.jit import archs, cache, inventory, report, targets
+from op_builder.jit.backends import archs
+from op_builder.jit.find import cache, inventory
+from op_builder.jit.inspect import report
+from op_builder.jit.prebuild import targets
 
 
 def smallest_library() -> bytes:

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from op_builder.jit import archs, env
-from op_builder.jit.archs import Arch, choose, covered, own_arch, parse_arch_list, specialise
+from op_builder.jit import env
+from op_builder.jit.backends import archs
+from op_builder.jit.backends.archs import (
+    Arch,
+    choose,
+    covered,
+    own_arch,
+    parse_arch_list,
+    specialise,
+)
 from op_builder.jit.errors import ArchError, SettingError
 
 

@@ -16,8 +16,8 @@ from attack_loops import swap
 from attacks import LIMIT, Tally, call, call_in_process, finish, library_bytes, replace, resized
 from tiny_op import Tiny, start, write_op
 
-from op_builder.jit import cache, entry
 from op_builder.jit.errors import BuildError, CacheError
+from op_builder.jit.find import cache, entry
 
 Forget = Callable[[], None]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from tiny_op import Tiny
 
-from op_builder.jit import cache
 from op_builder.jit.errors import CacheError
+from op_builder.jit.find import cache
 
 Forget = Callable[[], None]
 

@@ -19,7 +19,10 @@ from tiny_op import PRELUDE, Tiny, start, write_op
 
 import op_builder
 from op_builder.core import CoreBuilder
-from op_builder.jit import cache, clean, cli, inventory, pythons, toolchain
+from op_builder.jit import cli
+from op_builder.jit.backends import pythons, toolchain
+from op_builder.jit.find import cache, inventory
+from op_builder.jit.inspect import clean
 
 OLD = time.time() - 2 * clean.LEFTOVER_AGE
 
@@ -186,7 +189,7 @@ def test_entry_that_is_being_built_stays(
     (cache_dir / "tmp" / f"{name}.building").mkdir()
     os.utime(cache_dir / "tmp" / f"{name}.building", (OLD, OLD))
     code = f"""
-        from op_builder.jit import lock
+        from op_builder.jit.build import lock
         with lock.held({str(cache_dir / "locks" / name)!r}, "tiny (cpu)", 1):
             print("held", flush=True)
             sys.stdin.read()
@@ -216,7 +219,7 @@ def test_cleaning_while_processes_build_and_load(
 ) -> None:
     code = f"""
         import ctypes
-        from op_builder.jit import service
+        from op_builder.jit.build import service
         for round in range(6):
             service._opened.clear()
             print(ctypes.CDLL(Tiny({str(root)!r}).open().proc_path).tiny())

@@ -25,12 +25,13 @@ from attacks import (
 )
 from tiny_op import Tiny, logging_compiler, start, write_op
 
-from op_builder.jit import cache, publish
+from op_builder.jit.build import publish
 from op_builder.jit.errors import (
     BuildError,
     CompileError,
     DiskFullError,
 )
+from op_builder.jit.find import cache
 
 Forget = Callable[[], None]
 

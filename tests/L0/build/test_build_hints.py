@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from tiny_op import Tiny, TinyCuda
 
-from op_builder.jit import hints, ninja_build, resources, toolchain
+from op_builder.jit.backends import toolchain
+from op_builder.jit.build import hints, ninja, resources
 from op_builder.jit.errors import (
     BuildError,
     BuildInterruptedError,
@@ -159,7 +160,7 @@ SAID = {
 @pytest.mark.parametrize("name", SAID)
 def test_recognised(name: str) -> None:
     output, first, advice = SAID[name]
-    assert ninja_build.first_error(output) == first
+    assert ninja.first_error(output) == first
     assert re.search(advice, hints.building(output), re.DOTALL), hints.building(output)
 
 
@@ -178,7 +179,7 @@ ENDS = {
 def test_kind_of_error(name: str, tmp_path: Path) -> None:
     kind = next((ENDS[word] for word in ENDS if word in name), CompileError)
     with pytest.raises(BuildError) as caught:
-        ninja_build._raise_failure("op (cpu)", str(tmp_path), SAID[name][0], 1, f"{tmp_path}/log")
+        ninja._raise_failure("op (cpu)", str(tmp_path), SAID[name][0], 1, f"{tmp_path}/log")
     assert type(caught.value) is kind
     text = str(caught.value)
     assert text.startswith("op (cpu): ")
@@ -202,7 +203,7 @@ def test_kind_of_error(name: str, tmp_path: Path) -> None:
 )
 def test_no_space(output: str, tmp_path: Path) -> None:
     with pytest.raises(DiskFullError, match=f"no space to build in {tmp_path}, .* bytes free"):
-        ninja_build._raise_failure("op (cpu)", str(tmp_path), output, 1, f"{tmp_path}/log")
+        ninja._raise_failure("op (cpu)", str(tmp_path), output, 1, f"{tmp_path}/log")
 
 
 @pytest.mark.parametrize(
@@ -237,16 +238,16 @@ def test_missing_header_has_an_owner(header: str, advice: str) -> None:
 )
 def test_words_of_the_sources_do_not_count(output: str, tmp_path: Path) -> None:
     with pytest.raises(CompileError) as caught:
-        ninja_build._raise_failure("op (cpu)", str(tmp_path), output, 1, f"{tmp_path}/log")
+        ninja._raise_failure("op (cpu)", str(tmp_path), output, 1, f"{tmp_path}/log")
     assert caught.value.hint == ""
     assert "hint" not in str(caught.value)
 
 
 def test_ninja_killed_by_the_kernel(tmp_path: Path) -> None:
     with pytest.raises(BuildInterruptedError, match=r"(?s)ninja returned -9.*hint:.*MAX_JOBS=1"):
-        ninja_build._raise_failure("op (cpu)", str(tmp_path), "", -9, f"{tmp_path}/log")
+        ninja._raise_failure("op (cpu)", str(tmp_path), "", -9, f"{tmp_path}/log")
     with pytest.raises(BuildInterruptedError) as caught:
-        ninja_build._raise_failure("op (cpu)", str(tmp_path), "", -15, f"{tmp_path}/log")
+        ninja._raise_failure("op (cpu)", str(tmp_path), "", -15, f"{tmp_path}/log")
     assert "hint" not in str(caught.value)  # somebody ended it: memory has nothing to do with it
 
 

@@ -14,10 +14,10 @@ import pytest
 from tiny_op import CHECKOUT, TinyCuda, write_op
 
 from op_builder import all_builders
-from op_builder.jit import archs, hip, hipify, toolchain
-from op_builder.jit.archs import Arch, choose, parse_arch, parse_arch_list
+from op_builder.jit.backends import archs, hip, hipify, toolchain
+from op_builder.jit.backends.archs import Arch, choose, parse_arch, parse_arch_list
 from op_builder.jit.errors import ArchError, BuildError, HipccNotFoundError, SettingError
-from op_builder.jit.key import closure
+from op_builder.jit.find.key import closure
 
 GFX90A, GFX942 = (9, 0, 10), (9, 4, 2)
 KERNEL = """
@@ -80,7 +80,7 @@ def test_platform_is_read_off_torch_without_importing_it(
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (package / "version.py").write_text(f"__version__ = '2.9.0'\ncuda = None\n{line}\n")
     code = (
-        "from op_builder.jit import hip\n"
+        "from op_builder.jit.backends import hip\n"
         "active = hip.is_active()\n"
         "print(active, *([hip.runtime_major()] if active else []))"
     )

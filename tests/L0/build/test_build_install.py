@@ -12,8 +12,8 @@ import pytest
 from tiny_op import CHECKOUT, TinyCuda
 
 from op_builder import CPUOpBuilder, CUDAOpBuilder, all_builders, get_builder
-from op_builder.jit import prebuild
 from op_builder.jit.errors import SettingError, UnknownOpError
+from op_builder.jit.prebuild import install
 
 
 class One(CPUOpBuilder):
@@ -32,8 +32,8 @@ def chosen(
 ) -> list[str]:
     for name, value in variables.items():
         monkeypatch.setenv(f"APEX_BUILD_{name}", value)
-    monkeypatch.setattr(prebuild, "cuda_expected", lambda: cuda)
-    return [f"{each.op}:{each.device}" for each in prebuild.select(BUILDERS) if each.wanted]
+    monkeypatch.setattr(install, "cuda_expected", lambda: cuda)
+    return [f"{each.op}:{each.device}" for each in install.select(BUILDERS) if each.wanted]
 
 
 @pytest.mark.parametrize(
@@ -64,20 +64,20 @@ def test_selection_refuses_other_text(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_cuda_is_expected_with_an_arch_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prebuild, "visible_capabilities", list)
-    monkeypatch.setattr(prebuild, "torch_has_cuda", lambda: False)
-    assert not prebuild.cuda_expected()
+    monkeypatch.setattr(install, "visible_capabilities", list)
+    monkeypatch.setattr(install, "torch_has_cuda", lambda: False)
+    assert not install.cuda_expected()
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0")
-    assert prebuild.cuda_expected()
+    assert install.cuda_expected()
 
 
 def test_selection_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prebuild, "cuda_expected", lambda: False)
+    monkeypatch.setattr(install, "cuda_expected", lambda: False)
 
     def reasons(**variables: str) -> dict[str, str]:
         for name in ("CPP_OPS", "CUDA_OPS", "ONE", "TWO"):
             monkeypatch.setenv(f"APEX_BUILD_{name}", variables.get(name, ""))
-        found = prebuild.select(BUILDERS)
+        found = install.select(BUILDERS)
         return {f"{each.op}:{each.device}": each.reason for each in found if not each.wanted}
 
     assert set(reasons().values()) == {"not asked for"}
@@ -86,7 +86,7 @@ def test_selection_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert reasons(CPP_OPS="1") == {"two:cuda": "APEX_BUILD_CPP_OPS asks for CPU libraries"}
     assert "no arch list is set, no GPU is visible" in reasons(TWO="1")["two:cuda"]
-    assert [each.insisted for each in prebuild.select(BUILDERS)] == [False, True, True]
+    assert [each.insisted for each in install.select(BUILDERS)] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -106,21 +106,21 @@ def test_misspelt_variable_is_refused(
 ) -> None:
     monkeypatch.setenv(name, "1")
     with pytest.raises(SettingError, match=told):
-        prebuild.check_install(BUILDERS)
+        install.check_install(BUILDERS)
 
 
 @pytest.mark.parametrize(("option", "variable"), [("--cpp_ext", "CPP"), ("--cuda_ext", "CUDA")])
 def test_options_of_apex_are_not_ignored(option: str, variable: str) -> None:
     with pytest.raises(SettingError, match=f"{option} .* APEX_BUILD_{variable}_OPS=1 instead"):
-        prebuild.check_install(BUILDERS, ["setup.py", "bdist_wheel", option])
+        install.check_install(BUILDERS, ["setup.py", "bdist_wheel", option])
 
 
 def test_prebuild_and_disabled_jit_contradict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
-    assert not any(choice.wanted for choice in prebuild.check_install(BUILDERS))
+    assert not any(choice.wanted for choice in install.check_install(BUILDERS))
     monkeypatch.setenv("APEX_BUILD_ONE", "1")
     with pytest.raises(SettingError, match="APEX_TE_DISABLE_JIT"):
-        prebuild.check_install(BUILDERS)
+        install.check_install(BUILDERS)
 
 
 def test_builder_classes_are_checked() -> None:

@@ -28,7 +28,7 @@ from attacks import (
 )
 from tiny_op import Tiny, logging_compiler, start, write_op
 
-from op_builder.jit import cache, entry, lock
+from op_builder.jit.build import lock
 from op_builder.jit.errors import (
     BuildError,
     BuildInterruptedError,
@@ -36,6 +36,7 @@ from op_builder.jit.errors import (
     LockTimeoutError,
     ReentrantLoadError,
 )
+from op_builder.jit.find import cache, entry
 
 Forget = Callable[[], None]
 
@@ -66,7 +67,7 @@ def test_interrupted_waiter(root: Path, tmp_path: Path) -> None:
     holder = call_in_process(root, CXX=str(compiler))
     assert wait_for(log.read_text)
     code = f"""
-        from op_builder.jit import lock
+        from op_builder.jit.build import lock
         wait = lock._wait
         def saying(*args):
             print("waiting", flush=True)

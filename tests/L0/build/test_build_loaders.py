@@ -18,8 +18,9 @@ import pytest
 from tiny_op import CHECKOUT, Tiny, logging_compiler
 
 import op_builder
-from op_builder.jit import cache, toolchain
-from op_builder.jit.service import open_library
+from op_builder.jit.backends import toolchain
+from op_builder.jit.build.service import open_library
+from op_builder.jit.find import cache
 
 pytest.importorskip("torch")
 

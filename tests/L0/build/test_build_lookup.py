@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from tiny_op import Tiny, TinyCuda, start, write_op
 
-from op_builder.jit import toolchain
-from op_builder.jit.cache import OpenedLibrary
+from op_builder.jit.backends import toolchain
 from op_builder.jit.errors import JitDisabledError, ReentrantLoadError, UnknownOpError
+from op_builder.jit.find.cache import OpenedLibrary
 
 
 def call(opened: OpenedLibrary) -> int:
@@ -186,7 +186,7 @@ def test_disabled_jit(
 
 
 def test_jit_load_builds_again(root: Path, forget: Callable[[], None]) -> None:
-    from op_builder.jit.service import open_library
+    from op_builder.jit.build.service import open_library
 
     first = Path(Tiny(root).open().path)
     inode = first.stat().st_ino

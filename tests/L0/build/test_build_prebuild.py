@@ -22,7 +22,7 @@ from tiny_op import CHECKOUT
 import apex_te
 from op_builder import CPUOpBuilder, OpBuilder, all_builders
 from op_builder.core import CoreBuilder
-from op_builder.jit import batch, cli, prebuild, ready, targets
+from op_builder.jit import cli
 from op_builder.jit.errors import (
     ArchError,
     JitDisabledError,
@@ -30,7 +30,8 @@ from op_builder.jit.errors import (
     SettingError,
     UnknownOpError,
 )
-from op_builder.jit.targets import Choice, Targets
+from op_builder.jit.prebuild import batch, install, targets, user_cache
+from op_builder.jit.prebuild.targets import Choice, Targets
 
 NO_GPU = Targets(None)
 
@@ -38,7 +39,7 @@ NO_GPU = Targets(None)
 @pytest.fixture
 def ops(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, OpBuilder]:
     """Six ops; what is built with them has no dispatcher, which would take seconds."""
-    for module in (ready, prebuild):
+    for module in (user_cache, install):
         monkeypatch.setattr(module, "dispatchers", lambda named: [])
     return {f"op{i}": make_op(root, f"op{i}") for i in range(6)}
 
@@ -52,8 +53,8 @@ def test_limit_holds_over_all_ops(
 ) -> None:
     compiler, notes = watched_compiler(tmp_path, 0.2)
     monkeypatch.setenv("CXX", str(compiler))
-    choices = ready.choose_ops(ops, None, None, NO_GPU)
-    report = ready.into_cache(ops, choices, NO_GPU, jobs=jobs)
+    choices = user_cache.choose_ops(ops, None, None, NO_GPU)
+    report = user_cache.into_cache(ops, choices, NO_GPU, jobs=jobs)
     assert [library.state for library in report.libraries] == ["built"] * 6
     assert report.jobs == most_at_once(notes) == jobs
 
@@ -84,9 +85,9 @@ def test_sources_of_a_library_share_what_nothing_else_wants(root: Path) -> None:
 
 
 def test_second_prebuild_finds_everything(ops: dict[str, OpBuilder]) -> None:
-    choices = ready.choose_ops(ops, ["op1", "op2", "op1"], None, NO_GPU)
-    first = ready.into_cache(ops, choices, NO_GPU)
-    second = ready.into_cache(ops, ready.choose_ops(ops, "op1", "cpu", NO_GPU), NO_GPU)
+    choices = user_cache.choose_ops(ops, ["op1", "op2", "op1"], None, NO_GPU)
+    first = user_cache.into_cache(ops, choices, NO_GPU)
+    second = user_cache.into_cache(ops, user_cache.choose_ops(ops, "op1", "cpu", NO_GPU), NO_GPU)
     assert [library.state for library in first.libraries] == ["built", "built"]
     assert [library.state for library in second.libraries] == ["present"]
     assert second.libraries[0].path == first.libraries[0].path
@@ -96,7 +97,7 @@ def test_second_prebuild_finds_everything(ops: dict[str, OpBuilder]) -> None:
 def test_one_failure_stops_no_other(ops: dict[str, OpBuilder], root: Path, tmp_path: Path) -> None:
     ops["broken"] = make_op(root, "broken", "return no_such_name;")
     with pytest.raises(PrebuildError, match="1 of 7 libraries could not be built") as caught:
-        ready.into_cache(ops, ready.choose_ops(ops, None, None, NO_GPU), NO_GPU)
+        user_cache.into_cache(ops, user_cache.choose_ops(ops, None, None, NO_GPU), NO_GPU)
     report = caught.value.report
     assert report is not None
     assert [library.op for library in report.of_state("failed")] == ["broken"]
@@ -107,7 +108,7 @@ def test_one_failure_stops_no_other(ops: dict[str, OpBuilder], root: Path, tmp_p
     target = tmp_path / "prebuilt"
     choices = [Choice(name, "cpu", True) for name in ops]
     with pytest.raises(PrebuildError, match=r"broken \(cpu\): .*no_such_name"):
-        prebuild.into_package(ops, choices, str(target))
+        install.into_package(ops, choices, str(target))
     assert len(list(target.rglob("*.so"))) == 6
 
 
@@ -116,7 +117,7 @@ def test_package_holds_libraries_alone(
 ) -> None:
     target = root / "prebuilt"
     choices = [Choice("op0", "cpu", True), Choice("op1", "cpu", False, False, "not asked for")]
-    report = prebuild.into_package(ops, choices, str(target))
+    report = install.into_package(ops, choices, str(target))
     assert [library.state for library in report.libraries] == ["built", "skipped"]
     assert sorted(path.name for path in target.rglob("*") if path.is_file()) == [
         "manifest.json",
@@ -139,7 +140,7 @@ def test_libraries_are_for_no_particular_machine(
     native = {"NAME": "op0", "cxx_args": lambda self: ["-O2", "-march=native"]}
     ops["op0"] = type("Native", (CPUOpBuilder,), native)(root)
     with pytest.raises(SettingError, match=r"op0 \(cpu\): -march=native makes a library for this"):
-        prebuild.into_package(ops, [Choice("op0", "cpu", True)], str(tmp_path / "prebuilt"))
+        install.into_package(ops, [Choice("op0", "cpu", True)], str(tmp_path / "prebuilt"))
 
 
 def test_archs_do_not_depend_on_order_or_place(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +182,7 @@ def test_package_that_lacks_a_compiler_fails_at_once(
     monkeypatch.setenv("APEX_TE_CUDA_ARCH_LIST", "9.0")
     choices = [Choice("op0", "cpu", True), Choice("gpu", "cuda", True)]
     with pytest.raises(PrebuildError, match=r"gpu \(cuda\): APEX_TE_CUDA_HOME=/nowhere holds no"):
-        prebuild.into_package(ops, choices, str(tmp_path / "prebuilt"))
+        install.into_package(ops, choices, str(tmp_path / "prebuilt"))
     assert not (tmp_path / "prebuilt").exists()
 
 
@@ -189,7 +190,7 @@ def test_cuda_is_left_out_without_an_arch(root: Path) -> None:
     builders = {"one": make_op(root, "one"), "two": make_op(root, "two", cuda=True)}
 
     def states(device: str | None, found: Targets) -> list[tuple[str, str, bool]]:
-        chosen = ready.choose_ops(builders, None, device, found)
+        chosen = user_cache.choose_ops(builders, None, device, found)
         return [(each.op, each.device, each.wanted) for each in chosen]
 
     cpu = [("one", "cpu", True), ("two", "cpu", True)]
@@ -212,7 +213,7 @@ def test_entry_that_serves_the_gpu_is_present(
     (folder / "manifest.json").write_text(json.dumps(manifest))
     for found, state in ((Targets(None, ((9, 0),)), "present"), (Targets.find("9.0"), None)):
         (wanted,), _ = targets.plan({"op": builder}, [Choice("op", "cuda", True)], found)
-        row = ready._found(wanted, found)
+        row = user_cache._found(wanted, found)
         assert (row and row.state) == state
 
 
@@ -238,15 +239,15 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: 
 def test_forbidden_where_something_is_missing(
     ops: dict[str, OpBuilder], cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choices = ready.choose_ops(ops, "op0", None, NO_GPU)
+    choices = user_cache.choose_ops(ops, "op0", None, NO_GPU)
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
     with pytest.raises(JitDisabledError, match=r"op0 \(cpu\): neither prebuilt nor cached"):
-        ready.into_cache(ops, choices, NO_GPU)
+        user_cache.into_cache(ops, choices, NO_GPU)
     assert list(cache_dir.iterdir()) == []
     monkeypatch.delenv("APEX_TE_DISABLE_JIT")
-    ready.into_cache(ops, choices, NO_GPU)
+    user_cache.into_cache(ops, choices, NO_GPU)
     monkeypatch.setenv("APEX_TE_DISABLE_JIT", "1")
-    assert ready.into_cache(ops, choices, NO_GPU).libraries[0].state == "present"
+    assert user_cache.into_cache(ops, choices, NO_GPU).libraries[0].state == "present"
 
 
 def test_table() -> None:
@@ -277,17 +278,17 @@ RANK = """
 import sys, time
 sys.path[:0] = [{tests!r}, {checkout!r}]
 from many_ops import make_op
-from op_builder.jit import ready
-from op_builder.jit.targets import Targets
+from op_builder.jit.prebuild import user_cache
+from op_builder.jit.prebuild.targets import Targets
 from op_builder.jit.errors import BuildError
 from pathlib import Path
-ready.dispatchers = lambda named: []
+user_cache.dispatchers = lambda named: []
 ops = {{name: make_op(Path({root!r}), name, {body!r}) for name in ("op0", "op1", "op2")}}
-choices = ready.choose_ops(ops, None, None, Targets(None))
+choices = user_cache.choose_ops(ops, None, None, Targets(None))
 print("ready", flush=True)
 sys.stdin.readline()
 try:
-    report = ready.into_cache(ops, choices, Targets(None), jobs=2)
+    report = user_cache.into_cache(ops, choices, Targets(None), jobs=2)
     print(sorted(library.state for library in report.libraries))
 except BuildError as error:
     print(str(error).splitlines()[0])

@@ -18,7 +18,8 @@ import pytest
 from tiny_op import Tiny, TinyCuda, logging_compiler, start, write_op
 
 from op_builder.core import CoreBuilder
-from op_builder.jit import failure, lock, ninja_build, toolchain
+from op_builder.jit.backends import toolchain
+from op_builder.jit.build import failure, lock, ninja
 from op_builder.jit.errors import (
     ArchError,
     BuildError,
@@ -227,7 +228,7 @@ def test_full_disk_while_compiling(root: Path, cache_dir: Path) -> None:
 def test_full_disk_while_writing(tmp_path: Path) -> None:
     with (
         pytest.raises(DiskFullError, match="bytes free"),
-        ninja_build.disk_errors("tiny (cpu)", str(tmp_path)),
+        ninja.disk_errors("tiny (cpu)", str(tmp_path)),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -20,7 +20,7 @@ import pytest
 from tiny_op import Tiny, logging_compiler, start, write_op
 
 from op_builder import CPUOpBuilder
-from op_builder.jit import lock, progress
+from op_builder.jit.build import lock, progress
 from op_builder.jit.errors import CompileError, LockTimeoutError
 
 
@@ -342,7 +342,7 @@ def test_waiter_names_the_op_where_the_holder_does_not(
 def test_waiting_process_says_for_whom(root: Path, tmp_path: Path) -> None:
     compiler, log = logging_compiler(tmp_path, sleep=1.5)
     code = f"""
-        from op_builder.jit import lock
+        from op_builder.jit.build import lock
         lock.MESSAGE_EVERY = 0.4
         Tiny({str(root)!r}).open()
     """

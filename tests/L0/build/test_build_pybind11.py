@@ -27,9 +27,11 @@ from apex_te.op_builder import (
     OpBuilder,
     UnknownOpError,
 )
-from apex_te.op_builder.jit import extension, pybind_extension, service, user_ops
+from apex_te.op_builder.jit import user_ops
+from apex_te.op_builder.jit.backends import extension, pybind
+from apex_te.op_builder.jit.backends.pybind import read_exports
+from apex_te.op_builder.jit.build import service
 from apex_te.op_builder.jit.errors import CompileError, HeaderNotFoundError
-from apex_te.op_builder.jit.pybind_extension import read_exports
 from tiny_op import CHECKOUT, logging_compiler
 
 STAND_IN = """
@@ -98,7 +100,7 @@ def root(tmp_path: Path) -> Path:
 def fresh(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that knows no extension yet."""
     monkeypatch.setattr(service, "_opened", {})
-    monkeypatch.setattr(pybind_extension, "_modules", {})
+    monkeypatch.setattr(pybind, "_modules", {})
     monkeypatch.setattr(user_ops, "_known", {})
     yield
     sys.modules.pop("apex_te.tiny_ext", None)
@@ -126,11 +128,11 @@ def loader_module(builder: OpBuilder) -> types.ModuleType:
 def test_folders_are_those_of_torch(root: Path) -> None:
     from torch.utils import cpp_extension
 
-    folders = pybind_extension.include_paths(Ext(root))
+    folders = pybind.include_paths(Ext(root))
     assert set(cpp_extension.include_paths()) <= set(folders)
-    flags = pybind_extension.link_flags(Ext(root))
+    flags = pybind.link_flags(Ext(root))
     assert {f"-L{path}" for path in cpp_extension.library_paths()} <= set(flags)
-    assert set(cpp_extension.COMMON_NVCC_FLAGS) <= set(pybind_extension.NVCC_ARGS)
+    assert set(cpp_extension.COMMON_NVCC_FLAGS) <= set(pybind.NVCC_ARGS)
     for folder in folders:
         assert os.path.isdir(folder)
 
@@ -353,7 +355,7 @@ def test_wrong_names(root: Path, tmp_path: Path) -> None:
     Ext(root).load()
     elsewhere = write(tmp_path / "elsewhere")
     with pytest.raises(DuplicateOpError, match=r"tiny_ext.*project.*elsewhere"):
-        pybind_extension.load(Ext(elsewhere))
+        pybind.load(Ext(elsewhere))
 
 
 def test_library_that_does_not_import(root: Path, tmp_path: Path) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from op_builder.core import CoreBuilder
-from op_builder.jit import batch, pythons
+from op_builder.jit.backends import pythons
 from op_builder.jit.errors import (
     HeaderNotFoundError,
     JitDisabledError,
     PythonNotFoundError,
     SettingError,
 )
+from op_builder.jit.prebuild import batch
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_python_that_was_not_named_compiles_and_says_so(
         CoreBuilder(root).open()
     monkeypatch.delenv("APEX_TE_DISABLE_JIT")
     for told in (True, False):
-        monkeypatch.setattr("op_builder.jit.service._opened", {})
+        monkeypatch.setattr("op_builder.jit.build.service._opened", {})
         assert CoreBuilder(root).open().kind == "cache"
         text = capsys.readouterr().err
         assert (f"are for Python 3.29, this is Python {pythons.own().version}" in text) == told
@@ -100,7 +101,7 @@ def test_python_that_was_not_named_compiles_and_says_so(
 
 
 def cache_location(path: Path) -> Any:
-    from op_builder.jit.cache import Location
+    from op_builder.jit.find.cache import Location
 
     path.mkdir(mode=0o700)
     return Location(str(path), True, "prebuilt")
@@ -113,6 +114,8 @@ def test_dispatcher_does_not_need_the_pybind11_it_was_made_with(
     builder = CoreBuilder()
     key = builder.key("cpu")
     for version in ("2.13.6", "none"):
-        monkeypatch.setattr("op_builder.jit.toolchain.pybind11_version", lambda v=version: v)
+        monkeypatch.setattr(
+            "op_builder.jit.backends.toolchain.pybind11_version", lambda v=version: v
+        )
         assert builder.key("cpu") == key
         assert f"pybind11 {version}" in builder.compiler_version("cpu", [])

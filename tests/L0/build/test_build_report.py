@@ -18,18 +18,12 @@ from planted import contents, plant, too_long, visible_gpus
 from tiny_op import CHECKOUT, Tiny, TinyCuda, write_op
 
 import op_builder
-from op_builder.jit import (
-    archs,
-    cli,
-    failure,
-    inventory,
-    machine,
-    report,
-    report_command,
-    toolchain,
-    why_command,
-)
+from op_builder.jit import cli
+from op_builder.jit.backends import archs, toolchain
+from op_builder.jit.build import failure
 from op_builder.jit.errors import CompileError, UnknownOpError
+from op_builder.jit.find import inventory
+from op_builder.jit.inspect import machine, report, report_command, why_command
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from op_builder.jit import resources
+from op_builder.jit.build import resources
 from op_builder.jit.errors import SettingError
 
 

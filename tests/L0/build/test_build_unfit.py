@@ -15,13 +15,16 @@ from attacks import processes_of, wait_for
 from tiny_op import Tiny, TinyCuda, logging_compiler, start, write_op
 
 from op_builder import get_builder
-from op_builder.jit import cache, clean, inventory, toolchain, verify
+from op_builder.jit.backends import toolchain
+from op_builder.jit.build import verify
 from op_builder.jit.errors import (
     BuildError,
     BuildInterruptedError,
     CompileError,
     SettingError,
 )
+from op_builder.jit.find import cache, inventory
+from op_builder.jit.inspect import clean
 
 Forget = Callable[[], None]
 

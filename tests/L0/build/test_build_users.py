@@ -16,8 +16,8 @@ import pytest
 from attacks import CALL, LIMIT, call, finish, library_bytes, replace, resized
 from tiny_op import PRELUDE, Tiny, write_op
 
-from op_builder.jit import cache
 from op_builder.jit.errors import CacheError
+from op_builder.jit.find import cache
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as two users")
 
@@ -41,7 +41,8 @@ def as_user(user: int, code: str, **environment: str) -> subprocess.Popen[str]:
     """A process that becomes ``user`` after its imports."""
     become = f"""
 import ctypes, sysconfig, subprocess, tempfile  # another user may not read the Python in use
-from op_builder.jit import failure, lock, publish, steps, toolchain
+from op_builder.jit.backends import steps, toolchain
+from op_builder.jit.build import failure, lock, publish
 toolchain.find_ninja()
 os.setgroups([]); os.setresgid({user}, {user}, {user}); os.setresuid({user}, {user}, {user})
 """

@@ -16,7 +16,7 @@ from tiny_op import CHECKOUT, quick_compiler
 
 from op_builder import all_builders
 from op_builder.core import CoreBuilder
-from op_builder.jit import pythons
+from op_builder.jit.backends import pythons
 
 
 @pytest.fixture(scope="module")

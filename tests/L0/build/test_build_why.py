@@ -16,7 +16,9 @@ from planted import contents, plant, too_long, visible_gpus
 from tiny_op import CHECKOUT, Tiny, TinyCuda, write_op
 
 import op_builder
-from op_builder.jit import cli, report, toolchain, why_command
+from op_builder.jit import cli
+from op_builder.jit.backends import toolchain
+from op_builder.jit.inspect import report, why_command
 
 
 @pytest.fixture
@@ -163,7 +165,7 @@ def test_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_build_command_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    from op_builder.jit import build_command
+    from op_builder.jit.inspect import build_command
 
     asked = []
     monkeypatch.setattr(build_command, "run", lambda args: asked.append(args.ops) or 7)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiny_op import CHECKOUT
 
-from op_builder.jit import cache
+from op_builder.jit.find import cache
 
 # Before a fixture takes them away: a dispatcher that the machine has need not be built again.
 SHARED_CACHE = cache.named_cache() or cache.default_cache()

@@ -1,0 +1,161 @@
+"""Pythons that a wheel carries a dispatcher for: finding their headers and ABI names."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..errors import HeaderNotFoundError, PythonNotFoundError, SettingError
+from ..find import cache
+from . import extension, toolchain
+
+if TYPE_CHECKING:
+    from ...core import CoreBuilder
+
+VARIABLE = "APEX_BUILD_PYTHONS"
+OLDEST = (3, 10)
+_VERSION = re.compile(r"3\.(\d+)(t?)")
+_ABI = re.compile(r"cpython-3\d+[a-z]*")
+_QUERY = """
+import importlib.machinery as m, json, sys, sysconfig
+print(json.dumps([sys.implementation.name, sys.version_info[0], sys.version_info[1],
+    m.EXTENSION_SUFFIXES[0], sysconfig.get_paths()["include"], sysconfig.get_platform()]))
+"""
+
+
+class Python(NamedTuple):
+    """What compiling a dispatcher for one Python takes."""
+
+    version: str  # as people name it, "3.12" or "3.13t"
+    suffix: str  # of its extension modules
+    include: str  # folder of its Python.h
+
+
+def own() -> Python:
+    """The running Python. Raises HeaderNotFoundError without its headers."""
+    return Python(name_of(extension.soabi()), extension.soabi(), toolchain.python_include())
+
+
+def name_of(suffix: str) -> str:
+    """The version that a suffix of extension modules tells."""
+    found = re.search(r"cpython-3(\d+)(t?)", suffix)
+    return f"3.{found[1]}{found[2]}" if found else f"3.{sys.version_info[1]}"
+
+
+def suffix_for(version: str) -> str:
+    """The suffix of another CPython's extension modules on this platform."""
+    return _ABI.sub(f"cpython-{version.replace('.', '')}", extension.soabi())
+
+
+def _query(program: str) -> Python:
+    """Ask an interpreter; raises PythonNotFoundError saying why it does not serve."""
+    import sysconfig
+
+    try:
+        done = subprocess.run(
+            [program, "-I", "-S", "-c", _QUERY], capture_output=True, text=True, timeout=60
+        )
+        answer = json.loads(done.stdout) if done.returncode == 0 else None
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        answer = None
+    if answer is None:
+        raise PythonNotFoundError(f"{program} does not run as a Python")
+    kind, major, minor, suffix, include, platform = answer
+    if kind != "cpython" or (major, minor) < OLDEST:
+        raise PythonNotFoundError(
+            f"{program} must be CPython 3.10 or later, is {kind} {major}.{minor}"
+        )
+    if platform != sysconfig.get_platform():
+        raise PythonNotFoundError(
+            f"{program} must be a Python for {sysconfig.get_platform()}, is for {platform}"
+        )
+    if not os.path.isfile(os.path.join(include, "Python.h")):
+        raise HeaderNotFoundError(f"{program}: Python.h is not in {include}")
+    return Python(name_of(suffix), suffix, include)
+
+
+def _programs(version: str) -> list[str]:
+    """Interpreters of a version in the usual places: PATH, pyenv, uv, manylinux images."""
+    name = f"python{version}"
+    tag = "cp" + version.rstrip("t").replace(".", "")
+    pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
+    uv = os.path.expanduser("~/.local/share/uv/python")
+    patterns = [
+        f"{pyenv}/versions/{version}*/bin/{name}",
+        f"{uv}/cpython-{version}*/bin/{name}",
+        f"/opt/python/{tag}-{tag}{version[len(version.rstrip('t')) :]}/bin/{name}",
+    ]
+    on_path = shutil.which(name)
+    found = [path for pattern in patterns for path in sorted(glob.glob(pattern), reverse=True)]
+    return [*([on_path] if on_path else []), *found]
+
+
+def _by_version(version: str) -> Python:
+    if version == name_of(extension.soabi()):
+        return own()
+    looked = []
+    for program in _programs(version):
+        try:
+            python = _query(program)
+        except (PythonNotFoundError, HeaderNotFoundError) as error:
+            looked.append(str(error))
+            continue
+        if python.version == version:
+            return python
+        looked.append(f"{program} is Python {python.version}")
+    for base in dict.fromkeys((sys.base_prefix, "/usr", "/usr/local")):
+        include = os.path.join(base, "include", f"python{version}")
+        if os.path.isfile(os.path.join(include, "Python.h")):
+            return Python(version, suffix_for(version), include)
+        looked.append(f"no {include}/Python.h")
+    raise PythonNotFoundError(
+        f"{VARIABLE} names Python {version}, which was not found: no python{version} that serves on"
+        f" PATH, in ~/.pyenv, ~/.local/share/uv or /opt/python ({'; '.join(looked)});"
+        f" install its headers (Debian and Ubuntu: apt install python{version}-dev)"
+        " or name the path of an interpreter"
+    )
+
+
+def find(text: str) -> Python:
+    """The Python that ``text`` names: a version such as 3.12, or the path of an interpreter.
+
+    Raises PythonNotFoundError, HeaderNotFoundError, or SettingError for a version too old.
+    """
+    match = _VERSION.fullmatch(text)
+    if match is not None:
+        if (3, int(match[1])) < OLDEST:
+            raise SettingError(f"{VARIABLE}: apex_te needs Python 3.10 or later, got {text}")
+        return _by_version(text)
+    program = shutil.which(text)
+    if program is None:
+        raise PythonNotFoundError(
+            f"{VARIABLE} names {text!r}, which is neither a version such as 3.12 nor a program;"
+            " several are separated by ;"
+        )
+    return _query(program)
+
+
+def named() -> list[Python]:
+    """The Pythons of APEX_BUILD_PYTHONS, each once; the running one where it is not set."""
+    texts = [part.strip() for part in re.split("[;,]", os.environ.get(VARIABLE, ""))]
+    pythons = [find(text) for text in texts if text] or [own()]
+    return list({python.suffix: python for python in pythons}.values())
+
+
+def prebuilt_for(builder: CoreBuilder) -> list[str]:
+    """Versions whose dispatcher the installed package holds, told by the names of its entries."""
+    found = []
+    for minor in range(OLDEST[1], OLDEST[1] + 20):
+        for version in (f"3.{minor}", f"3.{minor}t"):
+            python = Python(version, suffix_for(version), "")
+            other = type(builder)(builder.root, python)
+            folder = cache.entry_folder(other.library_name("cpu"), other.key("cpu"))
+            if os.path.isdir(os.path.join(builder.prebuilt_folder, folder)):
+                found.append(version)
+    return found

@@ -1,0 +1,315 @@
+"""Finding compilers, ninja and headers outside the project; used only when something is built."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import (
+    ArchError,
+    CompilerNotFoundError,
+    HeaderNotFoundError,
+    HipccNotFoundError,
+    NinjaNotFoundError,
+    NvccNotFoundError,
+    SettingError,
+)
+
+_ONE_MACHINE = re.compile(r"-m(arch|cpu)=native")
+_ONE_CPU = re.compile(
+    r"-m(arch|cpu)=(?!x86-64$|armv8-a$|generic$).+"
+    r"|-m(avx\w*|sse[34][\w.]*|ssse3|fma4?|f16c|bmi2?|lzcnt|popcnt|amx[\w-]*)"
+)
+_RELAXED_MATH = re.compile(
+    r"-ffast-math|-Ofast|-funsafe-math-optimizations|-fassociative-math|-freciprocal-math"
+    r"|-ffinite-math-only|-fno-signed-zeros|-ffp-contract=(?!off$).*|-ffp-model=(fast|aggressive)"
+    r"|--?use_fast_math|--?ftz=true|--?prec-(div|sqrt)=false|--?fmad=true"
+)
+
+
+class Nvcc(NamedTuple):
+    """A CUDA or HIP compiler and the toolkit it belongs to."""
+
+    path: str
+    home: str
+
+
+def _version(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _passed_on(flag: str) -> list[str]:
+    """Return the flags in one word: -Xcompiler=-march=native,-O2 passes two on."""
+    return flag.replace("=-", ",-").split(",")
+
+
+def is_for_this_machine(flag: str) -> bool:
+    """Returns True if a flag makes the compiler use whatever this machine's CPU offers."""
+    return any(_ONE_MACHINE.fullmatch(part) for part in _passed_on(flag))
+
+
+def unfit_flag(words: Sequence[str]) -> str:
+    """Return the first flag that no shared library may be compiled with and why, "" without one.
+
+    Flags for one kind of CPU and flags that relax floating-point arithmetic are unfit. Such flags
+    of a builder are part of the cache key; those that a compiler reads from the environment are
+    not, so a library made with them would be loaded by processes that did not ask for them.
+    """
+    for flag in words:
+        if is_for_this_machine(flag):
+            return f"{flag} makes a library for this machine's CPU alone"
+        for part in _passed_on(flag):
+            if _ONE_CPU.fullmatch(part):
+                return f"{flag} makes a library for one kind of CPU alone"
+            if _RELAXED_MATH.fullmatch(part):
+                return f"{flag} changes the results of floating-point arithmetic"
+    return ""
+
+
+def _words(variable: str) -> list[str]:
+    """Split an environment variable as a shell does; raises SettingError for unfit content."""
+    text = os.environ.get(variable, "")
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise SettingError(f"{variable}={text!r} cannot be split into words: {error}") from None
+    if reason := unfit_flag(words):
+        raise SettingError(
+            f"{variable}={text!r}: {reason}; a library in the cache or a package serves others, too"
+        )
+    return words
+
+
+def find_cxx() -> list[str]:
+    """The C++ compiler as a command: CXX, else g++, c++, clang++.
+
+    Raises CompilerNotFoundError; SettingError where CXX cannot be read or has an unfit flag.
+    """
+    named = _words("CXX")
+    for command in [named] if named else [["g++"], ["c++"], ["clang++"]]:
+        found = shutil.which(command[0])
+        if found:
+            return [found, *command[1:]]
+    detail = f"CXX={os.environ['CXX']!r} is not a program on PATH" if named else "no g++ on PATH"
+    raise CompilerNotFoundError(
+        f"no C++ compiler found: {detail}; install one (Debian and Ubuntu: apt install g++)"
+    )
+
+
+@functools.cache
+def _cxx_version(command: tuple[str, ...]) -> str:
+    lines = _version([*command, "--version"]).splitlines()
+    return lines[0].strip() if lines else "unknown"
+
+
+def cxx_version() -> str:
+    """First line the C++ compiler says about itself."""
+    return _cxx_version(tuple(find_cxx()))
+
+
+def _nvcc_in(home: str) -> Nvcc | None:
+    path = os.path.join(home, "bin", "nvcc")
+    return Nvcc(path, home) if os.access(path, os.X_OK) and os.path.isfile(path) else None
+
+
+def find_nvcc() -> Nvcc:
+    """nvcc: APEX_TE_CUDA_HOME, CUDA_HOME, CUDA_PATH, PATH, NVIDIA's wheels, /usr/local/cuda*.
+
+    Raises NvccNotFoundError; SettingError for unfit flags in variables that nvcc itself reads.
+    """
+    for variable in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+        _words(variable)
+    for variable in ("APEX_TE_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
+        home = os.environ.get(variable, "").strip(": \t")
+        if home:
+            found = _nvcc_in(os.path.realpath(home))
+            if found:
+                return found
+            if variable == "APEX_TE_CUDA_HOME":
+                raise NvccNotFoundError(f"APEX_TE_CUDA_HOME={home} holds no bin/nvcc")
+    on_path = shutil.which("nvcc")
+    if on_path:
+        real = os.path.realpath(on_path)
+        return Nvcc(on_path, os.path.dirname(os.path.dirname(real)))
+    homes = [
+        os.path.join(folder, "nvidia", name)
+        for folder in sys.path
+        for name in ("cu13", "cu12", "cuda_nvcc")
+    ]
+    numbered = sorted(
+        glob.glob("/usr/local/cuda-*"),
+        key=lambda path: [int(part) for part in re.findall(r"\d+", path)],
+        reverse=True,
+    )
+    for home in [*homes, "/usr/local/cuda", *numbered]:
+        found = _nvcc_in(home)
+        if found:
+            return found
+    raise NvccNotFoundError(
+        "no nvcc found, which compiles for CUDA tensors (CPU tensors work without it): install the"
+        " CUDA toolkit or `pip install nvidia-cuda-nvcc`, or name its folder in APEX_TE_CUDA_HOME"
+    )
+
+
+def find_hipcc() -> Nvcc:
+    """hipcc: APEX_TE_ROCM_HOME, ROCM_HOME, ROCM_PATH, PATH, /opt/rocm*.
+
+    Raises HipccNotFoundError; SettingError for unfit flags in variables that hipcc itself reads.
+    """
+    for variable in ("HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND"):
+        _words(variable)
+    for variable in ("APEX_TE_ROCM_HOME", "ROCM_HOME", "ROCM_PATH"):
+        home = os.environ.get(variable, "").strip(": \t")
+        path = os.path.join(os.path.realpath(home), "bin", "hipcc")
+        if home and os.access(path, os.X_OK):
+            return Nvcc(path, os.path.realpath(home))
+        if home and variable == "APEX_TE_ROCM_HOME":
+            raise HipccNotFoundError(f"APEX_TE_ROCM_HOME={home} holds no bin/hipcc")
+    on_path = shutil.which("hipcc")
+    if on_path:
+        return Nvcc(on_path, os.path.dirname(os.path.dirname(os.path.realpath(on_path))))
+    for home in ["/opt/rocm", *sorted(glob.glob("/opt/rocm-*"), reverse=True)]:
+        path = os.path.join(home, "bin", "hipcc")
+        if os.access(path, os.X_OK):
+            return Nvcc(path, home)
+    raise HipccNotFoundError(
+        "no hipcc found, which compiles for AMD GPUs (CPU tensors work without it): install ROCm's"
+        " hipcc (Debian and Ubuntu: apt install hipcc), or name its folder in APEX_TE_ROCM_HOME"
+    )
+
+
+@functools.cache
+def _hipcc_version(path: str) -> str:
+    text = _version(["env", "HIP_PLATFORM=amd", path, "--version"])
+    release = re.search(r"HIP version: ([\d.]+)", text)
+    clang = re.search(r"clang version ([\d.]+)", text)
+    return f"hipcc {release[1] if release else 'unknown'}, clang {clang[1] if clang else 'unknown'}"
+
+
+def hipcc_version() -> str:
+    """Version of hipcc and its clang, such as "hipcc 5.2.21153, clang 15.0.6"."""
+    return _hipcc_version(find_hipcc().path)
+
+
+@functools.cache
+def _nvcc_version(path: str) -> str:
+    text = _version([path, "--version"])
+    release = re.search(r"release (\d+\.\d+), V([\d.]+)", text)
+    return f"nvcc {release[2]}" if release else "nvcc unknown"
+
+
+def nvcc_version() -> str:
+    """Version of nvcc, such as "nvcc 13.0.88"."""
+    return _nvcc_version(find_nvcc().path)
+
+
+def nvcc_major() -> int:
+    """Major version of nvcc, 0 if it cannot be told."""
+    match = re.search(r"(\d+)\.", nvcc_version())
+    return int(match[1]) if match else 0
+
+
+@functools.cache
+def _gpu_codes(path: str) -> frozenset[str]:
+    return frozenset(re.findall(r"sm_(\d+)", _version([path, "--list-gpu-code"])))
+
+
+def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
+    """Raise ArchError if nvcc does not know one of ``numbers`` (such as "90a")."""
+    known = _gpu_codes(nvcc.path)
+    for number in numbers:
+        if known and number.rstrip("af") not in known:
+            names = ", ".join(f"{int(n) // 10}.{int(n) % 10}" for n in sorted(known, key=int))
+            raise ArchError(
+                f"unknown CUDA arch {int(number.rstrip('af')) // 10}.{number.rstrip('af')[-1]}"
+                f" for {nvcc.path} ({_nvcc_version(nvcc.path)}), which knows {names}"
+            )
+
+
+def find_ninja() -> str:
+    """ninja: the Python module's binary, else on PATH. Raises NinjaNotFoundError."""
+    import sysconfig  # here, because it is slow to import and a look-up does not need it
+
+    spec = importlib.util.find_spec("ninja")
+    if spec is not None and spec.origin is not None:
+        package = os.path.dirname(spec.origin)
+        for path in (
+            os.path.join(package, "data", "bin", "ninja"),
+            os.path.join(os.path.dirname(sys.executable), "ninja"),
+            os.path.join(sysconfig.get_path("scripts"), "ninja"),
+        ):
+            if os.access(path, os.X_OK) and os.path.isfile(path):
+                return path
+    found = shutil.which("ninja")
+    if found is None:
+        raise NinjaNotFoundError("no ninja found, which drives the compilers: pip install ninja")
+    return found
+
+
+def python_include() -> str:
+    """Folder of Python.h. Raises HeaderNotFoundError."""
+    import sysconfig
+
+    folder = sysconfig.get_paths()["include"]
+    if not os.path.isfile(os.path.join(folder, "Python.h")):
+        raise HeaderNotFoundError(
+            f"Python.h is not in {folder}: install Python's headers"
+            f" (Debian and Ubuntu: apt install python3-dev; or python{sys.version_info[0]}."
+            f"{sys.version_info[1]}-dev for another Python than the system's)"
+        )
+    return folder
+
+
+def pybind11_include() -> str:
+    """Folder of pybind11's headers, found without importing it. Raises HeaderNotFoundError."""
+    spec = importlib.util.find_spec("pybind11")
+    for package in (spec.submodule_search_locations or ()) if spec is not None else ():
+        folder = os.path.join(package, "include")
+        if os.path.isfile(os.path.join(folder, "pybind11", "pybind11.h")):
+            return folder
+    raise HeaderNotFoundError("pybind11's headers are missing: pip install pybind11")
+
+
+def pybind11_version() -> str:
+    """Version in pybind11's own header, "none" without pybind11."""
+    try:
+        path = os.path.join(pybind11_include(), "pybind11", "detail", "common.h")
+    except HeaderNotFoundError:
+        return "none"
+    with open(path, encoding="utf-8", errors="replace") as file:
+        head = file.read(8192)
+    parts = re.findall(r"#\s*define PYBIND11_VERSION_(?:MAJOR|MINOR|MICRO|PATCH)\s+(\w+)", head)
+    return ".".join(parts) or "unknown"
+
+
+def find_header(header: str, package: str, nvcc: Nvcc) -> list[str]:
+    """Include folders for ``header``: none if the toolkit has it, else NVIDIA's wheel ``package``.
+
+    Raises HeaderNotFoundError.
+    """
+    toolkits = [nvcc.home, *glob.glob(os.path.join(nvcc.home, "targets", "*")), "/usr/local/cuda"]
+    if any(os.path.isfile(os.path.join(home, "include", header)) for home in toolkits):
+        return []
+    major = nvcc_major()
+    for folder in sys.path:
+        for name in (f"cu{major}", package):
+            include = os.path.join(folder, "nvidia", name, "include")
+            if os.path.isfile(os.path.join(include, header)):
+                return [include]
+    raise HeaderNotFoundError(
+        f"{header} is neither in the CUDA toolkit {nvcc.home} nor in a wheel:"
+        f" pip install nvidia-{package}"
+    )

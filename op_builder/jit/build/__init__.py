@@ -1,0 +1,1 @@
+"""Building a library: locks, the compilers' run, checks and publication."""

@@ -1,0 +1,75 @@
+"""A compiler's own diagnostic, kept for those who wait or start shortly afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+
+from ..errors import CompileError
+
+KEPT_SECONDS = 60.0
+NEXT_TRY = (
+    f"after {KEPT_SECONDS:.0f} s, when a source or the compiler changes, or with"
+    " APEX_TE_JIT_RETRY=1"
+)
+
+
+def store(path: str, error: CompileError, compiler: str) -> None:
+    """Write the failure beside the entry it belongs to; not being able to is no failure."""
+    record = {
+        "message": str(error),
+        "first_error": error.first_error,
+        "command": error.command,
+        "log": error.log,
+        "hint": error.hint,
+        "compiler": compiler,
+        "time": time.time(),
+    }
+    temporary = f"{path}.{os.getpid()}"
+    with contextlib.suppress(OSError):
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(fd, "w", encoding="utf-8") as file:
+                json.dump(record, file)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+
+
+def stamp(path: str) -> tuple[int, int] | None:
+    """What changes when a failure is stored, whatever the clock does."""
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def recall(path: str, compiler: str, since: float | None) -> CompileError | None:
+    """The stored failure of this compiler, written after ``since`` (seconds since the epoch)."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, encoding="utf-8") as file:
+            record = json.load(file)
+        if record["compiler"] != compiler:
+            return None
+        if since is not None and not since <= record["time"] <= time.time() + 1:
+            return None
+        return CompileError(
+            record["message"],
+            record["first_error"],
+            record["command"],
+            record["log"],
+            record["hint"],
+        )
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def forget(path: str) -> None:
+    """Drop the stored failure."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)

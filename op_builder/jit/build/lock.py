@@ -1,0 +1,204 @@
+"""One build at a time per library: flock, which the kernel releases when the holder dies."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from ..errors import CacheError, LockTimeoutError
+from ..find import cache
+from ..find.entry import warn_once
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+# what file systems without locks answer: NFS without lockd, Lustre without -o flock, some FUSE
+_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_ATTEMPTS = 20
+_MARK = "alive"
+MESSAGE_EVERY = 10.0  # seconds
+
+_held: set[int] = set()
+_guard = threading.RLock()  # held while a descriptor gets its lock, so that no fork falls between
+
+
+def _forked() -> None:
+    """A child shares the parent's locks through its descriptors, beyond the parent's death."""
+    for fd in _held:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _held.clear()
+    _guard.release()
+
+
+os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after_in_child=_forked)
+
+
+def _release(fd: int) -> None:
+    with _guard:
+        if fd not in _held:
+            return  # this is a forked child
+        _held.discard(fd)
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)  # a child of a C library's fork may have a copy
+        os.close(fd)
+
+
+def _is_named(fd: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ESTALE):
+            raise
+        return False
+
+
+def _try_lock(path: str, locked: list[int]) -> bool:
+    """Lock the file and put its descriptor into ``locked``; False if somebody else holds it."""
+    for _ in range(_ATTEMPTS):
+        with _guard:
+            try:
+                fd = os.open(path, _FLAGS, 0o600)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise
+                cache.make_private(os.path.dirname(path))  # a clean-up removed the folder
+                continue
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _held.add(fd)
+                locked.append(fd)
+            except BlockingIOError:
+                os.close(fd)
+                return False
+            except BaseException:
+                _held.discard(fd)
+                os.close(fd)
+                raise
+        if _is_named(fd, path):
+            return True
+        locked.clear()
+        _release(fd)  # a clean-up removed the file meanwhile: the lock of its successor counts
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), path)
+
+
+def holder(path: str, what: str) -> str:
+    """Who holds the lock and what it builds; ``what`` is told where it does not say so itself."""
+    text = ""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            text = os.read(fd, 500).decode("utf-8", "replace").strip()
+        finally:
+            os.close(fd)
+    return text if what in text else f"{text or 'another process'}, for {what}"
+
+
+def is_free(path: str) -> bool:
+    """Whether nobody builds under this lock now."""
+    locked: list[int] = []
+    try:
+        return _try_lock(path, locked)
+    except OSError:
+        return False
+    finally:
+        for fd in locked:
+            _release(fd)
+
+
+@contextlib.contextmanager
+def marked(folder: str) -> Iterator[None]:
+    """Show that the builder of ``folder`` lives; where locks do not work nobody asks."""
+    locked: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            _try_lock(os.path.join(folder, _MARK), locked)
+        yield
+    finally:
+        for fd in locked:
+            _release(fd)
+
+
+def is_abandoned(folder: str) -> bool:
+    """Whether the builder of ``folder`` is dead; one that just begins holds its library's lock."""
+    mark = os.path.join(folder, _MARK)
+    return not os.path.lexists(mark) or is_free(mark)
+
+
+def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
+    """Take the lock, saying whom it waits for."""
+    start = time.monotonic()
+    next_message = MESSAGE_EVERY
+    pause = 0.02
+    while not _try_lock(path, locked):
+        waited = time.monotonic() - start
+        if waited >= timeout:
+            raise LockTimeoutError(
+                f"waited {waited:.0f} s for {holder(path, what)} (lock {path});"
+                " APEX_TE_LOCK_TIMEOUT sets the limit in seconds"
+            )
+        if waited >= next_message:
+            print(
+                f"apex_te: waiting for {holder(path, what)}: {waited:.0f} s so far (lock {path})",
+                file=sys.stderr,
+                flush=True,
+            )
+            next_message += MESSAGE_EVERY
+        time.sleep(min(pause, max(0.0, timeout - waited)))
+        pause = min(pause * 1.5, 0.25)
+
+
+def _wait_elsewhere(
+    path: str, problem: OSError, what: str, timeout: float, locked: list[int]
+) -> None:
+    """Take a lock of this machine in place of ``path``, whose file system has none."""
+    text = f"file locks do not work in {os.path.dirname(path)} ({problem.strerror})"
+    session = cache.runtime_cache()
+    try:
+        if session is not None:
+            cache.prepare(session, cache.LOCKS)
+            local = os.path.join(session.path, cache.LOCKS, os.path.basename(path))
+            warn_once(f"{text}: only the processes of this machine share a build")
+            _wait(local, what, timeout, locked)
+            return
+    except (OSError, CacheError):
+        pass  # no lock at all, then
+    warn_once(f"{text}: processes that start together may each build")
+
+
+@contextlib.contextmanager
+def held(path: str, what: str, timeout: float, doing: str = "building") -> Iterator[bool]:
+    """Hold the lock file ``path`` while ``doing`` something with ``what``; says whom it waits for.
+
+    Yields whether nobody else can be building: False on a file system without locks, where the one
+    rename that publishes an entry still keeps it whole. Raises LockTimeoutError after ``timeout``
+    seconds.
+    """
+    locked: list[int] = []
+    try:
+        alone = True
+        try:
+            _wait(path, what, timeout, locked)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            alone = False
+            _wait_elsewhere(path, error, what, timeout, locked)
+        text = f"pid {os.getpid()} on host {socket.gethostname()}, {doing} {what}\n"
+        # who holds the lock is only told to those who wait; a full disk must not matter here
+        for fd in locked:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, text.encode(), 0)
+        yield alone
+    finally:
+        for fd in locked:
+            if fd in _held:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(fd, 0)
+            _release(fd)

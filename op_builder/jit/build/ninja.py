@@ -1,0 +1,313 @@
+"""Running one build graph with ninja, and telling what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shlex
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ..backends.toolchain import find_ninja
+from ..errors import (
+    BuildError,
+    BuildInterruptedError,
+    CompileError,
+    DiskFullError,
+    NoPermissionError,
+)
+from . import failure, hints, resources
+from .progress import Progress
+
+_DIAGNOSTIC = re.compile(
+    r"\b(fatal )?error\b\s*(#[\w-]+\s*)?:|undefined reference to|cannot find -l|ptxas fatal"
+    r"|nvcc fatal|multiple definition of|undefined symbol:|ld: cannot open",
+    re.IGNORECASE,
+)
+_LONGEST_LINE = 600  # characters of a compiler's message that an error shows; the log has them all
+# nvcc hands paths to a shell and splits them at commas
+_REFUSED_BY_NVCC = '$",`'
+_STATUS = re.compile(r"\[\d+/\d+\] (.*)")
+# A child forked while ninja is being started would hold its pipes open, and wait for the build that
+# reads them to their end.
+_starting = threading.Lock()
+os.register_at_fork(
+    before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
+)
+
+
+class Step(NamedTuple):
+    """One command of the graph."""
+
+    output: str
+    inputs: tuple[str, ...]
+    command: tuple[str, ...]
+    label: str
+
+
+def _escape(path: str) -> str:
+    return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
+    """Raise BuildError for a path that ninja or a compiler cannot be told of."""
+    sources = [path for step in steps for path in step.inputs if not path.startswith(folder)]
+    with_nvcc = any(os.path.basename(step.command[0]) == "nvcc" for step in steps)
+    refused = _REFUSED_BY_NVCC if with_nvcc else ""
+    for path in (folder, *sources):
+        unfit = next((c for c in path if not c.isprintable() or c in refused), None)
+        if unfit is not None:
+            advice = "; name another folder with APEX_TE_CACHE_DIR" if path is folder else ""
+            raise BuildError(
+                f"{what}: a path of a build must not have the character {unfit!r}, got"
+                f" {path!r}{advice}"
+            )
+
+
+def write_graph(folder: str, steps: Sequence[Step]) -> None:
+    """Write ``build.ninja``; every step is one command line."""
+    lines = ["rule run", "  command = $cmd", "  description = $label", ""]
+    for step in steps:
+        inputs = " ".join(_escape(path) for path in step.inputs)
+        lines.append(f"build {_escape(step.output)}: run {inputs}")
+        lines.append(f"  cmd = {shlex.join(step.command).replace('$', '$$')}")
+        lines.append(f"  label = {step.label.replace('$', '$$')}")
+    with open(os.path.join(folder, "build.ninja"), "w", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+
+
+def first_line(output: str, pattern: re.Pattern[str]) -> str:
+    """The first line that matches and is not ninja's, "" if there is none."""
+    for line in output.splitlines():
+        if not line.startswith(("ninja:", "FAILED:")) and pattern.search(line):
+            line = line.strip()
+            if len(line) <= _LONGEST_LINE:
+                return line
+            return f"{line[:_LONGEST_LINE]} ... ({len(line)} characters)"
+    return ""
+
+
+def first_error(output: str) -> str:
+    """The first line of a compiler's own message, "" if there is none."""
+    return first_line(output, _DIAGNOSTIC)
+
+
+def _failed_command(output: str) -> str:
+    lines = iter(output.splitlines())
+    for line in lines:
+        if line.startswith("FAILED:"):
+            return next(lines, "").strip()
+    return ""
+
+
+def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
+    """The error for a full disk, with the bytes left."""
+    free = "an unknown number of"
+    with contextlib.suppress(OSError):
+        status = os.statvfs(folder)
+        free = str(status.f_bavail * status.f_frsize)
+    hint = f" ({detail})" if detail else ""
+    return DiskFullError(
+        f"{what}: no space to build in {folder}, {free} bytes free{hint};"
+        " free some or name another folder with APEX_TE_CACHE_DIR"
+    )
+
+
+@contextlib.contextmanager
+def disk_errors(what: str, folder: str) -> Iterator[None]:
+    """Turn the OSErrors of a full disk into DiskFullError, refused ones into NoPermissionError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise disk_full(what, folder, error.strerror or "") from None
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            text = f"{error.filename or folder}: {error.strerror}"
+            raise NoPermissionError(f"{what}: {_details(text, hints.building(text))}") from None
+        raise
+
+
+class _Watch:
+    """A shell that stops ninja, and so the compilers, once this process is gone however it ended.
+
+    A process that a signal kills cannot stop them itself, and ninja is in a session of its own. The
+    shell reads a pipe whose other end this process holds: it ends with a line when ninja is done,
+    without one when this process has died.
+    """
+
+    _SCRIPT = 'read -r done || kill -TERM "$1"'
+
+    def __init__(self, ninja: int) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        reading, self.pipe = os.pipe()
+        try:
+            self.process = subprocess.Popen(
+                ["/bin/sh", "-c", self._SCRIPT, "sh", str(ninja)],
+                stdin=reading,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            _watches.add(self)
+        except OSError:  # for want of processes; the build goes on
+            self.forget()
+        finally:
+            os.close(reading)
+
+    def end(self) -> None:
+        """Let the shell end: ninja is done."""
+        if self.process is None or self.pipe < 0:
+            return
+        _watches.discard(self)
+        with contextlib.suppress(OSError):
+            os.write(self.pipe, b"done\n")
+        self.forget()
+        self.process.wait()
+
+    def forget(self) -> None:
+        """Close the pipe's end, which a forked child must not keep open."""
+        pipe, self.pipe = self.pipe, -1
+        with contextlib.suppress(OSError):
+            os.close(pipe)
+
+
+_watches: set[_Watch] = set()
+
+
+def _forked() -> None:
+    for watch in list(_watches):
+        watch.forget()
+    _watches.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+_running: set[subprocess.Popen[str]] = set()
+
+
+def stop_all() -> bool:
+    """Stop every build of this process, if there is any; ``run`` sees a stopped compiler."""
+    running = list(_running)
+    for process in running:
+        _stop(process)
+    return bool(running)
+
+
+def _finished(lines: Sequence[str], steps: int) -> bool:
+    """Whether ninja says so: its status is 0 in a program that ignores SIGCHLD or waits itself."""
+    last = f"[{steps}/{steps}] "
+    failed = any(line.startswith("FAILED: ") for line in lines)
+    return not failed and any(line.startswith(last) for line in lines)
+
+
+def run(
+    what: str,
+    folder: str,
+    steps: Sequence[Step],
+    log: str,
+    verbose: bool,
+    jobs: int | None = None,
+    estimate: float | None = None,
+) -> None:
+    """Run the graph in ``folder``; the whole output goes to ``log`` when it fails.
+
+    ``jobs`` compilers at once, else as many as the machine's limits allow; ``estimate``: seconds
+    it took last time.
+
+    Raises CompileError, BuildInterruptedError, DiskFullError, NoPermissionError,
+    NinjaNotFoundError.
+    """
+    _check_paths(what, folder, steps)
+    write_graph(folder, steps)
+    command = [find_ninja(), "-C", folder, "-j", str(jobs or resources.jobs())]
+    if verbose:
+        command.append("-v")
+    # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
+    environment = {
+        **os.environ,
+        "LC_ALL": "C",
+        "TMPDIR": folder,
+        "NINJA_STATUS": "[%f/%t] ",
+        "TERM": "dumb",
+    }
+    # ninja tells a step when it ends, with -v by its command
+    labels = {shlex.join(step.command): step.label for step in steps}
+    lines: list[str] = []
+    with Progress(what, [step.label for step in steps], estimate) as progress:
+        with _starting:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=environment,
+                start_new_session=True,
+            )
+            watch = _Watch(process.pid)
+        assert process.stdout is not None
+        _running.add(process)
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if verbose:
+                    progress.say(line)
+                if status := _STATUS.match(line):
+                    progress.done(labels.get(status[1], status[1]))
+            process.wait()
+        except BaseException:
+            _stop(process)
+            raise
+        finally:
+            _running.discard(process)
+            process.stdout.close()
+            watch.end()
+        if process.returncode != 0 or not _finished(lines, len(steps)):
+            _raise_failure(what, folder, "".join(lines), process.returncode, log)
+
+
+def _details(error: str, hint: str, command: str = "", log: str = "", next_try: str = "") -> str:
+    """The compiler's first line and, each on a line of its own, what else is known."""
+    more = {"hint": hint, "command": command, "log": log, "next try": next_try}
+    return "\n".join([error, *(f"  {name}: {text}" for name, text in more.items() if text)])
+
+
+def _raise_failure(what: str, folder: str, output: str, code: int, log: str) -> None:
+    if hints.NO_SPACE.search(output):
+        raise disk_full(what, folder)
+    with contextlib.suppress(OSError), open(log, "w", encoding="utf-8") as file:
+        file.write(output)
+    if code < 0:  # a signal for ninja itself, in its own way of telling
+        output += f"[code={128 - code}]"
+    error, command, hint = first_error(output), _failed_command(output), hints.building(output)
+    if code < 0 or code in (130, 137, 143) or hints.was_stopped(output):
+        what_for = "the build was stopped before the compiler could finish: "
+    elif hints.NO_PERMISSION.search(error or output):
+        error = error or first_line(output, hints.NO_PERMISSION)
+        raise NoPermissionError(f"{what}: {_details(error, hint, command, log)}")
+    elif error:
+        text = _details(error, hint, command, log, failure.NEXT_TRY)
+        raise CompileError(f"{what}: {text}", error, command, log, hint)
+    else:
+        what_for = "the build failed without a compiler's message: "
+    last = " / ".join(line.strip() for line in output.strip().splitlines()[-3:])[:_LONGEST_LINE]
+    text = _details(f"{error or last} (ninja returned {code})", hint, command, log)
+    raise BuildInterruptedError(f"{what}: {what_for}{text}")

@@ -1,0 +1,201 @@
+"""Building into a private folder of the cache and publishing it with one rename."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import BuildInterruptedError, CompileError
+from ..find import cache, inventory
+from ..find.entry import OpenedLibrary, open_entry, open_folder, warn_once
+from . import ninja, verify
+from .lock import is_abandoned, is_free, marked
+
+if TYPE_CHECKING:
+    from .service import Request
+
+
+# a rename that lost against another builder's, and what a network file system may answer in passing
+_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
+_PASSING = (errno.ESTALE, errno.EBUSY, errno.ENOENT, errno.EAGAIN)
+_ATTEMPTS = 6
+
+
+class Vanished(BuildInterruptedError):
+    """The folder that a build worked in was removed, as a clean-up of the whole cache does."""
+
+
+def _sync(path: str) -> None:
+    """Write a file through to the disk; a file system that cannot is no failure."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(path: str) -> None:
+    """Write a folder's names through; without it a crash costs the entry, and not its content."""
+    with contextlib.suppress(OSError):
+        _sync(path)
+
+
+def remove_leftovers(root: str, name: str) -> None:
+    """Remove the build folders of dead builders: nobody holds their library's lock, nor their own.
+
+    The caller holds the lock ``name``. Their own decides where a clean-up removed the other one.
+    """
+    temporary, locks = os.path.join(root, cache.TEMPORARY), os.path.join(root, cache.LOCKS)
+    with contextlib.suppress(OSError):
+        for folder in os.listdir(temporary):
+            lock, path = folder.rpartition(".")[0], os.path.join(temporary, folder)
+            free = lock == name or (lock and is_free(os.path.join(locks, lock)))
+            if free and is_abandoned(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_entry(folder: str, request: Request, seconds: float, commands: list[str]) -> None:
+    library = os.path.join(folder, f"{request.library}.so")
+    with open(library, "rb") as file:
+        content = file.read()
+    os.chmod(library, 0o644)
+    manifest = {
+        "key": request.key,
+        "op": request.op,
+        "device": request.device,
+        "archs": [str(arch) for arch in request.archs],
+        "compiler": request.compiler,
+        "flags": request.flags,
+        **inventory.made_of(request.builder, request.device),
+        "commands": commands,
+        "seconds": round(seconds, 3),
+        "size": len(content),
+        "crc32": zlib.crc32(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "time": int(time.time()),
+    }
+    path = os.path.join(folder, cache.MANIFEST)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=1)
+    os.chmod(path, 0o644)
+    for name in (library, path):
+        _sync(name)
+    _sync_folder(folder)
+
+
+def _own_copy(folder: str, target: str, request: Request, kind: str) -> OpenedLibrary:
+    """The library just built, opened before its folder moves to ``target``.
+
+    Whatever becomes of the entry, through another builder, a clean-up or a network file system's
+    idea of what exists, this process has what it built.
+    """
+    location = cache.Location(folder, True, kind)
+    parent = open_folder(location)
+    try:
+        opened = open_entry(parent, f"{folder}/entry", location, request.library, request.key)
+    finally:
+        os.close(parent)
+    if opened is None:
+        raise BuildInterruptedError(f"{request.what}: another build wrote into {folder}")
+    return opened._replace(path=os.path.join(target, f"{request.library}.so"))
+
+
+def _publish(
+    entry: str, target: str, folder: str, winner: Callable[[], OpenedLibrary | None]
+) -> OpenedLibrary | None:
+    """Rename ``entry`` to ``target``, or keep the valid entry that another builder put there.
+
+    Anything else in its place is moved away. Where no attempt gets through, only this process has
+    the library, with a warning. Returns the other builder's library.
+    """
+    problem = None
+    for attempt in range(_ATTEMPTS):
+        try:
+            os.rename(entry, target)
+            return None
+        except OSError as error:
+            if error.errno not in (*_TAKEN, *_PASSING):
+                raise
+            problem = error
+        if problem.errno in _PASSING:
+            if not os.path.lexists(entry):
+                return None  # a network file system did it, and lost the answer
+            time.sleep(0.02 * 2**attempt)
+            cache.make_private(os.path.dirname(target))
+            continue
+        found = winner()
+        if found is not None:
+            return found
+        with contextlib.suppress(OSError):
+            os.rename(target, os.path.join(folder, f"replaced-{attempt}"))
+    warn_once(f"{target} could not be published ({problem}); only this process uses it")
+    return None
+
+
+def _compile(request: Request, location: cache.Location, parent: str, folder: str) -> OpenedLibrary:
+    """Make the entry in ``folder``; returns its library."""
+    entry = os.path.join(folder, "entry")
+    os.mkdir(entry, 0o755)
+    os.chmod(entry, 0o755)
+    start = time.monotonic()
+    library = os.path.join(entry, f"{request.library}.so")
+    steps = request.steps(folder, library)
+    estimate = inventory.last_seconds(location, request.library, request.tag)
+    log = os.path.join(parent, f"log-{request.tag}.txt")
+    ninja.run(request.what, folder, steps, log, request.verbose, request.jobs, estimate)
+    if request.builder.key(request.device) != request.key:
+        raise BuildInterruptedError(f"{request.what}: sources changed while being compiled")
+    if problem := verify.problem(request.builder, request.device, library):
+        raise BuildInterruptedError(
+            f"{request.what}: {steps[-1].command[0]} reported success and left a library that"
+            f" cannot be used: {problem}; check the compiler, what wraps it, and the disk"
+        )
+    commands = [" ".join(step.command).replace(folder, "<build>") for step in steps]
+    _write_entry(entry, request, time.monotonic() - start, commands)
+    return _own_copy(folder, os.path.join(parent, request.tag), request, location.kind)
+
+
+def build(
+    request: Request,
+    location: cache.Location,
+    name: str,
+    winner: Callable[[], OpenedLibrary | None],
+) -> OpenedLibrary:
+    """Build the library and publish it in ``location``; returns it opened.
+
+    The caller has prepared the folders and holds the lock ``name``; ``winner`` looks for an entry
+    that another builder published all the same. Raises the errors of ninja.run, Vanished.
+    """
+    temporary = os.path.join(location.path, cache.TEMPORARY)
+    parent = os.path.join(location.path, name)
+    folder = tempfile.mkdtemp(prefix=f"{name}.", dir=temporary)
+    try:
+        with marked(folder):
+            mine = _compile(request, location, parent, folder)
+            target = os.path.join(parent, request.tag)
+            other = _publish(os.path.join(folder, "entry"), target, folder, winner)
+            _sync_folder(parent)
+    except (CompileError, BuildInterruptedError, OSError) as error:
+        # files go one by one: a compiler may miss one of them before the folder itself is gone
+        rest = (".",) if isinstance(error, OSError) else ("entry", "build.ninja")
+        if all(os.path.lexists(os.path.join(folder, name)) for name in rest):
+            raise
+        raise Vanished(f"{request.what}: {folder} was removed while it was built in") from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if other is None:
+        return mine
+    os.close(mine.fd)
+    return other

@@ -1,0 +1,119 @@
+"""How many compilers may run at once: CPUs, control groups (v1 and v2), memory and MAX_JOBS."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+
+from .. import env
+
+# The largest translation unit takes 0.43 GB (block_quantize for the CPU, g++ 12; nvcc 0.21 GB).
+BYTES_PER_JOB = 640 << 20
+_MEMINFO = "/proc/meminfo"
+_SELF = "/proc/self"
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _number(text: str) -> int | None:
+    """A limit; None for "max", nothing, or what stands for none."""
+    text = text.strip()
+    value = int(text) if text.lstrip("-").isdigit() else -1
+    return value if 0 <= value < _UNLIMITED else None
+
+
+def _stat(text: str, name: str) -> int:
+    for line in text.splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return _number(value) or 0
+    return 0
+
+
+def _mounts() -> Iterator[tuple[str, str, set[str]]]:
+    """(root inside the hierarchy, mount point, controllers) of every cgroup mount.
+
+    The controllers of version 2 are {"2"}. Source: proc(5), mountinfo.
+    """
+    for line in _read(f"{_SELF}/mountinfo").splitlines():
+        own, _, rest = line.partition(" - ")
+        fields, kind = own.split(), rest.split()
+        if len(fields) > 4 and len(kind) > 2 and kind[0] in ("cgroup", "cgroup2"):
+            controllers = {"2"} if kind[0] == "cgroup2" else set(kind[2].split(","))
+            yield fields[3], fields[4].replace("\\040", " "), controllers
+
+
+def _groups(controller: str) -> Iterator[str]:
+    """This process's folders for ``controller`` ("2": version 2), from its own up to the top."""
+    for line in _read(f"{_SELF}/cgroup").splitlines():
+        _, names, path = [*line.split(":", 2), "", ""][:3]
+        if controller not in (names.split(",") if names else ["2"]):
+            continue
+        for root, mount, controllers in _mounts():
+            if controller not in controllers:
+                continue
+            # in a container the path may be the host's, and the mount show only a part of it
+            inside = path[len(root) :] if path.startswith(root) else ""
+            parts = [part for part in inside.split("/") if part and part != ".."]
+            for depth in range(len(parts), -1, -1):
+                yield os.path.join(mount, *parts[:depth])
+
+
+def _cpu_limits() -> Iterator[float]:
+    for folder in _groups("2"):
+        quota, _, period = _read(f"{folder}/cpu.max").partition(" ")
+        if (limit := _number(quota)) is not None:
+            yield limit / (_number(period) or 100_000)
+    for folder in _groups("cpu"):
+        limit = _number(_read(f"{folder}/cpu.cfs_quota_us"))
+        if limit:
+            yield limit / (_number(_read(f"{folder}/cpu.cfs_period_us")) or 100_000)
+
+
+def cpus() -> int:
+    """CPUs this process may use: its affinity, and the quota of its control groups rounded up."""
+    count = float(len(os.sched_getaffinity(0)))
+    return max(1, math.ceil(min([count, *_cpu_limits()])))
+
+
+def _memory_limits() -> Iterator[int]:
+    """What each control group still allows; its page cache counts as free."""
+    for folder in _groups("2"):
+        limit = _number(_read(f"{folder}/memory.max"))
+        if limit is not None:
+            used = _number(_read(f"{folder}/memory.current")) or 0
+            yield limit - used + _stat(_read(f"{folder}/memory.stat"), "inactive_file")
+    for folder in _groups("memory"):
+        limit = _number(_read(f"{folder}/memory.limit_in_bytes"))
+        if limit is not None:
+            used = _number(_read(f"{folder}/memory.usage_in_bytes")) or 0
+            yield limit - used + _stat(_read(f"{folder}/memory.stat"), "total_inactive_file")
+
+
+def free_memory() -> int | None:
+    """Bytes a build may take now; None where nothing tells."""
+    known = list(_memory_limits())
+    for line in _read(_MEMINFO).splitlines():
+        if line.startswith("MemAvailable:"):
+            known.append(int(line.split()[1]) << 10)
+    return max(0, min(known)) if known else None
+
+
+def jobs() -> int:
+    """How many compilers may run at once: the least of CPUs, free memory and MAX_JOBS, 1 or more.
+
+    Raises SettingError for a MAX_JOBS that is no positive integer.
+    """
+    count = cpus()
+    memory = free_memory()
+    if memory is not None:
+        count = min(count, memory // BYTES_PER_JOB)
+    return max(1, min(count, env.number("MAX_JOBS", count or 1)))

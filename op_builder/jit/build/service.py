@@ -1,0 +1,282 @@
+"""From a builder to an opened library: the look-up order, the lock and the build."""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from .. import env
+from ..backends.archs import (
+    Arch,
+    Capability,
+    choose,
+    covered,
+    initialised_capabilities,
+    named_arch_list,
+)
+from ..errors import BuildError, CompileError, JitDisabledError, ReentrantLoadError
+from ..find import cache
+from ..find.cache import OpenedLibrary
+
+if TYPE_CHECKING:
+    from ...builder import OpBuilder
+    from .ninja import Step
+
+
+class _Turn:
+    """Which thread loads a library now, and how the last one that failed did so."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.owner: int | None = None
+        self.failures = 0
+        self.error = BuildError()
+        self.asked: tuple[Capability | None, bool] = (None, False)
+
+
+_Identity = tuple[str, str, str]
+_opened: dict[_Identity, list[OpenedLibrary]] = {}
+_turns: dict[_Identity, _Turn] = {}
+
+
+class Request(NamedTuple):
+    """One library to build."""
+
+    builder: OpBuilder
+    op: str
+    device: str
+    library: str
+    key: str
+    archs: tuple[Arch, ...]
+    compiler: str
+    flags: list[str]
+    verbose: bool
+    jobs: int | None
+
+    @property
+    def what(self) -> str:
+        """Op and device as messages name them."""
+        return f"{self.op} ({self.device})"
+
+    @property
+    def tag(self) -> str:
+        """Name of the entry's folder."""
+        return "_".join(str(arch) for arch in self.archs) or cache.CPU_ENTRY
+
+    def steps(self, folder: str, output: str) -> list[Step]:
+        """The commands that make ``output`` in ``folder``."""
+        return self.builder.build_steps(self.device, self.archs, folder, output)
+
+
+def _serves(opened: OpenedLibrary, capability: Capability | None) -> bool:
+    return capability is None or not opened.archs or covered(opened.archs, capability)
+
+
+def _wanted(builder: OpBuilder, device: str, capability: Capability | None) -> tuple[Arch, ...]:
+    if not builder.needs_archs(device):
+        return ()
+    return choose(builder.NAME, builder.min_arch, builder.specific_archs(), capability)
+
+
+def look_up(
+    builder: OpBuilder, device: str, capability: Capability | None = None
+) -> OpenedLibrary | None:
+    """The library if it need not be built, else None. Runs no compiler."""
+    key = builder.key(device)
+    library = builder.library_name(device)
+    wanted: Sequence[str] = ()
+    if builder.needs_archs(device) and capability is None:
+        # without a device and a list any arch will do: opening is possible everywhere
+        named = named_arch_list() is not None
+        wanted = [str(arch) for arch in _wanted(builder, device, None)] if named else ()
+    return cache.look_up(builder.prebuilt_folder, library, key, capability, wanted)
+
+
+def _disabled(builder: OpBuilder, device: str) -> JitDisabledError:
+    command = f"python -m apex_te build --ops {builder.NAME} --device {device}"
+    note = builder.why_missing(device)
+    return JitDisabledError(
+        f"{builder.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
+        f" forbids building it; install with `{builder.BUILD_VAR}=1 pip install .`,"
+        f" or fill the cache with `APEX_TE_DISABLE_JIT=0 {command}`{note and '; ' + note}"
+    )
+
+
+def build(
+    builder: OpBuilder,
+    device: str,
+    capability: Capability | None = None,
+    *,
+    force: bool = False,
+    verbose: bool = False,
+    location: cache.Location | None = None,
+    archs: tuple[Arch, ...] | None = None,
+    jobs: int | None = None,
+    started: float | None = None,
+) -> OpenedLibrary:
+    """Build under the lock, unless another process has just done so (``force``: in any case).
+
+    ``archs``: instead of the environment's and the GPUs'; ``jobs``: compilers at once; ``started``:
+    since when (seconds since the epoch) the caller waits, so that it takes part in a failure.
+    """
+    from .ninja import disk_errors
+    from .publish import Vanished
+
+    if env.jit_disabled():
+        raise _disabled(builder, device)
+    started = time.time() if started is None else started
+    archs = _wanted(builder, device, capability) if archs is None else archs
+    compiler = builder.compiler_version(device, archs)
+    request = Request(
+        builder,
+        builder.NAME,
+        device,
+        builder.library_name(device),
+        builder.key(device),
+        archs,
+        compiler,
+        builder.key_flags(device),
+        verbose or env.jit_verbose(),
+        jobs,
+    )
+    name = cache.entry_folder(request.library, request.key)
+    inside = (cache.LOCKS, cache.TEMPORARY, name)
+    try:
+        with disk_errors(request.what, (location or cache.user_cache()).path):
+            if location is None:
+                target = cache.writable_cache(*inside)
+            else:
+                target = location
+                cache.prepare(target, *inside)
+        try:
+            return _build_in(target, request, name, capability, started, force)
+        except cache.Unsafe as problem:
+            if location is not None or cache.named_cache():
+                raise
+            target = cache.fall_back(f"the default cache cannot be used: {problem}", *inside)
+        except (Vanished, FileNotFoundError):  # by a clean-up, which does not come twice
+            cache.prepare(target, *inside)
+        return _build_in(target, request, name, capability, started, force)
+    except OSError as error:
+        raise BuildError(f"{request.what}: cannot be built: {error}") from error
+
+
+def _build_in(
+    target: cache.Location,
+    request: Request,
+    name: str,
+    capability: Capability | None,
+    started: float,
+    force: bool,
+) -> OpenedLibrary:
+    """Build in the cache ``target`` under the lock ``name``; all folders are there."""
+    from . import failure, lock, publish
+    from .ninja import disk_errors
+
+    tags = [str(arch) for arch in request.archs]
+    failed = os.path.join(target.path, name, f"failure-{request.tag}.json")
+    retry = env.jit_retry() or force
+    since = started - failure.KEPT_SECONDS
+    if not retry:
+        _raise_recalled(failure.recall(failed, request.compiler, since))
+    stamp = failure.stamp(failed)
+
+    def published() -> OpenedLibrary | None:
+        return cache.find(target, request.library, request.key, None, tags)
+
+    path = os.path.join(target.path, cache.LOCKS, name)
+    with (
+        disk_errors(request.what, target.path),
+        lock.held(path, request.what, env.lock_timeout()) as alone,
+    ):
+        if not force:
+            found = cache.find(target, request.library, request.key, capability, tags)
+            if found is not None:
+                return found
+            if failure.stamp(failed) != stamp:  # stored while this process waited
+                _raise_recalled(failure.recall(failed, request.compiler, None))
+            _raise_recalled(failure.recall(failed, request.compiler, started if retry else since))
+        if note := request.builder.why_missing(request.device):
+            print(f"apex_te: {note}; compiling one, once", file=sys.stderr, flush=True)
+        if alone:
+            publish.remove_leftovers(target.path, name)
+        try:
+            built = publish.build(request, target, name, (lambda: None) if force else published)
+        except CompileError as error:
+            failure.store(failed, error, request.compiler)
+            raise
+        failure.forget(failed)
+        return built
+
+
+def _raise_recalled(error: CompileError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _kept(identity: _Identity, capability: Capability | None) -> OpenedLibrary | None:
+    for opened in _opened.get(identity, ()):
+        if _serves(opened, capability) and opened.is_open():
+            return opened
+    return None
+
+
+def open_library(
+    builder: OpBuilder,
+    device: str,
+    capability: Capability | None = None,
+    *,
+    force: bool = False,
+    verbose: bool = False,
+) -> OpenedLibrary:
+    """The library of ``builder`` for ``device``, looked up and built if need be; thread-safe.
+
+    Threads that wait for the one that builds get its library, or its error.
+    """
+    identity = (str(builder.root), builder.NAME, device)
+    if not force and (kept := _kept(identity, capability)):
+        return kept
+    asked = (capability, force)
+    turn = _turns.setdefault(identity, _Turn())
+    me = threading.get_ident()
+    if turn.owner == me:
+        raise ReentrantLoadError(
+            f"{builder.NAME} ({device}): loading it asked for the same library again"
+        )
+    failures = turn.failures
+    with turn.lock:
+        try:
+            turn.owner = me
+            if not force and (kept := _kept(identity, capability)):
+                return kept
+            if turn.failures != failures and turn.asked == asked:
+                raise copy.copy(turn.error)
+            builder.check_device(device)
+            if capability is None and builder.needs_archs(device):
+                devices = initialised_capabilities()
+                capability = devices[0] if devices else None
+            opened_now = None if force else look_up(builder, device, capability)
+            if opened_now is None:
+                opened_now = build(builder, device, capability, force=force, verbose=verbose)
+            _opened.setdefault(identity, []).insert(0, opened_now)
+            return opened_now
+        except BuildError as error:
+            # a copy: the original holds the frames of this thread
+            turn.error, turn.asked = copy.copy(error), asked
+            turn.failures += 1
+            raise
+        finally:
+            turn.owner = None
+
+
+def _forked() -> None:
+    """A fork may copy locks that other threads held; the child starts with fresh ones."""
+    _turns.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

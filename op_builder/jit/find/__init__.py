@@ -1,0 +1,1 @@
+"""Finding a library: its key, the cache folders and their entries."""

@@ -1,0 +1,284 @@
+"""What lies in the cache folders: entries, what they were made of, and whether they still serve."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..build import verify
+from ..errors import BuildError, CacheError
+from . import cache
+from .entry import MANIFEST, open_entry, open_folder, open_inside, read_text
+from .key import closure, relative_name
+
+if TYPE_CHECKING:
+    from ...builder import OpBuilder
+
+# <library>-<first 24 digits of the key>
+FOLDER = re.compile(r"(?P<library>[A-Za-z_]\w*)-(?P<digits>[0-9a-f]{24})")
+
+
+class Entry(NamedTuple):
+    """One published library in a cache."""
+
+    location: cache.Location
+    folder: str  # of all entries of the same key
+    tag: str  # its archs, or "cpu"
+    library: str
+    digits: str
+    manifest: dict[str, Any]  # empty if it cannot be read
+    problem: str  # why it would not be loaded, "" if it would
+
+    @property
+    def path(self) -> str:
+        """The entry's own folder."""
+        return os.path.join(self.location.path, self.folder, self.tag)
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        """The GPU archs it holds, none for a CPU library."""
+        return tuple(str(arch) for arch in self.manifest.get("archs") or ())
+
+    @property
+    def name(self) -> str:
+        """Library and archs as messages name them."""
+        return f"{self.library} {'+'.join(self.archs)}".strip()
+
+    def bytes(self) -> int:
+        """Size of all its files."""
+        return tree_bytes(self.path)
+
+    def seconds(self) -> float | None:
+        """How long its build took."""
+        value = self.manifest.get("seconds")
+        return float(value) if isinstance(value, (int, float)) else None
+
+    def built(self) -> float:
+        """When it was built, seconds since the epoch; 0 if that is not known."""
+        value = self.manifest.get("time")
+        return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def tree_bytes(path: str) -> int:
+    """Size of all files at and below ``path``; links count as themselves."""
+    total = 0
+    with contextlib.suppress(OSError):
+        total += os.lstat(path).st_size if not os.path.isdir(path) else 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
+def _entry(
+    parent: int, location: cache.Location, folder: str, tag: str, check: bool
+) -> Entry | None:
+    """The entry ``tag`` of the opened ``folder``; None for a log or a stored failure."""
+    match = FOLDER.fullmatch(folder)
+    assert match is not None
+    library, path = match["library"], f"{location.path}/{folder}/{tag}"
+    manifest: dict[str, Any] = {}
+    problem = ""
+    try:
+        fd = open_inside(parent, tag, path, location.private, folder=True)
+        try:
+            text = read_text(fd, MANIFEST, f"{path}/{MANIFEST}", location.private)
+            found = json.loads(text)
+            manifest = found if isinstance(found, dict) else {}
+        finally:
+            os.close(fd)
+        key = str(manifest.get("key"))
+        opened = open_entry(parent, path, location, library, key) if check else None
+        if not key.startswith(match["digits"]) or (check and opened is None):
+            problem = "its manifest is of another entry"
+        if opened is not None:
+            try:
+                problem = problem or verify.file_problem(f"/proc/self/fd/{opened.fd}")
+            finally:
+                os.close(opened.fd)
+    except NotADirectoryError:
+        return None
+    except (CacheError, OSError, ValueError) as error:
+        if isinstance(error, CacheError) and not os.path.isdir(path):
+            return None  # a file, such as a log
+        problem = str(error) if isinstance(error, CacheError) else f"it is damaged ({error})"
+    return Entry(location, folder, tag, library, match["digits"], manifest, problem)
+
+
+def entries(
+    location: cache.Location,
+    library: str | None = None,
+    check: bool = True,
+    key: str | None = None,
+) -> list[Entry]:
+    """All entries of a cache, of one library or of one key's folder; none without the cache.
+
+    ``check``: whether their libraries are read, too, and not the manifests alone. Raises CacheError
+    when the folder must not be used.
+    """
+    try:
+        root = open_folder(location)
+    except FileNotFoundError:
+        return []
+    found: list[Entry] = []
+    try:
+        for folder in sorted(os.listdir(root)):
+            match = FOLDER.fullmatch(folder)
+            if (
+                match is None
+                or library not in (None, match["library"])
+                or key not in (None, folder)
+            ):
+                continue
+            path = f"{location.path}/{folder}"
+            with contextlib.suppress(OSError, CacheError):
+                fd = open_inside(root, folder, path, location.private, folder=True)
+                try:
+                    tags = sorted(os.listdir(fd))
+                    made = (_entry(fd, location, folder, tag, check) for tag in tags)
+                    found.extend(entry for entry in made if entry is not None)
+                finally:
+                    os.close(fd)
+    finally:
+        os.close(root)
+    return found
+
+
+def op_of(entry: Entry) -> str:
+    """Name of the op that the entry is of."""
+    known = entry.manifest.get("op")
+    return known if isinstance(known, str) else re.sub("_(cpu|cuda)$", "", entry.library)
+
+
+def last_seconds(location: cache.Location, library: str, tag: str) -> float | None:
+    """Seconds the newest build of a library took, for the same archs if there is one such.
+
+    None if the cache knows of none: an estimate for the next build, whatever its sources.
+    """
+    try:
+        found = entries(location, library, check=False)
+        known = [entry for entry in found if entry.seconds() is not None]
+    except (CacheError, OSError):
+        return None
+    if not known:
+        return None
+    return max(known, key=lambda entry: (entry.tag == tag, entry.built())).seconds()
+
+
+def made_of(builder: OpBuilder, device: str) -> dict[str, Any]:
+    """What the key of a library is made of beside its flags: for its manifest."""
+    from ...builder import SUITE
+
+    root, suite = str(builder.root), str(SUITE) if builder.is_outside else ""
+    sources = [os.path.join(root, source) for source in builder.device_sources(device)]
+    files = closure(sources, builder.include_folders())
+    named = {relative_name(path, root, suite): digest.hex()[:24] for path, digest in files.items()}
+    return {
+        "machine": os.uname().machine,
+        "extras": builder.all_key_extras(device),
+        "sources": dict(sorted(named.items())),
+    }
+
+
+class Current(NamedTuple):
+    """What an up-to-date entry looks like."""
+
+    keys: Mapping[str, Mapping[str, str]]  # library -> digits of the key -> what else it is for
+    compilers: Mapping[str, str]  # library -> compiler of a build now, "" where there is none
+    machine: str
+
+    def stale(self, entry: Entry) -> str:
+        """Why nothing here would load the entry again, "" if something may."""
+        if entry.problem:
+            return entry.problem
+        keys = self.keys.get(entry.library)
+        if keys is None:
+            return ""  # an op of somebody else's package: nobody here knows
+        if entry.digits not in keys:
+            machine = entry.manifest.get("machine", self.machine)
+            return "" if machine != self.machine else "other sources or flags"
+        mine, theirs = self.compilers.get(entry.library), entry.manifest.get("compiler")
+        if mine and theirs != mine:
+            return f"built by {theirs}, the compiler now is {mine}"
+        return ""
+
+    def use(self, entry: Entry) -> str:
+        """What the entry is for where that is not this process's own look-up."""
+        keys = self.keys.get(entry.library)
+        if keys is None:
+            return "an op that is not installed here"
+        return keys.get(entry.digits, "another machine" if not self.stale(entry) else "")
+
+
+def _other_dispatchers(builder: OpBuilder) -> dict[str, str]:
+    """Keys of the dispatchers of all other Pythons."""
+    from ..backends import pythons
+
+    found = {}
+    for minor in range(pythons.OLDEST[1], pythons.OLDEST[1] + 20):
+        for version in (f"3.{minor}", f"3.{minor}t"):
+            python = pythons.Python(version, pythons.suffix_for(version), "")
+            other = type(builder)(builder.root, python)  # type: ignore[call-arg]
+            found[other.key("cpu")[:24]] = f"Python {version}"
+    return found
+
+
+def current(builders: Iterable[OpBuilder]) -> Current:
+    """What the entries of ``builders`` should look like now; runs the compilers for their names."""
+    keys: dict[str, dict[str, str]] = {}
+    compilers: dict[str, str] = {}
+    for builder in builders:
+        for device in devices(builder):
+            library = builder.library_name(device)
+            known = keys.setdefault(library, {})
+            if builder.NAME == "apex_te_core":
+                known.update(_other_dispatchers(builder))
+            with contextlib.suppress(OSError):
+                known[builder.key(device)[:24]] = ""
+            with contextlib.suppress(BuildError, OSError):
+                compilers[library] = builder.compiler_version(device, ())
+    return Current(keys, compilers, os.uname().machine)
+
+
+def devices(builder: OpBuilder) -> list[str]:
+    """The devices that the op has a library for."""
+    return [device for device in builder.DEVICES if builder.device_sources(device)]
+
+
+def age(seconds: float) -> str:
+    """A span of time in one word: "12 s", "3 h", "5 d"."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def since(moment: float) -> str:
+    """How long ago a moment was, "" if it is not known."""
+    return age(time.time() - moment) if moment else ""
+
+
+def size(number: float) -> str:
+    """Bytes in three digits: "123 kB", "1.2 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5 or unit == "GB":
+            return (
+                f"{number:.0f} {unit}" if unit == "B" or number >= 9.95 else f"{number:.1f} {unit}"
+            )
+        number /= 1000
+    raise AssertionError
+
+
+def writable(path: str) -> bool:
+    """Whether this user may make files in the folder, or the folder itself; makes nothing."""
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+        return False
+    return not os.statvfs(path).f_flag & os.ST_RDONLY

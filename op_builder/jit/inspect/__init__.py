@@ -1,0 +1,1 @@
+"""The commands that show, explain and remove what is compiled."""

@@ -1,0 +1,69 @@
+"""``python -m apex_te build``: libraries into the user's cache before they are needed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..errors import BuildError, PrebuildError
+from ..prebuild.build_report import BuildReport
+
+HELP = "build op libraries into the user's cache before they are needed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the sub-command."""
+    parser.add_argument(
+        "--ops", nargs="+", metavar="OP", help="ops to build, such as rms_norm (default: all)"
+    )
+    parser.add_argument(
+        "--arch",
+        metavar="LIST",
+        help='CUDA archs, such as "8.0;9.0a" (default: APEX_TE_CUDA_ARCH_LIST, else the GPUs)',
+    )
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="only the libraries of one device (default: both, cuda if there is an arch for it)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="compilers at once (default: what the machine allows)"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show the compilers' commands")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Build, and print the table; 0 if everything is ready, 1 if not, 2 for a request that is none.
+
+    What is going on is told on stderr.
+    """
+    from ... import all_builders, user_builders
+    from ..prebuild.targets import Targets
+    from ..prebuild.user_cache import choose_ops, into_cache
+
+    try:
+        builders = {**all_builders(), **user_builders()}
+        targets = Targets(None) if args.device == "cpu" else Targets.find(args.arch)
+        ops = [name for text in args.ops for name in text.split(",")] if args.ops else None
+        choices = choose_ops(builders, ops, args.device, targets)
+    except BuildError as error:
+        print(f"apex_te: {error}", file=sys.stderr)
+        return 2
+    try:
+        report = into_cache(builders, choices, targets, jobs=args.jobs, verbose=args.verbose)
+    except PrebuildError as error:
+        if error.report is not None:
+            _show(error.report, args.json)
+        print(f"apex_te: {error}", file=sys.stderr)
+        return 1
+    except BuildError as error:
+        print(f"apex_te: {error}", file=sys.stderr)
+        return 1
+    _show(report, args.json)
+    return 0
+
+
+def _show(report: BuildReport, as_json: bool) -> None:
+    print(json.dumps(report.to_dict(), indent=1) if as_json else report, flush=True)

@@ -1,0 +1,75 @@
+"""``python -m apex_te clean``: says what it removes, how many bytes, and what it leaves and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from ..errors import CacheError, NoPermissionError
+from ..find import inventory
+from . import clean
+from .clean import Removed
+from .report_command import field, short
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the sub-command."""
+    parser.add_argument("ops", nargs="*", metavar="OP", help="all entries of these ops")
+    parser.add_argument("--all", action="store_true", help="every entry, and the GEMM tables")
+    parser.add_argument(
+        "--stale",
+        action="store_true",
+        help="entries of other sources, flags or compilers than the present ones, damaged entries,"
+        " and what killed builds left",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    parser.add_argument("--json", action="store_true", help="say it as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 if something was left although it was asked for; 2 if it is not clear what to remove."""
+    if sum((bool(args.ops), args.all, args.stale)) != 1:
+        print("apex_te: clean: name ops, or one of --all and --stale", file=sys.stderr)
+        return 2
+    from ... import all_builders, get_builder, user_builders
+
+    places = clean.folders()
+    builders = {**all_builders(), **user_builders(), "apex_te_core": get_builder("apex_te_core")}
+    found: list[Removed] = []
+    if args.ops:
+        clean.check_names(args.ops, builders, places)
+    for place in places:
+        try:
+            if args.all:
+                found += clean.remove_all(place, args.dry_run)
+            elif args.stale:
+                now = inventory.current(builders.values())
+                found += clean.remove_stale(place, now, args.dry_run)
+            else:
+                found += clean.remove_ops(place, args.ops, args.dry_run)
+        except PermissionError as error:
+            raise NoPermissionError(f"{error.filename or place.path}: {error.strerror}") from None
+        except OSError as error:
+            raise CacheError(f"{error.filename or place.path}: {error.strerror}") from None
+    if args.json:
+        rows = [item.to_dict() for item in found]
+        print(json.dumps({"dry_run": args.dry_run, "items": rows}, indent=1))
+    else:
+        _print(found, [place.path for place in places], args.dry_run)
+    return 1 if any(item.left for item in found) else 0
+
+
+def _print(found: list[Removed], places: list[str], dry: bool) -> None:
+    word = "would go" if dry else "removed"
+    for item in found:
+        if not item.left:
+            size = inventory.size(item.bytes)
+            print("\n".join(field(word, f"{item.what}, {size} ({item.reason})")))
+    for item in found:
+        if item.left:
+            print("\n".join(field("left", f"{short(item.path)}: {item.reason}")))
+    gone = [item for item in found if not item.left]
+    total = inventory.size(sum(item.bytes for item in gone))
+    where = ", ".join(short(path) for path in places) or "no cache folder exists"
+    print("\n".join(field("in all", f"{len(gone)} {word}, {total}: {where}")))

@@ -1,0 +1,82 @@
+"""``python -m apex_te list``: the entries of all cache folders, and which of them are stale."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ..errors import CacheError
+from ..find import cache, inventory
+from .report_command import field, short
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the sub-command."""
+    parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops' entries")
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 if a folder must not be used."""
+    from ... import all_builders, get_builder, user_builders
+
+    core = get_builder("apex_te_core")
+    now = inventory.current([core, *all_builders().values(), *user_builders().values()])
+    folders: list[dict[str, Any]] = []
+    for place in cache.locations(core.prebuilt_folder):
+        folder: dict[str, Any] = {"kind": place.kind, "path": place.path, "problem": ""}
+        folder["entries"] = []
+        try:
+            for entry in inventory.entries(place):
+                if not args.ops or inventory.op_of(entry) in args.ops:
+                    folder["entries"].append(_facts(entry, now))
+        except (CacheError, OSError) as error:
+            folder["problem"] = str(error)
+        folders.append(folder)
+    if args.json:
+        print(json.dumps(folders, indent=1))
+    else:
+        _print(folders)
+    return 1 if any(folder["problem"] for folder in folders) else 0
+
+
+def _facts(entry: inventory.Entry, now: inventory.Current) -> dict[str, Any]:
+    return {
+        "op": inventory.op_of(entry),
+        "library": entry.library,
+        "archs": list(entry.archs),
+        "key": str(entry.manifest.get("key", entry.digits)),
+        "path": entry.path,
+        "bytes": entry.bytes(),
+        "seconds": entry.seconds(),
+        "built": entry.built(),
+        "compiler": entry.manifest.get("compiler", ""),
+        "stale": now.stale(entry),
+        "use": now.use(entry),
+    }
+
+
+def _print(folders: list[dict[str, Any]]) -> None:
+    for number, folder in enumerate(folders):
+        if number:
+            print()
+        entries = folder["entries"]
+        total = inventory.size(sum(entry["bytes"] for entry in entries))
+        told = folder["problem"] or f"{len(entries)} entries, {total}"
+        print("\n".join(field(f"{folder['kind']}:", f"{short(folder['path'])}: {told}")))
+        if entries:
+            print(f"{'library':<23} {'archs':<13} {'key':<8} {'size':>7} {'built':>7} {'age':>6}")
+        for entry in entries:
+            archs = "+".join(entry["archs"])
+            archs = archs if len(archs) <= 13 else f"{archs[:11]}.."
+            seconds = f"{entry['seconds']:.1f} s" if entry["seconds"] is not None else ""
+            note = "stale" if entry["stale"] else ("other" if entry["use"] else "")
+            print(
+                f"{entry['library'][:23]:<23} {archs:<13} {entry['key'][:8]}"
+                f" {inventory.size(entry['bytes']):>7} {seconds:>7}"
+                f" {inventory.since(entry['built']):>6} {note}".rstrip()
+            )
+        reasons = {entry["stale"] for entry in entries if entry["stale"]}
+        for reason in sorted(reasons):
+            print("\n".join(field("stale", reason)))

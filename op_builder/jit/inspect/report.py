@@ -1,0 +1,258 @@
+"""What this installation can do here: machine, compilers, GPUs, caches, and the state of every op.
+
+Works without a compiler, a GPU or a writable folder, and changes nothing: no folder is made, torch
+is not imported, CUDA is not initialised in this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pwd
+import re
+import stat
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .. import env
+from ..backends import steps
+from ..backends.archs import (
+    EXAMPLE,
+    Arch,
+    Capability,
+    example,
+    named_arch_list,
+    visible_capabilities,
+)
+from ..build import failure
+from ..build.service import look_up
+from ..errors import BuildError, CacheError, CompileError
+from ..find import cache, inventory
+from ..prebuild.targets import Targets
+from . import machine
+
+if TYPE_CHECKING:
+    from ...builder import OpBuilder
+
+Facts = dict[str, Any]
+
+
+class Here(NamedTuple):
+    """What the state of a library depends on beside its builder, asked once."""
+
+    capabilities: tuple[Capability, ...]  # of the visible GPUs
+    targets: Targets | None  # archs to build for, None if the list in the environment is bad
+    problem: str  # what is wrong with that list
+
+
+def here() -> Here:
+    """Asks the driver for the visible GPUs."""
+    capabilities: tuple[Capability, ...] = ()
+    try:
+        capabilities = tuple(visible_capabilities())
+        named = named_arch_list()
+        targets = Targets.find() if named is not None else Targets(None, capabilities)
+    except BuildError as error:
+        return Here(capabilities, None, str(error))
+    return Here(capabilities, targets, "")
+
+
+def _version() -> str:
+    from ...builder import SUITE
+
+    for folder in (SUITE, SUITE / "apex_te"):
+        with contextlib.suppress(OSError):
+            text = (folder / "_version.py").read_text(encoding="utf-8")
+            found = re.search(r'^__version__\s*=\s*"([^"]+)"', text, re.MULTILINE)
+            if found:
+                return found[1]
+    return "unknown"
+
+
+def found_entry(
+    builder: OpBuilder, device: str, capabilities: Sequence[Capability]
+) -> tuple[str, str] | None:
+    """(kind, folder) of the entry that every GPU in use is served by; None if one has none."""
+    gpus: Sequence[Capability | None] = [None]
+    if builder.needs_archs(device) and capabilities:
+        gpus = [gpu for gpu in capabilities if gpu >= builder.min_arch]
+    found = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the caches are reported apart
+        for gpu in gpus:
+            opened = look_up(builder, device, gpu)
+            if opened is None:
+                return None
+            os.close(opened.fd)
+            found = opened.kind, os.path.dirname(opened.path)
+    return found
+
+
+def archs_to_build(builder: OpBuilder, device: str, here: Here) -> tuple[Arch, ...]:
+    """The archs a build would be for. Raises BuildError."""
+    if not builder.needs_archs(device):
+        return ()
+    if here.targets is None:
+        raise BuildError(here.problem)
+    return here.targets.of(builder)
+
+
+def check_build(builder: OpBuilder, device: str, archs: Sequence[Arch]) -> None:
+    """Raise the error that a build would end with before its first command; makes nothing."""
+    builder.check_device(device)
+    if env.jit_disabled():
+        raise BuildError("APEX_TE_DISABLE_JIT forbids compiling")
+    steps.check(builder, device, archs)
+    path = cache.user_cache().path
+    if cache.named_cache() and not inventory.writable(path):
+        raise CacheError(f"APEX_TE_CACHE_DIR={cache.named_cache()} is not writable")
+
+
+def recent_failure(
+    builder: OpBuilder, device: str, archs: Sequence[Arch]
+) -> tuple[CompileError, float] | None:
+    """A stored failure that a call now would raise, and how many seconds ago it was."""
+    if env.jit_retry():
+        return None
+    folder = cache.entry_folder(builder.library_name(device), builder.key(device))
+    tag = "_".join(str(arch) for arch in archs) or cache.CPU_ENTRY
+    path = os.path.join(cache.user_cache().path, folder, f"failure-{tag}.json")
+    compiler = builder.compiler_version(device, archs)
+    error = failure.recall(path, compiler, time.time() - failure.KEPT_SECONDS)
+    return None if error is None else (error, time.time() - os.stat(path).st_mtime)
+
+
+def library(builder: OpBuilder, device: str, here: Here) -> Facts:
+    """The state of one library: prebuilt, cached, can build, failed or cannot, and why."""
+    facts: Facts = {"op": builder.NAME, "device": device, "state": "", "reason": ""}
+    facts.update(key="", path="", archs=[], seconds=None, size=None, built=None, compiler="")
+    name = builder.library_name(device)
+    try:
+        facts["key"] = builder.key(device)
+        found = found_entry(builder, device, here.capabilities)
+        if found is not None:
+            facts["state"] = "prebuilt" if found[0] == "prebuilt" else "cached"
+            facts["path"] = os.path.join(found[1], f"{name}.so")
+            facts.update(_entry_facts(builder, name, found[1]))
+            return facts
+        archs = archs_to_build(builder, device, here)
+        facts["archs"] = [str(arch) for arch in archs]
+        tag = "_".join(facts["archs"]) or cache.CPU_ENTRY
+        facts["seconds"] = inventory.last_seconds(cache.user_cache(), name, tag)
+        check_build(builder, device, archs)
+        failed = recent_failure(builder, device, archs)
+        if failed is not None:
+            facts.update(state="failed", reason=failed[0].first_error)
+        else:
+            facts["state"] = "can build"
+    except (BuildError, OSError) as error:
+        facts.update(state="cannot", reason=str(error))
+    return facts
+
+
+def _entry_facts(builder: OpBuilder, name: str, folder: str) -> Facts:
+    for location in cache.locations(builder.prebuilt_folder):
+        if os.path.dirname(os.path.dirname(folder)) != location.path:
+            continue
+        for entry in inventory.entries(location, name, check=False):
+            if entry.path == folder:
+                return {
+                    "archs": list(entry.archs),
+                    "seconds": entry.seconds(),
+                    "size": entry.manifest.get("size"),
+                    "built": entry.built(),
+                    "compiler": entry.manifest.get("compiler", ""),
+                }
+    return {}
+
+
+def _origin(location: cache.Location) -> str:
+    if location.kind == "prebuilt":
+        return "the installed package"
+    if location.kind == "extra":
+        return "APEX_TE_CACHE_PATH"
+    if location.path != cache.user_cache().path:
+        return "XDG_RUNTIME_DIR, where the default fails"
+    if cache.named_cache():
+        return "APEX_TE_CACHE_DIR"
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    return "XDG_CACHE_HOME" if os.path.isabs(xdg) else "the default"
+
+
+def cache_folder(location: cache.Location) -> Facts:
+    """State of one cache folder: who owns it, what is in it, and what is wrong with it."""
+    facts: Facts = {"kind": location.kind, "path": location.path, "from": _origin(location)}
+    facts.update(exists=False, owner=None, mode=None, problem="", entries=0, bytes=0)
+    facts["writable"] = location.private and inventory.writable(location.path)
+    try:
+        status = os.stat(location.path, follow_symlinks=False)
+    except FileNotFoundError:
+        if location.private and not facts["writable"]:
+            facts["problem"] = "it does not exist and cannot be made"
+        return facts
+    except OSError as error:
+        return {**facts, "problem": str(error.strerror)}
+    facts["exists"] = True
+    try:
+        facts["owner"] = pwd.getpwuid(status.st_uid).pw_name
+    except KeyError:
+        facts["owner"] = str(status.st_uid)
+    facts["mode"] = f"{stat.S_IMODE(status.st_mode):04o}"
+    try:
+        found = inventory.entries(location, check=False)
+        facts["entries"] = len(found)
+        facts["bytes"] = inventory.tree_bytes(location.path)
+    except (CacheError, OSError) as error:
+        facts["problem"] = str(error)
+    if location.private and not facts["problem"] and not facts["writable"]:
+        facts["problem"] = "it is not writable: what it holds is used, and nothing can be added"
+    if facts["exists"] and location.private:
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(location.path)
+            facts["free"] = disk.f_bavail * disk.f_frsize
+    return facts
+
+
+def collect(builders: Iterable[OpBuilder]) -> Facts:
+    """The whole report as plain data."""
+    from ...builder import SUITE
+    from ...core import CoreBuilder
+
+    core = CoreBuilder()
+    now = here()
+    builders = [core, *builders]
+    named = now.targets.named if now.targets is not None else None
+    chosen = named[1].split(";") if named else [str(Arch(*gpu)) for gpu in now.capabilities]
+    origin = named[0] if named else ("the visible GPUs" if chosen else None)
+    return {
+        "apex_te": {"version": _version(), "path": str(SUITE)},
+        "machine": machine.machine(),
+        "python": machine.python(),
+        "torch": machine.torch(),
+        "gpus": machine.gpus([str(Arch(*gpu)) for gpu in now.capabilities]),
+        "archs": {
+            "archs": chosen,
+            "from": origin,
+            "problem": now.problem,
+            "example": EXAMPLE if now.problem else example(),
+        },
+        "tools": machine.tools(),
+        "caches": [cache_folder(place) for place in cache.locations(core.prebuilt_folder)],
+        "settings": machine.settings(),
+        "libraries": [
+            library(builder, device, now)
+            for builder in builders
+            for device in inventory.devices(builder)
+        ],
+    }
+
+
+def is_broken(facts: Facts) -> bool:
+    """Whether something is set that a call would refuse."""
+    named = any(
+        place["from"] == "APEX_TE_CACHE_DIR" and place["problem"] for place in facts["caches"]
+    )
+    bad = any(item["problem"] and item["problem"] != machine.UNREAD for item in facts["settings"])
+    return bool(named or bad or facts["archs"]["problem"])

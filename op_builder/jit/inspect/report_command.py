@@ -1,0 +1,185 @@
+"""``python -m apex_te report``: the report as text for a terminal, or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from ..find import inventory
+from . import report
+
+Facts = dict[str, Any]
+WIDTH = 80
+_INDENT = 11
+_ORDER = ("prebuilt", "cached", "can build", "failed", "cannot")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the sub-command."""
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--paths", action="store_true", help="the path of each op's library, too")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0; 1 if a setting or the named cache is such that a call would raise."""
+    from ... import all_builders, user_builders
+
+    facts = report.collect([*all_builders().values(), *user_builders().values()])
+    if args.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        print("\n".join(lines(facts, args.paths)))
+    return 1 if report.is_broken(facts) else 0
+
+
+def short(path: str) -> str:
+    """A path with the home folder as ~."""
+    home = os.path.expanduser("~")
+    inside = os.path.isabs(home) and home != "/" and path.startswith(home + os.sep)
+    return f"~{path[len(home) :]}" if inside else path
+
+
+def field(name: str, text: str) -> Iterator[str]:
+    """A named line, wrapped; a path stays in one piece."""
+    yield from textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"{name:<{_INDENT - 1}} ",
+        subsequent_indent=" " * _INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _machine(facts: Facts) -> Iterator[str]:
+    here, python, torch = facts["machine"], facts["python"], facts["torch"]
+    yield from field(
+        "apex_te", f"{facts['apex_te']['version']} in {short(facts['apex_te']['path'])}"
+    )
+    memory = here["memory_free"]
+    free = f", {inventory.size(memory)} of memory free" if memory is not None else ""
+    jobs = f", {here['jobs']} compilers at once" if here["jobs"] else ""
+    yield from field(
+        "machine",
+        f"{here['system']} {here['architecture']}, {here['libc']}, {here['cpu']},"
+        f" {here['cpus']} CPUs{free}{jobs}",
+    )
+    yield from field(
+        "Python", f"{python['implementation']} {python['version']}, {short(python['executable'])}"
+    )
+    if torch["version"] is None:
+        yield from field("torch", "not installed")
+    else:
+        kind = f"CUDA {torch['cuda']}" if torch["cuda"] else f"ROCm {torch['hip']}"
+        kind = kind if torch["cuda"] or torch["hip"] else "CPU only"
+        yield from field("torch", f"{torch['version']} ({kind})")
+
+
+def _gpus(facts: Facts) -> Iterator[str]:
+    gpus, archs = facts["gpus"], facts["archs"]
+    driver = f"driver {gpus['driver'] or 'unknown'} for CUDA {gpus['cuda']}" if gpus["cuda"] else ""
+    devices = [
+        f"{device['name']}, arch {device['arch']}"
+        + (f", {inventory.size(device['memory'])}" if device["memory"] else "")
+        for device in gpus["devices"]
+    ]
+    for index, device in enumerate(dict.fromkeys(devices)):
+        yield from field("" if index else "GPUs", f"{devices.count(device)} x {device}")
+    if not devices:
+        yield from field("GPUs", f"none: {gpus['problem'] or 'the driver sees none'}")
+    if driver:
+        yield from field("", driver)
+    if archs["problem"]:
+        yield from field("archs", archs["problem"])
+    elif archs["archs"]:
+        yield from field("archs", f"{' '.join(archs['archs'])}, from {archs['from']}")
+    else:
+        yield from field("archs", f"none: no GPU is visible; to compile, set {archs['example']}")
+
+
+def _tools(facts: Facts) -> Iterator[str]:
+    for tool in facts["tools"]:
+        if tool["missing"]:
+            yield from field(tool["name"], f"missing: {tool['missing']}")
+            continue
+        origin = f", from {tool['origin']}" if tool["origin"] else ""
+        version = f"{tool['version']}, " if tool["version"] else ""
+        yield from field(tool["name"], f"{version}{short(tool['path'])}{origin}")
+
+
+def _caches(facts: Facts) -> Iterator[str]:
+    for place in facts["caches"]:
+        name = {"cache": "user cache", "extra": "read-only"}.get(place["kind"], place["kind"])
+        text = f"{short(place['path'])} ({place['from']}): "
+        if not place["exists"]:
+            text += "not there yet" if place["writable"] else "not there"
+        else:
+            text += f"owner {place['owner']}, mode {place['mode']}, {place['entries']} entries,"
+            text += f" {inventory.size(place['bytes'])}"
+        if "free" in place:
+            text += f", {inventory.size(place['free'])} free"
+        if place["problem"]:
+            text += f"; {place['problem']}"
+        yield from field(name, text)
+
+
+def _settings(facts: Facts) -> Iterator[str]:
+    for index, item in enumerate(facts["settings"]):
+        problem = f"  <- {item['problem']}" if item["problem"] else ""
+        yield from field("" if index else "settings", f"{item['name']}={item['value']}{problem}")
+    if not facts["settings"]:
+        yield from field("settings", "none")
+
+
+def _row(row: Facts, op: int, archs: int) -> str:
+    names = "+".join(row["archs"])
+    if len(names) > archs:
+        names = names[: archs - 2] + ".."
+    seconds = f"{row['seconds']:.1f}" if row["seconds"] is not None else ""
+    size = inventory.size(row["size"]) if row["size"] is not None else ""
+    return (
+        f"{row['op'][:op]:<{op}} {row['device']:<4} {row['state']:<9} {names:<{archs}}"
+        f" {seconds:>6} {size:>7} {row['key'][:12]}"
+    ).rstrip()
+
+
+def _libraries(facts: Facts, paths: bool) -> Iterator[str]:
+    rows = facts["libraries"]
+    op = min(24, max(len(row["op"]) for row in rows))
+    archs = min(WIDTH - op - 44, max(6, *(len("+".join(row["archs"])) for row in rows)))
+    yield (f"{'op':<{op}} {'for':<4} {'state':<9} {'archs':<{archs}} {'s':>6} {'size':>7} key")
+    for row in rows:
+        yield _row(row, op, archs)
+        if paths and row["path"]:
+            yield f"  {short(row['path'])}"
+    counts = {state: [row for row in rows if row["state"] == state] for state in _ORDER}
+    told = [f"{len(found)} {state}" for state, found in counts.items() if found]
+    yield ""
+    yield from field("libraries", ", ".join(told))
+    for state in ("failed", "cannot"):
+        reasons: dict[str, list[str]] = {}
+        for row in counts[state]:
+            # the same want of an op's name: said once
+            reason = row["reason"].removeprefix(f"{row['op']}: ")
+            reasons.setdefault(reason, []).append(f"{row['op']} ({row['device']})")
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 2} more" if len(names) > 3 else ""
+            which = ", ".join(names[: 2 if more else 3])
+            yield from field(state, f"{which}{more}: {reason}")
+
+
+def lines(facts: Facts, paths: bool = False) -> Iterator[str]:
+    """The report for people; only a path may be wider than WIDTH."""
+    yield from _machine(facts)
+    yield from _gpus(facts)
+    yield ""
+    yield from _tools(facts)
+    yield ""
+    yield from _caches(facts)
+    yield from _settings(facts)
+    yield ""
+    yield from _libraries(facts, paths)

@@ -1,0 +1,212 @@
+"""``python -m apex_te why <op>``: an op's key, each step of its look-up, its next call."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ..backends.archs import Arch, covered
+from ..errors import BuildError, CacheError
+from ..find import cache, inventory
+from ..find.inventory import Entry
+from ..find.key import OP_ABI, normalise
+from . import report
+from .report_command import WIDTH, field, short
+
+if TYPE_CHECKING:
+    from ...builder import OpBuilder
+
+Facts = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the sub-command."""
+    parser.add_argument("op", help="an op such as rms_norm, or the dispatcher, apex_te_core")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cpu, and cuda where there is an arch"
+    )
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 if the next call finds or builds the libraries; 1 if it would raise."""
+    from ... import get_builder
+
+    builder = get_builder(args.op)
+    if args.device is not None:
+        builder.check_device(args.device)
+    now = report.here()
+    devices = [args.device] if args.device is not None else inventory.devices(builder)
+    if args.device is None and now.targets is not None and not now.targets.known:
+        devices = [name for name in devices if not builder.needs_archs(name)] or devices
+    found = [explain(builder, device, now) for device in devices]
+    if args.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print("\n\n".join("\n".join(lines(facts)) for facts in found))
+    return 1 if any(facts["next"]["raises"] for facts in found) else 0
+
+
+def explain(builder: OpBuilder, device: str, here: report.Here) -> Facts:
+    """All about one library as plain data."""
+    made = inventory.made_of(builder, device)
+    facts: Facts = {
+        "op": builder.NAME,
+        "device": device,
+        "key": builder.key(device),
+        "abi": OP_ABI,
+        "flags": normalise(builder.key_flags(device), str(builder.root)),
+        **made,
+        "gpus": [str(Arch(*gpu)) for gpu in here.capabilities],
+    }
+    try:
+        facts["compiler"] = builder.compiler_version(device, ())
+    except BuildError as error:
+        facts["compiler"] = f"none: {error}"
+    facts["wanted"] = []
+    if here.targets is not None and here.targets.named is not None:
+        with contextlib.suppress(BuildError):  # "next" says what is wrong
+            archs = report.archs_to_build(builder, device, here)
+            facts["wanted"] = [str(arch) for arch in archs]
+    places = cache.locations(builder.prebuilt_folder)
+    facts["steps"] = [_step(place, builder, device, here, facts) for place in places]
+    facts["next"] = _next(builder, device, here)
+    return facts
+
+
+def _step(
+    place: cache.Location, builder: OpBuilder, device: str, here: report.Here, facts: Facts
+) -> Facts:
+    """What the look-up finds in one folder."""
+    step: Facts = {"kind": place.kind, "path": place.path, "found": [], "problem": ""}
+    step["exists"] = os.path.lexists(place.path)
+    try:
+        for entry in inventory.entries(place, builder.library_name(device)):
+            verdict, serves = _verdict(entry, builder, device, here, facts)
+            step["found"].append(
+                {
+                    "path": entry.path,
+                    "archs": list(entry.archs),
+                    "compiler": entry.manifest.get("compiler", ""),
+                    "seconds": entry.seconds(),
+                    "built": entry.built(),
+                    "serves": serves,
+                    "verdict": verdict,
+                }
+            )
+    except (CacheError, OSError) as error:
+        step["problem"] = str(error)
+    return step
+
+
+def _verdict(
+    entry: Entry, builder: OpBuilder, device: str, here: report.Here, facts: Facts
+) -> tuple[str, bool]:
+    """Why an entry serves or not, and whether it does."""
+    if not facts["key"].startswith(entry.digits):
+        return f"another key: {_difference(entry, builder, facts)}", False
+    if entry.problem:
+        return f"refused: {entry.problem}", False
+    if builder.needs_archs(device):
+        usable = [gpu for gpu in here.capabilities if gpu >= builder.min_arch]
+        lacking = [str(Arch(*gpu)) for gpu in usable if not covered(entry.archs, gpu)]
+        if lacking:
+            return f"does not cover the GPU of arch {', '.join(lacking)}", False
+        lacking = [arch for arch in facts["wanted"] if arch not in entry.archs]
+        if lacking and not usable:
+            return f"does not hold {', '.join(lacking)}, which the arch list names", False
+    theirs = entry.manifest.get("compiler", "unknown")
+    if theirs != facts["compiler"] and not facts["compiler"].startswith("none"):
+        return f"serves, though built by {theirs} and the compiler is {facts['compiler']}", True
+    return "serves", True
+
+
+def _difference(entry: Entry, builder: OpBuilder, facts: Facts) -> str:
+    """What differs between the entry's sources and flags and the present ones."""
+    theirs = entry.manifest
+    told = []
+    sources = theirs.get("sources")
+    if isinstance(sources, dict):
+        changed = [name for name in facts["sources"] if name in sources]
+        changed = [name for name in changed if sources[name] != facts["sources"][name]]
+        for word, names in (
+            ("changed", changed),
+            ("new", [name for name in facts["sources"] if name not in sources]),
+            ("gone", [name for name in sources if name not in facts["sources"]]),
+        ):
+            if names:
+                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+                told.append(f"{word} {', '.join(names[:3])}{more}")
+    flags = normalise([str(flag) for flag in theirs.get("flags") or ()], str(builder.root))
+    if flags and flags != facts["flags"]:
+        added = " ".join(flag for flag in facts["flags"] if flag not in flags)
+        dropped = " ".join(flag for flag in flags if flag not in facts["flags"])
+        told.append(f"flags: now {added or 'in another order'}{f', not {dropped}' * bool(dropped)}")
+    for name in ("machine", "extras"):
+        if name in theirs and theirs[name] != facts[name]:
+            told.append(f"for {theirs[name] if name == 'machine' else ' '.join(theirs[name])}")
+    return "; ".join(told) or "nobody recorded what it was made of"
+
+
+def _next(builder: OpBuilder, device: str, here: report.Here) -> Facts:
+    """What a call would do now."""
+    row = report.library(builder, device, here)
+    state, where = row["state"], cache.user_cache().path
+    raises = state in ("failed", "cannot")
+    if state in ("prebuilt", "cached"):
+        text = f"loads {short(row['path'])}; no compiler runs"
+    elif state == "can build":
+        archs = f" for {' '.join(row['archs'])}" if row["archs"] else ""
+        about = f", which took {row['seconds']:.1f} s last time" if row["seconds"] else ""
+        into = short(where)
+        if not inventory.writable(where):
+            into = "a temporary folder, with a warning (the user cache cannot be written)"
+        text = f"compiles{archs}{about}, into {into}"
+    elif state == "failed":
+        text = f"raises CompileError again, stored a moment ago: {row['reason']}"
+    else:
+        text = f"raises an error: {row['reason']}"
+    return {"state": state, "raises": raises, "text": text, "archs": row["archs"]}
+
+
+_STEP = {"prebuilt": "prebuilt", "cache": "user cache", "extra": "read-only"}
+
+
+def lines(facts: Facts) -> Iterator[str]:
+    """The explanation for people; only a path may be wider than WIDTH."""
+    yield f"{facts['op']} ({facts['device']})"
+    yield from field("key", facts["key"])
+    yield from field("settings", _settings(facts))
+    yield from field("flags", " ".join(facts["flags"]))
+    for index, (name, digest) in enumerate(facts["sources"].items()):
+        room = WIDTH - 13 - 12
+        yield f"{'' if index else 'sources':<11}{name:<{room}} {digest[:12]}"
+    yield from field("compiler", f"{facts['compiler']} (not part of the key)")
+    yield ""
+    yield from field("1 process", "nothing is loaded in a new process")
+    for number, step in enumerate(facts["steps"], 2):
+        name = f"{number} {_STEP[step['kind']]}"
+        if step["problem"]:
+            yield from field(name, f"{short(step['path'])}: not used: {step['problem']}")
+            continue
+        held = "nothing of this op" if step["exists"] else "not there"
+        yield from field(name, f"{short(step['path'])}{'' if step['found'] else f': {held}'}")
+        for entry in step["found"]:
+            yield from _entry_lines(step["path"], entry)
+    yield ""
+    yield from field("next call", facts["next"]["text"])
+
+
+def _settings(facts: Facts) -> str:
+    told = [facts["machine"], f"op ABI {facts['abi']}", *facts["extras"]]
+    return ", ".join(str(item) for item in told)
+
+
+def _entry_lines(place: str, entry: Facts) -> Iterator[str]:
+    ago = inventory.since(entry["built"])
+    when = f" ({ago} old)" if ago else ""
+    yield from field("", f"{os.path.relpath(entry['path'], place)}{when}: {entry['verdict']}")

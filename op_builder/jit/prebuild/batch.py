@@ -1,0 +1,155 @@
+"""Building many libraries at once, without running more compilers than the machine can take.
+
+Each library is a ninja graph of its own, and the compilers of all graphs that run stay within the
+limit: the lock, the stored failure and the publication of a library are those of a build on first
+use, and what is finished stays finished when a later one fails or the process is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..backends.archs import Arch
+from ..errors import BuildError
+from ..find import cache
+from ..find.cache import Location
+from ..find.key import closure
+from .build_report import BuildReport, LibraryReport
+
+if TYPE_CHECKING:
+    from ...builder import OpBuilder
+
+_STOP_PAUSE = 0.1  # seconds
+
+
+class Wanted(NamedTuple):
+    """One library to build, for ``archs`` if it is made for GPU archs."""
+
+    builder: OpBuilder
+    device: str
+    archs: tuple[Arch, ...] = ()
+    label: str = ""
+
+    @property
+    def op(self) -> str:
+        """The name that reports show."""
+        return self.label or self.builder.NAME
+
+    def cost(self) -> tuple[bool, int, int]:
+        """Sorts long builds first: dispatchers, many archs and sources, much that is included."""
+        builder = self.builder
+        sources = [os.path.join(builder.root, name) for name in builder.device_sources(self.device)]
+        read = sum(os.path.getsize(path) for path in closure(sources, builder.include_folders()))
+        return bool(self.label), len(self.archs) * len(sources), read
+
+    def report(self, state: str, **values: Any) -> LibraryReport:
+        """The row of this library."""
+        archs = tuple(str(arch) for arch in self.archs)
+        row = LibraryReport(self.op, self.device, state, archs)
+        return row._replace(**values)
+
+
+def manifest_report(wanted: Wanted, state: str, path: str) -> LibraryReport:
+    """The row of a library that lies at ``path``, with what its manifest says."""
+    with open(os.path.join(os.path.dirname(path), cache.MANIFEST), encoding="utf-8") as file:
+        manifest = json.load(file)
+    return wanted.report(
+        state,
+        archs=tuple(manifest["archs"]),
+        seconds=manifest["seconds"],
+        size=manifest["size"],
+        path=path,
+    )
+
+
+def _build_one(
+    wanted: Wanted, location: Location | None, jobs: int, started: float, verbose: bool
+) -> LibraryReport:
+    from ..build.service import build
+
+    try:
+        opened = build(
+            wanted.builder,
+            wanted.device,
+            verbose=verbose,
+            location=location,
+            archs=wanted.archs,
+            jobs=jobs,
+            started=started,
+        )
+        os.close(opened.fd)
+        return manifest_report(wanted, "built", opened.path)
+    except BuildError as error:
+        return wanted.report("failed", reason=str(error))
+    except Exception as error:  # a thread must answer; anything else here is an error of its own
+        return wanted.report("failed", reason=f"{type(error).__name__}: {error}")
+
+
+def _stop(threads: Sequence[threading.Thread]) -> None:
+    """Stop the compilers; a thread that waits for another process's lock is left to die with us."""
+    from ..build import ninja
+
+    quiet = 0
+    while quiet < 5 and any(thread.is_alive() for thread in threads):
+        quiet = 0 if ninja.stop_all() else quiet + 1
+        time.sleep(_STOP_PAUSE)
+
+
+def build_all(
+    wanted: Sequence[Wanted],
+    location: Location | None,
+    jobs: int,
+    *,
+    started: float | None = None,
+    verbose: bool = False,
+) -> BuildReport:
+    """Build all of ``wanted`` into ``location`` (None: the user's cache), the long ones first.
+
+    A failure does not stop the others; it is a row of the report. ``started`` (seconds since the
+    epoch): since when the caller waits.
+    """
+    since = time.time() if started is None else started
+    begin = time.monotonic()
+    pending = sorted(wanted, key=Wanted.cost, reverse=True)
+    finished: queue.SimpleQueue[tuple[int, Wanted, LibraryReport]] = queue.SimpleQueue()
+    threads: list[threading.Thread] = []
+    reports: dict[Wanted, LibraryReport] = {}
+    free = jobs
+
+    def work(item: Wanted, share: int) -> None:
+        finished.put((share, item, _build_one(item, location, share, since, verbose)))
+
+    try:
+        while len(reports) < len(wanted):
+            for item, share in _fitting(pending, free):
+                thread = threading.Thread(target=work, args=(item, share), daemon=True)
+                thread.start()
+                threads.append(thread)
+                free -= share
+            share, item, report = finished.get()
+            free += share
+            reports[item] = report
+    except BaseException:  # Ctrl-C: no compiler is left behind
+        _stop(threads)
+        raise
+    rows = tuple(reports[item] for item in wanted)
+    return BuildReport(rows, time.monotonic() - begin, jobs)
+
+
+def _fitting(pending: list[Wanted], free: int) -> Iterator[tuple[Wanted, int]]:
+    """Takes from ``pending`` what can start now, with how many compilers each may use.
+
+    One, while others wait: the sources of a library differ in length, and it would let some idle.
+    """
+    while pending and free:
+        item = pending.pop(0)
+        sources = len(item.builder.device_sources(item.device))
+        share = max(1, min(sources, free - len(pending)))
+        free -= share
+        yield item, share

@@ -1,0 +1,147 @@
+"""Libraries made at install time: what the environment asks for, and making it."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .. import env
+from ..backends import pythons, steps, toolchain
+from ..backends.archs import named_arch_list, visible_capabilities
+from ..build import resources
+from ..errors import BuildError, PrebuildError, SettingError
+from ..find import cache
+from ..find.cache import Location, make_private
+from .batch import Wanted, build_all
+from .build_report import BuildReport
+from .targets import Choice, Targets, dispatchers, offered, plan
+
+if TYPE_CHECKING:
+    from ...builder import OpBuilder
+
+CPP_OPS, CUDA_OPS = GROUPS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
+# what apex's setup.py takes -> what says it here
+_APEX_OPTIONS = {"--cpp_ext": CPP_OPS, "--cuda_ext": CUDA_OPS}
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch is a CUDA or ROCm build, told by its files, not importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return False
+    folder = os.path.join(os.path.dirname(spec.origin), "lib")
+    return any(os.path.exists(f"{folder}/libtorch_{kind}.so") for kind in ("cuda", "hip"))
+
+
+def cuda_expected() -> bool:
+    """Whether a single op's CUDA library is wanted: an arch list, a GPU, or a CUDA torch."""
+    return named_arch_list() is not None or bool(visible_capabilities()) or torch_has_cuda()
+
+
+def select(builders: Mapping[str, OpBuilder]) -> list[Choice]:
+    """What the environment asks for, without the dispatchers, and why the rest is left out.
+
+    APEX_BUILD_<OP> decides for one op; else APEX_BUILD_CUDA_OPS asks for both libraries of every op
+    and APEX_BUILD_CPP_OPS for the CPU ones. Raises SettingError for a value that is no boolean.
+    """
+    cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)
+    choices: list[Choice] = []
+    expected: bool | None = None
+    for name, builder in sorted(builders.items()):
+        single = env.boolean(builder.BUILD_VAR, None)
+        if single and not cuda and expected is None:
+            expected = cuda_expected()
+        for device in offered(builder):
+            reason = ""
+            if single is False:
+                reason = f"{builder.BUILD_VAR}={os.environ[builder.BUILD_VAR]}"
+            elif not (single or cpp or cuda):
+                reason = "not asked for"
+            elif device == "cuda" and not (cuda or single):
+                reason = f"{CPP_OPS} asks for CPU libraries"
+            elif device == "cuda" and not (cuda or expected):
+                reason = "no arch list is set, no GPU is visible and torch is no CUDA build"
+            choices.append(Choice(name, device, not reason, bool(single), reason))
+    return choices
+
+
+def unknown_variables(builders: Mapping[str, OpBuilder]) -> list[str]:
+    """APEX_BUILD_* variables that nothing reads, such as a misspelt one."""
+    known = {builder.BUILD_VAR for builder in builders.values()}
+    known.update((*GROUPS, pythons.VARIABLE))
+    return sorted(
+        name for name in os.environ if name.startswith("APEX_BUILD_") and name not in known
+    )
+
+
+def check_install(builders: Mapping[str, OpBuilder], arguments: Iterable[str] = ()) -> list[Choice]:
+    """``select``, refused where something contradicts or would be ignored without a word.
+
+    Raises SettingError for a variable that nothing reads, for apex's command line options, and for
+    a request to build where compiling is forbidden.
+    """
+    choices = select(builders)
+    for name in unknown_variables(builders):
+        known = [*GROUPS, pythons.VARIABLE, *(each.BUILD_VAR for each in builders.values())]
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+        # ascii: a character that cannot be seen is a way to misspell, too
+        raise SettingError(f"{ascii(name)[1:-1]} is set and belongs to no op; {hint}")
+    for option in arguments:
+        if option in _APEX_OPTIONS:
+            raise SettingError(f"{option} is apex's option; set {_APEX_OPTIONS[option]}=1 instead")
+    if any(choice.wanted for choice in choices) and env.jit_disabled():
+        raise SettingError("APEX_TE_DISABLE_JIT is set together with a request to build libraries")
+    return choices
+
+
+def into_package(
+    builders: Mapping[str, OpBuilder], choices: Sequence[Choice], target: str
+) -> BuildReport:
+    """Build what was chosen into the folder ``target`` of a package, for the Pythons named.
+
+    Raises PrebuildError when something failed, or cannot be built for want of a program, a header
+    or an arch; SettingError for flags that only fit this machine.
+    """
+    wanted, rows = plan(builders, choices, Targets.find())
+    wanted = [*dispatchers(pythons.named()), *wanted]
+    unable = []
+    for item in wanted:
+        _check_portable(item)
+        try:
+            steps.check(item.builder, item.device, item.archs)
+        except BuildError as error:  # told now, not after a minute of compiling the others
+            unable.append(item.report("failed", reason=str(error)))
+    if unable:
+        report = BuildReport((*unable, *rows))
+        raise PrebuildError(report.failures(), report)
+    make_private(target)
+    report = build_all(wanted, Location(target, True, "prebuilt"), resources.jobs())
+    for leftover in (cache.LOCKS, cache.TEMPORARY):
+        shutil.rmtree(os.path.join(target, leftover), ignore_errors=True)
+    _make_readable(target)
+    report = report._replace(libraries=(*report.libraries, *rows))
+    if not report.ok:
+        raise PrebuildError(report.failures(), report)
+    return report
+
+
+def _check_portable(wanted: Wanted) -> None:
+    for flag in wanted.builder.key_flags(wanted.device):
+        if toolchain.is_for_this_machine(flag):
+            raise SettingError(
+                f"{wanted.op} ({wanted.device}): {flag} makes a library for this machine's CPU"
+                " alone; what is installed must run on others"
+            )
+
+
+def _make_readable(target: str) -> None:
+    """What is installed may be read by everybody."""
+    for folder, _, files in os.walk(target):
+        os.chmod(folder, 0o755)
+        for name in files:
+            os.chmod(os.path.join(folder, name), 0o644)

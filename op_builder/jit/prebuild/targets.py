@@ -1,0 +1,110 @@
+"""From what was asked for to the list of libraries to build: ops, devices, archs, dispatchers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..backends import extension, pythons
+from ..backends.archs import (
+    Arch,
+    Capability,
+    choose,
+    named_arch_list,
+    parse_arch_list,
+    visible_capabilities,
+)
+from ..errors import ArchError
+from .batch import Wanted
+from .build_report import LibraryReport
+
+if TYPE_CHECKING:
+    from ...builder import OpBuilder
+
+DEVICES = ("cpu", "cuda")
+
+
+class Choice(NamedTuple):
+    """One library of one op: whether it is built, and whether it must be; else why it is not."""
+
+    op: str
+    device: str
+    wanted: bool
+    insisted: bool = False
+    reason: str = ""
+
+
+class Targets(NamedTuple):
+    """The archs to build for: a list and whose it is, or the GPUs that are visible."""
+
+    named: tuple[str, str] | None
+    capabilities: tuple[Capability, ...] = ()
+
+    @classmethod
+    def find(cls, text: str | None = None) -> Targets:
+        """``text``, else the environment's list, else the GPUs; looks for GPUs once."""
+        named = ("arch", text) if text is not None else named_arch_list()
+        if named is None:
+            return cls(None, tuple(visible_capabilities()))
+        archs = parse_arch_list(named[1], visible_capabilities)
+        if not archs:
+            raise ArchError(f"{named[0]} names no CUDA arch, got {named[1]!r}")
+        return cls((named[0], ";".join(str(arch) for arch in archs)))
+
+    @property
+    def known(self) -> bool:
+        """Whether there is any arch to build for."""
+        return self.named is not None or bool(self.capabilities)
+
+    def of(self, builder: OpBuilder) -> tuple[Arch, ...]:
+        """The archs of one op. Raises ArchError where none serves."""
+        named = self.named
+        if named is None and self.capabilities:
+            named = ("the visible GPUs", ";".join(str(Arch(*c)) for c in self.capabilities))
+        return choose(builder.NAME, builder.min_arch, builder.specific_archs(), None, named)
+
+
+def offered(builder: OpBuilder) -> list[str]:
+    """The devices an op has libraries for; an extension module is one library."""
+    if builder.BINDING == "pybind11":
+        return ["cpu"]
+    return [device for device in DEVICES if device in builder.DEVICES]
+
+
+def plan(
+    builders: Mapping[str, OpBuilder], choices: Iterable[Choice], targets: Targets
+) -> tuple[list[Wanted], list[LibraryReport]]:
+    """What is to be built, and the rows of what is left out.
+
+    Raises ArchError where there is no arch to build for, or none that serves an op insisted on.
+    """
+    wanted: list[Wanted] = []
+    rows: list[LibraryReport] = []
+    for choice in choices:
+        builder, device = builders[choice.op], choice.device
+        if not choice.wanted:
+            rows.append(LibraryReport(choice.op, device, "skipped", reason=choice.reason))
+            continue
+        archs: tuple[Arch, ...] = ()
+        if builder.needs_archs(device):
+            try:
+                archs = targets.of(builder)
+            except ArchError as error:
+                # a group takes what there is for these archs; but without any, nothing is right
+                if choice.insisted or not targets.known:
+                    raise
+                rows.append(LibraryReport(choice.op, device, "skipped", reason=str(error)))
+                continue
+        wanted.append(Wanted(builder, device, archs))
+    return wanted, rows
+
+
+def dispatchers(named: Sequence[pythons.Python | None]) -> list[Wanted]:
+    """One dispatcher per Python; None stands for the running one, whose headers may be missing."""
+    from ...core import CoreBuilder
+
+    wanted = []
+    for python in named:
+        version = pythons.name_of(python.suffix if python else extension.soabi())
+        wanted.append(Wanted(CoreBuilder(python=python), "cpu", label=f"dispatcher {version}"))
+    return wanted

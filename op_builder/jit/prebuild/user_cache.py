@@ -1,0 +1,137 @@
+"""Having libraries ready before they are used, after the installation: in the user's cache."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from .. import env
+from ..backends.archs import Capability
+from ..build import lock, resources
+from ..build.ninja import disk_errors
+from ..errors import JitDisabledError, PrebuildError, SettingError, UnknownOpError
+from ..find import cache
+from .batch import Wanted, build_all, manifest_report
+from .build_report import BuildReport, LibraryReport
+from .targets import DEVICES, Choice, Targets, dispatchers, offered, plan
+
+if TYPE_CHECKING:
+    from ...builder import OpBuilder
+
+_LOCK = "prebuild"  # beside those of the libraries, whose names end in a key
+_DISPATCHER = "apex_te_core"
+
+
+def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpBuilder]) -> list[str]:
+    """Names of ops, each once; None means all. Raises UnknownOpError.
+
+    The dispatcher's name is allowed and adds nothing: it goes along with whatever is built.
+    """
+    if ops is None:
+        return sorted(builders)
+    names = [ops] if isinstance(ops, str) else list(ops)
+    for name in names:
+        if name not in builders and name != _DISPATCHER:
+            raise UnknownOpError(
+                f"ops: there is no op {name!r}; there are: {', '.join(sorted(builders))}"
+            )
+    return [name for name in dict.fromkeys(names) if name in builders]
+
+
+def choose_ops(
+    builders: Mapping[str, OpBuilder],
+    ops: str | Iterable[str] | None,
+    device: str | None,
+    targets: Targets,
+) -> list[Choice]:
+    """The libraries of ``ops``; CUDA's, where it is not named, only if there is an arch for them.
+
+    Raises UnknownOpError, SettingError for another device.
+    """
+    if device is not None and device not in DEVICES:
+        raise SettingError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    choices = []
+    for name in check_ops(ops, builders):
+        for each in offered(builders[name]) if device is None else [device]:
+            reason = ""
+            if each not in offered(builders[name]):
+                reason = f"the op has no {each} library"
+            elif builders[name].needs_archs(each) and device is None and not targets.known:
+                reason = "no GPU is visible and no arch list is set"
+            choices.append(Choice(name, each, not reason, ops is not None, reason))
+    return choices
+
+
+def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
+    """The row of a library that need not be built."""
+    builder, device = wanted.builder, wanted.device
+    key, library = builder.key(device), builder.library_name(device)
+    gpus: Sequence[Capability | None] = [None]
+    if wanted.archs and targets.named is None:
+        gpus = targets.capabilities  # as on first use: whatever covers the GPU will do
+    tags = [str(arch) for arch in wanted.archs]
+    row = None
+    for gpu in gpus:
+        found = cache.look_up(builder.prebuilt_folder, library, key, gpu, tags)
+        if found is None:
+            return None
+        os.close(found.fd)
+        row = manifest_report(wanted, "present", found.path)
+    return row
+
+
+def _missing(
+    wanted: Iterable[Wanted], targets: Targets, rows: dict[Wanted, LibraryReport]
+) -> list[Wanted]:
+    """Those of ``wanted`` that have to be built; the others get their row."""
+    missing = []
+    for item in wanted:
+        row = _found(item, targets)
+        if row is None:
+            missing.append(item)
+        else:
+            rows[item] = row
+    return missing
+
+
+def into_cache(
+    builders: Mapping[str, OpBuilder],
+    choices: Sequence[Choice],
+    targets: Targets,
+    *,
+    jobs: int | None = None,
+    verbose: bool = False,
+) -> BuildReport:
+    """Build what was chosen, and the dispatcher, where they are neither prebuilt nor cached.
+
+    One process builds; others that ask meanwhile wait and find its result.
+    Raises PrebuildError when something failed, JitDisabledError where compiling is forbidden.
+    """
+    started, begin = time.time(), time.monotonic()
+    if jobs is not None and jobs < 1:
+        raise SettingError(f"jobs must be an integer >= 1, got {jobs}")
+    wanted, skipped = plan(builders, choices, targets)
+    wanted = [*dispatchers([None]), *wanted]
+    rows: dict[Wanted, LibraryReport] = {}
+    missing = _missing(wanted, targets, rows)
+    limit = jobs or resources.jobs()
+    if missing:
+        if env.jit_disabled():
+            raise JitDisabledError(
+                f"{', '.join(f'{item.op} ({item.device})' for item in missing)}: neither prebuilt"
+                " nor cached, and APEX_TE_DISABLE_JIT forbids building"
+            )
+        folder = cache.writable_cache(cache.LOCKS).path
+        path = os.path.join(folder, cache.LOCKS, _LOCK)
+        what = f"a prebuild of {len(missing)} libraries"
+        with disk_errors(what, folder), lock.held(path, what, env.lock_timeout()):
+            missing = _missing(missing, targets, rows)
+            report = build_all(missing, None, limit, started=started, verbose=verbose)
+        rows.update(zip(missing, report.libraries, strict=True))
+    libraries = (*(rows[item] for item in wanted), *skipped)
+    report = BuildReport(libraries, time.monotonic() - begin, limit)
+    if not report.ok:
+        raise PrebuildError(report.failures(), report)
+    return report
