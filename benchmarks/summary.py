@@ -1,6 +1,6 @@
-"""Tables and charts of the memory-bound ops from benchmarks/results, and the README's table.
+"""Writes the tables and charts of the documents from benchmarks/results.
 
-    python benchmarks/summary.py            # results/ops.md, results/<op>.png, README.md
+    python benchmarks/summary.py    # README.md, docs/performance.md, results/ops.md, results/*.png
 
 A function's first row in a results file is its headline. TB/s are the floor's bytes over the time;
 the ceiling is a copy_ of as many bytes, timed in the same run.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 LAYERS = "transformer"  # the results file of whole layers
 
-# What the README shows of an op with many functions: its first ones. ops.md has all.
-README_FUNCTIONS = {
+README = ROOT / "README.md"
+PERFORMANCE = ROOT / "docs" / "performance.md"
+
+# Functions that docs/performance.md shows of an op with many: its first ones. ops.md has all.
+MAIN_FUNCTIONS = {
     "activation": 5,
     "bias_gelu": 6,
     "bias_dropout_add": 2,
@@ -33,7 +37,7 @@ README_FUNCTIONS = {
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """Results files that have rows of bandwidth, by op."""
+    """Returns the results files that have rows of bandwidth, by op."""
     found = {}
     for path in sorted(RESULTS.glob("*.json")):
         data = json.loads(path.read_text())
@@ -44,6 +48,7 @@ def load() -> dict[str, dict[str, Any]]:
 
 
 def headlines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the first row with a bandwidth of each function."""
     first: dict[str, dict[str, Any]] = {}
     for row in rows:
         if "TB/s" in row:
@@ -52,19 +57,19 @@ def headlines(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def peers(row: dict[str, Any]) -> dict[str, float]:
-    """Times in microseconds of the other implementations in a row."""
+    """Returns the times in microseconds of the other implementations in a row."""
     names = [key.removeprefix("over ") for key in row if key.startswith("over ")]
     return {name: row[f"{name} us"] for name in names}
 
 
 def ops_table(results: dict[str, dict[str, Any]], every_shape: bool) -> str:
-    """Markdown: every row, or for the README one row of each main function."""
+    """Returns a Markdown table of every row, or of one row for each main function."""
     lines = [
         "| function | shape | us | TB/s | of a copy | best peer | times faster |",
         "|---|---|---|---|---|---|---|",
     ]
     for op, data in results.items():
-        main_rows = headlines(data["rows"])[: README_FUNCTIONS.get(op)]
+        main_rows = headlines(data["rows"])[: MAIN_FUNCTIONS.get(op)]
         for row in data["rows"] if every_shape else main_rows:
             name = f"{row['function']} {row.get('outputs', '')}".rstrip()
             if op.split("_")[0] not in name and op != "activation":
@@ -85,19 +90,21 @@ def ops_table(results: dict[str, dict[str, Any]], every_shape: bool) -> str:
 
 
 def source_line(results: dict[str, dict[str, Any]]) -> str:
-    """GPU, driver and torch of the files, and their dates."""
+    """Returns GPU, driver and torch of the files, and their dates."""
     infos = [data["environment"] for data in results.values()]
     machines = {(i.get("gpu", "no GPU"), i.get("driver", ""), i["torch"]) for i in infos}
     dates = sorted({i["date"] for i in infos})
-    text = "; ".join(f"{gpu}, driver {driver}, torch {torch}" for gpu, driver, torch in machines)
+    text = "; ".join(
+        f"{gpu}, driver {driver}, torch {torch}" if driver else f"{gpu}, torch {torch}"
+        for gpu, driver, torch in sorted(machines)
+    )
     return f"{text}, {dates[0]}" + (f" to {dates[-1]}" if len(dates) > 1 else "")
 
 
 def layers_table(data: dict[str, Any]) -> str:
-    """Markdown: one row for each layer and stack."""
-    info = data["environment"]
+    """Returns a Markdown table with one row for each layer and stack."""
     lines = [
-        f"{info['gpu']}, driver {info['driver']}, torch {info['torch']}, {info['date']}:",
+        f"{source_line({LAYERS: data})}:",
         "",
         "| layer | stack | measure | ms | ms in turns | peak GiB |",
         "|---|---|---|---|---|---|",
@@ -110,21 +117,95 @@ def layers_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def replaced(readme: str, part: str, text: str) -> str:
-    """The README with ``text`` between the marks of ``part``."""
+def _result(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _layer_times() -> dict[str, float]:
+    """Returns the milliseconds of a Llama-3-8B layer by stack, each timed by itself."""
+    rows = _result(LAYERS)["rows"]
+    return {row["stack"]: row["ms"] for row in rows if row["layer"] == "Llama-3-8B"}
+
+
+def headline() -> str:
+    """Returns the README's three figures as a Markdown list, each with machine, torch and date."""
+    times = _layer_times()
+    fp8, bf16 = times["apex_te delayed"], times["torch bf16"]
+    compiled = times["torch bf16 compiled"]
+    training, install = _result("char_gpt_h200"), _result("install_cpu")
+    losses = {row["precision"]: row for row in training["rows"]}
+    seconds = next(row["s"] for row in install["rows"] if row["what"].endswith("nothing built"))
+    sources = [source_line({"": data}) for data in (_result(LAYERS), training, install)]
+    lines = [
+        f"- **{bf16 / fp8:.2f}x** the speed of PyTorch in bf16 ({compiled / fp8:.2f}x that of "
+        f"`torch.compile`): a Llama-3-8B layer, 2 x 4096 tokens, forward and backward, takes "
+        f"{fp8:.2f} ms with FP8, {bf16:.2f} ms and {compiled:.2f} ms without. {sources[0]}.",
+        f"- **{losses['delayed']['ratio']:.3f}** of bf16's validation loss after "
+        f"{training['settings']['steps']:,} steps of a small GPT, mean of "
+        f"{len(training['seeds'])} seeds; bf16's own seeds differ by "
+        f"{losses['bf16']['spread']:.1%}. {sources[1]}.",
+        f"- **{seconds:.1f} s** for `pip install .`, which compiles nothing. 2 x86-64 cores, "
+        f"{sources[2]}.",
+    ]
+    return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in lines)
+
+
+def replaced(document: str, part: str, text: str) -> str:
+    """Returns the document with ``text`` between the marks of ``part``."""
     begin, end = f"<!-- {part}: begin -->", f"<!-- {part}: end -->"
-    before, _, rest = readme.partition(begin)
+    before, _, rest = document.partition(begin)
     _, _, after = rest.partition(end)
     if not after:
-        sys.exit(f"summary: README.md must contain {begin} and {end}")
+        sys.exit(f"summary: the document must contain {begin} and {end}")
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 
-def draw(name: str, data: dict[str, Any]) -> None:
-    """One bar chart of an op's headline rows, peers beside it, the copy's ceiling above each."""
-    import matplotlib
+def documents() -> dict[Path, str]:
+    """Returns the text of each document that shows results, written anew from them."""
+    results = load()
+    if not results:
+        sys.exit("summary: no results with bandwidths in benchmarks/results")
+    source = source_line(results)
+    table = ops_table(results, every_shape=False)
+    performance = PERFORMANCE.read_text()
+    performance = replaced(performance, "ops", f"{source}, bf16, cold L2:\n\n{table}")
+    performance = replaced(performance, "layers", layers_table(_result(LAYERS)))
+    every = ops_table(results, every_shape=True)
+    return {
+        README: replaced(README.read_text(), "headline", headline()),
+        PERFORMANCE: performance,
+        RESULTS / "ops.md": f"# Memory-bound ops\n\n{source}. Cold L2.\n\n{every}\n",
+    }
 
-    matplotlib.use("Agg")
+
+def draw_layer() -> None:
+    """Draws the README's chart: times of a Llama-3-8B layer by stack."""
+    from matplotlib import pyplot
+
+    labels = {
+        "torch bf16": "PyTorch, bf16",
+        "torch bf16 compiled": "PyTorch, bf16, torch.compile",
+        "apex_te bf16": "apex_te, bf16",
+        "apex_te blockwise": "apex_te, FP8, block scaling",
+        "apex_te tensorwise": "apex_te, FP8, current scaling",
+        "apex_te delayed": "apex_te, FP8, delayed scaling",
+    }
+    times = _layer_times()
+    figure, axes = pyplot.subplots(figsize=(8, 2.8))
+    colors = ["tab:blue" if "FP8" in label else "tab:gray" for label in labels.values()]
+    bars = axes.barh(list(labels.values()), [times[stack] for stack in labels], color=colors)
+    axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms, forward + backward of a Llama-3-8B layer, 2 x 4096 tokens")
+    axes.set_xlim(0, 1.1 * max(times.values()))
+    axes.set_title(source_line({LAYERS: _result(LAYERS)}), size=9)
+    figure.tight_layout()
+    figure.savefig(RESULTS / f"{LAYERS}.png", dpi=110)
+    pyplot.close(figure)
+
+
+def draw(name: str, data: dict[str, Any]) -> None:
+    """Draws an op's headline rows as bars beside its peers', each below the copy's ceiling."""
     from matplotlib import pyplot
 
     rows = headlines(data["rows"])
@@ -157,24 +238,18 @@ def draw(name: str, data: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    results = load()
-    if not results:
-        sys.exit("summary: no results with bandwidths in benchmarks/results")
-    source = source_line(results)
-    text = f"# Memory-bound ops\n\n{source}. Cold L2.\n\n{ops_table(results, every_shape=True)}\n"
-    (RESULTS / "ops.md").write_text(text)
-    readme = (ROOT / "README.md").read_text()
-    table = ops_table(results, every_shape=False)
-    readme = replaced(readme, "ops", f"{source}, bf16, cold L2:\n\n{table}")
-    layers = RESULTS / f"{LAYERS}.json"
-    if layers.exists():
-        readme = replaced(readme, "layers", layers_table(json.loads(layers.read_text())))
-    (ROOT / "README.md").write_text(readme)
+    """Writes the documents, and the charts where matplotlib is installed."""
+    for path, text in documents().items():
+        path.write_text(text)
     try:
-        for name, data in results.items():
-            draw(name, data)
+        import matplotlib
     except ImportError:
         print("summary: no charts, matplotlib is missing (pip install apex_te[demo])")
+        return
+    matplotlib.use("Agg")
+    draw_layer()
+    for name, data in load().items():
+        draw(name, data)
 
 
 if __name__ == "__main__":

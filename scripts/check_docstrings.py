@@ -3,7 +3,7 @@
     python scripts/check_docstrings.py [PATH ...]     # default: the three packages
     python scripts/check_docstrings.py --shrink       # drop files that are clean from the list
 
-The words come from docs/glossary.md. Files named in
+The words come from docs/glossary.md, the rules from CONTRIBUTING.md. Files named in
 ``scripts/docstrings_todo.txt`` are not yet clean. The list may only get shorter: a file in it that
 is clean, or gone, is a finding, too.
 """

@@ -1,0 +1,122 @@
+"""The documents name files, headings and variables that exist, and README's examples run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/*.md")])
+PARTS = ("apex_te", "benchmarks", "compatibility", "csrc", "docs", "examples", "op_builder",
+         "scripts", "tests")  # fmt: skip
+# Files that the reader of a guide makes, and names with a placeholder.
+MADE = re.compile(r"my_|isru|<")
+
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_CODE = re.compile(r"`([^`\n]+)`")
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _anchors(path: Path) -> set[str]:
+    """Names by which links reach a document's headings."""
+    headings = re.findall(r"^#+ (.*)$", _FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
+
+
+def _missing(document: Path, text: str) -> Iterator[str]:
+    """Yields the links and paths in ``text`` that lead nowhere."""
+    for link in _LINK.findall(text):
+        target, _, anchor = link.partition("#")
+        if "://" in link:
+            continue
+        path = (document.parent / target).resolve() if target else document
+        if not path.exists() or (anchor and anchor not in _anchors(path)):
+            yield link
+    for code in _CODE.findall(_FENCE.sub("", text)):
+        found = re.fullmatch(rf"((?:{'|'.join(PARTS)})/[\w./*{{}},-]*)(?::\w+)?", code)
+        if found is None or MADE.search(code):
+            continue
+        for pattern in _expanded(found[1]):
+            if not any(ROOT.glob(pattern.rstrip("/"))):
+                yield pattern
+
+
+def _expanded(pattern: str) -> list[str]:
+    """The paths of ``a/{b,c}``."""
+    before, brace, rest = pattern.partition("{")
+    if not brace:
+        return [pattern]
+    inner, _, after = rest.partition("}")
+    return [path for item in inner.split(",") for path in _expanded(before + item + after)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_what_a_document_names_exists(document: Path) -> None:
+    assert list(_missing(document, document.read_text())) == []
+
+
+def test_a_path_that_is_gone_is_seen() -> None:
+    text = (
+        "[a](gone.md) [b](#no-heading) [c](docs/map.md) `apex_te/gone.py` `apex_te/{recipe,no}.py` "
+        "`csrc/gone_*/` `csrc/common/`\n```\napex_te/gone_2.py\n```\n"
+    )
+    assert list(_missing(ROOT / "README.md", text)) == [
+        "gone.md", "#no-heading", "apex_te/gone.py", "apex_te/no.py", "csrc/gone_*/",
+    ]  # fmt: skip
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) < 900
+
+
+_EXAMPLES = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+@pytest.mark.parametrize("example", _EXAMPLES, ids=["plain", "huggingface"])
+def test_examples_of_the_readme_run(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "transformers" in example:
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    names: dict = {}
+    exec(compile(example, "README.md", "exec"), names)
+    assert names["loss"].isfinite()
+    weights = dict(names["model"].named_parameters())
+    assert weights
+    assert all(weight.isfinite().all() for weight in weights.values())
+    if "conversion_summary" in example:
+        assert "19 converted, 2 kept" in capsys.readouterr().out
+
+
+def test_documents_show_the_results_that_are_there() -> None:
+    spec = importlib.util.spec_from_file_location("summary", ROOT / "benchmarks" / "summary.py")
+    assert spec is not None
+    assert spec.loader is not None
+    summary = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(summary)
+    documents = summary.documents()
+    assert ROOT / "README.md" in documents
+    for path, text in documents.items():
+        assert path.read_text() == text, f"{_name(path)}: run benchmarks/summary.py"
+
+
+def test_every_environment_variable_is_documented() -> None:
+    read = set()
+    for folder in ("apex_te", "op_builder", "compatibility", "benchmarks"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    read.update(re.findall(r"^(APEX_TE_[A-Z_]+[A-Z])$", node.value))
+    for path in (ROOT / "csrc").rglob("*.*"):
+        read.update(re.findall(r'getenv\("(APEX_TE_[A-Z_]+)"\)', path.read_text()))
+    table = re.findall(r"^\|([^|]*)\|", (ROOT / "docs" / "environment.md").read_text(), re.M)
+    documented = {name for cell in table for name in re.findall(r"APEX_TE_[A-Z_]+[A-Z]", cell)}
+    macros = {"APEX_TE_FUNCTION", "APEX_TE_LAUNCH_BOUNDS"}  # of C++
+    assert read - macros == documented
