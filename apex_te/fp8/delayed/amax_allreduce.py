@@ -1,4 +1,4 @@
-"""The one collective of a scale update: the largest staged amax of every slot over ranks.
+"""All-reduce of staged amaxes: the one collective of a scale update, which takes the maximum.
 
 The buffer has the slots of every FP8 module that the process has constructed, in that order,
 whether it has run (else 0) and still exists or not: then the ranks' buffers agree even where they
@@ -19,19 +19,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-from ...comm.agreement import HEADER, TOP, RankMismatchError, compared, header
+from ...comm.agreement import HEADER, TOP, Comparison, compared, header
 from ...comm.collectives import max_over_ranks
 from ...comm.groups import ranks_of
 
-__all__ = ["RankMismatchError", "RankReduction", "Slots"]
+__all__ = ["RankReduction", "SlotRange"]
 
 _QUANTUM = 16384
 
 
-class Slots(NamedTuple):
-    """Neighbouring slots of one state, of which ``at`` is the first among the process's.
+class SlotRange(NamedTuple):
+    """Neighbouring slots of one state.
 
-    ``history`` fp32 [length, slots], ``scale`` and ``scale_inv`` [slots].
+    Attributes:
+        at: number of the first one among all slots of the process.
+        history: fp32 ``[length, slots]``.
+        scale, scale_inv: fp32 ``[slots]``.
     """
 
     at: int
@@ -41,43 +44,69 @@ class Slots(NamedTuple):
 
 
 class _Channel:
-    """What the ranks of one process group have told each other.
+    """Messages between the ranks of one process group.
 
     Attributes:
-        capacity: numbers of a collective.
-        found: where the last header goes. copied: the event after which it is there, None if read.
+        capacity: numbers that the ranks send in one collective.
         wanted: length of the histories of a rank that wants scales made equal, else 0.
     """
 
-    __slots__ = ("capacity", "copied", "found", "wanted")
+    __slots__ = ("_copied", "_found", "capacity", "wanted")
 
     def __init__(self, device: torch.device) -> None:
         self.capacity = _QUANTUM
-        self.copied: Any = None
         self.wanted = 0
+        self._copied: Any = None  # event after which the last header is there; None once read
         with torch.inference_mode(False):
-            self.found = torch.empty(HEADER, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self._found = torch.empty(HEADER, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    @staticmethod
+    def of(group: Any, device: torch.device) -> _Channel:
+        """Returns the channel of a process group; None is the whole world."""
+        key = distributed.group.WORLD if group is None else group
+        channel = _channels.get(key)
+        if channel is None:
+            channel = _channels[key] = _Channel(device)
+        return channel
+
+    def store(self, reduced: torch.Tensor) -> None:
+        """Copies a reduced header to the host; does not wait for the device."""
+        self._found.copy_(reduced, non_blocking=reduced.is_cuda)
+        self._copied = torch.cuda.Event() if reduced.is_cuda else True
+        if reduced.is_cuda:
+            self._copied.record()
+
+    def read(self) -> Comparison | None:
+        """Returns the comparison of the last header, if nobody has read it yet."""
+        if self._copied is None:
+            return None
+        if self._copied is not True:
+            self._copied.synchronize()
+        self._copied = None
+        found = compared(self._found.tolist())
+        self.wanted = found.flag if found.agrees else 0
+        return found
 
 
 _channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary()
 
 
 class RankReduction:
-    """Reduces rows of staged amaxes, and sees to it that the ranks mean the same by them.
+    """Reduces rows of staged amaxes, and checks that all ranks mean the same modules by them.
 
     Args:
-        sizes, labels: slots of each module of the process, in the order of construction, and what
-            all ranks call it.
-        slots: whose staging row, the first one of the history, is to be reduced.
-        device: of the collective, if there are none.
-        unsure: their scales and histories may differ between ranks.
+        sizes: slots of each module of the process, in the order of construction.
+        labels: names of these modules that are the same on all ranks.
+        slots: slots whose staging row, the first one of the history, is to be reduced.
+        device: device of the collective where ``slots`` is empty.
+        unsure: scales and histories may differ between ranks.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
         labels: Sequence[str],
-        slots: Sequence[Slots],
+        slots: Sequence[SlotRange],
         device: torch.device,
         unsure: bool = False,
     ) -> None:
@@ -100,65 +129,63 @@ class RankReduction:
             self._buffer[start : start + row.numel()]
             for start, row in zip(starts, self._rows, strict=True)
         ]
-        self._channel: _Channel | None = None  # whose ranks were found to agree
+        self._agreed: _Channel | None = None  # whose ranks were found to agree
 
     def run(self, group: Any) -> bool:
-        """One collective over ``group``; whether it made the slots' scales and histories equal.
+        """Reduces the staged amaxes over ``group`` by one collective.
 
         The header is read at once where a group is new, later at the next call: no step waits.
-        Scales are made equal in the call after one in which a rank was ``unsure``, by one more.
+        Scales are made equal in the call after one in which a rank was unsure, by one more
+        collective.
 
-        Errors: RankMismatchError on every rank.
+        Returns:
+            True if scales and histories of the slots were made equal.
+
+        Raises:
+            RankMismatchError: on every rank, if the ranks have different modules.
         """
-        key = distributed.group.WORLD if group is None else group
-        channel = _channels.get(key)
-        if channel is None:
-            channel = _channels[key] = _Channel(self._buffer.device)
+        buffer, channel = self._buffer, _Channel.of(group, self._buffer.device)
+        capturing = buffer.is_cuda and torch.cuda.is_current_stream_capturing()
         equalise = False
-        capturing = self._buffer.is_cuda and torch.cuda.is_current_stream_capturing()
         if not capturing:
-            self._read(channel, group)
+            self._check(channel, group)
             equalise, channel.wanted = channel.wanted > 0, 0
         used = channel.capacity
-        rest = self._buffer.numel() > used
+        rest = buffer.numel() > used
         with torch.no_grad():
-            self._buffer.zero_()
-            said = self._buffer[:HEADER].view(torch.int32)
-            said.copy_(self._own)
-            if equalise:
-                said[-1:].fill_(self._length)
-            if self._parts:
-                torch._foreach_copy_(self._parts, self._rows)
-            max_over_ranks(self._buffer[:used] if rest else self._buffer, group)
+            said = self._fill(equalise)
+            max_over_ranks(buffer[:used] if rest else buffer, group)
             if not capturing:
-                channel.found.copy_(said, non_blocking=self._buffer.is_cuda)
-                channel.copied = torch.cuda.Event() if self._buffer.is_cuda else True
-                if self._buffer.is_cuda:
-                    channel.copied.record()
-                if equalise or rest or self._channel is not channel:
-                    self._read(channel, group)
-                    self._channel = channel
+                channel.store(said)
+                if equalise or rest or self._agreed is not channel:
+                    self._check(channel, group)
+                    self._agreed = channel
             if rest:
-                max_over_ranks(self._buffer[used:], group)
-                channel.capacity = self._buffer.numel()
+                max_over_ranks(buffer[used:], group)
+                channel.capacity = buffer.numel()
             if self._parts:
                 torch._foreach_copy_(self._rows, self._parts)
             if equalise:
-                _equalise(self._slots, self._total, channel.wanted, self._buffer.device, group)
+                _equalise(self._slots, self._total, channel.wanted, buffer.device, group)
                 channel.wanted = 0
                 self._own[-1:].zero_()
         return equalise
 
-    def _read(self, channel: _Channel, group: Any) -> None:
-        """The header of the last collective, if nobody has looked at it yet."""
-        if channel.copied is None:
-            return
-        if channel.copied is not True:
-            channel.copied.synchronize()
-        channel.copied = None
-        found = compared(channel.found.tolist())
-        channel.wanted = found.flag if found.agrees else 0
-        if found.agrees:
+    def _fill(self, equalise: bool) -> torch.Tensor:
+        """Writes header and staged amaxes into the buffer; returns the header in it, int32."""
+        self._buffer.zero_()
+        said = self._buffer[:HEADER].view(torch.int32)
+        said.copy_(self._own)
+        if equalise:
+            said[-1:].fill_(self._length)
+        if self._parts:
+            torch._foreach_copy_(self._parts, self._rows)
+        return said
+
+    def _check(self, channel: _Channel, group: Any) -> None:
+        """Raises RankMismatchError if an unread header says that the ranks' modules differ."""
+        found = channel.read()
+        if found is None or found.agrees:
             return
         hint = ""
         if found.most == found.least:
@@ -176,9 +203,9 @@ class RankReduction:
 
 
 def _equalise(
-    slots: Sequence[Slots], total: int, length: int, device: torch.device, group: Any
+    slots: Sequence[SlotRange], total: int, length: int, device: torch.device, group: Any
 ) -> None:
-    """Give all ranks the smallest scale of each slot, and row by row its largest amaxes.
+    """Gives all ranks the smallest scale of each slot, and row by row its largest amaxes.
 
     One collective of ``length + 1`` numbers for each of ``total`` slots; histories shorter than
     ``length`` are taken by their newest rows. Slots that were never set, scale 1 and no history,

@@ -21,7 +21,7 @@ from ...comm.collectives import world_size
 from ...comm.groups import is_process_group
 from ...recipe import DelayedScaling
 from ..formats import formats_of
-from .amax_allreduce import RankReduction, Slots
+from .amax_allreduce import RankReduction, SlotRange
 from .amax_group import AmaxGroup, ScaleSync, amax_groups
 from .registry import intern, registry
 from .scale_formula import UserUpdate, nonfinite_count, update_scales
@@ -184,7 +184,7 @@ class UpdatePlan:
         """Group the states; ``recipe`` becomes that of states that were loaded without theirs."""
         self.amax_group = amax_group
         self.groups = ScaleGroups()
-        self._staged: list[Slots] = []  # whose amaxes are reduced
+        self._staged: list[SlotRange] = []  # whose amaxes are reduced
         self._reduction: RankReduction | None = None
         self._first_steps: list[FirstSteps] = []  # that end with the update
         self._syncs: list[tuple[ScaleSync, bool]] = []  # True: the state's amaxes are reduced
@@ -209,7 +209,7 @@ class UpdatePlan:
         self._syncs.append((state.sync, self.amax_group.reduces and recipe.reduce_amax))
         if recipe.reduce_amax:
             starts = start, start + histories[0].shape[1]
-            self._staged += map(Slots, starts, histories, scales, inverses)
+            self._staged += map(SlotRange, starts, histories, scales, inverses)
         if recipe.first_step == "scale_one":
             self._first_steps.append(state.first_steps)
         limits = formats_of(recipe.fp8_format, state.device)

@@ -10,7 +10,7 @@ from torch import distributed
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.comm.groups import _covered, covers
-from apex_te.fp8.delayed.amax_allreduce import _QUANTUM, RankReduction, Slots
+from apex_te.fp8.delayed.amax_allreduce import _QUANTUM, RankReduction, SlotRange
 from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.recipe import DelayedScaling
@@ -321,7 +321,7 @@ def _unequal(rank):
     history[1:, 0] = torch.arange(length - 1.0, 0.0, -1.0) + rank  # the newest last
     history[1:, 1] = 5.0 - rank
     scale = torch.tensor([8.0, 2.0 + rank, 1.0])
-    slots = [Slots(4, history, scale, 1 / scale)]
+    slots = [SlotRange(4, history, scale, 1 / scale)]
     sharing = slots[0].scale_inv
     reduction = RankReduction([4, 3], ["a", "b"], slots, torch.device("cpu"), rank == 1)
     done = [reduction.run(None) for _ in range(3)]
