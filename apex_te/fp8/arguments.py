@@ -1,4 +1,4 @@
-"""The command-line switches of FP8 training, and the recipe that they ask for."""
+"""Command-line switches of FP8 training, and the recipe that they ask for."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ def _formats() -> tuple[str, ...]:
 
 
 def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
-    """Add the argument group of FP8 training to ``parser``, and return it.
+    """Adds the argument group of FP8 training to ``parser``, and returns the group.
 
-    ``--transformer-impl local|transformer_engine`` (``args.transformer_impl``): plain PyTorch
-    modules, or those of apex_te (the default). ``--fp8-format e4m3|hybrid|hif8``
-    (``args.fp8_format``) and ``--fp8-recipe delayed|tensorwise|blockwise|mxfp8``
-    (``args.fp8_recipe``): None where not given; ``recipe_from_arguments`` reads them.
-    ``--no-use-gmm-fp8`` (``args.use_gmm_fp8``, default True): grouped linear layers stay in high
-    precision, which is for the model to do: call them in ``fp8_autocast(enabled=False)``.
-    Names follow Megatron's and MindSpeed's.
+    The switches have the names of Megatron and MindSpeed:
 
-    Errors: TypeError if ``parser`` takes no argument group; argparse.ArgumentError if it has one of
-    the switches already.
+    - ``--transformer-impl local|transformer_engine`` (``args.transformer_impl``): plain PyTorch
+      modules, or those of apex_te (the default).
+    - ``--fp8-format e4m3|hybrid|hif8`` (``args.fp8_format``) and ``--fp8-recipe
+      delayed|tensorwise|blockwise|mxfp8`` (``args.fp8_recipe``): None where not given;
+      ``recipe_from_arguments`` reads both.
+    - ``--no-use-gmm-fp8`` (``args.use_gmm_fp8``, default True): grouped linear layers stay in high
+      precision. The model has to do so: call them in ``fp8_autocast(enabled=False)``.
+
+    Raises:
+        TypeError: ``parser`` takes no argument group.
+        argparse.ArgumentError: ``parser`` has one of the switches already.
     """
     if not hasattr(parser, "add_argument_group"):
         raise TypeError(
@@ -70,13 +73,14 @@ def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
 
 
 def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
-    """The recipe that the parsed switches ask for; None where neither asks for FP8.
+    """Returns the recipe that the parsed switches ask for; None where no switch asks for FP8.
 
     ``--fp8-format`` alone means delayed scaling, ``--fp8-recipe`` alone that recipe's own format.
 
-    Errors: ValueError for a value that a switch does not have, for FP8 with
-    ``--transformer-impl local`` and for a format that the recipe does not have; TypeError if
-    ``args`` does not come from a parser with these switches.
+    Raises:
+        ValueError: a switch has an unknown value, FP8 is asked for with ``--transformer-impl
+            local``, or the recipe does not have the format.
+        TypeError: ``args`` does not come from a parser with these switches.
     """
     implementation = _value(args, "transformer_impl", IMPLEMENTATIONS)
     fp8_format = _value(args, "fp8_format", (None, *_formats()))
@@ -101,7 +105,7 @@ def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
 
 
 def _value(args: argparse.Namespace, name: str, choices: tuple[str | None, ...]) -> str | None:
-    """One switch's value, checked again: a Namespace may not come from the parser."""
+    """Returns one switch's value, checked again: a Namespace may not come from the parser."""
     switch = "--" + name.replace("_", "-")
     if not hasattr(args, name):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""fp8_autocast: where FP8 is on. The only global state is one linked region per thread."""
+"""``fp8_autocast``: the regions in which FP8 is on, one linked list of them for each thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,19 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Region(Entered):
-    """One entered fp8_autocast, as the modules inside see it."""
+    """One entered ``fp8_autocast``, as the modules inside see it.
+
+    Attributes:
+        enabled, calibrating, recipe: arguments of ``fp8_autocast``.
+        recipe_key: name under which the recipe is interned.
+        grad: True if the outermost region was entered with grad enabled.
+        in_fp8: True if this region or one around it is enabled or calibrating.
+        records: True if modules stage amaxes.
+        amax_group: the ranks over which staged amaxes are reduced; None where nothing is counted.
+        previewed: True in an evaluation that reads the scales of a pending update.
+        calibrated: amax group that is updated on leaving a calibrating region.
+        traced: modules that compiled code has used since it entered the outermost region itself.
+    """
 
     __slots__ = (
         "amax_group", "calibrated", "calibrating", "enabled", "grad", "in_fp8", "previewed",
@@ -60,15 +72,11 @@ class Region(Entered):
         self.records: bool = self.grad or calibrating
         if outer is not None and outer.in_fp8:
             self.records = outer.records
-        # Where what is staged inside is reduced; None where nothing is counted.
         self.amax_group: AmaxGroup | None = None
         if outer is not None and self.records and self.recipe.keeps_state:
             self.amax_group = outer.amax_group
-        # Whether this is an evaluation that reads the scales of a pending update.
         self.previewed: bool = outer is not None and outer.previewed
-        # What is updated on leaving a calibrating region.
         self.calibrated: AmaxGroup | None = None
-        # The states that compiled code has used since it entered the outermost region itself.
         self.traced: list[Any] | None = None if outer is None else outer.traced
 
 
@@ -82,37 +90,39 @@ local = _Local()
 
 
 class fp8_autocast:
-    """Runs the modules inside in FP8; a context manager and a decorator, nestable, per thread.
+    """Runs the modules inside in FP8; a context manager and a decorator, for one thread.
 
     Args:
         enabled: run in FP8; False inside an enabled region switches it off.
         fp8_recipe: a recipe or its name (``"delayed"``, ``"tensorwise"``, ``"blockwise"``,
             ``"mxfp8"``), default ``DelayedScaling()``; read on entry. A bool here is taken as
             ``calibrating``.
-        fp8_group: process group over which amaxes are MAX-reduced; None is the whole world. That of
-            the outermost region counts. Its ranks have the same FP8 modules: data-, tensor- and
-            expert-parallel ones, never those of another pipeline stage. Ranks whose modules differ
-            in number, size, class, the ``layer_number`` of their TransformerLayer or
-            MultiheadAttention, or the pipeline stage that Megatron knows get a RankMismatchError at
-            the first update. Stages that are equal in all of these cannot be told apart: each
-            other's amaxes would then set their scales, which are too small for one of them.
+        fp8_group: process group over which amaxes are reduced by maximum; None is the whole world.
+            The outermost region's group counts. Its ranks must have the same FP8 modules: data-,
+            tensor- and expert-parallel ranks may share a group, pipeline stages may not. Ranks
+            whose modules differ in number, size, class, the ``layer_number`` of their
+            ``TransformerLayer`` or ``MultiheadAttention``, or the pipeline stage that Megatron
+            knows get a ``RankMismatchError`` at the first update. Stages that are equal in all of
+            these go unnoticed: the amaxes of one would then make the scales of the other too small.
         calibrating: collect amaxes even where ``enabled`` is False (results in high precision).
 
-    Scales move on entering an outermost region with grad enabled, once ``interval`` regions have
-    passed since the last update, and on leaving an outermost calibrating one without grad, where no
-    region with grad is pending; both are collective over ``fp8_group``. An evaluation (an outermost
-    region without grad) changes nothing, but reads the scales that a pending update will give. Over
-    several ranks, which an evaluation may not all enter, and in code that torch.compile or a CUDA
-    graph captures together with the region, it reads those of the last update:
-    ``apex_te.flush_fp8_state()``, on all ranks, applies a pending one before.
-    Regions with different groups, or with ``reduce_amax`` and without, count and update on their
-    own: each the modules that ran in its like last.
+    Regions may be nested. Scales move on entering an outermost region with grad enabled, once
+    ``interval`` regions have passed since the last update, and on leaving an outermost calibrating
+    region without grad if no region with grad is pending. Both are collective over ``fp8_group``.
+    An evaluation (an outermost region without grad) changes nothing, but reads the scales that a
+    pending update will give. Over several ranks, which may not all enter an evaluation, and in code
+    that torch.compile or a CUDA graph captures together with the region, an evaluation reads the
+    scales of the last update; call ``apex_te.flush_fp8_state()`` on all ranks before it to apply a
+    pending update. Regions with different groups, or with ``reduce_amax`` and without, count and
+    update on their own, each kind the modules that ran in it last.
 
     A region ends where its own ``with`` block does, in whichever order and thread blocks are left:
-    a suspended generator leaves its block when it is closed. As long as it is suspended the thread
-    that ran it stays in the region, and what another thread runs of it is in none.
+    a suspended generator leaves its block when it is closed. While a generator is suspended, the
+    thread that ran it stays in the region; another thread that continues it is in no region.
 
-    Errors: TypeError for an argument of a wrong type, ValueError for an unknown name of a recipe.
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a recipe's name is unknown.
     """
 
     __slots__ = ("_entered", "calibrating", "enabled", "group", "recipe")
@@ -137,7 +147,7 @@ class fp8_autocast:
         group: Any,
         names: tuple[str, str],
     ) -> None:
-        """Take over checked arguments; ``names``: what the caller calls the last two."""
+        """Checks and keeps the arguments; ``names`` are the caller's names of the last two."""
         owner = type(self).__name__
         for name, value in (("enabled", enabled), ("calibrating", calibrating)):
             if not isinstance(value, bool):
@@ -190,7 +200,7 @@ class fp8_autocast:
             leave_calibration(region.recipe, region.calibrated)
 
     def __call__(self, function: _F) -> _F:
-        """Decorate ``function`` so that each call runs in a region of its own."""
+        """Decorates ``function`` so that each call runs in a region of its own."""
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +216,7 @@ class fp8_autocast:
 
 
 def _leave_traced() -> None:
-    """Leave the innermost region in code that torch.compile traces, which has no other threads."""
+    """Leaves the innermost region in code that torch.compile traces, which has no other threads."""
     region = local.region
     if region is None:
         return
@@ -234,9 +244,12 @@ class autocast(fp8_autocast, metaclass=_ModuleNames):
 
     Args:
         enabled, calibrating: as in ``fp8_autocast``.
-        recipe: its ``fp8_recipe``. amax_reduction_group: its ``fp8_group``.
+        recipe: ``fp8_recipe`` of ``fp8_autocast``.
+        amax_reduction_group: ``fp8_group`` of ``fp8_autocast``.
 
-    Errors: as ``fp8_autocast``.
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a recipe's name is unknown.
     """
 
     __slots__ = ()
@@ -259,12 +272,12 @@ class autocast(fp8_autocast, metaclass=_ModuleNames):
 
 
 def is_fp8_enabled() -> bool:
-    """True inside an enabled ``fp8_autocast`` region of this thread."""
+    """Returns True inside an enabled ``fp8_autocast`` region of this thread."""
     region = local.region
     return region is not None and region.enabled
 
 
 def get_fp8_recipe() -> Recipe:
-    """The recipe of the innermost region of this thread, else the default one."""
+    """Returns the recipe of the innermost region of this thread, else the default one."""
     region = local.region
     return _DEFAULT_RECIPE if region is None else region.recipe

@@ -1,4 +1,4 @@
-"""fp8_model_init: modules made inside hold the weights of their GEMMs in low precision only."""
+"""``fp8_model_init``: modules made inside hold the weights of their GEMMs in FP8 only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["fp8_model_init", "quantized_model_init", "settings"]
 
 
 class Settings(NamedTuple):
-    """How weights made now are kept."""
+    """Arguments of the innermost ``fp8_model_init``."""
 
     enabled: bool
     recipe: Recipe
@@ -20,7 +20,7 @@ class Settings(NamedTuple):
 
 
 class _Region(Entered):
-    """One entered fp8_model_init."""
+    """One entered ``fp8_model_init``."""
 
     __slots__ = ("settings",)
 
@@ -38,25 +38,26 @@ _local = _Local()
 
 
 class fp8_model_init:
-    """Modules constructed inside hold the weights of their GEMMs in low precision only.
+    """Has modules constructed inside hold the weights of their GEMMs in low precision only.
 
     Such a weight is an ``apex_te.parameter.FP8Parameter``: a ``torch.nn.Parameter`` of the module's
-    ``params_dtype`` that takes one byte an element. Inside ``fp8_autocast`` GEMMs read its codes;
-    elsewhere, and with a recipe of another scheme, they read its values. State dicts hold the
-    values in ``params_dtype``; loading one quantizes.
+    ``params_dtype`` that takes one byte an element. Inside ``fp8_autocast`` GEMMs read its FP8
+    data; elsewhere, and with a recipe of another scheme, they read its values. State dicts hold the
+    values in ``params_dtype``; loading one quantizes. A context manager for one thread, which may
+    be nested and is left as ``fp8_autocast`` is.
 
     Args:
-        enabled: False inside an enabled one switches it off.
-        recipe: how weights are quantized, when they are made and whenever they are written to: a
-            recipe or its name; default ``DelayedScaling()``. Delayed scaling scales them by their
-            own amax.
+        enabled: False switches an enabled ``fp8_model_init`` around this one off.
+        recipe: recipe, or its name, by which weights are quantized when they are made and whenever
+            they are written to; default ``DelayedScaling()``, which here scales a weight by its own
+            amax.
         preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
-            optimizer's master copy: ``weight.get_high_precision_init_val()``, and
+            optimizer's master weight: ``weight.get_high_precision_init_val()``, and
             ``weight.clear_high_precision_init_val()`` to free them.
 
-    A context manager, nestable, per thread, left as ``fp8_autocast`` is.
-
-    Errors: TypeError for an argument of a wrong type, ValueError for an unknown name of a recipe.
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a recipe's name is unknown.
     """
 
     __slots__ = ("_entered", "_settings")
@@ -95,6 +96,6 @@ class quantized_model_init(fp8_model_init):
 
 
 def settings() -> Settings | None:
-    """How a GEMM's weight made now is to be kept; None: in high precision."""
+    """Returns the settings for a GEMM's weight made now; None for high precision."""
     region = _local.region
     return region.settings if region is not None and region.settings.enabled else None

@@ -83,24 +83,24 @@ class ModuleFP8:
         return self.state.num_slots
 
     def forget(self) -> None:
-        """Drop the quantizers, which hold views of the tensors and know their device."""
+        """Drops the quantizers, which hold views of the tensors and know their device."""
         self._sets: dict[str, QuantizerSets] = {}
         self._active_key = ""
         self._active: QuantizerSets | None = None
         self._compiled = _Compiled()
 
     def move(self, device: torch.device) -> None:
-        """Follow the module to ``device``; across the meta device no values are kept."""
+        """Follows the module to ``device``; across the meta device no values are kept."""
         self.forget()
         self.state.move(device)
 
     def observe(self, observer: Callable[[QuantizerSets], QuantizerSets] | None) -> None:
-        """Have the quantizers that modules get pass through ``observer``; None ends that."""
+        """Passes quantizers through ``observer`` before modules get them; None ends that."""
         self.observer = observer
         self.forget()
 
     def belong_to(self, owner: Any) -> None:
-        """Remember the module, weakly."""
+        """Remembers the module, weakly."""
         self._owner = weakref.ref(owner)
 
     def owner_device(self) -> torch.device | None:
@@ -146,7 +146,7 @@ class ModuleFP8:
         return self.adapt(key, recipe, device, records)
 
     def enter(self, amax_group: AmaxGroup | None) -> None:
-        """Note that the module runs in a region of ``amax_group``, if that is known."""
+        """Notes that the module runs in a region of ``amax_group``, if that is known."""
         if amax_group is not None:
             if amax_group is not self._sync.amax_group:
                 registry.changed()
@@ -179,7 +179,7 @@ class ModuleFP8:
     # Below: code that torch.compile makes.
 
     def _prepare(self, key: str, device: str, index: int | None, records: bool) -> bool:
-        """Adapt while torch.compile traces, which could not trace the allocations itself.
+        """Adapts while torch.compile traces, which could not trace the allocations itself.
 
         A method, so that nothing of one module becomes a condition of the compiled code, which the
         layers of a model then share; those that have not run yet are adapted with it, or each would
@@ -213,11 +213,14 @@ class ModuleFP8:
         self._sets_first_scales |= records and recipe.keeps_state
 
     def staging(self, key: str) -> list[torch.Tensor]:
-        """Returns what the forward of compiled code reads and writes, by the recipe's name."""
+        """Returns the state's tensors that a forward of compiled code reads and writes.
+
+        ``key`` is the name of the recipe.
+        """
         return getattr(self._compiled, key)[1]
 
     def follow(self, key: str, recipe: DelayedScaling) -> None:
-        """Do on entry to a region what compiled code cannot: end the first step, fit the state."""
+        """Ends the first step and fits the state for compiled code, on entry to a region."""
         state = self.state
         if self._sets_first_scales:
             self._sets_first_scales = False
@@ -227,7 +230,7 @@ class ModuleFP8:
             self._active = None
 
     def traced_weight(self, gemm: int, dtype: torch.dtype, *sizes: int) -> TracedWeight:
-        """Returns where compiled code keeps the FP8 copies of the weight of a GEMM.
+        """Returns the FP8 copies of a GEMM's weight that compiled code keeps.
 
         Args:
             gemm: its number in the module.
@@ -252,7 +255,7 @@ class ModuleFP8:
 
 
 def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -> None:
-    """Allocate the FP8 state of every module in ``model`` now, before its first forward.
+    """Allocates the FP8 state of every module in ``model`` now, before its first forward.
 
     A distributed checkpoint needs it, because it loads only keys that the model already has.
     State that exists is kept.

@@ -1,7 +1,7 @@
-"""FP8 recipes: frozen data that says how tensors are scaled. No tensor is touched here.
+"""FP8 recipes: frozen data that says how tensors are scaled.
 
-A recipe with a file of its own in this folder registers itself; its name is then one of
-``make_recipe``, of the command line and of saved weights (docs/new_recipe.md).
+No tensor is touched here. A recipe with a file of its own in this folder registers itself; its name
+is then one of ``make_recipe``, of the command line and of saved weights (docs/new_recipe.md).
 """
 
 from __future__ import annotations
@@ -46,7 +46,12 @@ GemmFlags = tuple[bool, bool, bool]
 
 
 class FormatValue(NamedTuple):
-    """What an amax is scaled to and the element types of a format, forward and backward."""
+    """Element types of a format, and the values to which an amax is scaled.
+
+    Attributes:
+        max_fwd, max_bwd: value to which an amax is scaled, in forward and backward.
+        fwd_dtype, bwd_dtype: element types in forward and backward.
+    """
 
     max_fwd: float
     max_bwd: float
@@ -59,9 +64,9 @@ class Format(enum.Enum):
 
     ``E4M3``: E4M3 everywhere; ``E5M2``: E5M2 everywhere; ``HYBRID``: E4M3 for activations and
     weights, E5M2 for gradients; ``HIF8``: HiFloat8 everywhere, with one scale a tensor.
-    ``.value.max_fwd`` and ``.value.max_bwd`` are what an amax is scaled to: the largest finite
-    value (448 or 57344), for HiF8 15 and 224, which its 3-bit and 2-bit mantissas reach.
-    ``.value.fwd_dtype`` and ``.value.bwd_dtype`` are the torch dtypes of the codes.
+    An amax is scaled to ``.value.max_fwd`` or ``.value.max_bwd``: the largest finite value (448 or
+    57344), for HiF8 15 and 224, which its 3-bit and 2-bit mantissas reach. ``.value.fwd_dtype`` and
+    ``.value.bwd_dtype`` are the torch dtypes of the FP8 data.
     """
 
     E4M3 = FormatValue(448.0, 448.0, torch.float8_e4m3fn, torch.float8_e4m3fn)
@@ -78,11 +83,15 @@ _kinds: dict[str, type[Recipe]] = {}
 
 @dataclass(frozen=True)
 class Recipe:
-    """What all recipes share.
+    """Base of all recipes.
 
     A subclass that is defined with a ``name``, as in ``class MyScaling(Recipe, name="mine")``, is
-    found by it. ``quantizer`` names the module of ``apex_te.fp8.scheme`` to use; ``keeps_state``
-    says whether scales live on from one region to the next.
+    found by it.
+
+    Attributes:
+        quantizer: name of the scheme, a module of ``apex_te.fp8.scheme``.
+        keeps_state: True if scales live on from one region to the next.
+        formats: values that ``fp8_format`` may have.
     """
 
     quantizer: ClassVar[str]
@@ -122,7 +131,7 @@ class Recipe:
         return type(self).__name__
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        """Restore a pickled recipe, checked as a new one is."""
+        """Restores a pickled recipe, checked as a new one is."""
         self.__dict__.update(values)
         check = getattr(self, "__post_init__", None)
         if check is not None:
@@ -164,7 +173,7 @@ class Recipe:
             )
 
     def _flags(self, name: str) -> GemmFlags:
-        """The three bools of an argument, stored as a tuple."""
+        """Returns the three bools of an argument, and stores them as a tuple."""
         value: Any = getattr(self, name)
         if not isinstance(value, (tuple, list)) or not all(isinstance(v, bool) for v in value):
             raise TypeError(f"{self._name}: {name} must be a tuple of three bools, got {value!r}")
@@ -177,7 +186,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe, name="delayed"):
-    """Scales each tensor by the largest magnitude seen over the last steps (numbers: fp32).
+    """Recipe that scales each tensor by its largest magnitude over the last steps, in fp32.
 
     Args:
         margin: the scale is divided by ``2 ** margin``; from -16 to 16.
@@ -201,8 +210,10 @@ class DelayedScaling(Recipe, name="delayed"):
             cuBLASLt's fast accumulation.
         fp8_dpa, fp8_mha: not available yet; True raises.
 
-    Errors: TypeError for a wrong type or an unknown argument, ValueError for a wrong value,
-    NotImplementedError for what is not available.
+    Raises:
+        TypeError: an argument has a wrong type or is unknown.
+        ValueError: an argument has a wrong value.
+        NotImplementedError: FP8 attention was asked for.
     """
 
     margin: int = 0
@@ -238,7 +249,7 @@ class DelayedScaling(Recipe, name="delayed"):
 
     @property
     def uses_callables(self) -> bool:
-        """True when a user's function takes part in the scale update."""
+        """Returns True if a user's function takes part in the scale update."""
         return callable(self.amax_compute_algo) or callable(self.scaling_factor_compute_algo)
 
     @staticmethod
@@ -264,7 +275,7 @@ class DelayedScaling(Recipe, name="delayed"):
 
 @dataclass(frozen=True)
 class CurrentScaling(Recipe, name="tensorwise"):
-    """Scales each tensor by its own largest magnitude: ``scale = fp8_max / max |x|`` (tensorwise).
+    """Recipe that scales each tensor by its own amax: ``scale = fp8_max / max |x|`` (tensorwise).
 
     Args:
         fp8_format: ``Format.HYBRID``, ``Format.E4M3`` or ``Format.HIF8``.
@@ -274,7 +285,8 @@ class CurrentScaling(Recipe, name="tensorwise"):
             ``DelayedScaling``.
         interval: accepted for interface compatibility; these scales have no interval.
 
-    Errors: as ``DelayedScaling``.
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
     """
 
     _: KW_ONLY
@@ -296,13 +308,15 @@ class CurrentScaling(Recipe, name="tensorwise"):
 
     @property
     def quantizer(self) -> str:  # type: ignore[override]
-        """The scaling scheme's file."""
+        """Name of the scheme."""
         return "hif8" if self.fp8_format is Format.HIF8 else "current"
 
 
 @dataclass(frozen=True)
 class BlockScaling(Recipe, name="blockwise"):
-    """Scales blocks: 1x128 of activations and gradients, 128x128 of weights (DeepSeek-V3).
+    """Recipe that scales 1x128 blocks of activations and gradients, 128x128 of weights.
+
+    Source: DeepSeek-V3.
 
     Args:
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``.
@@ -311,7 +325,8 @@ class BlockScaling(Recipe, name="blockwise"):
         use_split_accumulator: must stay True; the sums of blocks are always kept in fp32.
         override_linear_precision, interval, fp8_dpa, fp8_mha: as in ``CurrentScaling``.
 
-    Errors: as ``DelayedScaling``.
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
     """
 
     _: KW_ONLY
@@ -339,7 +354,9 @@ class BlockScaling(Recipe, name="blockwise"):
 
 @dataclass(frozen=True)
 class MXFP8Scaling(Recipe, name="mxfp8"):
-    """Scales every 32 elements along a product's inner dimension by a power of two (OCP MX v1.0).
+    """Recipe that scales every 32 elements along a product's inner dimension by a power of two.
+
+    Source: OCP MX v1.0.
 
     Args:
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``.
@@ -347,7 +364,8 @@ class MXFP8Scaling(Recipe, name="mxfp8"):
         override_linear_precision, use_split_accumulator, interval, fp8_dpa, fp8_mha: as in
             ``CurrentScaling``.
 
-    Errors: as ``DelayedScaling``.
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
     """
 
     _: KW_ONLY
@@ -391,7 +409,7 @@ def recipe_kinds() -> dict[str, type[Recipe]]:
 
 
 def make_recipe(name: str, fp8_format: str | Format | None = None, **options: Any) -> Recipe:
-    """Make the recipe with a command-line name.
+    """Returns a new recipe by its command-line name.
 
     Args:
         name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or that of another
@@ -400,8 +418,9 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
             ``Format``; None: the recipe's own default.
         options: further arguments of the recipe.
 
-    Errors: ValueError for an unknown name or a format that the recipe does not have; TypeError for
-    an argument of a wrong type.
+    Raises:
+        ValueError: the name is unknown, or the recipe does not have the format.
+        TypeError: an argument has a wrong type.
     """
     if not isinstance(name, str):
         raise TypeError(f"make_recipe: name must be a str, got {type(name).__name__}")
@@ -427,13 +446,15 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
 
 
 def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Recipe:
-    """Return the recipe that a caller's argument asks for.
+    """Returns the recipe that a caller's argument asks for.
 
     Args:
         owner, argument: the function and its argument, for the errors.
         value: a recipe, a name that ``make_recipe`` takes, or None for ``DelayedScaling()``.
 
-    Errors: ValueError for an unknown name; TypeError for a value of another type.
+    Raises:
+        ValueError: the name is unknown.
+        TypeError: the value is neither a recipe nor a name.
     """
     if isinstance(value, Recipe):
         return value

@@ -27,7 +27,7 @@ class Entered:
 
 
 def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
-    """Take the link that a context manager has entered last out of its chain, wherever that is.
+    """Takes the link that a context manager has entered last out of its chain, wherever that is.
 
     Args:
         entered: the links of the context manager, of which this one is removed. Those of the

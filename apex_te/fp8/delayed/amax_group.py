@@ -1,4 +1,4 @@
-"""Amax groups: over which ranks scales are updated together, and where a state's scales are equal.
+"""Amax groups: the ranks over which scales are updated together, and on which they are equal.
 
 An amax group stands for all regions with one ``fp8_group``; regions whose recipe does not reduce
 amaxes form one, too. Each amax group has its own clock and its own updates, of the states that ran
@@ -19,7 +19,7 @@ __all__ = ["AmaxGroup", "AmaxGroups", "ScaleSync", "amax_groups"]
 
 
 class AmaxGroup:
-    """The regions of one process group.
+    """Stands for the regions of one process group.
 
     Attributes:
         number: count of the amax groups that were there before.
@@ -42,7 +42,7 @@ class AmaxGroup:
 
     @property
     def reduces(self) -> bool:
-        """True if amaxes are reduced over ranks."""
+        """Returns True if amaxes are reduced over ranks."""
         return self.key != "own"
 
     def fingerprint(self) -> int:
@@ -72,7 +72,7 @@ class AmaxGroups:
 
     @property
     def pending(self) -> int:
-        """Regions since the last update, in the amax group that has most; setting sets all."""
+        """Regions since the last update in the amax group that has most; setting it sets all."""
         return max((group.pending for group in self._groups), default=self._pending)
 
     @pending.setter
@@ -130,7 +130,7 @@ class AmaxGroups:
         return [found for found in waiting if found.key in (key, "own", None)]
 
     def loaded(self, sync: ScaleSync, number: int | None, pending: int) -> None:
-        """Take over the clock of a state that was saved.
+        """Takes over the clock of a state that was saved.
 
         Args:
             sync: of the state.
@@ -149,7 +149,7 @@ class AmaxGroups:
         registry.changed()
 
     def unpickled(self, sync: ScaleSync, number: int | None, pending: int) -> None:
-        """Take over the clock of a state's copy; arguments as for ``loaded``.
+        """Takes over the clock of a state's copy; arguments as for ``loaded``.
 
         In a process that has trained itself, the regions pending there count as well.
         """
@@ -184,7 +184,7 @@ _EVERYWHERE, _NOWHERE = "everywhere", "nowhere"
 
 
 class ScaleSync:
-    """The ranks over which one state's scales are reduced, and those on which they are equal.
+    """Knows over which ranks one state's amaxes are reduced, and on which its scales are equal.
 
     Attributes:
         amax_group: of the region that the module ran in last; None before any.
@@ -208,22 +208,22 @@ class ScaleSync:
         return own is not None and own.reduces and covers(own.group, group)
 
     def enter(self, amax_group: AmaxGroup) -> None:
-        """Note that the module runs in a region of ``amax_group``."""
+        """Notes that the module runs in a region of ``amax_group``."""
         self.amax_group = amax_group
         self._find_equal()
 
     def renewed(self) -> None:
-        """Note that scales and histories have their initial values, on all ranks alike."""
+        """Notes that scales and histories have their initial values, on all ranks alike."""
         self._where = _EVERYWHERE
         self._find_equal()
 
     def loaded(self, fingerprint: int | None) -> None:
-        """Note that scales were loaded, which were equal on the ranks of ``fingerprint``."""
+        """Notes that scales were loaded, which were equal on the ranks of ``fingerprint``."""
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 
     def updated(self, amax_group: AmaxGroup, reduced: bool, equalised: bool) -> None:
-        """Note an update.
+        """Notes an update.
 
         Args:
             amax_group: whose update it was.

@@ -1,4 +1,4 @@
-"""fp8_autocast inside of compiled code: ops of the graph move the scales when that code runs.
+"""Entry and exit of ``fp8_autocast`` in compiled code, as ops of its graph that move the scales.
 
 What a graph does to its tensors may be done to copies, which are written back in the end. So the
 graph says which tensors of a state it uses: they take over what entering the region made of the
@@ -28,7 +28,7 @@ _token = torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
 def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
-    """Have ``enter_region`` run each time that the code being traced runs."""
+    """Has ``enter_region`` run each time that the code being traced runs."""
     name = None if group is None else group.group_name
     _update_first(key, name, may_update)
     torch.ops.apex_te.enter_region(_token, key, name, may_update)
@@ -37,7 +37,7 @@ def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
 def follow_traced_region(
     used: list[tuple[ModuleFP8, str]] | None, module: ModuleFP8, key: str
 ) -> None:
-    """Give the tensors of ``module`` that the graph uses their values in the region, once.
+    """Gives the tensors of ``module`` that the graph uses their values in the region, once.
 
     Args:
         used: the modules, with recipes, that the region's graph has used so far, to which this one
@@ -57,13 +57,13 @@ def follow_traced_region(
 
 
 def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
-    """Give the modules that the graph has used what it staged."""
+    """Gives the modules that the graph has used the amaxes that it staged."""
     for module, key in used:
         torch.ops.apex_te.leave_region(_token, module.handle, module.staging(key), key)
 
 
 def _update_first(key: str, group: str | None, may_update: bool) -> bool:
-    """Update before the modules that are traced adapt their scales to another recipe."""
+    """Updates before the modules that are traced adapt their scales to another recipe."""
     recipe: Any = recipe_named(key)
     if recipe.keeps_state:
         amax_group = amax_groups.enter(recipe, _group(group))

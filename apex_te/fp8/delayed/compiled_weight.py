@@ -16,10 +16,13 @@ _lib = runtime.ops("cast_transpose")
 
 
 class TracedWeight:
-    """Both FP8 copies of a weight ``[rows, cols]``, and of what they were made.
+    """Rowwise and columnwise copies of a weight ``[rows, cols]``, and a stamp of their sources.
 
-    ``seen`` holds version and address of each of the ``sources`` parameters after a first element,
-    which is 1 once there are copies: int64, on the host.
+    Attributes:
+        rowwise, columnwise: FP8 data ``[rows, cols]`` and ``[cols, rows]``.
+        scale_inv: fp32 ``[1]`` of both.
+        seen: int64 on the host: 1 once there are copies, then version and address of each of the
+            ``sources`` parameters that they were made of.
     """
 
     __slots__ = ("columnwise", "rowwise", "scale_inv", "seen")
@@ -41,7 +44,7 @@ class TracedWeight:
         amax: torch.Tensor | None,
         fill: bool,
     ) -> QuantizedTensor:
-        """The copies, made again when asked for or when a parameter has changed."""
+        """Returns the copies, recast with ``fill`` or when a parameter has changed."""
         torch.ops.apex_te.keep_weight(
             weight, list(sources), scale, self.rowwise, self.columnwise, self.scale_inv, amax,
             self.seen, fill,

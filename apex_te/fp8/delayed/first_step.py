@@ -8,7 +8,7 @@ __all__ = ["FirstSteps"]
 
 
 class FirstSteps:
-    """The slots of one FP8 state whose first scale is due.
+    """Knows the slots of one FP8 state whose first scale is due.
 
     Attributes:
         due: a bool per slot, True while its first scale is due as far as the host knows.
@@ -25,7 +25,7 @@ class FirstSteps:
         self.begin(slots)
 
     def begin(self, slots: int) -> None:
-        """Have every slot due, in new objects."""
+        """Makes every slot due, in new objects."""
         self.due = [True] * slots
         self.on_device = {}
 
@@ -39,17 +39,17 @@ class FirstSteps:
         return due
 
     def set(self, due: list[bool]) -> None:
-        """Set host and device from a bool per slot; the device's flags keep their addresses."""
+        """Sets host and device from a bool per slot; the device's flags keep their addresses."""
         self.due[:] = due
         with torch.inference_mode(False), torch.no_grad():
             for slots, flags in self.on_device.items():
                 flags.copy_(torch.tensor([due[slot] for slot in slots], dtype=torch.int32))
 
     def end(self) -> None:
-        """Note on the host that every slot has its first scale."""
+        """Notes on the host that every slot has its first scale."""
         self.due[:] = [False] * len(self.due)
 
     def move(self, device: torch.device) -> None:
-        """Copy the flags to ``device``."""
+        """Copies the flags to ``device``."""
         for slots, flags in self.on_device.items():
             self.on_device[slots] = flags.to(device, copy=True)

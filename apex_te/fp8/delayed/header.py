@@ -1,4 +1,4 @@
-"""Header of a saved FP8 state: what its tensors do not say, as JSON text in a uint8 tensor."""
+"""Header of a saved FP8 state: recipe, clock and first steps as JSON text in a uint8 tensor."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ __all__ = ["preview_scales"]
 
 
 def preview_scales(recipe: Recipe) -> bool:
-    """Compute the scales that pending updates will give into each state's ``pending_scale_fwd``.
+    """Computes the scales that pending updates will give into each state's ``pending_scale_fwd``.
 
     Args:
         recipe: the evaluation's, which stands for that of states that were loaded without theirs.
@@ -44,14 +44,14 @@ def preview_scales(recipe: Recipe) -> bool:
 
 
 class PendingScales:
-    """Forward scales as the next update will make them, in tensors that only evaluation reads.
+    """Computes forward scales as the next update will, in tensors that only evaluations read.
 
     So an evaluation between two steps, or between a forward and its backward, reads scales of the
     last amaxes and changes nothing. A state whose update takes a collective keeps its scales there.
     """
 
     def __init__(self, modules: Sequence[ModuleFP8], recipe: Recipe) -> None:
-        """Group the tensors of ``modules``; ``recipe`` as for ``preview_scales``."""
+        """Groups the tensors of ``modules``; ``recipe`` as for ``preview_scales``."""
         self.groups = ScaleGroups()
         # Copies to work on, and what is made of them, by device: targets and sources.
         self._copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -84,7 +84,7 @@ class PendingScales:
         self._local.append(amax_group)
 
     def run(self) -> bool:
-        """Compute the scales; returns False, doing nothing, where none is pending that could be."""
+        """Computes the scales; returns False where none is pending here, and does nothing."""
         if not any(group is None or group.pending for group in self._local):
             return False
         for targets, sources in self._copied.values():

@@ -62,7 +62,7 @@ _key_of_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class _Member(Protocol):
-    """What the registry reads and sets of a ``ModuleFP8``, which registers itself."""
+    """Attributes of a ``ModuleFP8``, which registers itself, that the registry reads and sets."""
 
     label: str
     number: int
@@ -90,7 +90,7 @@ class Registry:
         self._lock = threading.RLock()
 
     def add(self, member: _Member) -> None:
-        """Number ``member``, which leaves by itself when it dies."""
+        """Numbers ``member``, which leaves by itself when it dies."""
         with self._lock:
             key = len(self.sizes)
             self.sizes.append(member.num_slots)
@@ -105,7 +105,7 @@ class Registry:
             member.number = key
 
     def relabel(self, member: _Member, label: str) -> None:
-        """Give ``member`` another label."""
+        """Gives ``member`` another label."""
         member.label = self.labels[member.number] = label
         self.changed()
 
@@ -120,7 +120,7 @@ class Registry:
         return [m for m in (ref() for ref in list(self._members.values())) if m is not None]
 
     def changed(self) -> None:
-        """Drop the plans, which a change of a member has made out of date."""
+        """Drops the plans, which a change of a member has made out of date."""
         self.plans.clear()
 
 
@@ -128,12 +128,12 @@ registry = Registry()
 
 
 def label_of(owner: Any) -> str:
-    """Returns what all ranks call a module that is not numbered: its class, its pipeline stage."""
+    """Returns a module's first label, equal on all ranks: its class and its pipeline stage."""
     return "" if owner is None else _label(owner, "stage", pipeline_stage())
 
 
 def number_layer(layer: torch.nn.Module, number: int | None, kind: str = "layer") -> None:
-    """Label the FP8 modules in ``layer`` with its number, or its stage's; None leaves them."""
+    """Labels the FP8 modules in ``layer`` with its number, or its stage's; None leaves them."""
     if number is None:
         return
     for module in layer.modules():

@@ -17,7 +17,10 @@ _nonfinite: dict[torch.device, torch.Tensor] = {}
 
 
 def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Number of amaxes that were Inf or NaN at an update: int32 ``[1]``, living on ``device``."""
+    """Returns the number of amaxes that were Inf or NaN at an update, int32 ``[1]``.
+
+    The tensor lives on ``device``, and counts that device's amaxes.
+    """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -36,7 +39,7 @@ def update_scales(
     recipe: DelayedScaling,
     nonfinite: torch.Tensor | None,
 ) -> None:
-    """Roll amax histories and set the scales that they give, in place.
+    """Rolls amax histories and sets the scales that they give, in place.
 
     Args:
         histories: fp32 ``[length, slots]`` each.
@@ -64,11 +67,13 @@ def update_scales(
 
 
 class UserUpdate(NamedTuple):
-    """An update of one history by a user's functions that is not written yet.
+    """Holds an update of one history by a user's functions that is not written yet.
 
     Attributes:
-        history, scale, scale_inv: what is to be written.
-        last: the staged amaxes. new: the new scales. keep: True where a scale stays as it is.
+        history, scale, scale_inv: tensors to write to.
+        last: staged amaxes.
+        new: new scales.
+        keep: True where a scale stays as it is.
     """
 
     history: torch.Tensor
@@ -102,7 +107,7 @@ class UserUpdate(NamedTuple):
         return cls(history, scale, scale_inv, last, new, keep)
 
     def commit(self, nonfinite: torch.Tensor | None) -> None:
-        """Write the update; ``nonfinite`` as for ``update_scales``."""
+        """Writes the update; ``nonfinite`` as for ``update_scales``."""
         history, scale, scale_inv, last, new, keep = self
         finite = torch.isfinite(last)
         if nonfinite is not None:

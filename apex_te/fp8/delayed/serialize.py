@@ -23,7 +23,7 @@ _SAME, _ROUNDED = 1e-5, 2.0**-6
 
 
 def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> None:
-    """Put copies of the tensors and the header into ``destination`` under ``prefix``."""
+    """Puts copies of the tensors and the header into ``destination`` under ``prefix``."""
     if not state.allocated or state.device.type == "meta":
         return
     for name in TENSORS:
@@ -43,7 +43,7 @@ class LoadedState(NamedTuple):
     header: Header | None = None
 
     def commit(self, module: ModuleFP8, device: torch.device) -> None:
-        """Write to the state of ``module``, which is allocated on ``device`` if it is not yet."""
+        """Writes to the state of ``module``, which is allocated on ``device`` if it is not yet."""
         state, found, header = module.state, self.tensors, self.header
         if found is None or header is None:
             state.reset()
@@ -76,14 +76,14 @@ def read_state(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> LoadedState | None:
-    """Read and check the entries of ``tensors`` under ``prefix``; ``module`` stays as it is.
+    """Reads and checks the entries of ``tensors`` under ``prefix``; ``module`` stays as it is.
 
-    Inverse scales that were rounded, as in a copy of the state dict in 16 bits, are made again,
-    with a warning.
+    A ``scale_inv`` that was rounded, as in a copy of the state dict in 16 bits, is made again, with
+    a warning.
 
     Returns:
-        What is to be committed; None if entries are missing (``missing_keys``) or wrong
-        (``error_msgs``).
+        The entries to commit; None if some are missing (then named in ``missing_keys``) or wrong
+        (then described in ``error_msgs``).
     """
     found = {name: tensors[prefix + name] for name in NAMES if prefix + name in tensors}
     if not found:
@@ -120,10 +120,10 @@ def load_state(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Set the state of ``module`` from the entries of ``tensors`` under ``prefix``.
+    """Sets the state of ``module`` from the entries of ``tensors`` under ``prefix``.
 
-    It is allocated on ``device`` if it is not yet. Missing entries leave initial state. What does
-    not fit is reported in ``error_msgs`` and leaves the state as it was.
+    The state is allocated on ``device`` if it is not yet. Without entries it gets initial values.
+    Entries that do not fit are reported in ``error_msgs`` and leave the state as it was.
     """
     loaded = read_state(module, tensors, prefix, missing_keys, error_msgs)
     if loaded is not None:
@@ -164,7 +164,7 @@ def _check_shapes(found: dict[str, Any], gemms: int) -> int:
 
 
 def _check_values(values: dict[str, torch.Tensor], way: str, prefix: str) -> None:
-    """Raises ValueError for values that no update makes; makes rounded inverse scales again."""
+    """Raises ValueError for values that no update makes; makes a rounded ``scale_inv`` again."""
     scale, inverse = values[f"scale_{way}"], values[f"scale_inv_{way}"]
     history = values[f"amax_history_{way}"]
     for name, value in ((f"scale_{way}", scale), (f"scale_inv_{way}", inverse)):

@@ -38,12 +38,14 @@ class FP8State:
     """Scales and amax histories of one module, fp32, allocated at its first FP8 forward.
 
     The tensors keep their addresses from then on, until the module changes device or the histories
-    change their length.
+    change their length. Below, ``G`` is the number of GEMMs of the module and ``L`` the length of
+    the histories. Each GEMM has three forward slots (input, weight, output) and two backward slots
+    (grad_output, grad_input).
 
-    Attributes (``L`` = history length, ``G`` = GEMMs of the module; forward slots of a GEMM: input,
-    weight, output; backward slots: grad_output, grad_input):
-        scale_fwd, scale_inv_fwd: ``[3 G]``; scale_bwd, scale_inv_bwd: ``[2 G]``.
-        amax_history_fwd: ``[L, 3 G]``; amax_history_bwd: ``[L, 2 G]``. Row 0 is the staging row
+    Attributes:
+        scale_fwd, scale_inv_fwd: ``[3 G]``.
+        scale_bwd, scale_inv_bwd: ``[2 G]``.
+        amax_history_fwd, amax_history_bwd: ``[L, 3 G]`` and ``[L, 2 G]``. Row 0 is the staging row
             into which casts write, row 1 the oldest, row ``L - 1`` the newest.
         pending_scale_fwd: ``[3 G]``, the forward scales that the next update will give; written
             and read by evaluations only (``preview.py``).
@@ -70,7 +72,7 @@ class FP8State:
         self.sync = ScaleSync()
 
     def on_replaced(self, drop_views: Callable[[], None]) -> None:
-        """Have the method ``drop_views``, held weakly, called when tensors are replaced."""
+        """Has the method ``drop_views``, held weakly, called when tensors are replaced."""
         self._drop_views = weakref.WeakMethod(drop_views)
 
     @property
@@ -85,7 +87,7 @@ class FP8State:
 
     @property
     def header(self) -> torch.Tensor:
-        """What a state dict holds beside the tensors: JSON text as uint8."""
+        """Header that a state dict holds beside the tensors: JSON text as uint8."""
         number, pending = self._clock()
         recipe = {} if self.recipe is None else recipe_entries(self.recipe)
         return encode_header(
@@ -101,7 +103,11 @@ class FP8State:
         )
 
     def _clock(self) -> tuple[int | None, int]:
-        """Returns the number of the amax group, None before any, and the regions pending there."""
+        """Returns the amax group's number and its pending regions.
+
+        Returns:
+            The number, None before any region; regions since the last update.
+        """
         group = self.sync.amax_group
         return (None, amax_groups.pending) if group is None else (group.number, group.pending)
 
@@ -127,7 +133,7 @@ class FP8State:
         return Slots(gemms, first.due, first.on_device, self.sync, update_scales)
 
     def fit(self, recipe: DelayedScaling, device: torch.device) -> None:
-        """Have the tensors that ``recipe`` needs: allocate, resize and rescale them as needed."""
+        """Allocates, resizes or rescales the tensors as ``recipe`` needs them."""
         if not self.allocated or self.device.type == "meta":
             self.allocate(recipe.amax_history_len, device)
         elif self.history_length != recipe.amax_history_len:
@@ -139,7 +145,7 @@ class FP8State:
         self.recipe = recipe
 
     def allocate(self, length: int, device: torch.device) -> None:
-        """Give the state its initial values on ``device``: scales 1, histories 0."""
+        """Gives the state its initial values on ``device``: scales 1, histories 0."""
 
         def ones(slots: int) -> torch.Tensor:
             return torch.ones(slots, dtype=torch.float32, device=device)
@@ -161,7 +167,7 @@ class FP8State:
         self._replaced()
 
     def reset(self) -> None:
-        """Restore initial values in place; does nothing where nothing is allocated."""
+        """Restores initial values in place; does nothing where nothing is allocated."""
         if self.allocated:
             with torch.no_grad():
                 for name in TENSORS:
@@ -171,7 +177,7 @@ class FP8State:
             registry.changed()
 
     def move(self, device: torch.device) -> None:
-        """Move the tensors to ``device``; across the meta device no values are kept."""
+        """Moves the tensors to ``device``; across the meta device no values are kept."""
         if not self.allocated or device == self.device:
             return
         if device.type == "meta" or self.device.type == "meta":
@@ -186,7 +192,7 @@ class FP8State:
         self._replaced()
 
     def resize(self, length: int) -> None:
-        """Trim or pad the histories to ``length`` rows, keeping the newest amaxes; warns once."""
+        """Trims or pads the histories to ``length`` rows, keeping the newest amaxes; warns once."""
         old = self.history_length
         if length == old:
             return
@@ -199,7 +205,7 @@ class FP8State:
         self._replaced()
 
     def _rescale(self, old: DelayedScaling, new: DelayedScaling) -> None:
-        """Bring scales that were set for ``old`` to the format and the margin of ``new``."""
+        """Brings scales that were set for ``old`` to the format and the margin of ``new``."""
         if callable(old.scaling_factor_compute_algo) or callable(new.scaling_factor_compute_algo):
             return  # what such a scale depends on is not known; the next update sets it
         margin = 2.0 ** (old.margin - new.margin)
@@ -218,7 +224,7 @@ class FP8State:
                 getattr(self, f"scale_inv_{way}").copy_(torch.reciprocal(scale))
 
     def _replaced(self) -> None:
-        """Tensors have new addresses: have every view of the old ones dropped."""
+        """Has views of the old tensors dropped, after some were replaced."""
         self.device = self.scale_fwd.device
         drop_views = None if self._drop_views is None else self._drop_views()
         if drop_views is not None:
@@ -247,7 +253,7 @@ _warned: set[tuple[int, int]] = set()
 
 
 def warn_resized(old: int, new: int) -> None:
-    """Say once per pair of lengths that histories change their length."""
+    """Warns once per pair of lengths that histories change their length."""
     if (old, new) not in _warned:
         _warned.add((old, new))
         what = "trimmed" if new < old else "padded"

@@ -1,4 +1,4 @@
-"""When scales move, and how: the clock of regions, then one update of an amax group's states.
+"""Clock and update of delayed scaling: when scales move, and how those of an amax group do.
 
 An update all-reduces the staged amaxes over the amax group's ranks (``amax_allreduce``), and sets
 the new scales of all states by one call for each device and kind of recipe (``scale_formula``).
@@ -36,11 +36,11 @@ __all__ = ["ScaleGroups", "enter_region", "flush_fp8_state", "leave_calibration"
 
 # Reentrant, as a recipe's function may enter a region.
 update_lock = threading.RLock()
-_failures: dict[Recipe, UpdateFailure] = {}  # that nobody was told of
+_failures: dict[Recipe, UpdateFailure] = {}  # that no region has raised yet
 
 
 def enter_region(recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
-    """Count a recorded region; before that, update once ``recipe.interval`` have passed.
+    """Counts a recorded region, after an update if ``recipe.interval`` regions have passed.
 
     Args:
         recipe: the region's.
@@ -73,7 +73,7 @@ def enter_region(recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
 
 
 def leave_calibration(recipe: Any, amax_group: AmaxGroup) -> None:
-    """Update on leaving a calibrating region without gradients.
+    """Updates on leaving a calibrating region without gradients.
 
     Not where regions with gradients are pending: their backward may be to come, and would find
     other scales than its forward had.
@@ -85,14 +85,14 @@ def leave_calibration(recipe: Any, amax_group: AmaxGroup) -> None:
 
 
 def update_if_due(recipe: Any, amax_group: AmaxGroup) -> None:
-    """Update as entering a region of ``recipe`` in ``amax_group`` would."""
+    """Updates as entering a region of ``recipe`` in ``amax_group`` would."""
     with update_lock:
         if recipe.keeps_state and amax_group.pending >= recipe.interval:
             _update(recipe, amax_group)
 
 
 def flush_fp8_state(group: Any = None) -> None:
-    """Apply pending scale updates now; collective over the ``fp8_group`` of the regions.
+    """Applies pending scale updates now; collective over the ``fp8_group`` of the regions.
 
     Scales otherwise move on entering the next ``fp8_autocast``. Call it before saving where all
     ranks must save the same scales. Does nothing if no region has run since the last update.
@@ -122,7 +122,7 @@ def flush_fp8_state(group: Any = None) -> None:
 
 
 def _update(recipe: Any, amax_group: AmaxGroup) -> None:
-    """Update the states of ``amax_group``; warns of what fails with another recipe."""
+    """Updates the states of ``amax_group``; warns of what fails with another recipe."""
     plan = registry.plans.get(amax_group)
     if plan is None:
         plan = registry.plans[amax_group] = UpdatePlan(amax_group, recipe)
@@ -148,7 +148,7 @@ def _raise_failure(recipe: Recipe) -> None:
 
 
 class UpdateFailure(NamedTuple):
-    """States whose update failed: their scales stayed, what they had staged was dropped.
+    """Names states whose update failed; their scales stayed, and staged amaxes were dropped.
 
     Attributes:
         modules: their descriptions.
@@ -178,10 +178,10 @@ class UpdateFailure(NamedTuple):
 
 
 class UpdatePlan:
-    """The tensors of an amax group's states, grouped once and reused until a module changes."""
+    """Tensors of an amax group's states, grouped once and reused until a module changes."""
 
     def __init__(self, amax_group: AmaxGroup, recipe: Recipe | None) -> None:
-        """Group the states; ``recipe`` becomes that of states that were loaded without theirs."""
+        """Groups the states; ``recipe`` becomes that of states that were loaded without theirs."""
         self.amax_group = amax_group
         self.groups = ScaleGroups()
         self._staged: list[SlotRange] = []  # whose amaxes are reduced
@@ -200,7 +200,7 @@ class UpdatePlan:
                 self._add(module, state.recipe, starts[module.number])
 
     def _add(self, module: ModuleFP8, recipe: DelayedScaling, start: int) -> None:
-        """Take in a module whose slots begin at ``start`` among those of the process."""
+        """Takes in a module whose slots begin at ``start`` among those of the process."""
         state = module.state
         histories = state.amax_history_fwd, state.amax_history_bwd
         scales, inverses = (state.scale_fwd, state.scale_bwd), (
@@ -217,10 +217,10 @@ class UpdatePlan:
         self.groups.of(state.device, recipe).add(module, *slots)
 
     def run(self) -> list[UpdateFailure]:
-        """Reduce amaxes over the group's ranks, if it does that, then update every slot.
+        """Reduces amaxes over the group's ranks, if it has several, then updates every slot.
 
         Returns:
-            What could not be updated.
+            The failures, each of states with one recipe.
         """
         amax_group, equalised = self.amax_group, False
         if amax_group.reduces and world_size(amax_group.group) > 1:
@@ -237,7 +237,7 @@ class UpdatePlan:
         return failures
 
     def _reduce(self) -> bool:
-        """All-reduce the staged amaxes; returns True if scales were made equal on all ranks."""
+        """All-reduces the staged amaxes; returns True if scales were made equal on all ranks."""
         group = self.amax_group.group
         if self._reduction is None:
             unsure = any(reduced and not s.sure_in(self.amax_group) for s, reduced in self._syncs)
@@ -249,14 +249,14 @@ class UpdatePlan:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Returns where a rank without FP8 modules takes part in the collectives of ``group``."""
+    """Returns the device on which a rank without FP8 modules takes part in collectives."""
     if torch.distributed.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class ScaleGroups(dict[tuple, "ScaleGroup"]):
-    """Groups of slots by device and by what of a recipe an update depends on."""
+    """Groups of slots, by device and by the arguments of a recipe that an update depends on."""
 
     def of(self, device: torch.device, recipe: DelayedScaling) -> ScaleGroup:
         """Returns the group of states on ``device`` whose amaxes were staged under ``recipe``."""
@@ -270,7 +270,7 @@ class ScaleGroups(dict[tuple, "ScaleGroup"]):
         return group
 
     def run(self, nonfinite: bool) -> list[UpdateFailure]:
-        """Update all groups, counting ``nonfinite`` amaxes or not; returns what failed."""
+        """Updates all groups, counting ``nonfinite`` amaxes or not; returns the failures."""
         found = [
             group.run(nonfinite_count(device) if nonfinite else None)
             for (device, *_), group in self.items()
@@ -296,7 +296,7 @@ class ScaleGroup:
     def add(
         self, module: ModuleFP8, *slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
     ) -> None:
-        """Take in slots of ``module``: each a history, scales, their inverses and ``fp8_max``."""
+        """Takes in slots of ``module``: each a history, scales, their inverses and ``fp8_max``."""
         for history, scale, scale_inv, fp8_max in slots:
             self.histories.append(history)
             self.scales.append(scale)
@@ -307,7 +307,7 @@ class ScaleGroup:
         self._owners.append((weakref.ref(module), len(self.histories)))
 
     def run(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
-        """Update every slot; a state for which that raises keeps its scales, none stops another.
+        """Updates every slot; a state for which that raises keeps its scales, none stops another.
 
         ``nonfinite`` is the counter of amaxes that are Inf or NaN, or None.
         """
@@ -325,7 +325,7 @@ class ScaleGroup:
         return None
 
     def _run_each(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
-        """Update with a user's functions, state by state, each as a whole or not at all."""
+        """Updates with a user's functions, state by state, each as a whole or not at all."""
         failed: list[int] = []
         cause: Exception | None = None
         with torch.no_grad():
@@ -368,7 +368,7 @@ class ScaleGroup:
             self._suspects.discard(index)
 
     def _failure(self, failed: Sequence[int], cause: Exception) -> UpdateFailure:
-        """Drop what the states of ``failed`` have staged; returns which they are."""
+        """Drops the amaxes that the ``failed`` owners have staged, and returns the failure."""
         modules, syncs = [], []
         for index in failed:
             with torch.no_grad():
@@ -385,7 +385,7 @@ class ScaleGroup:
         return UpdateFailure(self.recipe, modules, syncs, cause, at)
 
     def _lists(self) -> tuple[Sequence[torch.Tensor], ...]:
-        """Returns histories, scales and inverses, prepared once for the kernel's later calls."""
+        """Returns ``(histories, scales, scale_invs)``, prepared for the kernel's later calls."""
         if torch.compiler.is_compiling():
             return self.histories, self.scales, self.scale_invs
         if self._prepared is None:
