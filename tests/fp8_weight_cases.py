@@ -5,15 +5,8 @@ import torch
 from apex_te import Linear, fp8_autocast
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.ops import current_scale
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
+from apex_te.recipe import CurrentScaling
 
-RECIPES = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    "tensorwise": CurrentScaling(),
-    "hif8": CurrentScaling(fp8_format=Format.HIF8),
-    "blockwise": BlockScaling(),
-    "mxfp8": MXFP8Scaling(),
-}
 E4M3 = torch.float8_e4m3fn
 
 

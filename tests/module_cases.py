@@ -4,26 +4,13 @@ import math
 
 import torch
 from checks import assert_as_good_as_torch
+from schemes import SCHEMES as SCHEMES
+from schemes import formats
 from torch.nn import functional
 
 from apex_te import fp8_autocast
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
 
-# With first_step="current" one region suffices for scales that fit.
-RECIPES = {
-    "delayed": DelayedScaling(amax_history_len=4, first_step="current"),
-    "delayed-e4m3": DelayedScaling(
-        amax_history_len=4, first_step="current", fp8_format=Format.E4M3
-    ),
-    "current": CurrentScaling(),
-    "current-e4m3": CurrentScaling(fp8_format=Format.E4M3),
-    "hif8": CurrentScaling(fp8_format=Format.HIF8),
-    "block": BlockScaling(),
-    "block-hybrid": BlockScaling(fp8_format=Format.HYBRID),
-    "mx": MXFP8Scaling(),
-    "mx-hybrid": MXFP8Scaling(fp8_format=Format.HYBRID),
-}
-SCHEMES = ["delayed", "current", "hif8", "block", "mx"]
+RECIPES = formats()
 # numerics.md section 8: (rtol, atol).
 TOLERANCES = {
     torch.float32: (1.3e-6, 1e-5),

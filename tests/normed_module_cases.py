@@ -154,7 +154,7 @@ class NormedModuleCases(NormedModuleBase):
             assert torch.equal(total, x + other)
             assert torch.equal(found["input"], found["residual"])
 
-    @pytest.mark.parametrize("recipe", [None, "delayed", "block"])
+    @pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"])
     def test_residual_without_a_residual(self, recipe):
         """The sum is then the input itself, and its gradient goes into the input's."""
         module, x, dy = self.make(), self.x(2, 4, 32), torch.randn(2, 4, 32)
@@ -249,7 +249,7 @@ class NormedModuleCases(NormedModuleBase):
         assert self.bare().name is None
         assert "normalization=RMSNorm" in repr(module)
 
-    @pytest.mark.parametrize("recipe", [None, "delayed", "mx"])
+    @pytest.mark.parametrize("recipe", [None, "delayed", "mxfp8"])
     def test_meta_then_real(self, recipe):
         module = self.bare(device="meta", init_method=torch.nn.init.ones_)
         assert {p.device.type for p in module.parameters()} == {"meta"}
@@ -324,7 +324,7 @@ class NormedModuleCases(NormedModuleBase):
         x = self.x(4, 32)
         for module in (usual, later):
             for scale in (1.0, 3.0):
-                with fp8_autocast(True, RECIPES["block"]):
+                with fp8_autocast(True, RECIPES["blockwise"]):
                     (module(x) * scale).sum().backward()
         later.backward_dw()
         for name in self.weights:

@@ -26,7 +26,7 @@ from apex_te.recipe import DelayedScaling
 class NormedModuleUses(NormedModuleBase):
     """Circumstances, copies and errors."""
 
-    @pytest.mark.parametrize("recipe", [None, "delayed", "current", "mx"])
+    @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "mxfp8"])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_torch_autocast(self, device, recipe, dtype):
         module, x = self.make(device, features=64), leaf(self.x(8, 64, device=device))
@@ -237,7 +237,7 @@ class NormedModuleUses(NormedModuleBase):
         if "no_such_argument" not in options:
             assert str(raised.value).startswith(f"{self.kind.__name__}: ")
 
-    @pytest.mark.parametrize("recipe", [None, "delayed", "block"])
+    @pytest.mark.parametrize("recipe", [None, "delayed", "blockwise"])
     def test_rejects_inputs(self, recipe):
         module, name = self.make(), self.kind.__name__
         with fp8_autocast(recipe is not None, RECIPES.get(recipe)):

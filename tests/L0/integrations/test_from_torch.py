@@ -7,6 +7,7 @@ import pytest
 import torch
 from huggingface_like import Conv1D, GPT2Model, Llama, LlamaRMSNorm
 from rounding import assert_within, named, rounding_bounds
+from schemes import chosen
 from torch import nn
 
 from apex_te import fp8_autocast
@@ -171,7 +172,7 @@ def test_converting_again_changes_nothing():
     assert [m.fp8_state for m in model.modules() if isinstance(m, (Linear, Conv1DLinear))] == states
 
 
-RECIPES = ["delayed", "tensorwise", "blockwise", "mxfp8"]
+RECIPES = list(chosen("delayed", "tensorwise", "blockwise", "mxfp8"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -3,22 +3,15 @@
 import pytest
 import torch
 from checks import needs_cuda
+from schemes import FIRST_STEP, SCHEMES
 
 from apex_te import Linear
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.graphs.graphed_callables import make_graphed_callables
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
-from apex_te.recipe import DelayedScaling, make_recipe
 
-RECIPES = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    "first step": DelayedScaling(amax_history_len=4, first_step="current"),
-    "tensorwise": make_recipe("tensorwise"),
-    "hif8": make_recipe("tensorwise", "hif8"),
-    "blockwise": make_recipe("blockwise"),
-    "mxfp8": make_recipe("mxfp8"),
-}
+RECIPES = {**SCHEMES, "first step": FIRST_STEP}
 DELAYED = RECIPES["delayed"]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 STEPS, ROWS, WIDTH = 20, 64, 128

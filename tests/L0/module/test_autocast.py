@@ -41,7 +41,7 @@ MODULES = {
     "decoder": layer(layer_type="decoder"),
 }
 modules = pytest.mark.parametrize("name", MODULES)
-recipes = pytest.mark.parametrize("recipe", [None, "delayed", "current", "block", "mx"])
+recipes = pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise", "mxfp8"])
 
 
 def same_bits(a, b):
@@ -121,7 +121,7 @@ def test_equals_casting_before(name, recipe, repeatable, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gives_its_dtype_for_any_input(name, dtype, device):
     module, x = make(name, device), batch(device).to(dtype)
-    for recipe in (None, "current"):
+    for recipe in (None, "tensorwise"):
         y, dx, grads = train(name, module, x, recipe)
         assert y.dtype == torch.bfloat16
         assert dx.dtype == dtype
@@ -145,7 +145,7 @@ def test_recomputed_equals_kept(name, recipe, use_reentrant, repeatable, device)
 
 
 @pytest.mark.parametrize("name", [n for n in MODULES if n not in ("LayerNorm", "RMSNorm")])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_cached_weights(name, recipe, repeatable, device):
     """Microbatches that reuse FP8 weights, and those that quantize them on each call."""
     module, x = make(name, device), batch(device)
@@ -215,7 +215,7 @@ def test_compiles(name):
 @needs_cuda
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ["Linear", "LayerNormMLP", "MultiheadAttention", "GPT", "Llama"])
-@pytest.mark.parametrize("recipe", [None, "current"])
+@pytest.mark.parametrize("recipe", [None, "tensorwise"])
 def test_graphed_equals_eager(name, recipe, repeatable):
     module, x = make(name, "cuda"), batch("cuda")
     exact = train(name, module, x, recipe)

@@ -8,6 +8,7 @@ import torch
 from checks import assert_same_bits
 from graph_models import fp8_state
 from layer_kinds import KINDS, build, draw, repeatable, shape_of
+from schemes import chosen
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import flush_fp8_state, fp8_autocast
@@ -15,13 +16,9 @@ from apex_te.distributed import checkpoint
 from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.module.grouped import on_device as _grouped_on_device
-from apex_te.recipe import DelayedScaling, make_recipe
+from apex_te.recipe import DelayedScaling
 
-RECIPES = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    "tensorwise": make_recipe("tensorwise"),
-    "blockwise": make_recipe("blockwise"),
-}
+RECIPES = chosen("delayed", "tensorwise", "blockwise")
 each_recipe = pytest.mark.parametrize("name", RECIPES)
 each_kind = pytest.mark.parametrize("kind", KINDS)
 held = pytest.mark.parametrize("held", [False, True], ids=["plain", "held in FP8"])

@@ -194,7 +194,7 @@ def test_a_changed_recipe_is_followed(device):
 
 
 def test_enabled_and_disabled_regions(device):
-    regions = [(enabled, MOVING["block"]) for enabled in (True, False, True, False, True)]
+    regions = [(enabled, MOVING["blockwise"]) for enabled in (True, False, True, False, True)]
     graphs = check("gelu", device, regions)
     assert graphs[2] == graphs[-1] == 2
 
@@ -229,7 +229,7 @@ def test_options(device, kind, options):
         inp = x.clone().requires_grad_()
         for p in module.parameters():
             p.grad, p.main_grad = None, torch.zeros_like(p)
-        with fp8_autocast(True, RECIPES["current"]):
+        with fp8_autocast(True, RECIPES["tensorwise"]):
             out = run(inp)
         out = out if isinstance(out, tuple) else (out,)
         torch.autograd.backward(out, [torch.ones_like(t) for t in out])
@@ -247,7 +247,7 @@ def test_another_number_of_rows(device):
     graphs = []
     for rows in (8, 12, 20, 36, 52):
         x = torch.randn(rows, H).to(device, next(module.parameters()).dtype)
-        with fp8_autocast(True, RECIPES["current"]):
+        with fp8_autocast(True, RECIPES["tensorwise"]):
             found, expected = run(x), module(x)
         torch.testing.assert_close(found, expected)
         graphs.append(counters["stats"]["unique_graphs"])

@@ -118,12 +118,12 @@ def test_a_delayed_weight_gradient_is_refused(device):
     module = Linear(H, H, delay_wgrad_compute=True, device=device)
     x = torch.randn(8, H, device=device, requires_grad=True)
     with (
-        fp8_autocast(True, REGIONS["current"]),
+        fp8_autocast(True, REGIONS["tensorwise"]),
         pytest.raises(Exception, match="delay_wgrad_compute must be False inside of a graph"),
     ):
         compiled(module, device)(x)
     torch._dynamo.reset()
-    with fp8_autocast(True, REGIONS["current"]):
+    with fp8_autocast(True, REGIONS["tensorwise"]):
         torch.compile(module, backend="eager")(x).sum().backward()  # breaks the graph
     assert module.weight.grad is None
     module.backward_dw()

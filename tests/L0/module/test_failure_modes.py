@@ -66,7 +66,7 @@ def train(module, recipe, steps=3, rows=16, **options):
 # A cached weight must keep the scale it was cast with.
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "block", "mx"])
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("name", MODULES)
 def test_microbatches_equal_one_batch(device, name, recipe):
     """With scales that do not depend on how rows are grouped, neither does the result."""

@@ -4,20 +4,16 @@ import pytest
 import torch
 from checks import assert_same_bits
 from layer_kinds import KINDS, build, draw, repeatable, shape_of
+from schemes import PLAIN_WGRAD, SCHEMES
 
 from apex_te import fp8_autocast
 from apex_te.fp8.scheme.grouped import GroupQuantizer
 from apex_te.module._core import fused_casts as _producers
 from apex_te.module.grouped import on_device as _grouped_on_device
-from apex_te.recipe import CurrentScaling, DelayedScaling, make_recipe
+from apex_te.recipe import CurrentScaling, DelayedScaling
 
-PLAIN_WGRAD = {"override_linear_precision": (False, False, True)}
 RECIPES = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    "tensorwise": make_recipe("tensorwise"),
-    "blockwise": make_recipe("blockwise"),
-    "mxfp8": make_recipe("mxfp8"),
-    "hif8": make_recipe("tensorwise", "hif8"),
+    **SCHEMES,
     "delayed, plain wgrad": DelayedScaling(amax_history_len=4, **PLAIN_WGRAD),
     "tensorwise, plain wgrad": CurrentScaling(**PLAIN_WGRAD),
 }

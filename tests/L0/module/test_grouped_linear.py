@@ -4,24 +4,17 @@ import copy
 
 import pytest
 import torch
+from schemes import FIRST_STEP, PLAIN_WGRAD, SCHEMES
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import Linear, flush_fp8_state, fp8_autocast
 from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.ops.product_count import fp8_gemm_count
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, MXFP8Scaling
+from apex_te.recipe import CurrentScaling, DelayedScaling
 from tests.checks import assert_same_bits
 
 DELAYED = DelayedScaling(amax_history_len=4)
-RECIPES = {
-    "delayed": DELAYED,
-    "first": DelayedScaling(amax_history_len=4, first_step="current"),
-    "tensorwise": CurrentScaling(),
-    "hif8": CurrentScaling(fp8_format=Format.HIF8),
-    "blockwise": BlockScaling(),
-    "mxfp8": MXFP8Scaling(),
-    "plain wgrad": CurrentScaling(override_linear_precision=(False, False, True)),
-}
+RECIPES = {**SCHEMES, "first": FIRST_STEP, "plain wgrad": CurrentScaling(**PLAIN_WGRAD)}
 SPLITS = [5, 0, 16, 3]
 TOKENS = sum(SPLITS)
 

@@ -5,13 +5,14 @@ import io
 
 import pytest
 import torch
+from schemes import chosen
 
 from apex_te import flush_fp8_state, fp8_autocast, init_fp8_state
 from apex_te.module.grouped.linear import GroupedLinear
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from apex_te.recipe import CurrentScaling, DelayedScaling
 
 DELAYED = DelayedScaling(amax_history_len=4)
-RECIPES = {"delayed": DELAYED, "blockwise": BlockScaling()}
+RECIPES = chosen("delayed", "blockwise")
 SPLITS = [5, 0, 16, 3]
 TOKENS = sum(SPLITS)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from schemes import chosen
 
 from apex_te import fp8_autocast
 from apex_te.module import (
@@ -13,7 +14,7 @@ from apex_te.module import (
     TransformerLayer,
 )
 from apex_te.module._core import wgrad as weight_gradients
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from apex_te.recipe import CurrentScaling, DelayedScaling
 
 SHORT = [torch.float16, torch.bfloat16]
 HIGH_PRECISION_WGRAD = (False, False, True)
@@ -121,12 +122,7 @@ def test_short_main_grad_is_rounded_once(device, dtype, params):
     assert torch.equal(module.weight.main_grad, exact.to(dtype))
 
 
-RECIPES = {
-    "delayed": DelayedScaling,
-    "tensorwise": CurrentScaling,
-    "blockwise": BlockScaling,
-    "mx": MXFP8Scaling,
-}
+RECIPES = chosen("delayed", "tensorwise", "blockwise", "mxfp8")
 
 
 @pytest.mark.filterwarnings("ignore:apex_te. .* matrix products need")
@@ -141,7 +137,7 @@ def test_quantized_sums_keep_float32(device, dtype, recipe):
             other.copy_(own)
     with_main_grads(module)
     x, dy = torch.randn(64, 64).to(device, dtype), torch.randn(64, 64).to(device, dtype)
-    with fp8_autocast(True, RECIPES[recipe]()):
+    with fp8_autocast(True, RECIPES[recipe]):
         module(x).backward(dy)
         twin(x.float()).backward(dy.float())
     assert error_db(twin.weight.grad.double(), module.weight.main_grad.double()) >= 100

@@ -2,21 +2,16 @@
 
 import pytest
 import torch
+from schemes import chosen
 from torch.testing import assert_close
 
-import apex_te
+import apex_te.parameter
 from apex_te import fp8_autocast, fp8_model_init
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, MXFP8Scaling
+from apex_te.recipe import CurrentScaling
 
 HIDDEN, FFN, HEADS = 32, 64, 4
 SHAPE = (6, 2, HIDDEN)
-RECIPES = {
-    "high precision": None,
-    "delayed": DelayedScaling(amax_history_len=4),
-    "current": CurrentScaling(),
-    "block": BlockScaling(),
-    "mx": MXFP8Scaling(),
-}
+RECIPES = {"high precision": None, **chosen("delayed", "tensorwise", "blockwise", "mxfp8")}
 MODULES = {
     "Linear": lambda **more: apex_te.Linear(HIDDEN, FFN, **more),
     "LayerNormLinear": lambda **more: apex_te.LayerNormLinear(HIDDEN, FFN, **more),

@@ -81,9 +81,9 @@ def test_values_of_what_is_quantized(device, name, pow2):
     quantizers = build_quantizers(recipe, None, 1, device).recording[0]
     x = planted((256, 256), math.inf, device, at=(130, 3))
     for role, rows, cols in (("input", (1, 128), (128, 1)), ("weight", (128, 128), (128, 128))):
-        if name.startswith("mx"):
+        if name.startswith("mxfp8"):
             rows, cols = (1, 32), (32, 1)
-        elif not name.startswith("block"):
+        elif not name.startswith("blockwise"):
             rows = cols = (256, 256)
         quantizer = getattr(quantizers, role)
         for layout, (height, width) in (("rowwise", rows), ("columnwise", cols)):
@@ -94,14 +94,14 @@ def test_values_of_what_is_quantized(device, name, pow2):
             expected = torch.ones(x.shape, dtype=torch.bool)
             top, left = 130 // height * height, 3 // width * width
             if name.startswith(
-                "mx"
+                "mxfp8"
             ):  # the elements of the block, whose common scale is 2^127, are zeros
                 top, left, height, width = 130, 3, 1, 1
             expected[top : top + height, left : left + width] = False
             assert torch.equal(torch.isfinite(values).cpu(), expected)
 
 
-@pytest.mark.parametrize("recipe", ["current", "current-pow2", "delayed"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise-pow2", "delayed"])
 @pytest.mark.parametrize("kind", [LayerNormLinear, LayerNormMLP])
 def test_fused_producers(device, recipe, kind):
     """A norm's or an activation's infinity, of which there is no high-precision tensor."""
@@ -109,7 +109,7 @@ def test_fused_producers(device, recipe, kind):
     module = kind(32, 48, **options)
     chosen = RECIPES.get(recipe)
     if chosen is None:
-        chosen = type(RECIPES["current"])(pow2=True)
+        chosen = type(RECIPES["tensorwise"])(pow2=True)
     x = torch.randn(64, 32).to(device)
     with torch.no_grad():
         module.layer_norm_weight[7] = math.inf
@@ -162,7 +162,7 @@ def test_the_loss_scaler_skips_the_step(device):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("name", ["current", "mx"])
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
 def test_compiled(device, name):
     torch._dynamo.reset()
     counters.clear()

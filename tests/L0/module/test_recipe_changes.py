@@ -35,14 +35,14 @@ def mlp():
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (RECIPES["current"], dataclasses.replace(RECIPES["current"], pow2=True)),
-        (RECIPES["current"], RECIPES["current-e4m3"]),
-        (RECIPES["current"], RECIPES["hif8"]),
-        (RECIPES["block"], RECIPES["block-hybrid"]),
-        (RECIPES["block"], dataclasses.replace(RECIPES["block"], pow2=False)),
-        (RECIPES["mx"], dataclasses.replace(RECIPES["mx"], rounding="floor")),
-        (RECIPES["mx"], dataclasses.replace(
-            RECIPES["mx"], override_linear_precision=(False, False, True)
+        (RECIPES["tensorwise"], dataclasses.replace(RECIPES["tensorwise"], pow2=True)),
+        (RECIPES["tensorwise"], RECIPES["tensorwise-e4m3"]),
+        (RECIPES["tensorwise"], RECIPES["hif8"]),
+        (RECIPES["blockwise"], RECIPES["blockwise-hybrid"]),
+        (RECIPES["blockwise"], dataclasses.replace(RECIPES["blockwise"], pow2=False)),
+        (RECIPES["mxfp8"], dataclasses.replace(RECIPES["mxfp8"], rounding="floor")),
+        (RECIPES["mxfp8"], dataclasses.replace(
+            RECIPES["mxfp8"], override_linear_precision=(False, False, True)
         )),
     ],
 )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 from checks import assert_same_bits
 from graph_models import fp8_state
 from layer_kinds import repeatable
+from schemes import chosen
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -21,14 +22,9 @@ from apex_te import fp8_autocast
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
 from apex_te.module.attention.multihead import MultiheadAttention
 from apex_te.module.transformer_layer import TransformerLayer
-from apex_te.recipe import DelayedScaling, make_recipe
+from apex_te.recipe import make_recipe
 
-RECIPES = {
-    "high precision": None,
-    "delayed": DelayedScaling(amax_history_len=4),
-    "tensorwise": make_recipe("tensorwise"),
-    "blockwise": make_recipe("blockwise"),
-}
+RECIPES = {"high precision": None, **chosen("delayed", "tensorwise", "blockwise")}
 STEPS, HEADS, TOKENS = 3, 4, 8
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)

@@ -6,13 +6,13 @@ import copy
 import pytest
 import torch
 from layer_kinds import repeatable
+from schemes import chosen
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from wide_sums import WideSums
 
 import apex_te
-from apex_te import recipe
 
 MODULES = {
     "Linear": lambda **k: apex_te.Linear(32, 32, **k),
@@ -26,12 +26,7 @@ MODULES = {
     ),
     "GroupedLinear": lambda **k: apex_te.GroupedLinear(2, 32, 32, **k),
 }
-RECIPES = {
-    "none": None,
-    "current": recipe.CurrentScaling(),
-    "block": recipe.BlockScaling(),
-    "delayed": recipe.DelayedScaling(),
-}
+RECIPES = {"none": None, **chosen("tensorwise", "blockwise", "delayed")}
 every = pytest.mark.parametrize("name", MODULES)
 all_recipes = pytest.mark.parametrize("kind", RECIPES)
 STATE = "DelayedScaling does, cannot record inside of"
@@ -182,7 +177,7 @@ def test_func_grad(setting):
 
 
 @every
-@pytest.mark.parametrize("kind", ["none", "current"])
+@pytest.mark.parametrize("kind", ["none", "tensorwise"])
 def test_per_sample_gradients(setting, name, device):
     """They are those of a loop, but for the order of torch's own products and sums."""
     with repeatable(device, name), WideSums():

@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from schemes import chosen
 from shards import gathered, rows
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,14 +18,9 @@ from apex_te.distributed.dtensor.parallel_styles import (
     RowParallel,
     SequenceParallel,
 )
-from apex_te.recipe import CurrentScaling, DelayedScaling
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 128, 4, 16, 2
-RECIPES = {
-    None: None,
-    "delayed": DelayedScaling(amax_history_len=4),
-    "tensorwise": CurrentScaling(),
-}
+RECIPES = {None: None, **chosen("delayed", "tensorwise")}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
 

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
+from schemes import FIRST_STEP, chosen
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,13 +21,7 @@ HIDDEN, FFN, HEADS, TOKENS, BATCH = 64, 96, 4, 8, 2
 DELAYED = recipe.DelayedScaling(amax_history_len=4)
 
 
-RECIPES = {
-    "delayed": DELAYED,
-    "first": recipe.DelayedScaling(amax_history_len=4, first_step="current"),
-    "tensorwise": recipe.CurrentScaling(),
-    "hif8": recipe.CurrentScaling(fp8_format=recipe.Format.HIF8),
-    "block": recipe.BlockScaling(),
-}
+RECIPES = {"first": FIRST_STEP, **chosen("delayed", "tensorwise", "hif8", "blockwise")}
 
 
 class Layers(torch.nn.Module):

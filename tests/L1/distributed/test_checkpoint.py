@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from schemes import chosen
 from torch import distributed
 
 import apex_te
@@ -12,10 +13,9 @@ from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
 from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
-from apex_te.recipe import CurrentScaling, DelayedScaling
 
 HIDDEN, FFN, HEADS, TOKENS, BATCH = 32, 64, 4, 8, 2
-RECIPES = {"none": None, "delayed": DelayedScaling(amax_history_len=2), "current": CurrentScaling()}
+RECIPES = {"none": None, **chosen("delayed", "tensorwise", amax_history_len=2)}
 
 
 def _device(rank):

@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from schemes import chosen
 from shards import decibels
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -13,16 +14,11 @@ from apex_te import flush_fp8_state, fp8_autocast, fp8_model_init
 from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.fp8.parameter.parameter import FP8Parameter
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+from apex_te.recipe import DelayedScaling
 
 HIDDEN, FFN, HEADS, TOKENS = 32, 64, 4, 8
 LOSS_SCALE = 1024.0  # gradients in the normal range of FP8 from the first step, with scales of 1
-RECIPES = {
-    "none": None,
-    "delayed": DelayedScaling(amax_history_len=3),
-    "current": CurrentScaling(),
-    "block": BlockScaling(),
-}
+RECIPES = {"none": None, **chosen("delayed", "tensorwise", "blockwise", amax_history_len=3)}
 
 
 class Experts(torch.nn.Module):
@@ -154,7 +150,7 @@ def test_equals_one_rank(two_ranks, kind, recipe):
 @pytest.mark.parametrize(
     "options", [{"static_graph": True}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1}]
 )
-@pytest.mark.parametrize("recipe", ["none", "delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["none", "delayed", "tensorwise", "blockwise"])
 def test_options(two_ranks, recipe, options):
     _check(two_ranks.run(_both, "mlp", recipe, options), recipe)
 
@@ -171,7 +167,7 @@ def test_no_sync(two_ranks, recipe):
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_weights_held_in_fp8(two_ranks, recipe, options):
     """Rank 0's codes reach all ranks; steps and codes then stay the same on all."""
     results = two_ranks.run(_both, "mlp", recipe, options, 1, recipe)

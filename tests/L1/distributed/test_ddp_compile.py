@@ -1,9 +1,11 @@
 """A compiled model under DDP whose reducer is Python code, which torch.compile sees, too."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
+from schemes import FIRST_STEP, chosen
 from shards import decibels
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -11,15 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 import apex_te
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.fp8.delayed.amax_group import amax_groups
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
 HIDDEN, FFN, TOKENS, STEPS = 32, 64, 8, 3
+DELAYED = {"amax_history_len": 3}
 RECIPES = {
     "none": None,
-    "delayed": DelayedScaling(amax_history_len=3),
-    "first": DelayedScaling(amax_history_len=3, first_step="current"),
-    "tensorwise": CurrentScaling(),
-    "block": BlockScaling(),
+    "first": dataclasses.replace(FIRST_STEP, **DELAYED),
+    **chosen("delayed", "tensorwise", "blockwise", **DELAYED),
 }
 MODULES = {
     "linear": lambda: apex_te.Linear(HIDDEN, HIDDEN),
@@ -73,7 +73,7 @@ def _compare(rank, name, recipe, compiled_autograd):
         ("mlp", "delayed", True),
         ("linear", "first", True),
         ("linear", "tensorwise", False),
-        ("linear", "block", True),
+        ("linear", "blockwise", True),
     ],
 )
 def test_python_reducer(two_ranks, name, recipe, compiled_autograd):

@@ -2,21 +2,16 @@
 
 import pytest
 import torch
+from schemes import chosen
 from shards import decibels
 from torch.nn import functional
 
 from apex_te import fp8_autocast
 from apex_te.distributed.expert_parallel import TokenDispatcher
 from apex_te.module.grouped.linear import GroupedLinear
-from apex_te.recipe import CurrentScaling, DelayedScaling, MXFP8Scaling
 
 HIDDEN, FFN = 32, 48
-RECIPES = {
-    "none": None,
-    "tensorwise": CurrentScaling(),
-    "delayed": DelayedScaling(reduce_amax=False),
-    "mx": MXFP8Scaling(),
-}
+RECIPES = {"none": None, **chosen("delayed", "tensorwise", "mxfp8", reduce_amax=False)}
 
 
 def routed(rank, tokens, experts, topk, device, unused=()):
@@ -133,7 +128,7 @@ def test_fp8(two_ranks, exchange, recipe):
 
 def test_fp8_blocks(two_ranks):
     """Blocks that are shared by rows begin with each expert's."""
-    two_ranks.run(against_one_rank, 2, "cpu", torch.float32, "all_to_all", 2, 32, "mx", ())
+    two_ranks.run(against_one_rank, 2, "cpu", torch.float32, "all_to_all", 2, 32, "mxfp8", ())
 
 
 def _errors(rank):

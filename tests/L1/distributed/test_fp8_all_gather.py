@@ -139,7 +139,7 @@ def test_uneven_and_empty_shards(ranks, name):
 
 
 def test_blocks(two_ranks):
-    two_ranks.run(_small, "block", RECIPES["block"], (64, 256, 512, 256), 4, False)
+    two_ranks.run(_small, "blockwise", RECIPES["blockwise"], (64, 256, 512, 256), 4, False)
 
 
 @pytest.mark.parametrize("name", ["first", "tensorwise"])

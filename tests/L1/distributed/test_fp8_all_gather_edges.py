@@ -30,8 +30,8 @@ def _errors(rank, case):
         model = sharded(False, None, torch.float32, "cpu", build=build)
         return _message(lambda: enable_fp8_all_gather(model))
     if case == "block":
-        model = sharded(True, RECIPES["block"], torch.float32, "cpu", build=linears(16, 200))
-        return _message(lambda: _forward(model, RECIPES["block"]))
+        model = sharded(True, RECIPES["blockwise"], torch.float32, "cpu", build=linears(16, 200))
+        return _message(lambda: _forward(model, RECIPES["blockwise"]))
     if case == "recipe":
         model = sharded(True, DELAYED, torch.float32, "cpu", build=build)
         return _message(lambda: _forward(model, RECIPES["tensorwise"]))

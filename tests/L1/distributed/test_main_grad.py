@@ -2,15 +2,15 @@
 
 import pytest
 import torch
+from schemes import chosen
 from torch import distributed
 
 import apex_te
 from apex_te import fp8_autocast
 from apex_te.distributed import main_grad as implementation
 from apex_te.distributed.main_grad import reduce_main_grads
-from apex_te.recipe import BlockScaling, DelayedScaling
 
-RECIPES = {"none": None, "delayed": DelayedScaling(amax_history_len=2), "block": BlockScaling()}
+RECIPES = {"none": None, **chosen("delayed", "blockwise", amax_history_len=2)}
 
 
 def _device(rank):

@@ -4,19 +4,14 @@ import copy
 
 import pytest
 import torch
+from schemes import chosen
 from shards import BATCH, FFN, IN, MODULES, TOKENS, build
 from torch._dynamo.utils import counters
 
 import apex_te
 from apex_te import fp8_autocast
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
-RECIPES = {
-    "none": None,
-    "delayed": DelayedScaling(amax_history_len=3),
-    "tensorwise": CurrentScaling(),
-    "block": BlockScaling(),
-}
+RECIPES = {"none": None, **chosen("delayed", "tensorwise", "blockwise", amax_history_len=3)}
 
 
 def _module(name, device, sequence_parallel):
@@ -68,11 +63,11 @@ CASES = [
     ("column", False, "delayed"),
     ("column", True, "none"),
     ("column", True, "delayed"),
-    ("column", True, "block"),
+    ("column", True, "blockwise"),
     ("row", False, "tensorwise"),
     ("row", True, "none"),
     ("row", True, "delayed"),
-    ("row", True, "block"),
+    ("row", True, "blockwise"),
     ("norm", True, "tensorwise"),
     ("gated", True, "delayed"),
     ("mlp", False, "none"),

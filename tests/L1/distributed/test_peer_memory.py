@@ -91,11 +91,11 @@ def _in_pieces(rank, name, recipe):
     return result, set(memory.used)
 
 
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_multiply_pieces(two_ranks, name, recipe):
     for result, used in two_ranks.run(_in_pieces, name, recipe):
-        assert used == ({"gather"} if recipe == "block" else {"gather", "reduce"})
+        assert used == ({"gather"} if recipe == "blockwise" else {"gather", "reduce"})
         if result is not None:
             assert min(result[0].values()) >= 20.0
 
@@ -236,12 +236,12 @@ def _used(rank, name, recipe):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("recipe", [None, "delayed", "current", "block"])
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_on_gpus(two_gpus, name, recipe):
     for result, counts in two_gpus.run(_used, name, recipe):
         assert counts["gather"] > 0
-        assert recipe == "block" or counts["reduce"] > 0
+        assert recipe == "blockwise" or counts["reduce"] > 0
         if result is not None:
             assert min(result[0].values()) >= 20.0
 

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from schemes import chosen
 from shards import decibels
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,14 +19,10 @@ from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.distributed.fsdp.fp8_all_gather import enable_fp8_all_gather
 from apex_te.distributed.main_grad import reduce_main_grads
 from apex_te.module.linear import Linear
-from apex_te.recipe import CurrentScaling, DelayedScaling
+from apex_te.recipe import DelayedScaling
 
 IN, INNER, OUT, ROWS, STEPS, LR = 32, 64, 48, 16, 3, 1e-3
-RECIPES = {
-    "none": None,
-    "delayed": DelayedScaling(amax_history_len=4),
-    "tensorwise": CurrentScaling(),
-}
+RECIPES = {"none": None, **chosen("delayed", "tensorwise")}
 _meshes = {}
 
 

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import _ranks
+from schemes import chosen
 from torch import distributed
 
 import apex_te
-from apex_te import fp8_autocast, recipe
+from apex_te import fp8_autocast
 from apex_te.comm.agreement import HEADER
 from apex_te.fp8.delayed.amax_allreduce import _QUANTUM, RankReduction
 from apex_te.fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS
@@ -21,12 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 import scaling_collectives as paper
 
 SIZES = {"hidden": 64, "ffn": 96, "heads": 4, "groups": 4, "vocabulary": 101, "sequence": 16}
-RECIPES = {
-    "none": None,
-    "delayed": recipe.DelayedScaling(amax_history_len=4),
-    "tensorwise": recipe.CurrentScaling(),
-    "blockwise": recipe.BlockScaling(),
-}
+RECIPES = {"none": None, **chosen("delayed", "tensorwise", "blockwise")}
 # What is called: its kind, and which of its tensors is the largest buffer.
 CALLS = {
     "all_gather_into_tensor": ("all_gather", 0),

@@ -2,18 +2,16 @@
 
 import pytest
 import torch
+from schemes import chosen
 from shards import MODULES, build, compare, decibels, step
 
 import apex_te
 from apex_te import flush_fp8_state
 from apex_te.fp8.delayed.state import TENSORS
-from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling, make_recipe
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
 
 RECIPES = {
-    "delayed": DelayedScaling(amax_history_len=4),
-    "current": CurrentScaling(),
-    "hif8": make_recipe("tensorwise", "hif8"),
-    "block": BlockScaling(),
+    **chosen("delayed", "tensorwise", "hif8", "blockwise"),
     "unreduced": DelayedScaling(amax_history_len=4, reduce_amax=False),
 }
 
@@ -66,7 +64,7 @@ def test_fp8(two_ranks, name, recipe, sequence_parallel):
     """Scaled as the whole is: equal but for the order of sums. Else within FP8's noise."""
     results = two_ranks.run(_quantized, name, sequence_parallel, recipe)
     # One tensor's shards have scales of their own where nothing is reduced over ranks.
-    same_scales = recipe in ("delayed", "block")
+    same_scales = recipe in ("delayed", "blockwise")
     floor = 60.0 if same_scales and name in ("column", "row", "norm") else 20.0
     for noise, scales in results:
         assert min(noise.values()) >= floor, noise
@@ -82,7 +80,7 @@ def test_fp8(two_ranks, name, recipe, sequence_parallel):
 @pytest.mark.parametrize("name", MODULES)
 def test_on_gpus(two_gpus, name, sequence_parallel):
     two_gpus.run(_plain, name, sequence_parallel)
-    for recipe in ("delayed", "current", "block"):
+    for recipe in ("delayed", "tensorwise", "blockwise"):
         for noise, scales in two_gpus.run(_quantized, name, sequence_parallel, recipe):
             assert min(noise.values()) >= 20.0, (recipe, noise)
             if recipe == "delayed":
