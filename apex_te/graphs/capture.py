@@ -95,7 +95,7 @@ class Capture:
         for held in self.held:
             # A copy kept from before would be read by replays after it has been replaced.
             held.columnwise = held.columnwise_scale_inv = None
-        waiting = [(module, module._modes.delayed.copy()) for module in self.modules]
+        waiting = [(module, module._modes.wgrad_store.copy()) for module in self.modules]
         if self.keeps_weights:
             known = {id(x) for x in (*self.inputs, *self.stand_ins.values())}
             for module in self.modules:
@@ -107,7 +107,7 @@ class Capture:
         finally:
             for module, delayed in waiting:
                 module._modes.captured = None
-                module._modes.delayed[:] = delayed
+                module._modes.wgrad_store[:] = delayed
 
     def _run(self, graph: Any) -> tuple[list[Any], Any]:
         """One forward, in a region that moves no scale and whose entry ``graph`` does not hold."""
@@ -163,7 +163,7 @@ class Capture:
         ]
         sources = self._sources()
         for module in self.modules:
-            module._modes.delayed.clear()
+            module._modes.wgrad_store.clear()
         grads: list[Any] = [None] * len(sources)
         if sources and any(needs):
             self.backward_graph = torch.cuda.CUDAGraph()
@@ -194,7 +194,7 @@ class Capture:
             own = [p for p in module.parameters(recurse=False) if p.requires_grad]
             pairs = [(p, self.stand_ins[id(p)]) for p in self.parameters]
             pairs = [(p, s) for p, s in pairs if any(s is q for q in own)]
-            for compute in module._modes.delayed:
+            for compute in module._modes.wgrad_store:
                 self.delayed.append(DelayedGradient(self, module._modes, pairs, compute))
                 late.update(id(s) for _, s in pairs)
         return late
@@ -229,7 +229,7 @@ class Capture:
                 static.copy_(value)
         self.backward_graph.replay()
         for gradient in self.delayed:
-            gradient.modes.delayed.append(functools.partial(gradient.run, run))
+            gradient.modes.wgrad_store.append(functools.partial(gradient.run, run))
         for parameter in self.parameters:
             if hasattr(parameter, "grad_added_to_main_grad"):
                 parameter.grad_added_to_main_grad = True

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from ._core import arguments as _arguments
+from ._core.gemm import FP8Call
 from ._core.layer_norm_linear_function import LayerNormLinearFunction
 from ._core.linear_function import without_autograd
-from ._core.linear_parameters import LinearParameters
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import checked_mode
-from ._core.torch_autocast import is_autocast
+from .linear import LinearParameters
 
 __all__ = ["LayerNormLinear"]
 
@@ -129,43 +129,32 @@ class LayerNormLinear(NormedModule, LinearParameters):
         The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
         """
         weight, bias = self._linear_operands()
-        dtype = self._compute_dtype(
-            inp, self.in_features, (self._parameters["layer_norm_weight"], weight, bias)
-        )
         if residual is not None:
             self._check_residual(inp, residual)
-        device_type = inp.device.type
+        parameters = (self._parameters["layer_norm_weight"], weight, bias)
         applied = None if self.return_bias else bias
-        args = (inp, residual, weight, applied, dtype, is_first_microbatch, return_residual)
-        if is_autocast(device_type):
-            with torch.autocast(device_type, enabled=False):
-                out, norm, total = self._run(*args)
-        else:
-            out, norm, total = self._run(*args)
-        return self._returned(out, bias, dtype, norm), total
+        out, norm, total = self._call(
+            inp, self.in_features, parameters, (weight,), is_first_microbatch, residual, weight,
+            applied, return_residual,
+        )  # fmt: skip
+        return self._returned(out, bias, norm), total
 
     def _run(
         self,
+        call: FP8Call,
         inp: torch.Tensor,
         residual: torch.Tensor | None,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        is_first_microbatch: bool | None,
         return_residual: bool,
     ) -> tuple[Any, Any, Any]:
-        """The output, the norm's result and what was normalised; None where not asked for."""
-        inp = inp.to(dtype)
-        residual = None if residual is None else residual.to(dtype)
-        sets, fp8, recomputed = self._select(weight.device)
-        options = self._split_options(self._options(is_first_microbatch), self.parallel_mode)
-        if sets is None or not fp8:
+        """Returns ``(out, norm, residual)``; the last two are None where not asked for."""
+        inp, residual = inp.to(call.dtype), None if residual is None else residual.to(call.dtype)
+        if not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)
-            quantizers = None if sets is None else sets[0]
-            return self._linear(norm, weight, bias, dtype, options, quantizers), norm, total
-        (cached,) = self._cached_weights((weight,), sets, is_first_microbatch, recomputed)
-        tensors = (inp, residual, *self._norm_operands(dtype), weight, bias)
-        rest = (self._norm_options[1 if return_residual else 0], sets[0], cached, options)
+            return self._linear(norm, weight, bias, call), norm, total
+        tensors = (inp, residual, *self._norm_operands(call.dtype), weight, bias)
+        options = self._norm_options[1 if return_residual else 0]
         if torch.is_grad_enabled():
-            return LayerNormLinearFunction.apply(*tensors, *rest)
-        return without_autograd(LayerNormLinearFunction, tensors, *rest)
+            return LayerNormLinearFunction.apply(*tensors, options, call)
+        return without_autograd(LayerNormLinearFunction, tensors, options, call)

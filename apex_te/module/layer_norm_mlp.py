@@ -9,12 +9,12 @@ import torch
 
 from ._core import arguments as _arguments
 from ._core.fused_casts import ACTIVATIONS, activate, is_gated
-from ._core.layer_norm_mlp_function import LayerNormMLPFunction, MLPOptions
+from ._core.gemm import FP8Call
+from ._core.layer_norm_mlp_function import LayerNormMLPFunction
 from ._core.linear_function import without_autograd
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import divided, tag
-from ._core.torch_autocast import is_autocast
 
 __all__ = ["LayerNormMLP"]
 
@@ -161,50 +161,38 @@ class LayerNormMLP(NormedModule):
 
         The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
         """
-        parameters = self._parameters
-        linear = tuple(getattr(self, name) for name in _LINEAR)
-        dtype = self._compute_dtype(
-            inp, self.hidden_size, (parameters["layer_norm_weight"], *linear)
-        )
         if residual is not None:
             self._check_residual(inp, residual)
-        device_type = inp.device.type
-        args = (inp, residual, linear, dtype, is_first_microbatch, return_residual)
-        if is_autocast(device_type):
-            with torch.autocast(device_type, enabled=False):
-                out, norm, total = self._run(*args)
-        else:
-            out, norm, total = self._run(*args)
-        return self._returned(out, linear[3], dtype, norm), total
+        linear = w1, b1, w2, b2 = tuple([getattr(self, name) for name in _LINEAR])
+        out, norm, total = self._call(
+            inp, self.hidden_size, (self._parameters["layer_norm_weight"], *linear), (w1, w2),
+            is_first_microbatch, residual, w1, b1, w2, None if self.return_bias else b2,
+            return_residual,
+        )  # fmt: skip
+        return self._returned(out, b2, norm), total
+
+    def _split_modes(self) -> tuple[str | None, ...]:
+        return ("column", "row") if self.set_parallel_mode else ()
 
     def _run(
         self,
+        call: FP8Call,
         inp: torch.Tensor,
         residual: torch.Tensor | None,
-        linear: tuple[Any, ...],
-        dtype: torch.dtype,
-        is_first_microbatch: bool | None,
+        w1: torch.Tensor,
+        b1: torch.Tensor | None,
+        w2: torch.Tensor,
+        b2: torch.Tensor | None,
         return_residual: bool,
     ) -> tuple[Any, Any, Any]:
-        """The output, the norm's result and what was normalised; None where not asked for."""
-        w1, b1, w2, b2 = linear
-        b2 = None if self.return_bias else b2
-        inp = inp.to(dtype)
-        residual = None if residual is None else residual.to(dtype)
-        sets, fp8, recomputed = self._select(w1.device)
-        options = self._options(is_first_microbatch)
-        modes = ("column", "row") if self.set_parallel_mode else (None, None)
-        first, second = (self._split_options(options, mode) for mode in modes)
-        if sets is None or not fp8:
-            q1, q2 = (None, None) if sets is None else sets
+        """Returns ``(out, norm, residual)``; the last two are None where not asked for."""
+        inp, residual = inp.to(call.dtype), None if residual is None else residual.to(call.dtype)
+        if not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)
-            hidden = self._linear(norm, w1, b1, dtype, first, q1)
-            hidden = activate(self.activation, hidden)
-            return self._linear(hidden, w2, b2, dtype, second, q2), norm, total
-        cached = self._cached_weights((w1, w2), sets, is_first_microbatch, recomputed)
-        tensors = (inp, residual, *self._norm_operands(dtype), w1, b1, w2, b2)
-        mlp = MLPOptions(self.activation, (first, second))
-        rest = (self._norm_options[1 if return_residual else 0], sets, cached, mlp)
+            hidden = activate(self.activation, self._linear(norm, w1, b1, call, 0))
+            return self._linear(hidden, w2, b2, call, 1), norm, total
+        tensors = (inp, residual, *self._norm_operands(call.dtype), w1, b1, w2, b2)
+        options = self._norm_options[1 if return_residual else 0]
         if torch.is_grad_enabled():
-            return LayerNormMLPFunction.apply(*tensors, *rest)
-        return without_autograd(LayerNormMLPFunction, tensors, *rest)
+            return LayerNormMLPFunction.apply(*tensors, options, self.activation, call)
+        return without_autograd(LayerNormMLPFunction, tensors, options, self.activation, call)

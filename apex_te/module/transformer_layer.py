@@ -11,10 +11,9 @@ from torch.nn import functional
 
 from ..fp8.delayed.registry import number_layer
 from ..ops.bias_dropout_add import bias_dropout_add
-from ._core.arguments import checked_eps, checked_groups
+from ._core.arguments import autocast_dtype, checked_eps, checked_groups
 from ._core.materialize import reset_children
 from ._core.parallel import checked_tp_size, set_group_of_children
-from ._core.torch_autocast import autocast_dtype
 from .attention.inference_params import InferenceParams
 from .attention.masks import Mask
 from .attention.multihead import MultiheadAttention, residual_of

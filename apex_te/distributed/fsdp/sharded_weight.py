@@ -15,7 +15,7 @@ import torch
 
 from ...fp8.parameter.parameter import FP8Parameter
 
-__all__ = ["ShardedWeight", "local_of", "plain_entry"]
+__all__ = ["ShardedWeight", "local_of"]
 
 _aten = torch.ops.aten
 # Ops whose result is a ShardedWeight again: FSDP2's shards, padding and copies; a module's moves.
@@ -138,24 +138,3 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
 def local_of(parameter: Any) -> torch.Tensor | None:
     """Returns the local tensor of a DTensor, else None; does not import torch's DTensor."""
     return getattr(parameter, "_local_tensor", None)
-
-
-def plain_entry(value: torch.Tensor) -> torch.Tensor | None:
-    """Returns a parameter as a state dict has it, of plain storage and in high precision.
-
-    None if the parameter is that already.
-    """
-    local = local_of(value)
-    held = value if local is None else local
-    if type(held) is FP8Parameter:
-        held = held.detach().dequantize()
-    elif type(held) is ShardedWeight:
-        held = held.plain()
-    else:
-        return None
-    if local is None:
-        return held
-    of: Any = value
-    return type(of).from_local(
-        held, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
-    )

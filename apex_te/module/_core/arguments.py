@@ -13,6 +13,7 @@ from ...fp8.parameter.parameter import FP8Parameter
 
 __all__ = [
     "INIT_STD",
+    "autocast_dtype",
     "check_count",
     "check_num_gemms",
     "checked_eps",
@@ -38,6 +39,21 @@ def params_dtype_of(
     if not isinstance(chosen, torch.dtype):
         raise TypeError(f"{owner}: params_dtype must be a dtype, got {type(chosen).__name__}")
     return chosen
+
+
+def autocast_dtype(owner: str, name: str, x: torch.Tensor) -> torch.dtype | None:
+    """Returns the dtype of ``torch.autocast`` on the device of ``x``; None where autocast is off.
+
+    Raises:
+        TypeError: autocast is on, and ``x``, the argument called ``name``, is no floating-point
+            tensor.
+    """
+    device_type = x.device.type
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    if not x.is_floating_point():
+        raise TypeError(f"{owner}: {name} must be a floating-point tensor, got {x.dtype}")
+    return torch.get_autocast_dtype(device_type)
 
 
 def parameter(

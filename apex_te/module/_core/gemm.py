@@ -16,6 +16,7 @@ from ...fp8.tensor import QuantizedTensor
 from .tensor_parallel import GatheredCodes, TensorParallel
 
 __all__ = [
+    "FP8Call",
     "GemmOptions",
     "GemmPlan",
     "as_matrix",
@@ -43,16 +44,38 @@ class GemmOptions(NamedTuple):
     """How a module wants one GEMM.
 
     ``accumulate``: None makes ``weight.grad``; True adds to ``weight.main_grad``, False overwrites
-    it. ``save_original``: save the input as it came instead of its FP8 copy. ``delayed``: takes the
-    weight gradient's computation, to be run later. ``parallel``: the collectives around the GEMM.
-    ``in_ddp``: DistributedDataParallel runs this forward and waits for gradients.
+    it. ``save_original``: save the input as it came instead of its FP8 copy. ``wgrad_store``: takes
+    the weight gradient's computation, to be run later. ``parallel``: the collectives around the
+    GEMM. ``in_ddp``: DistributedDataParallel runs this forward and waits for gradients.
     """
 
     accumulate: bool | None = None
     save_original: bool = False
-    delayed: Callable[[Callable[[], None]], None] | None = None
+    wgrad_store: Callable[[Callable[[], None]], None] | None = None
     parallel: TensorParallel | None = None
     in_ddp: bool = False
+
+
+class FP8Call(NamedTuple):
+    """Everything that one call of a module computes with besides its tensors.
+
+    ``FP8Module.prepare`` makes it, once for each call.
+
+    Attributes:
+        dtype: the dtype to compute in, and that of the output.
+        is_fp8: the GEMMs run in FP8; else ``quantizers`` only note amaxes (calibration).
+        quantizers: of each GEMM; None where nothing is quantized or noted.
+        cached: the kept FP8 copies of each GEMM's weight; None where the GEMM makes its own.
+        options: of each GEMM.
+        fill: None keeps no FP8 weights, True makes the kept ones anew, False those that changed.
+    """
+
+    dtype: torch.dtype
+    is_fp8: bool
+    quantizers: tuple[GemmQuantizers, ...] | None
+    cached: tuple[QuantizedTensor | None, ...]
+    options: tuple[GemmOptions, ...]
+    fill: bool | None
 
 
 class GemmPlan(NamedTuple):
@@ -80,23 +103,20 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def gemm_plan(
-    quantizers: GemmQuantizers,
-    weight: torch.Tensor,
-    need_input: bool,
-    need_weight: bool,
-    options: GemmOptions,
-    cached: QuantizedTensor | None,
+    call: FP8Call, gemm: int, weight: torch.Tensor, need_input: bool, need_weight: bool
 ) -> GemmPlan:
-    """The plan of a GEMM whose gradients are needed as said."""
-    in_place = options.accumulate is not None or options.delayed is not None
+    """Returns the plan of a call's GEMM number ``gemm``, whose gradients are needed as given."""
+    assert call.quantizers is not None
+    quantizers, options = call.quantizers[gemm], call.options[gemm]
+    in_place = options.accumulate is not None or options.wgrad_store is not None
     # main_grad is an attribute of this very parameter, which a saved copy could lose.
     parameter = weight if in_place and need_weight else None
     parallel, shared = options.parallel, None
     if parallel is not None and parallel.gathers_input:
         shared = quantizers.input.shared(parallel.group)
     return GemmPlan(
-        quantizers, need_input, need_weight, weight.dtype, options, parameter, cached is not None,
-        shared,
+        quantizers, need_input, need_weight, weight.dtype, options, parameter,
+        call.cached[gemm] is not None, shared,
     )  # fmt: skip
 
 
@@ -201,13 +221,13 @@ def multiply(
     """``x @ weight.T + bias``, [rows, out]; the weight is quantized unless ``cached`` is given."""
     if cached is None:
         cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
-    products, operand = quantizers.backend, cached
+    backend, operand = quantizers.backend, cached
     if isinstance(x, QuantizedTensor):
-        return products.fprop(x, operand, out_dtype, bias, out)
+        return backend.fprop(x, operand, out_dtype, bias, out)
     if out is None:
         out = torch.empty(x.rows, weight.shape[0], dtype=out_dtype, device=weight.device)
     return x.multiplied(
-        lambda piece, into: products.fprop(piece, operand, out_dtype, bias, into), out
+        lambda piece, into: backend.fprop(piece, operand, out_dtype, bias, into), out
     )
 
 
@@ -262,7 +282,7 @@ def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
     assert plan.options.parallel is not None
     # A gather that is read much later would keep others from the peers' memory.
     gather = plan.options.parallel.gathered_rows
-    return gather(saved[0], late=plan.options.delayed is not None)
+    return gather(saved[0], late=plan.options.wgrad_store is not None)
 
 
 def input_gradient(
@@ -276,16 +296,16 @@ def input_gradient(
 
     Takes the rowwise copy of ``dy``, whose memory the weight gradient may then have.
     """
-    weight, products = _weight_again(plan, saved), plan.quantizers.backend
+    weight, backend = _weight_again(plan, saved), plan.quantizers.backend
     if isinstance(dy, QuantizedTensor):
-        grad = products.dgrad(dy, weight, out_dtype, out)
+        grad = backend.dgrad(dy, weight, out_dtype, out)
         dy.rowwise = None
         return grad
     assert weight.columnwise is not None
     if out is None:
         cols, device = weight.columnwise.shape[0], weight.columnwise.device
         out = torch.empty(dy.rows, cols, dtype=out_dtype, device=device)
-    return dy.multiplied(lambda piece, into: products.dgrad(piece, weight, out_dtype, into), out)
+    return dy.multiplied(lambda piece, into: backend.dgrad(piece, weight, out_dtype, into), out)
 
 
 def reduced_input_gradient(
@@ -297,11 +317,11 @@ def reduced_input_gradient(
         return input_gradient(plan, saved, dy, out_dtype), None
     assert isinstance(dy, QuantizedTensor)
     assert dy.rowwise is not None
-    weight, products = _weight_again(plan, saved), plan.quantizers.backend
+    weight, backend = _weight_again(plan, saved), plan.quantizers.backend
     assert weight.columnwise is not None
 
     def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
-        return products.dgrad(rows_of(dy, rows), weight, out_dtype, into)
+        return backend.dgrad(rows_of(dy, rows), weight, out_dtype, into)
 
     rows, cols = dy.rowwise.shape[0], weight.columnwise.shape[0]
     like = torch.empty(0, cols, dtype=out_dtype, device=dy.rowwise.device)

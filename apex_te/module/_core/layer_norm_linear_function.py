@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ...fp8.scheme import GemmQuantizers
 from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction
 from . import gemm as _gemm
 from .fused_casts import NormForward, norm_backward
-from .gemm import SAVED, GemmOptions, GemmPlan, Operand, as_matrix, quantized_input, saves_values
+from .gemm import SAVED, FP8Call, GemmPlan, Operand, as_matrix, quantized_input, saves_values
 from .linear_function import take_saved, without_autocast
 from .wgrad import weight_gradient
 
@@ -104,13 +103,11 @@ class LayerNormLinearFunction(OpFunction):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         norm_options: NormOptions,
-        quantizers: GemmQuantizers,
-        cached: QuantizedTensor | None,
-        options: GemmOptions,
+        call: FP8Call,
     ) -> tuple[torch.Tensor | None, ...]:
         needs = ctx.needs_input_grad
         need_norm = needs[0] or needs[1] or needs[2] or needs[3]
-        plan = _gemm.gemm_plan(quantizers, weight, need_norm, needs[4], options, cached)
+        plan, cached = _gemm.gemm_plan(call, 0, weight, need_norm, needs[4]), call.cached[0]
         rest = None if residual is None else as_matrix(residual)
         norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
         quantized, part, y = normalized(norm, plan, norm_options)
@@ -160,4 +157,4 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
             ctx, saved_norm_tensors, pending.wait(), grad_norm, grad_residual
         )
     d_residual = dx if ctx.has_residual else None
-    return dx, d_residual, d_gamma, d_beta, grad_weight, grad_bias, None, None, None, None
+    return dx, d_residual, d_gamma, d_beta, grad_weight, grad_bias, None, None

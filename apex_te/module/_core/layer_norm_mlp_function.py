@@ -6,17 +6,15 @@ a pass of its own (current scaling); block scales are found in the result.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ...fp8.scheme import GemmQuantizers
-from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction
 from . import gemm as _gemm
 from .fused_casts import ActivationBackward, ActivationForward, NormForward
-from .gemm import SAVED, GemmOptions, as_matrix
+from .gemm import SAVED, FP8Call, as_matrix
 from .layer_norm_linear_function import (
     NormOptions,
     norm_gradients,
@@ -28,14 +26,7 @@ from .layer_norm_linear_function import (
 from .linear_function import take_saved, without_autocast
 from .wgrad import weight_gradient
 
-__all__ = ["LayerNormMLPFunction", "MLPOptions"]
-
-
-class MLPOptions(NamedTuple):
-    """How LayerNormMLP computes, besides its norm."""
-
-    activation: str
-    gemms: tuple[GemmOptions, GemmOptions]
+__all__ = ["LayerNormMLPFunction"]
 
 
 class LayerNormMLPFunction(OpFunction):
@@ -58,25 +49,24 @@ class LayerNormMLPFunction(OpFunction):
         w2: torch.Tensor,
         b2: torch.Tensor | None,
         norm_options: NormOptions,
-        quantizers: tuple[GemmQuantizers, ...],
-        cached: tuple[QuantizedTensor | None, ...],
-        options: MLPOptions,
+        activation: str,
+        call: FP8Call,
     ) -> tuple[torch.Tensor | None, ...]:
         needs, dtype = ctx.needs_input_grad, inp.dtype
         need_norm = needs[0] or needs[1] or needs[2] or needs[3]
         need_hidden = need_norm or needs[4] or needs[5]
-        (q1, q2), (cached1, cached2) = quantizers, cached
-        plan1 = _gemm.gemm_plan(q1, w1, need_norm, needs[4], options.gemms[0], cached1)
-        plan2 = _gemm.gemm_plan(q2, w2, need_hidden, needs[6], options.gemms[1], cached2)
+        cached1, cached2 = call.cached
+        plan1 = _gemm.gemm_plan(call, 0, w1, need_norm, needs[4])
+        plan2 = _gemm.gemm_plan(call, 1, w2, need_hidden, needs[6])
 
         rest = None if residual is None else as_matrix(residual)
         norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
         quantized, part, y = normalized(norm, plan1, norm_options)
-        hidden = _gemm.multiply(q1, quantized, w1, cached1, b1, dtype)
+        hidden = _gemm.multiply(plan1.quantizers, quantized, w1, cached1, b1, dtype)
         saved1 = _gemm.saved_by(plan1, y, part, w1, cached1)
         del quantized, part
 
-        act = ActivationForward(options.activation, hidden)
+        act = ActivationForward(activation, hidden)
         plain = act.plain() if _gemm.saves_values(plan2) else None
         operand, part = _gemm.quantized_input(plan2, act if plain is None else plain)
         # With sequence parallelism the hidden rows are those of all ranks, and are split again.
@@ -92,7 +82,7 @@ class LayerNormMLPFunction(OpFunction):
             hidden if need_hidden else None,
         )
         ctx.set_materialize_grads(False)
-        ctx.plans, ctx.norm, ctx.activation = (plan1, plan2), norm_options, options.activation
+        ctx.plans, ctx.norm, ctx.activation = (plan1, plan2), norm_options, activation
         ctx.needs_norm = (needs[2], needs[3])
         ctx.bias_dtypes = (
             b1.dtype if b1 is not None and needs[5] else None,
@@ -153,7 +143,7 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     if d_b1 is not None and d_b1.dtype is not b1_dtype:
         d_b1 = d_b1.to(b1_dtype)
     d_residual = dx if ctx.has_residual else None
-    return dx, d_residual, d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2, None, None, None, None
+    return dx, d_residual, d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2, None, None, None
 
 
 def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:

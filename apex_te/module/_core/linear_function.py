@@ -9,23 +9,26 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...comm.collectives import Pending
-from ...fp8.scheme import GemmQuantizers
-from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction
 from ...ops.product_into import product_into
 from . import gemm as _gemm
-from .gemm import GemmOptions, as_matrix
+from .gemm import FP8Call, GemmOptions, as_matrix
 from .tensor_parallel import TensorParallel
-from .torch_autocast import is_autocast
 from .wgrad import plain_weight_gradient, weight_gradient
 
 __all__ = [
     "HighPrecisionLinearFunction",
     "LinearFunction",
+    "is_autocast",
     "take_saved",
     "without_autocast",
     "without_autograd",
 ]
+
+
+def is_autocast(device_type: str) -> bool:
+    """Returns True if ``torch.autocast`` is on for a device type; never for the meta device."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
@@ -77,16 +80,13 @@ class LinearFunction(OpFunction):
         inp: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        quantizers: GemmQuantizers,
-        cached: QuantizedTensor | None,
-        out_dtype: torch.dtype,
-        options: GemmOptions,
+        call: FP8Call,
     ) -> torch.Tensor:
         need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-        plan = _gemm.gemm_plan(quantizers, weight, need_input, need_weight, options, cached)
+        plan, cached = _gemm.gemm_plan(call, 0, weight, need_input, need_weight), call.cached[0]
         x = as_matrix(inp)
         quantized, part = _gemm.quantized_input(plan, x)
-        out = _gemm.shaped_product(plan, quantized, weight, cached, bias, out_dtype, inp.shape)
+        out = _gemm.shaped_product(plan, quantized, weight, cached, bias, call.dtype, inp.shape)
         ctx.save_for_backward(*_gemm.saved_by(plan, x, part, weight, cached))
         ctx.plan = plan
         ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
@@ -116,7 +116,7 @@ def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         grad_input = pending.wait()
     if grad_input is not None and len(ctx.input_shape) != 2:
         grad_input = grad_input.view(ctx.input_shape)
-    return grad_input, grad_weight, grad_bias, None, None, None, None
+    return grad_input, grad_weight, grad_bias, None
 
 
 class HighPrecisionLinearFunction(OpFunction):
@@ -173,7 +173,7 @@ def _high_precision_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     need_input, need_weight, need_bias = ctx.needs
     input_dtype, weight_dtype, bias_dtype = ctx.dtypes
     parallel = ctx.options.parallel
-    late = ctx.options.delayed is not None
+    late = ctx.options.wgrad_store is not None
     grad_input = grad_weight = grad_bias = gathered_x = gathered_dy = pending = None
     if need_bias:
         grad_bias = as_matrix(grad_output).sum(0).to(bias_dtype)

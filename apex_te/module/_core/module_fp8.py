@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ...distributed.fsdp.sharded_weight import plain_entry
 from ...fp8.autocast import graph_task_id, local
 from ...fp8.delayed.compiled_region import follow_traced_region
 from ...fp8.delayed.registry import intern
@@ -21,10 +20,10 @@ from ...fp8.module_fp8 import ModuleFP8
 from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands, record_weight
 from ...fp8.tensor import QuantizedTensor
 from ...runtime.tracing import refuse_state
+from .arguments import autocast_dtype
 from .captured_weights import CapturedWeights
-from .gemm import GemmOptions, as_matrix
-from .linear_function import HighPrecisionLinearFunction
-from .torch_autocast import autocast_dtype
+from .gemm import FP8Call, GemmOptions, as_matrix
+from .linear_function import HighPrecisionLinearFunction, is_autocast
 
 if TYPE_CHECKING:
     from ...fp8.scheme import GemmQuantizers
@@ -49,16 +48,21 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 class Modes:
-    """Per-module memory between forwards; slots, because nn.Module's setattr is slow.
+    """Memory of a module between its calls; slots, because nn.Module's setattr is slow.
 
-    ``recompute`` and ``recompute_fp8`` describe the last recorded forward, ``in_ddp`` the last one
-    that was not a recompute; ``weight_cache`` holds the FP8 weights of ``is_first_microbatch`` by
-    GEMM; ``delayed`` the weight gradients to come; ``captured`` takes the place of the cache while
-    a CUDA graph is being made; ``gathered`` says by parameter how FSDP2 gathers weights in FP8.
+    Attributes:
+        captured: takes the place of ``weight_cache`` while a CUDA graph is being made.
+        gathered: how FSDP2 gathers weights in FP8, by parameter.
+        in_ddp: the last call that was no recompute ran under DistributedDataParallel.
+        recompute, recompute_fp8: quantizers for a recompute of the last recorded call, and whether
+            that call ran in FP8.
+        weight_cache: the FP8 weights that ``is_first_microbatch`` keeps, by GEMM.
+        wgrad_store: the weight gradients that ``backward_dw`` is to compute.
     """
 
     __slots__ = (
-        "captured", "delayed", "gathered", "in_ddp", "recompute", "recompute_fp8", "weight_cache"
+        "captured", "gathered", "in_ddp", "recompute", "recompute_fp8", "weight_cache",
+        "wgrad_store",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -67,7 +71,7 @@ class Modes:
         self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
         self.weight_cache: dict[int, tuple[tuple, QuantizedTensor]] = {}
-        self.delayed: list[Callable[[], None]] = []
+        self.wgrad_store: list[Callable[[], None]] = []
         self.gathered: dict[str, Any] = {}
 
 
@@ -76,6 +80,7 @@ class FP8Module(torch.nn.Module):
 
     _fp8: ModuleFP8
     _modes: Modes
+    tp_size = 1
     fuse_wgrad_accumulation = False
     delay_wgrad_compute = False
     save_original_input = False
@@ -99,6 +104,68 @@ class FP8Module(torch.nn.Module):
     def _init_fp8_state(self, recipe: Recipe) -> None:
         if recipe.keeps_state and not self.fp8_state.allocated:
             self._fp8.adapt(*intern(recipe), self._state_device())
+
+    def _call(
+        self,
+        inp: torch.Tensor,
+        features: int,
+        parameters: tuple[Any, ...],
+        weights: tuple[torch.Tensor, ...],
+        is_first_microbatch: bool | None,
+        *args: Any,
+    ) -> Any:
+        """Returns ``self._run(call, inp, *args)``, computed without ``torch.autocast``.
+
+        Every call of every FP8 module passes here.
+
+        Args:
+            inp: the input [.., features].
+            parameters: what has to have the dtype of ``inp``; the first is a tensor.
+            weights: those whose FP8 copies may be kept, one for each GEMM or none.
+            is_first_microbatch: as in ``Linear.forward``.
+        """
+        device_type = inp.device.type
+        autocast = is_autocast(device_type)
+        checked = self._compute_dtype if self.tp_size == 1 else self._agreed_dtype
+        dtype = checked(inp, features, parameters, autocast)
+        if autocast:
+            with torch.autocast(device_type, enabled=False):
+                call = self.prepare(dtype, parameters[0].device, weights, is_first_microbatch)
+                return self._run(call, inp, *args)
+        call = self.prepare(dtype, parameters[0].device, weights, is_first_microbatch)
+        return self._run(call, inp, *args)
+
+    def prepare(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: tuple[torch.Tensor, ...],
+        is_first_microbatch: bool | None,
+    ) -> FP8Call:
+        """Returns all that a call in ``dtype`` decides before it computes."""
+        options = self._options(is_first_microbatch)
+        gemms = len(weights) or 1
+        each = (options,) * gemms if self.tp_size == 1 else self._split_options(options, gemms)
+        sets, is_fp8, recomputed = self._select(device)
+        # A recompute repeats the forward that filled the cache.
+        fill = False if is_first_microbatch and recomputed else is_first_microbatch
+        cached: tuple[QuantizedTensor | None, ...] = (None,) * gemms
+        if is_fp8 and (fill is not None or self._modes.captured is not None):
+            assert sets is not None
+            cached = self._cached_weights(weights, sets, fill)
+        return FP8Call(dtype, is_fp8, sets, cached, each, fill)
+
+    def _run(self, call: FP8Call, inp: torch.Tensor, *args: Any) -> Any:
+        """Computes what the module computes, as ``call`` says; each module defines it."""
+        raise NotImplementedError
+
+    def _agreed_dtype(self, *args: Any) -> torch.dtype:
+        """Returns ``_compute_dtype``; ``ParallelModule`` compares it with the other ranks."""
+        return self._compute_dtype(*args)
+
+    def _split_options(self, options: GemmOptions, gemms: int) -> tuple[GemmOptions, ...]:
+        """Returns ``options`` of each GEMM; ``ParallelModule`` adds the collectives."""
+        return (options,) * gemms
 
     def _select(self, device: torch.device) -> tuple[tuple[GemmQuantizers, ...] | None, bool, bool]:
         """Quantizers of this forward (None: none), whether it runs in FP8, and if it is recomputed.
@@ -141,7 +208,11 @@ class FP8Module(torch.nn.Module):
         return sets.frozen, True, False
 
     def _compute_dtype(
-        self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
+        self,
+        inp: torch.Tensor,
+        features: int,
+        parameters: tuple[torch.Tensor | None, ...],
+        autocast: bool,
     ) -> torch.dtype:
         """The dtype to compute in: torch.autocast's, else that of ``inp`` and of the parameters.
 
@@ -154,9 +225,8 @@ class FP8Module(torch.nn.Module):
                 f"{type(self).__name__}: inp must have a last dimension of {features}, "
                 f"got {list(shape)}"
             )
-        autocast = autocast_dtype(type(self).__name__, "inp", inp)
-        if autocast is not None:
-            return autocast
+        if autocast and (dtype := autocast_dtype(type(self).__name__, "inp", inp)) is not None:
+            return dtype
         dtype = inp.dtype
         for parameter in parameters:
             if parameter is not None and parameter.dtype is not dtype:
@@ -184,15 +254,15 @@ class FP8Module(torch.nn.Module):
                 if graph_task_id() == -1:
                     modes.in_ddp = in_ddp
                 in_ddp = modes.in_ddp  # a recompute, in backward, is what its first run was
-        delayed = None
+        wgrad_store = None
         if self.delay_wgrad_compute:
             if torch.compiler.is_compiling() and torch.is_grad_enabled():
                 raise NotImplementedError(
                     f"{type(self).__name__}: delay_wgrad_compute must be False inside of a graph "
                     "of torch.compile, whose tensors are gone after backward, got True"
                 )
-            delayed = self._modes.delayed.append
-        return GemmOptions(accumulate, self.save_original_input, delayed, None, in_ddp)
+            wgrad_store = self._modes.wgrad_store.append
+        return GemmOptions(accumulate, self.save_original_input, wgrad_store, None, in_ddp)
 
     def _has_ddp_hooks(self) -> bool:
         """Whether DistributedDataParallel's "python_reducer" waits for gradients of this module."""
@@ -209,9 +279,9 @@ class FP8Module(torch.nn.Module):
 
     def backward_dw(self) -> None:
         """Compute the weight gradients that ``delay_wgrad_compute=True`` left out of backward."""
-        delayed = self._modes.delayed  # the same list for forwards whose backward is to come
-        waiting = delayed.copy()
-        delayed.clear()
+        store = self._modes.wgrad_store  # the same list for forwards whose backward is to come
+        waiting = store.copy()
+        store.clear()
         for compute in waiting:
             compute()
 
@@ -220,16 +290,17 @@ class FP8Module(torch.nn.Module):
         inp: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        dtype: torch.dtype,
-        options: GemmOptions,
-        quantizers: GemmQuantizers | None,
+        call: FP8Call,
+        gemm: int = 0,
     ) -> torch.Tensor:
-        """A plain linear layer; with ``quantizers`` the amaxes are staged (calibration)."""
+        """Computes a GEMM in high precision; quantizers of ``call`` note amaxes (calibration)."""
+        dtype, options = call.dtype, call.options[gemm]
+        quantizers = None if call.quantizers is None else call.quantizers[gemm]
         if quantizers is not None:
             with torch.no_grad():
                 quantizers.input.record(as_matrix(inp))
                 record_weight(weight, quantizers.weight)
-        own_wgrad = options.accumulate is not None or options.delayed is not None
+        own_wgrad = options.accumulate is not None or options.wgrad_store is not None
         own_wgrad = own_wgrad and weight.requires_grad and torch.is_grad_enabled()
         if own_wgrad or options.parallel is not None:
             out = HighPrecisionLinearFunction.apply(inp, weight, bias, dtype, options)
@@ -286,25 +357,22 @@ class FP8Module(torch.nn.Module):
         self,
         weights: tuple[torch.Tensor, ...],
         quantizers: tuple[GemmQuantizers, ...],
-        is_first_microbatch: bool | None,
-        recomputed: bool,
+        fill: bool | None,
     ) -> tuple[QuantizedTensor | None, ...]:
-        """The cached FP8 copies of each GEMM's weight; None where the user declared no cache."""
+        """Returns the kept FP8 copies of each GEMM's weight; None where none are kept."""
         captured = self._modes.captured
         if captured is not None:
             return tuple(
                 captured.quantized(gemm, weight, self._weight_sources(weight), quantizers[gemm])
                 for gemm, weight in enumerate(weights)
             )
-        if is_first_microbatch is None or self._sharded_by_fsdp(weights):
+        if fill is None or self._sharded_by_fsdp(weights):
             return (None,) * len(weights)
         if torch.compiler.is_compiling():
             return tuple(
-                self._traced_weight(gemm, weight, quantizers[gemm].weight, is_first_microbatch)
+                self._traced_weight(gemm, weight, quantizers[gemm].weight, fill)
                 for gemm, weight in enumerate(weights)
             )
-        # A recompute repeats the forward that filled the cache.
-        fill = is_first_microbatch and not recomputed
         return tuple(
             self._cached_weight(weight, quantizers[gemm], fill, gemm)
             for gemm, weight in enumerate(weights)
@@ -356,7 +424,7 @@ class FP8Module(torch.nn.Module):
     ) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, value in self._parameters.items():
-            plain = None if value is None or keep_vars else plain_entry(value)
+            plain = None if value is None or keep_vars else _plain_entry(value)
             if plain is not None:
                 destination[prefix + name] = plain
         save_state(self._fp8.state, destination, prefix + STATE_PREFIX)
@@ -391,3 +459,24 @@ class FP8Module(torch.nn.Module):
         # None where this module is not part of what is being loaded, or not all of it.
         if loaded is not None and len(error_msgs) == before:
             loaded.commit(self._fp8, self._state_device())
+
+
+def _plain_entry(value: torch.Tensor) -> torch.Tensor | None:
+    """Returns a parameter as state dicts have it: of plain storage, in high precision.
+
+    None where it is so already. A tensor that is gathered in FP8 gives itself by ``plain()``.
+    """
+    local = getattr(value, "_local_tensor", None)
+    held = value if local is None else local
+    if type(held) is FP8Parameter:
+        held = held.detach().dequantize()
+    elif hasattr(held, "plain"):
+        held = held.plain()
+    else:
+        return None
+    if local is None:
+        return held
+    of: Any = value
+    return type(of).from_local(
+        held, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
+    )

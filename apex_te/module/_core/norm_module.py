@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from .arguments import checked_eps, parameter, params_dtype_of
+from .arguments import autocast_dtype, checked_eps, parameter, params_dtype_of
 from .materialize import initialize, materialize
-from .torch_autocast import autocast_dtype
 
 __all__ = ["NormModule"]
 

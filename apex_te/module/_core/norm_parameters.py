@@ -9,8 +9,8 @@ import torch
 from ...ops import layer_norm, rms_norm
 from . import arguments as _arguments
 from .layer_norm_linear_function import NormOptions
+from .linear_function import is_autocast
 from .parallel import ParallelModule, tag
-from .torch_autocast import is_autocast
 
 __all__ = ["NormedModule"]
 
@@ -86,15 +86,13 @@ class NormedModule(ParallelModule):
                 f"torch.autocast, got {residual.dtype}"
             )
 
-    def _returned(
-        self, out: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, norm: Any
-    ) -> Any:
+    def _returned(self, out: torch.Tensor, bias: torch.Tensor | None, norm: Any) -> Any:
         """``out`` alone or with what the module returns besides."""
         if not self.return_bias and not self.return_layernorm_output:
             return out
         result = [out]
         if self.return_bias:
-            result.append(out.new_empty(0) if bias is None else bias.to(dtype))
+            result.append(out.new_empty(0) if bias is None else bias.to(out.dtype))
         if self.return_layernorm_output:
             result.append(norm)
         return tuple(result)

@@ -117,7 +117,6 @@ class _Group:
 class ParallelModule(FP8Module):
     """An FP8 module whose GEMMs may be split over the ranks of ``tp_group``."""
 
-    has_collectives = True  # around its GEMMs, where they are split
     tp_group: Any
     tp_size: int
     sequence_parallel: bool
@@ -185,24 +184,32 @@ class ParallelModule(FP8Module):
             self._collectives[column] = found
         return found
 
-    def _split_options(self, options: GemmOptions, mode: str | None) -> GemmOptions:
-        """``options`` of a GEMM that is split in ``mode``."""
-        parallel = self._parallel(mode)
-        return options if parallel is None else options._replace(parallel=parallel)
+    def _split_modes(self) -> tuple[str | None, ...]:
+        """Returns how each GEMM is split over the ranks; empty if none has collectives."""
+        return ()
 
-    def _compute_dtype(
-        self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
+    def _split_options(self, options: GemmOptions, gemms: int) -> tuple[GemmOptions, ...]:
+        modes = self._split_modes() or (None,) * gemms
+        return tuple(options._replace(parallel=self._parallel(mode)) for mode in modes)
+
+    def _agreed_dtype(
+        self,
+        inp: torch.Tensor,
+        features: int,
+        parameters: tuple[torch.Tensor | None, ...],
+        autocast: bool,
     ) -> torch.dtype:
-        """As every FP8 module's; the first forward with gradients asks the other ranks, too.
+        """Returns ``_compute_dtype``, after a comparison of ranks in the first call with gradients.
 
-        Errors: also RankMismatchError, on all ranks, if these are about to do something else.
+        Raises:
+            RankMismatchError: on all ranks, if these are about to compute something else.
         """
         # Asked in this order, compiled code does not depend on what only eager code changes.
         if torch.compiler.is_compiling() or self._compared or not self._may_compare(inp):
-            return super()._compute_dtype(inp, features, parameters)
+            return self._compute_dtype(inp, features, parameters, autocast)
         error = None
         try:
-            dtype = super()._compute_dtype(inp, features, parameters)
+            dtype = self._compute_dtype(inp, features, parameters, autocast)
         except (TypeError, ValueError) as refusal:
             error = refusal
         values = {} if error is not None else self._description(inp, parameters, dtype)
@@ -212,9 +219,7 @@ class ParallelModule(FP8Module):
 
     def _may_compare(self, inp: torch.Tensor) -> bool:
         """Whether this forward has collectives, gradients and a host that may wait."""
-        if not torch.is_grad_enabled() or self.tp_group is None or not self.has_collectives:
-            return False
-        if not (getattr(self, "parallel_mode", None) or getattr(self, "set_parallel_mode", False)):
+        if not torch.is_grad_enabled() or self.tp_group is None or not any(self._split_modes()):
             return False
         return not (inp.is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -51,8 +51,8 @@ def plain_weight_gradient(
 def _now_or_later(
     parameter: Any, options: GemmOptions, compute: Callable[[], torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """The gradient, or None after handing its computation to ``options.delayed``."""
-    if options.delayed is None:
+    """The gradient, or None after handing its computation to ``options.wgrad_store``."""
+    if options.wgrad_store is None:
         return compute()
 
     def later() -> None:
@@ -61,7 +61,7 @@ def _now_or_later(
             if options.accumulate is None and grad is not None:
                 parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
-    options.delayed(later)
+    options.wgrad_store(later)
     return None
 
 

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from .._core import arguments as _arguments
+from .._core.arguments import autocast_dtype
 from .._core.parallel import checked_tp_size, divided
-from .._core.torch_autocast import autocast_dtype
 from . import masks as _masks
 from .alibi import Alibi, checked_slopes, standard_slopes
 from .backends import Options, Path, attend, choose

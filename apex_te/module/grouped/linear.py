@@ -8,21 +8,23 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from ...fp8.scheme import GemmQuantizers
+from ...fp8.scheme.base import GroupQuantizers, group_quantizers
 from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction
 from .._core import arguments as _arguments
 from .._core import gemm as _gemm
-from .._core.gemm import SAVED, GemmOptions, as_matrix
+from .._core.gemm import SAVED, FP8Call, as_matrix
 from .._core.linear_function import take_saved, without_autocast
 from .._core.materialize import initialize, materialize
 from .._core.parallel import ParallelModule, checked_mode, divided, tag
-from .._core.torch_autocast import is_autocast
 from .._core.wgrad import plain_weight_gradient, weight_gradient
-from .on_device import run_with_tensor_splits
+from . import on_device
 
 __all__ = ["GroupedLinear"]
+
+_NAME = "GroupedLinear"
 
 
 class GroupedLinear(ParallelModule):
@@ -56,8 +58,6 @@ class GroupedLinear(ParallelModule):
     when all weights came first, see ``apex_te.integrations.reorder_grouped_linear_state``.
     Interface and defaults follow TransformerEngine's GroupedLinear.
     """
-
-    has_collectives = False
 
     def __init__(
         self,
@@ -181,69 +181,97 @@ class GroupedLinear(ParallelModule):
         """
         weights = tuple([getattr(self, key) for key in self._weight_names])
         biases = tuple([getattr(self, key) for key in self._bias_names])
-        dtype = self._compute_dtype(inp, self.in_features, weights + biases)
-        run: Callable[..., torch.Tensor]
+        rows = math.prod(inp.shape[:-1])
         splits: Any
-        if isinstance(m_splits, torch.Tensor):
-            run, splits = self._run_with_tensor, m_splits
+        x, cached_one_by_one = inp, weights
+        if not isinstance(m_splits, torch.Tensor):
+            splits = _arguments.checked_splits(_NAME, self.num_gemms, m_splits, rows)
         else:
-            rows = math.prod(inp.shape[:-1])
-            splits = _arguments.checked_splits("GroupedLinear", self.num_gemms, m_splits, rows)
-            run = self._run
+            owner = type(self).__name__
+            on_device.check_splits(owner, m_splits, self.num_gemms, inp.device)
+            if not rows or not on_device.stays_on_device(inp.device):
+                splits = on_device.read_splits(owner, m_splits, rows)
+                if sum(splits) != rows:
+                    x = inp.reshape(rows, inp.shape[-1])[: sum(splits)]
+            else:
+                on_device.check_supported(self, weights)
+                splits, cached_one_by_one = m_splits, ()
         applied = () if self.return_bias else biases
-        device_type = inp.device.type
-        if is_autocast(device_type):
-            with torch.autocast(device_type, enabled=False):
-                out = run(inp, splits, weights, applied, dtype, is_first_microbatch)
-        else:
-            out = run(inp, splits, weights, applied, dtype, is_first_microbatch)
+        out = self._call(
+            x, self.in_features, weights + biases, cached_one_by_one, is_first_microbatch,
+            weights, applied, splits,
+        )  # fmt: skip
+        if x is not inp:  # the rows behind the last group
+            out = functional.pad(out, (0, 0, 0, rows - x.shape[0]))
+            out = out.view(*inp.shape[:-1], self.out_features)
         if not self.return_bias:
             return out
         if not biases:
             return out, [out.new_empty(0) for _ in weights]
-        return out, [bias.to(dtype) for bias in biases]
+        return out, [bias.to(out.dtype) for bias in biases]
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies make quantizers of their own."""
         return {**super().__getstate__(), "_group_quantizers": {}}
 
-    def _run_with_tensor(self, *arguments: Any) -> torch.Tensor:
-        return run_with_tensor_splits(self, *arguments)
-
     def _run(
         self,
+        call: FP8Call,
         inp: torch.Tensor,
-        splits: tuple[int, ...],
         weights: tuple[torch.Tensor, ...],
         biases: tuple[torch.Tensor, ...],
-        dtype: torch.dtype,
-        is_first_microbatch: bool | None,
+        splits: tuple[int, ...] | torch.Tensor,
     ) -> torch.Tensor:
-        sets, fp8, recomputed = self._select(weights[0].device)
-        if sets is None or not fp8:
-            options = self._options(is_first_microbatch)
+        if isinstance(splits, torch.Tensor):
+            return self._run_on_device(call, inp, weights, biases, splits)
+        if not call.is_fp8:
             parts = []
             for i, part in enumerate(inp.reshape(sum(splits), self.in_features).split(splits)):
                 # An empty group has no amax of which a first scale could be made.
-                quantizers = sets[i] if sets is not None and splits[i] else None
+                each = call if splits[i] else call._replace(quantizers=None)
                 bias = biases[i] if biases else None
-                parts.append(self._linear(part, weights[i], bias, dtype, options, quantizers))
+                parts.append(self._linear(part, weights[i], bias, each, i))
             return torch.cat(parts).view(*inp.shape[:-1], self.out_features)
-        cached = self._cached_weights(weights, sets, is_first_microbatch, recomputed)
-        if not torch.is_grad_enabled():
-            return grouped_forward(inp, splits, sets, cached, dtype, weights, biases)[0]
-        options = self._options(is_first_microbatch)
-        return GroupedLinearFunction.apply(
-            inp, splits, sets, cached, dtype, options, *weights, *biases
-        )
+        if torch.is_grad_enabled():
+            return GroupedLinearFunction.apply(inp, splits, call, *weights, *biases)
+        return grouped_forward(inp, splits, call, weights, biases)[0]
+
+    def _run_on_device(
+        self,
+        call: FP8Call,
+        inp: torch.Tensor,
+        weights: tuple[torch.Tensor, ...],
+        biases: tuple[torch.Tensor, ...],
+        splits: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns the output [.., out_features] without a wait of the host for ``splits``."""
+        quantizers, cached = self._quantizers_of_groups(call), None
+        if call.is_fp8:
+            quantizers = on_device.checked_quantizers(
+                type(self).__name__, quantizers, self.in_features, self.out_features
+            )
+            cached = on_device.cached_weights(self._modes, weights, quantizers, call.fill)
+        x = inp.reshape(-1, self.in_features)
+        out = on_device.run(call, quantizers, cached, x, splits, weights, biases)
+        return out if inp.dim() == 2 else out.view(*inp.shape[:-1], self.out_features)
+
+    def _quantizers_of_groups(self, call: FP8Call) -> GroupQuantizers | None:
+        """Returns the quantizers of all groups at once, made once for each tuple of a state."""
+        sets, known = call.quantizers, self._group_quantizers
+        if sets is None:
+            return None
+        found = known.get(id(sets))
+        if found is None or found[0] is not sets:
+            if len(known) >= 8:  # of recipes and states that are gone
+                known.clear()
+            found = known[id(sets)] = (sets, group_quantizers(sets))
+        return found[1]
 
 
 def grouped_forward(
     inp: torch.Tensor,
     splits: tuple[int, ...],
-    quantizers: tuple[GemmQuantizers, ...],
-    cached: tuple[QuantizedTensor | None, ...],
-    out_dtype: torch.dtype,
+    call: FP8Call,
     weights: tuple[torch.Tensor, ...],
     biases: tuple[torch.Tensor, ...],
     keep: tuple[bool, ...] | None = None,
@@ -252,8 +280,9 @@ def grouped_forward(
 
     ``keep``: whose columnwise copy to make. A group without rows stages no amax and has None.
     """
-    x = as_matrix(inp)
-    features = weights[0].shape[0]
+    assert call.quantizers is not None
+    quantizers, out_dtype = call.quantizers, call.dtype
+    x, features = as_matrix(inp), weights[0].shape[0]
     # Not a view made in a Function, or autograd would refuse to change it in place.
     out = torch.empty(*inp.shape[:-1], features, dtype=out_dtype, device=inp.device)
     results = (out if inp.dim() == 2 else out.view(x.shape[0], features)).split(splits)
@@ -265,7 +294,7 @@ def grouped_forward(
             continue
         q = quantizers[i].input.quantize(group, True, keep is not None and keep[i])[0]
         bias = biases[i] if biases else None
-        _gemm.multiply(quantizers[i], q, weights[i], cached[i], bias, out_dtype, results[i])
+        _gemm.multiply(quantizers[i], q, weights[i], call.cached[i], bias, out_dtype, results[i])
         quantized.append(q)
     return out, groups, quantized
 
@@ -280,10 +309,7 @@ class GroupedLinearFunction(OpFunction):
         ctx: Any,
         inp: torch.Tensor,
         splits: tuple[int, ...],
-        quantizers: tuple[GemmQuantizers, ...],
-        cached: tuple[QuantizedTensor | None, ...],
-        out_dtype: torch.dtype,
-        options: GemmOptions,
+        call: FP8Call,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         gemms = len(splits)
@@ -291,26 +317,24 @@ class GroupedLinearFunction(OpFunction):
         needs = ctx.needs_input_grad
         plans = tuple(
             [
-                _gemm.gemm_plan(q, weights[i], needs[0], needs[6 + i], options, cached[i])
-                for i, q in enumerate(quantizers)
+                _gemm.gemm_plan(call, i, weight, needs[0], needs[3 + i])
+                for i, weight in enumerate(weights)
             ]
         )
         keep = tuple([_gemm.keeps_input(plan) for plan in plans])
-        out, groups, quantized = grouped_forward(
-            inp, splits, quantizers, cached, out_dtype, weights, biases, keep
-        )
+        out, groups, quantized = grouped_forward(inp, splits, call, weights, biases, keep)
         saved: list[torch.Tensor | None] = []
         for i, plan in enumerate(plans):
             q = quantized[i]
             if q is None:
                 saved += [None] * SAVED
             else:
-                saved += _gemm.saved_by(plan, groups[i], q, weights[i], cached[i])
+                saved += _gemm.saved_by(plan, groups[i], q, weights[i], call.cached[i])
         ctx.save_for_backward(*saved)
         ctx.plans = plans
         ctx.splits = splits
         ctx.bias_dtypes = tuple(
-            [b.dtype if needs[6 + gemms + i] else None for i, b in enumerate(biases)]
+            [b.dtype if needs[3 + gemms + i] else None for i, b in enumerate(biases)]
         )
         ctx.in_features = weights[0].shape[1]
         ctx.input_shape = inp.shape
@@ -349,7 +373,7 @@ def _grouped_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         weights.append(grad_weight)
         if bias_dtypes:
             biases.append(grad_bias)
-    return grad_input, None, None, None, None, None, *weights, *biases
+    return grad_input, None, None, *weights, *biases
 
 
 def _without_rows(

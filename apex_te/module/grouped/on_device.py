@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.nn import functional
 
 from ...fp8.autocast import get_fp8_recipe
 from ...fp8.parameter.parameter import FP8Parameter
-from ...fp8.scheme.base import DGRAD, FPROP, GroupQuantizers, group_quantizers
+from ...fp8.scheme.base import DGRAD, FPROP, GroupQuantizers
 from ...ops import grouped_quantize as op
 from ...ops.grouped_gemm import contract_groups, multiply_groups
 from ...ops.grouped_quantize import GroupedOutput, Groups
 from ...ops.op_function import OpFunction
-from .._core.gemm import GemmOptions
+from .._core.gemm import FP8Call, GemmOptions
 from .._core.linear_function import take_saved, without_autocast, without_autograd
+from .._core.module_fp8 import FP8Module, Modes
 from .._core.wgrad import dummy_gradient, main_grad_of
 
-if TYPE_CHECKING:
-    from ...fp8.scheme import GemmQuantizers
-    from .linear import GroupedLinear
-
-__all__ = ["run_with_tensor_splits"]
+__all__ = [
+    "cached_weights",
+    "check_splits",
+    "check_supported",
+    "checked_quantizers",
+    "read_splits",
+    "run",
+    "stays_on_device",
+]
 
 MULTIPLE = 16  # of extents, as products of FP8 codes need them
 LARGEST = 1023  # groups of one product
@@ -32,38 +35,19 @@ CACHE = -1  # of a module's FP8 weights: all of them
 Tensors = tuple[torch.Tensor, ...]
 
 
-def run_with_tensor_splits(
-    module: GroupedLinear,
-    inp: torch.Tensor,
+def run(
+    call: FP8Call,
+    quantizers: GroupQuantizers | None,
+    cached: GroupedOutput | None,
+    x: torch.Tensor,
     splits: torch.Tensor,
     weights: Tensors,
     biases: Tensors,
-    dtype: torch.dtype,
-    is_first_microbatch: bool | None,
 ) -> torch.Tensor:
-    """``GroupedLinear.forward`` with ``splits``, a tensor, already inside of its region."""
-    _check_splits(module, splits, inp.device)
-    rows = math.prod(inp.shape[:-1])
-    shape = (*inp.shape[:-1], module.out_features)
-    x = inp if inp.dim() == 2 else inp.reshape(rows, inp.shape[-1])
-    if not rows or not _stays_on_device(inp.device):
-        counts = _on_host(module, splits, rows) if rows else (0,) * module.num_gemms
-        total = sum(counts)
-        x = x if total == rows else x[:total]
-        out = module._run(x, counts, weights, biases, dtype, is_first_microbatch)
-        if total != rows:
-            out = functional.pad(out, (0, 0, 0, rows - total))
-        return out if inp.dim() == 2 else out.view(shape)
-    options = module._options(is_first_microbatch)
-    _check_supported(module, weights, options)
-    sets, fp8, recomputed = module._select(weights[0].device)
-    quantizers = None if sets is None else _quantizers(module, sets)
-    if fp8:
-        quantizers = _checked_fp8(module, quantizers)
-    groups = op.groups_of(splits, rows)
-    if fp8:
-        assert quantizers is not None
-        cached = _cached(module, weights, quantizers, is_first_microbatch, recomputed)
+    """Returns the output [rows, out] for the rows ``x`` and their ``splits`` on the device."""
+    groups = op.groups_of(splits, x.shape[0])
+    options = call.options[0]
+    if call.is_fp8:
         function: Any = GroupsFunction
         rest: tuple = (quantizers, cached)
     else:
@@ -72,30 +56,33 @@ def run_with_tensor_splits(
             with torch.no_grad():
                 quantizers.input.record(x.contiguous(), groups)
                 quantizers.weight.record_matrices(weights, groups)
-    arguments = (x, groups.table, *rest, dtype, options, *weights, *biases)
+    arguments = (x, groups.table, *rest, call.dtype, options, *weights, *biases)
     if torch.is_grad_enabled():
         out = function.apply(*arguments)
     else:
         out = without_autograd(function, arguments)
-    if not fp8 and quantizers is not None and out.requires_grad:
+    if not call.is_fp8 and quantizers is not None and out.requires_grad:
         record = quantizers.grad_output.record
         out.register_hook(lambda grad: record(grad.detach().contiguous(), groups))
-    return out if inp.dim() == 2 else out.view(shape)
+    return out
 
 
-def _stays_on_device(device: torch.device) -> bool:
-    """Whether reading a tensor there would make the host wait."""
+def stays_on_device(device: torch.device) -> bool:
+    """Returns True if reading a tensor on ``device`` would make the host wait."""
     return device.type == "cuda"
 
 
-def _check_splits(module: GroupedLinear, splits: torch.Tensor, device: torch.device) -> None:
-    owner = type(module).__name__
+def check_splits(owner: str, splits: torch.Tensor, groups: int, device: torch.device) -> None:
+    """Checks a tensor ``m_splits`` of ``groups`` counts.
+
+    Raises:
+        TypeError: another dtype than int32 and int64.
+        ValueError: another shape or device.
+    """
     if splits.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{owner}: m_splits must be int32 or int64, got {splits.dtype}")
-    if splits.shape != (module.num_gemms,):
-        raise ValueError(
-            f"{owner}: m_splits must have shape [{module.num_gemms}], got {list(splits.shape)}"
-        )
+    if splits.shape != (groups,):
+        raise ValueError(f"{owner}: m_splits must have shape [{groups}], got {list(splits.shape)}")
     if splits.device != device:
         raise ValueError(
             f"{owner}: m_splits must be a list of ints or a tensor on {device} like inp, "
@@ -103,89 +90,84 @@ def _check_splits(module: GroupedLinear, splits: torch.Tensor, device: torch.dev
         )
 
 
-def _on_host(module: GroupedLinear, splits: torch.Tensor, rows: int) -> tuple[int, ...]:
-    """Splits on the CPU, where there is nothing to wait for; on the meta device any of as many."""
+def read_splits(owner: str, splits: torch.Tensor, rows: int) -> tuple[int, ...]:
+    """Returns the counts of a tensor that the host can read; on the meta device any of as many.
+
+    Raises:
+        ValueError: a negative count, or more rows than the input has.
+    """
+    if not rows:
+        return (0,) * splits.numel()
     if splits.is_meta:
-        return (rows,) + (0,) * (module.num_gemms - 1)
+        return (rows,) + (0,) * (splits.numel() - 1)
     counts = tuple(splits.tolist())
     if min(counts) < 0 or sum(counts) > rows:
         raise ValueError(
-            f"{type(module).__name__}: m_splits must be counts of at most the {rows} rows of inp, "
+            f"{owner}: m_splits must be counts of at most the {rows} rows of inp, "
             f"got {list(counts)}"
         )
     return counts
 
 
-def _check_supported(module: GroupedLinear, weights: Tensors, options: GemmOptions) -> None:
-    """Raises for what is only there with a list, before anything runs."""
-    owner = type(module).__name__
+def check_supported(module: FP8Module, weights: Tensors) -> None:
+    """Raises NotImplementedError for what only a list of splits allows, before anything runs."""
     what = None
     if torch.compiler.is_compiling():
         what = "torch.compile"
-    elif options.delayed is not None:
+    elif module.delay_wgrad_compute:
         what = "delay_wgrad_compute=True"
-    elif options.save_original:
+    elif module.save_original_input:
         what = "save_original_input=True"
     elif any(type(weight) is FP8Parameter for weight in weights):
         what = "FP8 weights (fp8_model_init, enable_fp8_all_gather)"
-    elif module.num_gemms > LARGEST:
+    elif len(weights) > LARGEST:
         what = f"more than {LARGEST} groups"
     if what is not None:
         raise NotImplementedError(
-            f"{owner}: m_splits must be a list of ints with {what}, got a tensor on the GPU"
+            f"{type(module).__name__}: m_splits must be a list of ints with {what}, got a tensor "
+            "on the GPU"
         )
 
 
-def _checked_fp8(module: GroupedLinear, quantizers: GroupQuantizers | None) -> GroupQuantizers:
-    """The quantizers; raises for a scheme or sizes that need a list, before anything runs."""
-    owner = type(module).__name__
+def checked_quantizers(
+    owner: str, quantizers: GroupQuantizers | None, in_features: int, out_features: int
+) -> GroupQuantizers:
+    """Returns ``quantizers`` if FP8 products of groups on the device exist for them and the sizes.
+
+    Raises:
+        NotImplementedError: the scheme, or a size, needs a list of splits.
+    """
     if quantizers is None:
         name = type(get_fp8_recipe()).__name__
         raise NotImplementedError(
             f"{owner}: m_splits must be a list of ints with {name} in this format, which has no "
             "products of groups whose sizes are on the device, got a tensor on the GPU"
         )
-    if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+    if in_features % MULTIPLE or out_features % MULTIPLE:
         raise NotImplementedError(
             f"{owner}: in_features and out_features must be multiples of {MULTIPLE} for FP8 with "
-            f"m_splits on the GPU, got {module.in_features} and {module.out_features}; "
+            f"m_splits on the GPU, got {in_features} and {out_features}; "
             "give m_splits as a list of ints"
         )
     return quantizers
 
 
-def _quantizers(module: GroupedLinear, sets: tuple[GemmQuantizers, ...]) -> GroupQuantizers | None:
-    """Those of all groups, made once for each tuple of a state."""
-    kept = module._group_quantizers
-    found = kept.get(id(sets))
-    if found is None or found[0] is not sets:
-        if len(kept) >= 8:  # of recipes and states that are gone
-            kept.clear()
-        found = kept[id(sets)] = (sets, group_quantizers(sets))
-    return found[1]
-
-
-def _cached(
-    module: GroupedLinear,
-    weights: Tensors,
-    quantizers: GroupQuantizers,
-    is_first_microbatch: bool | None,
-    recomputed: bool,
+def cached_weights(
+    modes: Modes, weights: Tensors, quantizers: GroupQuantizers, fill: bool | None
 ) -> GroupedOutput | None:
-    """Both FP8 copies of all weights, made again when asked for or when a weight changed.
+    """Returns both FP8 copies of all weights, made again with ``fill`` or when a weight changed.
 
-    None without a promise.
+    None where no copies are kept.
     """
-    captured = module._modes.captured
-    if captured is not None:
-        return captured.quantized_matrices(weights, quantizers.weight)
-    if is_first_microbatch is None:
+    if modes.captured is not None:
+        return modes.captured.quantized_matrices(weights, quantizers.weight)
+    if fill is None:
         return None
-    cache: Any = module._modes.weight_cache
+    cache: Any = modes.weight_cache
     versions = [(0 if w.is_inference() else w._version, w.data_ptr()) for w in weights]
     key = (*versions, type(quantizers.weight_recast), quantizers.weight_recast.dtype)
     found = cache.get(CACHE)
-    if found is not None and found[0] == key and not (is_first_microbatch and not recomputed):
+    if found is not None and found[0] == key and not fill:
         return found[1]
     with torch.inference_mode(False), torch.no_grad():
         made = quantizers.weight.quantize_matrices(weights, None, True, True)

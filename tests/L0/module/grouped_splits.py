@@ -23,7 +23,7 @@ LAYOUTS = [(96, [16, 0, 48, 16]), (40, [5, 0, 16, 3]), (64, [0, 64, 0, 0]), (32,
 
 def read_on_device(monkeypatch):
     """Have the CPU, too, take the path that leaves splits where they are."""
-    monkeypatch.setattr(on_device, "_stays_on_device", lambda device: True)
+    monkeypatch.setattr(on_device, "stays_on_device", lambda device: True)
 
 
 def tensor_of(splits, device, dtype=torch.int32):

@@ -35,7 +35,7 @@ def made(kind, held, recipe, device, monkeypatch):
     if kind.endswith("tensor"):
         if held or recipe.quantizer == "block":
             pytest.skip("groups whose sizes are on the device have neither")
-        monkeypatch.setattr(_grouped_on_device, "_stays_on_device", lambda device: True)
+        monkeypatch.setattr(_grouped_on_device, "stays_on_device", lambda device: True)
     with fp8_model_init(True, recipe) if held else contextlib.nullcontext():
         return build(kind, device)
 

@@ -114,7 +114,7 @@ def prepared(kind, name, device, monkeypatch):
     if kind.endswith("tensor"):
         if name in ("blockwise", "mxfp8", "hif8"):
             pytest.skip("groups whose sizes are on the device have one scale each")
-        monkeypatch.setattr(_grouped_on_device, "_stays_on_device", lambda device: True)
+        monkeypatch.setattr(_grouped_on_device, "stays_on_device", lambda device: True)
     (x, dy), *_ = draw(shape_of(kind, device), device, 1, 1)[0]
     return recipe, x, dy
 

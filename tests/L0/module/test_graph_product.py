@@ -64,7 +64,7 @@ def _graphs(request, device, monkeypatch):
     if device.type == "cpu":
         request.getfixturevalue("graphs_on_cpu")
         # As on a GPU: nothing reads the splits.
-        monkeypatch.setattr(_grouped_on_device, "_stays_on_device", lambda device: True)
+        monkeypatch.setattr(_grouped_on_device, "stays_on_device", lambda device: True)
     with repeatable(device, request.node.callspec.params.get("kind", "attention")):
         yield
 
