@@ -1,1 +1,1 @@
-"""What jit_module.py is made of: names, rendered files, and the record of what was written."""
+"""What the generators are made of: names, templates, and the record of what was written."""
