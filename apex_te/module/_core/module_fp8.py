@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["FP8Module"]
 
 STATE_PREFIX = "fp8_state."
+_DEFAULTS = GemmOptions()
 
 
 @functools.cache
@@ -262,6 +263,8 @@ class FP8Module(torch.nn.Module):
                     "of torch.compile, whose tensors are gone after backward, got True"
                 )
             wgrad_store = self._modes.wgrad_store.append
+        if accumulate is None and wgrad_store is None and not self.save_original_input:
+            return _DEFAULTS
         return GemmOptions(accumulate, self.save_original_input, wgrad_store, None, in_ddp)
 
     def _has_ddp_hooks(self) -> bool:

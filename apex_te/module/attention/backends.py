@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,75 @@ _REPEATABLE = Path(
 )
 
 
+class _Attention(NamedTuple):
+    """What decides on a path, all of it known on the host."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    seen: Visibility
+    bias: torch.Tensor | None
+    options: Options
+
+    @property
+    def has_one_head_size(self) -> bool:
+        return bool(self.q.shape[3] == self.v.shape[3])
+
+
+def _takes_flash(a: _Attention) -> bool:
+    """Returns True if nothing but a causal mask from the first token hides keys, in 16 bits."""
+    seen, size = a.seen, a.q.shape[3]
+    return (
+        seen.hidden is None
+        and seen.window is None
+        and a.bias is None
+        and (seen.causal is None or a.q.shape[2] == a.k.shape[2])
+        and a.q.dtype in _HALF
+        and a.has_one_head_size
+        and size <= 256
+    )
+
+
+def _takes_cudnn(a: _Attention) -> bool:
+    """Returns True if cuDNN is faster than flash, and right.
+
+    It gets nothing masked: its rows that see nothing are not zero, and their gradients NaN.
+    """
+    queries, size = a.q.shape[2:]
+    return (
+        queries == a.k.shape[2]
+        and queries >= _CUDNN_QUERIES
+        and size <= 128
+        and size % 8 == 0
+        and a.options.dropout == 0.0
+        and not torch.are_deterministic_algorithms_enabled()
+        and _takes_flash(a)
+        and nvidia_capability(a.q.device) >= (9, 0)
+    )
+
+
+def _takes_window(a: _Attention) -> bool:
+    """Returns True if all that is hidden is a window that the packed kernel has."""
+    has_window = a.seen.window is not None and a.bias is None
+    return has_window and varlen_obstacle(a.q, a.v, a.options) is None
+
+
+# The first path whose condition holds is taken; those from cuDNN on are CUDA's.
+_PATHS: tuple[tuple[Path, Callable[[_Attention], bool]], ...] = (
+    (_DOUBLE, lambda a: a.q.dtype is torch.float64),
+    (_BIAS_GRADIENT, lambda a: a.bias is not None and a.bias.requires_grad),
+    (_CPU_DROPOUT, lambda a: not a.q.is_cuda and a.options.dropout > 0.0),
+    (_CPU_FLASH, lambda a: not a.q.is_cuda and a.has_one_head_size),
+    (_HEAD_SIZES, lambda a: not a.q.is_cuda),
+    (_CUDNN, _takes_cudnn),
+    (_FLASH, _takes_flash),
+    (_WINDOW, _takes_window),
+    (_REPEATABLE, lambda a: torch.are_deterministic_algorithms_enabled()),
+    (_GROUPS, lambda a: bool(a.q.shape[1] != a.k.shape[1])),
+    (_HEAD_SIZES, lambda a: bool(a.q.shape[3] % 8 or a.v.shape[3] % 8)),
+)
+
+
 def choose(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -90,49 +160,12 @@ def choose(
     bias: torch.Tensor | None,
     options: Options,
 ) -> Path:
-    """The path for q [b, h, sq, d], k [b, g, sk, d], v [b, g, sk, dv], from facts on the host.
-
-    cuDNN gets nothing masked: its rows that see nothing are not zero, and their gradients NaN.
-    """
-    dtype = q.dtype
-    if dtype is torch.float64:
-        return _DOUBLE
-    if bias is not None and bias.requires_grad:
-        return _BIAS_GRADIENT
-    size, value_size = q.shape[3], v.shape[3]
-    if not q.is_cuda:
-        if options.dropout > 0.0:
-            return _CPU_DROPOUT
-        return _CPU_FLASH if size == value_size else _HEAD_SIZES
-    queries, square = q.shape[2], q.shape[2] == k.shape[2]
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    if (
-        seen.hidden is None
-        and seen.window is None
-        and bias is None
-        and (seen.causal is None or square)
-        and dtype in _HALF
-        and size == value_size
-        and size <= 256
-    ):
-        if (
-            square
-            and queries >= _CUDNN_QUERIES
-            and size <= 128
-            and size % 8 == 0
-            and options.dropout == 0.0
-            and not deterministic
-            and nvidia_capability(q.device) >= (9, 0)
-        ):
-            return _CUDNN
-        return _FLASH
-    if seen.window is not None and bias is None and varlen_obstacle(q, v, options) is None:
-        return _WINDOW
-    if deterministic:
-        return _REPEATABLE
-    if q.shape[1] != k.shape[1]:
-        return _GROUPS
-    return _HEAD_SIZES if size % 8 or value_size % 8 else _EFFICIENT
+    """Returns the path for q [b, h, sq, d], k [b, g, sk, d], v [b, g, sk, dv]."""
+    attention = _Attention(q, k, v, seen, bias, options)
+    for path, takes in _PATHS:
+        if takes(attention):
+            return path
+    return _EFFICIENT
 
 
 def attend(

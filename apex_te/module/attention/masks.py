@@ -111,14 +111,15 @@ def visibility(
     scores: tuple[int, int, int, int],
     device: torch.device,
 ) -> Visibility:
-    """What ``kind``, ``mask`` and the window ``size`` hide in scores [b, h, sq, sk].
+    """Returns what ``kind``, ``mask`` and the window ``size`` hide in scores [b, h, sq, sk].
 
     Positions count from the first tokens, or with ``bottom_right`` back from the last ones, which
     under a padding mask are the last that are not padded.
 
-    Raises TypeError for a mask's dtype, ValueError for its shape or presence.
+    Raises:
+        TypeError: a mask that is not bool.
+        ValueError: a mask of another shape, none where the type reads one, one where it does not.
     """
-    batch, _, queries, keys = scores
     left, right = (-1, -1) if size is None else size
     if kind.causal:
         if right > 0:
@@ -126,47 +127,95 @@ def visibility(
                 f"{owner}: window_size must end at 0 with attn_mask_type {kind.name!r}, got {size}"
             )
         right = 0
-    query_mask: torch.Tensor | None = None
-    hidden: torch.Tensor | None = None
+    limits = _Window(left, right, kind.bottom_right and scores[2] != scores[3])
     if kind.padding:
-        query_mask, hidden = _padding(owner, kind, mask, cross, batch, queries, keys)
-    elif kind.arbitrary:
+        return _padding_visibility(owner, kind, mask, size, limits, cross, scores, device)
+    if kind.arbitrary:
         hidden = _arbitrary(owner, mask, scores)
-    elif mask is not None:
+        return limits.past_single_query(scores).hide_more(hidden, scores, device)
+    if mask is not None:
         raise ValueError(
             f"{owner}: attention_mask must be None with attn_mask_type {kind.name!r} "
             f"(use {_INSTEAD[kind.name]}), got a mask"
         )
-    bottom_right = kind.bottom_right and queries != keys
-    if bottom_right and queries == 1 and right == 0 and not kind.padding:
-        right = -1  # the last query sees the last key
-    if left < 0 and right < 0 and hidden is None:
+    return _plain_visibility(limits.past_single_query(scores), scores, device)
+
+
+class _Window(NamedTuple):
+    """The keys that a query sees around its own position, -1 = no limit.
+
+    ``bottom_right``: the last query is at the last key's position, else the first at the first's.
+    """
+
+    left: int
+    right: int
+    bottom_right: bool
+
+    def past_single_query(self, scores: tuple[int, int, int, int]) -> _Window:
+        """Returns the window without its right end for a single, last query, which sees it all."""
+        is_last = self.bottom_right and scores[2] == 1 and self.right == 0
+        return self._replace(right=-1) if is_last else self
+
+    def hide_more(
+        self, hidden: torch.Tensor | None, scores: tuple[int, int, int, int], device: torch.device
+    ) -> Visibility:
+        """Returns what this window and ``hidden`` hide together."""
+        left, right, bottom_right = self
+        queries, keys = scores[2:]
+        causal = None
+        if right == 0:
+            causal = "bottom_right" if bottom_right else "upper_left"
+        if left >= 0 or right > 0:
+            # The causal half, where there is one, stays with ``causal``.
+            offset = keys - queries if bottom_right else 0
+            other = band(queries, keys, offset, left, -1 if causal else right, device)
+            hidden = other if hidden is None else hidden | other
+        return Visibility(causal, hidden)
+
+
+def _plain_visibility(
+    limits: _Window, scores: tuple[int, int, int, int], device: torch.device
+) -> Visibility:
+    """Returns what a window alone hides, for types that read no mask."""
+    left, right, bottom_right = limits
+    if left < 0 and right < 0:
         return _SEES_ALL
-    if left < 0 and right == 0 and hidden is None:
+    if left < 0 and right == 0:
         return _BOTTOM_RIGHT if bottom_right else _CAUSAL
-    if hidden is None and (bottom_right or queries == keys):
+    if bottom_right or scores[2] == scores[3]:
         return Visibility(window=(left, right))
-    causal = None
-    if right == 0:
-        causal = "bottom_right" if bottom_right else "upper_left"
-    if kind.padding and kind.bottom_right and hidden is not query_mask and max(left, right) >= 0:
+    return limits.hide_more(None, scores, device)
+
+
+def _padding_visibility(
+    owner: str,
+    kind: MaskType,
+    mask: Mask,
+    size: tuple[int, int] | None,
+    limits: _Window,
+    cross: bool,
+    scores: tuple[int, int, int, int],
+    device: torch.device,
+) -> Visibility:
+    """Returns what masks of padded tokens and a window hide."""
+    batch, _, queries, keys = scores
+    query_mask, hidden = _padding(owner, kind, mask, cross, batch, queries, keys)
+    left, right, _ = limits
+    if kind.bottom_right and hidden is not query_mask and max(left, right) >= 0:
         # Sequences of several lengths: no offset is common to all.
-        assert hidden is not None
         if query_mask is None:
             raise ValueError(
                 f"{owner}: attention_mask must be a tuple (queries, keys) with attn_mask_type "
                 f"{kind.name!r} and window_size {size}, whose positions count back from the last "
                 "tokens that are not padded, got one tensor"
             )
-        hidden = hidden | _band(*_positions_from_the_end(query_mask, hidden), left, right)
-        causal = None
-    elif left >= 0 or right > 0:
-        # The causal half, where there is one, stays with ``causal``.
-        offset = keys - queries if bottom_right else 0
-        other = band(queries, keys, offset, left, -1 if causal else right, device)
-        hidden = other if hidden is None else hidden | other
-    dead = None if query_mask is None else query_mask.transpose(-1, -2)
-    return Visibility(causal, hidden, dead)
+        positions = _positions_from_the_end(query_mask, hidden)
+        seen = Visibility(hidden=hidden | _band(*positions, left, right))
+    else:
+        seen = limits.hide_more(hidden, scores, device)
+    if query_mask is None:
+        return seen
+    return seen._replace(fully_masked_queries=query_mask.transpose(-1, -2))
 
 
 def band(
