@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from .. import runtime
+from ..runtime.former_names import former_keywords
 
 __all__ = ["check_dense", "checked"]
 
@@ -38,6 +39,9 @@ def checked(function: _F) -> _F:
         try:
             return function(*args, **kwargs)
         except _VAGUE as error:
+            named = former_keywords(function, kwargs, owner) if kwargs else None
+            if named is not None:
+                return call(*args, **named)
             better = _explained(owner, function, args, kwargs, error)
             if better is None:
                 raise

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from ..runtime.former_names import former_fields
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype, check_out_dtype
@@ -18,6 +19,7 @@ _dequantize = bind("block_quantize", "block_dequantize")
 _BLOCK = 128
 
 
+@former_fields(transposed="columnwise", transposed_scale_inv="columnwise_scale_inv")
 class BlockQuantized(NamedTuple):
     """What `block_quantize` made; None where it was not asked for."""
 
@@ -105,7 +107,7 @@ def block_quantize(
 
 @checked
 def block_dequantize(
-    codes: torch.Tensor,
+    fp8_data: torch.Tensor,
     scale_inv: torch.Tensor,
     *,
     block_rows: int = 1,
@@ -115,7 +117,7 @@ def block_dequantize(
     """float(code) * scale_inv of its block, rounded to nearest even.
 
     Args:
-        codes: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
+        fp8_data: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
         scale_inv: float32 of shape scale_shape(rows, cols, block_rows).
         block_rows: 1 or 128.
         dtype: float32, float16 or bfloat16, of a new tensor.
@@ -125,8 +127,8 @@ def block_dequantize(
         TypeError, ValueError: a dtype, shape or device that does not match.
     """
     if out is None:
-        out = torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
-    _dequantize(codes.contiguous(), scale_inv, out, block_rows)
+        out = torch.empty_like(fp8_data, dtype=dtype, memory_format=torch.contiguous_format)
+    _dequantize(fp8_data.contiguous(), scale_inv, out, block_rows)
     return out
 
 
@@ -174,10 +176,10 @@ def _reference_rowwise(
 
 
 def reference_dequantize(
-    codes: torch.Tensor, scale_inv: torch.Tensor, *, block_rows: int = 1
+    fp8_data: torch.Tensor, scale_inv: torch.Tensor, *, block_rows: int = 1
 ) -> torch.Tensor:
     """`block_dequantize` in plain PyTorch, float32."""
-    rows, cols = codes.shape
+    rows, cols = fp8_data.shape
     scales = scale_inv.t() if block_rows == 1 else scale_inv
     scales = scales.repeat_interleave(block_rows, 0).repeat_interleave(_BLOCK, 1)
-    return reference_codec.decode_fp8(codes) * scales[:rows, :cols]
+    return reference_codec.decode_fp8(fp8_data) * scales[:rows, :cols]

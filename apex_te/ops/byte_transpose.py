@@ -1,4 +1,4 @@
-"""The transposed copy of a matrix of 8-bit codes, where only the rowwise one travelled."""
+"""The columnwise copy of FP8 data of which only the rowwise copy was sent."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _transpose = bind("byte_transpose", "byte_transpose")
 
 
 @checked
-def byte_transpose(codes: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """``codes`` transposed: the same bytes, [cols, rows], contiguous.
+def byte_transpose(fp8_data: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Returns the columnwise copy [cols, rows] of a rowwise one: the same bytes, contiguous.
 
     Args:
-        codes: [rows, cols] of any dtype of one byte (FP8, uint8 for HiF8); made contiguous if it
+        fp8_data: [rows, cols] of any dtype of one byte (FP8, uint8 for HiF8); made contiguous if it
             is not.
         out: written instead of a new tensor.
 
@@ -24,24 +24,25 @@ def byte_transpose(codes: torch.Tensor, *, out: torch.Tensor | None = None) -> t
         TypeError: a dtype of more bytes.
         ValueError: a shape or device that does not match.
     """
-    if codes.element_size() != 1:
-        raise TypeError(f"byte_transpose: codes must have a dtype of one byte, got {codes.dtype}")
-    if codes.dim() != 2:
+    dtype, shape = fp8_data.dtype, fp8_data.shape
+    if dtype.itemsize != 1:
+        raise TypeError(f"byte_transpose: fp8_data must have a dtype of one byte, got {dtype}")
+    if len(shape) != 2:
         raise ValueError(
-            f"byte_transpose: codes must have 2 dimensions, got shape {list(codes.shape)}"
+            f"byte_transpose: fp8_data must have 2 dimensions, got shape {list(shape)}"
         )
     given = out is not None
     if out is None:
-        out = codes.new_empty(codes.shape[::-1])
-    elif out.dtype != codes.dtype:
-        raise TypeError(f"byte_transpose: out must have dtype {codes.dtype}, got {out.dtype}")
-    source, target = (reinterpreted("byte_transpose", t, torch.uint8) for t in (codes, out))
+        out = fp8_data.new_empty(shape[::-1])
+    elif out.dtype != dtype:
+        raise TypeError(f"byte_transpose: out must have dtype {dtype}, got {out.dtype}")
+    source, target = (reinterpreted("byte_transpose", t, torch.uint8) for t in (fp8_data, out))
     _transpose(source.contiguous(), target)
     if given:
         note_written(out)
     return out
 
 
-def reference(codes: torch.Tensor) -> torch.Tensor:
-    """`byte_transpose` in plain PyTorch; the specification."""
-    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)
+def reference(fp8_data: torch.Tensor) -> torch.Tensor:
+    """Computes ``byte_transpose`` in plain PyTorch; the specification."""
+    return fp8_data.view(torch.uint8).t().contiguous().view(fp8_data.dtype)

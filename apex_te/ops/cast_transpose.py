@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..runtime.former_names import former_fields
 from . import reference_codec, tensor_scale
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
@@ -17,6 +18,7 @@ _call = bind("cast_transpose", "cast_transpose")
 _TILE_ROWS = 256
 
 
+@former_fields(transposed="columnwise")
 class CastTransposeOutput(NamedTuple):
     """What `cast_transpose` made; None where it was not asked for."""
 

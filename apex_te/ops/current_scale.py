@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..runtime.former_names import former_fields
 from . import reference_codec, tensor_scale
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
@@ -16,6 +17,7 @@ _cast = bind("current_scale", "current_scale_cast")
 _amax = bind("current_scale", "current_scale_amax")
 
 
+@former_fields(transposed="columnwise")
 class CurrentScaleOutput(NamedTuple):
     """What `current_scale` made; codes are None where they were not asked for."""
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from ..runtime.former_names import find_former_functions
 from . import hif8, product_count
 from .argument_errors import check_dense, checked
 from .block_quantize import block_dequantize
@@ -93,7 +94,7 @@ def hif8_gemm(
 
 
 @checked
-def decoded_fp8_gemm(
+def emulated_fp8_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -106,19 +107,19 @@ def decoded_fp8_gemm(
 ) -> torch.Tensor:
     """`fp8_gemm` without FP8 matrix units; arguments, result and errors as there."""
     out, bias = _prepare(
-        "decoded_fp8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
+        "emulated_fp8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
     )
     for operand, codes in (("a", a), ("b", b)):
         if codes.element_size() != 1:
             actual = str(codes.dtype).removeprefix("torch.")
             raise TypeError(
-                f"decoded_fp8_gemm: {operand} must have a dtype of one byte, got {actual}"
+                f"emulated_fp8_gemm: {operand} must have a dtype of one byte, got {actual}"
             )
     return _issue("fp8", a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
 
 
 @checked
-def decoded_block_gemm(
+def emulated_block_gemm(
     a: torch.Tensor,
     b: torch.Tensor,
     a_scale_inv: torch.Tensor,
@@ -133,7 +134,7 @@ def decoded_block_gemm(
 ) -> torch.Tensor:
     """`block_scaled_gemm` without its matrix units, in float32; arguments and errors as there."""
     out, bias = _prepare(
-        "decoded_block_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
+        "emulated_block_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
     )
     kind = f"block {a_block_rows} {b_block_rows}"
     return _issue(kind, a, b, a_scale_inv, b_scale_inv, out, bias, accumulate)
@@ -211,4 +212,9 @@ _multiply = bind_call(
     "emulated_gemm(str kind, Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor(a!) out, "
     "Tensor? bias, bool accumulate) -> ()",
     _run,
+)
+
+__getattr__ = find_former_functions(
+    __name__,
+    {"decoded_block_gemm": "emulated_block_gemm", "decoded_fp8_gemm": "emulated_fp8_gemm"},
 )

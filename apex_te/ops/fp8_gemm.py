@@ -266,9 +266,9 @@ def _run_padded(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_
         aux.copy_(wide_aux[:, :cols])
 
 
-def _decoded(codes: torch.Tensor) -> torch.Tensor:
-    values = torch.empty(codes.shape, dtype=torch.float32)
-    _lib.fp8_decode(codes, values)
+def _decoded(fp8_data: torch.Tensor) -> torch.Tensor:
+    values = torch.empty(fp8_data.shape, dtype=torch.float32)
+    _lib.fp8_decode(fp8_data, values)
     return values
 
 

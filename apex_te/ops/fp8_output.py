@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..runtime.former_names import former_fields
 from ..runtime.tracing import jit_tracing, transforms_active
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -13,6 +14,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 
+@former_fields(transposed="columnwise")
 class FP8Output(NamedTuple):
     """An FP8 matrix; None where it was not asked for."""
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..runtime.former_names import former_fields
 from . import reference_codec, tensor_scale
 from .argument_errors import checked
 from .registration import bind, note_written
@@ -69,6 +70,7 @@ class Groups(NamedTuple):
         return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
 
 
+@former_fields(transposed="columnwise")
 class GroupedOutput(NamedTuple):
     """Codes of groups, None where they were not asked for, and the inverses of their scales."""
 
@@ -249,11 +251,11 @@ def zero_unused(out: torch.Tensor, groups: Groups) -> None:
 
 
 @checked
-def decode(codes: torch.Tensor) -> torch.Tensor:
-    """The values of float8_e4m3fn or float8_e5m2 codes of any shape, exact in bfloat16."""
-    codes = codes.contiguous()
-    out = torch.empty_like(codes, dtype=torch.bfloat16)
-    _decode(codes.view(-1), out.view(-1))
+def decode(fp8_data: torch.Tensor) -> torch.Tensor:
+    """Returns the values of float8_e4m3fn or float8_e5m2 data of any shape, exact in bfloat16."""
+    fp8_data = fp8_data.contiguous()
+    out = torch.empty_like(fp8_data, dtype=torch.bfloat16)
+    _decode(fp8_data.view(-1), out.view(-1))
     return out
 
 

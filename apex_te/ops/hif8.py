@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..runtime.former_names import former_fields
 from . import tensor_scale
 from .argument_errors import checked
 from .registration import bind, note_written
@@ -24,6 +25,7 @@ _cast = bind("hif8", "hif8_cast")
 _decode = bind("hif8", "hif8_decode")
 
 
+@former_fields(transposed="columnwise")
 class HiF8Output(NamedTuple):
     """HiF8 codes; None where they were not asked for."""
 
@@ -53,29 +55,31 @@ def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
 
 @checked
 def decode(
-    codes: torch.Tensor,
+    fp8_data: torch.Tensor,
     dtype: torch.dtype = torch.bfloat16,
     *,
     scale_inv: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Values of HiF8 codes, exact in every dtype; with a scale, value * scale_inv rounded once.
+    """Returns the values of HiF8 data, exact in every dtype.
+
+    With a scale each is value * scale_inv, rounded once.
 
     Args:
-        codes: any shape, uint8; made contiguous if it is not.
+        fp8_data: any shape, uint8; made contiguous if it is not.
         dtype: float32, float16 or bfloat16.
-        scale_inv: one float32 element on the codes' device.
-        out: written instead of a new tensor, contiguous and of the codes' shape; its dtype counts.
+        scale_inv: one float32 element on the device of ``fp8_data``.
+        out: written instead of a new tensor, contiguous and of that shape; its dtype counts.
     """
     given = out is not None
     if out is None:
-        out = codes.new_empty(codes.shape, dtype=dtype)
-    elif out.shape != codes.shape or not out.is_contiguous():
+        out = fp8_data.new_empty(fp8_data.shape, dtype=dtype)
+    elif out.shape != fp8_data.shape or not out.is_contiguous():
         raise ValueError(
-            f"hif8_decode: out must be contiguous with shape {list(codes.shape)}, got shape "
+            f"hif8_decode: out must be contiguous with shape {list(fp8_data.shape)}, got shape "
             f"{list(out.shape)} with strides {list(out.stride())}"
         )
-    _decode(codes.contiguous().view(-1), scale_inv, out.view(-1))
+    _decode(fp8_data.contiguous().view(-1), scale_inv, out.view(-1))
     if given:
         note_written(out)
     return out
@@ -188,9 +192,9 @@ def reference_encode(values: torch.Tensor, *, saturate: bool = True) -> torch.Te
     return torch.where(torch.isnan(values), torch.full_like(result, 0x80), result).to(torch.uint8)
 
 
-def reference_decode(codes: torch.Tensor) -> torch.Tensor:
-    """Float32 values of HiF8 codes, through a table built from the format's definition."""
-    return _values().to(codes.device)[codes.to(torch.int64)]
+def reference_decode(fp8_data: torch.Tensor) -> torch.Tensor:
+    """Returns the float32 values of HiF8 data by a table made from the format's definition."""
+    return _values().to(fp8_data.device)[fp8_data.to(torch.int64)]
 
 
 def reference_quantize(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import runtime
+from ..runtime.former_names import former_fields
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype, check_out_dtype
@@ -18,6 +19,7 @@ _BLOCK = 32
 _SCALE_DTYPE = torch.float8_e8m0fnu
 
 
+@former_fields(transposed="columnwise", transposed_scale="columnwise_scale")
 class MXQuantized(NamedTuple):
     """What `mx_quantize` made; None where it was not asked for."""
 
@@ -116,7 +118,7 @@ _quantize = bind("mx_quantize", "mx_quantize", _quantize_in_library)
 
 @checked
 def mx_dequantize(
-    codes: torch.Tensor,
+    fp8_data: torch.Tensor,
     scale: torch.Tensor,
     *,
     dtype: torch.dtype = torch.bfloat16,
@@ -125,7 +127,7 @@ def mx_dequantize(
     """float(code) * 2^e of its block, rounded to nearest even; exact unless out of dtype's range.
 
     Args:
-        codes: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
+        fp8_data: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
         scale: [rows, ceil(cols / 32)] float8_e8m0fnu.
         dtype: float32, float16 or bfloat16, of a new tensor.
         out: [rows, cols] to write.
@@ -135,15 +137,15 @@ def mx_dequantize(
     """
     _check_scale("mx_dequantize", "scale", scale)
     if out is None:
-        out = torch.empty_like(codes, dtype=dtype, memory_format=torch.contiguous_format)
+        out = torch.empty_like(fp8_data, dtype=dtype, memory_format=torch.contiguous_format)
     if torch.compiler.is_compiling():
         scale = scale.view(torch.uint8)
-    _dequantize(codes.contiguous(), scale, out)
+    _dequantize(fp8_data.contiguous(), scale, out)
     return out
 
 
-def _dequantize_in_library(codes, scale, out):
-    _lib.mx_dequantize(codes, scale.view(_SCALE_DTYPE), out)
+def _dequantize_in_library(fp8_data, scale, out):
+    _lib.mx_dequantize(fp8_data, scale.view(_SCALE_DTYPE), out)
 
 
 _dequantize = bind("mx_quantize", "mx_dequantize", _dequantize_in_library)
@@ -190,10 +192,10 @@ def _reference_rowwise(
     return codes.contiguous().view(fp8_dtype), code.to(torch.uint8).view(_SCALE_DTYPE)
 
 
-def reference_dequantize(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def reference_dequantize(fp8_data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """`mx_dequantize` in plain PyTorch, float32."""
     code = scale.view(torch.uint8).to(torch.int32)
     factor = torch.ldexp(torch.ones_like(code, dtype=torch.float64), code - 127).float()
     factor = torch.where(code == 255, float("nan"), factor)
-    factor = factor.repeat_interleave(_BLOCK, 1)[:, : codes.shape[1]]
-    return reference_codec.decode_fp8(codes) * factor
+    factor = factor.repeat_interleave(_BLOCK, 1)[:, : fp8_data.shape[1]]
+    return reference_codec.decode_fp8(fp8_data) * factor

@@ -47,13 +47,13 @@ def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     return codes.to(torch.uint8).view(fp8_dtype)
 
 
-def decode_fp8(codes: torch.Tensor) -> torch.Tensor:
-    """FP8 codes to float32, exact; through a table built from the format's definition.
+def decode_fp8(fp8_data: torch.Tensor) -> torch.Tensor:
+    """Decodes FP8 data to float32, exactly; through a table built from the format's definition.
 
     Args:
-        codes: any shape, a dtype that `encode_fp8` takes.
+        fp8_data: any shape, a dtype that `encode_fp8` takes.
     """
-    return _table(codes.dtype).to(codes.device)[codes.view(torch.uint8).to(torch.int64)]
+    return _table(fp8_data.dtype).to(fp8_data.device)[fp8_data.view(torch.uint8).to(torch.int64)]
 
 
 def _table(fp8_dtype: torch.dtype) -> torch.Tensor:

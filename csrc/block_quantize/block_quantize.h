@@ -15,7 +15,7 @@ APEX_TE_FUNCTION(block_quantize,
                  "columnwise_scale_inv: Tensor!?, amax: Tensor!?, block_rows: int, eps: float, "
                  "pow2: bool")
 APEX_TE_FUNCTION(block_dequantize,
-                 "codes: Tensor, scale_inv: Tensor, out: Tensor!, block_rows: int")
+                 "fp8_data: Tensor, scale_inv: Tensor, out: Tensor!, block_rows: int")
 
 namespace apex_te {
 

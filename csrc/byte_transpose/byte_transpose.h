@@ -3,7 +3,7 @@
 
 #include "common/abi/op.h"
 
-APEX_TE_FUNCTION(byte_transpose, "codes: Tensor, out: Tensor!")
+APEX_TE_FUNCTION(byte_transpose, "fp8_data: Tensor, out: Tensor!")
 
 namespace apex_te {
 

@@ -48,7 +48,7 @@ APEX_TE_FUNCTION(grouped_clear, "out: Tensor!, table: Tensor")
 APEX_TE_FUNCTION(grouped_sum, "x: Tensor, table: Tensor, out: Tensor!")
 // For products of codes that no matrix unit takes: their values in bfloat16, which has them all,
 // and rows of the result times their factors.
-APEX_TE_FUNCTION(grouped_decode, "codes: Tensor, out: Tensor!")
+APEX_TE_FUNCTION(grouped_decode, "fp8_data: Tensor, out: Tensor!")
 APEX_TE_FUNCTION(grouped_scale_rows, "out: Tensor!, factor: Tensor")
 
 namespace apex_te {

@@ -26,7 +26,7 @@ APEX_TE_FUNCTION(hif8_cast,
                  "scale: Tensor!, scale_inv: Tensor!, target: float, eps: float, pow2: bool, "
                  "saturate: bool")
 // out = value of the code, times scale_inv if given, rounded to out's dtype. One dimension each.
-APEX_TE_FUNCTION(hif8_decode, "codes: Tensor, scale_inv: Tensor?, out: Tensor!")
+APEX_TE_FUNCTION(hif8_decode, "fp8_data: Tensor, scale_inv: Tensor?, out: Tensor!")
 
 namespace apex_te {
 

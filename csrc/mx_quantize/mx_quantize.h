@@ -12,7 +12,7 @@
 APEX_TE_FUNCTION(mx_quantize,
                  "x: Tensor, rowwise: Tensor!?, rowwise_scale: Tensor!?, columnwise: Tensor!?, "
                  "columnwise_scale: Tensor!?, use_floor: bool")
-APEX_TE_FUNCTION(mx_dequantize, "codes: Tensor, scale: Tensor, out: Tensor!")
+APEX_TE_FUNCTION(mx_dequantize, "fp8_data: Tensor, scale: Tensor, out: Tensor!")
 
 namespace apex_te {
 

@@ -83,7 +83,7 @@ class BlockGemm(GemmBackend):
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
         block_rows = 1 if product == WGRAD else 128
-        multiply = block_scaled_gemm if self.native else emulated_gemm.decoded_block_gemm
+        multiply = block_scaled_gemm if self.native else emulated_gemm.emulated_block_gemm
         return multiply(a, b, a_scale_inv, b_scale_inv, b_block_rows=block_rows, **options)
 
 

@@ -149,7 +149,7 @@ class FP8Gemm(GemmBackend):
 
     def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
         if not self.native:
-            return emulated_gemm.decoded_fp8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+            return emulated_gemm.emulated_fp8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
         return fp8_gemm.fp8_gemm(
             a, b, a_scale_inv, b_scale_inv, use_split_accumulator=self.split[product], **options
         )

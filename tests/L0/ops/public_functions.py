@@ -219,11 +219,11 @@ def make_case(name: str) -> Case:
             {"x": x, "fp8_dtype": E4M3, "block_rows": 1, "eps": 0.0, "amax": one(0.0)}, ("amax",)
         ),
         "block_quantize.block_dequantize": Case(
-            {"codes": codes(), "scale_inv": torch.rand(1, 32), "block_rows": 1,
+            {"fp8_data": codes(), "scale_inv": torch.rand(1, 32), "block_rows": 1,
              "dtype": torch.float32, "out": torch.zeros(32, 64)}, ("out",),
         ),
         "byte_transpose.byte_transpose": Case(
-            {"codes": codes(), "out": torch.zeros(64, 32, dtype=E4M3)}, ("out",)
+            {"fp8_data": codes(), "out": torch.zeros(64, 32, dtype=E4M3)}, ("out",)
         ),
         "cast_transpose.cast_transpose": Case(
             {"x": x, "scale": one(), "fp8_dtype": E4M3, "amax": one(0.0), "scale_inv": one(),
@@ -255,8 +255,8 @@ def make_case(name: str) -> Case:
             {"amax": one(3.0), "fp8_dtype": E4M3, "scale": one(), "scale_inv": one(), "eps": 0.0},
             ("scale", "scale_inv"),
         ),
-        "emulated_gemm.decoded_fp8_gemm": Case(gemm_case(), ("out",)),
-        "emulated_gemm.decoded_block_gemm": Case(block_gemm_case(), ("out",)),
+        "emulated_gemm.emulated_fp8_gemm": Case(gemm_case(), ("out",)),
+        "emulated_gemm.emulated_block_gemm": Case(block_gemm_case(), ("out",)),
         "emulated_gemm.hif8_gemm": Case(
             gemm_case(a=hif8.encode(matrix(32, 64)), b=hif8.encode(matrix(16, 64))), ("out",)
         ),
@@ -302,7 +302,7 @@ def make_case(name: str) -> Case:
         "grouped_quantize.zero_unused": Case(
             {"out": torch.randn(2, 4, 64), "groups": groups()}, ("out",)
         ),
-        "grouped_quantize.decode": Case({"codes": codes()}),
+        "grouped_quantize.decode": Case({"fp8_data": codes()}),
         "grouped_quantize.scale_rows": Case({"out": x, "factor": torch.rand(32)}, ("out",)),
         "grouped_quantize.column_sums": Case({"x": x, "groups": groups()}),
         "hif8.encode": Case({"x": x}),
@@ -388,7 +388,7 @@ def make_case(name: str) -> Case:
         ),
         "mx_quantize.mx_quantize": Case({"x": x}),
         "mx_quantize.mx_dequantize": Case(
-            {"codes": codes(), "scale": mx_quantize.mx_quantize(x)[1], "dtype": torch.float32,
+            {"fp8_data": codes(), "scale": mx_quantize.mx_quantize(x)[1], "dtype": torch.float32,
              "out": torch.zeros(32, 64)}, ("out",),
         ),
         "rope.rope": Case({"x": torch.randn(6, 2, 3, 16), "freqs": torch.rand(8, 16),

@@ -265,7 +265,7 @@ def test_rejects(change, error, message):
 
 def test_dequantize_rejects():
     c, scale_inv = torch.zeros(2, 2).to(E4M3), torch.ones(1, 4)
-    with pytest.raises(TypeError, match="codes must have dtype float8_e4m3fn or float8_e5m2"):
+    with pytest.raises(TypeError, match="fp8_data must have dtype float8_e4m3fn or float8_e5m2"):
         block_dequantize(c.float(), scale_inv)
     with pytest.raises(ValueError, match=r"scale_inv must have shape \[1, 4\], got \[2, 4\]"):
         block_dequantize(c, torch.ones(2, 4))

@@ -72,7 +72,7 @@ def test_fails():
 
 def test_meta_tensors_are_refused_as_without_the_recorder():
     x = torch.zeros(5, 6, dtype=torch.uint8, device="meta")
-    with pytest.raises(TypeError, match="byte_transpose: codes"):
+    with pytest.raises(TypeError, match="byte_transpose: fp8_data"):
         direct.byte_transpose(x, x)
 """
 

@@ -281,7 +281,7 @@ def test_portable_path_gives_the_same_bits():
             ValueError,
             "eps must be zero or more and finite, got inf",
         ),
-        (lambda x: hif8.decode(x), TypeError, "codes must have dtype uint8, got float32"),
+        (lambda x: hif8.decode(x), TypeError, "fp8_data must have dtype uint8, got float32"),
         (
             lambda x: hif8.decode(x.to(torch.uint8), torch.float64),
             TypeError,

@@ -252,7 +252,7 @@ def test_dequantize_rejects():
     scale = torch.zeros(2, 1, dtype=torch.uint8).view(torch.float8_e8m0fnu)
     with pytest.raises(ValueError, match=r"scale must have shape \[2, 2\], got \[2, 1\]"):
         mx_dequantize(c, scale)
-    with pytest.raises(TypeError, match="codes must have dtype float8_e4m3fn or float8_e5m2"):
+    with pytest.raises(TypeError, match="fp8_data must have dtype float8_e4m3fn or float8_e5m2"):
         mx_dequantize(c.float(), scale)
 
 
