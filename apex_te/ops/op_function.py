@@ -31,7 +31,9 @@ class OpFunction(torch.autograd.Function):
         if transforms_active() or forward_ad._current_level >= 0:
             from . import transforms  # here, because importing it takes a while
 
-            return transforms.apply(cls, args)
+            transforms.refuse_tangents(cls.LABEL, args)
+            if transforms_active():
+                return transforms.apply(cls, args)
         return eager_apply(cls, *args)
 
 

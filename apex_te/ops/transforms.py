@@ -9,20 +9,20 @@ from torch._C import _functorch
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
-from ..runtime.tracing import transforms_active
-from .op_function import OpFunction, eager_apply
-
-__all__ = ["apply", "refuse_derivatives", "run_samples"]
+__all__ = ["apply", "refuse_derivatives", "refuse_tangents", "run_samples"]
 
 
-def apply(function: type[OpFunction], args: tuple[Any, ...]) -> Any:
-    """``function.apply(*args)`` under transforms: grad, vjp and vmap, in any order."""
+def apply(function: Any, args: tuple[Any, ...]) -> Any:
+    """Applies an ``OpFunction`` under grad, vjp and vmap, in any order.
+
+    Args:
+        function: the class.
+        args: arguments of its forward.
+
+    Returns:
+        What the forward returns.
+    """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    if forward_ad._current_level >= 0:
-        if any(_has_tangent(t) for t in tensors):
-            raise _refusal(function, "forward-mode differentiation (jvp)")
-        if not transforms_active():
-            return eager_apply(function, *args)
     rest = tuple(None if isinstance(a, torch.Tensor) else a for a in args)
     is_tensor = tuple(isinstance(a, torch.Tensor) for a in args)
     call = _Call(function, rest, is_tensor)
@@ -32,16 +32,10 @@ def apply(function: type[OpFunction], args: tuple[Any, ...]) -> Any:
     return results if call.is_tuple else results[0]
 
 
-def _refusal(function: type[OpFunction], what: str) -> NotImplementedError:
-    return NotImplementedError(f"{function.LABEL}: {what} is not supported")
-
-
 class _Call:
     """One call of a function: its arguments that are no tensors, and what its forward kept."""
 
-    def __init__(
-        self, function: type[OpFunction], rest: tuple[Any, ...], is_tensor: tuple[bool, ...]
-    ) -> None:
+    def __init__(self, function: Any, rest: tuple[Any, ...], is_tensor: tuple[bool, ...]) -> None:
         self.function = function
         self.rest = rest
         self.is_tensor = is_tensor
@@ -74,7 +68,7 @@ class _Call:
         vars(self).update(vars(other))
 
     def refuse(self, what: str) -> NotImplementedError:
-        return _refusal(self.function, what)
+        return NotImplementedError(f"{self.function.LABEL}: {what} is not supported")
 
 
 class _Context:
@@ -285,6 +279,12 @@ def _take(value: Any, i: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -
     return dense
 
 
+def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Returns the tensors among some arguments and in their lists."""
+    given = [t for a in args for t in (a if _is_list(a) else (a,))]
+    return [t for t in given if isinstance(t, torch.Tensor)]
+
+
 def _is_differentiated(t: Any) -> bool:
     """Returns True if a transform of torch.func differentiates with respect to a tensor."""
     while isinstance(t, torch.Tensor) and _functorch.is_functorch_wrapped_tensor(t):
@@ -298,16 +298,26 @@ def _has_tangent(t: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(t, level=0).tangent is not None
 
 
+def refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
+    """Refuses forward-mode differentiation.
+
+    Raises:
+        NotImplementedError: an argument has a tangent.
+    """
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors(args))):
+        raise NotImplementedError(f"{name}: forward-mode differentiation (jvp) is not supported")
+
+
 def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
-    """Raises NotImplementedError where a derivative of a function without one is asked for.
+    """Refuses derivatives of a function that has none.
 
     The ops' own autograd functions call their kernels with tensors that have no derivative.
+
+    Raises:
+        NotImplementedError: a transform would differentiate the function.
     """
-    tensors = [t for a in args for t in (a if _is_list(a) else (a,))]
-    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
-    if forward_ad._current_level >= 0 and any(_has_tangent(t) for t in tensors):
-        raise NotImplementedError(f"{name}: forward-mode differentiation (jvp) is not supported")
-    if torch.is_grad_enabled() and any(map(_is_differentiated, tensors)):
+    refuse_tangents(name, args)
+    if torch.is_grad_enabled() and any(map(_is_differentiated, _tensors(args))):
         raise NotImplementedError(
             f"{name}: torch.func.grad, vjp and jvp are not supported, as it has no derivative"
         )

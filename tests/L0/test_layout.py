@@ -48,12 +48,6 @@ CIRCLES = {
             "apex_te.op_builder.jit.user_ops",
         }
     ),
-    frozenset(
-        {
-            "apex_te.ops.op_function",
-            "apex_te.ops.transforms",
-        }
-    ),
 }
 
 
