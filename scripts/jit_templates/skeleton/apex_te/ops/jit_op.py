@@ -1,4 +1,4 @@
-"""x / (1 + scale |x|) of every element, and its gradient."""
+"""The function x / (1 + scale |x|) of every element, and its gradient."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _bwd = bind("jit_op", "jit_op_bwd")
 
 @checked
 def jit_op(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """x / (1 + scale |x|) for every element, differentiable; arithmetic in float32.
+    """Computes x / (1 + scale |x|) for every element, differentiably, in float32 arithmetic.
 
     NaN and infinities give NaN.
 
@@ -26,7 +26,7 @@ def jit_op(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         scale: finite, at least 0.
 
     Returns:
-        x's shape and dtype. x is saved for backward.
+        A tensor of x's shape and dtype; x is saved for backward.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -44,7 +44,7 @@ def jit_op_fwd(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The function without autograd; `out` is written instead of a new tensor and may be x."""
+    """Computes the function without autograd, in ``out`` if it is given, which may be x."""
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
     _fwd(x, y, scale)
@@ -60,13 +60,13 @@ def jit_op_bwd(
     *,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """grad_output / (1 + scale |x|)^2: the gradient with respect to x.
+    """Computes the gradient with respect to x, grad_output / (1 + scale |x|)^2.
 
     Args:
         grad_output: x's shape and dtype.
-        x: as in the forward.
-        scale: as in the forward.
-        out: written instead of a new tensor; may be `grad_output`.
+        x: the forward's.
+        scale: the forward's.
+        out: written instead of a new tensor; may be ``grad_output``.
     """
     grad_output, x = grad_output.contiguous(), x.contiguous()
     grad_input = torch.empty_like(x) if out is None else out
@@ -92,5 +92,5 @@ class _JitOp(OpFunction):
 
 
 def reference(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """The function in plain PyTorch in x's dtype, differentiable; the specification."""
+    """Computes the function in plain PyTorch in x's dtype, differentiably; the specification."""
     return x / (1 + scale * x.abs())
