@@ -22,12 +22,12 @@ _hooks: list[Any] = []
 
 
 def is_enabled() -> bool:
-    """Whether ranges are on."""
+    """Returns True if ranges are on."""
     return bool(_hooks)
 
 
 def enable(enabled: bool = True) -> None:
-    """Turn the ranges on or off for the whole process.
+    """Turns the ranges on or off for the whole process.
 
     Modules of this package have them, and what is derived from one. A range is called after the
     module's ``name``, else its class, with its ``layer_number`` if it has one, and ``forward`` or
@@ -35,7 +35,9 @@ def enable(enabled: bool = True) -> None:
     module's first output and ends when those of its inputs are there. What torch.compile has
     compiled has none.
 
-    Errors: TypeError for anything but a bool, RuntimeError where PyTorch was built without NVTX.
+    Raises:
+        TypeError: ``enabled`` is no bool.
+        RuntimeError: PyTorch was built without NVTX.
     """
     if not isinstance(enabled, bool):
         raise TypeError(f"nvtx.enable: enabled must be a bool, got {type(enabled).__name__}")
@@ -79,7 +81,7 @@ def _before(module: torch.nn.Module, args: Any) -> None:
 
 
 def _after(module: torch.nn.Module, args: Any, *rest: Any) -> None:
-    """``rest`` is (kwargs, output), or (None,) after a forward that raised."""
+    """Ends a forward's range; ``rest`` is (kwargs, output), or (None,) if the forward raised."""
     if torch.compiler.is_compiling() or not _has_ranges(module):
         return
     torch.cuda.nvtx.range_pop()
@@ -95,7 +97,7 @@ def _after(module: torch.nn.Module, args: Any, *rest: Any) -> None:
 
 
 class _Backward:
-    """One range that begins with a node of the graph and ends with the gradients of the inputs.
+    """Range that begins with a node of the graph and ends with the gradients of the inputs.
 
     Begun and ended rather than pushed and popped: autograd need not nest the modules.
     """
@@ -107,7 +109,7 @@ class _Backward:
         self.running: Any = None
 
     def attach(self, node: Any, inputs: list[torch.Tensor]) -> None:
-        """Hook the range to the graph; full backward hooks would forbid in-place use of outputs."""
+        """Hooks the range to the graph; full backward hooks would forbid outputs' use in place."""
         node.register_prehook(self.begin)
         if inputs:
             torch.autograd.graph.register_multi_grad_hook(inputs, self.end)
@@ -125,7 +127,7 @@ class _Backward:
 
 
 def _from_environment() -> None:
-    """Follow ``APEX_TE_NVTX``; where NVTX is missing a warning says so."""
+    """Follows ``APEX_TE_NVTX``; where NVTX is missing a warning says so."""
     if not env.boolean(VARIABLE, False):
         return
     if _is_available():

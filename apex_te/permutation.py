@@ -1,6 +1,6 @@
 """Tokens of a mixture of experts, permuted to their experts' rows and back.
 
-Names and arguments follow TransformerEngine's. Kernels: `apex_te.ops.moe_permute`. Nothing waits
+Names and arguments follow TransformerEngine's. Kernels: ``apex_te.ops.moe_permute``. Nothing waits
 for the GPU where the number of permuted rows is given.
 """
 
@@ -33,7 +33,7 @@ def moe_permute(
     *,
     num_experts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy each token to its experts' rows; differentiable in ``inp``.
+    """Copies each token to its experts' rows; differentiable in ``inp``.
 
     Rows are in order of experts, those of one expert in the order of tokens.
 
@@ -77,11 +77,11 @@ def moe_permute_with_probs(
     routing_map: torch.Tensor,
     num_out_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`moe_permute` by a mask, of probs with the tokens; differentiable in both.
+    """Permutes tokens and their probs by a mask; differentiable in both.
 
     Args:
         probs: [tokens, experts] float32 or the dtype of ``inp``.
-        inp, routing_map, num_out_tokens: as in `moe_permute`.
+        inp, routing_map, num_out_tokens: as in ``moe_permute``.
 
     Returns:
         The permuted tokens, [num_out_tokens] of their probs, and the row_id_map.
@@ -97,12 +97,12 @@ def moe_permute_and_pad_with_probs(
     align_size: int,
     num_out_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`moe_permute_with_probs` whose experts begin at multiples of ``align_size``.
+    """Permutes tokens and probs to experts that begin at multiples of ``align_size``.
 
     FP8 products need multiples of 16. Padding rows, and their probs, are zero.
 
     Args:
-        inp, probs, routing_map: as in `moe_permute_with_probs`.
+        inp, probs, routing_map: as in ``moe_permute_with_probs``.
         tokens_per_expert: [experts] int32 or int64 tokens of each expert, on any device. The
             kernel counts for itself: these size a result whose size is not given.
         align_size: at least 1.
@@ -114,14 +114,16 @@ def moe_permute_and_pad_with_probs(
     Returns:
         permuted: [num_out_tokens, hidden].
         permuted_probs: [num_out_tokens].
-        row_id_map: for `moe_unpermute`; it has the rows with padding.
+        row_id_map: for ``moe_unpermute``; it has the rows with padding.
         pad_offsets: [experts] int32, padding rows before each expert.
         padded_tokens_per_expert: [experts] on the device in the dtype of ``tokens_per_expert``:
-            what `GroupedLinear` takes as ``m_splits``.
+            what ``GroupedLinear`` takes as ``m_splits``.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: as `moe_permute`; ValueError also where
-            ``tokens_per_expert`` was waited for and is not what routing_map has.
+        TypeError: a case of ``moe_permute``.
+        ValueError: a case of ``moe_permute``, or ``tokens_per_expert`` was waited for and differs
+            from the counts of routing_map.
+        NotImplementedError: a case of ``moe_permute``.
     """
     experts = routing_map.shape[-1] if routing_map.dim() else 0
     _check_counts(tokens_per_expert, experts)
@@ -155,7 +157,7 @@ def moe_unpermute(
     map_type: str = "mask",
     pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum each token's copies, times their probs; differentiable in both.
+    """Sums each token's copies, times their probs; differentiable in both.
 
     The sum is in fp32 in the order of experts ("index": of the k), the same on every run.
 
@@ -166,7 +168,7 @@ def moe_unpermute(
             of ``inp``.
         restore_shape: (tokens, hidden) of the result, which row_id_map has: checked where given.
         map_type: "mask" or "index", as given to the function that permuted.
-        pad_offsets: of `moe_permute_and_pad_with_probs`, whose row_id_map has the padding in it;
+        pad_offsets: of ``moe_permute_and_pad_with_probs``, whose row_id_map has the padding in it;
             ValueError with another row_id_map.
 
     Returns:
@@ -200,13 +202,13 @@ def moe_unpermute(
 def moe_sort_chunks_by_index(
     inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> torch.Tensor:
-    """Reorder chunks of rows: the i-th of the result is chunk ``sorted_index[i]``; differentiable.
+    """Reorders chunks of rows, differentiably: the i-th is then chunk ``sorted_index[i]``.
 
     After an all-to-all it brings rows from the order [source rank, local expert] into [local
     expert, source rank]. Nothing waits for the GPU.
 
     Args:
-        inp: [rows, hidden] as in `moe_permute`.
+        inp: [rows, hidden] as in ``moe_permute``.
         split_sizes: [chunks] int32 or int64 rows of each chunk; rows past them become zeros. At
             most 2048 chunks.
         sorted_index: [chunks] int32 or int64, each chunk once.
@@ -225,7 +227,7 @@ def moe_sort_chunks_by_index_with_probs(
     split_sizes: torch.Tensor,
     sorted_index: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`moe_sort_chunks_by_index` of [rows] probs (float32, float16, bfloat16) with the rows."""
+    """Reorders chunks of rows and of their [rows] probs (float32, float16, bfloat16)."""
     out, permuted_probs = _sorted(inp, probs, split_sizes, sorted_index)
     assert permuted_probs is not None
     return out, permuted_probs
@@ -241,7 +243,7 @@ def _permuted(
     align_size: int | None = None,
     row_id_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """Permuted rows and probs and the row_id_map, which is made first where it has to be counted.
+    """Returns permuted rows, probs and the row_id_map, made first where it has to be counted.
 
     The permuted probs are None without probs.
     """
@@ -274,7 +276,7 @@ def _sorted(
 def _counted(
     routing_map: torch.Tensor, tokens_per_expert: torch.Tensor, align_size: int
 ) -> tuple[torch.Tensor, int]:
-    """The padded map and its rows, from one wait that also checks what the caller counted."""
+    """Returns the padded map and its rows; one wait also checks the caller's counts."""
     made = _op.make_map(routing_map, align_size=align_size)
     experts = routing_map.shape[1]
     found, given = torch.stack(

@@ -131,7 +131,7 @@ def _define_functions(namespace: MutableMapping[str, Any], builder: OpBuilder) -
 
 
 class _Value:
-    """Stands for a class or a value of an extension, which is built when something is done with it.
+    """Substitute of an extension's class or value; the first use of it builds the extension.
 
     Calls, attributes and ``isinstance`` reach the real one. After any use of the extension the
     loader module has the real one itself.

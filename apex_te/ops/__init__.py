@@ -1,4 +1,4 @@
-"""The ops: each in plain Python over its kernel, with a plain-PyTorch reference.
+"""Python functions of the ops, each over its kernel and with a reference in plain PyTorch.
 
 Each is found without an import of its own: ``apex_te.ops.rms_norm.rms_norm``.
 """

@@ -24,7 +24,7 @@ KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
 
 @checked
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """f(x) for every element, differentiable; arithmetic in float32.
+    """Applies an activation function to every element, differentiably, in float32 arithmetic.
 
     NaN gives NaN, in the value and in the gradient. -Inf gives NaN, except 0 for relu and
     squared_relu; where x is infinite the gradient is NaN, except for relu and squared_relu, whose
@@ -49,7 +49,7 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 @checked
 def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`activation` without autograd; `out` is written instead of a new tensor and may be x."""
+    """Computes ``activation`` without autograd, in ``out`` if it is given, which may be x."""
     number = _number("activation_fwd", kind)
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
@@ -62,13 +62,13 @@ def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = Non
 def activation_bwd(
     grad_output: torch.Tensor, x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """grad_output * f'(x): the gradient with respect to x.
+    """Computes the gradient with respect to x, grad_output * f'(x).
 
     Args:
         grad_output: x's shape and dtype.
         x: as in the forward.
         kind: as in the forward.
-        out: written instead of a new tensor; may be `grad_output`.
+        out: written instead of a new tensor; may be ``grad_output``.
     """
     number = _number("activation_bwd", kind)
     grad_output, x = grad_output.contiguous(), x.contiguous()
@@ -90,12 +90,14 @@ def activation_fwd_fp8(
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
-    """q = saturating_cast(f(x) * scale) from the float32 result, round to nearest even, NaN kept.
+    """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
+
+    Values are rounded to nearest even, and NaN is kept.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not. rows is the
             product of its leading sizes.
-        kind: as for `activation`.
+        kind: as for ``activation``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
@@ -128,7 +130,7 @@ def activation_bwd_fp8(
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
-    """`activation_bwd`'s gradient straight to FP8; arguments as for `activation_fwd_fp8`."""
+    """Quantizes the gradient of ``activation_bwd``; options as for ``activation_fwd_fp8``."""
     number = _number("activation_bwd_fp8", kind)
     grad_output = as_matrix("activation_bwd_fp8", grad_output)
     x = as_matrix("activation_bwd_fp8", x)
@@ -141,7 +143,7 @@ def activation_bwd_fp8(
 
 
 def as_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
-    """x as a contiguous [rows, cols], cols its last size."""
+    """Returns x as a contiguous [rows, cols] whose columns are its last dimension."""
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got shape []")
     return x.contiguous().view(math.prod(x.shape[:-1]), x.shape[-1])
@@ -155,7 +157,7 @@ def allocate_fp8(
     columnwise: bool,
     out: FP8Output | None,
 ) -> FP8Output:
-    """`out`, or the FP8 outputs of a matrix of x's shape."""
+    """Returns ``out``, or new FP8 outputs for a matrix of x's shape."""
     if out is not None:
         fp8_output.check_fp8_dtype(op, fp8_dtype)
         return out
@@ -186,7 +188,7 @@ class _Activation(OpFunction):
 
 
 def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
-    """`activation` in plain PyTorch in x's dtype, differentiable; the specification."""
+    """Computes ``activation`` in plain PyTorch in x's dtype, differentiably; the specification."""
     functional = torch.nn.functional
     if kind in ("gelu", "gelu_erf"):
         return reference_gelu(x, kind == "gelu")
@@ -199,7 +201,7 @@ def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def reference_gelu(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
-    """gelu in plain PyTorch; in float64 the tanh form keeps the digits of its negative tail."""
+    """Computes GELU in plain PyTorch; in float64 the tanh form keeps the digits of its tail."""
     if is_tanh and x.dtype is torch.float64:
         # (1 + tanh(u)) / 2 = sigmoid(2 u), where 1 + tanh(u) is 0 from u = -19 on.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
@@ -209,7 +211,7 @@ def reference_gelu(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
 def reference_fp8(
     values: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> tuple[FP8Output, torch.Tensor]:
-    """FP8 outputs and amax of a float64 result [rows, cols]; what the FP8 functions make of it."""
+    """Computes the FP8 outputs and the amax that the FP8 functions make of a float64 result."""
     rounded = values.float()
     codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)
     bits = rounded.abs().reshape(-1).view(torch.int32)

@@ -29,13 +29,13 @@ def amax_scale_update(
     """Updates every history, scale and scale_inv in place; one launch per 1,000 histories.
 
     For each slot, with last = history[0]: a last of 0 or not finite clears staging and changes
-    nothing else (not finite also adds 1 to `nonfinite_count`). Otherwise amax = max(last,
+    nothing else (not finite also adds 1 to ``nonfinite_count``). Otherwise amax = max(last,
     history[1:]) or last, the history rolls by one row and takes last, and
     scale = fp8_max * 2**-margin / amax, infinity becoming the largest float32.
 
     Args:
         histories: [length, slots] float32 each; row 0 is staging, the last row the newest amax.
-            This list and the next two may be prepared ones (`apex_te.runtime.tensor_list`).
+            This list and the next two may be prepared ones (``apex_te.runtime.tensor_list``).
         scales: [slots] float32 each.
         scale_invs: [slots] float32 each.
         fp8_max: the format's largest value for each history, 448 (E4M3) or 57344 (E5M2).
@@ -45,7 +45,8 @@ def amax_scale_update(
         nonfinite_count: one int32 element.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or list length that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape or list length that does not match.
     """
     if algo not in ("max", "most_recent"):
         raise ValueError(f"amax_scale_update: algo must be 'max' or 'most_recent', got {algo!r}")
@@ -66,7 +67,7 @@ def reference(
     algo: str = "max",
     pow2: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The update of one history in plain PyTorch; returns the new (history, scale)."""
+    """Computes the update of one history in plain PyTorch; returns the new (history, scale)."""
     history, scale = history.clone(), scale.clone()
     for slot in range(history.shape[1]):
         column = history[:, slot].clone()

@@ -81,7 +81,7 @@ def _explained(
     kwargs: dict[str, Any],
     error: Exception,
 ) -> Exception | None:
-    """The error to raise instead; None where the first one says what is wrong."""
+    """Returns the error to raise instead, or None where the first one says what is wrong."""
     if isinstance(error, RuntimeError) and type(error) not in (RuntimeError, NotImplementedError):
         return None  # of a build, a device or its memory: no argument's doing
     try:
@@ -105,7 +105,7 @@ def _explained(
 
 
 def _is_of_shapes(error: RuntimeError) -> bool:
-    """False for failures of memory, of a device or of a library, which are no one's argument."""
+    """Returns False for a failure of memory, device or library, which no argument causes."""
     text = str(error)
     return type(error) is RuntimeError and "CUDA" not in text and "allocate" not in text
 
@@ -143,7 +143,7 @@ def _problem(place: str, wanted: str, value: Any, scope: dict[str, Any]) -> Exce
 
 
 def _class(kind: str, scope: dict[str, Any]) -> Any:
-    """The class of an annotation; None for one that is no name, of which nothing is said."""
+    """Returns the class that an annotation names, or None if it names none."""
     value: Any = None
     for part in kind.split("."):
         value = scope.get(part) if value is None else getattr(value, part, None)

@@ -100,7 +100,7 @@ def bias_dropout_add_bwd(
     bias_dtype: torch.dtype | None = None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of `bias_dropout_add` with respect to x and bias; residual's is dout.
+    """Gradients of ``bias_dropout_add`` with respect to x and bias; residual's is dout.
 
     Args:
         dout: [..., cols], the gradient of the output, in its dtype; made contiguous if it is not.
@@ -176,7 +176,7 @@ def reference(
     p: float,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The function in plain PyTorch, every step in residual's dtype; the specification."""
+    """Computes the function in plain PyTorch in residual's dtype; the specification."""
     y = x.to(residual.dtype)
     if bias is not None:
         y = y + bias.to(residual.dtype)
@@ -190,12 +190,12 @@ def reference(
 
 
 def drop_threshold(p: float) -> int:
-    """Of 65536 equally likely values, how many drop an element, for p above 0 and below 1."""
+    """Returns how many of 65536 equally likely values drop an element, for 0 < p < 1."""
     return min(max(math.floor(p * 65536 + 0.5), 1), 65535)
 
 
 def keep_mask(seed: torch.Tensor, rows: int, cols: int, p: float) -> torch.Tensor:
-    """The mask of [rows, cols], True where an element is kept, on seed's device."""
+    """Returns the mask [rows, cols] on seed's device, True where an element is kept."""
     row = torch.arange(rows, device=seed.device)[:, None]
     vec = torch.arange(-(-cols // 8), device=seed.device)
     row, vec = torch.broadcast_tensors(row, vec)
@@ -212,7 +212,7 @@ Words4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox4x32(counter: Words4, key: tuple[torch.Tensor, torch.Tensor]) -> Words4:
-    """Philox4x32-10 (Salmon et al., SC 2011) of 32-bit words in int64 tensors."""
+    """Computes Philox4x32-10 (Salmon et al., SC 2011) of 32-bit words in int64 tensors."""
     x, y, z, w = counter
     low, high = key
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""gelu(x + bias), forward and backward with the bias gradient, also straight to FP8."""
+"""GELU of x + bias, forward and backward with the bias gradient, also straight to FP8."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _TILE_ROWS = 64
 
 
 class BiasGeluGrads(NamedTuple):
-    """Gradients of `bias_gelu`."""
+    """Gradients of ``bias_gelu``."""
 
     input: torch.Tensor
     dbias: torch.Tensor | None  # [cols]; None where it was not asked for
 
 
 class BiasGeluFP8Grads(NamedTuple):
-    """Gradients of `bias_gelu`, the input's in FP8."""
+    """Gradients of ``bias_gelu``, of which the input's is in FP8."""
 
     output: FP8Output
     dbias: torch.Tensor | None  # [cols] in x's dtype; None where it was not asked for
@@ -40,7 +40,7 @@ class BiasGeluFP8Grads(NamedTuple):
 def bias_gelu(
     x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
 ) -> torch.Tensor:
-    """gelu(x + bias), differentiable; the sum is not rounded to x's dtype.
+    """Computes gelu(x + bias), differentiably; the sum is not rounded to x's dtype.
 
     Arithmetic is in float32. A NaN sum gives NaN, in the value and in the gradient; -Inf gives
     NaN, and where the sum is infinite the gradient is NaN.
@@ -70,7 +70,7 @@ def bias_gelu_fwd(
     form: str = "tanh",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`bias_gelu` without autograd; `out` is written instead of a new tensor and may be x."""
+    """Computes ``bias_gelu`` without autograd, in ``out`` if it is given, which may be x."""
     is_tanh = _is_tanh("bias_gelu_fwd", form)
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
@@ -89,13 +89,13 @@ def bias_gelu_bwd(
     with_dbias: bool = False,
     out: torch.Tensor | None = None,
 ) -> BiasGeluGrads:
-    """Gradients of `bias_gelu`: grad_output * gelu'(x + bias) and its column sums.
+    """Computes the gradients of ``bias_gelu``: grad_output * gelu'(x + bias) and its column sums.
 
     Args:
         grad_output: x's shape and dtype.
         x, bias, form: as in the forward.
         with_dbias: also return the column sums, added in float32 in a fixed order.
-        out: written instead of a new gradient; may be `grad_output`.
+        out: written instead of a new gradient; may be ``grad_output``.
     """
     is_tanh = _is_tanh("bias_gelu_bwd", form)
     grad_output, x = grad_output.contiguous(), x.contiguous()
@@ -119,7 +119,7 @@ def bias_gelu_fwd_fp8(
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
-    """q = saturating_cast(gelu(x + bias) * scale) from the float32 result, to nearest even.
+    """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale).
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not. rows is the
@@ -161,9 +161,10 @@ def bias_gelu_bwd_fp8(
     with_dbias: bool = False,
     out: FP8Output | None = None,
 ) -> BiasGeluFP8Grads:
-    """`bias_gelu_bwd` with the gradient of x straight to FP8.
+    """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values.
 
-    Arguments are those of `bias_gelu_fwd_fp8` and `bias_gelu_bwd`; dbias sums the float32 gradient.
+    Arguments are those of ``bias_gelu_fwd_fp8`` and ``bias_gelu_bwd``; dbias sums the float32
+    gradient.
     """
     is_tanh = _is_tanh("bias_gelu_bwd_fp8", form)
     grad_output = as_matrix("bias_gelu_bwd_fp8", grad_output)
@@ -215,5 +216,5 @@ class _BiasGelu(OpFunction):
 def reference(
     x: torch.Tensor, bias: torch.Tensor | None = None, *, form: str = "tanh"
 ) -> torch.Tensor:
-    """`bias_gelu` in plain PyTorch in x's dtype, differentiable; the specification."""
+    """Computes ``bias_gelu`` in plain PyTorch in x's dtype, differentiably; the specification."""
     return reference_gelu(x if bias is None else x + bias, form == "tanh")

@@ -1,4 +1,4 @@
-"""Quantize a matrix to FP8 in blocks of 1x128 or 128x128 elements, each with its own scale."""
+"""FP8 data of a matrix with one scale for each block of 1x128 or 128x128 elements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK = 128
 
 @former_fields(transposed="columnwise", transposed_scale_inv="columnwise_scale_inv")
 class BlockQuantized(NamedTuple):
-    """What `block_quantize` made; None where it was not asked for."""
+    """Result of ``block_quantize``, with None for a copy that was not asked for."""
 
     rowwise: torch.Tensor | None  # [rows, cols]
     rowwise_scale_inv: torch.Tensor | None  # scale_shape(rows, cols)
@@ -30,7 +30,7 @@ class BlockQuantized(NamedTuple):
 
 
 def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
-    """Shape of the scales of FP8 codes [rows, cols], K along cols, as cuBLASLt reads them.
+    """Returns the shape of the scales of FP8 data [rows, cols], K along cols, as cuBLASLt reads it.
 
     1x128: [ceil(cols / 128), rows rounded up to 4]; 128x128: [ceil(rows / 128), ceil(cols / 128)
     rounded up to 4].
@@ -56,11 +56,11 @@ def block_quantize(
 ) -> BlockQuantized:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
-    A block's amax below `eps` counts as eps; an amax of 0, infinity or NaN gives scale 1, so that
+    A block's amax below ``eps`` counts as eps; an amax of 0, infinity or NaN gives scale 1, so that
     NaN stays NaN; an infinity saturates, but makes its block's scale_inv infinite and with it all
-    that the codes stand for; an infinite scale becomes the largest finite value of x's dtype. With
+    values of the block; an infinite scale becomes the largest finite value of x's dtype. With
     1x128 blocks the columnwise copy is quantized from x along the other axis, with scales of its
-    own; with 128x128 blocks it is the rowwise copy columnwise.
+    own; with 128x128 blocks its bytes are those of the rowwise copy, transposed.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -74,8 +74,8 @@ def block_quantize(
         out: written instead of new tensors.
 
     Returns:
-        Codes, and scale_inv in the layout of `scale_shape`: 1 / scale, infinite where the amax is;
-        places beyond the matrix hold 1. Ragged edges are blocks of what is there.
+        FP8 data, and scale_inv in the layout of ``scale_shape``: 1 / scale, infinite where the amax
+        is; places beyond the matrix hold 1. Ragged edges are blocks of what is there.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -114,7 +114,7 @@ def block_dequantize(
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float(code) * scale_inv of its block, rounded to nearest even.
+    """Computes the values of FP8 data, each times its block's scale_inv, rounded to nearest even.
 
     Args:
         fp8_data: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
@@ -124,7 +124,8 @@ def block_dequantize(
         out: [rows, cols] to write.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or device that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape or device that does not match.
     """
     if out is None:
         out = torch.empty_like(fp8_data, dtype=dtype, memory_format=torch.contiguous_format)
@@ -140,7 +141,7 @@ def reference(
     pow2: bool = True,
     eps: float = 0.0,
 ) -> BlockQuantized:
-    """`block_quantize` in plain PyTorch with its own integer rounding; the specification."""
+    """Computes ``block_quantize`` in plain PyTorch with integer rounding; the specification."""
     rowwise = _reference_rowwise(x, fp8_dtype, block_rows, pow2, eps)
     return BlockQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, block_rows, pow2, eps))
 
@@ -178,7 +179,7 @@ def _reference_rowwise(
 def reference_dequantize(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, *, block_rows: int = 1
 ) -> torch.Tensor:
-    """`block_dequantize` in plain PyTorch, float32."""
+    """Computes ``block_dequantize`` in plain PyTorch, in float32."""
     rows, cols = fp8_data.shape
     scales = scale_inv.t() if block_rows == 1 else scale_inv
     scales = scales.repeat_interleave(block_rows, 0).repeat_interleave(_BLOCK, 1)

@@ -1,4 +1,4 @@
-"""Quantize a matrix to FP8 with a given scale: rowwise, columnwise or both, in one pass."""
+"""FP8 data of a matrix with a given scale: rowwise, columnwise or both, in one pass."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime.former_names import former_fields
-from . import reference_codec, tensor_scale
+from . import fp8_output, reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
@@ -20,7 +20,7 @@ _TILE_ROWS = 256
 
 @former_fields(transposed="columnwise")
 class CastTransposeOutput(NamedTuple):
-    """What `cast_transpose` made; None where it was not asked for."""
+    """Result of ``cast_transpose``, with None for what was not asked for."""
 
     rowwise: torch.Tensor | None
     columnwise: torch.Tensor | None
@@ -64,7 +64,7 @@ def cast_transpose(
         ValueError: a shape or device that does not match.
     """
     check_fp8_dtype("cast_transpose", fp8_dtype, fnuz=True)
-    x = tensor_scale.contiguous_matrix("cast_transpose", x)
+    x = fp8_output.contiguous_matrix("cast_transpose", x)
     rows, cols = x.shape
     given = [t for t in (out_rowwise, out_columnwise, scale_inv, amax) if t is not None]
     if rowwise and out_rowwise is None:
@@ -89,10 +89,10 @@ def reference(
     *,
     amax: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
-    """`cast_transpose` in plain PyTorch with its own integer rounding; the specification."""
+    """Computes ``cast_transpose`` in plain PyTorch with integer rounding; the specification."""
     codes = reference_codec.encode_fp8(x.float() * scale, fp8_dtype)
     if amax is not None:
-        found = tensor_scale.reference_amax(x).view(torch.int32)
+        found = reference_codec.amax_of(x).view(torch.int32)
         current = amax.view(torch.int32)
         current.copy_(torch.maximum(current, found.reshape(current.shape)))
     dbias = x.double().sum(0).to(x.dtype)

@@ -35,7 +35,7 @@ def cross_entropy(
     reduction: str = "mean",
     overwrite_logits: bool = False,
 ) -> torch.Tensor:
-    """Cross entropy between softmax(logits) and target indices, as torch.nn.functional's.
+    """Computes the cross entropy of softmax(logits) and targets, as ``torch.nn.functional`` does.
 
     Backward multiplies by the incoming gradient in float32 before it rounds to the dtype of the
     logits, so that a loss scale keeps float16 gradients from vanishing. It reads the logits, which
@@ -45,7 +45,7 @@ def cross_entropy(
 
     Args:
         logits: [..., V] float32, float16 or bfloat16.
-        target: [...] int64 or int32; an index outside [0, V) that is not `ignore_index` raises on
+        target: [...] int64 or int32; an index outside [0, V) that is not ``ignore_index`` raises on
             the CPU and gives NaN on the GPU, which is not waited for.
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
         label_smoothing: in [0, 1], share of the target's probability spread over all V.
@@ -54,10 +54,11 @@ def cross_entropy(
             forward pass; backward may run once. torch.compile ignores it.
 
     Returns:
-        float32: one element, or with "none" the shape of `target`.
+        float32: one element, or with "none" the shape of ``target``.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or option that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape or option that does not match.
     """
     if reduction not in _REDUCTIONS:
         raise ValueError(
@@ -90,17 +91,17 @@ def cross_entropy_fwd(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Losses of rows, [rows] float32, and their gradient into `grad` where it is given.
+    """Returns the losses [rows] float32, and writes their gradient into ``grad`` if it is given.
 
     Args:
         logits: [rows, V] float32, float16 or bfloat16, contiguous.
         target: [rows] int64 or int32, contiguous.
-        grad: like `logits`, and may be `logits`.
-        stats: [rows, 2] float32, written for `cross_entropy_bwd`: the largest logit of each row
+        grad: like ``logits``, and may be ``logits``.
+        stats: [rows, 2] float32, written for ``cross_entropy_bwd``: the largest logit of each row
             and the sum of exp(logit - largest).
         num_valid: one int32 element by which the gradient is divided.
-        ignore_index: as in `cross_entropy`.
-        label_smoothing: as in `cross_entropy`.
+        ignore_index: as in ``cross_entropy``.
+        label_smoothing: as in ``cross_entropy``.
     """
     loss = logits.new_empty(target.shape, dtype=torch.float32)
     _fwd(logits, target, loss, grad, stats, num_valid, ignore_index, label_smoothing)
@@ -121,21 +122,21 @@ def cross_entropy_bwd(
     label_smoothing: float = 0.0,
     made: bool = False,
 ) -> torch.Tensor:
-    """Writes `grad_output` times the gradient of the losses into `grad`, and returns it.
+    """Writes ``grad_output`` times the gradient of the losses into ``grad``, and returns it.
 
     Each element is computed in float32 and rounded once.
 
     Args:
-        logits: as in `cross_entropy_fwd`, which made `stats` of them.
-        target: as in `cross_entropy_fwd`.
-        stats: what `cross_entropy_fwd` wrote.
+        logits: as in ``cross_entropy_fwd``, which made ``stats`` of them.
+        target: as in ``cross_entropy_fwd``.
+        stats: what ``cross_entropy_fwd`` wrote.
         grad_output: float32, one element or [rows].
-        grad: like `logits`, and may be `logits`.
+        grad: like ``logits``, and may be ``logits``.
         num_valid: one int32 element by which the gradient is divided.
-        ignore_index: as in `cross_entropy`.
-        label_smoothing: as in `cross_entropy`.
-        made: `grad` is what `cross_entropy_fwd` made of the same arguments; it stays as it is where
-            `grad_output`, one element, is 1.
+        ignore_index: as in ``cross_entropy``.
+        label_smoothing: as in ``cross_entropy``.
+        made: ``grad`` is what ``cross_entropy_fwd`` made of the same arguments; it stays as it is
+            where ``grad_output``, one element, is 1.
     """
     _bwd(logits, target, stats, grad_output, grad, num_valid, ignore_index, label_smoothing, made)
     note_written(grad)
@@ -144,7 +145,7 @@ def cross_entropy_bwd(
 
 @checked
 def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
-    """Number of targets other than `ignore_index`: one int32 element on target's device."""
+    """Returns the number of targets other than ``ignore_index``, one int32 element."""
     num_valid = target.new_empty(1, dtype=torch.int32)
     _count(target, num_valid, ignore_index)
     return num_valid
@@ -234,7 +235,7 @@ def reference(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and gradients of rows, without reduction, in plain PyTorch in the logits' dtype."""
+    """Computes losses and gradients of rows, unreduced, in plain PyTorch in the logits' dtype."""
     columns = logits.shape[-1]
     log_p = torch.log_softmax(logits, dim=-1)
     ignored = target == ignore_index

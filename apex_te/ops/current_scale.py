@@ -1,4 +1,4 @@
-"""Quantize a matrix to FP8 with a scale computed from it: amax, scale and cast in two launches."""
+"""FP8 data of a matrix with a scale computed from it: amax, scale and cast in two launches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime.former_names import former_fields
-from . import reference_codec, tensor_scale
+from . import fp8_output, reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
@@ -19,7 +19,7 @@ _amax = bind("current_scale", "current_scale_amax")
 
 @former_fields(transposed="columnwise")
 class CurrentScaleOutput(NamedTuple):
-    """What `current_scale` made; codes are None where they were not asked for."""
+    """Result of ``current_scale``, with None for a copy that was not asked for."""
 
     rowwise: torch.Tensor | None
     columnwise: torch.Tensor | None
@@ -43,9 +43,9 @@ def current_scale(
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
-    An amax below `eps` counts as `eps`; an amax of 0, infinity or NaN gives scale 1; an infinite
-    scale becomes float32's largest number. The codes of infinities are those of fp8_max, but an
-    infinite amax makes scale_inv infinite and with it every value that the codes stand for.
+    An amax below ``eps`` counts as ``eps``; an amax of 0, infinity or NaN gives scale 1; an
+    infinite scale becomes float32's largest number. Infinities become fp8_max, but an infinite amax
+    makes scale_inv infinite and with it every value of the FP8 data.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -56,12 +56,12 @@ def current_scale(
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of x's own, e.g. the maximum over ranks of what
-            `tensor_amax` gave; one launch then.
+            ``tensor_amax`` gave; one launch then.
         out_rowwise: written instead of a new tensor.
         out_columnwise: written instead of a new tensor.
 
     Returns:
-        Codes, scale and scale_inv (one float32 element each; 1 / scale, infinite where amax is),
+        FP8 data, scale and scale_inv (one float32 element each; 1 / scale, infinite where amax is),
         and the amax used.
 
     Raises:
@@ -69,17 +69,17 @@ def current_scale(
         ValueError: a shape or device that does not match, no output, a negative eps.
     """
     check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
-    x = tensor_scale.contiguous_matrix("current_scale", x)
+    x = fp8_output.contiguous_matrix("current_scale", x)
     given = [t for t in (out_rowwise, out_columnwise) if t is not None]
-    row, col = tensor_scale.outputs(
+    row, col = fp8_output.outputs(
         "current_scale", x, fp8_dtype, rowwise, columnwise, out_rowwise, out_columnwise
     )
     if amax is None:
-        amax, scale, scale_inv = tensor_scale.float_scalars(x, 3)
-        amaxes = x.new_empty(tensor_scale.MAX_AMAXES, dtype=torch.float32)
+        amax, scale, scale_inv = fp8_output.float_scalars(x, 3)
+        amaxes = x.new_empty(fp8_output.MAX_AMAXES, dtype=torch.float32)
         _fwd(x, row, col, amax, scale, scale_inv, amaxes, eps, pow2)
     else:
-        scale, scale_inv = tensor_scale.float_scalars(x, 2)
+        scale, scale_inv = fp8_output.float_scalars(x, 2)
         _cast(x, row, col, amax, scale, scale_inv, eps, pow2)
     note_written(*given)
     return CurrentScaleOutput(row, col, scale, scale_inv, amax)
@@ -87,14 +87,14 @@ def current_scale(
 
 @checked
 def tensor_amax(x: torch.Tensor) -> torch.Tensor:
-    """max |x| as one float32 element; NaN counts above infinity, an empty x gives 0.
+    """Computes max |x| as one float32 element; NaN counts above infinity, an empty x gives 0.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
     """
-    x = tensor_scale.contiguous_matrix("current_scale", x)
-    (amax,) = tensor_scale.float_scalars(x, 1)
-    _amax(x, amax, x.new_empty(tensor_scale.MAX_AMAXES, dtype=torch.float32))
+    x = fp8_output.contiguous_matrix("current_scale", x)
+    (amax,) = fp8_output.float_scalars(x, 1)
+    _amax(x, amax, x.new_empty(fp8_output.MAX_AMAXES, dtype=torch.float32))
     return amax
 
 
@@ -108,11 +108,11 @@ def scale_of(
     eps: float = 0.0,
     pow2: bool = False,
 ) -> None:
-    """Writes the scale that `current_scale` takes for `amax`, and its inverse.
+    """Writes the scale that ``current_scale`` takes for ``amax``, and its inverse.
 
     Args:
         amax, scale, scale_inv: one float32 element each, on one device.
-        fp8_dtype, eps, pow2: as in `current_scale`.
+        fp8_dtype, eps, pow2: as in ``current_scale``.
     """
     check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
     # A cast of nothing has no codes to write, but its scale.
@@ -130,10 +130,10 @@ def reference(
     pow2: bool = False,
     amax: torch.Tensor | None = None,
 ) -> CurrentScaleOutput:
-    """`current_scale` in plain PyTorch with its own integer rounding; the specification."""
+    """Computes ``current_scale`` in plain PyTorch with integer rounding; the specification."""
     if amax is None:
-        amax = tensor_scale.reference_amax(x)
-    scale = tensor_scale.reference_scale(amax, torch.finfo(fp8_dtype).max, eps, pow2)
+        amax = reference_codec.amax_of(x)
+    scale = reference_codec.scale_of(amax, torch.finfo(fp8_dtype).max, eps, pow2)
     codes = reference_codec.encode_fp8(x.float() * scale, fp8_dtype)
-    inverse = tensor_scale.reference_inverse(amax, scale)
+    inverse = reference_codec.inverse_of(amax, scale)
     return CurrentScaleOutput(codes, codes.t().contiguous(), scale, inverse, amax)

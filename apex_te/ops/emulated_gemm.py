@@ -34,22 +34,23 @@ def mx_gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """out[M, N] = a @ b.T of MXFP8 operands as `mx_quantize` makes them, then bias.
+    """Computes out[M, N] = a @ b.T + bias of MXFP8 operands as ``mx_quantize`` makes them.
+
+    A value below 2^-126 (the smallest normal number) may be rounded by its decoding.
 
     Args:
-        a: [M, K] FP8. fprop: x; dgrad: dy; wgrad: dy transposed.
-        b: [N, K] FP8. fprop: weight; dgrad: weight transposed; wgrad: x transposed.
+        a: [M, K] FP8. fprop: x; dgrad: dy; wgrad: dy columnwise.
+        b: [N, K] FP8. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
         a_scale: [M, ceil(K / 32)] float8_e8m0fnu.
         b_scale: [N, ceil(K / 32)] float8_e8m0fnu.
         out: [M, N] to write; a new tensor unless given.
         out_dtype: of a new tensor.
         bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
-        accumulate: add to `out` instead of overwriting it.
-
-    A value below 2^-126 (the smallest normal number) may be rounded by its decoding.
+        accumulate: add to ``out`` instead of overwriting it.
 
     Raises:
-        TypeError, ValueError: an argument of another dtype, shape or device.
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape or device.
     """
     out, bias = _prepare("mx_gemm", a, b, a_scale, b_scale, out, out_dtype, bias, accumulate)
     return _issue("mx", a, b, a_scale, b_scale, out, bias, accumulate)
@@ -67,20 +68,21 @@ def hif8_gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv of HiF8 codes, then bias.
+    """Computes out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv + bias of HiF8 data.
 
     Args:
-        a: [M, K] uint8 HiF8 codes. fprop: x; dgrad: dy; wgrad: dy transposed.
-        b: [N, K] uint8. fprop: weight; dgrad: weight transposed; wgrad: x transposed.
+        a: [M, K] uint8 HiF8 data. fprop: x; dgrad: dy; wgrad: dy columnwise.
+        b: [N, K] uint8. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
         out: [M, N] to write; a new tensor unless given.
         out_dtype: of a new tensor.
         bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
-        accumulate: add to `out` instead of overwriting it.
+        accumulate: add to ``out`` instead of overwriting it.
 
     Raises:
-        TypeError, ValueError: an argument of another dtype, shape or device.
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape or device.
     """
     out, bias = _prepare(
         "hif8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
@@ -105,7 +107,7 @@ def emulated_fp8_gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """`fp8_gemm` without FP8 matrix units; arguments, result and errors as there."""
+    """Computes ``fp8_gemm`` without FP8 matrix units; its arguments, result and errors."""
     out, bias = _prepare(
         "emulated_fp8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
     )
@@ -132,7 +134,7 @@ def emulated_block_gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """`block_scaled_gemm` without its matrix units, in float32; arguments and errors as there."""
+    """Computes ``block_scaled_gemm`` without matrix units, in float32; its arguments and errors."""
     out, bias = _prepare(
         "emulated_block_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
     )
@@ -141,7 +143,7 @@ def emulated_block_gemm(
 
 
 def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
-    """The output and the bias in its dtype, after the checks that are the same for all formats."""
+    """Returns the output and the bias in its dtype, after the checks that all formats share."""
     check_dense(name, a=a, b=b, a_scale=a_scale, b_scale=b_scale, out=out, bias=bias)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -163,7 +165,7 @@ def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
 
 
 def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
-    """Run the product, which torch sees as one op, so that its rounding stays what it is."""
+    """Runs the product, which torch sees as one op, so that its rounding stays what it is."""
     if kind == "mx" and torch.compiler.is_compiling():  # inductor knows no float8_e8m0fnu
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
     _multiply(kind, a, b, a_scale, b_scale, out, bias, accumulate)

@@ -39,7 +39,9 @@ def fp8_gemm(
     accumulate: bool = False,
     use_split_accumulator: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv, then bias, then GELU.
+    """Computes out[M, N] = gelu((a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias).
+
+    Bias and GELU are optional.
 
     Args:
         a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: dy columnwise.
@@ -50,11 +52,12 @@ def fp8_gemm(
         out_dtype: bfloat16, float16 or float32, of a new tensor.
         bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
         gelu: apply GELU (tanh) and return (out, aux), aux being its input.
-        accumulate: add to `out` instead of overwriting it.
+        accumulate: add to ``out`` instead of overwriting it.
         use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
 
     Raises:
-        TypeError, ValueError: an argument of another dtype, shape or device.
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape or device.
         NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
     """
     is_given = out is not None
@@ -80,9 +83,11 @@ def block_scaled_gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """out[M, N] = sum over slices of 128 along K of (a @ b.T) * a_scale_inv * b_scale_inv, + bias.
+    """Computes out[M, N] = a @ b.T + bias of operands with scales of blocks.
 
-    Operands and scales are what `block_quantize` makes. fprop: x 1x128, weight 128x128; dgrad: dy
+    The sum runs over slices of 128 along K, each (a @ b.T) * a_scale_inv * b_scale_inv.
+
+    Operands and scales are what ``block_quantize`` makes. fprop: x 1x128, weight 128x128; dgrad: dy
     1x128, weight columnwise 128x128; wgrad: dy and x columnwise, both 1x128. The sums of slices are
     kept in float32.
 
@@ -96,10 +101,11 @@ def block_scaled_gemm(
         out: [M, N] to write; a new tensor unless given.
         out_dtype: bfloat16, float16 or float32, of a new tensor.
         bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
-        accumulate: add to `out` instead of overwriting it.
+        accumulate: add to ``out`` instead of overwriting it.
 
     Raises:
-        TypeError, ValueError: an argument of another dtype, shape or device.
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape or device.
         NotImplementedError: E5M2 x E5M2, 128x128 x 128x128, or a GPU other than sm_90.
     """
     is_given = out is not None
@@ -113,7 +119,7 @@ def block_scaled_gemm(
 
 
 def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a product adds its bias: that of its output, bfloat16 for float32.
+    """Returns the dtype in which a product adds its bias: its output's, or bfloat16 for float32.
 
     cuBLASLt's FP8 products take no other; the products of all formats follow it.
     """
@@ -121,7 +127,7 @@ def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
 
 
 def _prepare(name, a, b, out, out_dtype, bias, accumulate):
-    """The output and the bias in its dtype, after the checks that no kernel makes."""
+    """Returns the output and the bias in its dtype, after the checks that no kernel makes."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
@@ -227,9 +233,9 @@ def tune(
 
     def operand(rows: int, cols: int, fp8: torch.dtype) -> torch.Tensor:
         x = torch.randn(rows, cols, device=device, dtype=torch.bfloat16)
-        codes = torch.empty_like(x, dtype=fp8)
-        cast_transpose(x, one * 64, fp8, columnwise=False, out_rowwise=codes)
-        return codes
+        fp8_data = torch.empty_like(x, dtype=fp8)
+        cast_transpose(x, one * 64, fp8, columnwise=False, out_rowwise=fp8_data)
+        return fp8_data
 
     for tokens, inputs, outputs in shapes:
         x, w = operand(tokens, inputs, e4m3), operand(outputs, inputs, e4m3)
@@ -243,7 +249,7 @@ def tune(
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """FP8 codes with `rows` zero rows more and K filled up to what cuBLASLt takes."""
+    """Returns FP8 data with ``rows`` zero rows more and K filled up to what cuBLASLt takes."""
     return F.pad(x.view(torch.uint8), (0, -x.shape[1] % _MULTIPLE, 0, rows)).view(x.dtype)
 
 
@@ -343,7 +349,7 @@ def _run_block_cpu(operands, out, bias, blocks, accumulate):
 
 
 def _run_empty(out, bias, aux, accumulate):
-    """K = 0 or an empty out: the product is zero."""
+    """Writes a product with K = 0, which is zero, or one without elements."""
     if accumulate or out.numel() == 0:
         return
     value = torch.zeros_like(out) if bias is None else bias.to(out.dtype).expand_as(out)
@@ -361,7 +367,7 @@ def reference(
     *,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product of the decoded operands in float64, [M, N]."""
+    """Computes the product [M, N] of the decoded operands in float64."""
     product = reference_codec.decode_fp8(a).double() @ reference_codec.decode_fp8(b).double().t()
     product = product * (a_scale_inv.double() * b_scale_inv.double())
     return product if bias is None else product + bias.double()

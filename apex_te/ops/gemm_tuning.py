@@ -1,8 +1,8 @@
-"""Opt-in choice of cuBLASLt's algorithm by timing: which of the heuristic's proposals is fastest.
+"""Choice of cuBLASLt's algorithms by timing the heuristic's proposals; off by default.
 
 Off by default: the heuristic's first proposal is used, the same in every process. With
 APEX_TE_GEMM_TUNE=1 a product that is not in the table yet is timed at its first call, never under
-graph capture or inside autograd's backward; `tune` times the products of given layers ahead. The
+graph capture or inside autograd's backward; ``tune`` times the products of given layers ahead. The
 table lives in the user's cache, one file for a GPU and cuBLASLt version.
 """
 
@@ -34,7 +34,7 @@ _tables: dict[int, dict[str, int]] = {}
 
 
 def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> int:
-    """The algorithm for a product: from the table, timed now if that is possible, else 0.
+    """Returns the algorithm for a product: from the table, timed now if possible, else 0.
 
     Args:
         key: names the product: sizes, dtypes, epilogue, accumulation.
@@ -56,7 +56,7 @@ def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> 
 
 
 def _fastest(launch: Callable[[int], None]) -> int:
-    """Median of several rounds in which all algorithms take turns."""
+    """Returns the algorithm with the least median over rounds in which all take turns."""
     usable = []
     for index in range(_MAX_ALGORITHMS):
         try:
@@ -82,7 +82,7 @@ def _fastest(launch: Callable[[int], None]) -> int:
 
 
 def _path(index: int) -> Path:
-    """The table's file, e.g. gemm/NVIDIA_H200-cublaslt130100.json below the user's cache."""
+    """Returns the table's file below the cache, e.g. gemm/NVIDIA_H200-cublaslt130100.json."""
     probe = torch.empty(0, device=torch.device("cuda", index))
     gpu = re.sub(r"[^A-Za-z0-9]+", "_", torch.cuda.get_device_name(index))
     version = _lib.cublaslt_version(probe)
@@ -90,7 +90,7 @@ def _path(index: int) -> Path:
 
 
 def _load(path: Path) -> dict[str, int]:
-    """What is stored; an unreadable or strange file counts as empty."""
+    """Returns the stored table; an unreadable or strange file counts as empty."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

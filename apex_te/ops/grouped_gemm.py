@@ -1,8 +1,8 @@
 """Products of groups of rows whose sizes only the device knows; nothing waits for the device.
 
-FP8 codes are multiplied by kernels of our own on sm_90, E4M3 and E5M2 in any pair; bfloat16 by
-torch's grouped product on sm_90 and sm_100, and codes elsewhere are decoded for it. Where there is
-none, every group is multiplied with all rows and a mask keeps its own: right, and as many times
+FP8 data is multiplied by kernels of our own on sm_90, E4M3 and E5M2 in any pair; bfloat16 by
+torch's grouped product on sm_90 and sm_100, for which FP8 data is decoded elsewhere. Without either
+every group is multiplied with all rows and a mask keeps its own: right, and as many times
 slower as there are groups.
 """
 
@@ -35,18 +35,18 @@ _contract = bind("grouped_gemm", "grouped_gemm_contract")
 
 
 def has_grouped_products(device: torch.device) -> bool:
-    """Whether torch multiplies groups of bfloat16 rows by their ends on the device."""
+    """Returns True if torch multiplies groups of bfloat16 rows by their ends on the device."""
     return hasattr(torch, "_grouped_mm") and nvidia_capability(device) in _GROUPED
 
 
 def has_grouped_fp8(device: torch.device) -> bool:
-    """Whether there is a kernel that multiplies FP8 codes of groups by their ends on the device."""
+    """Returns True if a kernel multiplies FP8 data of groups by their ends on the device."""
     return nvidia_capability(device) == _GROUPED_FP8
 
 
 @checked
 def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """``out[r] = b[g] @ a[r]`` of each row r and its group g; rows of no group have no values.
+    """Computes ``out[r] = b[g] @ a[r]`` of each row r and its group g, and nothing for other rows.
 
     Args:
         a: [rows, K].
@@ -54,7 +54,7 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
         groups: of as many rows.
 
     Returns:
-        [rows, N] in the dtype of `a`.
+        [rows, N] in the dtype of ``a``.
 
     Raises:
         ValueError: a shape that does not match, groups of another matrix among them.
@@ -80,7 +80,7 @@ def contract_groups(
     groups: Groups,
     wide: bool = False,
 ) -> torch.Tensor:
-    """``out[g] = a[:, of g] @ b[of g]``, the groups lying along the inner dimension.
+    """Computes ``out[g] = a[:, of g] @ b[of g]`` of groups that lie along the inner dimension.
 
     Args:
         a: [M, rows]; b: [rows, N] of its dtype.
@@ -108,7 +108,7 @@ def contract_groups(
 def _contract_values(
     a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, wide: bool
 ) -> torch.Tensor:
-    """`contract_groups` by the place after each group's last in the inner dimension."""
+    """Computes ``contract_groups`` from the end of each group in the inner dimension."""
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b, offs=ends)
     group = _group_of_rows(ends, a.shape[1])
@@ -136,7 +136,7 @@ def _check_operands(name: str, a: torch.Tensor, b: torch.Tensor, groups: Groups)
 
 
 def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether torch's product takes these; its rows have to begin at multiples of 16 bytes."""
+    """Returns True if torch's product takes the operands: rows begin at multiples of 16 bytes."""
     if a.dtype is not torch.bfloat16 or not has_grouped_products(a.device):
         return False
     fixed = (a.shape[0], b.shape[1]) if b.dim() == 2 else b.shape[1:]
@@ -144,7 +144,7 @@ def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """The group of each of `rows` rows; the number of groups for those behind the last."""
+    """Returns the group of each of ``rows`` rows, which is ``num_groups`` behind the last."""
     at = torch.arange(rows, dtype=torch.int32, device=ends.device)
     return torch.searchsorted(ends, at, right=True, out_int32=True)
 
@@ -158,13 +158,13 @@ def scaled_multiply_groups(
     groups: Groups,
     fast: bool,
 ) -> torch.Tensor:
-    """`multiply_groups` of FP8 codes, times the inverses of their scales; bfloat16 [rows, N].
+    """Computes ``multiply_groups`` of FP8 data, times each scale_inv; bfloat16 [rows, N].
 
     Args:
         a: [rows, K] FP8; a_scale_inv: float32 [rows].
         b: [groups, N, K] FP8; b_scale_inv: float32 [groups].
         fast: sums all in the matrix units, which keep fewer bits than float32; else sums of 128
-            products are added up in float32. Where codes are decoded it makes no difference.
+            products are added up in float32. Where FP8 data is decoded it makes no difference.
     """
     check_dense(
         "scaled_multiply_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
@@ -193,15 +193,15 @@ def scaled_contract_groups(
     fast: bool,
     wide: bool = False,
 ) -> torch.Tensor:
-    """`contract_groups` of FP8 codes, times the inverses of their scales; [groups, M, N].
+    """Computes ``contract_groups`` of FP8 data, times each scale_inv; [groups, M, N].
 
     Args:
         a: [M, K] FP8; b: [N, K] FP8; groups begin at multiples of 16 in K and are none empty.
         a_scale_inv, b_scale_inv: float32 [groups].
         ends: int32 [groups], the place after each group's last in K.
-        fast: as in `scaled_multiply_groups`.
-        wide: give float32 sums, else these rounded to bfloat16. Where codes are decoded, as in
-            `contract_groups`.
+        fast: as in ``scaled_multiply_groups``.
+        wide: give float32 sums, else these rounded to bfloat16. Where FP8 data is decoded, as in
+            ``contract_groups``.
     """
     check_dense(
         "scaled_contract_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
@@ -226,7 +226,7 @@ def scaled_contract_groups(
 
 
 def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether these FP8 codes are multiplied as they are; else they are decoded.
+    """Returns True if a kernel multiplies the FP8 data; else it is decoded.
 
     Their rows have to begin at multiples of 16 bytes, those of the result, too.
     """

@@ -1,4 +1,4 @@
-"""FP8 copies of groups of rows whose sizes only the device knows; nothing waits for the device.
+"""FP8 data of groups of rows whose sizes only the device knows; nothing waits for the device.
 
 The groups lie one after the other in a matrix of rows; what is left of it behind the last group is
 padding, which no function here reads.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime.former_names import former_fields
-from . import reference_codec, tensor_scale
+from . import fp8_output, reference_codec
 from .argument_errors import checked
 from .registration import bind, note_written
 
@@ -33,7 +33,7 @@ __all__ = [
     "zero_unused",
 ]
 
-ALIGN = 16  # columns of a group in columnwise codes (csrc/grouped_quantize/grouped_quantize.h)
+ALIGN = 16  # columns of a group in the columnwise copy (csrc/grouped_quantize/grouped_quantize.h)
 
 _offsets = bind("grouped_quantize", "grouped_offsets")
 _quantize = bind("grouped_quantize", "grouped_quantize")
@@ -48,7 +48,7 @@ _scale_rows = bind("grouped_quantize", "grouped_scale_rows")
 
 
 class Groups(NamedTuple):
-    """Where groups lie in ``rows`` rows; what `groups_of` gave."""
+    """Places of groups in ``rows`` rows, as ``groups_of`` returns them."""
 
     table: torch.Tensor  # int32 [3 num_groups + 1]: ends, column ends, used, bad
     rows: int
@@ -56,23 +56,23 @@ class Groups(NamedTuple):
 
     @property
     def ends(self) -> torch.Tensor:
-        """The row after each group's last, int32 [num_groups]."""
+        """Row after each group's last, int32 [num_groups]."""
         return self.table[: self.num_groups]
 
     @property
     def column_ends(self) -> torch.Tensor:
-        """The column after each group's last in columnwise codes, int32 [num_groups]."""
+        """Column after each group's last in the columnwise copy, int32 [num_groups]."""
         return self.table[self.num_groups : 2 * self.num_groups]
 
     @property
     def columns(self) -> int:
-        """Columns of columnwise codes, enough for any groups."""
+        """Number of columns of the columnwise copy, enough for any groups."""
         return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
 
 
 @former_fields(transposed="columnwise")
 class GroupedOutput(NamedTuple):
-    """Codes of groups, None where they were not asked for, and the inverses of their scales."""
+    """FP8 data of groups, with None for a copy that was not asked for, and each scale_inv."""
 
     rowwise: torch.Tensor | None
     columnwise: torch.Tensor | None
@@ -82,17 +82,20 @@ class GroupedOutput(NamedTuple):
 
 @checked
 def groups_of(splits: torch.Tensor, rows: int) -> Groups:
-    """The groups of `splits` [groups], their numbers of rows in order, in a matrix of `rows` rows.
+    """Returns the places of groups in a matrix of ``rows`` rows.
 
-    Splits that are no such groups, because one is negative or their sum exceeds `rows`, are seen
-    on the device alone: then no group has rows, every inverse of a scale is NaN, and `finish_rows`,
-    `zero_unused` and `column_sums` write NaN.
+    Splits that are no such groups, because one is negative or their sum exceeds ``rows``, are seen
+    on the device alone: then no group has rows, every scale_inv is NaN, and ``finish_rows``,
+    ``zero_unused`` and ``column_sums`` write NaN.
 
     Args:
-        splits: int32 or int64; made contiguous if it is not; 1 to 1023 groups.
+        splits: [groups] int32 or int64, the numbers of rows in order; made contiguous if it is not;
+            1 to 1023 groups.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: another dtype, shape or number of groups.
+        TypeError: another dtype.
+        ValueError: another shape.
+        NotImplementedError: another number of groups.
     """
     count = int(splits.numel())  # torch.jit.trace gives a tensor
     table = splits.new_empty(3 * count + 1, dtype=torch.int32)
@@ -101,7 +104,7 @@ def groups_of(splits: torch.Tensor, rows: int) -> Groups:
 
 
 def check_rows(name: str, rows: int, groups: Groups) -> None:
-    """Raises ValueError unless `groups` are of a matrix of `rows` rows."""
+    """Raises ValueError unless ``groups`` are of a matrix of ``rows`` rows."""
     if rows != groups.rows:
         raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
 
@@ -128,16 +131,17 @@ def quantize_groups(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols]; rows of no group are left without values.
         columnwise: make [cols, groups.columns], in which each group begins at a multiple of 16
-            columns and has 16 at least: codes of zero where it has no row. What lies behind the
+            columns and has 16 at least: zeros where it has no row. What lies behind the
             last group has no values.
         amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group), NaN largest.
         scale_inv: float32 [groups] to be used instead of 1 / scale.
         due: int32 [groups]; only groups that are not 0 are looked at.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or device that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape or device that does not match.
     """
-    x = tensor_scale.contiguous_matrix("grouped_quantize", x)
+    x = fp8_output.contiguous_matrix("grouped_quantize", x)
     rows, cols = x.shape
     check_rows("grouped_quantize", rows, groups)
     row = x.new_empty((rows, cols), dtype=fp8_dtype) if rowwise else None
@@ -165,14 +169,14 @@ def quantize_matrices(
     due: torch.Tensor | None = None,
     out: GroupedOutput | None = None,
 ) -> GroupedOutput:
-    """`quantize_groups` of one matrix for each group, all of one shape and dtype, in one launch.
+    """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
     Args:
         matrices: [rows, cols] each; made contiguous if they are not.
         groups: those without rows leave their matrix alone; None: all are quantized.
         rowwise: make [groups, rows, cols].
         columnwise: make [groups, cols, rows].
-        scale, fp8_dtype, amax, scale_inv, due: as in `quantize_groups`.
+        scale, fp8_dtype, amax, scale_inv, due: as in ``quantize_groups``.
         out: what an earlier call has made, both copies and their scales, to be written instead of
             new tensors; groups that are not due keep theirs.
     """
@@ -199,7 +203,7 @@ def quantize_matrices(
 def scales_of(
     amax: torch.Tensor, fp8_dtype: torch.dtype, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales that `current_scale` takes for float32 amaxes [groups], and their inverses."""
+    """Returns ``(scale, scale_inv)`` [groups] by ``current_scale``'s rules for float32 amaxes."""
     scale, scale_inv = torch.empty_like(amax), torch.empty_like(amax)
     _scales(amax, scale, scale_inv, torch.finfo(fp8_dtype).max, eps, pow2)
     return scale, scale_inv
@@ -225,7 +229,7 @@ def first_scales(
         amax: float32 [groups].
         due: int32 [groups].
         scale, scale_inv: float32 [groups], of any stride.
-        fp8_max, margin, pow2: as in `amax_scale_update`.
+        fp8_max, margin, pow2: as in ``amax_scale_update``.
     """
     _first_scales(amax, groups.table, due, scale, scale_inv, fp8_max, margin, pow2)
     note_written(due, scale, scale_inv)
@@ -233,10 +237,15 @@ def first_scales(
 
 @checked
 def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = None) -> None:
-    """Adds `bias` [groups, cols] to the groups' rows of `out`, and zeroes those behind the last.
+    """Adds ``bias`` [groups, cols] to the groups' rows of ``out``, and zeroes rows of no group.
 
-    `out` [rows, cols] is contiguous float32, float16 or bfloat16, `bias` of its dtype. ValueError
-    for groups of another number of rows.
+    Args:
+        out: [rows, cols], contiguous float32, float16 or bfloat16.
+        groups: the places of groups in ``rows`` rows.
+        bias: of ``out``'s dtype.
+
+    Raises:
+        ValueError: groups of another number of rows.
     """
     check_rows("grouped_finish", out.shape[0], groups)
     _finish(out, groups.table, bias)
@@ -245,7 +254,7 @@ def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = N
 
 @checked
 def zero_unused(out: torch.Tensor, groups: Groups) -> None:
-    """Zeroes `out[g]` of groups without rows; `out` is contiguous [groups, ..]."""
+    """Zeroes ``out[g]`` of groups without rows; ``out`` is contiguous [groups, ..]."""
     _clear(out.flatten(1), groups.table)
     note_written(out)
 
@@ -261,9 +270,9 @@ def decode(fp8_data: torch.Tensor) -> torch.Tensor:
 
 @checked
 def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiplies the rows of `out` [rows, ..] by `factor` float32 [rows], in float32.
+    """Multiplies the rows of ``out`` [rows, ..] by ``factor`` float32 [rows], in float32.
 
-    `out` is contiguous float32, float16 or bfloat16.
+    ``out`` is contiguous float32, float16 or bfloat16.
     """
     _scale_rows(out.flatten(1), factor)
     note_written(out)
@@ -271,12 +280,15 @@ def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
 
 @checked
 def column_sums(x: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Sums [groups, cols] over the rows of each group of `x` [rows, cols], in float32; repeatable.
+    """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically.
 
-    The result has the dtype of `x`: float32, float16 or bfloat16. ValueError for groups of another
-    number of rows.
+    Returns:
+        The sums [groups, cols] in the dtype of ``x``: float32, float16 or bfloat16.
+
+    Raises:
+        ValueError: groups of another number of rows.
     """
-    x = tensor_scale.contiguous_matrix("grouped_sum", x)
+    x = fp8_output.contiguous_matrix("grouped_sum", x)
     check_rows("grouped_sum", x.shape[0], groups)
     out = x.new_empty((groups.num_groups, x.shape[1]))
     _sum(x, groups.table, out)
@@ -284,7 +296,7 @@ def column_sums(x: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def reference_table(splits: torch.Tensor, rows: int) -> torch.Tensor:
-    """The table of `groups_of` in plain Python, on the CPU."""
+    """Computes the table of ``groups_of`` in plain Python, on the CPU."""
     counts = splits.tolist()
     bad = min(counts) < 0 or sum(counts) > rows
     if bad:
@@ -299,9 +311,9 @@ def reference_table(splits: torch.Tensor, rows: int) -> torch.Tensor:
 def reference(
     x: torch.Tensor, splits: Sequence[int], scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each group its codes [rows, cols], their columnwise copy with its columns of zeros, amax.
+    """Returns for each group its FP8 data [rows, cols], the padded columnwise copy, and amax.
 
-    In plain PyTorch with its own integer rounding; the specification of `quantize_groups`.
+    In plain PyTorch with its own integer rounding; the specification of ``quantize_groups``.
     """
     results = []
     for part, factor in zip(x[: sum(splits)].split(list(splits)), scale, strict=True):
@@ -309,5 +321,5 @@ def reference(
         columns = max(ALIGN, -(-len(part) // ALIGN) * ALIGN)
         columnwise = torch.zeros(x.shape[1], columns, dtype=torch.uint8)
         columnwise[:, : len(part)] = codes.view(torch.uint8).t()
-        results.append((codes, columnwise.view(fp8_dtype), tensor_scale.reference_amax(part)))
+        results.append((codes, columnwise.view(fp8_dtype), reference_codec.amax_of(part)))
     return results

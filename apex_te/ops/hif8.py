@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime.former_names import former_fields
-from . import tensor_scale
+from . import fp8_output, reference_codec
 from .argument_errors import checked
 from .registration import bind, note_written
 
@@ -27,7 +27,7 @@ _decode = bind("hif8", "hif8_decode")
 
 @former_fields(transposed="columnwise")
 class HiF8Output(NamedTuple):
-    """HiF8 codes; None where they were not asked for."""
+    """HiF8 data of a matrix, with None for a copy that was not asked for."""
 
     rowwise: torch.Tensor | None  # [rows, cols] uint8
     columnwise: torch.Tensor | None  # [cols, rows] uint8
@@ -38,7 +38,7 @@ class HiF8Output(NamedTuple):
 
 @checked
 def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
-    """HiF8 codes of x without a scale, rounded half away from zero.
+    """Returns the HiF8 data of x without a scale, rounded half away from zero.
 
     Args:
         x: any shape, float32, float16 or bfloat16; made contiguous if it is not.
@@ -105,7 +105,7 @@ def quantize(
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
         amax: one float32 element, becomes max(amax, max |x|), unscaled; NaN counts as largest.
-        saturate: see `encode`.
+        saturate: see ``encode``.
         out_rowwise: written instead of a new tensor.
         out_columnwise: written instead of a new tensor.
 
@@ -113,12 +113,12 @@ def quantize(
         TypeError: a dtype that is not listed.
         ValueError: a shape or device that does not match, no output.
     """
-    x = tensor_scale.contiguous_matrix("hif8_quantize", x)
+    x = fp8_output.contiguous_matrix("hif8_quantize", x)
     given = [t for t in (out_rowwise, out_columnwise, amax) if t is not None]
-    row, col = tensor_scale.outputs(
+    row, col = fp8_output.outputs(
         "hif8_quantize", x, torch.uint8, rowwise, columnwise, out_rowwise, out_columnwise
     )
-    (scale_inv,) = tensor_scale.float_scalars(x, 1)
+    (scale_inv,) = fp8_output.float_scalars(x, 1)
     _quantize(x, scale, row, col, amax, scale_inv, saturate)
     note_written(*given)
     return HiF8Output(row, col, scale, scale_inv, amax)
@@ -140,9 +140,9 @@ def quantize_current(
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale), scale = target / max |x|, in two launches.
 
-    The scale follows `current_scale`'s rules: an amax below `eps` counts as `eps`; 0, infinity and
-    NaN give scale 1; an infinite scale becomes float32's largest number; an infinite amax makes
-    scale_inv infinite, so that no saturated infinity is hidden.
+    The scale follows ``current_scale``'s rules: an amax below ``eps`` counts as ``eps``; 0,
+    infinity and NaN give scale 1; an infinite scale becomes float32's largest number; an infinite
+    amax makes scale_inv infinite, so that no saturated infinity is hidden.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -153,7 +153,7 @@ def quantize_current(
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of x's own; one launch then.
-        saturate: see `encode`.
+        saturate: see ``encode``.
         out_rowwise: written instead of a new tensor.
         out_columnwise: written instead of a new tensor.
 
@@ -161,24 +161,24 @@ def quantize_current(
         TypeError: a dtype that is not listed.
         ValueError: a shape or device that does not match, no output, a target or eps out of range.
     """
-    x = tensor_scale.contiguous_matrix("hif8_current", x)
+    x = fp8_output.contiguous_matrix("hif8_current", x)
     given = [t for t in (out_rowwise, out_columnwise) if t is not None]
-    row, col = tensor_scale.outputs(
+    row, col = fp8_output.outputs(
         "hif8_current", x, torch.uint8, rowwise, columnwise, out_rowwise, out_columnwise
     )
     if amax is None:
-        amax, scale, scale_inv = tensor_scale.float_scalars(x, 3)
-        amaxes = x.new_empty(tensor_scale.MAX_AMAXES, dtype=torch.float32)
+        amax, scale, scale_inv = fp8_output.float_scalars(x, 3)
+        amaxes = x.new_empty(fp8_output.MAX_AMAXES, dtype=torch.float32)
         _current(x, row, col, amax, scale, scale_inv, amaxes, target, eps, pow2, saturate)
     else:
-        scale, scale_inv = tensor_scale.float_scalars(x, 2)
+        scale, scale_inv = fp8_output.float_scalars(x, 2)
         _cast(x, row, col, amax, scale, scale_inv, target, eps, pow2, saturate)
     note_written(*given)
     return HiF8Output(row, col, scale, scale_inv, amax)
 
 
 def reference_encode(values: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
-    """`encode` of float32 values in plain PyTorch, by nearest value with ties away from zero."""
+    """Computes ``encode`` of float32 values in plain PyTorch, ties away from zero."""
     table = _values().to(values.device)
     # Positive finite values in order, their codes, and the midpoints between neighbours: a value
     # at a midpoint or above belongs to the upper one.
@@ -200,9 +200,9 @@ def reference_decode(fp8_data: torch.Tensor) -> torch.Tensor:
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, *, saturate: bool = True
 ) -> HiF8Output:
-    """`quantize` in plain PyTorch; the specification."""
+    """Computes ``quantize`` in plain PyTorch; the specification."""
     codes = reference_encode(x.float() * scale, saturate=saturate)
-    amax = tensor_scale.reference_amax(x)
+    amax = reference_codec.amax_of(x)
     return HiF8Output(codes, codes.t().contiguous(), scale, 1.0 / scale, amax)
 
 
@@ -215,16 +215,16 @@ def reference_quantize_current(
     amax: torch.Tensor | None = None,
     saturate: bool = True,
 ) -> HiF8Output:
-    """`quantize_current` in plain PyTorch; the specification."""
+    """Computes ``quantize_current`` in plain PyTorch; the specification."""
     if amax is None:
-        amax = tensor_scale.reference_amax(x)
-    scale = tensor_scale.reference_scale(amax, target, eps, pow2)
+        amax = reference_codec.amax_of(x)
+    scale = reference_codec.scale_of(amax, target, eps, pow2)
     out = reference_quantize(x, scale, saturate=saturate)
-    return out._replace(amax=amax, scale_inv=tensor_scale.reference_inverse(amax, scale))
+    return out._replace(amax=amax, scale_inv=reference_codec.inverse_of(amax, scale))
 
 
 def _values() -> torch.Tensor:
-    """The value of each of the 256 codes."""
+    """Returns the value of each of the 256 codes."""
     # (prefix in the 7 bits below the sign, its length, exponent bits)
     zones = [(0b11, 2, 4), (0b10, 2, 3), (0b01, 2, 2), (0b001, 3, 1), (0b0001, 4, 0)]
     values = []

@@ -64,7 +64,7 @@ def layer_norm_fwd(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """`layer_norm` without autograd for x of [rows, cols], with the statistics backward needs."""
+    """Computes ``layer_norm`` of x [rows, cols] without autograd, and backward's statistics."""
     x = x.contiguous()
     out = NormOutput(
         torch.empty_like(x),
@@ -97,10 +97,10 @@ def layer_norm_fwd_fp8(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormFP8Output:
-    """`layer_norm_fwd` whose float32 result is quantized: q = saturating_cast(y * scale).
+    """Quantizes the float32 result y of ``layer_norm_fwd``: q = saturating_cast(y * scale).
 
     Args:
-        x: [rows, cols], as weight, bias, eps, zero_centered_gamma and residual in `layer_norm`.
+        x: [rows, cols], as weight, bias, eps, zero_centered_gamma and residual in ``layer_norm``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
@@ -139,7 +139,7 @@ def layer_norm_bwd(
     with_dweight: bool = True,
     with_dbias: bool = True,
 ) -> NormGradients:
-    """Gradients of `layer_norm_fwd`; deterministic.
+    """Computes the gradients of ``layer_norm_fwd``, deterministically.
 
     Args:
         dy: [rows, cols], y's gradient.
@@ -229,7 +229,7 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """`layer_norm_fwd` in plain PyTorch, differentiable; the specification."""
+    """Computes ``layer_norm_fwd`` in plain PyTorch, differentiably; the specification."""
     return norm_common.reference(
         x, weight, bias, eps, centre=True, zero_centered_gamma=zero_centered_gamma,
         residual=residual,

@@ -25,7 +25,7 @@ _ANY_ROWS = 2**31 - 1
 
 
 class RowMap(NamedTuple):
-    """Where the copies of each token go; int32 tensors on the device of the routing map."""
+    """Rows that the copies of each token go to: int32 tensors on the device of the routing map."""
 
     # [tokens + 2, 1 + 2 * width], one column more with padding: csrc/moe_permute/moe_permute.h
     row_id_map: torch.Tensor
@@ -102,13 +102,13 @@ def permute(
     num_rows: int,
     probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Each token's row copied to the rows of the map, and its probs with it.
+    """Copies each token's row, and its probs, to the rows of the map.
 
     Args:
         inp: [tokens, hidden] float32, float16, bfloat16 or any dtype of one byte.
-        row_id_map: `RowMap.row_id_map`.
+        row_id_map: ``RowMap.row_id_map``.
         num_rows: of the result; rows that no copy takes are zero.
-        probs: [tokens, width] float32 or the dtype of `inp`, width being the experts of a mask or
+        probs: [tokens, width] float32 or the dtype of ``inp``, width being the experts of a mask or
             the k of indices.
 
     Returns:
@@ -130,7 +130,7 @@ def permute_by(
     num_experts: int | None = None,
     align_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
-    """`make_map` and `permute` in one call, whose kernels overlap."""
+    """Computes ``make_map`` and ``permute`` in one call, whose kernels overlap."""
     routing = _prepare(routing_map, map_type, num_experts, align_size)
     matrix, out, probs, permuted = _outputs(inp, num_rows, probs)
     _fwd(
@@ -146,7 +146,7 @@ def permute_bwd(
     row_id_map: torch.Tensor,
     grad_permuted_probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients of `permute`: of `inp` the sum over its copies, of probs those of its copies."""
+    """Computes the gradients of ``permute``: the sum over each token's copies, and the probs'."""
     width = (row_id_map.shape[1] - 1) // 2
     tokens = row_id_map.shape[0] - 2
     grad_permuted = grad_permuted.contiguous()
@@ -163,15 +163,15 @@ def permute_bwd(
 def unpermute(
     inp: torch.Tensor, row_id_map: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Each token's copies, times their probs, summed in fp32 in the order of the map.
+    """Sums each token's copies, times their probs, in float32 in the order of the map.
 
     Args:
         inp: [rows, hidden] float32, float16 or bfloat16.
-        row_id_map: `RowMap.row_id_map`.
-        probs: [tokens, width] float32 or the dtype of `inp`.
+        row_id_map: ``RowMap.row_id_map``.
+        probs: [tokens, width] float32 or the dtype of ``inp``.
 
     Returns:
-        [tokens, hidden] in the dtype of `inp`; zeros for a token without copies.
+        [tokens, hidden] in the dtype of ``inp``; zeros for a token without copies.
     """
     _check_matrix("unpermute", inp)
     out = inp.new_empty((row_id_map.shape[0] - 2, inp.shape[1]))
@@ -187,9 +187,9 @@ def unpermute_bwd(
     row_id_map: torch.Tensor,
     probs: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `unpermute` with probs, of `inp` and of probs, from one read of everything.
+    """Computes the gradients of ``unpermute`` with respect to ``inp`` and probs in one pass.
 
-    Without probs the gradient of `inp` is `permute` of that of the output.
+    Without probs the gradient of ``inp`` is ``permute`` of that of the output.
     """
     grad_inp, grad_probs = torch.empty_like(inp), torch.empty_like(probs)
     _unpermute_bwd(grad_output.contiguous(), inp, probs, row_id_map, grad_inp, grad_probs)
@@ -200,10 +200,10 @@ def unpermute_bwd(
 def make_chunk_map(
     split_sizes: torch.Tensor, sorted_index: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
-    """Where rows go as `sort_chunks` reorders them: int32 [2, num_rows], opaque.
+    """Returns the map by which ``sort_chunks`` reorders rows, an opaque int32 [2, num_rows].
 
     Args:
-        split_sizes: [chunks] int32 or int64 rows of each chunk, at most `num_rows` in all.
+        split_sizes: [chunks] int32 or int64 rows of each chunk, at most ``num_rows`` in all.
         sorted_index: [chunks] int32 or int64: the chunk that comes i-th, each once. What does not
             fit raises on the CPU; on the GPU, which is not waited for, rows without a chunk are 0.
         num_rows: of the matrix; at most 2048 chunks.
@@ -221,7 +221,7 @@ def sort_chunks(
     *,
     is_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Rows (and [rows] probs) in the order of the map, or from it back; zeros past the chunks.
+    """Reorders rows, and [rows] probs, by the map or back; rows past the chunks are zeros.
 
     ``inp`` is [rows, hidden] of float32, float16, bfloat16 or any dtype of one byte; ``probs``
     float32, float16 or bfloat16.
@@ -275,7 +275,7 @@ def _prepare(
 
 
 def _routes(routing_map: torch.Tensor, is_index: bool) -> torch.Tensor:
-    """The routing map in a dtype that the kernels read."""
+    """Returns the routing map in a dtype that the kernels read."""
     dtype = routing_map.dtype
     if is_index:
         if dtype is torch.int64:  # one too large must not become another expert
@@ -300,7 +300,7 @@ def _check_matrix(op: str, inp: torch.Tensor) -> None:
 def _outputs(
     inp: torch.Tensor, num_rows: int, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The input and its probs as the kernels take them, each followed by its output."""
+    """Returns the input and its probs as the kernels take them, each followed by its output."""
     _check_matrix("permute", inp)
     if num_rows < 0:
         raise ValueError(f"moe_permute: num_out_tokens must be at least 0, got {num_rows}")

@@ -1,4 +1,4 @@
-"""moe_permute in plain PyTorch: the specification of its maps, copies and sums; differentiable."""
+"""Token permutation in plain PyTorch, differentiable: the specification of ``moe_permute``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def rows_of(
     align_size: int = 1,
     num_rows: int | None = None,
 ) -> torch.Tensor:
-    """The row of each copy, int64 [tokens, width]; -1 where there is none or it is dropped."""
+    """Returns the row of each copy, int64 [tokens, width]; -1 for one that is not made."""
     if map_type == "mask":
         routed = routing_map != 0
         counts = routed.sum(0)
@@ -36,7 +36,7 @@ def rows_of(
 def permute(
     inp: torch.Tensor, rows: torch.Tensor, num_rows: int, probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Copies of tokens at their rows, zeros elsewhere; and their probs."""
+    """Copies tokens, and probs if they are given, to their rows; other rows are zeros."""
     tokens, slots = (rows >= 0).nonzero(as_tuple=True)
     target = rows[tokens, slots]
     out = inp.new_zeros(num_rows, inp.shape[1]).index_put((target,), inp[tokens])
@@ -48,7 +48,7 @@ def permute(
 def unpermute(
     inp: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Copies, times their probs, summed to tokens in the dtype of `inp`."""
+    """Sums each token's copies, times their probs, in the dtype of ``inp``."""
     tokens, slots = (rows >= 0).nonzero(as_tuple=True)
     copies = inp[rows[tokens, slots]]
     if probs is not None:
@@ -59,7 +59,7 @@ def unpermute(
 def sort_chunks(
     inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> torch.Tensor:
-    """Chunks of rows in another order, zeros behind them."""
+    """Reorders chunks of rows; rows behind them are zeros."""
     sizes, order = split_sizes.long(), sorted_index.long()
     chunks = torch.arange(int(sizes.sum()), device=inp.device).split(sizes.tolist())
     sources = torch.cat([sizes.new_empty(0), *(chunks[i] for i in order.tolist())])

@@ -2,11 +2,11 @@
 
 A launch takes up to 1,623 tensors (amax, l2norm), 1,159 (scale), 901 (axpby) or 624 (quantize), of
 any sizes and of mixed float32, float16 and bfloat16; empty ones may stand anywhere. Arithmetic is
-in float32. Wherever a list is taken, `apex_te.runtime.tensor_list(tensors)` is, too: a prepared
+in float32. Wherever a list is taken, ``apex_te.runtime.tensor_list(tensors)`` is, too: a prepared
 list, whose conversion costs less. Tensors that are only read may be strided in a plain list; those
 in a prepared list and all that are written must be contiguous.
 
-The optimizer steps are in `multi_tensor_optim`.
+The optimizer steps are in ``multi_tensor_optim``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from . import reference_codec, tensor_scale
+from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
@@ -35,7 +35,7 @@ _CHECKS = {"result": -1, "x": 0, "y": 1}
 
 
 def dense(tensors: Tensors) -> Tensors:
-    """The tensors of a plain list made contiguous; a prepared list as it is."""
+    """Returns a plain list with its tensors made contiguous, or a prepared list as it is."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
     try:
@@ -45,14 +45,14 @@ def dense(tensors: Tensors) -> Tensors:
 
 
 def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
-    """Scratch of a reduction with `sums` partial sums a chunk over `count` tensors."""
+    """Returns scratch for a reduction with ``sums`` partial sums a chunk over ``count`` tensors."""
     words = 4 + (2 * sums + 1) * count + sums * (_PARTIALS + count)
     return torch.empty(words, dtype=torch.float32, device=like.device)
 
 
 @checked
 def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest magnitude of each tensor; NaN counts as largest, an empty tensor gives 0.
+    """Computes the amax of each tensor; NaN counts as largest, an empty tensor gives 0.
 
     Args:
         tensors: float32, float16 or bfloat16, any shapes, on one device.
@@ -62,7 +62,8 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
         [len(tensors)] float32.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or device that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape or device that does not match.
     """
     if not len(tensors):
         return torch.zeros(0) if out is None else out
@@ -78,7 +79,7 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
 def l2norm(
     tensors: Tensors, *, per_tensor: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """sqrt(sum of squares) over all elements of all tensors, and of each tensor; deterministic.
+    """Computes the norm over all tensors and, if asked for, of each one, deterministically.
 
     Squares are added in float32, 2,048 elements or more at a time, these sums in float64: a
     magnitude above 1.8e19 overflows to infinity.
@@ -88,10 +89,11 @@ def l2norm(
         per_tensor: also return each tensor's norm.
 
     Returns:
-        The total, a float32 scalar; with `per_tensor` also the norms, [len(tensors)] float32.
+        The total, a float32 scalar; with ``per_tensor`` also the norms, [len(tensors)] float32.
 
     Raises:
-        TypeError, ValueError: a dtype or device that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a device that does not match.
     """
     count = len(tensors)
     if not count:
@@ -110,7 +112,7 @@ def scale(
     *,
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """output = input * factor for each pair; an output may be its input.
+    """Computes output = input * factor for each pair; an output may be its input.
 
     Args:
         inputs: float32, float16 or bfloat16.
@@ -120,7 +122,8 @@ def scale(
             and is left alone otherwise.
 
     Raises:
-        TypeError, ValueError: a dtype, shape, device or length that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape, device or length that does not match.
     """
     if not len(inputs) and not len(outputs):
         return
@@ -141,7 +144,7 @@ def axpby(
     check: str = "result",
     found_inf: torch.Tensor | None = None,
 ) -> None:
-    """output = a * x + b * y for each triple; an output may be its x or its y.
+    """Computes output = a * x + b * y for each triple; an output may be its x or its y.
 
     Args:
         xs: float32, float16 or bfloat16.
@@ -153,7 +156,8 @@ def axpby(
         found_inf: one float32 or int32 element; becomes 1 if a checked value is not finite.
 
     Raises:
-        TypeError, ValueError: a dtype, shape, device, length or `check` that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape, device, length or ``check`` that does not match.
     """
     if check not in _CHECKS:
         raise ValueError(f"multi_tensor_axpby: check must be 'result', 'x' or 'y', got {check!r}")
@@ -173,7 +177,7 @@ def quantize(
     scale_invs: Tensors | None = None,
     outputs: Tensors | None = None,
 ) -> Tensors:
-    """q = saturating_cast(float(x) * scale) for each tensor, round to nearest even, NaN kept.
+    """Quantizes each tensor: q = saturating_cast(float(x) * scale), to nearest even, NaN kept.
 
     Args:
         tensors: float32, float16 or bfloat16, any shapes.
@@ -187,7 +191,8 @@ def quantize(
         The outputs.
 
     Raises:
-        TypeError, ValueError: a dtype, shape, device or length that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape, device or length that does not match.
     """
     check_fp8_dtype("multi_tensor_quantize", fp8_dtype)
     made = outputs
@@ -211,19 +216,19 @@ def mark_written(tensors: Tensors, flag: torch.Tensor | None) -> None:
 
 
 def reference_amax(tensors: Tensors) -> torch.Tensor:
-    """`amax` in plain PyTorch."""
-    return torch.cat([tensor_scale.reference_amax(t) for t in tensors])
+    """Computes ``amax`` in plain PyTorch."""
+    return torch.cat([reference_codec.amax_of(t) for t in tensors])
 
 
 def reference_l2norm(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total, norms) in the arithmetic of float32, or of float64 for float64 tensors."""
+    """Computes (total, norms) in float32, or in float64 for float64 tensors."""
     wide = [t if t.dtype is torch.float64 else t.float() for t in tensors]
     norms = torch.stack([torch.linalg.vector_norm(t) for t in wide])
     return torch.linalg.vector_norm(norms), norms
 
 
 def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> torch.Tensor:
-    """a * x + b * y of one pair, float32 inside, in x's dtype; float64 stays float64."""
+    """Computes a * x + b * y of one pair in float32, or in float64, rounded to x's dtype."""
     if x.dtype is torch.float64:
         return a * x + b * y
     return (a * x.float() + b * y.float()).to(x.dtype)
@@ -232,5 +237,5 @@ def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> tor
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> torch.Tensor:
-    """The codes of one tensor with the reference's own rounding; the specification."""
+    """Computes the FP8 data of one tensor with the reference's rounding; the specification."""
     return reference_codec.encode_fp8(x.float() * scale, fp8_dtype)

@@ -6,8 +6,8 @@ Gradients are only read, unless they are to be unscaled in place. A launch takes
 parameters; empty ones may stand anywhere.
 
 For a captured graph, what changes from step to step may be a tensor of one element on the device:
-`lr`, `step`, `inv_scale` and `found_inf`. A `found_inf` that is not zero makes the whole step a
-no-op, without the host knowing.
+``lr``, ``step``, ``inv_scale`` and ``found_inf``. A ``found_inf`` that is not zero makes the whole
+step a no-op, without the host knowing.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def adam(
     found_inf: torch.Tensor | None = None,
     unscale_grads: bool = False,
 ) -> None:
-    """One step in place of AdamW (decoupled weight decay) or Adam (L2), as torch.optim computes it.
+    """Steps AdamW (decoupled weight decay) or Adam (L2) in place, as ``torch.optim`` does.
 
     Args:
-        params: float32, float16 or bfloat16; only written where `masters` are given.
+        params: float32, float16 or bfloat16; only written where ``masters`` are given.
         grads: of params' shapes; each of any of the three dtypes.
         exp_avgs: float32, of params' shapes.
         exp_avg_sqs: float32, of params' shapes.
@@ -81,11 +81,12 @@ def adam(
         masters: float32, of params' shapes.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; not zero skips the step.
-        unscale_grads: also write the gradients times `inv_scale`, where that is given and the step
+        unscale_grads: also write the gradients times ``inv_scale``, if that is given and the step
             is not skipped.
 
     Raises:
-        TypeError, ValueError: a dtype, shape, device, length or option that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape, device, length or option that does not match.
     """
     if not len(params) and not len(grads):
         return
@@ -121,12 +122,12 @@ def sgd(
     found_inf: torch.Tensor | None = None,
     unscale_grads: bool = False,
 ) -> None:
-    """One step of stochastic gradient descent as torch.optim.SGD computes it, in place.
+    """Steps stochastic gradient descent in place, as ``torch.optim.SGD`` does.
 
     Args:
-        params: float32, float16 or bfloat16; only written where `masters` are given.
+        params: float32, float16 or bfloat16; only written where ``masters`` are given.
         grads: of params' shapes; each of any of the three dtypes.
-        momentums: float32, of params' shapes; needed where `momentum` is not 0.
+        momentums: float32, of params' shapes; needed where ``momentum`` is not 0.
         lr: learning rate; or one float32 element.
         momentum: factor of the momentum buffers.
         dampening: of the gradient that enters them.
@@ -137,11 +138,12 @@ def sgd(
         masters: float32, of params' shapes.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; not zero skips the step.
-        unscale_grads: also write the gradients times `inv_scale`, where that is given and the step
+        unscale_grads: also write the gradients times ``inv_scale``, if that is given and the step
             is not skipped.
 
     Raises:
-        TypeError, ValueError: a dtype, shape, device, length or option that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape, device, length or option that does not match.
     """
     if not len(params) and not len(grads):
         return
@@ -181,22 +183,23 @@ def lamb(
     found_inf: torch.Tensor | None = None,
     unscale_grads: bool = False,
 ) -> None:
-    """One step of LAMB (arXiv 1904.00962) in place: Adam's update with a rate for each tensor.
+    """Steps LAMB (arXiv 1904.00962) in place: Adam's update with a rate for each tensor.
 
-    The rate is lr * |param| / |update| where `weight_decay` is not 0 or `nvlamb` is set, and
+    The rate is lr * |param| / |update| where ``weight_decay`` is not 0 or ``nvlamb`` is set, and
     neither norm is 0; lr elsewhere. Three launches, two more for the norm of the gradients.
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
-        masters, inv_scale, found_inf, unscale_grads: as for `adam`.
+        masters, inv_scale, found_inf, unscale_grads: as for ``adam``.
         adamw: add weight decay to the update instead of the gradient.
         grad_averaging: the gradient enters exp_avg with weight 1 - betas[0], else 1.
         nvlamb: apply the trust ratio without weight decay, too.
-        max_grad_norm: clip the gradients' global norm, after `inv_scale`; 0 does not clip.
-        grad_norm: that norm before `inv_scale`, one float32 element; computed unless given.
+        max_grad_norm: clip the gradients' global norm, after ``inv_scale``; 0 does not clip.
+        grad_norm: that norm before ``inv_scale``, one float32 element; computed unless given.
 
     Raises:
-        TypeError, ValueError: a dtype, shape, device, length or option that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape, device, length or option that does not match.
     """
     if not len(params) and not len(grads):
         return
@@ -221,7 +224,7 @@ def lamb(
 
 
 def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """float32 copies; float64 stays float64."""
+    """Returns float32 copies of tensors; float64 stays float64."""
     return [t.clone() if t.dtype is torch.float64 else t.float().clone() for t in tensors]
 
 
@@ -239,7 +242,7 @@ def reference_adam(
     adamw: bool = True,
     bias_correction: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(param, exp_avg, exp_avg_sq) after `adam`, in plain PyTorch; float64 stays float64."""
+    """Returns (param, exp_avg, exp_avg_sq) after ``adam``, in plain PyTorch."""
     p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
     if adamw:
         p = p * (1 - lr * weight_decay)
@@ -266,7 +269,7 @@ def reference_sgd(
     nesterov: bool = False,
     first_step: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(param, momentum buffer) after `sgd`, in plain PyTorch; float64 stays float64."""
+    """Returns (param, momentum buffer) after ``sgd``, in plain PyTorch."""
     p, g, m = _wide(param, grad, buffer)
     g = g + weight_decay * p
     if momentum:
@@ -292,9 +295,9 @@ def reference_lamb(
     nvlamb: bool = False,
     clip: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(param, exp_avg, exp_avg_sq) after `lamb`, in plain PyTorch; float64 stays float64.
+    """Returns (param, exp_avg, exp_avg_sq) after ``lamb``, in plain PyTorch.
 
-    `clip` is what the gradient is multiplied with first.
+    ``clip`` is what the gradient is multiplied with first.
     """
     p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
     g = g * clip

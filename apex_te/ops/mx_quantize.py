@@ -1,4 +1,4 @@
-"""MXFP8: quantize a matrix to FP8 with one power-of-two scale for every 32 elements."""
+"""MXFP8 data of a matrix: FP8 with one power-of-two scale for every 32 elements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SCALE_DTYPE = torch.float8_e8m0fnu
 
 @former_fields(transposed="columnwise", transposed_scale="columnwise_scale")
 class MXQuantized(NamedTuple):
-    """What `mx_quantize` made; None where it was not asked for."""
+    """Result of ``mx_quantize``, with None for a copy that was not asked for."""
 
     rowwise: torch.Tensor | None  # [rows, cols]
     rowwise_scale: torch.Tensor | None  # [rows, ceil(cols / 32)] float8_e8m0fnu
@@ -124,7 +124,7 @@ def mx_dequantize(
     dtype: torch.dtype = torch.bfloat16,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float(code) * 2^e of its block, rounded to nearest even; exact unless out of dtype's range.
+    """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
 
     Args:
         fp8_data: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
@@ -133,7 +133,8 @@ def mx_dequantize(
         out: [rows, cols] to write.
 
     Raises:
-        TypeError, ValueError: a dtype, shape or device that does not match.
+        TypeError: a dtype that does not match.
+        ValueError: a shape or device that does not match.
     """
     _check_scale("mx_dequantize", "scale", scale)
     if out is None:
@@ -154,7 +155,7 @@ _dequantize = bind("mx_quantize", "mx_dequantize", _dequantize_in_library)
 def reference(
     x: torch.Tensor, fp8_dtype: torch.dtype = torch.float8_e4m3fn, *, rounding: str = "up"
 ) -> MXQuantized:
-    """`mx_quantize` in plain PyTorch with its own integer rounding; the specification."""
+    """Computes ``mx_quantize`` in plain PyTorch with integer rounding; the specification."""
     rowwise = _reference_rowwise(x, fp8_dtype, rounding)
     return MXQuantized(*rowwise, *_reference_rowwise(x.t(), fp8_dtype, rounding))
 
@@ -193,7 +194,7 @@ def _reference_rowwise(
 
 
 def reference_dequantize(fp8_data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """`mx_dequantize` in plain PyTorch, float32."""
+    """Computes ``mx_dequantize`` in plain PyTorch, in float32."""
     code = scale.view(torch.uint8).to(torch.int32)
     factor = torch.ldexp(torch.ones_like(code, dtype=torch.float64), code - 127).float()
     factor = torch.where(code == 255, float("nan"), factor)

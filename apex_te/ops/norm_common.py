@@ -1,4 +1,4 @@
-"""What `layer_norm` and `rms_norm` have in common: shapes, scratch, outputs and the reference."""
+"""Shapes, scratch, outputs and the reference that ``layer_norm`` and ``rms_norm`` share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .fp8_output import FP8Output, allocate
 
 
 class NormOutput(NamedTuple):
-    """A forward's results for rows of x."""
+    """Results of a forward over the rows of x."""
 
     y: torch.Tensor  # [rows, cols] in x's dtype
     mean: torch.Tensor | None  # [rows] float32; None for rms_norm
@@ -20,7 +20,7 @@ class NormOutput(NamedTuple):
 
 
 class NormFP8Output(NamedTuple):
-    """The same for a forward that writes FP8."""
+    """Results of a forward that writes FP8; the fields are those of ``NormOutput``."""
 
     y: FP8Output
     mean: torch.Tensor | None
@@ -29,7 +29,7 @@ class NormFP8Output(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """A backward's results; None where it was not asked for."""
+    """Results of a backward, with None for a gradient that was not asked for."""
 
     dx: torch.Tensor  # [rows, cols], also the residual's gradient
     dweight: torch.Tensor | None  # [cols] in the weight's dtype
@@ -37,10 +37,10 @@ class NormGradients(NamedTuple):
 
 
 def as_rows(op: str, name: str, t: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """`t` as contiguous [rows, cols] over its last dimension.
+    """Returns ``t`` as contiguous [rows, cols] over its last dimension.
 
     Raises:
-        ValueError: it has no dimension, or not the shape of `like`.
+        ValueError: it has no dimension, or not the shape of ``like``.
     """
     if t.dim() == 0:
         raise ValueError(f"{op}: {name} must have at least 1 dimension, got shape []")
@@ -50,11 +50,12 @@ def as_rows(op: str, name: str, t: torch.Tensor, like: torch.Tensor | None = Non
 
 
 def contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
-    """`t` contiguous; what is no tensor stays as it is, for the op to refuse by name."""
+    """Returns ``t`` contiguous; an object that is no tensor stays, for the op to refuse by name."""
     return t.contiguous() if isinstance(t, torch.Tensor) else t
 
 
 def statistic(x: torch.Tensor) -> torch.Tensor:
+    """Returns an uninitialised float32 element for each row of x."""
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
@@ -66,14 +67,14 @@ def allocate_fp8(
     columnwise: bool,
     scale_inv: torch.Tensor | None,
 ) -> FP8Output:
-    """The FP8 outputs for x's rows; `scale_inv` is taken if it is given."""
+    """Returns the FP8 outputs for x's rows, with ``scale_inv`` if it is given."""
     rows, cols = x.shape
     out = allocate(op, x, rows, cols, fp8_dtype, rowwise, columnwise)
     return out if scale_inv is None else out._replace(scale_inv=scale_inv)
 
 
 def bwd_workspace(x: torch.Tensor, gradients: int) -> torch.Tensor:
-    """Scratch for the partial sums of so many weight gradients (csrc/common/norm/arguments.h)."""
+    """Returns scratch for partial sums of weight gradients (csrc/common/norm/arguments.h)."""
     rows, cols = x.shape
     lines = min(rows, max(min(264, (1 << 21) // max(cols, 1)), 16))
     return x.new_empty((lines, gradients * cols), dtype=torch.float32)
@@ -89,7 +90,7 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """The formula in float32 (float64 for float64 inputs), y and the sum rounded to x's dtype."""
+    """Computes the formula in float32 or float64; y and the sum are rounded to x's dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     total = None if residual is None else (x.to(wide) + residual.to(wide)).to(x.dtype)
     values = (x if total is None else total).to(wide)

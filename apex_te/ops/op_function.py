@@ -1,4 +1,4 @@
-"""The base class of the autograd functions, which the transforms of torch.func take, too."""
+"""Base class of the autograd functions, which run under torch.func's transforms, too."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..runtime.tracing import transforms_active
 __all__ = ["OpFunction", "eager_apply", "needs_autograd"]
 
 
-# Not `super().apply`, at which Dynamo fails where a graph breaks around it.
+# Not ``super().apply``, at which Dynamo fails where a graph breaks around it.
 eager_apply = vars(torch.autograd.Function)["apply"].__func__
 
 
 class OpFunction(torch.autograd.Function):
-    """An autograd function with ``forward(ctx, ...)`` that runs under torch.func's transforms.
+    """Autograd function with ``forward(ctx, ...)`` that runs under torch.func's transforms.
 
     ``grad``, ``vjp`` and ``vmap`` work and may be nested around each other; a second derivative and
     ``jvp`` raise NotImplementedError. A subclass says in ``LABEL`` what errors call it.
@@ -27,6 +27,7 @@ class OpFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
+        """Applies the function, under the transforms of torch.func as well."""
         # A compiler does not come here: it traces forward and backward by itself.
         if transforms_active() or forward_ad._current_level >= 0:
             from . import transforms  # here, because importing it takes a while

@@ -29,7 +29,7 @@ def send(
     fork: torch.cuda.Event,
     sent: torch.cuda.Event,
 ) -> None:
-    """Copies ``source`` to the piece of ``rank`` in ``targets``, and says that it is there.
+    """Copies ``source`` to the piece of ``rank`` in ``targets``, and sets the flag of its arrival.
 
     The copies run on ``stream``, behind what the current stream has now; ``source`` must live until
     they did. Nothing here waits.
@@ -39,7 +39,7 @@ def send(
         targets: buffers of peers.
         own: a buffer that gets the bytes, too, unsaid.
         number: of this exchange, one more than of the one before, modulo 2^32.
-        fork, sent: events that were recorded once; `sent` is recorded behind the copies.
+        fork, sent: events that were recorded once; ``sent`` is recorded behind the copies.
 
     Raises:
         ValueError: a buffer that is too small.
@@ -50,7 +50,7 @@ def send(
 
 
 def await_rank(buffer: torch.Tensor, rank: int, number: int, timeout_ms: int) -> None:
-    """The current stream waits for the piece of ``rank`` in ``buffer``.
+    """Makes the current stream wait for the piece of ``rank`` in ``buffer``.
 
     A device-side assert after ``timeout_ms``: the process cannot use the GPU any more.
     """
@@ -60,7 +60,7 @@ def await_rank(buffer: torch.Tensor, rank: int, number: int, timeout_ms: int) ->
 def sum_pieces(
     buffer: torch.Tensor, ranks: int, rank: int, number: int, timeout_ms: int, out: torch.Tensor
 ) -> None:
-    """``out`` = the sum of the pieces of all ranks, once those of the others are there.
+    """Computes in ``out`` the sum of the pieces of all ranks, once those of the others are there.
 
     Args:
         rank: whose piece is not waited for: this one's.
@@ -70,5 +70,5 @@ def sum_pieces(
 
 
 def join(buffer: torch.Tensor, sent: torch.cuda.Event) -> None:
-    """The current stream waits for an event of `send`; ``buffer`` names the device."""
+    """Makes the current stream wait for an event of ``send``; ``buffer`` names the device."""
     _lib.peer_join(buffer, sent.cuda_event)

@@ -12,6 +12,7 @@ _FORMATS = {
     torch.float8_e4m3fnuz: (0x43700000, 0x3C000000, 20, 8, 2.0**13),
     torch.float8_e5m2fnuz: (0x47600000, 0x38000000, 21, 16, 2.0**6),
 }
+_FLOAT_MAX = torch.finfo(torch.float32).max
 # One code for NaN, 0x80; no infinity, no negative zero.
 _FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
@@ -25,7 +26,7 @@ def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
             becomes 0x80 and what rounds to zero loses its sign.
 
     Returns:
-        The same shape in `fp8_dtype`. Source: OCP OFP8 1.0, saturating mode; of the fnuz forms
+        The same shape in ``fp8_dtype``. Source: OCP OFP8 1.0, saturating mode; of the fnuz forms
         AMD's CDNA3 instruction set.
     """
     max_bits, min_normal_bits, shift, bias, magic = _FORMATS[fp8_dtype]
@@ -51,7 +52,7 @@ def decode_fp8(fp8_data: torch.Tensor) -> torch.Tensor:
     """Decodes FP8 data to float32, exactly; through a table built from the format's definition.
 
     Args:
-        fp8_data: any shape, a dtype that `encode_fp8` takes.
+        fp8_data: any shape, a dtype that ``encode_fp8`` takes.
     """
     return _table(fp8_data.dtype).to(fp8_data.device)[fp8_data.view(torch.uint8).to(torch.int64)]
 
@@ -80,3 +81,25 @@ def _table(fp8_dtype: torch.dtype) -> torch.Tensor:
         magnitude = finite if special is None else special
         values.append(-magnitude if code & 0x80 else magnitude)
     return torch.tensor(values, dtype=torch.float32)
+
+
+def amax_of(x: torch.Tensor) -> torch.Tensor:
+    """Returns max |x| as one float32 element, NaN above infinity; 0 for an empty x."""
+    bits = x.float().abs().reshape(-1).view(torch.int32)
+    found = bits.max() if bits.numel() else torch.zeros((), dtype=torch.int32, device=x.device)
+    return found.reshape(1).view(torch.float32)
+
+
+def scale_of(amax: torch.Tensor, target: float, eps: float, pow2: bool) -> torch.Tensor:
+    """Returns target / amax in float32, by the rule of csrc/common/numerics/scaling.h."""
+    amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
+    scale = (torch.full_like(amax, target) / amax).clamp(max=_FLOAT_MAX)
+    if pow2:
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    usable = torch.isfinite(amax) & (amax != 0)
+    return torch.where(usable, scale, torch.ones_like(scale))
+
+
+def inverse_of(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns 1 / scale, infinite where amax is, by the rule of csrc/common/numerics/scaling.h."""
+    return torch.where(torch.isinf(amax), torch.inf, 1.0 / scale)

@@ -20,13 +20,13 @@ _library = torch.library.Library("apex_te", "DEF")
 
 
 def register(schema: str, call: Callable[..., Any]) -> Any:
-    """Defines `apex_te::<op>` for CPU and CUDA from a schema whose outputs are all arguments.
+    """Defines ``apex_te::<op>`` for CPU and CUDA from a schema whose outputs are all arguments.
 
     Such an op returns nothing, so its fake does nothing either; no build is triggered by tracing.
-    Under `torch.func.vmap` the op runs once for each sample.
+    Under ``torch.func.vmap`` the op runs once for each sample.
 
     Returns:
-        `torch.ops.apex_te.<op>`.
+        ``torch.ops.apex_te.<op>``.
     """
     name = schema.partition("(")[0]
     _library.define(schema)

@@ -61,7 +61,7 @@ def rms_norm_fwd(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """`rms_norm` without autograd for x of [rows, cols], with the statistics backward needs."""
+    """Computes ``rms_norm`` of x [rows, cols] without autograd, and backward's statistics."""
     x = x.contiguous()
     out = NormOutput(
         torch.empty_like(x),
@@ -92,10 +92,10 @@ def rms_norm_fwd_fp8(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormFP8Output:
-    """`rms_norm_fwd` whose float32 result is quantized: q = saturating_cast(y * scale).
+    """Quantizes the float32 result y of ``rms_norm_fwd``: q = saturating_cast(y * scale).
 
     Args:
-        x: [rows, cols], as weight, eps, zero_centered_gamma and residual in `rms_norm`.
+        x: [rows, cols], as weight, eps, zero_centered_gamma and residual in ``rms_norm``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
@@ -131,7 +131,7 @@ def rms_norm_bwd(
     d_residual: torch.Tensor | None = None,
     with_dweight: bool = True,
 ) -> NormGradients:
-    """Gradients of `rms_norm_fwd`; deterministic.
+    """Computes the gradients of ``rms_norm_fwd``, deterministically.
 
     Args:
         dy: [rows, cols], y's gradient.
@@ -217,7 +217,7 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """`rms_norm_fwd` in plain PyTorch, differentiable; the specification."""
+    """Computes ``rms_norm_fwd`` in plain PyTorch, differentiably; the specification."""
     return norm_common.reference(
         x, weight, None, eps, centre=False, zero_centered_gamma=zero_centered_gamma,
         residual=residual,

@@ -33,7 +33,7 @@ def rope(
 ) -> torch.Tensor:
     """Rotates each pair (a, b) to (a cos t - b sin t, b cos t + a sin t), t its position's angle.
 
-    Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) where `interleaved`;
+    Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) where ``interleaved``;
     elements from rotary_dim on are copied. Arithmetic is float32, rounded once; angles of any size
     are reduced exactly. The gradient of x is the rotation by -t; the angles get none. A position
     outside the table gives NaN; a thd token of no sequence is rotated by 0.
@@ -49,7 +49,7 @@ def rope(
         layout: "sbhd", "bshd" or "thd".
         rotary_dim: even, at most d and 8192; c unless given.
         start: position of each sequence's first token.
-        starts: int32 or int64 [batch], added to `start` for each sequence.
+        starts: int32 or int64 [batch], added to ``start`` for each sequence.
         cu_seqlens: int32 [batch + 1], ascending, for thd: sequence i is tokens cu_seqlens[i] to
             cu_seqlens[i + 1]; positions restart in each.
         inplace: overwrite x.
@@ -80,7 +80,7 @@ def rope(
 
 
 def _table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
-    """[max_seq, columns] in float32 of a table that may have dimensions of extent 1 between."""
+    """Returns a table as float32 [max_seq, columns], without dimensions of extent 1 between."""
     if table is None:
         return None
     if table.requires_grad:
@@ -128,7 +128,7 @@ def reference(
     starts: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`rope` in plain PyTorch, every step in x's dtype (float64 too); the specification."""
+    """Computes ``rope`` in plain PyTorch in x's dtype (float64 too); the specification."""
     table: Any = freqs if freqs is not None else cos
     dim = table.shape[-1] if rotary_dim is None else rotary_dim
     position = torch.arange(x.shape[0 if layout != "bshd" else 1], device=x.device)
@@ -150,7 +150,7 @@ def reference(
             position = position + added[:, None]
 
     def columns(table: torch.Tensor) -> torch.Tensor:
-        """[rows, 1, pairs] of a table in float64, NaN outside it."""
+        """Returns a table's [rows, 1, pairs] in float64, NaN outside of the table."""
         table = table.reshape(table.shape[0], -1).double()
         if table.shape[1] == dim:
             table = table[:, ::2] if interleaved else table[:, : dim // 2]

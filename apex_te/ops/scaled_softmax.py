@@ -24,7 +24,7 @@ def scaled_softmax(
     *,
     causal: str | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
+    """Computes softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
 
     Arithmetic is in float32. Hidden elements have no influence, whatever stands there. A row that
     sees nothing, or only -Inf, gives zeros and a zero gradient, as scaled_dot_product_attention
@@ -59,7 +59,7 @@ def scaled_softmax_fwd(
     causal: str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`scaled_softmax` without autograd; `out` is written instead of a new tensor."""
+    """Computes ``scaled_softmax`` without autograd, in ``out`` if it is given."""
     mode = _causal_mode("scaled_softmax_fwd", causal)
     x = x.contiguous()
     if mask is not None and mask.dim() == x.dim():
@@ -82,16 +82,16 @@ def scaled_softmax_bwd(
     causal: str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """scale * y * (dy - sum(dy * y)): the gradient with respect to x, from the output y.
+    """Computes the gradient with respect to x from the output y: scale * y * (dy - sum(dy * y)).
 
     Where y is 0 the gradient is 0 and dy is not used: no mask is needed.
 
     Args:
         dy: gradient of the output; y's shape and dtype.
-        y: what `scaled_softmax` returned.
+        y: what ``scaled_softmax`` returned.
         scale: as in the forward.
         causal: as in the forward; hidden elements are not read.
-        out: written instead of a new tensor; may be `dy`.
+        out: written instead of a new tensor; may be ``dy``.
     """
     mode = _causal_mode("scaled_softmax_bwd", causal)
     dy, y = dy.contiguous(), y.contiguous()
@@ -135,7 +135,7 @@ def reference(
     *,
     causal: str | None = None,
 ) -> torch.Tensor:
-    """`scaled_softmax` in plain PyTorch in x's dtype, differentiable; the specification."""
+    """Computes ``scaled_softmax`` in plain PyTorch in x's dtype, differentiably."""
     queries, cols = x.shape[-2:]
     hidden = torch.zeros(1, 1, dtype=torch.bool, device=x.device) if mask is None else mask
     if causal is not None:

@@ -27,7 +27,7 @@ _TILE_ROWS = 64
 
 
 class SwigluGrads(NamedTuple):
-    """Gradients of `swiglu`; None where there is no such input or it was not asked for."""
+    """Gradients of ``swiglu``, with None for those of inputs not given or not asked for."""
 
     input: torch.Tensor
     up: torch.Tensor | None
@@ -35,7 +35,7 @@ class SwigluGrads(NamedTuple):
 
 
 class SwigluFP8Grads(NamedTuple):
-    """Gradients of `swiglu` in FP8."""
+    """Gradients of ``swiglu`` in FP8."""
 
     output: FP8Output  # of the [M, 2F] matrix, gate first
     dbias: torch.Tensor | None  # [2F]
@@ -50,13 +50,13 @@ def swiglu(
     *,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """Gated activation act(gate) * up in fp32 arithmetic, differentiable once.
+    """Computes the gated activation act(gate) * up in float32, differentiable once.
 
     Args:
-        input: gate [..., F], or without `up` gate and up in one: [..., 2F], gate first. float32,
+        input: gate [..., F], or without ``up`` gate and up in one: [..., 2F], gate first. float32,
             float16 or bfloat16; rows may be apart, other strides are made contiguous.
         up: like the gate.
-        bias: added to the input, [2F], or [F] with `up_bias`; same dtype.
+        bias: added to the input, [2F], or [F] with ``up_bias``; same dtype.
         up_bias: added to up, [F].
         activation: "silu" (SwiGLU), "gelu" (GeGLU, tanh form), "gelu_erf", "relu" (ReGLU) or
             "sigmoid" (GLU).
@@ -83,7 +83,7 @@ def swiglu_fwd(
     *,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """`swiglu` without autograd."""
+    """Computes ``swiglu`` without autograd."""
     code = _activation_code("swiglu_fwd", activation)
     matrix, up_matrix = _matrices("swiglu_fwd", input, up)
     rows, cols = _extents(matrix, up_matrix)
@@ -106,10 +106,10 @@ def swiglu_fwd_fp8(
     columnwise: bool = True,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
-    """`swiglu` quantized from its fp32 result: q = saturating_cast(y * scale), nearest even.
+    """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
 
     Args:
-        input, up, bias, up_bias, activation: as in `swiglu`; M is the product of leading sizes.
+        input, up, bias, up_bias, activation: as in ``swiglu``; M is the product of leading sizes.
         scale: one float32 element on the input's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [M, F].
@@ -117,7 +117,8 @@ def swiglu_fwd_fp8(
         amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
 
     Raises:
-        TypeError, ValueError: as `swiglu`.
+        TypeError: the cases of ``swiglu``.
+        ValueError: the cases of ``swiglu``.
     """
     code = _activation_code("swiglu_fwd_fp8", activation)
     matrix, up_matrix = _matrices("swiglu_fwd_fp8", input, up)
@@ -142,7 +143,7 @@ def swiglu_bwd(
     activation: str = "silu",
     with_dbias: bool = False,
 ) -> SwigluGrads:
-    """Gradients of `swiglu` from that of its output, [..., F].
+    """Computes the gradients of ``swiglu`` from its output's, [..., F].
 
     Args:
         with_dbias: also return the column sums of both halves, [2F] in the input's dtype, added in
@@ -177,10 +178,10 @@ def swiglu_bwd_fp8(
     amax: torch.Tensor | None = None,
     with_dbias: bool = False,
 ) -> SwigluFP8Grads:
-    """Gradient of the [M, 2F] input, gate first, quantized from its fp32 values.
+    """Quantizes the float32 gradient of the [M, 2F] input, gate first.
 
-    With `up` given the result is still that of both inputs side by side. Arguments as in
-    `swiglu_bwd` and `swiglu_fwd_fp8`; rowwise makes [M, 2F], columnwise [2F, M].
+    With ``up`` given the result is still that of both inputs side by side. Arguments as in
+    ``swiglu_bwd`` and ``swiglu_fwd_fp8``; rowwise makes [M, 2F], columnwise [2F, M].
     """
     code = _activation_code("swiglu_bwd_fp8", activation)
     matrix, up_matrix = _matrices("swiglu_bwd_fp8", input, up)
@@ -235,7 +236,7 @@ def reference(
     *,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """`swiglu` in plain PyTorch, computed in the dtype of what it is given."""
+    """Computes ``swiglu`` in plain PyTorch in the dtype of its inputs."""
     gate, up = _gate_and_up(input, up, bias, up_bias)
     functional = torch.nn.functional
     if activation == "gelu":
@@ -259,7 +260,7 @@ def reference_bwd(
     *,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """Gradient of the [..., 2F] input in plain PyTorch, in the dtype of what it is given."""
+    """Computes the gradient of the [..., 2F] input in plain PyTorch in the dtype of its inputs."""
     gate, up = _gate_and_up(input, up, bias, up_bias)
     if activation == "relu":
         dgate = torch.where(gate <= 0, 0.0, grad_output * up * torch.where(gate > 0, 1.0, gate))
@@ -287,7 +288,7 @@ def reference_fp8(
     *,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
-    """What the ops to FP8 make of an exact result or gradient, [M, N]; plain PyTorch."""
+    """Quantizes an exact result or gradient [M, N] in plain PyTorch; the specification."""
     rounded = values.float()
     codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)
     if amax is not None and values.numel():
@@ -302,7 +303,7 @@ def _gate_and_up(
     bias: torch.Tensor | None,
     up_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both with their biases added."""
+    """Returns gate and up with their biases added."""
     if up is not None and bias is not None and up_bias is None:
         bias, up_bias = bias.chunk(2)
     input = input if bias is None else input + bias
@@ -324,7 +325,7 @@ def _activation_code(op: str, activation: str) -> int:
 def _matrices(
     op: str, input: torch.Tensor, up: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The inputs as matrices with contiguous rows, without a copy where strides allow."""
+    """Returns the inputs as matrices with contiguous rows, without a copy where strides allow."""
     if input.dim() == 0:
         raise ValueError(f"{op}: input must have at least 1 dimension, got shape []")
     if up is not None and up.shape != input.shape:
@@ -340,7 +341,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _extents(matrix: torch.Tensor, up_matrix: torch.Tensor | None) -> tuple[int, int]:
-    """M and F."""
+    """Returns the extents M and F."""
     rows, cols = matrix.shape
     return rows, cols // 2 if up_matrix is None else cols
 
@@ -359,7 +360,7 @@ def _grad_matrix(
 def _dbias(
     matrix: torch.Tensor, rows: int, cols: int, with_dbias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The bias gradient and the workspace of its sums."""
+    """Returns the bias gradient and the workspace of its sums."""
     if not with_dbias:
         return None, None
     lines = -(-rows // _TILE_ROWS)

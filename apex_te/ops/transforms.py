@@ -33,7 +33,7 @@ def apply(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 class _Call:
-    """One call of a function: its arguments that are no tensors, and what its forward kept."""
+    """Call of a function: its arguments that are no tensors, and its forward's state."""
 
     def __init__(self, function: Any, rest: tuple[Any, ...], is_tensor: tuple[bool, ...]) -> None:
         self.function = function
@@ -64,7 +64,7 @@ class _Call:
         return other
 
     def adopt(self, other: _Call) -> None:
-        """Keep what the forward of a sample kept: it is the same for all."""
+        """Takes over the state that the forward of a sample kept, which is the same for all."""
         vars(self).update(vars(other))
 
     def refuse(self, what: str) -> NotImplementedError:
@@ -72,7 +72,7 @@ class _Call:
 
 
 class _Context:
-    """Stands for autograd's ctx in a forward or a backward that a transform runs."""
+    """Substitute of autograd's ctx in a forward or a backward that a transform runs."""
 
     def __init__(self, call: _Call, saved: tuple[torch.Tensor | None, ...] = ()) -> None:
         vars(self).update(call.attributes)
@@ -94,7 +94,7 @@ class _Context:
 
 
 class _Forward(torch.autograd.Function):
-    """The forward as a pure function: what backward needs is an output, too."""
+    """Forward as a pure function, whose outputs include the tensors saved for backward."""
 
     @staticmethod
     def forward(call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -136,7 +136,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _Backward(torch.autograd.Function):
-    """The backward as a pure function of the gradients and of what forward kept."""
+    """Backward as a pure function of the gradients and of the tensors that the forward saved."""
 
     @staticmethod
     def forward(call: _Call, *tensors: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -174,7 +174,7 @@ class _Backward(torch.autograd.Function):
 def _each_sample(
     function: Any, info: Any, in_dims: tuple[Any, ...], call: _Call, tensors: tuple[Any, ...]
 ) -> Any:
-    """The rule of `torch.func.vmap`: the function of each sample, and the results stacked."""
+    """Applies a function to each sample and stacks the results: the rule of ``torch.func.vmap``."""
     if not info.batch_size:
         raise call.refuse("torch.func.vmap over no samples")
     results = []
@@ -194,7 +194,7 @@ def _each_sample(
 
 
 def _aligned(sample: torch.Tensor) -> torch.Tensor:
-    """A sample, or a copy of one that begins where no tensor of its own would.
+    """Returns a sample, or a copy of one that begins where no tensor of its own would.
 
     cuBLASLt refuses scales that do not begin at a multiple of 16 bytes.
     """
@@ -207,7 +207,7 @@ def _aligned(sample: torch.Tensor) -> torch.Tensor:
 
 
 def _with_gaps(tensors: tuple[Any, ...], has: tuple[bool, ...]) -> tuple[Any, ...]:
-    """The tensors in their places, None in the others."""
+    """Returns the tensors in their places, with None in the others."""
     given = iter(tensors)
     return tuple(next(given) if is_there else None for is_there in has)
 
@@ -222,7 +222,7 @@ def _requires_grad(t: torch.Tensor) -> bool:
 
 
 def run_samples(op: Any, args: tuple[Any, ...]) -> None:
-    """The rule of `torch.func.vmap` for an op: it runs once for each sample.
+    """Runs an op once for each sample: the rule of ``torch.func.vmap``.
 
     Raises:
         NotImplementedError: the op would write a tensor that has no dimension of samples.
@@ -248,7 +248,7 @@ def run_samples(op: Any, args: tuple[Any, ...]) -> None:
 
 
 class _Samples:
-    """A tensor with a dimension of samples, moved to the front."""
+    """Tensor with a dimension of samples, moved to the front."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value

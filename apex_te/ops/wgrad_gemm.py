@@ -19,7 +19,7 @@ _SHORT = (torch.float16, torch.bfloat16)
 def wgrad_gemm(
     dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, *, accumulate: bool = False
 ) -> torch.Tensor:
-    """``out[M, N] = dy[rows, M].T @ x[rows, N]``, plus ``out`` with ``accumulate``.
+    """Computes ``out[M, N] = dy[rows, M].T @ x[rows, N]``, plus ``out`` with ``accumulate``.
 
     Products of float16 and bfloat16 are summed in float32, together with ``out``, and rounded once
     to its dtype: a float32 ``out`` gets sums that were never rounded to 16 bits. Wider operands are

@@ -1,4 +1,4 @@
-"""Binds the C functions of op libraries to Python callables; builds what is missing on demand."""
+"""Binding of op libraries' C functions to Python callables; missing libraries are built."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _handles: dict[tuple[str, str], int] = {}
 
 
 def _forked() -> None:
-    """A fork may copy a lock that another thread held; the child starts with a fresh one."""
+    """Replaces the lock in a forked child, since another thread may have held it."""
     global _lock
     _lock = threading.RLock()
 
@@ -40,7 +40,7 @@ def _load_error(what: str, path: str, problem: ImportError) -> ImportError:
 
 
 def core() -> ModuleType:
-    """The dispatcher's extension module `apex_te_core`, opened or built on the first call."""
+    """Returns the dispatcher's module ``apex_te_core``; the first call opens or builds it."""
     global _core
     if _core is None:
         with _lock:
@@ -59,7 +59,7 @@ def core() -> ModuleType:
 
 
 def _open(op: str, device: str, device_index: int) -> int:
-    """dlopen handle of an op's library for a device type, checked for its ABI number."""
+    """Returns the dlopen handle of an op's library for a device type, its ABI number checked."""
     with _lock:
         handle = _handles.get((op, device))
         if handle is None:
@@ -127,7 +127,7 @@ def function(op: str, name: str) -> Any:
 
 
 def tensor_list(tensors: Iterable[torch.Tensor]) -> Any:
-    """A prepared list: a sequence that ops take wherever they take a list of tensors.
+    """Returns a prepared list, which ops take wherever they take a list of tensors.
 
     Its tensors are checked in full once. Later calls read each one's address, shape and strides
     again, which costs a fraction of a plain list. For eager calls: compiled regions want a list.
@@ -136,7 +136,7 @@ def tensor_list(tensors: Iterable[torch.Tensor]) -> Any:
 
 
 class _Ops:
-    """The functions of one op as attributes, bound when first read."""
+    """Functions of one op as attributes, bound when first read."""
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -150,5 +150,5 @@ class _Ops:
 
 
 def ops(op: str) -> Any:
-    """Namespace of an op's functions; reading an attribute binds it, nothing happens before."""
+    """Returns the namespace of an op's functions, each bound when its attribute is first read."""
     return _Ops(op)

@@ -52,7 +52,7 @@ _PACKAGE = "apex_te."
 
 
 class FormerModules(MetaPathFinder, Loader):
-    """Finds a module by its former name: what is imported is the module as it is called now."""
+    """Finder and loader that give a former name the module that has another name now."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -68,7 +68,7 @@ class FormerModules(MetaPathFinder, Loader):
 
 
 def find_former_modules() -> None:
-    """Have imports find modules by their former names.
+    """Makes imports find modules by their former names.
 
     Before other finders, which would load a module of a renamed package a second time.
     """

@@ -1,4 +1,4 @@
-"""What a device multiplies in FP8: the one place that knows GPU archs by name.
+"""FP8 formats that a device multiplies: the one place that knows GPU archs by name.
 
 AMD's gfx94x (MI300) multiply e4m3fnuz and e5m2fnuz, gfx95x and gfx12 the OCP formats; other AMD
 GPUs have no FP8 matrix units. NVIDIA's have them from sm_89 on, with OCP formats.
@@ -12,14 +12,14 @@ __all__ = ["amd_arch", "has_fp8_products", "multiplies_fnuz", "nvidia_capability
 
 
 def amd_arch(device: torch.device) -> str | None:
-    """Name of an AMD GPU's arch, such as "gfx942"; None for other devices."""
+    """Returns the name of an AMD GPU's arch, such as "gfx942"; None for other devices."""
     if device.type != "cuda" or torch.version.hip is None:
         return None
     return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of an NVIDIA GPU, (0, 0) for other devices.
+    """Returns the compute capability of an NVIDIA GPU, (0, 0) for other devices.
 
     torch has a capability for AMD GPUs, too, which means something else: a gfx90a's is (9, 0).
     """
@@ -29,12 +29,12 @@ def nvidia_capability(device: torch.device) -> tuple[int, int]:
 
 
 def multiplies_fnuz(device: torch.device) -> bool:
-    """Whether the device's FP8 matrix units take fnuz formats rather than OCP's."""
+    """Returns True if the device's FP8 matrix units take fnuz formats rather than OCP's."""
     return (amd_arch(device) or "").startswith("gfx94")
 
 
 def has_fp8_products(device: torch.device) -> bool:
-    """Whether FP8 matrices with one scale each are multiplied as they are; the CPU counts, too."""
+    """Returns True if the device, or the CPU, multiplies FP8 matrices with one scale each."""
     arch = amd_arch(device)
     if arch is not None:
         return arch.startswith(("gfx94", "gfx95", "gfx12"))

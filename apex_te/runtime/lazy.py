@@ -13,9 +13,12 @@ __all__ = ["attach", "attach_submodules"]
 def attach(
     package: str, names: dict[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package``: each name lives in the submodule given.
+    """Returns ``__getattr__`` and ``__dir__`` of ``package``, whose names live in submodules.
 
-    An empty submodule stands for a subpackage of that name itself.
+    Args:
+        package: full name.
+        names: for each name the submodule that has it; an empty one stands for a submodule of that
+            name itself.
     """
 
     def get(name: str) -> Any:
@@ -35,7 +38,7 @@ def attach(
 
 
 def attach_submodules(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of ``package`` for the public modules in its folders."""
+    """Returns ``__getattr__`` and ``__dir__`` of ``package`` for its public modules."""
 
     def found() -> set[str]:
         import pkgutil  # here, because importing it takes a while

@@ -1,4 +1,4 @@
-"""Finding the folders that belong to the package: beside its modules, or in a checkout's root."""
+"""Place of the folders that belong to the package: beside its modules, or a checkout's root."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import MutableSequence
 
 
 def extend(package_path: MutableSequence[str]) -> str:
-    """Make op_builder and compatibility importable below the package; returns their folder.
+    """Makes op_builder and compatibility importable below the package; returns their folder.
 
     An installed package holds them; a checkout (also an editable install) has them one level up.
     Raises ImportError if they are in neither place.

@@ -1,4 +1,4 @@
-"""apex_te.prebuild: op libraries ready before they are needed."""
+"""Building of op libraries before they are needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prebuild(
     jobs: int | None = None,
     verbose: bool = False,
 ) -> BuildReport:
-    """Build op libraries into the user's cache; what is prebuilt or cached is not built again.
+    """Builds op libraries into the user's cache, except those that are prebuilt or cached.
 
     Call it before ranks start, or in every rank: one process builds, the others wait for it.
     Opens no CUDA context.
@@ -34,11 +34,11 @@ def prebuild(
         verbose: show the compilers' commands.
 
     Returns:
-        A report: `str()` is a table; `libraries` has op, device, state ("built", "present" or
+        A report: ``str()`` is a table; ``libraries`` has op, device, state ("built", "present" or
         "skipped"), archs, seconds, size, path and reason of each.
 
     Raises:
-        PrebuildError: some could not be built; its `report` says which.
+        PrebuildError: some could not be built; its ``report`` says which.
         UnknownOpError, ArchError, SettingError: a bad argument.
         JitDisabledError: APEX_TE_DISABLE_JIT is set and something is missing.
     """

@@ -8,7 +8,7 @@ _buffers: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
-    """A uint8 tensor of at least `num_bytes` on `device`, reused by later calls on the same stream.
+    """Returns a uint8 tensor of ``num_bytes`` or more, reused by later calls on the same stream.
 
     Two streams never share one, so kernels on them cannot overwrite each other's partial sums.
     """

@@ -1,4 +1,4 @@
-"""Makes the modules of this package importable at top level, on request only."""
+"""Finder that makes the modules of this package importable at top level, on request only."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder:
-    """A meta path finder that knows the modules of this package and nothing else."""
+    """Meta path finder that knows the modules of this package and nothing else."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -58,7 +58,7 @@ _finder = _Finder()
 
 
 def install(*, first: bool = False) -> None:
-    """Make ``import amp_C`` and the other names work in this process, without compiling anything.
+    """Makes ``import amp_C`` and the other names work in this process; nothing is compiled.
 
     The modules are looked for last, so that an installed apex keeps its own; ``first=True`` looks
     for them first. A module that is imported already stays what it is in either case. Calling it
@@ -70,7 +70,7 @@ def install(*, first: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undo ``install``: the names are no longer found, and those that came from here are dropped.
+    """Undoes ``install``: the names are no longer found, and modules that came from here go.
 
     A real apex's modules are not touched; references that a program holds stay valid.
     """
@@ -83,7 +83,11 @@ def uninstall() -> None:
 
 
 def install_from_environment() -> None:
-    """``install`` if ``APEX_TE_TOPLEVEL_COMPAT`` is true; SettingError if it is no boolean."""
+    """Calls ``install`` if ``APEX_TE_TOPLEVEL_COMPAT`` is true.
+
+    Raises:
+        SettingError: the variable is no boolean.
+    """
     from apex_te.op_builder.jit import env
 
     if env.boolean("APEX_TE_TOPLEVEL_COMPAT", False):

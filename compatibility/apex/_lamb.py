@@ -1,4 +1,4 @@
-"""amp_C's LAMB: the whole step in the suite's op, the two old stages partly in PyTorch."""
+"""LAMB of amp_C: the whole step in the suite's op, the two old stages partly in PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb_python: bool | None = None,
 ) -> None:
-    """One step of LAMB; lists g, p, m, v. noop_flag is not read; the gradients are left alone.
+    """Steps LAMB; lists g, p, m, v.
+
+    noop_flag is not read; the gradients are left alone.
 
     ``global_grad_norm``: one float32 element. ``max_grad_norm`` 0 does not clip.
     """
@@ -64,7 +66,7 @@ def multi_tensor_lamb_mp(
     found_inf: torch.Tensor,
     inv_scale: torch.Tensor,
 ) -> None:
-    """`multi_tensor_lamb` with its scalars on the device; lists g, p, m, v, and p's low copy.
+    """Steps LAMB with scalars on the device; lists g, p, m, v, and p's low-precision copy.
 
     Norm and limit are those of the scaled gradients. A set noop_flag skips the step; found_inf,
     which apex's caller has copied there, is not read.
@@ -101,7 +103,7 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: torch.Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """LAMB's moments and update, before the trust ratio; lists g, p, m, v, update.
+    """Computes LAMB's moments and update before the trust ratio; lists g, p, m, v, update.
 
     ``step`` counts from 0. Adam's step from zeros makes the direction, PyTorch adds the decay.
     """
@@ -136,7 +138,9 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float,
     use_nvlamb_python: bool | None = None,
 ) -> None:
-    """p -= lr * ratio * update, in PyTorch; lists p, update. The norms are of each tensor."""
+    """Computes p -= lr * ratio * update in PyTorch; lists p, update.
+
+    The norms are of each tensor."""
     params, updates = take_lists(
         "multi_tensor_lamb_stage2_cuda", chunk_size, tensor_lists, "p update"
     )

@@ -1,4 +1,4 @@
-"""What apex's list-of-tensors functions share: checks, float32 copies of state, device scalars."""
+"""Checks, float32 copies and device scalars of apex's functions over lists of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOW = frozenset((torch.float16, torch.bfloat16))
 def take_lists(
     op: str, chunk_size: int, tensor_lists: Sequence[Tensors], names: str, optional: str = ""
 ) -> list[Tensors]:
-    """The lists, one for each of ``names``; with one of them missing where it is ``optional``.
+    """Returns the lists, one for each of ``names``, of which ``optional`` ones may be missing.
 
     ``chunk_size`` is apex's work split, which the suite's kernels choose themselves.
 
@@ -37,14 +37,14 @@ def take_lists(
 
 
 def take_mode(op: str, mode: int) -> bool:
-    """Whether weight decay is decoupled (mode 1) or L2 (mode 0)."""
+    """Returns True if weight decay is decoupled (mode 1), False if it is L2 (mode 0)."""
     if mode not in (0, 1):
         raise ValueError(f"{op}: mode must be 0 (L2) or 1 (decoupled weight decay), got {mode}")
     return mode == 1
 
 
 def float32(tensors: Tensors) -> Tensors:
-    """The list with float32 copies of its float16 and bfloat16 tensors; itself if it has none."""
+    """Returns the list with float32 copies of its 16-bit tensors, or itself if it has none."""
     low = [t for t in tensors if _is_low(t)]
     if not low:
         return tensors
@@ -55,7 +55,7 @@ def float32(tensors: Tensors) -> Tensors:
 
 
 def write_back(tensors: Tensors, copies: Tensors) -> None:
-    """Rounds what ``float32`` copied into the tensors it came from."""
+    """Rounds copies that ``float32`` made into the tensors they came from."""
     if copies is not tensors:
         pairs = [(c, t) for c, t in zip(copies, tensors, strict=True) if c is not t]
         multi_tensor.scale([c for c, _ in pairs], [t for _, t in pairs], 1.0)
@@ -67,22 +67,22 @@ def _is_low(tensor: object) -> bool:
 
 
 def unless_noop(noop_flag: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """The device scalar ``factor`` [1], or 1 where ``noop_flag`` is set, without a wait."""
+    """Returns the device scalar ``factor`` [1], or 1 where ``noop_flag`` is set; nothing waits."""
     return factor.reshape(1).masked_fill(noop_flag.reshape(1) != 0, 1.0)
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Tensor:
-    """What LAMB multiplies gradients of global norm ``norm`` with: max_norm / norm, at most 1."""
+    """Returns LAMB's factor for gradients of global norm ``norm``: max_norm / norm, at most 1."""
     return torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
 
 
 def scalar(value: float, like: torch.Tensor) -> torch.Tensor:
-    """``value`` as one float32 element on the device of ``like``."""
+    """Returns ``value`` as one float32 element on the device of ``like``."""
     return torch.full((1,), value, dtype=torch.float32, device=like.device)
 
 
 def not_served(function: str, reason: str) -> Any:
-    """A function of apex's that raises NotImplementedError with the reason."""
+    """Returns a function of apex's name that raises NotImplementedError with the reason."""
 
     def call(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{function}: not served by apex_te: {reason}; see docs/apex.md")

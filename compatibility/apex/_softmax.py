@@ -1,4 +1,4 @@
-"""What apex's four softmax extensions share: checks and the two calls."""
+"""Checks and calls that apex's four softmax extensions share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def forward(
     scale_factor: float,
     causal: str | None = None,
 ) -> torch.Tensor:
-    """softmax(scale_factor * input), where ``mask`` is 1 or ``causal`` hides zero."""
+    """Computes softmax(scale_factor * input), where ``mask`` is 1 or ``causal`` hides zero."""
     _check_dims(module, "input", input, dims)
     if mask is not None:
         _check_dims(module, "mask", mask, dims)
@@ -35,7 +35,7 @@ def backward(
     scale_factor: float,
     causal: str | None = None,
 ) -> torch.Tensor:
-    """The gradient of the input, in a new tensor: another branch may still read output_grads."""
+    """Computes the input's gradient in a new tensor: another branch may still read output_grads."""
     _check_dims(module, "output_grads", output_grads, dims)
     _check_dims(module, "softmax_results", softmax_results, dims)
     return scaled_softmax_bwd(output_grads, softmax_results, float(scale_factor), causal=causal)

@@ -48,7 +48,10 @@ _CHECKS = {-1: "result", 0: "x", 1: "y"}
 def multi_tensor_scale(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[Tensors], scale: float
 ) -> None:
-    """out = in * scale; lists in, out. Sets noop_flag to 1 if a stored result is not finite."""
+    """Computes out = in * scale; lists in, out.
+
+    Sets noop_flag to 1 if a stored result is not finite.
+    """
     inputs, outputs = take_lists("multi_tensor_scale", chunk_size, tensor_lists, "in out")
     multi_tensor.scale(inputs, outputs, float(scale), found_inf=noop_flag)
 
@@ -61,7 +64,9 @@ def multi_tensor_axpby(
     b: float,
     arg_to_check: int,
 ) -> None:
-    """out = a * x + b * y; lists x, y, out. Sets noop_flag to 1 if what is checked is not finite.
+    """Computes out = a * x + b * y; lists x, y, out.
+
+    Sets noop_flag to 1 if a checked value is not finite.
 
     ``arg_to_check``: 0 checks x, 1 checks y, -1 the stored result.
     """
@@ -80,7 +85,7 @@ def _norms(
     per_tensor: bool | None,
     factor: float | torch.Tensor = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total [1], norms [len] or [0]) times ``factor``; not finite sets the flag."""
+    """Returns (total [1], norms [len] or [0]) times ``factor``; one not finite sets the flag."""
     if not tensors:
         total = torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
         return total, total.new_zeros(0)
@@ -97,7 +102,7 @@ def multi_tensor_l2norm(
     tensor_lists: list[Tensors],
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of all elements [1], norm of each tensor [len], or [0] unless asked for), float32.
+    """Returns (norm of all elements [1], norm of each tensor [len] or [0]), float32.
 
     Sets noop_flag to 1 if a norm is not finite.
     """
@@ -111,7 +116,7 @@ def multi_tensor_l2norm_mp(
     tensor_lists: list[Tensors],
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`multi_tensor_l2norm`; where noop_flag is set apex leaves the result undefined."""
+    """Computes ``multi_tensor_l2norm``; with noop_flag set apex leaves the result undefined."""
     (tensors,) = take_lists("multi_tensor_l2norm_mp", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python)
 
@@ -123,7 +128,7 @@ def multi_tensor_l2norm_scale(
     scale: float,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out = in * scale, and the norms of in, unscaled; lists in, out."""
+    """Computes out = in * scale, and the norms of in, unscaled; lists in, out."""
     inputs, outputs = take_lists("multi_tensor_l2norm_scale", chunk_size, tensor_lists, "in out")
     norms = _norms(noop_flag, inputs, per_tensor_python)
     multi_tensor.scale(inputs, outputs, float(scale))
@@ -137,7 +142,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norms of the tensors times inv_scale (one float32 element); they are not changed."""
+    """Returns the norms of the tensors times inv_scale (one float32 element)."""
     (tensors,) = take_lists("multi_tensor_unscale_l2norm", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python, inv_scale.abs())
 
@@ -155,7 +160,7 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """One step of SGD; lists g, p, momentums, and the low-precision copy of p where there is one.
+    """Steps SGD; lists g, p, momentums, and the low-precision copy of p if there is one.
 
     Gradients are multiplied with ``scale``. A set noop_flag skips the step.
     """
@@ -199,7 +204,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """One step of Adam (mode 0) or AdamW (mode 1); lists g, p, m, v. noop_flag is not read."""
+    """Steps Adam (mode 0) or AdamW (mode 1); lists g, p, m, v; noop_flag is not read."""
     adamw = take_mode("multi_tensor_adam", mode)
     grads, params, m, v = take_lists("multi_tensor_adam", chunk_size, tensor_lists, "g p m v")
     m32, v32 = _multi_tensor.float32(m), _multi_tensor.float32(v)
@@ -226,7 +231,7 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """`multi_tensor_adam` with lr (float32), step (int32) and inv_scale (float32) on the device.
+    """Steps Adam with lr (float32), step (int32) and inv_scale (float32) on the device.
 
     The gradients are left unscaled, multiplied with inv_scale. A set noop_flag skips all.
     """
@@ -251,7 +256,7 @@ def multi_tensor_adam_capturable_master(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """`multi_tensor_adam_capturable` of float32 master weights; lists g, p, m, v, master."""
+    """Steps capturable Adam with float32 master weights; lists g, p, m, v, master."""
     take_lists("multi_tensor_adam_capturable_master", chunk_size, tensor_lists, "g p m v master")
     _capturable(
         "multi_tensor_adam_capturable_master", noop_flag, list(tensor_lists), lr, (beta1, beta2),

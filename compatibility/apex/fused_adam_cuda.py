@@ -42,7 +42,7 @@ def adam(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """One step of one tensor, in place; p, m, v float32, g divided by grad_scale.
+    """Steps Adam for one tensor in place; p, m, v float32, g divided by grad_scale.
 
     Args:
         p_copy: receives the new p in its own dtype; an empty tensor asks for none.
@@ -74,7 +74,7 @@ def adam_mt(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """`adam` over lists p, m, v, g and, if wanted, p_copy. noop_flag is not read."""
+    """Steps ``adam`` over lists p, m, v, g and, if wanted, p_copy; noop_flag is not read."""
     lists = take_lists("fused_adam_cuda.adam_mt", chunk_size, tensor_lists, "p m v g", "p_copy")
     _step(
         "fused_adam_cuda.adam_mt", lists, lr, beta1, beta2, eps, grad_scale, step, mode,

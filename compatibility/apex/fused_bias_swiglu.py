@@ -11,13 +11,13 @@ __all__ = ["backward", "forward"]
 
 
 def forward(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of input + bias [rows, 2F], gate first; [rows, F]."""
+    """Computes silu(gate) * up of input + bias [rows, 2F], gate first; [rows, F]."""
     _check(input)
     return swiglu_fwd(input, None, bias.contiguous())
 
 
 def backward(grad_output: torch.Tensor, input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The gradient of the input, [rows, 2F]; the bias's is its sum over rows."""
+    """Computes the gradient of the input, [rows, 2F]; the bias's is its sum over rows."""
     _check(input)
     return swiglu_bwd(grad_output, input, None, bias.contiguous()).input
 

@@ -20,7 +20,7 @@ __all__ = [
 def linear_bias_forward(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """input [rows, in] @ weight [out, in]^T + bias [out]."""
+    """Computes input [rows, in] @ weight [out, in]^T + bias [out]."""
     _check_matrices("linear_bias_forward", input=input, weight=weight)
     return torch.addmm(bias, input, weight.t())
 
@@ -29,7 +29,7 @@ def linear_bias_forward(
 def linear_bias_backward(
     input: torch.Tensor, weight: torch.Tensor, d_output: torch.Tensor
 ) -> list[torch.Tensor]:
-    """[d_input, d_weight, d_bias] from d_output [rows, out]."""
+    """Returns [d_input, d_weight, d_bias] from d_output [rows, out]."""
     _check_matrices("linear_bias_backward", input=input, weight=weight, d_output=d_output)
     return [d_output @ weight, d_output.t() @ input, d_output.sum(0)]
 
@@ -42,7 +42,7 @@ def linear_gelu_linear_forward(
     weight2: torch.Tensor,
     bias2: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """[gelu(gelu_in), output, gelu_in] of two linear layers with GELU (tanh form) between."""
+    """Returns [gelu(gelu_in), output, gelu_in] of two linear layers with GELU (tanh) between."""
     _check_matrices("linear_gelu_linear_forward", input=input, weight1=weight1, weight2=weight2)
     gelu_in = torch.addmm(bias1, input, weight1.t())
     output1 = activation_fwd(gelu_in, "gelu")
@@ -58,7 +58,7 @@ def linear_gelu_linear_backward(
     weight2: torch.Tensor,
     d_output2: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """[d_input, d_weight1, d_bias1, d_weight2, d_bias2] from the output's gradient."""
+    """Returns [d_input, d_weight1, d_bias1, d_weight2, d_bias2] from the output's gradient."""
     _check_matrices(
         "linear_gelu_linear_backward", input=input, gelu_in=gelu_in, output1=output1,
         weight1=weight1, weight2=weight2, d_output2=d_output2,

@@ -34,7 +34,7 @@ Shape = Sequence[int]
 def forward(
     input: torch.Tensor, normalized_shape: Shape, epsilon: float
 ) -> list[torch.Tensor | None]:
-    """[output, mean, invvar] without weights."""
+    """Returns [output, mean, invvar] without weights."""
     out = layer_norm_fwd(_rows("input", input, normalized_shape), None, None, float(epsilon))
     return [_like(out.y, input), out.mean, out.rstd]
 
@@ -46,7 +46,7 @@ def forward_affine(
     beta: torch.Tensor,
     epsilon: float,
 ) -> list[torch.Tensor | None]:
-    """[output, mean, invvar]; gamma and beta in the input's dtype or float32."""
+    """Returns [output, mean, invvar]; gamma and beta in the input's dtype or float32."""
     rows = _rows("input", input, normalized_shape)
     weight = _flat("gamma", gamma, normalized_shape)
     bias = _flat("beta", beta, normalized_shape)
@@ -61,7 +61,7 @@ def forward_affine_mixed_dtypes(
     beta: torch.Tensor,
     epsilon: float,
 ) -> list[torch.Tensor | None]:
-    """`forward_affine` with the output in gamma's dtype, rounded once."""
+    """Computes ``forward_affine`` with the output in gamma's dtype, rounded once."""
     x, weight, bias = _one_dtype(input, gamma, beta)
     y, mean, invvar = forward_affine(x, normalized_shape, weight, bias, epsilon)
     assert y is not None
@@ -69,7 +69,7 @@ def forward_affine_mixed_dtypes(
 
 
 def rms_forward(input: torch.Tensor, normalized_shape: Shape, epsilon: float) -> list[torch.Tensor]:
-    """[output, invvar] without weights."""
+    """Returns [output, invvar] without weights."""
     out = rms_norm_fwd(_rows("input", input, normalized_shape), None, float(epsilon))
     return [_like(out.y, input), out.rstd]
 
@@ -77,7 +77,7 @@ def rms_forward(input: torch.Tensor, normalized_shape: Shape, epsilon: float) ->
 def rms_forward_affine(
     input: torch.Tensor, normalized_shape: Shape, gamma: torch.Tensor, epsilon: float
 ) -> list[torch.Tensor]:
-    """[output, invvar]; gamma in the input's dtype or float32."""
+    """Returns [output, invvar]; gamma in the input's dtype or float32."""
     rows = _rows("input", input, normalized_shape)
     out = rms_norm_fwd(rows, _flat("gamma", gamma, normalized_shape), float(epsilon))
     return [_like(out.y, input), out.rstd]
@@ -86,7 +86,7 @@ def rms_forward_affine(
 def rms_forward_affine_mixed_dtypes(
     input: torch.Tensor, normalized_shape: Shape, gamma: torch.Tensor, epsilon: float
 ) -> list[torch.Tensor]:
-    """`rms_forward_affine` with the output in gamma's dtype, rounded once."""
+    """Computes ``rms_forward_affine`` with the output in gamma's dtype, rounded once."""
     x, weight = _one_dtype(input, gamma)
     y, invvar = rms_forward_affine(x, normalized_shape, weight, epsilon)
     return [y.to(gamma.dtype), invvar]
@@ -101,7 +101,7 @@ def backward(
     epsilon: float,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """The input's gradient of `forward`."""
+    """Computes the input's gradient of ``forward``."""
     return _layer_norm_backward(
         dout, mean, invvar, input_or_output, normalized_shape, None, None, epsilon, memory_efficient
     )[0]
@@ -118,7 +118,7 @@ def backward_affine(
     epsilon: float,
     memory_efficient: bool = False,
 ) -> list[torch.Tensor]:
-    """[d_input, d_gamma, d_beta] of `forward_affine` and its mixed-dtype form.
+    """Returns [d_input, d_gamma, d_beta] of ``forward_affine`` and its mixed-dtype form.
 
     Args:
         dout: the output's gradient.
@@ -143,7 +143,7 @@ def rms_backward(
     epsilon: float,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """The input's gradient of `rms_forward`."""
+    """Computes the input's gradient of ``rms_forward``."""
     return _rms_norm_backward(
         dout, invvar, input_or_output, normalized_shape, None, epsilon, memory_efficient
     )[0]
@@ -158,7 +158,7 @@ def rms_backward_affine(
     epsilon: float,
     memory_efficient: bool = False,
 ) -> list[torch.Tensor]:
-    """[d_input, d_gamma] of `rms_forward_affine`; arguments as in `backward_affine`."""
+    """Returns [d_input, d_gamma] of ``rms_forward_affine``; arguments as in ``backward_affine``."""
     return _rms_norm_backward(
         dout, invvar, input_or_output, normalized_shape, gamma, epsilon, memory_efficient
     )
@@ -204,7 +204,7 @@ def _rms_norm_backward(
 def _normalised(
     output: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    """(output - beta) / gamma in float32, gamma no nearer to 0 than epsilon."""
+    """Returns (output - beta) / gamma in float32, gamma no nearer to 0 than epsilon."""
     x = output.float()
     if beta is not None:
         x = x - beta.float()
@@ -219,7 +219,7 @@ def _results(
     like: torch.Tensor,
     *parameters: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> list[torch.Tensor]:
-    """The gradients in the shapes and dtypes of what they belong to."""
+    """Returns the gradients in the shapes and dtypes of their tensors."""
     grads = [_like(dx, like).to(like.dtype)]
     for grad, parameter in parameters:
         if grad is not None and parameter is not None:
@@ -228,7 +228,7 @@ def _results(
 
 
 def _one_dtype(first: torch.Tensor, *others: torch.Tensor | None) -> list:
-    """The tensors as they are if they are of one dtype, else as float32; None stays."""
+    """Returns the tensors if they have one dtype, else as float32; None stays."""
     tensors = [first, *others]
     if all(t is None or t.dtype is first.dtype for t in tensors):
         return tensors
@@ -236,7 +236,7 @@ def _one_dtype(first: torch.Tensor, *others: torch.Tensor | None) -> list:
 
 
 def _rows(name: str, t: torch.Tensor, normalized_shape: Shape) -> torch.Tensor:
-    """``t`` as [rows, cols], the columns being its trailing dimensions ``normalized_shape``."""
+    """Returns ``t`` as [rows, cols], its trailing dimensions ``normalized_shape`` being cols."""
     shape = tuple(normalized_shape)
     if not shape or t.shape[-len(shape) :] != shape:
         raise ValueError(
@@ -260,5 +260,5 @@ def _flat(name: str, t: torch.Tensor | None, normalized_shape: Shape) -> torch.T
 
 
 def _like(t: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """``t`` in the shape of ``other``, of as many elements."""
+    """Returns ``t`` in the shape of ``other``, of as many elements."""
     return t if t.shape == other.shape else t.view(other.shape)

@@ -1,4 +1,4 @@
-"""apex's fused_rotary_positional_embedding: rotation of (i, i + d/2) pairs, also thd and 2D.
+"""apex's fused_rotary_positional_embedding: rotation of pairs (i, i + d/2).
 
 Angles come as [s, 1, 1, d'] with d' columns, whose second half repeats the first; the first half is
 what is read. Tables of cosines and sines are read in float32.
@@ -28,7 +28,7 @@ __all__ = [
 def forward(
     input: torch.Tensor, freqs: torch.Tensor, transpose_output: bool = False
 ) -> torch.Tensor:
-    """input [s, b, h, d] rotated by freqs [s, 1, 1, d'], float32; d' <= d.
+    """Rotates input [s, b, h, d] by freqs [s, 1, 1, d'], float32; d' <= d.
 
     ``transpose_output``: the result's memory is [b, s, h, d].
     """
@@ -39,7 +39,7 @@ def forward(
 def backward(
     output_grads: torch.Tensor, freqs: torch.Tensor, transpose_output: bool = False
 ) -> torch.Tensor:
-    """The gradient of `forward`'s input: the rotation back."""
+    """Computes the gradient of ``forward``'s input: the rotation back."""
     _check(output_grads, 4, freqs=freqs)
     return _rotate(output_grads, transpose_output, freqs=-freqs)
 
@@ -47,7 +47,7 @@ def backward(
 def forward_cached(
     input: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, transpose_output: bool = False
 ) -> torch.Tensor:
-    """`forward` with the angles' cosines and sines, [s, 1, 1, d'] each."""
+    """Computes ``forward`` from the angles' cosines and sines, [s, 1, 1, d'] each."""
     _check(input, 4, cos=cos, sin=sin)
     return _rotate(input, transpose_output, cos=cos.float(), sin=sin.float())
 
@@ -58,13 +58,13 @@ def backward_cached(
     sin: torch.Tensor,
     transpose_output: bool = False,
 ) -> torch.Tensor:
-    """The gradient of `forward_cached`'s input."""
+    """Computes the gradient of ``forward_cached``'s input."""
     _check(output_grads, 4, cos=cos, sin=sin)
     return _rotate(output_grads, transpose_output, cos=cos.float(), sin=-sin.float())
 
 
 def forward_thd(input: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """input [tokens, h, d] of packed sequences, which begin at cu_seqlens (int32) [batch + 1]."""
+    """Rotates input [tokens, h, d] of packed sequences, which begin at cu_seqlens [batch + 1]."""
     _check(input, 3, same_length=False, freqs=freqs)
     with torch.no_grad():
         return rope(input, freqs, layout="thd", cu_seqlens=cu_seqlens)
@@ -73,7 +73,7 @@ def forward_thd(input: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tens
 def backward_thd(
     output_grads: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `forward_thd`'s input."""
+    """Computes the gradient of ``forward_thd``'s input."""
     _check(output_grads, 3, same_length=False, freqs=freqs)
     with torch.no_grad():
         return rope(output_grads, -freqs, layout="thd", cu_seqlens=cu_seqlens)
@@ -86,7 +86,7 @@ def forward_2d(
     cos_w: torch.Tensor,
     sin_w: torch.Tensor,
 ) -> torch.Tensor:
-    """input [b, H, W, h, d]: half of d is rotated by the row, half by the column of its position.
+    """Rotates input [b, H, W, h, d]: half of d by the row, half by the column of its position.
 
     The tables are [1, H' >= H, 1, d / 2] and [1, W' >= W, 1, d / 2].
     """
@@ -100,7 +100,7 @@ def backward_2d(
     cos_w: torch.Tensor,
     sin_w: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of `forward_2d`'s input."""
+    """Computes the gradient of ``forward_2d``'s input."""
     return _rotate_2d(output_grads, cos_h, -sin_h.float(), cos_w, -sin_w.float())
 
 
@@ -141,7 +141,7 @@ def _rotate_2d(
     cos_w: torch.Tensor,
     sin_w: torch.Tensor,
 ) -> torch.Tensor:
-    """Two rotations: by rows, where (column, head) are the heads, and by columns."""
+    """Rotates twice: by rows, where (column, head) are the heads, and by columns."""
     if input.dim() != 5 or input.shape[-1] % 4:
         raise ValueError(
             "fused_rotary_positional_embedding: input must have shape [b, H, W, heads, d] with d "

@@ -1,4 +1,4 @@
-"""apex's fused_weight_gradient_mlp_cuda: weight gradients added to a buffer, through PyTorch."""
+"""apex's fused_weight_gradient_mlp_cuda: weight gradients added to a buffer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["wgrad_gemm_accum_fp16", "wgrad_gemm_accum_fp32"]
 def wgrad_gemm_accum_fp32(
     input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor
 ) -> None:
-    """d_weight += d_output^T @ input, in place; d_weight [out, in] float32.
+    """Adds d_output^T @ input to d_weight [out, in] float32, in place.
 
     input [..., in] and d_output [..., out] are of one dtype: float32, float16 or bfloat16.
     """
@@ -32,7 +32,7 @@ def wgrad_gemm_accum_fp32(
 def wgrad_gemm_accum_fp16(
     input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor
 ) -> None:
-    """d_weight += d_output^T @ input, in place; all three float16 or all three bfloat16."""
+    """Adds d_output^T @ input to d_weight in place; all three float16 or all three bfloat16."""
     x, dy = _operands("wgrad_gemm_accum_fp16", input, d_output, d_weight)
     if d_weight.dtype not in (torch.float16, torch.bfloat16) or d_weight.dtype is not x.dtype:
         raise TypeError(
@@ -45,7 +45,7 @@ def wgrad_gemm_accum_fp16(
 def _operands(
     op: str, input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """input and d_output as matrices."""
+    """Returns input and d_output as matrices."""
     if input.dtype is not d_output.dtype:
         raise TypeError(f"{op}: d_output must be {input.dtype} as input is, got {d_output.dtype}")
     if input.shape[:-1] != d_output.shape[:-1]:

@@ -15,7 +15,7 @@ _NONE, _RELU, _SIGMOID = range(3)
 
 @torch.no_grad()
 def forward(use_bias: int, activation: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """[output, reserved] of x [rows, in], weights [out, in] and, with use_bias, biases [out].
+    """Computes x [rows, in] through weights [out, in] and, with use_bias, biases [out].
 
     Args:
         use_bias: 1 if ``inputs`` has biases.
@@ -23,7 +23,7 @@ def forward(use_bias: int, activation: int, inputs: Sequence[torch.Tensor]) -> l
         inputs: x, the weights in order, then the biases in order.
 
     Returns:
-        The output, and the outputs of the layers before in one flat tensor, for `backward`.
+        The output, and the outputs of the layers before in one flat tensor, for ``backward``.
     """
     x, weights, biases = _split("forward", use_bias, activation, inputs)
     hidden = weights[:-1]
@@ -51,12 +51,12 @@ def backward(
     fprop_outputs: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor | None]:
-    """The gradients of ``inputs``, in their order; None for x if it requires no gradient.
+    """Returns the gradients of ``inputs``, in their order; None for x if it requires no gradient.
 
     Args:
-        use_bias, activation, inputs: as in `forward`.
+        use_bias, activation, inputs: as in ``forward``.
         grad_o: the output's gradient.
-        fprop_outputs: what `forward` returned.
+        fprop_outputs: what ``forward`` returned.
     """
     x, weights, biases = _split("backward", use_bias, activation, inputs)
     output, reserved = fprop_outputs
@@ -82,7 +82,7 @@ def backward(
 def _split(
     op: str, use_bias: int, activation: int, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """x, weights and biases."""
+    """Returns x, weights and biases."""
     if activation not in (_NONE, _RELU, _SIGMOID):
         raise ValueError(
             f"mlp_cuda.{op}: activation must be 0 (none), 1 (ReLU) or 2 (sigmoid), "
@@ -98,7 +98,7 @@ def _split(
 def _hidden(
     reserved: torch.Tensor, x: torch.Tensor, weights: Sequence[torch.Tensor], layer: int
 ) -> torch.Tensor:
-    """Where the output of a layer before the last one stands."""
+    """Returns the place in ``reserved`` of the output of a layer before the last."""
     rows = x.shape[0]
     begin = rows * sum(w.shape[0] for w in weights[:layer])
     width = weights[layer].shape[0]

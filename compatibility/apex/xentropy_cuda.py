@@ -14,7 +14,7 @@ __all__ = ["backward", "forward"]
 def forward(
     input: torch.Tensor, labels: torch.Tensor, smoothing: float, half_to_float: bool
 ) -> list[torch.Tensor]:
-    """[losses, max_log_sum_exp] of logits [rows, classes], both [rows].
+    """Returns [losses, max_log_sum_exp] of logits [rows, classes], both [rows].
 
     Args:
         input: float32, float16 or bfloat16.
@@ -25,7 +25,7 @@ def forward(
 
     Returns:
         float32 losses; log(sum(exp(input))) derived from them, in the input's dtype or float32,
-        NaN where the label is ignored or its logit is not finite. `backward` does not read it.
+        NaN where the label is ignored or its logit is not finite. ``backward`` does not read it.
     """
     _check("forward", input, labels)
     if half_to_float and input.dtype not in (torch.float16, torch.bfloat16):
@@ -53,7 +53,7 @@ def backward(
     labels: torch.Tensor,
     smoothing: float,
 ) -> torch.Tensor:
-    """The gradient of the logits, in their dtype, from that of each row's loss."""
+    """Computes the gradient of the logits, in their dtype, from each loss's."""
     _check("backward", logits, labels)
     if grad_loss.shape != labels.shape:
         raise ValueError(

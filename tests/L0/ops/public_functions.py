@@ -31,7 +31,6 @@ HELPERS = {
     "product_into",
     "reference_codec",
     "registration",
-    "tensor_scale",
     "transforms",
 }
 # What takes no tensor, or belongs to a specification, or needs GPUs beside it.
