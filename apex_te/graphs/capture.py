@@ -1,4 +1,4 @@
-"""The CUDA graphs of one module's forward and backward, and what their capture must not change."""
+"""The CUDA graphs of one module's forward and backward, and the state that a capture preserves."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ __all__ = ["Capture", "fp8_modules", "no_collection", "preserved", "substituted"
 
 
 def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
-    """The FP8 modules in ``module``."""
+    """Returns the FP8 modules in ``module``."""
     return [child for child in module.modules() if isinstance(child, FP8Module)]
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect garbage now and not inside: an older graph that dies in a capture breaks it."""
+    """Collects garbage now and not inside: an older graph that dies in a capture breaks it."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -40,15 +41,16 @@ def no_collection() -> Iterator[None]:
 
 
 class Capture:
-    """Graphs of ``forward``, whose tensors stay where they are; a replay of one at a time.
+    """The graphs of one module, whose tensors stay where they are; one replay at a time.
 
     Args:
-        owner: its name in errors.
-        forward: runs the module.
-        args, kwargs: of ``forward``. Tensors are copied to where replays read them.
-        parameters: what gradients are needed of, besides the inputs.
+        owner: name in errors.
+        forward: function that runs the module.
+        args: positional arguments of ``forward``. Tensors are copied to where replays read them.
+        kwargs: keyword arguments of ``forward``, copied likewise.
+        parameters: parameters of the module.
         modules: the FP8 modules in it.
-        region: what to capture in.
+        region: region of ``fp8_autocast`` to capture in.
         keeps_weights: replays can keep the FP8 weights of earlier ones.
         allow_unused: an input or parameter may have no gradient.
     """
@@ -91,7 +93,7 @@ class Capture:
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """While it lasts FP8 weights go where replays find them."""
+        """Has FP8 weights go to memory that replays read, inside the ``with`` block."""
         for held in self.held:
             # A copy kept from before would be read by replays after it has been replaced.
             held.columnwise = held.columnwise_scale_inv = None
@@ -110,7 +112,11 @@ class Capture:
                 module._modes.wgrad_store[:] = delayed
 
     def _run(self, graph: Any) -> tuple[list[Any], Any]:
-        """One forward, in a region that moves no scale and whose entry ``graph`` does not hold."""
+        """Runs one forward, captured by ``graph``, in a region that moves no scale.
+
+        Returns:
+            The flat outputs, and their structure.
+        """
         for captured in self.weights:
             captured.begin()
         args, kwargs = pytree.tree_unflatten(self.leaves, self.spec)
@@ -119,7 +125,7 @@ class Capture:
             return pytree.tree_flatten(self.forward(*args, **kwargs))
 
     def _gradients(self, outputs: list[Any], grads: list[Any]) -> list[Any]:
-        """Gradients of the inputs and parameters that need one."""
+        """Returns the gradients of the inputs and parameters that need one."""
         sources = self._sources()
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
         outs, given = [o for o, _ in pairs], [g for _, g in pairs]
@@ -130,7 +136,7 @@ class Capture:
         return [x for x in self.inputs if x.requires_grad] + parameters
 
     def warm_up(self, count: int) -> None:
-        """Run eagerly, so that the capture sets nothing up for the first time."""
+        """Runs eagerly, so that the capture sets nothing up for the first time."""
         for _ in range(count):
             outputs, _ = self._run(contextlib.nullcontext())
             grads = [torch.ones_like(o) if _needs_grad(o) else None for o in outputs]
@@ -138,24 +144,24 @@ class Capture:
                 self._gradients(outputs, grads)
 
     def settle(self) -> None:
-        """End the warm-up: what it has allocated for FP8 weights is what replays write or keep."""
+        """Ends the warm-up; replays write or keep the FP8 weights that it has allocated."""
         if not self.keeps_weights:
             return
         for captured in self.weights:
             captured.is_settled = True
         kept = [weight for captured in self.weights for weight in captured.kept.values()]
-        # What a call has in place of what the runs here read.
+        # By the tensor that the runs here read: the one that takes its place in a call.
         given: dict[int, Any] = {id(self.stand_ins[id(p)]): p for p in self.every_parameter}
         given |= {id(x): i for i, x in enumerate(self.inputs)}
         self.cache = WeightCache(kept, [[given[id(s)] for s in w.sources] for w in kept])
 
     def capture_forward(self, pool: Any) -> None:
-        """Record the forward; its outputs stay where replays write them."""
+        """Captures the forward; its outputs stay where replays write them."""
         graph = torch.cuda.graph(self.forward_graph, pool=pool)
         self.outputs, self.output_spec = self._run(graph)
 
     def capture_backward(self, pool: Any) -> None:
-        """Record the backward; gradients too stay where replays write them."""
+        """Captures the backward; gradients too stay where replays write them."""
         needs = [_needs_grad(o) for o in self.outputs]
         self.grad_outputs = [
             torch.zeros_like(o) if need else None
@@ -169,26 +175,36 @@ class Capture:
             self.backward_graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.backward_graph, pool=pool):
                 grads = self._gradients(self.outputs, self.grad_outputs)
-        late = self._take_delayed()
+        self._check_used(sources, grads, self._take_delayed())
+        found = iter(grads)
+        self.input_grads = [next(found) if x.requires_grad else None for x in self.inputs]
+        self.parameter_grads = list(found)
+        self._keep_tensors(needs)
+
+    def _check_used(self, sources: list[torch.Tensor], grads: list[Any], delayed: set[int]) -> None:
+        """Raises RuntimeError for a source without a gradient, unless that is allowed.
+
+        Args:
+            delayed: ids of the weights whose gradients ``backward_dw`` makes.
+        """
         for source, grad in zip(sources, grads, strict=True):
-            has_own = getattr(source, "main_grad", None) is not None or id(source) in late
+            has_own = getattr(source, "main_grad", None) is not None or id(source) in delayed
             if grad is None and not has_own and not self.allow_unused:
                 raise RuntimeError(
                     f"{self.owner}: every input and parameter that requires grad must take part in "
                     "the outputs with allow_unused_input=False, got one without a gradient"
                 )
-        found = iter(grads)
-        self.input_grads = [next(found) if x.requires_grad else None for x in self.inputs]
-        self.parameter_grads = list(found)
+
+    def _keep_tensors(self, needs: list[bool]) -> None:
+        """Notes which outputs autograd sees, the tensors, and which of these need no gradient."""
         self.outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in self.outputs]
-        # In the order of the outputs that are tensors, which are what autograd sees.
         tensors = [isinstance(o, torch.Tensor) for o in self.outputs]
-        self.results = [o for o, is_tensor in zip(self.outputs, tensors, strict=True) if is_tensor]
-        self.fixed = [i for i, o in enumerate(_chosen(needs, tensors)) if not o]
-        self.grad_outputs = _chosen(self.grad_outputs, tensors)
+        self.results = list(compress(self.outputs, tensors))
+        self.fixed = [i for i, need in enumerate(compress(needs, tensors)) if not need]
+        self.grad_outputs = list(compress(self.grad_outputs, tensors))
 
     def _take_delayed(self) -> set[int]:
-        """Keep the weight gradients that the backward has left out; the ids of their weights."""
+        """Keeps the weight gradients that the backward has left out; returns their weights' ids."""
         late: set[int] = set()
         for module in self.modules:
             own = [p for p in module.parameters(recurse=False) if p.requires_grad]
@@ -200,7 +216,7 @@ class Capture:
         return late
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
-        """Run the forward; the number of this run, the last one's if it runs ``again``."""
+        """Runs the forward; returns the number of this run, or of the last one if ``again``."""
         for static, value in zip(self.inputs, inputs, strict=True):
             static.copy_(value)
         self.forward_graph.replay()
@@ -209,9 +225,12 @@ class Capture:
         return self.run
 
     def replay_backward(self, run: int, overwrite: bool, grads: Sequence[Any]) -> list[Any]:
-        """Gradients of the inputs and parameters, of what the forward ``run`` has left.
+        """Runs the backward; returns the gradients of the inputs and parameters.
 
-        ``overwrite``: main_grads start from zero.
+        Args:
+            run: number of the forward whose backward this is.
+            overwrite: ``main_grad`` tensors start from zero.
+            grads: gradients of the outputs that are tensors.
         """
         if run != self.run or self.has_run_backward:
             by = "a later forward" if run != self.run else "its own backward"
@@ -239,11 +258,11 @@ class Capture:
 
 
 class WeightCache:
-    """Decides which FP8 weights a replay makes again, as a module's own cache would.
+    """Decides which FP8 weights a replay casts again, as a module's own cache would.
 
     Args:
         kept: the weights.
-        sources: of what each is made: parameters, and of inputs their numbers.
+        sources: by weight, the tensors that it is made of: parameters, or numbers of inputs.
     """
 
     def __init__(
@@ -261,10 +280,13 @@ class WeightCache:
                 weight.noop = noop
 
     def choose(self, first: bool | None, recomputed: bool, inputs: Sequence[torch.Tensor]) -> None:
-        """Tell the graph, from outside of it, before the replay of a call with ``inputs``.
+        """Sets the graph's noop flags, from outside of it, before the replay of a call.
 
-        A recompute keeps all. Without a promise (``first`` None) all are made, and none is kept for
-        later.
+        Args:
+            first: ``is_first_microbatch``; with None all weights are cast, and none is kept for
+                later.
+            recomputed: the call is a recompute, which keeps all weights.
+            inputs: tensors of the call.
         """
         self.is_filled = True
         if recomputed or self._noop is None:
@@ -290,13 +312,13 @@ def _version(x: torch.Tensor) -> tuple[int, int]:
 
 
 class DelayedGradient:
-    """A weight gradient that is made after a replay, of what lies in the memory of the graph.
+    """A weight gradient that is computed after a replay, from tensors in the memory of the graph.
 
     Args:
-        capture: whose graph it is.
-        modes: of the module, which is to run it in ``backward_dw``.
-        pairs: the module's parameters and what took their place in the capture.
-        compute: adds to the gradient of the latter, or to the ``main_grad`` of both.
+        capture: the graph's owner.
+        modes: of the module whose ``backward_dw`` computes the gradient.
+        pairs: the module's parameters and their stand-ins in the capture.
+        compute: adds to the gradient of the stand-ins, or to the ``main_grad`` of both.
     """
 
     def __init__(
@@ -308,7 +330,7 @@ class DelayedGradient:
         self.compute = compute
 
     def run(self, run: int) -> None:
-        """Make the gradient of the forward ``run``."""
+        """Computes the gradient of the forward ``run``."""
         if run != self.capture.run:
             raise RuntimeError(
                 f"{self.capture.owner}: backward_dw must come before the next graphed forward, "
@@ -325,12 +347,8 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _chosen(values: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    return [value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted]
-
-
 def _static(leaf: Any) -> Any:
-    """A tensor that replays read in place of ``leaf``."""
+    """Returns the tensor that replays read in place of ``leaf``."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
@@ -344,9 +362,10 @@ def _path_name(path: Any) -> str:
 def preserved(
     modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Puts back what runs of ``modules`` on ``devices`` change.
+    """Puts back, on leaving, the state that runs of ``modules`` on ``devices`` change.
 
-    FP8 state (of these modules and the regions pending), buffers, main_grads, random generators.
+    That is FP8 state (of these modules and the regions pending), buffers, ``main_grad`` tensors and
+    random generators.
     """
     states = [_SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]
@@ -369,7 +388,7 @@ def preserved(
 
 @contextlib.contextmanager
 def substituted(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, torch.nn.Parameter]]:
-    """Puts others over the same memory in place of the parameters; gives them by the id of these.
+    """Replaces parameters by stand-ins over the same memory; yields these by the parameters' ids.
 
     A parameter's node in an autograd graph that is still alive belongs to the stream of that graph,
     and a capture must not wait for another stream.
@@ -397,7 +416,7 @@ def substituted(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, torch.
 
 
 class _SavedState:
-    """The values of an FP8 state, to be put back into its tensors."""
+    """A copy of the values of an FP8 state, to be put back into its tensors."""
 
     def __init__(self, state: FP8State) -> None:
         self.state = state

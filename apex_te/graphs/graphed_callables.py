@@ -1,4 +1,4 @@
-"""make_graphed_callables: forward and backward of modules as CUDA graphs, FP8 state included."""
+"""``make_graphed_callables``: forward and backward of modules as CUDA graphs, with FP8 state."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def make_graphed_callables(
     sample_kwargs: Any = None,
     pool: Any = None,
 ) -> Any:
-    """Capture the forward and the backward of modules, and put the graphs in place of ``forward``.
+    """Captures the forward and the backward of modules, and replaces ``forward`` by the graphs.
 
-    Scales move outside of the graphs, on entering ``fp8_autocast``; the graphs read and stage FP8
-    state where it lives, so training goes on as without them, to the bit. What the capture itself
-    does to FP8 state, main_grads, buffers and random generators is undone.
+    Scales move outside of the graphs, on entering ``fp8_autocast``; the graphs read FP8 state and
+    stage amaxes where the state lies, so training goes on as without graphs, to the bit. Changes of
+    the capture itself to FP8 state, ``main_grad``, buffers and random generators are undone.
 
     Args:
         modules: a module or several, on a CUDA device; also without parameters.
@@ -45,43 +45,37 @@ def make_graphed_callables(
             give shape, dtype and ``requires_grad``; anything else is a constant of the graph.
         num_warmup_iters: forwards and backwards before the capture, at least 1.
         allow_unused_input: an input or parameter may take no part in the outputs.
-        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group: as in ``fp8_autocast``, in which the
-            modules are captured. A call outside any region enters such a region itself.
-        fp8_weight_caching: FP8 weights are made when a module is called with
+        fp8_enabled: as ``enabled`` of the ``fp8_autocast`` that modules are captured in. A call
+            outside any region enters such a region itself.
+        fp8_calibrating: as ``calibrating`` of that ``fp8_autocast``.
+        fp8_recipe: as ``fp8_recipe`` of that ``fp8_autocast``.
+        fp8_group: as ``fp8_group`` of that ``fp8_autocast``.
+        fp8_weight_caching: FP8 weights are cast when a module is called with
             ``is_first_microbatch=True`` or None, and kept with False as long as their parameters do
-            not change, with the scales that they were made with. Recipes other than delayed scaling
-            make them in each call, with the same codes, as every recipe does with weights that are
-            neither parameters nor arguments of the module. The codes that are kept have memory
-            outside of the graphs' pool.
-        sample_kwargs: as ``sample_args``: the keyword arguments.
+            not change, with the scales of their cast. Recipes other than delayed scaling cast them
+            in each call, to the same FP8 data, as every recipe does with weights that are neither
+            parameters nor arguments of the module. The FP8 data that are kept have memory outside
+            of the graphs' pool.
+        sample_kwargs: the keyword arguments, given like ``sample_args``.
         pool: memory pool of other graphs to share, from ``torch.cuda.graph_pool_handle()``.
 
     Returns:
-        The module, or a tuple of them. The graph runs where what it was captured with holds:
-        training or evaluation mode, ``torch.autocast``, and for FP8 a region with an equal recipe
-        entered with grad enabled; elsewhere, and until ``first_step="current"`` has its scales, the
-        module runs as before. Outputs are overwritten by the next call. Several modules must be
-        called in the order of their capture, their backwards in the opposite one. The weight
-        gradients that ``delay_wgrad_compute`` leaves out are not part of a graph: ``backward_dw()``
-        makes them, before the next call. Copies of a module are plain.
+        The module, or a tuple of them. The graph runs in calls that are like its capture: in the
+        same training or evaluation mode and ``torch.autocast``, and for FP8 in a region with an
+        equal recipe entered with grad enabled; in others, and until ``first_step="current"`` has
+        its scales, the module runs as before. Outputs are overwritten by the next call. Several
+        modules must be called in the order of their capture, their backwards in the opposite one.
+        The weight gradients that ``delay_wgrad_compute`` leaves out are not part of a graph:
+        ``backward_dw()`` computes them, before the next call. Copies of a module are plain.
 
     Raises:
         RuntimeError: there is no CUDA device; later, parameters or FP8 state have moved, or a
-            backward comes too late. TypeError, ValueError: arguments that do not fit, here or in a
-            call.
+            backward comes too late.
+        TypeError: an argument of a wrong type, here or in a call.
+        ValueError: an argument with a wrong value, here or in a call.
     """
     given = _samples(modules, sample_args, sample_kwargs)
-    if isinstance(num_warmup_iters, bool) or not isinstance(num_warmup_iters, int):
-        kind = type(num_warmup_iters).__name__
-        raise TypeError(f"{_NAME}: num_warmup_iters must be an int, got {kind}")
-    if num_warmup_iters < 1:
-        raise ValueError(f"{_NAME}: num_warmup_iters must be at least 1, got {num_warmup_iters}")
-    for name, value in (
-        ("allow_unused_input", allow_unused_input),
-        ("fp8_weight_caching", fp8_weight_caching),
-    ):
-        if not isinstance(value, bool):
-            raise TypeError(f"{_NAME}: {name} must be a bool, got {type(value).__name__}")
+    _check_options(num_warmup_iters, allow_unused_input, fp8_weight_caching)
     region = fp8_autocast(fp8_enabled, fp8_recipe, fp8_group, calibrating=fp8_calibrating)
     for module, _, _ in given:
         _check_module(module)
@@ -92,18 +86,29 @@ def make_graphed_callables(
         for module, args, kwargs in given
     ]
     pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    _capture(graphs, devices, num_warmup_iters, pool)
+    for graph in graphs:
+        graph.install()
+    return modules if isinstance(modules, torch.nn.Module) else tuple(g.module for g in graphs)
+
+
+def _capture(
+    graphs: list[GraphedForward], devices: list[torch.device], warmup_iters: int, pool: Any
+) -> None:
+    """Warms up and captures ``graphs``, whose modules run on ``devices``."""
+    modules = [graph.module for graph in graphs]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.cuda.device(devices[0]))
-        stack.enter_context(preserved([module for module, _, _ in given], devices))
+        stack.enter_context(preserved(modules, devices))
         stack.enter_context(torch.enable_grad())
-        stand_ins = stack.enter_context(substituted([module for module, _, _ in given]))
+        stand_ins = stack.enter_context(substituted(modules))
         for graph in graphs:
             graph.capture.stand_ins = stand_ins
             stack.enter_context(graph.capture.prepared())
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
             for graph in graphs:
-                graph.capture.warm_up(num_warmup_iters)
+                graph.capture.warm_up(warmup_iters)
         torch.cuda.synchronize()
         for graph in graphs:
             graph.note_first_steps()
@@ -114,13 +119,22 @@ def make_graphed_callables(
             graph.capture.capture_forward(pool)
         for graph in reversed(graphs):
             graph.capture.capture_backward(pool)
-    for graph in graphs:
-        graph.install()
-    return modules if isinstance(modules, torch.nn.Module) else tuple(g.module for g in graphs)
+
+
+def _check_options(warmup_iters: Any, allow_unused_input: Any, weight_caching: Any) -> None:
+    if isinstance(warmup_iters, bool) or not isinstance(warmup_iters, int):
+        kind = type(warmup_iters).__name__
+        raise TypeError(f"{_NAME}: num_warmup_iters must be an int, got {kind}")
+    if warmup_iters < 1:
+        raise ValueError(f"{_NAME}: num_warmup_iters must be at least 1, got {warmup_iters}")
+    options = {"allow_unused_input": allow_unused_input, "fp8_weight_caching": weight_caching}
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{_NAME}: {name} must be a bool, got {type(value).__name__}")
 
 
 def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """Module, arguments and keyword arguments of each callable."""
+    """Returns module, arguments and keyword arguments of each callable."""
     single = isinstance(modules, torch.nn.Module)
     if not single and not isinstance(modules, (tuple, list)):
         kind = type(modules).__name__
@@ -177,7 +191,7 @@ def _check_surroundings() -> None:
 
 
 def _device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
-    """The device that a module runs on; all its parameters and samples must be on some GPU."""
+    """Returns the device that a module runs on; raises for a parameter or sample on no GPU."""
     parameters = list(module.parameters())
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     for name, values in (("parameters", parameters), ("samples", tensors)):
@@ -194,7 +208,7 @@ def _device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
 
 
 class GraphedForward:
-    """Stands in for the ``forward`` of a module: replays its graph, or runs what that replaces."""
+    """The ``forward`` of a module with a graph: replays the graph, or runs the eager forward."""
 
     def __init__(
         self,
@@ -228,7 +242,7 @@ class GraphedForward:
         )  # fmt: skip
 
     def note_first_steps(self) -> None:
-        """Remember which slots must have had their first step, which no graph holds."""
+        """Notes which slots must have had their first step, which no graph holds."""
         if getattr(self.region.recipe, "first_step", None) == "current":
             states = [module.fp8_state for module in self.capture.modules]
             self.first_steps = [
@@ -239,7 +253,7 @@ class GraphedForward:
             ]
 
     def install(self) -> None:
-        """Take the place of the module's forward."""
+        """Takes the place of the module's forward."""
         states = [m.fp8_state for m in self.capture.modules if m.fp8_state.allocated]
         # Held, so that nobody else is given the memory that the graphs write to.
         self.states = [(state, state.amax_history_fwd) for state in states]
@@ -277,7 +291,7 @@ class GraphedForward:
         return pytree.tree_unflatten(outputs, capture.output_spec)
 
     def _applies(self, first: bool | None) -> bool:
-        """Whether this call is of the kind that was captured."""
+        """Returns True if this call is of the kind that was captured."""
         if self.module.training != self.training or self.autocast != _autocast_dtype():
             return False
         region = local.region
@@ -294,7 +308,7 @@ class GraphedForward:
         return not any(state.first_steps.due[i] for state, i in self.first_steps)
 
     def _checked_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a call; what is no tensor must be what was captured."""
+        """Returns the tensors of a call; raises if its other arguments are not those captured."""
         capture, owner = self.capture, self.owner
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != capture.spec:
@@ -325,6 +339,7 @@ class GraphedForward:
         return given
 
     def _check_addresses(self) -> None:
+        """Raises RuntimeError if FP8 state or parameters have moved."""
         what = None
         if any(state.amax_history_fwd is not history for state, history in self.states):
             what = "FP8 state"
@@ -336,7 +351,7 @@ class GraphedForward:
             )
 
     def __reduce__(self) -> tuple:
-        """Copies of the module have parameters and state that this graph does not know."""
+        """Copies run eagerly: their parameters and state are not those of the graph."""
         return _plain_forward, (self.module,)
 
 
@@ -349,7 +364,7 @@ def _autocast_dtype() -> torch.dtype | None:
 
 
 class _Graphed(torch.autograd.Function):
-    """Both graphs as one node; what the backward needs lies in their memory."""
+    """Both graphs as one autograd node; tensors for the backward stay in the graphs' memory."""
 
     @staticmethod
     def forward(
