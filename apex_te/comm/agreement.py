@@ -68,6 +68,7 @@ class Comparison(NamedTuple):
 
     @property
     def agrees(self) -> bool:
+        """Returns True if all ranks sent the same count and digest."""
         return self.least == self.most and self.same_digest
 
     def error(self, message: str, count: int, hint: str = "") -> RankMismatchError:

@@ -1,7 +1,7 @@
 """Collectives on matrices of rows, each started at once and waited for where its result is read.
 
-Backends that only know plain types see FP8 as bytes. Row i of rank r is row r * rows + i of what
-is gathered.
+Backends that only know plain types see FP8 data as bytes. Row ``i`` of rank ``r`` is row
+``r * rows + i`` of a gathered matrix.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _traced: Any = torch.ops._c10d_functional
 
 
 def world_size(group: Any) -> int:
-    """Ranks of ``group``; 1 where nothing is initialised."""
+    """Returns the number of ranks of ``group``; 1 if torch.distributed is not initialised."""
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
     return distributed.get_world_size(group)
@@ -50,27 +50,27 @@ class Pending:
         self._keep = keep  # what the collective reads
 
     def wait(self) -> torch.Tensor:
-        """The result; on a GPU the current stream waits, not the host."""
+        """Returns the result; on a GPU the current stream waits, not the host."""
         if self._work is not None:
             self._work.wait()
             self._work = self._keep = None
         return self._result
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The result's rows as they arrive: which they are, and they themselves."""
+        """Yields the result's rows as they arrive: their slice of the result, and the rows."""
         result = self.wait()
         yield slice(0, result.shape[0]), result
 
     def borrow(self) -> torch.Tensor:
-        """The result, to be read until ``release``; ``wait`` gives one to keep."""
+        """Returns the result, to be read until ``release``; ``wait`` returns one to keep."""
         return self.wait()
 
     def release(self) -> None:
-        """Ends what ``pieces`` or ``borrow`` began."""
+        """Ends the reading that ``pieces`` or ``borrow`` began."""
 
 
 class _Traced(Pending):
-    """The result of a collective in a graph of torch.compile, its bytes as ``dtype``."""
+    """The result of a collective in a graph of ``torch.compile``, its bytes read as ``dtype``."""
 
     __slots__ = ("_dtype",)
 
@@ -84,13 +84,13 @@ class _Traced(Pending):
 
 
 def _name(group: Any) -> str:
-    """What ops in a graph call a group."""
+    """Returns the name by which ops in a graph know a group."""
     named: Any = distributed.group.WORLD if group is None else group
     return named.group_name
 
 
 def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
-    """The rows of all ranks [ranks * rows, ..] of ``x`` [rows, ..]; every rank has as many."""
+    """Gathers the rows of all ranks ``[ranks * rows, ..]``; ``x`` is ``[rows, ..]`` on each."""
     x = x.contiguous()
     if torch.compiler.is_compiling():
         ranks, name = world_size(group), _name(group)
@@ -101,11 +101,16 @@ def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
 
 
 def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = None) -> Pending:
-    """This rank's rows [rows / ranks, ..] of the sum over ranks of ``x`` [rows, ..].
+    """Sums ``x`` ``[rows, ..]`` over ranks; the result is this rank's ``[rows / ranks, ..]``.
 
-    Written to ``out`` where it is given, contiguous; in a graph of torch.compile a new tensor, as
-    torch 2.11 loses the gradient of a copy. Errors: ValueError for rows that the ranks do not
-    divide.
+    Args:
+        x: this rank's summand.
+        group: process group; None is the whole world.
+        out: contiguous tensor for the result. Not used in a graph of ``torch.compile``, where
+            torch 2.11 loses the gradient of a copy.
+
+    Raises:
+        ValueError: rows that the ranks do not divide.
     """
     ranks = world_size(group)
     if x.shape[0] % ranks:
@@ -125,9 +130,13 @@ def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = 
 def all_to_all_rows(
     x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> Pending:
-    """Rows [sum(received), ..] that every rank has for this one, by rank.
+    """Exchanges rows between ranks; the result is ``[sum(received), ..]``, ordered by sender.
 
-    ``x`` [sum(sent), ..] are this rank's rows for each of the others; any number, none included.
+    Args:
+        x: ``[sum(sent), ..]``, this rank's rows, ordered by receiver.
+        sent: number of rows for each rank, possibly 0.
+        received: number of rows from each rank.
+        group: process group; None is the whole world.
     """
     x = x.contiguous()
     if torch.compiler.is_compiling():
@@ -141,17 +150,17 @@ def all_to_all_rows(
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> Pending:
-    """The sum over ranks of ``x``, written in place; in a graph of torch.compile a new tensor."""
+    """Sums ``x`` over ranks, in place; in a graph of ``torch.compile`` into a new tensor."""
     if torch.compiler.is_compiling():
         return _Traced(_traced.all_reduce(x, "sum", _name(group)))
     return Pending(x, distributed.all_reduce(x, group=group, async_op=True))
 
 
 def max_over_ranks(amax: torch.Tensor, group: Any) -> torch.Tensor:
-    """The largest ``amax`` (fp32, not negative) over ranks, element by element, in place.
+    """Takes the largest ``amax`` (fp32, not negative) over ranks, element by element, in place.
 
-    It travels as the bits of an int32, which order as the numbers do, Inf above every number and
-    NaN above Inf: a NaN on one rank reaches all.
+    The bits travel as an int32, which orders as the numbers do, Inf above every number and NaN
+    above Inf: a NaN on one rank reaches all.
     """
     bits = amax.view(torch.int32)
     if torch.compiler.is_compiling():
@@ -162,4 +171,5 @@ def max_over_ranks(amax: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
+    """Returns FP8 data as bytes, other tensors unchanged."""
     return x.view(torch.uint8) if x.element_size() == 1 else x

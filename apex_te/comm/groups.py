@@ -1,4 +1,4 @@
-"""Which ranks process groups have; imports nothing of the package."""
+"""Facts about process groups: their ranks, and whether one contains another."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _covered: weakref.WeakKeyDictionary[Any, _Covered] = weakref.WeakKeyDictionary()
 
 
 def is_process_group(value: object) -> bool:
-    """Whether ``value`` is a torch.distributed process group."""
+    """Returns True if ``value`` is a ``torch.distributed`` process group."""
     return distributed.is_available() and isinstance(value, distributed.ProcessGroup)
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """The global ranks of ``group`` in rising order; None is the whole world."""
+    """Returns the global ranks of ``group`` in rising order; None is the whole world."""
     return tuple(sorted(distributed.get_process_group_ranks(group)))
 
 
 def pipeline_stage() -> int | None:
-    """This rank's pipeline stage, in a program that has Megatron say so."""
+    """Returns this rank's pipeline stage if Megatron runs and knows it, else None."""
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
@@ -35,7 +35,7 @@ def pipeline_stage() -> int | None:
 
 
 def covers(outer: Any, inner: Any) -> bool:
-    """Whether every rank of ``inner`` is one of ``outer``; None is the whole world."""
+    """Returns True if every rank of ``inner`` is one of ``outer``; None is the whole world."""
     if outer is None or outer is inner:
         return True
     if torch.compiler.is_compiling():

@@ -1,12 +1,12 @@
-"""Rows that ranks of one host write into each other's GPU memory, piece by piece beside products.
+"""Exchanges of rows through GPU memory of ranks on one host, piece by piece beside GEMMs.
 
 The buffers are torch's symmetric memory; the copies run on the GPUs' copy engines, which take no
-multiprocessor from a product, where collectives cut into chunks do. A piece of a gather is
-multiplied while the others travel, and a piece of a reduction travels while the next is computed.
+multiprocessor from a GEMM, as collectives cut into chunks would. A piece of a gather is multiplied
+while the others travel, and a piece of a reduction travels while the next is computed.
 
 Every rank of a group runs the same exchanges in the same order. Each kind has two buffers that
-take turns: a rank writes to a peer's buffer again only after the exchange in between, whose signal
-the peer gave once it had read the first.
+take turns: a rank writes to a peer's buffer again only after the exchange in between, which the
+peer signals once it has read the first.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .collectives import Pending
 
 __all__ = ["PeerMemory", "peer_memory"]
 
-# Bytes of a rank's piece below which a step with collectives takes less time: what one more product
-# and copy cost the host (figures: benchmarks/layers/bench_tensor_parallel.py).
+# Bytes of a rank's piece below which a step with collectives takes less time, because of the host's
+# time for one more GEMM and copy (figures: benchmarks/layers/bench_tensor_parallel.py).
 SMALLEST = 16 << 20
 _WANTED = "APEX_TE_PEER_MEMORY"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -38,10 +38,10 @@ _known: WeakKeyDictionary[Any, PeerMemory | None] = WeakKeyDictionary()
 
 
 def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | None:
-    """What exchanges pieces of ``piece_bytes`` on the device of ``x``; None: use a collective.
+    """Returns the exchange for pieces of ``piece_bytes`` on the device of ``x``, on all ranks.
 
-    The same on all ranks. Its first call of a group is collective: ranks tell each other whether
-    they are on one host, and may.
+    None if a collective is to be used. The first call for a group is collective: ranks tell each
+    other whether they are on one host, and whether ``APEX_TE_PEER_MEMORY`` allows it.
     """
     if not x.is_cuda or piece_bytes < SMALLEST or is_traced():
         return None
@@ -75,17 +75,16 @@ def _found(group: Any, device: torch.device) -> PeerMemory | None:
 
 
 def _told(value: Any, group: Any) -> list[Any]:
-    """What every rank says."""
+    """Gathers a Python object of every rank."""
     values: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(values, value, group=group)
     return values
 
 
 class PeerMemory:
-    """The buffers of a group's ranks; gone for good where one rank cannot have them.
+    """The symmetric buffers of a group's ranks; given up for good if one rank cannot have them.
 
-    Errors: a peer that does not answer within the group's timeout ends the process with a CUDA
-    error.
+    A peer that does not answer within the group's timeout ends the process with a CUDA error.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -101,10 +100,14 @@ class PeerMemory:
         self._sums = _Turns(self)
 
     def gather(self, x: torch.Tensor, whole: bool) -> Pending | None:
-        """Begins to gather the rows of all ranks of ``x`` [rows, ..], contiguous.
+        """Begins to gather the rows of all ranks of ``x`` ``[rows, ..]``, contiguous.
 
-        ``whole``: the matrix of all rows is asked for, too, not only its pieces. None where a
-        gather is under way or a rank has no buffers: use a collective.
+        Returns None, so that a collective is used, if a gather is under way or a rank has no
+        buffers.
+
+        Args:
+            x: this rank's rows.
+            whole: the matrix of all rows is read, too, not only its pieces.
         """
         buffer = self._gathers.begin(x.nbytes * self.ranks)
         return None if buffer is None else _Gathered(self._gathers, buffer, x, whole)
@@ -112,20 +115,22 @@ class PeerMemory:
     def reduce(
         self, out: torch.Tensor, produce: Callable[[slice, torch.Tensor], Any]
     ) -> Pending | None:
-        """Begins to sum a matrix of rows over ranks; ``out`` [rows / ranks, cols] gets this rank's.
+        """Begins to sum a matrix ``[rows, cols]`` over ranks; returns None as ``gather`` does.
 
-        ``produce`` writes some rows of this rank's matrix; it is called for each rank's. None as in
-        ``gather``.
+        Args:
+            out: ``[rows / ranks, cols]``, gets this rank's rows of the sum.
+            produce: function that writes some rows of this rank's summand; it is called for the
+                rows of each rank.
         """
         buffer = self._sums.begin(out.nbytes * self.ranks)
         return None if buffer is None else _Reduced(self._sums, buffer, out, produce)
 
     def _buffers(self, size: int) -> list[_Buffer] | None:
-        """Two symmetric buffers for pieces of ``size`` bytes in all, or None, on all ranks."""
+        """Returns two symmetric buffers of ``size`` bytes for pieces, or None, on all ranks."""
         from torch.distributed import _symmetric_memory as symmetric
 
         group: Any = self._group()
-        torch.cuda.synchronize(self.device)  # what there was may be in use
+        torch.cuda.synchronize(self.device)  # earlier buffers may be in use
         error: Exception | None = None
         buffers = []
         try:
@@ -149,14 +154,14 @@ class PeerMemory:
 
 
 def _timeout_ms(group: Any, device: torch.device) -> int:
-    """The group's own, as its collectives have it."""
+    """Returns the timeout of the group's collectives, in milliseconds."""
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", distributed.distributed_c10d.default_pg_timeout)
     return int(timeout.total_seconds() * 1e3)
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """An event that has a handle."""
+    """Returns an event that has a handle."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
@@ -179,7 +184,7 @@ class _Buffer:
 
 
 class _Turns:
-    """The buffers of one kind of exchange, and whether one is under way."""
+    """The two buffers of one kind of exchange, which take turns."""
 
     __slots__ = ("_buffers", "_last_stream", "_size", "_turn", "busy", "memory")
 
@@ -192,7 +197,7 @@ class _Turns:
         self._last_stream: torch.cuda.Stream | None = None
 
     def begin(self, size: int) -> _Buffer | None:
-        """The buffer of the next exchange, of ``size`` bytes."""
+        """Returns the buffer of the next exchange, of ``size`` bytes; None if there is none."""
         memory = self.memory
         if self.busy or not memory.works:
             return None
@@ -202,7 +207,7 @@ class _Turns:
                 return None
             self._buffers, self._size = buffers, size
         if self._last_stream is not None and self._last_stream != torch.cuda.current_stream():
-            memory.stream.wait_stream(self._last_stream)  # it read what is overwritten next
+            memory.stream.wait_stream(self._last_stream)  # it read the buffer written next
         self._turn ^= 1
         self.busy = True
         buffer = self._buffers[self._turn]
@@ -210,7 +215,7 @@ class _Turns:
         return buffer
 
     def end(self) -> None:
-        """All that reads the buffer is on the stream."""
+        """Ends an exchange; all reads of its buffer are on the current stream."""
         self._last_stream = torch.cuda.current_stream()
         self.busy = False
 
@@ -221,7 +226,7 @@ class _Turns:
         targets: Sequence[torch.Tensor],
         own: torch.Tensor | None = None,
     ) -> None:
-        """Copies this rank's ``piece`` to peers, behind what the stream has now."""
+        """Copies this rank's ``piece`` to peers, after the work that is on the stream now."""
         memory = self.memory
         data = piece.view(-1).view(torch.uint8)
         send(
@@ -253,7 +258,7 @@ class _Gathered(Pending):
             yield piece, self._whole[piece]
 
     def _arrivals(self) -> Iterator[int]:
-        """The peers whose pieces were not waited for yet, in the order they come in."""
+        """Yields the peers whose pieces were not waited for yet, in the order of arrival."""
         memory, buffer = self._turns.memory, self._buffer
         while self._awaited + 1 < memory.ranks:
             self._awaited += 1

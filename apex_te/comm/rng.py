@@ -13,9 +13,9 @@ __all__ = ["CudaRNGStatesTracker"]
 class CudaRNGStatesTracker:
     """Keeps states of the default generator by name and forks into one of them.
 
-    The generator is the current CUDA device's, or the CPU's where there is no GPU. What is drawn
-    inside ``fork(name)`` comes from that name's own sequence and leaves the default one as it was.
-    Interface as in Megatron and TransformerEngine.
+    The generator is the current CUDA device's, or the CPU's without a GPU. Numbers drawn inside
+    ``fork(name)`` come from that name's own sequence and leave the default one as it was. The
+    interface is that of Megatron and TransformerEngine.
     """
 
     def __init__(self) -> None:
@@ -23,18 +23,19 @@ class CudaRNGStatesTracker:
         self._seeds: set[int] = set()
 
     def reset(self) -> None:
-        """Forget every name and seed."""
+        """Forgets every name and seed."""
         self._states = {}
         self._seeds = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """The states by name, uint8 on the CPU; later draws do not change what is returned."""
+        """Returns the states by name, uint8 on the CPU; later draws do not change them."""
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Replace all states by what ``get_states`` gave.
+        """Replaces all states by those that ``get_states`` returned.
 
-        Errors: TypeError for anything but a dict of tensors.
+        Raises:
+            TypeError: ``states`` is not a dict of tensors.
         """
         if not isinstance(states, dict) or not all(
             isinstance(state, torch.Tensor) for state in states.values()
@@ -46,9 +47,10 @@ class CudaRNGStatesTracker:
         self._states = dict(states)
 
     def add(self, name: str, seed: int) -> None:
-        """Start a sequence called ``name`` from ``seed``.
+        """Starts a sequence called ``name`` from ``seed``.
 
-        Errors: ValueError for a name or a seed that was added before.
+        Raises:
+            ValueError: a name or a seed that was added before.
         """
         for what, value, known in (("name", name, self._states), ("seed", seed, self._seeds)):
             if value in known:
@@ -62,9 +64,10 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draw from the sequence called ``name`` inside the ``with`` block.
+        """Draws from the sequence called ``name`` inside the ``with`` block.
 
-        Errors: ValueError for a name that was not added.
+        Raises:
+            ValueError: a name that was not added.
         """
         if name not in self._states:
             raise ValueError(

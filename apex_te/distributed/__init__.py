@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from ..comm.rng import CudaRNGStatesTracker
 from ..runtime.lazy import attach
-from .checkpoint import checkpoint  # at once, or its module of the same name would take its place
+from .checkpoint import checkpoint  # now, as its module of the same name would take its place
 
 if TYPE_CHECKING:
     from .dtensor.parallel_styles import ColumnParallel as ColumnParallel

@@ -13,7 +13,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..comm.collectives import world_size
-from ..fp8.autocast import is_process_group, local
+from ..comm.groups import is_process_group
+from ..fp8.autocast import local
 from ..fp8.delayed.registry import registry
 from .saved_parts import SavedInParts
 
@@ -34,26 +35,32 @@ def checkpoint(
     The second run has the random states (CPU, CUDA, tracker), the torch.autocast and fp8_autocast
     regions and the FP8 scales of the first, also where scales have moved in between (several
     microbatches in flight). It records no amaxes: FP8 state is what it is without a checkpoint.
+    The earlier order ``checkpoint(function, distribute_saved_activations, get_cuda_rng_tracker,
+    tp_group, *args)`` still works, with a warning.
 
     Args:
         function: any callable.
-        distribute_saved_activations: each rank of ``tp_group`` saves its part only of the first
+        args: positional arguments of ``function``.
+        distribute_saved_activations: each rank of ``tp_group`` saves only its part of the first
             tensor among the arguments: one of as many equal 1-D parts as there are ranks (the last
             padded), which backward gathers. Every rank must have the same tensor, so not with
             sequence parallelism; for ``use_reentrant=True``.
-        get_rng_state_tracker: returns a tracker with ``get_states`` and ``set_states``; its earlier
-            name ``get_cuda_rng_tracker`` works, too.
+        get_rng_state_tracker: function that returns a tracker with ``get_states`` and
+            ``set_states``; the earlier name ``get_cuda_rng_tracker`` works, too.
         tp_group: the tensor-parallel ranks.
         use_reentrant: as in ``torch.utils.checkpoint.checkpoint``; ``context_fn``,
             ``determinism_check``, ``debug`` and ``preserve_rng_state`` are passed on to it.
+        kwargs: keyword arguments of ``function``.
 
-    Errors: TypeError for an argument of a wrong type; ValueError where
-    ``distribute_saved_activations`` lacks a ``tp_group`` or a tensor, or the module is
-    sequence-parallel; NotImplementedError for it with ``use_reentrant=False``, in a graph of
-    torch.compile, or with a tensor subclass.
+    Returns:
+        The result of ``function``.
 
-    The earlier order ``checkpoint(function, distribute_saved_activations, get_cuda_rng_tracker,
-    tp_group, *args)`` still works, with a warning.
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: ``distribute_saved_activations`` without a ``tp_group`` or a tensor, or with a
+            sequence-parallel module.
+        NotImplementedError: ``distribute_saved_activations`` with ``use_reentrant=False``, in a
+            graph of ``torch.compile``, or with a tensor subclass.
     """
     if _is_earlier_order(args):
         warnings.warn(
@@ -95,7 +102,7 @@ _OPTIONS = ("context_fn", "determinism_check", "debug", "preserve_rng_state")
 def _distributes(
     function: Any, wanted: bool, group: Any, use_reentrant: bool, args: tuple[Any, ...]
 ) -> bool:
-    """Whether the first tensor is saved in parts, after all that can be checked of it."""
+    """Checks the arguments; returns True if the first tensor is to be saved in parts."""
     if not isinstance(wanted, bool):
         raise TypeError(
             f"checkpoint: distribute_saved_activations must be a bool, got {type(wanted).__name__}"
@@ -135,6 +142,7 @@ def _distributes(
 
 
 def _is_earlier_order(args: tuple[Any, ...]) -> bool:
+    """Returns True if ``args`` begin with a flag, a tracker and a group."""
     return (
         len(args) > 3
         and isinstance(args[0], bool)
@@ -144,7 +152,7 @@ def _is_earlier_order(args: tuple[Any, ...]) -> bool:
 
 
 class _Repeatable:
-    """A function whose later calls are repetitions of its first one."""
+    """A function whose later calls repeat its first one."""
 
     def __init__(
         self, function: Callable[..., Any], keywords: tuple[str, ...], tracker: Any
@@ -175,6 +183,7 @@ class _Repeatable:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
+        """Puts back region, tracked random states and scales of the first call meanwhile."""
         region, states = local.region, None
         local.region = self.region
         if self.tracker is not None:
@@ -193,7 +202,7 @@ class _Repeatable:
 
 
 class _Scales:
-    """Copies of every forward scale, one for all checkpoints between two scale updates."""
+    """Copies of every forward scale, shared by all checkpoints between two scale updates."""
 
     __slots__ = ("__weakref__", "copies", "tensors", "versions")
 
@@ -207,7 +216,7 @@ class _Scales:
 
     @classmethod
     def now(cls) -> _Scales | None:
-        """The scales of all living modules; None where none has any."""
+        """Returns the scales of all living modules; None if no module has any."""
         tensors = [
             tensor
             for state in (module.state for module in registry.living())
@@ -229,7 +238,7 @@ class _Scales:
         )
 
     def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Give scales that have moved their values of then; returns them with those of now."""
+        """Puts back scales that have moved; returns each of these with its value of now."""
         moved = []
         with torch.no_grad():
             for tensor, version, copy in zip(self.tensors, self.versions, self.copies, strict=True):

@@ -10,13 +10,13 @@ from torch import distributed
 
 from ..comm.agreement import check_same
 from ..comm.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
-from ..fp8.autocast import is_process_group
+from ..comm.groups import is_process_group
 from ..permutation import moe_permute, moe_permute_and_pad_with_probs, moe_unpermute
 
 __all__ = ["Dispatch", "TokenDispatcher"]
 
 _EXCHANGES = ("all_to_all", "all_gather")
-# What `_kind` gives.
+# Names of the values that `_kind` returns.
 _COMPARED = (
     "hidden size", "dtype of tokens", "dtype of probs",
     "tokens.requires_grad", "probs.requires_grad",
@@ -24,26 +24,26 @@ _COMPARED = (
 
 
 class TokenDispatcher:
-    """Takes tokens to the ranks of their experts and brings what became of them back.
+    """Sends tokens to the ranks of their experts, and the experts' results back.
 
         dispatch = dispatcher.dispatch(tokens, probs, routing_map)
         rows = fc2(activation(fc1(dispatch.rows, dispatch.m_splits)), dispatch.m_splits)
         out = dispatch.combine(rows)
 
-    Rank r of ``group`` has the experts ``r * num_experts / ranks`` and on. Differentiable in tokens
-    and probs; nothing is dropped.
+    Rank ``r`` of ``group`` has the experts from ``r * num_experts / ranks`` on. Both ways are
+    differentiable in tokens and probs; no token is dropped.
 
     Args:
-        num_experts: of all ranks, a multiple of their number.
+        num_experts: number of experts on all ranks, a multiple of the number of ranks.
         group: the expert-parallel ranks; None is the whole world.
-        align: each expert's rows are filled up with zeros to a multiple of it: 16 for FP8 products,
-            32 for MXFP8, 1 for none.
+        align: multiple to which each expert's rows are filled up with zeros: 16 for FP8 GEMMs, 32
+            for MXFP8, 1 for none.
         exchange: "all_to_all" sends each copy of a token to its expert's rank; tokens and splits
             may be uneven. The host waits for the GPU once, to learn how many rows travel, and
             ``m_splits`` is a list. "all_gather" sends every token to every rank, in buffers sized
             for the worst case: without a wait after the first call, also in a CUDA graph, and
-            ``m_splits`` is an int32 tensor on the device. Every rank has as many tokens, as many in
-            each call. It moves ``ranks / experts per token`` times the bytes.
+            ``m_splits`` is an int32 tensor on the device. Every rank must have the same number of
+            tokens, in each call. It moves ``ranks / experts per token`` times the bytes.
         max_experts_per_token: sizes the buffers of "all_gather"; None stands for all experts.
             Copies beyond it may be lost.
 
@@ -51,8 +51,9 @@ class TokenDispatcher:
     ``group``. Delayed scaling reduces amaxes over ``fp8_group``; where that holds ranks of
     ``group``, the experts in the same place on these ranks share scales.
 
-    Errors: TypeError for an argument of a wrong type, ValueError for a number that is too small or
-    that the ranks do not divide.
+    Raises:
+        TypeError: an argument of a wrong type.
+        ValueError: a number that is too small or that the ranks do not divide.
     """
 
     def __init__(
@@ -104,19 +105,22 @@ class TokenDispatcher:
     def dispatch(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> Dispatch:
-        """Sends ``tokens`` [tokens, hidden] to their experts; collective.
+        """Sends ``tokens`` to their experts; collective.
 
         Args:
-            tokens: float32, float16 or bfloat16.
-            probs: [tokens, num_experts] float32 or the dtype of ``tokens``: the weight of each
+            tokens: ``[tokens, hidden]`` float32, float16 or bfloat16.
+            probs: ``[tokens, num_experts]`` float32 or the dtype of ``tokens``: the weight of each
                 expert's result.
-            routing_map: [tokens, num_experts] bool, True where a token goes to an expert.
+            routing_map: ``[tokens, num_experts]`` bool, True where a token goes to an expert.
 
-        Errors: TypeError for a dtype, ValueError for a shape or, with "all_gather", another number
-        of tokens than in the first call. RankMismatchError on all ranks where they differ in
-        ``num_experts``, hidden size, dtypes, ``requires_grad`` or, with "all_gather", number of
-        tokens, and on those whose neighbours raise; with "all_gather" on GPUs, where later calls
-        wait for nothing, in the first call only.
+        Raises:
+            TypeError: a dtype.
+            ValueError: a shape or, with "all_gather", another number of tokens than in the first
+                call.
+            RankMismatchError: on all ranks, they differ in ``num_experts``, hidden size, dtypes,
+                ``requires_grad`` or, with "all_gather", number of tokens; on the others, a rank
+                raises. With "all_gather" on GPUs, where later calls wait for nothing, in the first
+                call only.
         """
         error = self._refusal(tokens, probs, routing_map)
         if error is not None and self.ranks == 1:
@@ -128,7 +132,7 @@ class TokenDispatcher:
     def _refusal(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> Exception | None:
-        """What is wrong with the arguments of this rank."""
+        """Returns the error for the arguments of this rank; None if they are right."""
         if tokens.dim() != 2:
             return ValueError(
                 f"TokenDispatcher: tokens must be [tokens, hidden], got {list(tokens.shape)}"
@@ -173,11 +177,12 @@ class TokenDispatcher:
         routing_map: torch.Tensor,
         error: Exception | None,
     ) -> Dispatch:
+        """Dispatches with "all_to_all"."""
         ranks, local = self.ranks, self.local_experts
         if ranks > 1 and not self._compared:  # the counts would not fit together
             self._compare(tokens, probs, error)
             self._compared = True
-        # What a rank sends to another: what kind its rows are of, and how many each expert gets.
+        # By receiving rank: a digest of the kind of rows, and the number that each expert gets.
         counts = torch.empty(ranks, 1 + local, dtype=torch.int32, device=tokens.device)
         if error is None:
             counts[:, 0] = zlib.crc32(repr(_kind(tokens, probs)).encode()) & 0x7FFFFFFF
@@ -197,7 +202,7 @@ class TokenDispatcher:
         sizes = ([sum(row) for row in sent], [sum(row) for row in received])
         permuted, ids = moe_permute(tokens, routing_map, sum(sizes[0]))
         rows = _AllToAll.apply(permuted, sizes[0], sizes[1], self.group) if ranks > 1 else permuted
-        # What arrives lies by source rank, then expert: each row has one expert here.
+        # Rows arrive ordered by source rank, then expert: each row has one expert here.
         ends = arriving.cumsum(0)
         at = torch.arange(rows.shape[0], device=rows.device)
         expert = torch.bucketize(at, ends, right=True) % local
@@ -221,7 +226,8 @@ class TokenDispatcher:
         routing_map: torch.Tensor,
         error: Exception | None,
     ) -> Dispatch:
-        # On a GPU the host would wait for what the others say.
+        """Dispatches with "all_gather"."""
+        # On a GPU the host would wait for the other ranks' values.
         if self.ranks > 1 and not (tokens.is_cuda and (self._compared or _capturing())):
             self._compare(tokens, probs, error)
             self._compared = True
@@ -268,7 +274,7 @@ class TokenDispatcher:
 
 
 def _kind(tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
-    """What has to be alike on all ranks for their collectives to fit together, in each call."""
+    """Returns the values that all ranks need alike, in each call, for collectives to fit."""
     grad = torch.is_grad_enabled()
     return (
         tokens.shape[1],
@@ -287,8 +293,8 @@ class Dispatch:
     """Tokens that have reached their experts.
 
     Attributes:
-        rows: [rows, hidden], in order of this rank's experts; fillings are zero.
-        m_splits: rows of each expert, fillings included: what ``GroupedLinear`` takes.
+        rows: ``[rows, hidden]``, ordered by this rank's experts; fillings are zero.
+        m_splits: rows of each expert, fillings included, for ``GroupedLinear``.
     """
 
     __slots__ = ("_combine", "_compare", "m_splits", "rows")
@@ -300,13 +306,19 @@ class Dispatch:
         self._compare = compare
 
     def combine(self, results: torch.Tensor) -> torch.Tensor:
-        """The sum over each token's experts of prob * result, [tokens, features]; collective.
+        """Returns ``sum(prob * result)`` over each token's experts; collective.
 
-        ``results`` [rows, features] are what the experts made of ``rows``, any number of features.
+        Args:
+            results: ``[rows, features]``, the experts' results for ``rows``.
 
-        Errors: ValueError for another number of rows. In the first call of a dispatcher, with and
-        without gradients, RankMismatchError on the ranks whose neighbours raise that, and on all
-        of them where features, dtypes or ``requires_grad`` differ.
+        Returns:
+            ``[tokens, features]``, a row for each token of this rank.
+
+        Raises:
+            ValueError: another number of rows.
+            RankMismatchError: in the first call of a dispatcher with gradients, and the first
+                without: on all ranks, features, dtypes or ``requires_grad`` differ; on the others,
+                a rank raises.
         """
         error = None
         if results.dim() != 2 or results.shape[0] != self.rows.shape[0]:
@@ -321,7 +333,11 @@ class Dispatch:
 def _by_expert(
     rows: torch.Tensor, owners: torch.Tensor, counts: list[int], align: int, total: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``rows`` ordered by the one expert that ``owners`` marks, and the map for the way back."""
+    """Orders ``rows`` by the one expert that ``owners`` marks.
+
+    Returns:
+        The ordered rows, padded to ``align`` for each expert, and the map for the way back.
+    """
     if align == 1:
         return moe_permute(rows, owners, total)
     splits = torch.tensor(counts, dtype=torch.int32)
@@ -331,7 +347,7 @@ def _by_expert(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows exchanged between ranks; the gradient goes the way back."""
+    """Exchange of rows between ranks; the gradient goes the way back."""
 
     @staticmethod
     def forward(
@@ -347,7 +363,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Rows of all ranks; the gradient of this rank's is the sum over ranks."""
+    """Gather of the rows of all ranks; this rank's gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
@@ -360,7 +376,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """This rank's rows of the sum over ranks; each rank's gradient is that of all rows."""
+    """Sum over ranks, of which this rank gets its rows; its gradient is that of all rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A checkpoint's first tensor, of which each tensor-parallel rank saves its part only."""
+"""A checkpoint's first tensor, of which each tensor-parallel rank saves only its part."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class SavedInParts:
         self._is_first = True
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """What is saved of ``tensor``.
+        """Returns the object to save: a part of the first tensor, other tensors unchanged.
 
-        Errors: NotImplementedError for a tensor subclass, whose memory may not be its elements'.
+        Raises:
+            NotImplementedError: a tensor subclass, whose memory may not be its elements'.
         """
         if not self._is_first:
             return tensor
@@ -39,12 +40,12 @@ class SavedInParts:
 
     @staticmethod
     def unpack(saved: Any) -> torch.Tensor:
-        """The tensor that ``pack`` was given, all of it."""
+        """Returns the whole tensor that ``pack`` was given."""
         return saved.gathered() if type(saved) is _Part else saved
 
 
 class _Part:
-    """This rank's part of a tensor, and how the tensor lay in memory."""
+    """This rank's part of a tensor, and the tensor's memory layout."""
 
     __slots__ = ("_group", "_numel", "_part", "_shape", "_stride")
 
@@ -62,6 +63,7 @@ class _Part:
         self._part[: own.numel()].copy_(own)
 
     def gathered(self) -> torch.Tensor:
+        """Gathers the parts of all ranks; returns the tensor in its former layout."""
         flat = self._part
         if self._numel:
             flat = all_gather_rows(flat, self._group).wait()[: self._numel]

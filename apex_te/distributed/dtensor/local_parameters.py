@@ -1,4 +1,4 @@
-"""Modules whose parameters are DTensors and whose forward reads the local tensors of them."""
+"""Modules whose parameters are DTensors and whose forward reads the local tensors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ def local_parameters(
     summed: Iterable[str],
     stacked: Mapping[str, Exchange] | None = None,
 ) -> None:
-    """From now on ``module`` computes on the local tensors of its DTensor parameters.
+    """Has ``module`` compute on the local tensors of its DTensor parameters from now on.
 
-    Its class becomes a subclass that has them in the parameters' place during forward; that of
-    modules with plain parameters stays as it is, and so does their time on the host.
+    The module's class becomes a subclass that puts them in the parameters' place during forward;
+    modules with plain parameters keep their class, and so their time on the host.
 
     Args:
-        summed: parameters whose gradient each rank has only a part of: summed over the mesh.
-        stacked: parameters that hold several matrices, placed as ``Shard(0)``, of which forward
-            exchanges rows.
+        module: module with DTensor parameters.
+        summed: names of parameters whose gradient is summed over the mesh, as each rank computes
+            only a summand.
+        stacked: parameters that hold several matrices, placed as ``Shard(0)``, whose rows forward
+            exchanges.
     """
     kind: Any = type(module)
     module.__class__ = _local_class(kind)
@@ -39,7 +41,7 @@ def local_parameters(
 
 @functools.cache
 def _local_class(kind: Any) -> type:
-    """``kind`` on local tensors; named like it, for messages and ``repr``."""
+    """Returns the subclass of ``kind`` on local tensors, of its name for messages and ``repr``."""
     # The modules that have both call the second from the first.
     entry = "forward_with_residual" if hasattr(kind, "forward_with_residual") else "forward"
     inner: Callable[..., Any] = getattr(kind, entry)
@@ -76,6 +78,7 @@ def _local_class(kind: Any) -> type:
 def _locals(
     kind: type, parameters: dict[str, Any], summed: set[str], stacked: dict[str, Exchange]
 ) -> dict[str, torch.Tensor | None]:
+    """Returns the parameters that forward reads, by name."""
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
@@ -96,7 +99,7 @@ def _locals(
 
 
 class _SumGradient(torch.autograd.Function):
-    """The tensor itself; its gradient is summed over the ranks of a group."""
+    """Identity whose gradient is summed over the ranks of a group."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -3,12 +3,12 @@
 A style turns a whole module into this rank's part of it. Parameters become DTensors over the mesh,
 so that ``torch.distributed.checkpoint``, state dict functions, ``fully_shard`` over another
 dimension of the mesh and optimizers see global shapes. The module computes on their local tensors
-with its own collectives: gathered rows travel as FP8 codes, reductions overlap GEMMs. Inputs and
+with its own collectives: gathered rows travel as FP8 data, reductions overlap GEMMs. Inputs and
 outputs are plain tensors, this rank's part.
 
-A gradient is a DTensor placed as its parameter is. Where a rank has it for its own rows or heads
-only (norms, biases of row-parallel layers), it is summed over the mesh in backward, so trainers
-have nothing left to sum: ``sequence_parallel`` is False on every parameter.
+A gradient is a DTensor placed as its parameter is. Gradients that each rank computes from its own
+rows or heads only (of norms, of biases of row-parallel layers) are summed over the mesh in
+backward, so trainers have nothing left to sum: ``sequence_parallel`` is False on every parameter.
 """
 
 from __future__ import annotations
@@ -38,20 +38,21 @@ Change = Callable[[], None]
 
 
 class _Split(NamedTuple):
-    """Over which ranks, and how, a style splits."""
+    """The ranks over which a style splits, and its options."""
 
-    owner: str  # the style, for messages
+    owner: str  # name of the style, for messages
     mesh: DeviceMesh
     sequence_parallel: bool
     src_data_rank: int | None
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return self.mesh.size()
 
 
 class _Style(ParallelStyle):
-    """What the styles share: their option, and checks before anything is changed."""
+    """Base of the styles: their option, and checks before anything is changed."""
 
     _kinds: ClassVar[tuple[type[torch.nn.Module], ...]]
 
@@ -81,6 +82,7 @@ class _Style(ParallelStyle):
         return module
 
     def _changes(self, module: Any, split: _Split) -> list[Change]:
+        """Checks ``module``; returns functions that change it."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -90,13 +92,15 @@ class _Style(ParallelStyle):
 class ColumnParallel(_Style):
     """Splits the rows of the weight of a ``Linear`` or ``LayerNormLinear`` (``out_features``).
 
-    Takes the whole input, or with ``sequence_parallel`` this rank's part of dimension 0; gives this
-    rank's features. As ``parallel_mode="column"``.
+    The input is whole, or with ``sequence_parallel`` this rank's part of dimension 0; the output
+    is this rank's features, as with ``parallel_mode="column"``.
 
-    Errors, before anything is changed: TypeError for another module, ValueError for a mesh of
-    several dimensions, a size that its ranks do not divide or a module that is split already,
-    NotImplementedError for ``fuse_wgrad_accumulation``, ``delay_wgrad_compute`` and parameters that
-    are not plain (``fp8_model_init``, ``enable_fp8_all_gather``).
+    Raises:
+        TypeError: before anything is changed, as all errors: another module.
+        ValueError: a mesh of several dimensions, a size that its ranks do not divide, or a module
+            that is split already.
+        NotImplementedError: ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, or parameters
+            that are not plain (``fp8_model_init``, ``enable_fp8_all_gather``).
     """
 
     _kinds = (Linear, LayerNormLinear)
@@ -108,8 +112,9 @@ class ColumnParallel(_Style):
 class RowParallel(_Style):
     """Splits the columns of the weight of a ``Linear`` (``in_features``).
 
-    Takes this rank's features; gives the whole output, or with ``sequence_parallel`` this rank's
-    part of dimension 0. As ``parallel_mode="row"``. Errors: as ``ColumnParallel``.
+    The input is this rank's features; the output is whole, or with ``sequence_parallel`` this
+    rank's part of dimension 0, as with ``parallel_mode="row"``. Errors are those of
+    ``ColumnParallel``.
     """
 
     _kinds = (Linear,)
@@ -122,16 +127,16 @@ class LayerParallel(_Style):
     """Splits a ``LayerNormMLP``, ``MultiheadAttention`` or ``TransformerLayer`` inside.
 
     Inner features and heads are split; input and output are whole, or with ``sequence_parallel``
-    this rank's part of dimension 0. As ``set_parallel_mode=True``.
+    this rank's part of dimension 0, as with ``set_parallel_mode=True``.
 
     Parameters that hold several matrices one after the other (a gated activation's ``fc1_weight``,
     fused projections with ``qkv_weight_interleaved=False``) are ``Shard(0)``, too, one piece on
-    every rank, which is what checkpoints, ``fully_shard`` and optimizers need. A rank computes with
-    its rows of each matrix: forward exchanges rows of the weight, backward rows of its gradient, in
-    an all-to-all of at most the bytes of a rank's piece. What it computes with is kept until
-    backward, beside the parameter.
+    every rank, as checkpoints, ``fully_shard`` and optimizers need. A rank computes with its rows
+    of each matrix: forward exchanges rows of the weight, backward rows of its gradient, in an
+    all-to-all of at most the bytes of a rank's piece. The exchanged rows are kept until backward,
+    beside the parameter.
 
-    Errors: as ``ColumnParallel``.
+    Errors are those of ``ColumnParallel``.
     """
 
     _kinds = (LayerNormMLP, MultiheadAttention, TransformerLayer)
@@ -145,9 +150,9 @@ class LayerParallel(_Style):
 
 
 class SequenceParallel(_Style):
-    """For a ``LayerNorm`` or ``RMSNorm`` whose input is this rank's part of dimension 0.
+    """Prepares a ``LayerNorm`` or ``RMSNorm`` whose input is this rank's part of dimension 0.
 
-    Its parameters stay whole; their gradients are summed over the ranks. Errors: as
+    The parameters stay whole; their gradients are summed over the ranks. Errors are those of
     ``ColumnParallel``.
     """
 
@@ -163,8 +168,9 @@ class SequenceParallel(_Style):
 class Replicated(_Style):
     """Leaves a norm, a linear layer or ``LayerNormMLP`` whole, with DTensors as parameters.
 
-    For what has the same input on all ranks: an optimizer that updates several parameters in one
-    call takes DTensors or plain tensors, not both. Errors: as ``ColumnParallel``.
+    Use it for modules with the same input on all ranks: an optimizer that updates several
+    parameters in one call takes DTensors or plain tensors, not both. Errors are those of
+    ``ColumnParallel``.
     """
 
     _kinds = (NormModule, ParallelModule)
@@ -179,6 +185,7 @@ class Replicated(_Style):
 
 
 def _refuse(split: _Split, what: str, wanted: str, got: Any) -> NotImplementedError:
+    """Returns the error for a module that styles do not support."""
     return NotImplementedError(f"{split.owner}: {what} must be {wanted}, got {got}")
 
 
@@ -225,7 +232,14 @@ def _divided(split: _Split, module: torch.nn.Module, name: str, value: int) -> i
 def _linear_changes(
     module: Any, split: _Split, mode: str, matrices: tuple[int, ...] = ()
 ) -> list[Change]:
-    """``matrices``: rows of each where the weight holds several, divided by the ranks."""
+    """Checks a linear layer; returns functions that split it.
+
+    Args:
+        module: a ``Linear`` or ``LayerNormLinear``.
+        split: ranks and options.
+        mode: "column" or "row".
+        matrices: rows of each matrix in a weight that holds several; the ranks divide them.
+    """
     _check_gemms(module, split)
     column = mode == "column"
     weights, biases = (module._linear_names(kind) for kind in ("weight", "bias"))
@@ -259,7 +273,7 @@ def _linear_changes(
 
 
 def _stacked(names: Iterable[str], matrices: tuple[int, ...], split: _Split) -> dict[str, Exchange]:
-    """The parameters of which a rank's rows are not one piece."""
+    """Returns the exchanges of parameters of which a rank's rows are not one piece."""
     if len(matrices) < 2 or split.ranks == 1:
         return {}
     exchange = exchange_of(matrices, split.mesh.get_local_rank(), split.ranks)
@@ -336,7 +350,7 @@ def _layer_changes(layer: Any, split: _Split) -> list[Change]:
 
 
 def _whole_changes(module: Any, split: _Split, summed: bool) -> list[Change]:
-    """Of a module that stays whole; ``summed``: a rank's gradients are of its own rows or heads."""
+    """Returns the changes of a module that stays whole; ``summed``: its gradients are summed."""
     _check_parameters(module, split)
     names = tuple(module._parameters)
 
@@ -361,7 +375,7 @@ def _make_parallel(module: Any, split: _Split) -> None:
 def _distribute(
     module: torch.nn.Module, split: _Split, names: Iterable[str], placement: Placement
 ) -> None:
-    """Makes parameters DTensors, with the values of ``src_data_rank`` unless that is None."""
+    """Replaces parameters by DTensors with the values of ``src_data_rank``, unless it is None."""
     dim = placement.dim if isinstance(placement, Shard) else None
     for name in names:
         whole = module._parameters.get(name)

@@ -1,9 +1,10 @@
 """Rows of parameters that hold several matrices one after the other, exchanged between ranks.
 
-A rank computes with its rows of each matrix: not one piece of the parameter, which is what a
-placement of a DTensor can say (torch's strided placement is private, saves the wrong rows through
-``torch.distributed.checkpoint`` and is gathered in the wrong order after ``fully_shard``). So it
-keeps one piece, ``Shard(0)``, and forward exchanges rows; backward sends the gradient's rows back.
+A rank computes with its rows of each matrix. These are several pieces of the parameter, but the
+placement of a DTensor can name one only (torch's strided placement is private, saves the wrong rows
+through ``torch.distributed.checkpoint`` and is gathered in the wrong order after ``fully_shard``).
+So a rank keeps one piece, ``Shard(0)``, and forward exchanges rows; backward sends the gradient's
+rows back.
 """
 
 from __future__ import annotations
@@ -19,17 +20,27 @@ __all__ = ["Exchange", "exchange_of", "rows_of_matrices", "shares_of"]
 
 
 class Exchange(NamedTuple):
-    """What one rank sends, of the rows it keeps, and receives."""
+    """The rows that one rank sends, of those it keeps, and receives.
 
-    pieces: tuple[tuple[int, int], ...] | None  # first row, rows: by receiver; None: as they are
-    sent: tuple[int, ...]  # rows to each rank
-    received: tuple[int, ...]  # rows from each rank, in the order of the parameter
+    Attributes:
+        pieces: first row and number of rows of each piece, ordered by receiver; None if the rows
+            lie in that order.
+        sent: number of rows to each rank.
+        received: number of rows from each rank, in the order of the parameter.
+    """
+
+    pieces: tuple[tuple[int, int], ...] | None
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
 
 
 def shares_of(matrices: tuple[int, ...], rank: int, ranks: int) -> list[tuple[int, int]]:
-    """First row and number of rows of ``rank``'s share of each matrix.
+    """Returns the first row and the number of rows of ``rank``'s share of each matrix.
 
-    ``matrices``: rows of each, multiples of ``ranks``, one after the other.
+    Args:
+        matrices: rows of each matrix, multiples of ``ranks``, one after the other.
+        rank: rank whose share is asked for.
+        ranks: number of ranks.
     """
     found, top = [], 0
     for rows in matrices:
@@ -40,11 +51,11 @@ def shares_of(matrices: tuple[int, ...], rank: int, ranks: int) -> list[tuple[in
 
 
 def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
-    """That of a parameter whose ``matrices`` have so many rows each, multiples of ``ranks``."""
+    """Returns the exchange of a parameter; ``matrices`` are as in ``shares_of``."""
     kept = sum(matrices) // ranks
 
     def pieces(source: int, receiver: int) -> list[tuple[int, int]]:
-        """Rows [first, last) that ``source`` keeps and ``receiver`` computes with."""
+        """Returns rows [first, last) that ``source`` keeps and ``receiver`` computes with."""
         found = []
         for top, own in shares_of(matrices, receiver, ranks):
             first, last = max(top, source * kept), min(top + own, (source + 1) * kept)
@@ -67,10 +78,12 @@ def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
 
 
 def rows_of_matrices(local: torch.Tensor, exchange: Exchange, group: Any) -> torch.Tensor:
-    """This rank's rows of every matrix; collective, and so is backward.
+    """Returns this rank's rows of every matrix; collective, and so is backward.
 
     Args:
-        local: [rows / ranks, ..], this rank's piece of the parameter.
+        local: ``[rows / ranks, ..]``, this rank's piece of the parameter.
+        exchange: from ``exchange_of``.
+        group: the ranks that have the pieces.
     """
     rows: torch.Tensor = _RowsOfMatrices.apply(local, exchange, group)
     return rows

@@ -225,7 +225,7 @@ class HookedParam(GatheredParam):
         fp8_dtype = note.settings[1]
         fp8_data = fp8_data.view(fp8_dtype)
         if not kept and fp8_data.is_cuda:
-            # Made on FSDP2's stream of copies, read by the stream of products.
+            # Made on FSDP2's stream of copies, read by the stream of GEMMs.
             stream = torch.cuda.current_stream()
             for tensor in (scale_inv, note.amax):
                 if tensor is not None:

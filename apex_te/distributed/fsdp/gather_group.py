@@ -15,7 +15,7 @@ from .sharded_weight import ShardedWeight
 
 __all__ = ["GatherGroup", "params_gathered_with"]
 
-_ALIGNED = 4  # numbers between inverse scales, which products read at 16 bytes
+_ALIGNED = 4  # numbers between values of scale_inv, which GEMMs read at 16 bytes
 
 
 def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
@@ -40,10 +40,10 @@ def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
 class GatherGroup:
     """Parameters whose hooks FSDP2 calls one after the other, before each gather.
 
-    Inverse scales and amaxes are made as a weight or a scale has changed, and serve all gathers
-    until the next change, which keeps tensors that two streams use out of every gather. FSDP2's
-    stream of copies, to which their memory belongs, waits for the stream of products before it
-    reads what has changed, and so does not write to what is still read.
+    Values of ``scale_inv`` and amaxes are made when a weight or a scale has changed, and serve all
+    gathers until the next change; so no gather makes tensors that two streams use. Their memory
+    belongs to FSDP2's stream of copies, which waits for the stream of GEMMs before it reads what
+    has changed, and so does not write to memory that is still read.
     """
 
     def __init__(self, params: list[GatheredParam]) -> None:
@@ -138,7 +138,7 @@ class GatherGroup:
         Args:
             values: the rows of each parameter.
             dtype: FP8 dtype.
-            with_amaxes: write amaxes and inverse scales into the contexts, too.
+            with_amaxes: write amaxes and ``scale_inv`` into the contexts, too.
         """
         written: dict[str, Any] = {}
         if with_amaxes:

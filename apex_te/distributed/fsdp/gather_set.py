@@ -118,7 +118,7 @@ class GatherUnit:
         """Casts the shard ``x`` of ``param``.
 
         Returns:
-            FP8 data, inverse scales, and the note that the gathered weight carries.
+            FP8 data, ``scale_inv``, and the note that the gathered weight carries.
         """
         keeps_state = self.gather_set.recipe.keeps_state
         quantizer, keep = self.quantizer(x.device)
@@ -163,7 +163,7 @@ class GatherSet:
         self.passes = 0
 
     def wait_for_scales(self, unit: GatherUnit) -> None:
-        """Has FSDP2's stream of copies see a scale update that the stream of products ran.
+        """Has FSDP2's stream of copies see a scale update that the stream of GEMMs ran.
 
         FSDP2 lets it wait as a forward begins; a region may be entered later.
         """

@@ -56,6 +56,7 @@ class SplitModule(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Name of the module in messages."""
         return self.prefix[:-1] or "the model"
 
 
