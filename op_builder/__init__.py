@@ -1,28 +1,20 @@
 """Builders of the ops: each module of this folder builds the op of its own name.
 
-Other packages add ops of their own with ``register``, or as entry points (jit/user_ops.py).
+Other packages add ops of their own with ``register``, or as entry points (user_ops.py).
 Importing this package compiles nothing and does not import torch.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 
-from .builder import CPUOpBuilder, CUDAOpBuilder, FunctionSpec, OpBuilder, OpenedLibrary
+from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder, builder_names, register
 from .jit.errors import BuildError, DuplicateOpError, UnknownOpError
-from .jit.user_ops import builders as user_builders
-from .jit.user_ops import find as _find_user_builder
-from .jit.user_ops import names as _user_names
-from .jit.user_ops import register
-
-_NOT_OPS = frozenset(("__init__", "builder", "core"))
-
-
-def builder_names() -> list[str]:
-    """Names of the suite's ops, found by looking at this folder."""
-    names = (os.path.splitext(entry) for entry in os.listdir(os.path.dirname(__file__)))
-    return sorted(stem for stem, ending in names if ending == ".py" and stem not in _NOT_OPS)
+from .jit.find.entry import OpenedLibrary
+from .spec import DISPATCHER, FunctionSpec
+from .user_ops import builders as user_builders
+from .user_ops import find as _find_user_builder
+from .user_ops import names as _user_names
 
 
 def get_builder(name: str) -> OpBuilder:
@@ -48,7 +40,7 @@ _suite: dict[str, OpBuilder] = {}
 def _suite_builder(name: str) -> OpBuilder | None:
     if name in _suite:
         return _suite[name]
-    if name == "apex_te_core":
+    if name == DISPATCHER:
         module_name = "core"
     elif name in builder_names():
         module_name = name

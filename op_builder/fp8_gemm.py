@@ -1,7 +1,7 @@
 """Builder of fp8_gemm."""
 
 from .builder import CUDAOpBuilder
-from .jit.backends import hip, toolchain
+from .jit.backends.library import gpu_backend
 
 
 class Fp8GemmBuilder(CUDAOpBuilder):
@@ -10,8 +10,5 @@ class Fp8GemmBuilder(CUDAOpBuilder):
     NAME = "fp8_gemm"
 
     def system_include_paths(self, device: str) -> list[str]:
-        if device != "cuda":
-            return []
-        if hip.is_active():
-            return hip.find_header("hipblaslt/hipblaslt.h")
-        return toolchain.find_header("cublasLt.h", "cublas", toolchain.find_nvcc())
+        """Returns the folders that the header of cuBLASLt or hipBLASLt takes."""
+        return gpu_backend().blas_include() if device == "cuda" else []

@@ -9,9 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from op_builder import builder_names
+from op_builder import builder_names, user_ops
 from op_builder.builder import INCLUDE_FLAGS
-from op_builder.jit import user_ops
 from op_builder.jit.backends.pybind import Exports, read_exports
 
 from . import render

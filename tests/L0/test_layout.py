@@ -26,29 +26,8 @@ LAYERS = {
     "compatibility": {"_version", "op_builder", "runtime", "ops", "optimizers"},
 }
 # Imports that are to go, which this list may only lose.
-UPWARD = {}
-CIRCLES = {
-    frozenset(
-        {
-            "apex_te.op_builder.builder",
-            "apex_te.op_builder.core",
-            "apex_te.op_builder.jit.backends.archs",
-            "apex_te.op_builder.jit.backends.extension",
-            "apex_te.op_builder.jit.backends.hip",
-            "apex_te.op_builder.jit.backends.pybind",
-            "apex_te.op_builder.jit.backends.pythons",
-            "apex_te.op_builder.jit.backends.steps",
-            "apex_te.op_builder.jit.build.lock",
-            "apex_te.op_builder.jit.build.publish",
-            "apex_te.op_builder.jit.build.service",
-            "apex_te.op_builder.jit.build.verify",
-            "apex_te.op_builder.jit.find.cache",
-            "apex_te.op_builder.jit.find.entry",
-            "apex_te.op_builder.jit.find.inventory",
-            "apex_te.op_builder.jit.user_ops",
-        }
-    ),
-}
+UPWARD: set[tuple[str, str]] = set()
+CIRCLES: set[frozenset[str]] = set()
 
 
 def _modules() -> dict[str, Path]:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ArchError
-from . import hip
+from ..platform import CUDA, ROCM, gpu_platform, is_hip
 
 # (major, minor) of an NVIDIA GPU, (major, minor, stepping) of an AMD one
 Capability = tuple[int, int] | tuple[int, int, int]
-EXAMPLE = 'APEX_TE_CUDA_ARCH_LIST="9.0" (several: "8.0;9.0+PTX")'
 _TOKEN = re.compile(r"(\d+)\.(\d)([af]?)(\+PTX)?", re.IGNORECASE)
 _GFX = re.compile(r"gfx(\d{1,2})(\d)([0-9a-f])((?::[\w-]+[+-])*)", re.IGNORECASE)
-HIP_EXAMPLE = 'APEX_TE_ROCM_ARCH="gfx90a" (several: "gfx90a;gfx942")'
 KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"  # the kernel driver's list of AMD GPUs
 _OWN_ARCH = re.compile(r"_sm(\d+)(\d)_cuda\.cu$")
 _NAMES = {
@@ -85,9 +85,8 @@ def parse_arch(text: str) -> Arch:
         return Arch(int(gfx[1]), int(gfx[2]), int(gfx[3], 16))
     match = _TOKEN.fullmatch(text.strip())
     if match is None:
-        if hip.is_active():
-            raise ArchError(f"unknown ROCm arch {text!r}; example: {HIP_EXAMPLE}")
-        raise ArchError(f"unknown CUDA arch {text!r}; example: {EXAMPLE}")
+        gpu = gpu_platform()
+        raise ArchError(f"unknown {gpu.name} arch {text!r}; example: {gpu.example}")
     return Arch(int(match[1]), int(match[2]), match[3].lower(), bool(match[4]))
 
 
@@ -98,30 +97,28 @@ def parse_arch_list(
 
     ``native`` supplies the visible devices for the word "native". Raises ArchError.
     """
+    gpu = gpu_platform()
     found: set[Arch] = set()
     for token in re.split(r"[;,\s]+", text.strip()):
         if not token:
             continue
         name, plus, rest = token.partition("+")
-        if name.lower() == "native" and not (plus and hip.is_active()):
+        if name.lower() == "native" and not (plus and gpu is ROCM):
             devices = native() if native is not None else ()
             if not devices:
-                raise ArchError(f'arch "native" needs a visible GPU; name the archs: {example()}')
+                raise ArchError(f'arch "native" needs a visible GPU; name the archs: {gpu.example}')
             found.update(Arch(*device)._replace(ptx=bool(plus)) for device in devices)
         elif name.lower() in _NAMES and (not plus or rest.upper() == "PTX"):
             found.update(parse_arch(part + plus + rest) for part in _NAMES[name.lower()].split())
         else:
             found.add(parse_arch(token))
     for arch in found:
-        if arch.is_amd != hip.is_active():
-            wanted, got = ("a ROCm", "CUDA") if hip.is_active() else ("a CUDA", "ROCm")
-            raise ArchError(f"{arch} must be {wanted} arch, got one of {got}; example: {example()}")
+        if arch.is_amd != (gpu is ROCM):
+            got = CUDA if gpu is ROCM else ROCM
+            raise ArchError(
+                f"{arch} must be a {gpu.name} arch, got one of {got.name}; example: {gpu.example}"
+            )
     return tuple(sorted(found))
-
-
-def example() -> str:
-    """A list of archs as the environment names it here."""
-    return HIP_EXAMPLE if hip.is_active() else EXAMPLE
 
 
 def specialise(archs: Iterable[Arch], specific: Iterable[Capability]) -> tuple[Arch, ...]:
@@ -183,32 +180,48 @@ def _kfd_capabilities() -> list[Capability]:
     return sorted(found)
 
 
+# Asked in a process of its own: initialising CUDA here would break later forks. No context is made.
 _PROBE = """
-import ctypes
-cuda = ctypes.CDLL("libcuda.so.1")
-count, value = ctypes.c_int(), ctypes.c_int()
-if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0:
-    for device in range(count.value):
-        pair = []
-        for attribute in (75, 76):
-            cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-            pair.append(value.value)
-        print(*pair)
+import ctypes, json
+answer = {"driver": None, "cuda": None, "problem": "", "devices": []}
+try:
+    nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    text = ctypes.create_string_buffer(96)
+    if nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(text, 96) == 0:
+        answer["driver"] = text.value.decode()
+except (OSError, AttributeError):
+    pass
+try:
+    cuda = ctypes.CDLL("libcuda.so.1")
+except OSError:
+    answer["problem"] = "no NVIDIA driver (libcuda.so.1 is not there)"
+else:
+    number = ctypes.c_int()
+    if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
+        answer["cuda"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+    code = cuda.cuInit(0)
+    if code == 0:
+        code = cuda.cuDeviceGetCount(ctypes.byref(number))
+    if code != 0:
+        name = ctypes.c_char_p()
+        cuda.cuGetErrorName(code, ctypes.byref(name))
+        answer["problem"] = f"the driver answers {(name.value or b'').decode() or code}"
+    for device in range(number.value if code == 0 else 0):
+        name, memory = ctypes.create_string_buffer(256), ctypes.c_size_t()
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        cuda.cuDeviceGetName(name, 256, device)
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+        answer["devices"].append({"name": name.value.decode(), "memory": memory.value,
+            "arch": f"{major.value}.{minor.value}"})
+print(json.dumps(answer))
 """
 
 
-def visible_capabilities() -> list[Capability]:
-    """Capabilities of the visible GPUs; asks the driver in a process of its own if torch cannot.
-
-    A child asks, because initialising CUDA here would break later forks.
-    """
-    known = initialised_capabilities()
-    if known:
-        return known
-    if hip.is_active():
-        return _kfd_capabilities()
-    import subprocess
-
+def ask_driver() -> dict[str, Any]:
+    """Returns what NVIDIA's driver says: "driver", "cuda", "devices" and the "problem" it has."""
+    answer: dict[str, Any] = {"driver": None, "cuda": None, "problem": "", "devices": []}
     try:
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _PROBE],
@@ -217,18 +230,29 @@ def visible_capabilities() -> list[Capability]:
             text=True,
             timeout=60,
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    pairs = [line.split() for line in done.stdout.splitlines() if done.returncode == 0]
-    return sorted({(int(major), int(minor)) for major, minor in pairs})
+        if done.returncode == 0:
+            answer.update(json.loads(done.stdout))
+        else:
+            answer["problem"] = f"asking the driver ended with status {done.returncode}"
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        answer["problem"] = "the driver does not answer"
+    return answer
+
+
+def visible_capabilities() -> list[Capability]:
+    """Returns the capabilities of the visible GPUs; asks the driver if torch does not know them."""
+    known = initialised_capabilities()
+    if known:
+        return known
+    if is_hip():
+        return _kfd_capabilities()
+    archs = [parse_arch(device["arch"]) for device in ask_driver()["devices"]]
+    return sorted({(arch.major, arch.minor) for arch in archs})
 
 
 def named_arch_list() -> tuple[str, str] | None:
     """(variable, text) of the arch list in the environment, or None."""
-    variables = ("APEX_TE_CUDA_ARCH_LIST", "TORCH_CUDA_ARCH_LIST")
-    if hip.is_active():
-        variables = ("APEX_TE_ROCM_ARCH", "PYTORCH_ROCM_ARCH")
-    for variable in variables:
+    for variable in gpu_platform().arch_variables:
         text = os.environ.get(variable, "").strip()
         if text:
             return variable, text
@@ -268,9 +292,9 @@ def choose(
         elif not devices:
             devices.update(visible_capabilities())
         if not devices:
-            kind = "ROCm" if hip.is_active() else "CUDA"
+            gpu = gpu_platform()
             raise ArchError(
-                f"{op}: no GPU is visible to choose a {kind} arch from; set {example()}"
+                f"{op}: no GPU is visible to choose a {gpu.name} arch from; set {gpu.example}"
             )
         archs = tuple(sorted(Arch(*device) for device in devices))
         origin = "the visible GPUs"

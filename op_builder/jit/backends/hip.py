@@ -1,21 +1,17 @@
-"""AMD GPUs: whether GPU code is for them, and how hipcc makes a library of translated copies."""
+"""AMD GPUs: flags, headers and commands of a library that hipcc makes of translated copies."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
 import re
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ..errors import BuildError, HeaderNotFoundError, SettingError
-
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
-    from ..build.ninja import Step
-    from .archs import Arch
+from ...spec import OpSpec
+from .. import platform
+from ..errors import BuildError, HeaderNotFoundError
+from . import hipify, toolchain
+from .archs import Arch
+from .steps import Step, compile_step
 
 # Numbers as nvcc's flags give them: no contraction, division and square root rounded correctly.
 # hipcc leaves its runtime's header to the source, nvcc includes it. A loop that is unrolled as far
@@ -36,108 +32,90 @@ BASE_ARGS = [
     "-Wno-logical-op-parentheses",
 ]
 BASE_LIBRARIES = ["-Wl,--exclude-libs,ALL", "-ldl"]
-_PLATFORMS = ("cuda", "hip")
-
-
-@functools.cache
-def _installed_version() -> str | None:
-    """``torch.version.hip`` of the installed torch, read without importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        with open(os.path.join(os.path.dirname(spec.origin), "version.py"), encoding="utf-8") as f:
-            match = re.search(r"""^hip\b[^=\n]*=\s*['"]([^'"]+)['"]""", f.read(), re.MULTILINE)
-    except OSError:
-        return None
-    return match[1] if match else None
-
-
-def _torch_version() -> str | None:
-    """The HIP version torch was built for, None for another torch or none."""
-    torch = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "version"):
-        return getattr(torch.version, "hip", None)
-    return _installed_version()
-
-
-def is_active() -> bool:
-    """Whether GPU code is for AMD: APEX_TE_GPU_PLATFORM ("hip" or "cuda"), else torch's platform.
-
-    Raises SettingError for another value.
-    """
-    named = os.environ.get("APEX_TE_GPU_PLATFORM", "").strip().lower()
-    if not named:
-        return _torch_version() is not None
-    if named not in _PLATFORMS:
-        raise SettingError(f'APEX_TE_GPU_PLATFORM must be "cuda" or "hip", got {named!r}')
-    return named == "hip"
 
 
 def runtime_major() -> str:
-    """Major version of HIP's runtime, which a library links: torch's, else that of the headers."""
-    from . import toolchain
+    """Returns the major version of HIP's runtime, which a library links.
 
-    version = _torch_version()
-    if version is None:
-        try:
-            header = os.path.join(toolchain.find_hipcc().home, "include", "hip", "hip_version.h")
-            with open(header, encoding="utf-8") as file:
-                match = re.search(r"#define\s+HIP_VERSION_MAJOR\s+(\d+)", file.read())
-        except (BuildError, OSError):
-            match = None
-        return match[1] if match else "unknown"
-    return version.partition(".")[0]
-
-
-def key_extras() -> list[str]:
-    """What a HIP library depends on beside its sources and flags."""
-    from . import hipify
-
-    return ["hip", f"runtime {runtime_major()}", f"hipify {hipify.digest()}"]
-
-
-def find_header(header: str) -> list[str]:
-    """Include folders for ``header``: none, because hipcc looks in its own ROCm.
-
-    Raises HeaderNotFoundError where that lacks it.
+    It is torch's, else that of the installed headers, else "unknown".
     """
-    from . import toolchain
+    version = platform.torch_hip_version()
+    if version is not None:
+        return version.partition(".")[0]
+    try:
+        header = os.path.join(toolchain.find_hipcc().home, "include", "hip", "hip_version.h")
+        with open(header, encoding="utf-8") as file:
+            match = re.search(r"#define\s+HIP_VERSION_MAJOR\s+(\d+)", file.read())
+    except (BuildError, OSError):
+        match = None
+    return match[1] if match else "unknown"
 
-    home = toolchain.find_hipcc().home
-    if os.path.isfile(os.path.join(home, "include", header)):
-        return []
-    raise HeaderNotFoundError(f"{header} is not in {home}/include: install hipblaslt-dev of ROCm")
 
+class Hip:
+    """Backend of AMD GPUs."""
 
-def library(
-    builder: OpBuilder, device: str, archs: Sequence[Arch], folder: str, output: str
-) -> list[Step]:
-    """Steps for the HIP library of an op, from copies written under ``folder``."""
-    from . import hipify, steps, toolchain
+    link_flags = BASE_LIBRARIES
 
-    if builder.BINDING == "pybind11":
-        raise BuildError(
-            f'{builder.NAME}: an op with BINDING = "pybind11" and .cu files cannot be built for AMD'
-            " GPUs: its sources include torch's headers, which the translation to HIP does not know"
+    def compile_flags(self, spec: OpSpec) -> list[str]:
+        """Returns the base flags and those of the op."""
+        return [*BASE_ARGS, *spec.hipcc_args()]
+
+    def key_extras(self) -> list[str]:
+        """Returns what a library depends on beside its sources and flags."""
+        return ["hip", f"runtime {runtime_major()}", f"hipify {hipify.digest()}"]
+
+    def compiler_version(self, archs: Sequence[Arch]) -> str:
+        """Returns the versions of hipcc and its clang.
+
+        Raises:
+            BuildError: there is no hipcc.
+        """
+        return toolchain.hipcc_version()
+
+    def blas_include(self) -> list[str]:
+        """Returns no folder for hipBLASLt's header: hipcc looks in its own ROCm.
+
+        Raises:
+            HeaderNotFoundError: that ROCm lacks the header.
+        """
+        home, header = toolchain.find_hipcc().home, "hipblaslt/hipblaslt.h"
+        if os.path.isfile(os.path.join(home, "include", header)):
+            return []
+        raise HeaderNotFoundError(
+            f"{header} is not in {home}/include: install hipblaslt-dev of ROCm"
         )
-    place = os.path.join(folder, "hip")
-    paths = {name: os.path.join(builder.root, name) for name in builder.device_sources(device)}
-    folders = builder.include_folders()
-    hipify.copies(paths.values(), folders, place)
-    # where CUDA is installed as well, hipcc would take its compiler
-    hipcc = ["env", "HIP_PLATFORM=amd", toolchain.find_hipcc().path]
-    targets = [f"--offload-arch={arch.number}" for arch in archs]  # without, it looks for a GPU
-    flags = [*builder.compile_flags("cuda"), *targets]
-    flags.extend(f"-I{hipify.copied(path, place)}" for path in folders)
-    for path in builder.system_folders(device):
-        flags.extend(("-isystem", path))
-    made: list[Step] = []
-    objects = []
-    for name, path in paths.items():
-        source, target = hipify.copied(path, place), steps.object_path(folder, name)
-        line = (*hipcc, *flags, "-c", source, "-o", target)
-        made.append(steps.Step(target, (source,), line, f"compiling {os.path.basename(name)}"))
-        objects.append(target)
-    made.append(steps.link([*hipcc, *targets], objects, output, builder.link_flags("cuda")))
-    return made
+
+    def steps(
+        self,
+        spec: OpSpec,
+        names: Sequence[str],
+        flags: Sequence[str],
+        system_folders: Sequence[str],
+        archs: Sequence[Arch],
+        folder: str,
+    ) -> tuple[list[Step], list[str]]:
+        """Returns the steps that compile the sources ``names``, and the command that links them.
+
+        What is compiled are copies, which are written under ``folder`` now.
+        """
+        if spec.BINDING == "pybind11":
+            raise BuildError(
+                f'{spec.NAME}: an op with BINDING = "pybind11" and .cu files cannot be built for'
+                " AMD GPUs: its sources include torch's headers, which the translation to HIP does"
+                " not know"
+            )
+        place = os.path.join(folder, "hip")
+        paths = {name: os.path.join(spec.root, name) for name in names}
+        folders = spec.include_folders()
+        hipify.copies(paths.values(), folders, place)
+        # where CUDA is installed as well, hipcc would take its compiler
+        hipcc = ["env", "HIP_PLATFORM=amd", toolchain.find_hipcc().path]
+        targets = [f"--offload-arch={arch.number}" for arch in archs]  # without, it seeks a GPU
+        command = [*hipcc, *flags, *targets]
+        command += [f"-I{hipify.copied(path, place)}" for path in folders]
+        command += [flag for path in system_folders for flag in ("-isystem", path)]
+        steps = [
+            compile_step(command, name, hipify.copied(path, place), folder)
+            for name, path in paths.items()
+        ]
+        return steps, [*hipcc, *targets]

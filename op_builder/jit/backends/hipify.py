@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ..find.key import closure
+from ..sources import closure
 
 HEADERS = {
     "cublasLt.h": "hipblaslt/hipblaslt.h",

@@ -1,4 +1,4 @@
-"""Extensions that bind themselves with pybind11 and include torch: flags, key, exports, import.
+"""Extensions that bind themselves with pybind11 and include torch: flags, key extras, exports.
 
 Such a library links torch and Python, so it is made for the torch and the interpreter at hand and
 keyed by both. It is compiled, cached, locked and reported like every other library, not by torch's
@@ -8,21 +8,17 @@ than a look-up may, needs setuptools and prints.
 
 from __future__ import annotations
 
-import importlib.util
+import glob
 import os
 import re
 import sys
-import threading
 from collections.abc import Iterable
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ..errors import DuplicateOpError, HeaderNotFoundError, NvccNotFoundError
-from . import extension
-
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
-    from .archs import Capability
+from ...spec import OpSpec, without_comments
+from ..errors import HeaderNotFoundError, NvccNotFoundError
+from ..platform import soabi
+from . import toolchain
 
 # An extension's numbers are its author's: contraction stays as the compilers have it.
 CXX_ARGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden"]
@@ -39,7 +35,6 @@ NVCC_ARGS = [
     "--expt-relaxed-constexpr",
 ]
 
-_COMMENT = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|/\*.*?\*/', re.DOTALL)
 _MODULE = re.compile(r"\bPYBIND11_MODULE\s*\(\s*(\w+)\s*,\s*(\w+)")
 
 
@@ -51,7 +46,7 @@ class Exports(NamedTuple):
     values: tuple[str, ...]
 
 
-def _torch(op: str) -> Any:
+def installed_torch(op: str) -> Any:
     try:
         import torch
     except ImportError as error:
@@ -62,16 +57,16 @@ def _torch(op: str) -> Any:
     return torch
 
 
-def uses_cuda(builder: OpBuilder) -> bool:
+def uses_cuda(spec: OpSpec) -> bool:
     """Whether the extension is a CUDA one: by its group, or by a .cu among its sources."""
-    return builder.INCLUDE_FLAG == "APEX_BUILD_CUDA_OPS" or builder.needs_archs("cpu")
+    return spec.INCLUDE_FLAG == "APEX_BUILD_CUDA_OPS" or spec.needs_archs("cpu")
 
 
-def key_extras(builder: OpBuilder) -> list[str]:
+def key_extras(spec: OpSpec) -> list[str]:
     """The torch and the interpreter that the library is made for."""
-    torch = _torch(builder.NAME)
+    torch = installed_torch(spec.NAME)
     return [
-        extension.soabi(),
+        soabi(),
         f"torch {torch.__version__}",
         f"C++ ABI {int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f"CUDA {torch.version.cuda}",
@@ -79,22 +74,22 @@ def key_extras(builder: OpBuilder) -> list[str]:
     ]
 
 
-def compile_flags(builder: OpBuilder, kind: str) -> list[str]:
+def compile_flags(spec: OpSpec, kind: str) -> list[str]:
     """Base flags of one kind of source, without the builder's own."""
-    abi = int(_torch(builder.NAME)._C._GLIBCXX_USE_CXX11_ABI)
+    abi = int(installed_torch(spec.NAME)._C._GLIBCXX_USE_CXX11_ABI)
     return [
         *(NVCC_ARGS if kind == "cuda" else CXX_ARGS),
-        f"-DTORCH_EXTENSION_NAME={builder.NAME}",
+        f"-DTORCH_EXTENSION_NAME={spec.NAME}",
         "-DTORCH_API_INCLUDE_EXTENSION_H",
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
     ]
 
 
-def link_flags(builder: OpBuilder) -> list[str]:
+def link_flags(spec: OpSpec) -> list[str]:
     """torch's libraries, which the process has loaded before the extension."""
-    torch = _torch(builder.NAME)
+    torch = installed_torch(spec.NAME)
     names = ["c10", "torch", "torch_cpu", "torch_python"]
-    if uses_cuda(builder):
+    if uses_cuda(spec):
         for version, suffix in ((torch.version.cuda, "cuda"), (torch.version.hip, "hip")):
             if version is not None:
                 names.extend([f"c10_{suffix}", f"torch_{suffix}"])
@@ -102,22 +97,16 @@ def link_flags(builder: OpBuilder) -> list[str]:
     return [f"-L{folder}", *(f"-l{name}" for name in names)]
 
 
-def include_paths(builder: OpBuilder) -> list[str]:
+def include_paths(spec: OpSpec) -> list[str]:
     """Folders of torch's, Python's and, for a CUDA extension, CUDA's headers."""
-    from . import toolchain
-
-    base = os.path.join(os.path.dirname(_torch(builder.NAME).__file__), "include")
+    base = os.path.join(os.path.dirname(installed_torch(spec.NAME).__file__), "include")
     own = os.path.join(base, "torch", "csrc", "api", "include")
-    cuda = _cuda_include_paths() if uses_cuda(builder) else []
+    cuda = _cuda_include_paths() if uses_cuda(spec) else []
     return [base, own, toolchain.python_include(), *cuda]
 
 
 def _cuda_include_paths() -> list[str]:
     """The toolkit's folders, then those of NVIDIA's wheels, which have what a toolkit may lack."""
-    import glob
-
-    from . import toolchain
-
     folders: list[str] = []
     try:
         home = toolchain.find_nvcc().home
@@ -136,7 +125,7 @@ def read_exports(texts: Iterable[str]) -> Exports:
     """What PYBIND11_MODULE defines in the sources' ``texts``, read without compiling."""
     module, functions, values = "", set(), set()
     for text in texts:
-        code = _COMMENT.sub(lambda match: match[1] or " ", text)
+        code = without_comments(text)
         for found in _MODULE.finditer(code):
             module, m = found[1], found[2]
             functions.update(re.findall(rf'\b{m}\s*\.\s*def\s*\(\s*"(\w+)"', code))
@@ -148,89 +137,15 @@ def read_exports(texts: Iterable[str]) -> Exports:
     return Exports(module, tuple(sorted(functions)), tuple(sorted(values - functions)))
 
 
-def exports(builder: OpBuilder) -> Exports:
+def exports(spec: OpSpec) -> Exports:
     """The builder's EXPORTS if it names some, with what its sources say about their kind."""
     texts = []
-    for source in builder.sources():
-        with open(builder.root / source, encoding="utf-8", errors="replace") as file:
+    for source in spec.sources():
+        with open(spec.root / source, encoding="utf-8", errors="replace") as file:
             texts.append(file.read())
     found = read_exports(texts)
-    if not builder.EXPORTS:
+    if not spec.EXPORTS:
         return found
-    functions = [name for name in builder.EXPORTS if name not in found.values]
-    values = [name for name in builder.EXPORTS if name in found.values]
+    functions = [name for name in spec.EXPORTS if name not in found.values]
+    values = [name for name in spec.EXPORTS if name in found.values]
     return Exports(found.module, tuple(functions), tuple(values))
-
-
-_lock = threading.RLock()
-_modules: dict[str, tuple[OpBuilder, ModuleType]] = {}
-
-
-def _refuse_taken(builder: OpBuilder, name: str) -> None:
-    """Raise ImportError where ``name`` is a module of the package, which this would replace."""
-    module = sys.modules.get(name)
-    spec = None if module is not None else importlib.util.find_spec(name)
-    if module is not None or spec is not None:
-        where = getattr(module, "__file__", None) or getattr(spec, "origin", None)
-        raise ImportError(
-            f"{builder.NAME}: {name} is another module already ({where}); give the op another NAME,"
-            " or override absolute_name()",
-            name=name,
-        )
-
-
-def _capability(builder: OpBuilder) -> Capability | None:
-    """A visible GPU, which the code must run on: no tensor tells the device when it is imported."""
-    from .archs import visible_capabilities
-
-    torch = _torch(builder.NAME)
-    if not builder.needs_archs("cpu") or (torch.version.cuda or torch.version.hip) is None:
-        return None
-    devices = visible_capabilities()
-    return devices[0] if devices else None
-
-
-def load(builder: OpBuilder, force: bool = False, verbose: bool = False) -> ModuleType:
-    """The extension, found or built and imported once; ``force`` builds and imports it again.
-
-    Raises BuildError; ImportError if it does not import; DuplicateOpError if another builder's
-    extension has its name.
-    """
-    from ..build.service import open_library
-
-    name = builder.absolute_name()
-    with _lock:
-        known = _modules.get(name)
-        if known is not None and known[0].root != builder.root:
-            raise DuplicateOpError(
-                f"{name}: extensions of {known[0].root} and of {builder.root} have the same name"
-            )
-        if known is not None and not force:
-            return known[1]
-        if known is None:
-            _refuse_taken(builder, name)
-        opened = open_library(builder, "cpu", _capability(builder), force=force, verbose=verbose)
-        before = sys.modules.pop(name, None)
-        try:
-            module = extension.import_module(name, opened)
-        except ImportError as error:
-            if before is not None:
-                sys.modules[name] = before
-            raise ImportError(
-                f"{builder.NAME}: {opened.path} was built and cannot be imported: {error}"
-                " (PYBIND11_MODULE must name TORCH_EXTENSION_NAME or"
-                f" {builder.NAME}; libraries_args() adds libraries to link)",
-                name=name,
-                path=opened.path,
-            ) from error
-        _modules[name] = (builder, module)
-        return module
-
-
-def _forked() -> None:
-    """A fork may copy a lock that another thread held; the child starts with a fresh one."""
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_forked)

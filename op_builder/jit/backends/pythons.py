@@ -9,14 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ..errors import HeaderNotFoundError, PythonNotFoundError, SettingError
-from ..find import cache
-from . import extension, toolchain
-
-if TYPE_CHECKING:
-    from ...core import CoreBuilder
+from ..platform import soabi
+from . import toolchain
 
 VARIABLE = "APEX_BUILD_PYTHONS"
 OLDEST = (3, 10)
@@ -39,7 +36,7 @@ class Python(NamedTuple):
 
 def own() -> Python:
     """The running Python. Raises HeaderNotFoundError without its headers."""
-    return Python(name_of(extension.soabi()), extension.soabi(), toolchain.python_include())
+    return Python(name_of(soabi()), soabi(), toolchain.python_include())
 
 
 def name_of(suffix: str) -> str:
@@ -50,7 +47,7 @@ def name_of(suffix: str) -> str:
 
 def suffix_for(version: str) -> str:
     """The suffix of another CPython's extension modules on this platform."""
-    return _ABI.sub(f"cpython-{version.replace('.', '')}", extension.soabi())
+    return _ABI.sub(f"cpython-{version.replace('.', '')}", soabi())
 
 
 def _query(program: str) -> Python:
@@ -97,7 +94,7 @@ def _programs(version: str) -> list[str]:
 
 
 def _by_version(version: str) -> Python:
-    if version == name_of(extension.soabi()):
+    if version == name_of(soabi()):
         return own()
     looked = []
     for program in _programs(version):
@@ -146,16 +143,3 @@ def named() -> list[Python]:
     texts = [part.strip() for part in re.split("[;,]", os.environ.get(VARIABLE, ""))]
     pythons = [find(text) for text in texts if text] or [own()]
     return list({python.suffix: python for python in pythons}.values())
-
-
-def prebuilt_for(builder: CoreBuilder) -> list[str]:
-    """Versions whose dispatcher the installed package holds, told by the names of its entries."""
-    found = []
-    for minor in range(OLDEST[1], OLDEST[1] + 20):
-        for version in (f"3.{minor}", f"3.{minor}t"):
-            python = Python(version, suffix_for(version), "")
-            other = type(builder)(builder.root, python)
-            folder = cache.entry_folder(other.library_name("cpu"), other.key("cpu"))
-            if os.path.isdir(os.path.join(builder.prebuilt_folder, folder)):
-                found.append(version)
-    return found

@@ -11,8 +11,8 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
+from ..backends.steps import Step
 from ..backends.toolchain import find_ninja
 from ..errors import (
     BuildError,
@@ -39,15 +39,6 @@ _starting = threading.Lock()
 os.register_at_fork(
     before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
 )
-
-
-class Step(NamedTuple):
-    """One command of the graph."""
-
-    output: str
-    inputs: tuple[str, ...]
-    command: tuple[str, ...]
-    label: str
 
 
 def _escape(path: str) -> str:

@@ -12,17 +12,15 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from ..backends.library import build_steps
 from ..errors import BuildInterruptedError, CompileError
 from ..find import cache, inventory
 from ..find.entry import OpenedLibrary, open_entry, open_folder, warn_once
+from ..find.key import key_of, made_of
 from . import ninja, verify
 from .lock import is_abandoned, is_free, marked
-
-if TYPE_CHECKING:
-    from .service import Request
-
+from .request import Request
 
 # a rename that lost against another builder's, and what a network file system may answer in passing
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
@@ -73,12 +71,12 @@ def _write_entry(folder: str, request: Request, seconds: float, commands: list[s
     os.chmod(library, 0o644)
     manifest = {
         "key": request.key,
-        "op": request.op,
+        "op": request.spec.NAME,
         "device": request.device,
         "archs": [str(arch) for arch in request.archs],
         "compiler": request.compiler,
         "flags": request.flags,
-        **inventory.made_of(request.builder, request.device),
+        **made_of(request.spec, request.device),
         "commands": commands,
         "seconds": round(seconds, 3),
         "size": len(content),
@@ -151,13 +149,13 @@ def _compile(request: Request, location: cache.Location, parent: str, folder: st
     os.chmod(entry, 0o755)
     start = time.monotonic()
     library = os.path.join(entry, f"{request.library}.so")
-    steps = request.steps(folder, library)
+    steps = build_steps(request.spec, request.device, request.archs, folder, library)
     estimate = inventory.last_seconds(location, request.library, request.tag)
     log = os.path.join(parent, f"log-{request.tag}.txt")
     ninja.run(request.what, folder, steps, log, request.verbose, request.jobs, estimate)
-    if request.builder.key(request.device) != request.key:
+    if key_of(request.spec, request.device) != request.key:
         raise BuildInterruptedError(f"{request.what}: sources changed while being compiled")
-    if problem := verify.problem(request.builder, request.device, library):
+    if problem := verify.problem(request.spec, request.device, library):
         raise BuildInterruptedError(
             f"{request.what}: {steps[-1].command[0]} reported success and left a library that"
             f" cannot be used: {problem}; check the compiler, what wraps it, and the disk"

@@ -1,4 +1,4 @@
-"""From a builder to an opened library: the look-up order, the lock and the build."""
+"""From a spec to an opened library: the look-up, the lock and the build."""
 
 from __future__ import annotations
 
@@ -7,25 +7,18 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
 
+from ...spec import OpSpec
 from .. import env
-from ..backends.archs import (
-    Arch,
-    Capability,
-    choose,
-    covered,
-    initialised_capabilities,
-    named_arch_list,
-)
+from ..backends import library
+from ..backends.archs import Arch, Capability, covered, initialised_capabilities
 from ..errors import BuildError, CompileError, JitDisabledError, ReentrantLoadError
 from ..find import cache
-from ..find.cache import OpenedLibrary
-
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
-    from .ninja import Step
+from ..find.dispatchers import why_missing
+from ..find.entry import OpenedLibrary
+from ..find.key import key_of
+from ..find.look_up import look_up, wanted_archs
+from .request import Request
 
 
 class _Turn:
@@ -44,71 +37,22 @@ _opened: dict[_Identity, list[OpenedLibrary]] = {}
 _turns: dict[_Identity, _Turn] = {}
 
 
-class Request(NamedTuple):
-    """One library to build."""
-
-    builder: OpBuilder
-    op: str
-    device: str
-    library: str
-    key: str
-    archs: tuple[Arch, ...]
-    compiler: str
-    flags: list[str]
-    verbose: bool
-    jobs: int | None
-
-    @property
-    def what(self) -> str:
-        """Op and device as messages name them."""
-        return f"{self.op} ({self.device})"
-
-    @property
-    def tag(self) -> str:
-        """Name of the entry's folder."""
-        return "_".join(str(arch) for arch in self.archs) or cache.CPU_ENTRY
-
-    def steps(self, folder: str, output: str) -> list[Step]:
-        """The commands that make ``output`` in ``folder``."""
-        return self.builder.build_steps(self.device, self.archs, folder, output)
-
-
 def _serves(opened: OpenedLibrary, capability: Capability | None) -> bool:
     return capability is None or not opened.archs or covered(opened.archs, capability)
 
 
-def _wanted(builder: OpBuilder, device: str, capability: Capability | None) -> tuple[Arch, ...]:
-    if not builder.needs_archs(device):
-        return ()
-    return choose(builder.NAME, builder.min_arch, builder.specific_archs(), capability)
-
-
-def look_up(
-    builder: OpBuilder, device: str, capability: Capability | None = None
-) -> OpenedLibrary | None:
-    """The library if it need not be built, else None. Runs no compiler."""
-    key = builder.key(device)
-    library = builder.library_name(device)
-    wanted: Sequence[str] = ()
-    if builder.needs_archs(device) and capability is None:
-        # without a device and a list any arch will do: opening is possible everywhere
-        named = named_arch_list() is not None
-        wanted = [str(arch) for arch in _wanted(builder, device, None)] if named else ()
-    return cache.look_up(builder.prebuilt_folder, library, key, capability, wanted)
-
-
-def _disabled(builder: OpBuilder, device: str) -> JitDisabledError:
-    command = f"python -m apex_te build --ops {builder.NAME} --device {device}"
-    note = builder.why_missing(device)
+def _disabled(spec: OpSpec, device: str) -> JitDisabledError:
+    command = f"python -m apex_te build --ops {spec.NAME} --device {device}"
+    note = why_missing(spec)
     return JitDisabledError(
-        f"{builder.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
-        f" forbids building it; install with `{builder.BUILD_VAR}=1 pip install .`,"
+        f"{spec.NAME} ({device}): no library is prebuilt or cached, and APEX_TE_DISABLE_JIT"
+        f" forbids building it; install with `{spec.BUILD_VAR}=1 pip install .`,"
         f" or fill the cache with `APEX_TE_DISABLE_JIT=0 {command}`{note and '; ' + note}"
     )
 
 
 def build(
-    builder: OpBuilder,
+    spec: OpSpec,
     device: str,
     capability: Capability | None = None,
     *,
@@ -128,22 +72,13 @@ def build(
     from .publish import Vanished
 
     if env.jit_disabled():
-        raise _disabled(builder, device)
+        raise _disabled(spec, device)
     started = time.time() if started is None else started
-    archs = _wanted(builder, device, capability) if archs is None else archs
-    compiler = builder.compiler_version(device, archs)
-    request = Request(
-        builder,
-        builder.NAME,
-        device,
-        builder.library_name(device),
-        builder.key(device),
-        archs,
-        compiler,
-        builder.key_flags(device),
-        verbose or env.jit_verbose(),
-        jobs,
-    )
+    archs = wanted_archs(spec, device, capability) if archs is None else archs
+    compiler = library.compiler_version(spec, device, archs)
+    flags, verbose = library.key_flags(spec, device), verbose or env.jit_verbose()
+    key = key_of(spec, device)
+    request = Request(spec, device, key, archs, compiler, flags, verbose, jobs)
     name = cache.entry_folder(request.library, request.key)
     inside = (cache.LOCKS, cache.TEMPORARY, name)
     try:
@@ -201,7 +136,7 @@ def _build_in(
             if failure.stamp(failed) != stamp:  # stored while this process waited
                 _raise_recalled(failure.recall(failed, request.compiler, None))
             _raise_recalled(failure.recall(failed, request.compiler, started if retry else since))
-        if note := request.builder.why_missing(request.device):
+        if note := why_missing(request.spec):
             print(f"apex_te: {note}; compiling one, once", file=sys.stderr, flush=True)
         if alone:
             publish.remove_leftovers(target.path, name)
@@ -227,7 +162,7 @@ def _kept(identity: _Identity, capability: Capability | None) -> OpenedLibrary |
 
 
 def open_library(
-    builder: OpBuilder,
+    spec: OpSpec,
     device: str,
     capability: Capability | None = None,
     *,
@@ -238,7 +173,7 @@ def open_library(
 
     Threads that wait for the one that builds get its library, or its error.
     """
-    identity = (str(builder.root), builder.NAME, device)
+    identity = (str(spec.root), spec.NAME, device)
     if not force and (kept := _kept(identity, capability)):
         return kept
     asked = (capability, force)
@@ -246,7 +181,7 @@ def open_library(
     me = threading.get_ident()
     if turn.owner == me:
         raise ReentrantLoadError(
-            f"{builder.NAME} ({device}): loading it asked for the same library again"
+            f"{spec.NAME} ({device}): loading it asked for the same library again"
         )
     failures = turn.failures
     with turn.lock:
@@ -256,13 +191,13 @@ def open_library(
                 return kept
             if turn.failures != failures and turn.asked == asked:
                 raise copy.copy(turn.error)
-            builder.check_device(device)
-            if capability is None and builder.needs_archs(device):
+            spec.check_device(device)
+            if capability is None and spec.needs_archs(device):
                 devices = initialised_capabilities()
                 capability = devices[0] if devices else None
-            opened_now = None if force else look_up(builder, device, capability)
+            opened_now = None if force else look_up(spec, device, capability)
             if opened_now is None:
-                opened_now = build(builder, device, capability, force=force, verbose=verbose)
+                opened_now = build(spec, device, capability, force=force, verbose=verbose)
             _opened.setdefault(identity, []).insert(0, opened_now)
             return opened_now
         except BuildError as error:

@@ -22,6 +22,7 @@ from .entry import (
     OpenedLibrary,
     Unsafe,
     entry_folder,
+    entry_tag,
     open_entry,
     open_folder,
     open_inside,
@@ -30,7 +31,17 @@ from .entry import (
     warned,
 )
 
-__all__ = ["CPU_ENTRY", "MANIFEST", "Location", "OpenedLibrary", "Unsafe", "read_text", "warned"]
+__all__ = [
+    "CPU_ENTRY",
+    "MANIFEST",
+    "Location",
+    "OpenedLibrary",
+    "Unsafe",
+    "entry_folder",
+    "entry_tag",
+    "read_text",
+    "warned",
+]
 
 LOCKS, TEMPORARY = "locks", "tmp"
 
@@ -275,3 +286,12 @@ def look_up(
             continue  # the build that follows falls back to another folder and says so
         warn_once(f"skipping a cache: {problem}")
     return None
+
+
+def is_writable(path: str) -> bool:
+    """Returns True if this user may make files in the folder, or the folder itself."""
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
+        return False
+    return not os.statvfs(path).f_flag & os.ST_RDONLY

@@ -12,7 +12,7 @@ import os
 import stat
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..backends.archs import Capability, covered
@@ -88,6 +88,11 @@ def warn_once(text: str) -> None:
     if text not in warned:
         warned.add(text)
         warnings.warn(f"apex_te: {text}", RuntimeWarning, stacklevel=3)
+
+
+def entry_tag(archs: Iterable[object]) -> str:
+    """Returns the folder name of an entry for ``archs``, "cpu" without any."""
+    return "_".join(map(str, archs)) or CPU_ENTRY
 
 
 def entry_folder(library: str, key: str) -> str:

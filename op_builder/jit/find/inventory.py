@@ -6,18 +6,12 @@ import contextlib
 import json
 import os
 import re
-import time
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ..build import verify
-from ..errors import BuildError, CacheError
+from ..errors import CacheError
 from . import cache
+from .elf import file_problem
 from .entry import MANIFEST, open_entry, open_folder, open_inside, read_text
-from .key import closure, relative_name
-
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
 
 # <library>-<first 24 digits of the key>
 FOLDER = re.compile(r"(?P<library>[A-Za-z_]\w*)-(?P<digits>[0-9a-f]{24})")
@@ -99,7 +93,7 @@ def _entry(
             problem = "its manifest is of another entry"
         if opened is not None:
             try:
-                problem = problem or verify.file_problem(f"/proc/self/fd/{opened.fd}")
+                problem = problem or file_problem(f"/proc/self/fd/{opened.fd}")
             finally:
                 os.close(opened.fd)
     except NotADirectoryError:
@@ -169,116 +163,3 @@ def last_seconds(location: cache.Location, library: str, tag: str) -> float | No
     if not known:
         return None
     return max(known, key=lambda entry: (entry.tag == tag, entry.built())).seconds()
-
-
-def made_of(builder: OpBuilder, device: str) -> dict[str, Any]:
-    """What the key of a library is made of beside its flags: for its manifest."""
-    from ...builder import SUITE
-
-    root, suite = str(builder.root), str(SUITE) if builder.is_outside else ""
-    sources = [os.path.join(root, source) for source in builder.device_sources(device)]
-    files = closure(sources, builder.include_folders())
-    named = {relative_name(path, root, suite): digest.hex()[:24] for path, digest in files.items()}
-    return {
-        "machine": os.uname().machine,
-        "extras": builder.all_key_extras(device),
-        "sources": dict(sorted(named.items())),
-    }
-
-
-class Current(NamedTuple):
-    """What an up-to-date entry looks like."""
-
-    keys: Mapping[str, Mapping[str, str]]  # library -> digits of the key -> what else it is for
-    compilers: Mapping[str, str]  # library -> compiler of a build now, "" where there is none
-    machine: str
-
-    def stale(self, entry: Entry) -> str:
-        """Why nothing here would load the entry again, "" if something may."""
-        if entry.problem:
-            return entry.problem
-        keys = self.keys.get(entry.library)
-        if keys is None:
-            return ""  # an op of somebody else's package: nobody here knows
-        if entry.digits not in keys:
-            machine = entry.manifest.get("machine", self.machine)
-            return "" if machine != self.machine else "other sources or flags"
-        mine, theirs = self.compilers.get(entry.library), entry.manifest.get("compiler")
-        if mine and theirs != mine:
-            return f"built by {theirs}, the compiler now is {mine}"
-        return ""
-
-    def use(self, entry: Entry) -> str:
-        """What the entry is for where that is not this process's own look-up."""
-        keys = self.keys.get(entry.library)
-        if keys is None:
-            return "an op that is not installed here"
-        return keys.get(entry.digits, "another machine" if not self.stale(entry) else "")
-
-
-def _other_dispatchers(builder: OpBuilder) -> dict[str, str]:
-    """Keys of the dispatchers of all other Pythons."""
-    from ..backends import pythons
-
-    found = {}
-    for minor in range(pythons.OLDEST[1], pythons.OLDEST[1] + 20):
-        for version in (f"3.{minor}", f"3.{minor}t"):
-            python = pythons.Python(version, pythons.suffix_for(version), "")
-            other = type(builder)(builder.root, python)  # type: ignore[call-arg]
-            found[other.key("cpu")[:24]] = f"Python {version}"
-    return found
-
-
-def current(builders: Iterable[OpBuilder]) -> Current:
-    """What the entries of ``builders`` should look like now; runs the compilers for their names."""
-    keys: dict[str, dict[str, str]] = {}
-    compilers: dict[str, str] = {}
-    for builder in builders:
-        for device in devices(builder):
-            library = builder.library_name(device)
-            known = keys.setdefault(library, {})
-            if builder.NAME == "apex_te_core":
-                known.update(_other_dispatchers(builder))
-            with contextlib.suppress(OSError):
-                known[builder.key(device)[:24]] = ""
-            with contextlib.suppress(BuildError, OSError):
-                compilers[library] = builder.compiler_version(device, ())
-    return Current(keys, compilers, os.uname().machine)
-
-
-def devices(builder: OpBuilder) -> list[str]:
-    """The devices that the op has a library for."""
-    return [device for device in builder.DEVICES if builder.device_sources(device)]
-
-
-def age(seconds: float) -> str:
-    """A span of time in one word: "12 s", "3 h", "5 d"."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
-
-
-def since(moment: float) -> str:
-    """How long ago a moment was, "" if it is not known."""
-    return age(time.time() - moment) if moment else ""
-
-
-def size(number: float) -> str:
-    """Bytes in three digits: "123 kB", "1.2 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5 or unit == "GB":
-            return (
-                f"{number:.0f} {unit}" if unit == "B" or number >= 9.95 else f"{number:.1f} {unit}"
-            )
-        number /= 1000
-    raise AssertionError
-
-
-def writable(path: str) -> bool:
-    """Whether this user may make files in the folder, or the folder itself; makes nothing."""
-    while not os.path.lexists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK, effective_ids=True):
-        return False
-    return not os.statvfs(path).f_flag & os.ST_RDONLY

@@ -18,7 +18,8 @@ from ..build import lock
 from ..errors import LockTimeoutError, UnknownOpError
 from ..find import cache
 from ..find.entry import MANIFEST, open_folder
-from ..find.inventory import FOLDER, Current, Entry, entries, op_of, tree_bytes
+from ..find.inventory import FOLDER, Entry, entries, op_of, tree_bytes
+from .stale import Current
 
 # A dead builder's folder is left to those who may look into why it died, and on a file system
 # whose locks do not reach other machines nobody can tell the dead.

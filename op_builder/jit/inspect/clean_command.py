@@ -7,10 +7,9 @@ import json
 import sys
 
 from ..errors import CacheError, NoPermissionError
-from ..find import inventory
-from . import clean
+from ..text import field, short, size
+from . import clean, stale
 from .clean import Removed
-from .report_command import field, short
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
             if args.all:
                 found += clean.remove_all(place, args.dry_run)
             elif args.stale:
-                now = inventory.current(builders.values())
+                now = stale.current(builders.values())
                 found += clean.remove_stale(place, now, args.dry_run)
             else:
                 found += clean.remove_ops(place, args.ops, args.dry_run)
@@ -64,12 +63,11 @@ def _print(found: list[Removed], places: list[str], dry: bool) -> None:
     word = "would go" if dry else "removed"
     for item in found:
         if not item.left:
-            size = inventory.size(item.bytes)
-            print("\n".join(field(word, f"{item.what}, {size} ({item.reason})")))
+            print("\n".join(field(word, f"{item.what}, {size(item.bytes)} ({item.reason})")))
     for item in found:
         if item.left:
             print("\n".join(field("left", f"{short(item.path)}: {item.reason}")))
     gone = [item for item in found if not item.left]
-    total = inventory.size(sum(item.bytes for item in gone))
+    total = size(sum(item.bytes for item in gone))
     where = ", ".join(short(path) for path in places) or "no cache folder exists"
     print("\n".join(field("in all", f"{len(gone)} {word}, {total}: {where}")))

@@ -8,7 +8,18 @@ from typing import Any
 
 from ..errors import CacheError
 from ..find import cache, inventory
-from .report_command import field, short
+from ..text import Column, field, short, since, size, table
+from . import stale
+
+_COLUMNS = (
+    Column("library", 23, most=23),
+    Column("archs", 13, most=13, ending=".."),
+    Column("key", 8),
+    Column("size", 7, right=True),
+    Column("built", 7, right=True),
+    Column("age", 6, right=True),
+    Column(""),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from ... import all_builders, get_builder, user_builders
 
     core = get_builder("apex_te_core")
-    now = inventory.current([core, *all_builders().values(), *user_builders().values()])
+    now = stale.current([core, *all_builders().values(), *user_builders().values()])
     folders: list[dict[str, Any]] = []
     for place in cache.locations(core.prebuilt_folder):
         folder: dict[str, Any] = {"kind": place.kind, "path": place.path, "problem": ""}
@@ -41,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(folder["problem"] for folder in folders) else 0
 
 
-def _facts(entry: inventory.Entry, now: inventory.Current) -> dict[str, Any]:
+def _facts(entry: inventory.Entry, now: stale.Current) -> dict[str, Any]:
     return {
         "op": inventory.op_of(entry),
         "library": entry.library,
@@ -62,21 +73,18 @@ def _print(folders: list[dict[str, Any]]) -> None:
         if number:
             print()
         entries = folder["entries"]
-        total = inventory.size(sum(entry["bytes"] for entry in entries))
+        total = size(sum(entry["bytes"] for entry in entries))
         told = folder["problem"] or f"{len(entries)} entries, {total}"
         print("\n".join(field(f"{folder['kind']}:", f"{short(folder['path'])}: {told}")))
         if entries:
-            print(f"{'library':<23} {'archs':<13} {'key':<8} {'size':>7} {'built':>7} {'age':>6}")
-        for entry in entries:
-            archs = "+".join(entry["archs"])
-            archs = archs if len(archs) <= 13 else f"{archs[:11]}.."
-            seconds = f"{entry['seconds']:.1f} s" if entry["seconds"] is not None else ""
-            note = "stale" if entry["stale"] else ("other" if entry["use"] else "")
-            print(
-                f"{entry['library'][:23]:<23} {archs:<13} {entry['key'][:8]}"
-                f" {inventory.size(entry['bytes']):>7} {seconds:>7}"
-                f" {inventory.since(entry['built']):>6} {note}".rstrip()
-            )
+            print("\n".join(table(_COLUMNS, [_cells(entry) for entry in entries])))
         reasons = {entry["stale"] for entry in entries if entry["stale"]}
         for reason in sorted(reasons):
             print("\n".join(field("stale", reason)))
+
+
+def _cells(entry: dict[str, Any]) -> tuple[str, ...]:
+    seconds = f"{entry['seconds']:.1f} s" if entry["seconds"] is not None else ""
+    note = "stale" if entry["stale"] else ("other" if entry["use"] else "")
+    archs, key = "+".join(entry["archs"]), entry["key"][:8]
+    return entry["library"], archs, key, size(entry["bytes"]), seconds, since(entry["built"]), note

@@ -5,8 +5,7 @@ Nothing here imports torch, initialises CUDA in this process, or writes anything
 
 from __future__ import annotations
 
-import importlib.util
-import json
+import contextlib
 import os
 import platform
 import re
@@ -17,72 +16,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import env
-from ..backends import archs, hip, toolchain
+from ..backends import archs, toolchain
 from ..build import resources
 from ..errors import BuildError, SettingError
+from ..platform import installed_torch, is_hip
 
 Facts = dict[str, Any]
 UNREAD = "nothing reads it"
 
-# Asked in a process of its own: initialising CUDA here would break later forks. No context is made.
-_GPUS = """
-import ctypes, json
-answer = {"driver": None, "cuda": None, "problem": "", "devices": []}
-try:
-    nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    text = ctypes.create_string_buffer(96)
-    if nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(text, 96) == 0:
-        answer["driver"] = text.value.decode()
-except (OSError, AttributeError):
-    pass
-try:
-    cuda = ctypes.CDLL("libcuda.so.1")
-except OSError:
-    answer["problem"] = "no NVIDIA driver (libcuda.so.1 is not there)"
-else:
-    number = ctypes.c_int()
-    if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
-        answer["cuda"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
-    code = cuda.cuInit(0)
-    if code == 0:
-        code = cuda.cuDeviceGetCount(ctypes.byref(number))
-    if code != 0:
-        name = ctypes.c_char_p()
-        cuda.cuGetErrorName(code, ctypes.byref(name))
-        answer["problem"] = f"the driver answers {(name.value or b'').decode() or code}"
-    for device in range(number.value if code == 0 else 0):
-        name, memory = ctypes.create_string_buffer(256), ctypes.c_size_t()
-        major, minor = ctypes.c_int(), ctypes.c_int()
-        cuda.cuDeviceGetName(name, 256, device)
-        cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
-        cuda.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
-        answer["devices"].append({"name": name.value.decode(), "memory": memory.value,
-            "arch": f"{major.value}.{minor.value}"})
-print(json.dumps(answer))
-"""
-
 
 def gpus(known: Sequence[str]) -> Facts:
-    """The driver and the visible GPUs; "problem" says why there are none.
+    """Returns the driver and the visible GPUs; "problem" says why there are none.
 
-    ``known``: their archs as the builders see them, which is all that is told of AMD's.
+    Args:
+        known: archs of the GPUs as the builders see them, which is all that is told of AMD's.
     """
-    answer: Facts = {"driver": None, "cuda": None, "problem": "", "devices": []}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _GPUS],
-            env={**os.environ, "CUDA_CACHE_DISABLE": "1"},  # else the driver makes ~/.nv
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        if done.returncode == 0:
-            answer.update(json.loads(done.stdout))
-        else:
-            answer["problem"] = f"asking the driver ended with status {done.returncode}"
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        answer["problem"] = "the driver does not answer"
+    answer = archs.ask_driver()
     if not answer["devices"] and known:
         answer["devices"] = [{"name": "GPU", "arch": arch, "memory": None} for arch in known]
     return answer
@@ -125,24 +74,8 @@ def python() -> Facts:
 
 
 def torch() -> Facts:
-    """The installed torch, read off its files."""
-    try:
-        spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        spec = None
-    if spec is None or spec.origin is None:
-        return {"version": None, "cuda": None, "hip": None, "path": None}
-    folder = os.path.dirname(spec.origin)
-    try:
-        with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
-            text = file.read()
-    except OSError:
-        text = ""
-    facts: Facts = {"path": folder}
-    for name, key in (("__version__", "version"), ("cuda", "cuda"), ("hip", "hip")):
-        found = re.search(rf"^{name}\b[^=\n]*=\s*'([^']*)'", text, re.MULTILINE)
-        facts[key] = found[1] if found else None
-    return facts
+    """Returns the versions of the installed torch and its place, read off its files."""
+    return installed_torch()._asdict()
 
 
 def _cxx_origin(path: str) -> str:
@@ -163,13 +96,6 @@ def _nvcc_origin(path: str) -> str:
 
 def _hipcc_origin(path: str) -> str:
     return _home_origin(path, "hipcc", ("APEX_TE_ROCM_HOME", "ROCM_HOME", "ROCM_PATH"))
-
-
-def _for_amd() -> bool:
-    try:
-        return hip.is_active()
-    except SettingError:  # the settings say so
-        return False
 
 
 def _tool(name: str, find: Callable[[], tuple[str, str]], origin: Callable[[str], str]) -> Facts:
@@ -238,8 +164,9 @@ def tools() -> list[Facts]:
         _tool("cublasLt.h", _cublaslt, usual),
     ]
     hipcc = _tool("hipcc", _hipcc, _hipcc_origin)
-    if not hipcc["missing"] or _for_amd():
-        found.insert(2, hipcc)
+    with contextlib.suppress(SettingError):  # the settings say what is wrong
+        if not hipcc["missing"] or is_hip():
+            found.insert(2, hipcc)
     return found
 
 
@@ -263,7 +190,7 @@ _READ: dict[str, Callable[[], object] | None] = {
     "APEX_TE_CUDA_HOME": None,
     "APEX_TE_DISABLE_JIT": env.jit_disabled,
     "APEX_TE_GEMM_TUNE": _boolean("APEX_TE_GEMM_TUNE"),
-    "APEX_TE_GPU_PLATFORM": hip.is_active,
+    "APEX_TE_GPU_PLATFORM": is_hip,
     "APEX_TE_JIT_RETRY": env.jit_retry,
     "APEX_TE_JIT_VERBOSE": env.jit_verbose,
     "APEX_TE_LOCK_TIMEOUT": env.lock_timeout,

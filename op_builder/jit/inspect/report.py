@@ -14,33 +14,32 @@ import stat
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ...spec import SUITE, OpSpec
 from .. import env
-from ..backends import steps
+from ..backends import library
 from ..backends.archs import (
-    EXAMPLE,
     Arch,
     Capability,
-    example,
     named_arch_list,
     visible_capabilities,
 )
+from ..backends.dispatcher import DispatcherSpec
 from ..build import failure
-from ..build.service import look_up
 from ..errors import BuildError, CacheError, CompileError
 from ..find import cache, inventory
+from ..find.key import key_of
+from ..find.look_up import look_up
+from ..platform import CUDA, gpu_platform
 from ..prebuild.targets import Targets
 from . import machine
-
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
 
 Facts = dict[str, Any]
 
 
 class Here(NamedTuple):
-    """What the state of a library depends on beside its builder, asked once."""
+    """What the state of a library depends on beside its spec, asked once."""
 
     capabilities: tuple[Capability, ...]  # of the visible GPUs
     targets: Targets | None  # archs to build for, None if the list in the environment is bad
@@ -60,8 +59,6 @@ def here() -> Here:
 
 
 def _version() -> str:
-    from ...builder import SUITE
-
     for folder in (SUITE, SUITE / "apex_te"):
         with contextlib.suppress(OSError):
             text = (folder / "_version.py").read_text(encoding="utf-8")
@@ -72,17 +69,17 @@ def _version() -> str:
 
 
 def found_entry(
-    builder: OpBuilder, device: str, capabilities: Sequence[Capability]
+    spec: OpSpec, device: str, capabilities: Sequence[Capability]
 ) -> tuple[str, str] | None:
     """(kind, folder) of the entry that every GPU in use is served by; None if one has none."""
     gpus: Sequence[Capability | None] = [None]
-    if builder.needs_archs(device) and capabilities:
-        gpus = [gpu for gpu in capabilities if gpu >= builder.min_arch]
+    if spec.needs_archs(device) and capabilities:
+        gpus = [gpu for gpu in capabilities if gpu >= spec.min_arch]
     found = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the caches are reported apart
         for gpu in gpus:
-            opened = look_up(builder, device, gpu)
+            opened = look_up(spec, device, gpu)
             if opened is None:
                 return None
             os.close(opened.fd)
@@ -90,59 +87,59 @@ def found_entry(
     return found
 
 
-def archs_to_build(builder: OpBuilder, device: str, here: Here) -> tuple[Arch, ...]:
+def archs_to_build(spec: OpSpec, device: str, here: Here) -> tuple[Arch, ...]:
     """The archs a build would be for. Raises BuildError."""
-    if not builder.needs_archs(device):
+    if not spec.needs_archs(device):
         return ()
     if here.targets is None:
         raise BuildError(here.problem)
-    return here.targets.of(builder)
+    return here.targets.of(spec)
 
 
-def check_build(builder: OpBuilder, device: str, archs: Sequence[Arch]) -> None:
+def check_build(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
     """Raise the error that a build would end with before its first command; makes nothing."""
-    builder.check_device(device)
+    spec.check_device(device)
     if env.jit_disabled():
         raise BuildError("APEX_TE_DISABLE_JIT forbids compiling")
-    steps.check(builder, device, archs)
+    library.check(spec, device, archs)
     path = cache.user_cache().path
-    if cache.named_cache() and not inventory.writable(path):
+    if cache.named_cache() and not cache.is_writable(path):
         raise CacheError(f"APEX_TE_CACHE_DIR={cache.named_cache()} is not writable")
 
 
 def recent_failure(
-    builder: OpBuilder, device: str, archs: Sequence[Arch]
+    spec: OpSpec, device: str, archs: Sequence[Arch]
 ) -> tuple[CompileError, float] | None:
     """A stored failure that a call now would raise, and how many seconds ago it was."""
     if env.jit_retry():
         return None
-    folder = cache.entry_folder(builder.library_name(device), builder.key(device))
-    tag = "_".join(str(arch) for arch in archs) or cache.CPU_ENTRY
+    folder = cache.entry_folder(spec.library_name(device), key_of(spec, device))
+    tag = cache.entry_tag(archs)
     path = os.path.join(cache.user_cache().path, folder, f"failure-{tag}.json")
-    compiler = builder.compiler_version(device, archs)
+    compiler = library.compiler_version(spec, device, archs)
     error = failure.recall(path, compiler, time.time() - failure.KEPT_SECONDS)
     return None if error is None else (error, time.time() - os.stat(path).st_mtime)
 
 
-def library(builder: OpBuilder, device: str, here: Here) -> Facts:
+def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
     """The state of one library: prebuilt, cached, can build, failed or cannot, and why."""
-    facts: Facts = {"op": builder.NAME, "device": device, "state": "", "reason": ""}
+    facts: Facts = {"op": spec.NAME, "device": device, "state": "", "reason": ""}
     facts.update(key="", path="", archs=[], seconds=None, size=None, built=None, compiler="")
-    name = builder.library_name(device)
+    name = spec.library_name(device)
     try:
-        facts["key"] = builder.key(device)
-        found = found_entry(builder, device, here.capabilities)
+        facts["key"] = key_of(spec, device)
+        found = found_entry(spec, device, here.capabilities)
         if found is not None:
             facts["state"] = "prebuilt" if found[0] == "prebuilt" else "cached"
             facts["path"] = os.path.join(found[1], f"{name}.so")
-            facts.update(_entry_facts(builder, name, found[1]))
+            facts.update(_entry_facts(spec, name, found[1]))
             return facts
-        archs = archs_to_build(builder, device, here)
+        archs = archs_to_build(spec, device, here)
         facts["archs"] = [str(arch) for arch in archs]
-        tag = "_".join(facts["archs"]) or cache.CPU_ENTRY
+        tag = cache.entry_tag(archs)
         facts["seconds"] = inventory.last_seconds(cache.user_cache(), name, tag)
-        check_build(builder, device, archs)
-        failed = recent_failure(builder, device, archs)
+        check_build(spec, device, archs)
+        failed = recent_failure(spec, device, archs)
         if failed is not None:
             facts.update(state="failed", reason=failed[0].first_error)
         else:
@@ -152,8 +149,8 @@ def library(builder: OpBuilder, device: str, here: Here) -> Facts:
     return facts
 
 
-def _entry_facts(builder: OpBuilder, name: str, folder: str) -> Facts:
-    for location in cache.locations(builder.prebuilt_folder):
+def _entry_facts(spec: OpSpec, name: str, folder: str) -> Facts:
+    for location in cache.locations(spec.prebuilt_folder):
         if os.path.dirname(os.path.dirname(folder)) != location.path:
             continue
         for entry in inventory.entries(location, name, check=False):
@@ -185,7 +182,7 @@ def cache_folder(location: cache.Location) -> Facts:
     """State of one cache folder: who owns it, what is in it, and what is wrong with it."""
     facts: Facts = {"kind": location.kind, "path": location.path, "from": _origin(location)}
     facts.update(exists=False, owner=None, mode=None, problem="", entries=0, bytes=0)
-    facts["writable"] = location.private and inventory.writable(location.path)
+    facts["writable"] = location.private and cache.is_writable(location.path)
     try:
         status = os.stat(location.path, follow_symlinks=False)
     except FileNotFoundError:
@@ -215,12 +212,9 @@ def cache_folder(location: cache.Location) -> Facts:
     return facts
 
 
-def collect(builders: Iterable[OpBuilder]) -> Facts:
+def collect(builders: Iterable[OpSpec]) -> Facts:
     """The whole report as plain data."""
-    from ...builder import SUITE
-    from ...core import CoreBuilder
-
-    core = CoreBuilder()
+    core = DispatcherSpec()
     now = here()
     builders = [core, *builders]
     named = now.targets.named if now.targets is not None else None
@@ -236,15 +230,13 @@ def collect(builders: Iterable[OpBuilder]) -> Facts:
             "archs": chosen,
             "from": origin,
             "problem": now.problem,
-            "example": EXAMPLE if now.problem else example(),
+            "example": CUDA.example if now.problem else gpu_platform().example,
         },
         "tools": machine.tools(),
         "caches": [cache_folder(place) for place in cache.locations(core.prebuilt_folder)],
         "settings": machine.settings(),
         "libraries": [
-            library(builder, device, now)
-            for builder in builders
-            for device in inventory.devices(builder)
+            library_facts(spec, device, now) for spec in builders for device in spec.built_devices()
         ],
     }
 

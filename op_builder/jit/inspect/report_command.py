@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from ..find import inventory
+from ..text import WIDTH, Column, field, short, size, table
 from . import report
 
 Facts = dict[str, Any]
-WIDTH = 80
-_INDENT = 11
 _ORDER = ("prebuilt", "cached", "can build", "failed", "cannot")
 
 
@@ -36,32 +32,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if report.is_broken(facts) else 0
 
 
-def short(path: str) -> str:
-    """A path with the home folder as ~."""
-    home = os.path.expanduser("~")
-    inside = os.path.isabs(home) and home != "/" and path.startswith(home + os.sep)
-    return f"~{path[len(home) :]}" if inside else path
-
-
-def field(name: str, text: str) -> Iterator[str]:
-    """A named line, wrapped; a path stays in one piece."""
-    yield from textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent=f"{name:<{_INDENT - 1}} ",
-        subsequent_indent=" " * _INDENT,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def _machine(facts: Facts) -> Iterator[str]:
     here, python, torch = facts["machine"], facts["python"], facts["torch"]
     yield from field(
         "apex_te", f"{facts['apex_te']['version']} in {short(facts['apex_te']['path'])}"
     )
     memory = here["memory_free"]
-    free = f", {inventory.size(memory)} of memory free" if memory is not None else ""
+    free = f", {size(memory)} of memory free" if memory is not None else ""
     jobs = f", {here['jobs']} compilers at once" if here["jobs"] else ""
     yield from field(
         "machine",
@@ -84,7 +61,7 @@ def _gpus(facts: Facts) -> Iterator[str]:
     driver = f"driver {gpus['driver'] or 'unknown'} for CUDA {gpus['cuda']}" if gpus["cuda"] else ""
     devices = [
         f"{device['name']}, arch {device['arch']}"
-        + (f", {inventory.size(device['memory'])}" if device["memory"] else "")
+        + (f", {size(device['memory'])}" if device["memory"] else "")
         for device in gpus["devices"]
     ]
     for index, device in enumerate(dict.fromkeys(devices)):
@@ -119,9 +96,9 @@ def _caches(facts: Facts) -> Iterator[str]:
             text += "not there yet" if place["writable"] else "not there"
         else:
             text += f"owner {place['owner']}, mode {place['mode']}, {place['entries']} entries,"
-            text += f" {inventory.size(place['bytes'])}"
+            text += f" {size(place['bytes'])}"
         if "free" in place:
-            text += f", {inventory.size(place['free'])} free"
+            text += f", {size(place['free'])} free"
         if place["problem"]:
             text += f"; {place['problem']}"
         yield from field(name, text)
@@ -135,30 +112,39 @@ def _settings(facts: Facts) -> Iterator[str]:
         yield from field("settings", "none")
 
 
-def _row(row: Facts, op: int, archs: int) -> str:
-    names = "+".join(row["archs"])
-    if len(names) > archs:
-        names = names[: archs - 2] + ".."
-    seconds = f"{row['seconds']:.1f}" if row["seconds"] is not None else ""
-    size = inventory.size(row["size"]) if row["size"] is not None else ""
-    return (
-        f"{row['op'][:op]:<{op}} {row['device']:<4} {row['state']:<9} {names:<{archs}}"
-        f" {seconds:>6} {size:>7} {row['key'][:12]}"
-    ).rstrip()
-
-
 def _libraries(facts: Facts, paths: bool) -> Iterator[str]:
     rows = facts["libraries"]
     op = min(24, max(len(row["op"]) for row in rows))
-    archs = min(WIDTH - op - 44, max(6, *(len("+".join(row["archs"])) for row in rows)))
-    yield (f"{'op':<{op}} {'for':<4} {'state':<9} {'archs':<{archs}} {'s':>6} {'size':>7} key")
-    for row in rows:
-        yield _row(row, op, archs)
+    columns = (
+        Column("op", most=op),
+        Column("for", 4),
+        Column("state", 9),
+        Column("archs", 6, most=WIDTH - op - 44, ending=".."),
+        Column("s", 6, right=True),
+        Column("size", 7, right=True),
+        Column("key"),
+    )
+    titles, *told = table(columns, [_cells(row) for row in rows])
+    yield titles
+    for row, line in zip(rows, told, strict=True):
+        yield line
         if paths and row["path"]:
             yield f"  {short(row['path'])}"
+    yield ""
+    yield from _summary(rows)
+
+
+def _cells(row: Facts) -> tuple[str, ...]:
+    seconds = f"{row['seconds']:.1f}" if row["seconds"] is not None else ""
+    shown = size(row["size"]) if row["size"] is not None else ""
+    archs = "+".join(row["archs"])
+    return row["op"], row["device"], row["state"], archs, seconds, shown, row["key"][:12]
+
+
+def _summary(rows: list[Facts]) -> Iterator[str]:
+    """Yields how many libraries are in each state, and why some cannot be built."""
     counts = {state: [row for row in rows if row["state"] == state] for state in _ORDER}
     told = [f"{len(found)} {state}" for state, found in counts.items() if found]
-    yield ""
     yield from field("libraries", ", ".join(told))
     for state in ("failed", "cannot"):
         reasons: dict[str, list[str]] = {}

@@ -7,18 +7,17 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ...spec import OpSpec
+from ..backends import library
 from ..backends.archs import Arch, covered
 from ..errors import BuildError, CacheError
 from ..find import cache, inventory
 from ..find.inventory import Entry
-from ..find.key import OP_ABI, normalise
+from ..find.key import OP_ABI, key_of, made_of, normalise
+from ..text import WIDTH, field, short, since
 from . import report
-from .report_command import WIDTH, field, short
-
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
 
 Facts = dict[str, Any]
 
@@ -36,14 +35,14 @@ def run(args: argparse.Namespace) -> int:
     """0 if the next call finds or builds the libraries; 1 if it would raise."""
     from ... import get_builder
 
-    builder = get_builder(args.op)
+    spec = get_builder(args.op)
     if args.device is not None:
-        builder.check_device(args.device)
+        spec.check_device(args.device)
     now = report.here()
-    devices = [args.device] if args.device is not None else inventory.devices(builder)
+    devices = [args.device] if args.device is not None else spec.built_devices()
     if args.device is None and now.targets is not None and not now.targets.known:
-        devices = [name for name in devices if not builder.needs_archs(name)] or devices
-    found = [explain(builder, device, now) for device in devices]
+        devices = [name for name in devices if not spec.needs_archs(name)] or devices
+    found = [explain(spec, device, now) for device in devices]
     if args.json:
         print(json.dumps(found, indent=1))
     else:
@@ -51,42 +50,42 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(facts["next"]["raises"] for facts in found) else 0
 
 
-def explain(builder: OpBuilder, device: str, here: report.Here) -> Facts:
+def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
     """All about one library as plain data."""
-    made = inventory.made_of(builder, device)
+    made = made_of(spec, device)
     facts: Facts = {
-        "op": builder.NAME,
+        "op": spec.NAME,
         "device": device,
-        "key": builder.key(device),
+        "key": key_of(spec, device),
         "abi": OP_ABI,
-        "flags": normalise(builder.key_flags(device), str(builder.root)),
+        "flags": normalise(library.key_flags(spec, device), str(spec.root)),
         **made,
         "gpus": [str(Arch(*gpu)) for gpu in here.capabilities],
     }
     try:
-        facts["compiler"] = builder.compiler_version(device, ())
+        facts["compiler"] = library.compiler_version(spec, device)
     except BuildError as error:
         facts["compiler"] = f"none: {error}"
     facts["wanted"] = []
     if here.targets is not None and here.targets.named is not None:
         with contextlib.suppress(BuildError):  # "next" says what is wrong
-            archs = report.archs_to_build(builder, device, here)
+            archs = report.archs_to_build(spec, device, here)
             facts["wanted"] = [str(arch) for arch in archs]
-    places = cache.locations(builder.prebuilt_folder)
-    facts["steps"] = [_step(place, builder, device, here, facts) for place in places]
-    facts["next"] = _next(builder, device, here)
+    places = cache.locations(spec.prebuilt_folder)
+    facts["steps"] = [_step(place, spec, device, here, facts) for place in places]
+    facts["next"] = _next(spec, device, here)
     return facts
 
 
 def _step(
-    place: cache.Location, builder: OpBuilder, device: str, here: report.Here, facts: Facts
+    place: cache.Location, spec: OpSpec, device: str, here: report.Here, facts: Facts
 ) -> Facts:
     """What the look-up finds in one folder."""
     step: Facts = {"kind": place.kind, "path": place.path, "found": [], "problem": ""}
     step["exists"] = os.path.lexists(place.path)
     try:
-        for entry in inventory.entries(place, builder.library_name(device)):
-            verdict, serves = _verdict(entry, builder, device, here, facts)
+        for entry in inventory.entries(place, spec.library_name(device)):
+            verdict, serves = _verdict(entry, spec, device, here, facts)
             step["found"].append(
                 {
                     "path": entry.path,
@@ -104,15 +103,15 @@ def _step(
 
 
 def _verdict(
-    entry: Entry, builder: OpBuilder, device: str, here: report.Here, facts: Facts
+    entry: Entry, spec: OpSpec, device: str, here: report.Here, facts: Facts
 ) -> tuple[str, bool]:
     """Why an entry serves or not, and whether it does."""
     if not facts["key"].startswith(entry.digits):
-        return f"another key: {_difference(entry, builder, facts)}", False
+        return f"another key: {_difference(entry, spec, facts)}", False
     if entry.problem:
         return f"refused: {entry.problem}", False
-    if builder.needs_archs(device):
-        usable = [gpu for gpu in here.capabilities if gpu >= builder.min_arch]
+    if spec.needs_archs(device):
+        usable = [gpu for gpu in here.capabilities if gpu >= spec.min_arch]
         lacking = [str(Arch(*gpu)) for gpu in usable if not covered(entry.archs, gpu)]
         if lacking:
             return f"does not cover the GPU of arch {', '.join(lacking)}", False
@@ -125,7 +124,7 @@ def _verdict(
     return "serves", True
 
 
-def _difference(entry: Entry, builder: OpBuilder, facts: Facts) -> str:
+def _difference(entry: Entry, spec: OpSpec, facts: Facts) -> str:
     """What differs between the entry's sources and flags and the present ones."""
     theirs = entry.manifest
     told = []
@@ -141,7 +140,7 @@ def _difference(entry: Entry, builder: OpBuilder, facts: Facts) -> str:
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
                 told.append(f"{word} {', '.join(names[:3])}{more}")
-    flags = normalise([str(flag) for flag in theirs.get("flags") or ()], str(builder.root))
+    flags = normalise([str(flag) for flag in theirs.get("flags") or ()], str(spec.root))
     if flags and flags != facts["flags"]:
         added = " ".join(flag for flag in facts["flags"] if flag not in flags)
         dropped = " ".join(flag for flag in flags if flag not in facts["flags"])
@@ -152,9 +151,9 @@ def _difference(entry: Entry, builder: OpBuilder, facts: Facts) -> str:
     return "; ".join(told) or "nobody recorded what it was made of"
 
 
-def _next(builder: OpBuilder, device: str, here: report.Here) -> Facts:
+def _next(spec: OpSpec, device: str, here: report.Here) -> Facts:
     """What a call would do now."""
-    row = report.library(builder, device, here)
+    row = report.library_facts(spec, device, here)
     state, where = row["state"], cache.user_cache().path
     raises = state in ("failed", "cannot")
     if state in ("prebuilt", "cached"):
@@ -163,7 +162,7 @@ def _next(builder: OpBuilder, device: str, here: report.Here) -> Facts:
         archs = f" for {' '.join(row['archs'])}" if row["archs"] else ""
         about = f", which took {row['seconds']:.1f} s last time" if row["seconds"] else ""
         into = short(where)
-        if not inventory.writable(where):
+        if not cache.is_writable(where):
             into = "a temporary folder, with a warning (the user cache cannot be written)"
         text = f"compiles{archs}{about}, into {into}"
     elif state == "failed":
@@ -207,6 +206,6 @@ def _settings(facts: Facts) -> str:
 
 
 def _entry_lines(place: str, entry: Facts) -> Iterator[str]:
-    ago = inventory.since(entry["built"])
+    ago = since(entry["built"])
     when = f" ({ago} old)" if ago else ""
     yield from field("", f"{os.path.relpath(entry['path'], place)}{when}: {entry['verdict']}")

@@ -13,8 +13,9 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ...spec import OpSpec
 from ..backends.archs import Arch
 from ..errors import BuildError
 from ..find import cache
@@ -22,16 +23,13 @@ from ..find.cache import Location
 from ..find.key import closure
 from .build_report import BuildReport, LibraryReport
 
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
-
 _STOP_PAUSE = 0.1  # seconds
 
 
 class Wanted(NamedTuple):
     """One library to build, for ``archs`` if it is made for GPU archs."""
 
-    builder: OpBuilder
+    spec: OpSpec
     device: str
     archs: tuple[Arch, ...] = ()
     label: str = ""
@@ -39,13 +37,13 @@ class Wanted(NamedTuple):
     @property
     def op(self) -> str:
         """The name that reports show."""
-        return self.label or self.builder.NAME
+        return self.label or self.spec.NAME
 
     def cost(self) -> tuple[bool, int, int]:
         """Sorts long builds first: dispatchers, many archs and sources, much that is included."""
-        builder = self.builder
-        sources = [os.path.join(builder.root, name) for name in builder.device_sources(self.device)]
-        read = sum(os.path.getsize(path) for path in closure(sources, builder.include_folders()))
+        spec = self.spec
+        sources = [os.path.join(spec.root, name) for name in spec.device_sources(self.device)]
+        read = sum(os.path.getsize(path) for path in closure(sources, spec.include_folders()))
         return bool(self.label), len(self.archs) * len(sources), read
 
     def report(self, state: str, **values: Any) -> LibraryReport:
@@ -75,7 +73,7 @@ def _build_one(
 
     try:
         opened = build(
-            wanted.builder,
+            wanted.spec,
             wanted.device,
             verbose=verbose,
             location=location,
@@ -149,7 +147,7 @@ def _fitting(pending: list[Wanted], free: int) -> Iterator[tuple[Wanted, int]]:
     """
     while pending and free:
         item = pending.pop(0)
-        sources = len(item.builder.device_sources(item.device))
+        sources = len(item.spec.device_sources(item.device))
         share = max(1, min(sources, free - len(pending)))
         free -= share
         yield item, share

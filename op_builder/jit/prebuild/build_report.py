@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from ..text import Column, size, table
+
+_COLUMNS = (
+    *(Column(title) for title in ("op", "device", "archs", "state")),
+    *(Column(title, right=True) for title in ("seconds", "size")),
+)
 STATES = ("built", "present", "skipped", "failed")
 
 
@@ -55,36 +61,29 @@ class BuildReport(NamedTuple):
     def __str__(self) -> str:
         """The table: a line per library, then what was skipped by reason, then the sum."""
         shown = self.of_state("built", "present", "failed")
-        rows: list[tuple[str, ...]] = [("op", "device", "archs", "state", "seconds", "size")]
-        rows += [_row(library) for library in shown]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = []
-        for row in rows if shown else []:
-            cells = [
-                cell.rjust(width) if i > 3 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
+        rows = [_row(library) for library in shown]
+        lines = list(table(_COLUMNS, rows, "  ")) if shown else []
         lines += _skipped(self.of_state("skipped"))
         counts = [f"{len(self.of_state(state))} {state}" for state in STATES]
-        size = _size(sum(library.size for library in shown))
+        total = size(sum(library.size for library in shown))
         lines.append(
-            f"{', '.join(counts)}; {size or '0 KB'} in {self.seconds:.1f} s,"
+            f"{', '.join(counts)}; {total} in {self.seconds:.1f} s,"
             f" at most {self.jobs} compiler{'s' if self.jobs > 1 else ''} at once"
         )
         return "\n".join(lines)
 
 
-def _size(size: int) -> str:
-    if not size:
-        return ""
-    return f"{size / 1e6:.1f} MB" if size >= 1_000_000 else f"{max(1, round(size / 1e3))} KB"
-
-
 def _row(library: LibraryReport) -> tuple[str, ...]:
     seconds = f"{library.seconds:.1f}" if library.state == "built" else ""
     archs = " ".join(library.archs) or "-"
-    return library.op, library.device, archs, library.state, seconds, _size(library.size)
+    return (
+        library.op,
+        library.device,
+        archs,
+        library.state,
+        seconds,
+        size(library.size) if library.size else "",
+    )
 
 
 def _skipped(libraries: Iterable[LibraryReport]) -> list[str]:

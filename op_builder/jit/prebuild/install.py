@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import os
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from ...spec import OpSpec
 from .. import env
-from ..backends import pythons, steps, toolchain
+from ..backends import library, pythons, toolchain
 from ..backends.archs import named_arch_list, visible_capabilities
 from ..build import resources
 from ..errors import BuildError, PrebuildError, SettingError
 from ..find import cache
 from ..find.cache import Location, make_private
+from ..platform import installed_torch
 from .batch import Wanted, build_all
 from .build_report import BuildReport
 from .targets import Choice, Targets, dispatchers, offered, plan
-
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
 
 CPP_OPS, CUDA_OPS = GROUPS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
 # what apex's setup.py takes -> what says it here
@@ -29,12 +26,10 @@ _APEX_OPTIONS = {"--cpp_ext": CPP_OPS, "--cuda_ext": CUDA_OPS}
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA or ROCm build, told by its files, not importing it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    folder = os.path.join(os.path.dirname(spec.origin), "lib")
-    return any(os.path.exists(f"{folder}/libtorch_{kind}.so") for kind in ("cuda", "hip"))
+    """Returns True if the installed torch is a CUDA or ROCm build; does not import it."""
+    folder = installed_torch().path
+    libraries = [f"{folder}/lib/libtorch_{kind}.so" for kind in ("cuda", "hip")]
+    return folder is not None and any(map(os.path.exists, libraries))
 
 
 def cuda_expected() -> bool:
@@ -42,7 +37,7 @@ def cuda_expected() -> bool:
     return named_arch_list() is not None or bool(visible_capabilities()) or torch_has_cuda()
 
 
-def select(builders: Mapping[str, OpBuilder]) -> list[Choice]:
+def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
     """What the environment asks for, without the dispatchers, and why the rest is left out.
 
     APEX_BUILD_<OP> decides for one op; else APEX_BUILD_CUDA_OPS asks for both libraries of every op
@@ -51,14 +46,14 @@ def select(builders: Mapping[str, OpBuilder]) -> list[Choice]:
     cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)
     choices: list[Choice] = []
     expected: bool | None = None
-    for name, builder in sorted(builders.items()):
-        single = env.boolean(builder.BUILD_VAR, None)
+    for name, spec in sorted(builders.items()):
+        single = env.boolean(spec.BUILD_VAR, None)
         if single and not cuda and expected is None:
             expected = cuda_expected()
-        for device in offered(builder):
+        for device in offered(spec):
             reason = ""
             if single is False:
-                reason = f"{builder.BUILD_VAR}={os.environ[builder.BUILD_VAR]}"
+                reason = f"{spec.BUILD_VAR}={os.environ[spec.BUILD_VAR]}"
             elif not (single or cpp or cuda):
                 reason = "not asked for"
             elif device == "cuda" and not (cuda or single):
@@ -69,16 +64,16 @@ def select(builders: Mapping[str, OpBuilder]) -> list[Choice]:
     return choices
 
 
-def unknown_variables(builders: Mapping[str, OpBuilder]) -> list[str]:
+def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
     """APEX_BUILD_* variables that nothing reads, such as a misspelt one."""
-    known = {builder.BUILD_VAR for builder in builders.values()}
+    known = {spec.BUILD_VAR for spec in builders.values()}
     known.update((*GROUPS, pythons.VARIABLE))
     return sorted(
         name for name in os.environ if name.startswith("APEX_BUILD_") and name not in known
     )
 
 
-def check_install(builders: Mapping[str, OpBuilder], arguments: Iterable[str] = ()) -> list[Choice]:
+def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ()) -> list[Choice]:
     """``select``, refused where something contradicts or would be ignored without a word.
 
     Raises SettingError for a variable that nothing reads, for apex's command line options, and for
@@ -100,7 +95,7 @@ def check_install(builders: Mapping[str, OpBuilder], arguments: Iterable[str] = 
 
 
 def into_package(
-    builders: Mapping[str, OpBuilder], choices: Sequence[Choice], target: str
+    builders: Mapping[str, OpSpec], choices: Sequence[Choice], target: str
 ) -> BuildReport:
     """Build what was chosen into the folder ``target`` of a package, for the Pythons named.
 
@@ -113,7 +108,7 @@ def into_package(
     for item in wanted:
         _check_portable(item)
         try:
-            steps.check(item.builder, item.device, item.archs)
+            library.check(item.spec, item.device, item.archs)
         except BuildError as error:  # told now, not after a minute of compiling the others
             unable.append(item.report("failed", reason=str(error)))
     if unable:
@@ -131,7 +126,7 @@ def into_package(
 
 
 def _check_portable(wanted: Wanted) -> None:
-    for flag in wanted.builder.key_flags(wanted.device):
+    for flag in library.key_flags(wanted.spec, wanted.device):
         if toolchain.is_for_this_machine(flag):
             raise SettingError(
                 f"{wanted.op} ({wanted.device}): {flag} makes a library for this machine's CPU"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from ..backends import extension, pythons
+from ...spec import OpSpec
+from ..backends import pythons
 from ..backends.archs import (
     Arch,
     Capability,
@@ -14,12 +15,11 @@ from ..backends.archs import (
     parse_arch_list,
     visible_capabilities,
 )
+from ..backends.dispatcher import DispatcherSpec
 from ..errors import ArchError
+from ..platform import soabi
 from .batch import Wanted
 from .build_report import LibraryReport
-
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
 
 DEVICES = ("cpu", "cuda")
 
@@ -56,23 +56,23 @@ class Targets(NamedTuple):
         """Whether there is any arch to build for."""
         return self.named is not None or bool(self.capabilities)
 
-    def of(self, builder: OpBuilder) -> tuple[Arch, ...]:
+    def of(self, spec: OpSpec) -> tuple[Arch, ...]:
         """The archs of one op. Raises ArchError where none serves."""
         named = self.named
         if named is None and self.capabilities:
             named = ("the visible GPUs", ";".join(str(Arch(*c)) for c in self.capabilities))
-        return choose(builder.NAME, builder.min_arch, builder.specific_archs(), None, named)
+        return choose(spec.NAME, spec.min_arch, spec.specific_archs(), None, named)
 
 
-def offered(builder: OpBuilder) -> list[str]:
+def offered(spec: OpSpec) -> list[str]:
     """The devices an op has libraries for; an extension module is one library."""
-    if builder.BINDING == "pybind11":
+    if spec.BINDING == "pybind11":
         return ["cpu"]
-    return [device for device in DEVICES if device in builder.DEVICES]
+    return [device for device in DEVICES if device in spec.DEVICES]
 
 
 def plan(
-    builders: Mapping[str, OpBuilder], choices: Iterable[Choice], targets: Targets
+    builders: Mapping[str, OpSpec], choices: Iterable[Choice], targets: Targets
 ) -> tuple[list[Wanted], list[LibraryReport]]:
     """What is to be built, and the rows of what is left out.
 
@@ -81,30 +81,28 @@ def plan(
     wanted: list[Wanted] = []
     rows: list[LibraryReport] = []
     for choice in choices:
-        builder, device = builders[choice.op], choice.device
+        spec, device = builders[choice.op], choice.device
         if not choice.wanted:
             rows.append(LibraryReport(choice.op, device, "skipped", reason=choice.reason))
             continue
         archs: tuple[Arch, ...] = ()
-        if builder.needs_archs(device):
+        if spec.needs_archs(device):
             try:
-                archs = targets.of(builder)
+                archs = targets.of(spec)
             except ArchError as error:
                 # a group takes what there is for these archs; but without any, nothing is right
                 if choice.insisted or not targets.known:
                     raise
                 rows.append(LibraryReport(choice.op, device, "skipped", reason=str(error)))
                 continue
-        wanted.append(Wanted(builder, device, archs))
+        wanted.append(Wanted(spec, device, archs))
     return wanted, rows
 
 
 def dispatchers(named: Sequence[pythons.Python | None]) -> list[Wanted]:
     """One dispatcher per Python; None stands for the running one, whose headers may be missing."""
-    from ...core import CoreBuilder
-
     wanted = []
     for python in named:
-        version = pythons.name_of(python.suffix if python else extension.soabi())
-        wanted.append(Wanted(CoreBuilder(python=python), "cpu", label=f"dispatcher {version}"))
+        version = pythons.name_of(python.suffix if python else soabi())
+        wanted.append(Wanted(DispatcherSpec(python=python), "cpu", label=f"dispatcher {version}"))
     return wanted

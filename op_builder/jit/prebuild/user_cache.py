@@ -5,26 +5,24 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from ...spec import OpSpec
 from .. import env
 from ..backends.archs import Capability
 from ..build import lock, resources
 from ..build.ninja import disk_errors
 from ..errors import JitDisabledError, PrebuildError, SettingError, UnknownOpError
 from ..find import cache
+from ..find.key import key_of
 from .batch import Wanted, build_all, manifest_report
 from .build_report import BuildReport, LibraryReport
 from .targets import DEVICES, Choice, Targets, dispatchers, offered, plan
-
-if TYPE_CHECKING:
-    from ...builder import OpBuilder
 
 _LOCK = "prebuild"  # beside those of the libraries, whose names end in a key
 _DISPATCHER = "apex_te_core"
 
 
-def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpBuilder]) -> list[str]:
+def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpSpec]) -> list[str]:
     """Names of ops, each once; None means all. Raises UnknownOpError.
 
     The dispatcher's name is allowed and adds nothing: it goes along with whatever is built.
@@ -41,7 +39,7 @@ def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpBuilder]
 
 
 def choose_ops(
-    builders: Mapping[str, OpBuilder],
+    builders: Mapping[str, OpSpec],
     ops: str | Iterable[str] | None,
     device: str | None,
     targets: Targets,
@@ -66,15 +64,15 @@ def choose_ops(
 
 def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
     """The row of a library that need not be built."""
-    builder, device = wanted.builder, wanted.device
-    key, library = builder.key(device), builder.library_name(device)
+    spec, device = wanted.spec, wanted.device
+    key, name = key_of(spec, device), spec.library_name(device)
     gpus: Sequence[Capability | None] = [None]
     if wanted.archs and targets.named is None:
         gpus = targets.capabilities  # as on first use: whatever covers the GPU will do
     tags = [str(arch) for arch in wanted.archs]
     row = None
     for gpu in gpus:
-        found = cache.look_up(builder.prebuilt_folder, library, key, gpu, tags)
+        found = cache.look_up(spec.prebuilt_folder, name, key, gpu, tags)
         if found is None:
             return None
         os.close(found.fd)
@@ -97,7 +95,7 @@ def _missing(
 
 
 def into_cache(
-    builders: Mapping[str, OpBuilder],
+    builders: Mapping[str, OpSpec],
     choices: Sequence[Choice],
     targets: Targets,
     *,

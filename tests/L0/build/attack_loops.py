@@ -134,7 +134,7 @@ def interrupt(root: Path, cache_dir: Path, forget: Forget, tally: Tally, count: 
     code = (
         PRELUDE
         + f"""
-from op_builder.jit.backends import steps; from op_builder.jit.build import failure, lock, publish
+from op_builder.jit.build import failure, lock, publish
 try:
     print("ready", flush=True)
 {textwrap.indent(textwrap.dedent(CALL.format(root=str(root))), "    ")}

@@ -15,7 +15,8 @@ import pytest
 
 from op_builder import OpBuilder
 from op_builder.jit.backends import archs
-from op_builder.jit.find import cache, inventory
+from op_builder.jit.find import cache
+from op_builder.jit.find.key import made_of
 from op_builder.jit.inspect import report
 from op_builder.jit.prebuild import targets
 
@@ -46,7 +47,7 @@ def plant(
         "archs": list(names),
         "compiler": "g++ of long ago",
         "flags": builder.key_flags(device),
-        **inventory.made_of(builder, device),
+        **made_of(builder, device),
         "commands": [],
         "seconds": 1.5,
         "size": len(content),

@@ -21,8 +21,8 @@ import op_builder
 from op_builder.core import CoreBuilder
 from op_builder.jit import cli
 from op_builder.jit.backends import pythons, toolchain
-from op_builder.jit.find import cache, inventory
-from op_builder.jit.inspect import clean
+from op_builder.jit.find import cache
+from op_builder.jit.inspect import clean, stale
 
 OLD = time.time() - 2 * clean.LEFTOVER_AGE
 
@@ -31,8 +31,8 @@ def place(folder: Path) -> cache.Location:
     return cache.Location(str(folder), True, "cache")
 
 
-def now(*builders: op_builder.OpBuilder) -> inventory.Current:
-    return inventory.current(builders)
+def now(*builders: op_builder.OpBuilder) -> stale.Current:
+    return stale.current(builders)
 
 
 def summary(found: list[clean.Removed]) -> dict[str, str]:
@@ -128,7 +128,7 @@ def test_one_arch_of_a_key_may_go_alone(cache_dir: Path) -> None:
     bad = plant(cache_dir, rope, "cuda", "9.0")
     (bad / "rope_cuda.so").write_bytes(b"")
     compilers = {"rope_cuda": "g++ of long ago"}
-    current = inventory.Current({"rope_cuda": {rope.key("cuda")[:24]: ""}}, compilers, "")
+    current = stale.Current({"rope_cuda": {rope.key("cuda")[:24]}}, compilers, "")
     assert len(clean.remove_stale(place(cache_dir), current)) == 1
     assert good.exists()
     assert not bad.exists()

@@ -14,10 +14,11 @@ import pytest
 from tiny_op import CHECKOUT, TinyCuda, write_op
 
 from op_builder import all_builders
-from op_builder.jit.backends import archs, hip, hipify, toolchain
+from op_builder.jit import platform
+from op_builder.jit.backends import archs, hip, hipify, library, toolchain
 from op_builder.jit.backends.archs import Arch, choose, parse_arch, parse_arch_list
 from op_builder.jit.errors import ArchError, BuildError, HipccNotFoundError, SettingError
-from op_builder.jit.find.key import closure
+from op_builder.jit.sources import closure
 
 GFX90A, GFX942 = (9, 0, 10), (9, 4, 2)
 KERNEL = """
@@ -46,22 +47,22 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_platform_is_named_or_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(hip=None)))
-    assert not hip.is_active()
+    assert not platform.is_hip()
     monkeypatch.setenv("APEX_TE_GPU_PLATFORM", "HIP")
-    assert hip.is_active()
+    assert platform.is_hip()
     rocm = SimpleNamespace(version=SimpleNamespace(hip="6.2.41133-dd7f95766"))
     monkeypatch.setitem(sys.modules, "torch", rocm)
     monkeypatch.setenv("APEX_TE_GPU_PLATFORM", "cuda")
-    assert not hip.is_active()
+    assert not platform.is_hip()
     monkeypatch.delenv("APEX_TE_GPU_PLATFORM")
-    assert hip.is_active()
+    assert platform.is_hip()
     assert hip.runtime_major() == "6"
 
 
 def test_platform_of_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APEX_TE_GPU_PLATFORM", "rocm")
     with pytest.raises(SettingError, match='GPU_PLATFORM must be "cuda" or "hip", got \'rocm\''):
-        hip.is_active()
+        platform.is_hip()
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,9 @@ def test_platform_is_read_off_torch_without_importing_it(
     (package / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (package / "version.py").write_text(f"__version__ = '2.9.0'\ncuda = None\n{line}\n")
     code = (
+        "from op_builder.jit import platform\n"
         "from op_builder.jit.backends import hip\n"
-        "active = hip.is_active()\n"
+        "active = platform.is_hip()\n"
         "print(active, *([hip.runtime_major()] if active else []))"
     )
     done = subprocess.run(
@@ -315,7 +317,7 @@ def test_torch_extensions_are_refused(amd: None, root: Path) -> None:
     builder = TinyCuda(root)
     builder.BINDING = "pybind11"  # type: ignore[misc]
     with pytest.raises(BuildError, match="cannot be built for AMD"):
-        hip.library(builder, "cpu", [Arch(*GFX90A)], str(root), "out.so")
+        library.build_steps(builder, "cpu", [Arch(*GFX90A)], str(root), "out.so")
 
 
 def test_check_hip_without_hipcc(tmp_path: Path) -> None:

@@ -26,11 +26,12 @@ from apex_te.op_builder import (
     DuplicateOpError,
     OpBuilder,
     UnknownOpError,
+    register,
 )
-from apex_te.op_builder.jit import user_ops
-from apex_te.op_builder.jit.backends import extension, pybind
+from apex_te.op_builder import builder as builders
+from apex_te.op_builder.jit.backends import library, pybind
 from apex_te.op_builder.jit.backends.pybind import read_exports
-from apex_te.op_builder.jit.build import service
+from apex_te.op_builder.jit.build import extension, service
 from apex_te.op_builder.jit.errors import CompileError, HeaderNotFoundError
 from tiny_op import CHECKOUT, logging_compiler
 
@@ -100,8 +101,8 @@ def root(tmp_path: Path) -> Path:
 def fresh(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that knows no extension yet."""
     monkeypatch.setattr(service, "_opened", {})
-    monkeypatch.setattr(pybind, "_modules", {})
-    monkeypatch.setattr(user_ops, "_known", {})
+    monkeypatch.setattr(extension, "_modules", {})
+    monkeypatch.setattr(builders, "registered", {})
     yield
     sys.modules.pop("apex_te.tiny_ext", None)
 
@@ -116,7 +117,7 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 def loader_module(builder: OpBuilder) -> types.ModuleType:
     """A module of tiny_ext, as the finder of the ops fills it."""
-    user_ops.register(builder)
+    register(builder)
     module = types.ModuleType("loader_of_tiny_ext", "Loader of tiny_ext.")
     finder.define_loader(vars(module), builder.NAME)
     return module
@@ -142,7 +143,7 @@ def test_base_flags_stay(root: Path) -> None:
     assert "-DTORCH_EXTENSION_NAME=tiny_ext" in flags
     assert f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}" in flags
     assert flags[-1] == "-DVALUE=42"
-    assert {"-ltorch_python", "-lc10"} <= set(Ext(root).link_flags("cpu"))
+    assert {"-ltorch_python", "-lc10"} <= set(library.link_flags(Ext(root), "cpu"))
 
 
 def test_cuda_extension_links_torchs_cuda(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +153,12 @@ def test_cuda_extension_links_torchs_cuda(root: Path, monkeypatch: pytest.Monkey
 
     assert Cuda.DEVICES == ("cpu",)  # one library for all devices
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert {"-lc10_cuda", "-ltorch_cuda"} <= set(Cuda(root).link_flags("cpu"))
-    assert not {"-lc10_cuda", "-ltorch_cuda"} & set(Ext(root).link_flags("cpu"))
+    assert {"-lc10_cuda", "-ltorch_cuda"} <= set(library.link_flags(Cuda(root), "cpu"))
+    assert not {"-lc10_cuda", "-ltorch_cuda"} & set(library.link_flags(Ext(root), "cpu"))
     assert not Cuda(root).needs_archs("cpu")
     (root / "csrc" / "tiny_ext" / "kernel.cu").write_text("")
     assert Cuda(root).needs_archs("cpu")
-    assert "-lc10_cuda" in Ext(root).link_flags("cuda")
+    assert "-lc10_cuda" in library.link_flags(Ext(root), "cuda")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def test_cuda_extension_links_torchs_cuda(root: Path, monkeypatch: pytest.Monkey
         (torch._C, "_GLIBCXX_USE_CXX11_ABI", not torch._C._GLIBCXX_USE_CXX11_ABI),
         (torch.version, "cuda", "12.9"),
         (torch.version, "hip", "6.4"),
-        (extension, "soabi", lambda: ".cpython-314-x86_64-linux-gnu.so"),
+        (pybind, "soabi", lambda: ".cpython-314-x86_64-linux-gnu.so"),
     ],
 )
 def test_key_tells_torch_and_python(
@@ -355,7 +356,7 @@ def test_wrong_names(root: Path, tmp_path: Path) -> None:
     Ext(root).load()
     elsewhere = write(tmp_path / "elsewhere")
     with pytest.raises(DuplicateOpError, match=r"tiny_ext.*project.*elsewhere"):
-        pybind.load(Ext(elsewhere))
+        extension.load(Ext(elsewhere))
 
 
 def test_library_that_does_not_import(root: Path, tmp_path: Path) -> None:

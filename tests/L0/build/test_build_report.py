@@ -22,8 +22,9 @@ from op_builder.jit import cli
 from op_builder.jit.backends import archs, toolchain
 from op_builder.jit.build import failure
 from op_builder.jit.errors import CompileError, UnknownOpError
-from op_builder.jit.find import inventory
+from op_builder.jit.find import cache
 from op_builder.jit.inspect import machine, report, report_command, why_command
+from op_builder.jit.text import size
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -45,7 +46,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def state(builder: op_builder.OpBuilder, device: str = "cpu") -> dict[str, Any]:
-    return report.library(builder, device, report.here())
+    return report.library_facts(builder, device, report.here())
 
 
 # Nothing is needed --------------------------------------------------------------------------------
@@ -161,7 +162,7 @@ def test_what_is_missing_is_what_a_build_would_raise(
 def test_gpus_and_archs(
     root: Path, gpus: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report.steps, "check", lambda *ignored: None)
+    monkeypatch.setattr(report.library, "check", lambda *ignored: None)
     monkeypatch.setattr(report, "recent_failure", lambda *ignored: None)
     builder = TinyCuda(root)
     assert "no GPU is visible" in state(builder, "cuda")["reason"]
@@ -213,12 +214,12 @@ def test_cache_folders(
 
 
 def test_unwritable_folders_are_seen(tmp_path: Path) -> None:
-    assert inventory.writable(str(tmp_path / "not" / "there"))
+    assert cache.is_writable(str(tmp_path / "not" / "there"))
     assert not (tmp_path / "not").exists()
     (tmp_path / "file").write_text("")
-    assert not inventory.writable(str(tmp_path / "file" / "inside"))
+    assert not cache.is_writable(str(tmp_path / "file" / "inside"))
     (tmp_path / "read-only").mkdir(mode=0o500)
-    said = inventory.writable(str(tmp_path / "read-only" / "inside"))
+    said = cache.is_writable(str(tmp_path / "read-only" / "inside"))
     try:  # root may, unless it lacks a capability
         (tmp_path / "read-only" / "inside").mkdir()
     except PermissionError:
@@ -362,4 +363,4 @@ def test_text_of_a_large_machine(gpus: Any, root: Path, cache_dir: Path) -> None
     ],
 )
 def test_sizes_are_short(number: float, text: str) -> None:
-    assert inventory.size(number) == text
+    assert size(number) == text

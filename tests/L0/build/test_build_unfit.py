@@ -23,8 +23,8 @@ from op_builder.jit.errors import (
     CompileError,
     SettingError,
 )
-from op_builder.jit.find import cache, inventory
-from op_builder.jit.inspect import clean
+from op_builder.jit.find import cache, elf, inventory
+from op_builder.jit.inspect import clean, stale
 
 Forget = Callable[[], None]
 
@@ -91,11 +91,11 @@ def test_every_shortened_library_is_noticed(root: Path, tmp_path: Path) -> None:
     path = tmp_path / "short.so"
     for size in {0, 1, 63, 64, 100, *range(0, len(whole), 97), len(whole) - 1}:
         path.write_bytes(whole[:size])
-        assert verify.file_problem(str(path)), size
+        assert elf.file_problem(str(path)), size
     path.write_bytes(whole)
-    assert verify.file_problem(str(path)) == ""
+    assert elf.file_problem(str(path)) == ""
     path.write_bytes(b"\x7fELF" + os.urandom(4096))
-    assert verify.file_problem(str(path))
+    assert elf.file_problem(str(path))
 
 
 def test_broken_library_of_an_earlier_version_is_stale(
@@ -109,7 +109,7 @@ def test_broken_library_of_an_earlier_version_is_stale(
     (entry,) = inventory.entries(cache.user_cache())
     assert "ends after 4096 bytes" in entry.problem
     monkeypatch.setenv("CXX", "g++")
-    (removed,) = clean.remove_stale(cache.user_cache(), inventory.current([Tiny(root)]))
+    (removed,) = clean.remove_stale(cache.user_cache(), stale.current([Tiny(root)]))
     assert "ends after 4096 bytes" in removed.reason
     assert not Path(path).exists()
 
@@ -119,7 +119,7 @@ def test_libraries_of_the_suite_are_whole() -> None:
         found = get_builder("byte_transpose").find(device)
         if found is not None:
             path = f"/proc/self/fd/{found.fd}"
-            assert verify.file_problem(path) == ""
+            assert elf.file_problem(path) == ""
 
 
 @pytest.mark.parametrize(

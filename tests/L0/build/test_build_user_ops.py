@@ -15,6 +15,7 @@ import pytest
 import tutorial
 from tiny_op import CHECKOUT, write_op
 
+import op_builder
 from op_builder import (
     CPUOpBuilder,
     DuplicateOpError,
@@ -23,8 +24,8 @@ from op_builder import (
     get_builder,
     register,
     user_builders,
+    user_ops,
 )
-from op_builder.jit import user_ops
 
 BUILDER = """
 from pathlib import Path
@@ -51,7 +52,7 @@ APEX_TE_DEFINE(echo) {
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_ops, "_known", {})
+    monkeypatch.setattr(op_builder.builder, "registered", {})
     monkeypatch.setattr(user_ops, "_warned", set())
 
 
@@ -183,7 +184,6 @@ def test_suites_ops_look_for_no_entry_points(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_key_tells_neither_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The suite's headers are found and count, wherever the two are installed."""
-    import op_builder.builder
 
     def write(root: Path) -> Path:
         (root / "csrc" / "echo").mkdir(parents=True)
@@ -198,7 +198,7 @@ def test_key_tells_neither_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert Echo(write(tmp_path / "two" / "deeper")).key("cpu") == before
     suite = tmp_path / "installed"
     shutil.copytree(CHECKOUT / "csrc" / "common", suite / "csrc" / "common")
-    monkeypatch.setattr(op_builder.builder, "SUITE", suite)
+    monkeypatch.setattr(op_builder.spec, "SUITE", suite)
     assert Echo(tmp_path / "one").key("cpu") == before
     assert Echo(write(suite / "inside")).key("cpu") == before
     with (suite / "csrc/common/abi/op.h").open("a") as file:

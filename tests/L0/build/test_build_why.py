@@ -78,9 +78,9 @@ def test_why_says_what_changed(root: Path, gpus: Any, forget: Callable[[], None]
 def test_why_names_archs_compilers_and_damage(
     root: Path, gpus: Any, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report.steps, "check", lambda *ignored: None)
+    monkeypatch.setattr(report.library, "check", lambda *ignored: None)
     monkeypatch.setattr(report, "recent_failure", lambda *ignored: None)
-    monkeypatch.setattr(TinyCuda, "compiler_version", lambda *ignored: "nvcc now")
+    monkeypatch.setattr(report.library, "compiler_version", lambda *ignored: "nvcc now")
     builder = TinyCuda(root)
     entry = plant(cache_dir, builder, "cuda", "8.0", compiler="nvcc now")
     gpus((9, 0))

@@ -1,4 +1,4 @@
-"""Ops outside of the suite: builders that were registered, and those that installed packages name.
+"""Ops that installed packages name: builders outside of the suite, found as entry points.
 
 A package names its builders as entry points of the group ``apex_te.op_builders``, each under its
 op's NAME. They are looked for only when a name is asked for that the suite does not have.
@@ -6,57 +6,18 @@ op's NAME. They are looked for only when a name is asked for that the suite does
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from .errors import DuplicateOpError, UnknownOpError
+from . import builder as builder_module
+from .builder import OpBuilder, register, suite_names
+from .jit.errors import DuplicateOpError, UnknownOpError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from ..builder import OpBuilder
-
 GROUP = "apex_te.op_builders"
-_known: dict[str, OpBuilder] = {}
 _warned: set[str] = set()
-
-
-def place(builder: OpBuilder) -> str:
-    """Where a builder is defined, as messages name it."""
-    cls = type(builder)
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or "?"
-    return f"{cls.__module__}.{cls.__qualname__} ({file})"
-
-
-def _suite_names() -> list[str]:
-    from .. import builder_names  # not above: it imports the builders, which import this module
-
-    return [*builder_names(), "apex_te_core"]
-
-
-def _same(one: OpBuilder, other: OpBuilder) -> bool:
-    """Whether both are one class, which may have been reloaded meanwhile."""
-    return place(one) == place(other) and one.root == other.root
-
-
-def register(builder: OpBuilder | type[OpBuilder]) -> OpBuilder:
-    """Make an op outside of the suite known to ``get_builder`` in this process.
-
-    Takes a builder or its class and returns the builder. Raises DuplicateOpError if another builder
-    has its NAME.
-    """
-    made = builder() if isinstance(builder, type) else builder
-    name = made.NAME
-    if not name:
-        raise UnknownOpError(f"{place(made)}: a builder must have a NAME to be registered")
-    other = _known.get(name)
-    if other is not None and not _same(made, other):
-        raise DuplicateOpError(f"two builders have NAME = {name!r}: {place(other)}, {place(made)}")
-    if other is None and name in _suite_names():
-        raise DuplicateOpError(f"{place(made)}: the suite has an op {name!r} already")
-    _known[name] = made
-    return made
 
 
 def _entry_points() -> dict[str, list[EntryPoint]]:
@@ -80,9 +41,7 @@ def _where(entry: EntryPoint) -> str:
 
 def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
     """The builder of one name. Raises DuplicateOpError, UnknownOpError."""
-    from ..builder import OpBuilder
-
-    if name in _suite_names():
+    if name in suite_names():
         raise DuplicateOpError(f"{_where(entries[0])}: the suite has an op {name!r} already")
     if len(entries) > 1:
         both = ", ".join(_where(entry) for entry in entries)
@@ -108,7 +67,7 @@ def find(name: str) -> OpBuilder | None:
 
     Raises DuplicateOpError, and UnknownOpError if the package that names it is broken.
     """
-    known = _known.get(name)
+    known = builder_module.registered.get(name)
     if known is not None:
         return known
     entries = _entry_points().get(name)
@@ -117,12 +76,12 @@ def find(name: str) -> OpBuilder | None:
 
 def names() -> list[str]:
     """Names of the ops outside of the suite; imports no other package."""
-    return sorted({*_known, *_entry_points()} - set(_suite_names()))
+    return sorted({*builder_module.registered, *_entry_points()} - set(suite_names()))
 
 
 def builders() -> dict[str, OpBuilder]:
     """All builders outside of the suite by name; one that is broken is left out with a warning."""
-    found = dict(_known)
+    found = dict(builder_module.registered)
     for name, entries in _entry_points().items():
         try:
             if name not in found:

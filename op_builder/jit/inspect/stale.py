@@ -1,0 +1,86 @@
+"""Entries that nothing here would load again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+
+from ...spec import OpSpec
+from ..backends import library
+from ..backends.dispatcher import DispatcherSpec
+from ..errors import BuildError
+from ..find.dispatchers import key_for
+from ..find.inventory import Entry
+from ..find.key import key_of
+
+
+class Current:
+    """What the entries of some ops look like when they are up to date.
+
+    Attributes:
+        keys: first digits of the present keys of each library.
+        compilers: compiler that a build would use now, by library.
+        machine: architecture of the CPU.
+    """
+
+    def __init__(
+        self,
+        keys: Mapping[str, set[str]],
+        compilers: Mapping[str, str],
+        machine: str,
+        dispatcher: DispatcherSpec | None = None,
+    ) -> None:
+        self.keys, self.compilers, self.machine = keys, compilers, machine
+        self._dispatcher = dispatcher
+
+    def _other_python(self, entry: Entry) -> str:
+        """Returns the other Python that an up-to-date dispatcher is for, "" for other entries."""
+        if self._dispatcher is None or entry.library != self._dispatcher.NAME:
+            return ""
+        key, version = key_for(self._dispatcher, entry.manifest)
+        return version if key and key.startswith(entry.digits) else ""
+
+    def stale(self, entry: Entry) -> str:
+        """Returns why nothing here would load the entry again, "" if something may."""
+        if entry.problem:
+            return entry.problem
+        keys = self.keys.get(entry.library)
+        if keys is None:
+            return ""  # an op of somebody else's package: nobody here knows
+        if entry.digits not in keys and not self._other_python(entry):
+            machine = entry.manifest.get("machine", self.machine)
+            return "" if machine != self.machine else "other sources or flags"
+        mine, theirs = self.compilers.get(entry.library), entry.manifest.get("compiler")
+        if mine and theirs != mine:
+            return f"built by {theirs}, the compiler now is {mine}"
+        return ""
+
+    def use(self, entry: Entry) -> str:
+        """Returns what the entry is for where that is not this process's own look-up."""
+        keys = self.keys.get(entry.library)
+        if keys is None:
+            return "an op that is not installed here"
+        if entry.digits in keys:
+            return ""
+        if version := self._other_python(entry):
+            return f"Python {version}"
+        return "another machine" if not self.stale(entry) else ""
+
+
+def current(specs: Iterable[OpSpec]) -> Current:
+    """Returns what up-to-date entries of ``specs`` look like; asks the compilers who they are."""
+    keys: dict[str, set[str]] = {}
+    compilers: dict[str, str] = {}
+    dispatcher = None
+    for spec in specs:
+        if isinstance(spec, DispatcherSpec):
+            dispatcher = spec
+        for device in spec.built_devices():
+            name = spec.library_name(device)
+            known = keys.setdefault(name, set())
+            with contextlib.suppress(OSError):
+                known.add(key_of(spec, device)[:24])
+            with contextlib.suppress(BuildError, OSError):
+                compilers[name] = library.compiler_version(spec, device)
+    return Current(keys, compilers, os.uname().machine, dispatcher)

@@ -1,0 +1,99 @@
+"""The GPU platform, the installed torch and the interpreter: facts that keys and archs rest on."""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import importlib.util
+import os
+import re
+import sys
+from typing import NamedTuple
+
+from .errors import SettingError
+
+
+class Torch(NamedTuple):
+    """Versions of an installed torch, read off its files; all None where there is none."""
+
+    path: str | None = None
+    version: str | None = None
+    cuda: str | None = None
+    hip: str | None = None
+
+
+class GpuPlatform(NamedTuple):
+    """Name of a GPU platform, and the environment variables that list its archs."""
+
+    name: str
+    arch_variables: tuple[str, ...]
+    example: str
+
+
+CUDA = GpuPlatform(
+    "CUDA",
+    ("APEX_TE_CUDA_ARCH_LIST", "TORCH_CUDA_ARCH_LIST"),
+    'APEX_TE_CUDA_ARCH_LIST="9.0" (several: "8.0;9.0+PTX")',
+)
+ROCM = GpuPlatform(
+    "ROCm",
+    ("APEX_TE_ROCM_ARCH", "PYTORCH_ROCM_ARCH"),
+    'APEX_TE_ROCM_ARCH="gfx90a" (several: "gfx90a;gfx942")',
+)
+
+
+@functools.cache
+def installed_torch() -> Torch:
+    """Returns the versions of the torch that an import would find; does not import it."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or spec.origin is None:
+        return Torch()
+    folder = os.path.dirname(spec.origin)
+    try:
+        with open(os.path.join(folder, "version.py"), encoding="utf-8") as file:
+            text = file.read()
+    except OSError:
+        text = ""
+
+    def value(name: str) -> str | None:
+        found = re.search(rf"""^{name}\b[^=\n]*=\s*['"]([^'"]+)['"]""", text, re.MULTILINE)
+        return found[1] if found else None
+
+    return Torch(folder, value("__version__"), value("cuda"), value("hip"))
+
+
+def torch_hip_version() -> str | None:
+    """Returns the HIP version that torch was built for, None for another torch or none."""
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "version"):
+        return getattr(torch.version, "hip", None)
+    return installed_torch().hip
+
+
+def is_hip() -> bool:
+    """Returns True if GPU code is for AMD GPUs.
+
+    ``APEX_TE_GPU_PLATFORM`` decides ("hip" or "cuda"), else the platform of torch.
+
+    Raises:
+        SettingError: the variable has another value.
+    """
+    named = os.environ.get("APEX_TE_GPU_PLATFORM", "").strip().lower()
+    if not named:
+        return torch_hip_version() is not None
+    if named not in ("cuda", "hip"):
+        raise SettingError(f'APEX_TE_GPU_PLATFORM must be "cuda" or "hip", got {named!r}')
+    return named == "hip"
+
+
+def gpu_platform() -> GpuPlatform:
+    """Returns the platform that GPU code is for."""
+    return ROCM if is_hip() else CUDA
+
+
+def soabi() -> str:
+    """Returns the interpreter's SOABI, read off the suffix of its extension modules."""
+    return importlib.machinery.EXTENSION_SUFFIXES[0]

@@ -1,0 +1,244 @@
+"""Declaration of an op: its name, sources, flags and functions. Nothing here looks up or builds."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from .jit.backends.archs import Capability, own_arch
+from .jit.errors import UnknownOpError
+
+SUITE = Path(__file__).resolve().parent.parent
+INCLUDE_FLAGS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
+DISPATCHER = "apex_te_core"
+_SOURCE_ENDINGS = ("_cpu.cpp", "_cuda.cu")
+_LITERAL = r'"(?:[^"\\\n]|\\.)*"'
+_COMMENT = re.compile(rf"({_LITERAL})|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_FUNCTION = re.compile(
+    rf'\bAPEX_TE_FUNCTION\(\s*(\w+)\s*,\s*((?:{_LITERAL}\s*)+)(?:,\s*"(cpu|cuda)"\s*)?\)'
+)
+
+
+class FunctionSpec(NamedTuple):
+    """Signature text of a function and the devices that offer it."""
+
+    signature: str
+    devices: tuple[str, ...]
+
+
+def without_comments(code: str) -> str:
+    """Returns C++ code with a blank in place of each comment; string literals stay."""
+    return _COMMENT.sub(lambda match: match[1] or " ", code)
+
+
+def parse_functions(text: str) -> dict[str, FunctionSpec]:
+    """Returns the ``APEX_TE_FUNCTION`` declarations of a header by name."""
+    found = {}
+    for name, literals, device in _FUNCTION.findall(without_comments(text)):
+        parts = [literal[1:-1] for literal in re.findall(_LITERAL, literals)]
+        signature = "".join(parts).replace('\\"', '"').replace("\\\\", "\\")
+        found[name] = FunctionSpec(signature, (device,) if device else ("cpu", "cuda"))
+    return found
+
+
+class OpSpec:
+    """Declaration of one op; a subclass sets ``NAME`` and overrides only what differs.
+
+    ``cxx_args``, ``nvcc_args``, ``include_paths`` and ``libraries_args`` return what is *added* to
+    the base flags. ``root`` is the folder that holds ``csrc``: the package, or a checkout. An op
+    outside of the suite sets ``ROOT`` to a folder of its own; the suite's headers are found there,
+    too.
+
+    ``BINDING = "pybind11"`` is an extension with a ``PYBIND11_MODULE`` in its sources: one library
+    for all devices, made for the torch at hand. ``EXPORTS`` names what the extension defines where
+    that cannot be read off its sources.
+    """
+
+    NAME: ClassVar[str] = ""
+    BUILD_VAR: ClassVar[str] = ""
+    INCLUDE_FLAG: ClassVar[str] = "APEX_BUILD_CPP_OPS"
+    BINDING: ClassVar[str] = "c"
+    EXPORTS: ClassVar[tuple[str, ...]] = ()
+    DEVICES: ClassVar[tuple[str, ...]] = ("cpu",)
+    min_arch: ClassVar[Capability] = (8, 0)
+    ROOT: ClassVar[str | os.PathLike[str]] = SUITE
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not cls.NAME:
+            return
+        if not cls.NAME.isidentifier():
+            raise TypeError(f"{cls.__name__}: NAME must be an identifier, got {cls.NAME!r}")
+        if "BUILD_VAR" not in cls.__dict__:
+            cls.BUILD_VAR = f"APEX_BUILD_{cls.NAME.upper()}"
+        if cls.INCLUDE_FLAG not in INCLUDE_FLAGS:
+            raise TypeError(
+                f"{cls.__name__}: INCLUDE_FLAG must be one of {INCLUDE_FLAGS},"
+                f" got {cls.INCLUDE_FLAG!r}"
+            )
+        if cls.BINDING not in ("c", "pybind11"):
+            raise TypeError(
+                f'{cls.__name__}: BINDING must be "c" or "pybind11", got {cls.BINDING!r}'
+            )
+        if isinstance(cls.EXPORTS, str) or not all(name.isidentifier() for name in cls.EXPORTS):
+            raise TypeError(
+                f"{cls.__name__}: EXPORTS must be a tuple of identifiers, got {cls.EXPORTS!r}"
+            )
+        if cls.BINDING == "pybind11":
+            cls.DEVICES = ("cpu",)  # one library, whatever devices its functions take
+
+    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        self.root = Path(root if root is not None else self.ROOT).resolve()
+        self._functions: dict[str, FunctionSpec] | None = None
+
+    # Declared by the op's author ------------------------------------------------------------
+
+    def absolute_name(self) -> str:
+        """Returns the import name of the module that ``load`` returns."""
+        if self.BINDING == "pybind11":
+            return f"apex_te.{self.NAME}"
+        return f"apex_te.compatibility.{self.NAME}"
+
+    def sources(self) -> list[str]:
+        """Returns the source files of all devices relative to the root, found by the op's stem."""
+        try:
+            names = sorted(os.listdir(self.root / "csrc" / self.NAME))
+        except FileNotFoundError:
+            return []
+        if self.BINDING == "pybind11":
+            mine = [name for name in names if name.endswith((".cpp", ".cu"))]
+        else:
+            mine = [name for name in names if name.startswith(f"{self.NAME}_")]
+            mine = [name for name in mine if name.endswith(_SOURCE_ENDINGS)]
+        return [f"csrc/{self.NAME}/{name}" for name in mine]
+
+    def include_paths(self) -> list[str]:
+        """Returns further include folders of the project, relative to the root."""
+        return []
+
+    def system_include_paths(self, device: str) -> list[str]:
+        """Returns include folders outside the project; asked only when something is compiled."""
+        return []
+
+    def cxx_args(self) -> list[str]:
+        """Returns flags for the C++ compiler beyond the base ones."""
+        return []
+
+    def nvcc_args(self) -> list[str]:
+        """Returns flags for nvcc beyond the base ones; archs are chosen apart."""
+        return []
+
+    def hipcc_args(self) -> list[str]:
+        """Returns flags for hipcc, which takes nvcc's place for AMD GPUs, beyond the base ones."""
+        return []
+
+    def libraries_args(self) -> list[str]:
+        """Returns linker flags beyond the base ones."""
+        return []
+
+    def key_extras(self) -> list[str]:
+        """Returns what the library depends on beside sources and flags; nothing for a plain op."""
+        return []
+
+    def functions(self) -> dict[str, FunctionSpec]:
+        """Returns the op's functions by name, read from ``csrc/<op>/<op>.h``.
+
+        Raises:
+            UnknownOpError: the header does not exist.
+        """
+        if self._functions is None:
+            header = self.root / "csrc" / self.NAME / f"{self.NAME}.h"
+            try:
+                text = header.read_text(encoding="utf-8")
+            except FileNotFoundError:
+                raise UnknownOpError(
+                    f"{self.NAME}: its header {header} does not exist{self._root_hint()}"
+                ) from None
+            self._functions = parse_functions(text)
+        return dict(self._functions)
+
+    # Derived from it ------------------------------------------------------------------------
+
+    @property
+    def is_outside(self) -> bool:
+        """True if the op is another package's than the suite's."""
+        return self.root != SUITE
+
+    @property
+    def suite_root(self) -> str:
+        """Root of the suite for an op outside of it, which finds headers there; "" for others."""
+        return str(SUITE) if self.is_outside else ""
+
+    def _root_hint(self) -> str:
+        if self.is_outside:
+            return ""
+        return " (an op outside of the suite sets ROOT to the folder that holds its csrc)"
+
+    @property
+    def prebuilt_folder(self) -> str:
+        """Folder of an installed package with the libraries made at install time."""
+        return str(self.root / "prebuilt")
+
+    @property
+    def exports_c_functions(self) -> bool:
+        """True if the dispatcher opens the library, False if Python imports it."""
+        return self.BINDING == "c"
+
+    def check_device(self, device: str) -> None:
+        """Raises an error if the op has no library for ``device``.
+
+        Raises:
+            UnknownOpError: the device is not the op's, or there is no source for it.
+        """
+        if device not in self.DEVICES:
+            raise UnknownOpError(
+                f"{self.NAME}: device must be one of {', '.join(self.DEVICES)}, got {device!r}"
+            )
+        if not self.device_sources(device):
+            raise UnknownOpError(
+                f"{self.NAME}: there is no {device} source in {self.root / 'csrc' / self.NAME}"
+                f"{self._root_hint()}"
+            )
+
+    def library_name(self, device: str) -> str:
+        """Returns the file name of the library without ``.so``."""
+        return self.NAME if self.BINDING == "pybind11" else f"{self.NAME}_{device}"
+
+    def built_devices(self) -> list[str]:
+        """Returns the devices that the op has a library for: those with sources."""
+        return [device for device in self.DEVICES if self.device_sources(device)]
+
+    def needs_archs(self, device: str) -> bool:
+        """Returns True if the library is made for particular GPU archs."""
+        return "cuda" in self.source_kinds(device)
+
+    def specific_archs(self) -> set[Capability]:
+        """Returns archs with files of their own: ``<op>_sm90_cuda.cu`` is for ``sm_90a``."""
+        archs = [own_arch(source) for source in self.sources()]
+        return {(arch.major, arch.minor) for arch in archs if arch is not None}
+
+    def device_sources(self, device: str) -> list[str]:
+        """Returns the sources of one device's library; an extension is one library of all."""
+        if self.BINDING == "pybind11":
+            return self.sources() if device == "cpu" else []
+        return [name for name in self.sources() if name.endswith(".cu") == (device == "cuda")]
+
+    def source_paths(self, device: str) -> list[str]:
+        """Returns ``device_sources`` with their places."""
+        return [os.path.join(self.root, source) for source in self.device_sources(device)]
+
+    def source_kinds(self, device: str) -> list[str]:
+        """Returns which compilers the library needs: "cpu" for C++, "cuda" for nvcc."""
+        names = self.device_sources(device)
+        return sorted({"cuda" if name.endswith(".cu") else "cpu" for name in names})
+
+    def project_includes(self) -> list[str]:
+        """Returns all include folders of the project, relative to the root."""
+        return ["csrc", *(path for path in self.include_paths() if path != "csrc")]
+
+    def include_folders(self) -> list[str]:
+        """Returns ``project_includes`` with their places, then the suite's for an op outside."""
+        own = [os.path.join(self.root, path) for path in self.project_includes()]
+        return [*own, str(SUITE / "csrc")] if self.is_outside else own
