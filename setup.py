@@ -62,7 +62,7 @@ class BuildPython(build_py):
                     self.copy_file(os.path.join(folder, name), os.path.join(target, relative, name))
 
     def _prebuild(self, target: str | None) -> None:
-        """Into the package; an editable install has none, there the user's cache takes them."""
+        """Builds libraries into the package, or into the user's cache for an editable install."""
         try:
             if target is None:
                 report = user_cache.into_cache(BUILDERS, CHOICES, Targets.find())
@@ -76,7 +76,7 @@ class BuildPython(build_py):
         print(f"\napex_te: libraries built ahead of time\n{report}\n", flush=True)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        """What was made beyond the modules belongs to the installation, too."""
+        """Returns the files of the installation, with those made beyond the modules."""
         outputs = list(super().get_outputs(include_bytecode))
         for part in ("csrc", "prebuilt"):
             for folder, _, names in os.walk(os.path.join(self.build_lib, "apex_te", part)):
@@ -85,7 +85,7 @@ class BuildPython(build_py):
 
 
 class PrebuiltDistribution(Distribution):
-    """With libraries inside, the wheel serves one platform."""
+    """A distribution with libraries inside: its wheel serves one platform."""
 
     def has_ext_modules(self) -> bool:
         return True

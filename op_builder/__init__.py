@@ -18,10 +18,13 @@ from .user_ops import names as _user_names
 
 
 def get_builder(name: str) -> OpBuilder:
-    """The builder of op ``name``, or of the dispatcher, "apex_te_core".
+    """Returns the builder of op ``name``, or of the dispatcher, "apex_te_core".
 
-    Ops of other packages are looked for after the suite's own. Raises UnknownOpError, and
-    DuplicateOpError where two other packages have an op of this name.
+    Ops of other packages are looked for after the suite's own.
+
+    Raises:
+        UnknownOpError: no op has this name.
+        DuplicateOpError: two other packages have an op of this name.
     """
     builder = _suite_builder(name) or _find_user_builder(name)
     if builder is None:
@@ -54,7 +57,7 @@ def _suite_builder(name: str) -> OpBuilder | None:
 
 
 def all_builders() -> dict[str, OpBuilder]:
-    """The suite's builders by op name."""
+    """Returns the suite's builders by op name."""
     return {name: get_builder(name) for name in builder_names()}
 
 

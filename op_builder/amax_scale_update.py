@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class AmaxScaleUpdateBuilder(CUDAOpBuilder):
-    """Scales of the next step out of amax histories."""
+    """The next step's scales, computed from amax histories."""
 
     NAME = "amax_scale_update"

@@ -9,5 +9,6 @@ class BiasGeluBuilder(CUDAOpBuilder):
     NAME = "bias_gelu"
 
     def cxx_args(self) -> list[str]:
-        """Jump threading would turn clamped arguments into selections of whole results."""
+        """Returns flags that keep the kernels vectorized."""
+        # jump threading would turn clamped arguments into selections of whole results
         return ["-fno-thread-jumps"]

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class ByteTransposeBuilder(CUDAOpBuilder):
-    """The transposed copy of a matrix of 8-bit codes."""
+    """The transposed copy of a matrix of FP8 data."""
 
     NAME = "byte_transpose"

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class CastTransposeBuilder(CUDAOpBuilder):
-    """Quantize to FP8, rowwise and transposed in one pass."""
+    """Quantization to FP8, rowwise and columnwise in one pass."""
 
     NAME = "cast_transpose"

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class CurrentScaleBuilder(CUDAOpBuilder):
-    """Quantize to FP8 with a scale computed from the tensor itself."""
+    """Quantization to FP8 with a scale computed from the tensor itself."""
 
     NAME = "current_scale"

@@ -7,9 +7,9 @@ from .jit.backends.archs import Capability
 
 
 class GroupedGemmBuilder(CUDAOpBuilder):
-    """Products of FP8 codes over groups whose sizes the device knows, on arch 9.0 alone.
+    """FP8 products over groups whose sizes the device knows, on arch 9.0 alone.
 
-    There is no library for the CPU, where codes are decoded.
+    There is no library for the CPU, where FP8 data is dequantized first.
     """
 
     NAME = "grouped_gemm"

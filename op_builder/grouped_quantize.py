@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class GroupedQuantizeBuilder(CUDAOpBuilder):
-    """Quantize groups of rows whose sizes only the device knows, each with a scale of its own."""
+    """Quantization of groups of rows whose sizes only the device knows, with a scale each."""
 
     NAME = "grouped_quantize"

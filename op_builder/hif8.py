@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class Hif8Builder(CUDAOpBuilder):
-    """HiF8 encode, decode and quantize with one scale for the tensor."""
+    """HiF8: encoding, decoding, and quantization with one scale for the tensor."""
 
     NAME = "hif8"

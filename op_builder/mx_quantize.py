@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class MxQuantizeBuilder(CUDAOpBuilder):
-    """Quantize to MXFP8, rowwise and columnwise in one pass."""
+    """Quantization to MXFP8, rowwise and columnwise in one pass."""
 
     NAME = "mx_quantize"

@@ -21,7 +21,10 @@ _warned: set[str] = set()
 
 
 def _entry_points() -> dict[str, list[EntryPoint]]:
-    """The group's entry points by name; one that is found twice in one distribution counts once."""
+    """Returns the group's entry points by name.
+
+    One that is found twice in one distribution counts once.
+    """
     from importlib.metadata import entry_points
 
     found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
@@ -40,7 +43,7 @@ def _where(entry: EntryPoint) -> str:
 
 
 def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
-    """The builder of one name. Raises DuplicateOpError, UnknownOpError."""
+    """Returns the builder of one name; raises ``DuplicateOpError`` or ``UnknownOpError``."""
     if name in suite_names():
         raise DuplicateOpError(f"{_where(entries[0])}: the suite has an op {name!r} already")
     if len(entries) > 1:
@@ -63,9 +66,11 @@ def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
 
 
 def find(name: str) -> OpBuilder | None:
-    """The builder of an op outside of the suite, None if there is none.
+    """Returns the builder of an op outside of the suite, None if there is none.
 
-    Raises DuplicateOpError, and UnknownOpError if the package that names it is broken.
+    Raises:
+        DuplicateOpError: two packages name one.
+        UnknownOpError: the package that names it is broken.
     """
     known = builder_module.registered.get(name)
     if known is not None:
@@ -75,12 +80,15 @@ def find(name: str) -> OpBuilder | None:
 
 
 def names() -> list[str]:
-    """Names of the ops outside of the suite; imports no other package."""
+    """Returns the names of the ops outside of the suite; imports no other package."""
     return sorted({*builder_module.registered, *_entry_points()} - set(suite_names()))
 
 
 def builders() -> dict[str, OpBuilder]:
-    """All builders outside of the suite by name; one that is broken is left out with a warning."""
+    """Returns all builders outside of the suite by name.
+
+    One that is broken is left out with a warning.
+    """
     found = dict(builder_module.registered)
     for name, entries in _entry_points().items():
         try:

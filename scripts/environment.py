@@ -50,7 +50,7 @@ def say(text: str) -> None:
 
 
 def output(python: Path | str, code: str, stdin: str = "") -> str | None:
-    """What ``code`` prints under ``python``, or None when it fails."""
+    """Returns what ``code`` prints under ``python``, or None when it fails."""
     done = subprocess.run(
         [str(python), "-c", code], input=stdin, capture_output=True, text=True, check=False
     )
@@ -58,7 +58,7 @@ def output(python: Path | str, code: str, stdin: str = "") -> str | None:
 
 
 def requirements() -> list[str]:
-    """The pinned requirements that hold for this Python, as ``name==version``."""
+    """Returns the pinned requirements that hold for this Python, as ``name==version``."""
     wanted = []
     for line in REQUIREMENTS.read_text(encoding="utf-8").splitlines():
         requirement, _, marker = line.partition("#")[0].partition(";")
@@ -84,7 +84,7 @@ class Environment:
         self.own_pip = True
 
     def key(self) -> str:
-        """Hash of everything that decides the environment's content."""
+        """Returns a hash of everything that decides the environment's content."""
         digest = hashlib.sha256(f"{sys.executable} {sys.version} {ROOT} {TORCH}".encode())
         for name in ("pyproject.toml", "setup.py", REQUIREMENTS.name, "scripts/environment.py"):
             file = ROOT / name
@@ -99,7 +99,7 @@ class Environment:
         )
 
     def create(self, torch_folder: str | None) -> None:
-        """An empty environment; one that sees the given torch where there is one."""
+        """Makes an empty environment; it sees the given torch where there is one."""
         command = [sys.executable, "-m", "venv", "--clear", str(self.path)]
         if torch_folder is not None:
             command.append("--system-site-packages")
@@ -121,7 +121,7 @@ class Environment:
                 raise SystemExit(f"environment: torch of {torch_folder} fails in {self.path}")
 
     def pip(self, *arguments: str, quiet: bool = False) -> bool:
-        """Whether ``pip install`` with these arguments succeeded."""
+        """Returns True if ``pip install`` with these arguments succeeded."""
         if self.own_pip:
             command = [str(self.python), "-m", "pip"]
         else:
@@ -156,14 +156,14 @@ class Environment:
                 say(f"could not install {name}; what needs it will say so")
 
     def install_project(self) -> None:
-        """Editable, so that the checkout's files are what runs; compiles nothing."""
+        """Installs the project editable, so that the checkout's files run; compiles nothing."""
         arguments = ["--no-build-isolation", "--editable", str(ROOT)]
         if self.pip(*arguments, quiet=True) or self.pip("--no-deps", *arguments):
             return
         raise SystemExit("environment: installing the project failed, see above")
 
     def make(self) -> None:
-        """The whole environment, from nothing."""
+        """Makes the whole environment, from nothing."""
         torch_folder = output(sys.executable, FIND_TORCH)
         self.create(torch_folder)
         if torch_folder is not None:
@@ -181,7 +181,7 @@ class Environment:
         self.stamp.write_text(f"{self.key()}\n{sys.executable}\n", encoding="utf-8")
 
     def leave(self) -> None:
-        """Where it is active, starts again with the Python that it was made from."""
+        """Starts again with the Python that an active environment was made from."""
         if Path(sys.prefix).resolve() != self.path.resolve():
             return
         recorded = (

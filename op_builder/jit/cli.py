@@ -30,7 +30,7 @@ def _module(command: str) -> Any:
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """With the options of ``command`` alone: the other modules need not be imported."""
+    """Returns a parser with the options of ``command`` alone; other modules stay unimported."""
     parser = argparse.ArgumentParser(
         prog="python -m apex_te", description="What is compiled, where, and why."
     )
@@ -43,7 +43,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status: 0 done, 1 something is wrong, 2 a bad request."""
+    """Runs one command; returns the exit status: 0 done, 1 something is wrong, 2 a bad request."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)
     args = _parser(command).parse_args(given)

@@ -13,9 +13,10 @@ _Default = TypeVar("_Default", bool, None)
 
 
 def boolean(name: str, default: _Default) -> bool | _Default:
-    """The boolean in variable ``name``; ``default`` when it is unset or empty.
+    """Returns the boolean in variable ``name``; ``default`` when it is unset or empty.
 
-    Raises SettingError for any other text.
+    Raises:
+        SettingError: the variable holds any other text.
     """
     text = os.environ.get(name, "").strip()
     if not text:
@@ -29,7 +30,11 @@ def boolean(name: str, default: _Default) -> bool | _Default:
 
 
 def number(name: str, default: int, minimum: int = 1) -> int:
-    """The integer in variable ``name``, at least ``minimum``; ``default`` when unset or empty."""
+    """Returns the integer in variable ``name``; ``default`` when it is unset or empty.
+
+    Raises:
+        SettingError: the variable holds no integer of at least ``minimum``.
+    """
     text = os.environ.get(name, "").strip()
     if not text:
         return default
@@ -43,24 +48,25 @@ def number(name: str, default: int, minimum: int = 1) -> int:
 
 
 def jit_disabled() -> bool:
-    """Whether compiling is forbidden."""
+    """Returns True if compiling is forbidden."""
     return boolean("APEX_TE_DISABLE_JIT", False)
 
 
 def jit_verbose() -> bool:
-    """Whether the compiler commands are shown."""
+    """Returns True if the compiler commands are shown."""
     return boolean("APEX_TE_JIT_VERBOSE", False)
 
 
 def jit_retry() -> bool:
-    """Whether a stored failure is ignored."""
+    """Returns True if a stored failure is ignored."""
     return boolean("APEX_TE_JIT_RETRY", False)
 
 
 def sanitizers() -> list[str]:
-    """Compiler flags that add the sanitizers of APEX_TE_SANITIZE to CPU libraries; none by default.
+    """Returns flags for the sanitizers that ``APEX_TE_SANITIZE`` adds to CPU libraries.
 
-    Raises SettingError for a name that is neither "address" nor "undefined".
+    Raises:
+        SettingError: a name is neither "address" nor "undefined".
     """
     text = os.environ.get("APEX_TE_SANITIZE", "").strip()
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -78,5 +84,5 @@ def sanitizers() -> list[str]:
 
 
 def lock_timeout() -> int:
-    """Seconds to wait for another process that builds the same library."""
+    """Returns the seconds to wait for another process that builds the same library."""
     return number("APEX_TE_LOCK_TIMEOUT", 1800)

@@ -1,4 +1,4 @@
-"""One error class per situation a build can end in; all are ``BuildError``."""
+"""Errors that a build can end in, one class per situation; all are ``BuildError``."""
 
 from __future__ import annotations
 

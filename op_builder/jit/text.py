@@ -13,14 +13,14 @@ _INDENT = 11
 
 
 def short(path: str) -> str:
-    """A path with the home folder as ~."""
+    """Returns a path with the home folder as ``~``."""
     home = os.path.expanduser("~")
     inside = os.path.isabs(home) and home != "/" and path.startswith(home + os.sep)
     return f"~{path[len(home) :]}" if inside else path
 
 
 def field(name: str, text: str) -> Iterator[str]:
-    """A named line, wrapped; a path stays in one piece."""
+    """Yields a named line, wrapped; a path stays in one piece."""
     yield from textwrap.wrap(
         text,
         WIDTH,
@@ -32,7 +32,7 @@ def field(name: str, text: str) -> Iterator[str]:
 
 
 def age(seconds: float) -> str:
-    """A span of time in one word: "12 s", "3 h", "5 d"."""
+    """Returns a span of time in one word: "12 s", "3 h", "5 d"."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
@@ -40,12 +40,12 @@ def age(seconds: float) -> str:
 
 
 def since(moment: float) -> str:
-    """How long ago a moment was, "" if it is not known."""
+    """Returns how long ago a moment was, "" if it is not known."""
     return age(time.time() - moment) if moment else ""
 
 
 def size(number: float) -> str:
-    """Bytes in three digits: "123 kB", "1.2 MB"."""
+    """Returns bytes in three digits: "123 kB", "1.2 MB"."""
     units = iter(("B", "kB", "MB", "GB"))
     unit = next(units)
     while number >= 999.5 and unit != "GB":

@@ -42,7 +42,7 @@ class Arch(NamedTuple):
 
     @property
     def is_amd(self) -> bool:
-        """Whether it is an AMD GPU's."""
+        """True for the arch of an AMD GPU."""
         return isinstance(self.suffix, int)
 
     def __str__(self) -> str:
@@ -52,13 +52,13 @@ class Arch(NamedTuple):
 
     @property
     def number(self) -> str:
-        """The arch as nvcc writes it, such as ``90a``, or hipcc, such as ``gfx90a``."""
+        """The arch as nvcc writes it, such as ``90a``, or as hipcc does, such as ``gfx90a``."""
         if self.is_amd:
             return str(self)
         return f"{self.major}{self.minor}{self.suffix}"
 
     def covers(self, capability: Capability) -> bool:
-        """Whether code for this arch runs on a device of ``capability``."""
+        """Returns True if code for this arch runs on a device of ``capability``."""
         own = (self.major, self.minor)
         if self.is_amd or len(capability) != 2:
             return (*own, self.suffix) == capability
@@ -68,7 +68,7 @@ class Arch(NamedTuple):
         return same_major or (self.ptx and not self.suffix and own <= capability)
 
     def gencode(self) -> list[str]:
-        """nvcc's -gencode flags for this arch."""
+        """Returns nvcc's ``-gencode`` flags for this arch."""
         flags = [f"-gencode=arch=compute_{self.number},code=sm_{self.number}"]
         if self.ptx:
             flags.append(f"-gencode=arch=compute_{self.number},code=compute_{self.number}")
@@ -76,9 +76,12 @@ class Arch(NamedTuple):
 
 
 def parse_arch(text: str) -> Arch:
-    """One arch such as ``9.0a``, ``8.0+PTX`` or ``gfx90a``; raises ArchError.
+    """Returns one arch such as ``9.0a``, ``8.0+PTX`` or ``gfx90a``.
 
     Target features of an AMD arch (``gfx90a:xnack-``) are left out: code without runs with any.
+
+    Raises:
+        ArchError: the text is no arch.
     """
     gfx = _GFX.fullmatch(text.strip())
     if gfx is not None:
@@ -93,9 +96,14 @@ def parse_arch(text: str) -> Arch:
 def parse_arch_list(
     text: str, native: Callable[[], Sequence[Capability]] | None = None
 ) -> tuple[Arch, ...]:
-    """Archs of a list separated by ``;``, ``,`` or blanks, sorted by number.
+    """Returns the archs of a list separated by ``;``, ``,`` or blanks, sorted by number.
 
-    ``native`` supplies the visible devices for the word "native". Raises ArchError.
+    Args:
+        text: the list.
+        native: supplies the visible devices for the word "native".
+
+    Raises:
+        ArchError: a word is no arch, or one of the other GPU platform.
     """
     gpu = gpu_platform()
     found: set[Arch] = set()
@@ -122,7 +130,7 @@ def parse_arch_list(
 
 
 def specialise(archs: Iterable[Arch], specific: Iterable[Capability]) -> tuple[Arch, ...]:
-    """Turn a plain arch into its ``a`` form where the op has files for exactly that arch.
+    """Turns a plain arch into its ``a`` form where the op has files for exactly that arch.
 
     The PTX of an ``a`` arch runs nowhere else, so "9.0+PTX" keeps its plain form beside "9.0a".
     """
@@ -138,12 +146,12 @@ def specialise(archs: Iterable[Arch], specific: Iterable[Capability]) -> tuple[A
 
 
 def covered(archs: Iterable[str], capability: Capability) -> bool:
-    """Whether any arch of a manifest's list runs on ``capability``."""
+    """Returns True if any arch of a manifest's list runs on ``capability``."""
     return any(parse_arch(arch).covers(capability) for arch in archs)
 
 
 def initialised_capabilities() -> list[Capability]:
-    """Devices torch sees, if torch is loaded and has initialised CUDA; never starts CUDA."""
+    """Returns the capabilities of the GPUs that torch has initialised; never starts CUDA."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
@@ -152,7 +160,7 @@ def initialised_capabilities() -> list[Capability]:
 
 
 def device_capability(index: int) -> Capability:
-    """The capability of one of torch's devices, which starts CUDA or HIP."""
+    """Returns the capability of one of torch's devices; starts CUDA or HIP."""
     import torch
 
     if torch.version.hip is None:
@@ -166,7 +174,7 @@ def _capability_of(gcn_arch_name: str) -> Capability:
 
 
 def _kfd_capabilities() -> list[Capability]:
-    """AMD GPUs that the kernel driver lists; needs no program and no runtime."""
+    """Returns the AMD GPUs that the kernel driver lists; needs no program and no runtime."""
     found: set[Capability] = set()
     for path in glob.glob(os.path.join(KFD_NODES, "*", "properties")):
         try:
@@ -251,7 +259,7 @@ def visible_capabilities() -> list[Capability]:
 
 
 def named_arch_list() -> tuple[str, str] | None:
-    """(variable, text) of the arch list in the environment, or None."""
+    """Returns the arch list in the environment as (variable, text), or None."""
     for variable in gpu_platform().arch_variables:
         text = os.environ.get(variable, "").strip()
         if text:
@@ -260,7 +268,7 @@ def named_arch_list() -> tuple[str, str] | None:
 
 
 def own_arch(source: str) -> Arch | None:
-    """The arch of a file such as ``<op>_sm90_cuda.cu`` (9.0a), None for other files."""
+    """Returns the arch of a file such as ``<op>_sm90_cuda.cu`` (9.0a), None for other files."""
     match = _OWN_ARCH.search(source)
     return Arch(int(match[1]), int(match[2]), "a") if match else None
 
@@ -272,10 +280,13 @@ def choose(
     capability: Capability | None,
     named: tuple[str, str] | None = None,
 ) -> tuple[Arch, ...]:
-    """The archs to build ``op`` for: the list ``named`` (whose it is, text), else the environment's
-    list, else the visible GPUs.
+    """Returns the archs to build ``op`` for.
 
-    Raises ArchError when none can be chosen or the list does not serve ``capability``.
+    They are those of the list ``named`` (its origin, its text), else of the environment's list,
+    else the visible GPUs'.
+
+    Raises:
+        ArchError: none can be chosen, or the list does not serve ``capability``.
     """
     floor = f"{min_arch[0]}.{min_arch[1]}"
     if capability is not None and len(capability) == 2 and capability < min_arch:

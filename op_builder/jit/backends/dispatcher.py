@@ -11,7 +11,7 @@ from .pythons import Python
 
 
 class DispatcherSpec(OpSpec):
-    """``apex_te_core`` out of ``csrc/core/*.cpp``, for the running Python or for ``python``."""
+    """The dispatcher, made of ``csrc/core/*.cpp`` for the running Python or for ``python``."""
 
     NAME = DISPATCHER
     BUILD_VAR = "APEX_BUILD_CPP_OPS"  # whatever is prebuilt, the dispatcher goes along

@@ -73,7 +73,10 @@ def _word(match: re.Match[str]) -> str:
 
 
 def translate(text: str) -> str:
-    """A source or header with CUDA's names replaced by HIP's; the same text whenever it is run."""
+    """Returns a source or header with CUDA's names replaced by HIP's.
+
+    Translating the result again changes nothing.
+    """
     pieces, position = [], 0
     for match in _INCLUDE.finditer(text):  # a path is no place for a name's mapping
         pieces.append(_WORD.sub(_word, text[position : match.start()]))
@@ -86,21 +89,21 @@ def translate(text: str) -> str:
 
 @functools.cache
 def digest() -> str:
-    """What the mapping is, for the key of a library made from its copies."""
+    """Returns a digest of the mapping, for the key of a library made from translated copies."""
     families = [(pattern.pattern, prefix) for pattern, prefix in _PREFIXES]
     text = repr((HEADERS, NAMES, families, _WORD.pattern, _INCLUDE.pattern))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def copied(path: str, folder: str) -> str:
-    """Where the copy of ``path`` is under ``folder``: at a place of its own."""
+    """Returns the place under ``folder`` of the copy of ``path``."""
     return os.path.join(folder, os.path.abspath(path).lstrip(os.sep))
 
 
 def copies(sources: Iterable[str], include_paths: Sequence[str], folder: str) -> None:
-    """Write translated copies of ``sources`` and of the project headers they include.
+    """Writes translated copies of ``sources`` and of the project headers they include.
 
-    They go where ``copied`` says. What they are made from is only read.
+    The copies lie where ``copied`` says; the originals are only read.
     """
     for path in sorted(closure(sources, include_paths)):
         target = Path(copied(path, folder))

@@ -1,4 +1,4 @@
-"""How a library is made: flags, what else its key holds, its compiler, and the commands."""
+"""Flags, key extras, compiler and commands of a library."""
 
 from __future__ import annotations
 

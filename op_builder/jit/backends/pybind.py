@@ -58,12 +58,12 @@ def installed_torch(op: str) -> Any:
 
 
 def uses_cuda(spec: OpSpec) -> bool:
-    """Whether the extension is a CUDA one: by its group, or by a .cu among its sources."""
+    """Returns True for a CUDA extension, told by its group or a ``.cu`` among its sources."""
     return spec.INCLUDE_FLAG == "APEX_BUILD_CUDA_OPS" or spec.needs_archs("cpu")
 
 
 def key_extras(spec: OpSpec) -> list[str]:
-    """The torch and the interpreter that the library is made for."""
+    """Returns the versions of torch and the interpreter that the library is made for."""
     torch = installed_torch(spec.NAME)
     return [
         soabi(),
@@ -75,7 +75,7 @@ def key_extras(spec: OpSpec) -> list[str]:
 
 
 def compile_flags(spec: OpSpec, kind: str) -> list[str]:
-    """Base flags of one kind of source, without the builder's own."""
+    """Returns the base flags of one kind of source, without the op's own."""
     abi = int(installed_torch(spec.NAME)._C._GLIBCXX_USE_CXX11_ABI)
     return [
         *(NVCC_ARGS if kind == "cuda" else CXX_ARGS),
@@ -86,7 +86,7 @@ def compile_flags(spec: OpSpec, kind: str) -> list[str]:
 
 
 def link_flags(spec: OpSpec) -> list[str]:
-    """torch's libraries, which the process has loaded before the extension."""
+    """Returns flags for torch's libraries, which the process has loaded before the extension."""
     torch = installed_torch(spec.NAME)
     names = ["c10", "torch", "torch_cpu", "torch_python"]
     if uses_cuda(spec):
@@ -98,7 +98,7 @@ def link_flags(spec: OpSpec) -> list[str]:
 
 
 def include_paths(spec: OpSpec) -> list[str]:
-    """Folders of torch's, Python's and, for a CUDA extension, CUDA's headers."""
+    """Returns the folders of torch's, Python's and, for a CUDA extension, CUDA's headers."""
     base = os.path.join(os.path.dirname(installed_torch(spec.NAME).__file__), "include")
     own = os.path.join(base, "torch", "csrc", "api", "include")
     cuda = _cuda_include_paths() if uses_cuda(spec) else []
@@ -106,7 +106,7 @@ def include_paths(spec: OpSpec) -> list[str]:
 
 
 def _cuda_include_paths() -> list[str]:
-    """The toolkit's folders, then those of NVIDIA's wheels, which have what a toolkit may lack."""
+    """Returns the toolkit's folders, then those of NVIDIA's wheels, which may have more headers."""
     folders: list[str] = []
     try:
         home = toolchain.find_nvcc().home
@@ -122,7 +122,7 @@ def _cuda_include_paths() -> list[str]:
 
 
 def read_exports(texts: Iterable[str]) -> Exports:
-    """What PYBIND11_MODULE defines in the sources' ``texts``, read without compiling."""
+    """Returns what ``PYBIND11_MODULE`` defines in ``texts``, read without compiling."""
     module, functions, values = "", set(), set()
     for text in texts:
         code = without_comments(text)
@@ -138,7 +138,7 @@ def read_exports(texts: Iterable[str]) -> Exports:
 
 
 def exports(spec: OpSpec) -> Exports:
-    """The builder's EXPORTS if it names some, with what its sources say about their kind."""
+    """Returns the names of ``EXPORTS``, or else those in the sources, sorted by their kind."""
     texts = []
     for source in spec.sources():
         with open(spec.root / source, encoding="utf-8", errors="replace") as file:

@@ -27,7 +27,7 @@ print(json.dumps([sys.implementation.name, sys.version_info[0], sys.version_info
 
 
 class Python(NamedTuple):
-    """What compiling a dispatcher for one Python takes."""
+    """One Python, with what compiling a dispatcher for it takes."""
 
     version: str  # as people name it, "3.12" or "3.13t"
     suffix: str  # of its extension modules
@@ -35,23 +35,27 @@ class Python(NamedTuple):
 
 
 def own() -> Python:
-    """The running Python. Raises HeaderNotFoundError without its headers."""
+    """Returns the running Python.
+
+    Raises:
+        HeaderNotFoundError: Python's headers are missing.
+    """
     return Python(name_of(soabi()), soabi(), toolchain.python_include())
 
 
 def name_of(suffix: str) -> str:
-    """The version that a suffix of extension modules tells."""
+    """Returns the version that a suffix of extension modules tells."""
     found = re.search(r"cpython-3(\d+)(t?)", suffix)
     return f"3.{found[1]}{found[2]}" if found else f"3.{sys.version_info[1]}"
 
 
 def suffix_for(version: str) -> str:
-    """The suffix of another CPython's extension modules on this platform."""
+    """Returns the suffix of another CPython's extension modules on this platform."""
     return _ABI.sub(f"cpython-{version.replace('.', '')}", soabi())
 
 
 def _query(program: str) -> Python:
-    """Ask an interpreter; raises PythonNotFoundError saying why it does not serve."""
+    """Asks an interpreter who it is; raises ``PythonNotFoundError`` if it does not serve."""
     import sysconfig
 
     try:
@@ -78,7 +82,7 @@ def _query(program: str) -> Python:
 
 
 def _programs(version: str) -> list[str]:
-    """Interpreters of a version in the usual places: PATH, pyenv, uv, manylinux images."""
+    """Returns interpreters of a version in the usual places: PATH, pyenv, uv, manylinux images."""
     name = f"python{version}"
     tag = "cp" + version.rstrip("t").replace(".", "")
     pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
@@ -120,9 +124,12 @@ def _by_version(version: str) -> Python:
 
 
 def find(text: str) -> Python:
-    """The Python that ``text`` names: a version such as 3.12, or the path of an interpreter.
+    """Returns the Python that ``text`` names: a version such as 3.12, or the path of a program.
 
-    Raises PythonNotFoundError, HeaderNotFoundError, or SettingError for a version too old.
+    Raises:
+        PythonNotFoundError: there is no such Python, or none that serves.
+        HeaderNotFoundError: its headers are missing.
+        SettingError: the version is too old.
     """
     match = _VERSION.fullmatch(text)
     if match is not None:
@@ -139,7 +146,7 @@ def find(text: str) -> Python:
 
 
 def named() -> list[Python]:
-    """The Pythons of APEX_BUILD_PYTHONS, each once; the running one where it is not set."""
+    """Returns the Pythons of ``APEX_BUILD_PYTHONS``, each once; by default the running one."""
     texts = [part.strip() for part in re.split("[;,]", os.environ.get(VARIABLE, ""))]
     pythons = [find(text) for text in texts if text] or [own()]
     return list({python.suffix: python for python in pythons}.values())

@@ -11,11 +11,12 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..errors import (
     ArchError,
+    BuildError,
     CompilerNotFoundError,
     HeaderNotFoundError,
     HipccNotFoundError,
@@ -44,6 +45,7 @@ class Nvcc(NamedTuple):
 
 
 def _version(command: list[str]) -> str:
+    """Returns what a command prints, "" where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -52,7 +54,7 @@ def _version(command: list[str]) -> str:
 
 
 def _passed_on(flag: str) -> list[str]:
-    """Return the flags in one word: -Xcompiler=-march=native,-O2 passes two on."""
+    """Returns the flags in one word: ``-Xcompiler=-march=native,-O2`` passes two on."""
     return flag.replace("=-", ",-").split(",")
 
 
@@ -62,7 +64,7 @@ def is_for_this_machine(flag: str) -> bool:
 
 
 def unfit_flag(words: Sequence[str]) -> str:
-    """Return the first flag that no shared library may be compiled with and why, "" without one.
+    """Returns the first flag that no shared library may have and why, "" without one.
 
     Flags for one kind of CPU and flags that relax floating-point arithmetic are unfit. Such flags
     of a builder are part of the cache key; those that a compiler reads from the environment are
@@ -80,7 +82,7 @@ def unfit_flag(words: Sequence[str]) -> str:
 
 
 def _words(variable: str) -> list[str]:
-    """Split an environment variable as a shell does; raises SettingError for unfit content."""
+    """Splits an environment variable as a shell does; raises ``SettingError`` for unfit content."""
     text = os.environ.get(variable, "")
     try:
         words = shlex.split(text)
@@ -94,9 +96,11 @@ def _words(variable: str) -> list[str]:
 
 
 def find_cxx() -> list[str]:
-    """The C++ compiler as a command: CXX, else g++, c++, clang++.
+    """Returns the C++ compiler as a command: ``CXX``, else g++, c++ or clang++.
 
-    Raises CompilerNotFoundError; SettingError where CXX cannot be read or has an unfit flag.
+    Raises:
+        CompilerNotFoundError: there is none.
+        SettingError: ``CXX`` cannot be read or has an unfit flag.
     """
     named = _words("CXX")
     for command in [named] if named else [["g++"], ["c++"], ["clang++"]]:
@@ -116,78 +120,98 @@ def _cxx_version(command: tuple[str, ...]) -> str:
 
 
 def cxx_version() -> str:
-    """First line the C++ compiler says about itself."""
+    """Returns the first line that the C++ compiler says about itself."""
     return _cxx_version(tuple(find_cxx()))
 
 
-def _nvcc_in(home: str) -> Nvcc | None:
-    path = os.path.join(home, "bin", "nvcc")
+def _in_home(home: str, program: str) -> Nvcc | None:
+    path = os.path.join(home, "bin", program)
     return Nvcc(path, home) if os.access(path, os.X_OK) and os.path.isfile(path) else None
 
 
-def find_nvcc() -> Nvcc:
-    """nvcc: APEX_TE_CUDA_HOME, CUDA_HOME, CUDA_PATH, PATH, NVIDIA's wheels, /usr/local/cuda*.
+def _find_toolkit(
+    program: str,
+    flags: Sequence[str],
+    homes: Sequence[str],
+    usual: Callable[[], Sequence[str]],
+    missing: Callable[[str], BuildError],
+    advice: str,
+) -> Nvcc:
+    """Returns a GPU compiler: of a named home, on PATH, or in a usual place.
 
-    Raises NvccNotFoundError; SettingError for unfit flags in variables that nvcc itself reads.
+    Args:
+        program: name of the compiler.
+        flags: variables with flags that the compiler itself reads.
+        homes: variables that name a toolkit; the first must hold the compiler if it is set.
+        usual: gives the toolkits that are looked into last.
+        missing: makes the error.
+        advice: text of the error where the compiler is found nowhere.
     """
-    for variable in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"):
+    for variable in flags:
         _words(variable)
-    for variable in ("APEX_TE_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
+    for variable in homes:
         home = os.environ.get(variable, "").strip(": \t")
-        if home:
-            found = _nvcc_in(os.path.realpath(home))
-            if found:
-                return found
-            if variable == "APEX_TE_CUDA_HOME":
-                raise NvccNotFoundError(f"APEX_TE_CUDA_HOME={home} holds no bin/nvcc")
-    on_path = shutil.which("nvcc")
-    if on_path:
-        real = os.path.realpath(on_path)
-        return Nvcc(on_path, os.path.dirname(os.path.dirname(real)))
-    homes = [
-        os.path.join(folder, "nvidia", name)
-        for folder in sys.path
-        for name in ("cu13", "cu12", "cuda_nvcc")
-    ]
+        found = _in_home(os.path.realpath(home), program) if home else None
+        if found:
+            return found
+        if home and variable == homes[0]:
+            raise missing(f"{variable}={home} holds no bin/{program}")
+    if on_path := shutil.which(program):
+        return Nvcc(on_path, os.path.dirname(os.path.dirname(os.path.realpath(on_path))))
+    for home in usual():
+        if found := _in_home(home, program):
+            return found
+    raise missing(advice)
+
+
+def _usual_cuda_homes() -> list[str]:
+    names = ("cu13", "cu12", "cuda_nvcc")
     numbered = sorted(
         glob.glob("/usr/local/cuda-*"),
         key=lambda path: [int(part) for part in re.findall(r"\d+", path)],
         reverse=True,
     )
-    for home in [*homes, "/usr/local/cuda", *numbered]:
-        found = _nvcc_in(home)
-        if found:
-            return found
-    raise NvccNotFoundError(
+    wheels = [os.path.join(folder, "nvidia", name) for folder in sys.path for name in names]
+    return [*wheels, "/usr/local/cuda", *numbered]
+
+
+CUDA_HOMES = ("APEX_TE_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
+ROCM_HOMES = ("APEX_TE_ROCM_HOME", "ROCM_HOME", "ROCM_PATH")
+
+
+def find_nvcc() -> Nvcc:
+    """Returns nvcc: of ``CUDA_HOMES``, on PATH, of NVIDIA's wheels or in /usr/local/cuda*.
+
+    Raises:
+        NvccNotFoundError: there is none.
+        SettingError: a variable that nvcc itself reads has unfit flags.
+    """
+    return _find_toolkit(
+        "nvcc",
+        ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"),
+        CUDA_HOMES,
+        _usual_cuda_homes,
+        NvccNotFoundError,
         "no nvcc found, which compiles for CUDA tensors (CPU tensors work without it): install the"
-        " CUDA toolkit or `pip install nvidia-cuda-nvcc`, or name its folder in APEX_TE_CUDA_HOME"
+        " CUDA toolkit or `pip install nvidia-cuda-nvcc`, or name its folder in APEX_TE_CUDA_HOME",
     )
 
 
 def find_hipcc() -> Nvcc:
-    """hipcc: APEX_TE_ROCM_HOME, ROCM_HOME, ROCM_PATH, PATH, /opt/rocm*.
+    """Returns hipcc: of ``ROCM_HOMES``, on PATH or in /opt/rocm*.
 
-    Raises HipccNotFoundError; SettingError for unfit flags in variables that hipcc itself reads.
+    Raises:
+        HipccNotFoundError: there is none.
+        SettingError: a variable that hipcc itself reads has unfit flags.
     """
-    for variable in ("HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND"):
-        _words(variable)
-    for variable in ("APEX_TE_ROCM_HOME", "ROCM_HOME", "ROCM_PATH"):
-        home = os.environ.get(variable, "").strip(": \t")
-        path = os.path.join(os.path.realpath(home), "bin", "hipcc")
-        if home and os.access(path, os.X_OK):
-            return Nvcc(path, os.path.realpath(home))
-        if home and variable == "APEX_TE_ROCM_HOME":
-            raise HipccNotFoundError(f"APEX_TE_ROCM_HOME={home} holds no bin/hipcc")
-    on_path = shutil.which("hipcc")
-    if on_path:
-        return Nvcc(on_path, os.path.dirname(os.path.dirname(os.path.realpath(on_path))))
-    for home in ["/opt/rocm", *sorted(glob.glob("/opt/rocm-*"), reverse=True)]:
-        path = os.path.join(home, "bin", "hipcc")
-        if os.access(path, os.X_OK):
-            return Nvcc(path, home)
-    raise HipccNotFoundError(
+    return _find_toolkit(
+        "hipcc",
+        ("HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND"),
+        ROCM_HOMES,
+        lambda: ["/opt/rocm", *sorted(glob.glob("/opt/rocm-*"), reverse=True)],
+        HipccNotFoundError,
         "no hipcc found, which compiles for AMD GPUs (CPU tensors work without it): install ROCm's"
-        " hipcc (Debian and Ubuntu: apt install hipcc), or name its folder in APEX_TE_ROCM_HOME"
+        " hipcc (Debian and Ubuntu: apt install hipcc), or name its folder in APEX_TE_ROCM_HOME",
     )
 
 
@@ -200,7 +224,7 @@ def _hipcc_version(path: str) -> str:
 
 
 def hipcc_version() -> str:
-    """Version of hipcc and its clang, such as "hipcc 5.2.21153, clang 15.0.6"."""
+    """Returns the versions of hipcc and its clang, such as "hipcc 5.2.21153, clang 15.0.6"."""
     return _hipcc_version(find_hipcc().path)
 
 
@@ -212,12 +236,12 @@ def _nvcc_version(path: str) -> str:
 
 
 def nvcc_version() -> str:
-    """Version of nvcc, such as "nvcc 13.0.88"."""
+    """Returns the version of nvcc, such as "nvcc 13.0.88"."""
     return _nvcc_version(find_nvcc().path)
 
 
 def nvcc_major() -> int:
-    """Major version of nvcc, 0 if it cannot be told."""
+    """Returns the major version of nvcc, 0 if it cannot be told."""
     match = re.search(r"(\d+)\.", nvcc_version())
     return int(match[1]) if match else 0
 
@@ -228,7 +252,7 @@ def _gpu_codes(path: str) -> frozenset[str]:
 
 
 def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
-    """Raise ArchError if nvcc does not know one of ``numbers`` (such as "90a")."""
+    """Raises ``ArchError`` if nvcc does not know one of ``numbers`` (such as "90a")."""
     known = _gpu_codes(nvcc.path)
     for number in numbers:
         if known and number.rstrip("af") not in known:
@@ -240,7 +264,11 @@ def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
 
 
 def find_ninja() -> str:
-    """ninja: the Python module's binary, else on PATH. Raises NinjaNotFoundError."""
+    """Returns ninja's path: the Python module's binary, else the one on PATH.
+
+    Raises:
+        NinjaNotFoundError: there is none.
+    """
     import sysconfig  # here, because it is slow to import and a look-up does not need it
 
     spec = importlib.util.find_spec("ninja")
@@ -260,7 +288,11 @@ def find_ninja() -> str:
 
 
 def python_include() -> str:
-    """Folder of Python.h. Raises HeaderNotFoundError."""
+    """Returns the folder of ``Python.h``.
+
+    Raises:
+        HeaderNotFoundError: the header is missing.
+    """
     import sysconfig
 
     folder = sysconfig.get_paths()["include"]
@@ -274,7 +306,11 @@ def python_include() -> str:
 
 
 def pybind11_include() -> str:
-    """Folder of pybind11's headers, found without importing it. Raises HeaderNotFoundError."""
+    """Returns the folder of pybind11's headers, found without importing pybind11.
+
+    Raises:
+        HeaderNotFoundError: the headers are missing.
+    """
     spec = importlib.util.find_spec("pybind11")
     for package in (spec.submodule_search_locations or ()) if spec is not None else ():
         folder = os.path.join(package, "include")
@@ -284,7 +320,7 @@ def pybind11_include() -> str:
 
 
 def pybind11_version() -> str:
-    """Version in pybind11's own header, "none" without pybind11."""
+    """Returns the version in pybind11's own header, "none" without pybind11."""
     try:
         path = os.path.join(pybind11_include(), "pybind11", "detail", "common.h")
     except HeaderNotFoundError:
@@ -296,9 +332,10 @@ def pybind11_version() -> str:
 
 
 def find_header(header: str, package: str, nvcc: Nvcc) -> list[str]:
-    """Include folders for ``header``: none if the toolkit has it, else NVIDIA's wheel ``package``.
+    """Returns include folders for ``header``: none if the toolkit has it, else a wheel's.
 
-    Raises HeaderNotFoundError.
+    Raises:
+        HeaderNotFoundError: neither the toolkit nor NVIDIA's wheel ``package`` has it.
     """
     toolkits = [nvcc.home, *glob.glob(os.path.join(nvcc.home, "targets", "*")), "/usr/local/cuda"]
     if any(os.path.isfile(os.path.join(home, "include", header)) for home in toolkits):

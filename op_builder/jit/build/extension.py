@@ -1,4 +1,4 @@
-"""Importing a library that is an extension module of this interpreter, each once."""
+"""Importing libraries that are extension modules of this interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..find.entry import OpenedLibrary
 
 
 def import_module(name: str, opened: OpenedLibrary) -> ModuleType:
-    """Import the opened library as module ``name`` and register it."""
+    """Imports the opened library as module ``name`` and registers it."""
     loader = importlib.machinery.ExtensionFileLoader(name, opened.proc_path)
     found = importlib.util.spec_from_file_location(name, opened.proc_path, loader=loader)
     if found is None:
@@ -32,7 +32,7 @@ _modules: dict[str, tuple[OpSpec, ModuleType]] = {}
 
 
 def _refuse_taken(spec: OpSpec, name: str) -> None:
-    """Raise ImportError where ``name`` is a module of the package, which this would replace."""
+    """Raises ``ImportError`` if ``name`` is a module already, which the extension would replace."""
     module = sys.modules.get(name)
     found = None if module is not None else importlib.util.find_spec(name)
     if module is not None or found is not None:
@@ -45,7 +45,7 @@ def _refuse_taken(spec: OpSpec, name: str) -> None:
 
 
 def _capability(spec: OpSpec) -> Capability | None:
-    """A visible GPU, which the code must run on: no tensor tells the device when it is imported."""
+    """Returns a visible GPU, on which the code must run: at import no tensor tells the device."""
     torch = installed_torch(spec.NAME)
     if not spec.needs_archs("cpu") or (torch.version.cuda or torch.version.hip) is None:
         return None
@@ -54,10 +54,17 @@ def _capability(spec: OpSpec) -> Capability | None:
 
 
 def load(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType:
-    """The extension, found or built and imported once; ``force`` builds and imports it again.
+    """Returns the extension, found or built and imported once.
 
-    Raises BuildError; ImportError if it does not import; DuplicateOpError if another builder's
-    extension has its name.
+    Args:
+        spec: the op.
+        force: builds and imports it again.
+        verbose: shows the compiler commands.
+
+    Raises:
+        BuildError: it cannot be found or built.
+        ImportError: it does not import.
+        DuplicateOpError: another op's extension has its name.
     """
     from ..build.service import open_library
 
@@ -91,7 +98,7 @@ def load(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType
 
 
 def _forked() -> None:
-    """A fork may copy a lock that another thread held; the child starts with a fresh one."""
+    """Gives a child a fresh lock: a fork may copy one that another thread held."""
     global _lock
     _lock = threading.RLock()
 

@@ -10,6 +10,7 @@ import time
 from ..errors import CompileError
 
 KEPT_SECONDS = 60.0
+_PARTS = ("first_error", "command", "log", "hint")  # of a CompileError, in its order
 NEXT_TRY = (
     f"after {KEPT_SECONDS:.0f} s, when a source or the compiler changes, or with"
     " APEX_TE_JIT_RETRY=1"
@@ -17,13 +18,10 @@ NEXT_TRY = (
 
 
 def store(path: str, error: CompileError, compiler: str) -> None:
-    """Write the failure beside the entry it belongs to; not being able to is no failure."""
+    """Writes the failure beside the entry it belongs to, if the file can be written."""
     record = {
         "message": str(error),
-        "first_error": error.first_error,
-        "command": error.command,
-        "log": error.log,
-        "hint": error.hint,
+        **{name: getattr(error, name) for name in _PARTS},
         "compiler": compiler,
         "time": time.time(),
     }
@@ -40,7 +38,7 @@ def store(path: str, error: CompileError, compiler: str) -> None:
 
 
 def stamp(path: str) -> tuple[int, int] | None:
-    """What changes when a failure is stored, whatever the clock does."""
+    """Returns a stamp that changes when a failure is stored, whatever the clock does."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -49,7 +47,7 @@ def stamp(path: str) -> tuple[int, int] | None:
 
 
 def recall(path: str, compiler: str, since: float | None) -> CompileError | None:
-    """The stored failure of this compiler, written after ``since`` (seconds since the epoch)."""
+    """Returns the stored failure of this compiler, None without one since ``since`` (epoch)."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, encoding="utf-8") as file:
@@ -58,18 +56,12 @@ def recall(path: str, compiler: str, since: float | None) -> CompileError | None
             return None
         if since is not None and not since <= record["time"] <= time.time() + 1:
             return None
-        return CompileError(
-            record["message"],
-            record["first_error"],
-            record["command"],
-            record["log"],
-            record["hint"],
-        )
+        return CompileError(record["message"], *(record[name] for name in _PARTS))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def forget(path: str) -> None:
-    """Drop the stored failure."""
+    """Drops the stored failure."""
     with contextlib.suppress(OSError):
         os.unlink(path)

@@ -1,4 +1,4 @@
-"""What to do about a failed build or load, told by what the compiler or ld.so said.
+"""Advice on a failed build or load, found by what the compiler or ld.so said.
 
 The patterns are the programs' own words: g++ and ld 12, clang 15 to 20, nvcc 11 to 13, hipcc 5,
 ninja, ld.so. Source lines that a compiler quotes start with a blank and never count.
@@ -18,7 +18,7 @@ _ABOUT_SOURCES = r"\s|\S+?(?::\d+:\d+|\(\d+\)): (?:error|warning|note)\b"
 
 
 def _line(pattern: str) -> re.Pattern[str]:
-    """Matches a line that holds ``pattern`` and is not about the sources."""
+    """Returns a pattern for lines that hold ``pattern`` and are not about the sources."""
     return re.compile(rf"^(?!{_ABOUT_SOURCES}).*?(?:{pattern})", _FLAGS)
 
 
@@ -196,17 +196,17 @@ def _first(rules: tuple[_Rule, ...], text: str) -> str:
 
 
 def was_stopped(output: str) -> bool:
-    """Whether a signal, a crash or want of memory ended the compiler, rather than the sources."""
+    """Returns True if a signal, a crash or want of memory, not the sources, ended the compiler."""
     return bool(_KILLED.search(output) or _STOPPED.search(output))
 
 
 def building(output: str) -> str:
-    """Advice on a compiler's or linker's output, "" where nothing is recognised."""
+    """Returns advice on a compiler's or linker's output, "" where nothing is recognised."""
     return _first(_BUILD_RULES, output)
 
 
 def loading(text: str) -> str:
-    """Advice on what dlopen said, "" where nothing is recognised.
+    """Returns advice on what dlopen said, "" where nothing is recognised.
 
     What the CUDA runtime says is explained in csrc/common/gpu/device.h, which hears it.
     """
@@ -219,7 +219,7 @@ def is_not_executable(text: str) -> bool:
 
 
 def load_error(what: str, path: str, problem: ImportError) -> ImportError:
-    """The error for a library that the system's loader refuses, with its place and advice."""
+    """Returns the error for a library that the system's loader refuses, with advice."""
     advice = loading(str(problem))
     hint = f"\n  hint: {advice}" if advice else ""
     return ImportError(f"{what}: {path} cannot be loaded: {problem}{hint}", path=path)

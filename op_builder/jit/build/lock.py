@@ -28,7 +28,7 @@ _guard = threading.RLock()  # held while a descriptor gets its lock, so that no 
 
 
 def _forked() -> None:
-    """A child shares the parent's locks through its descriptors, beyond the parent's death."""
+    """Closes a child's copies of the parent's locks, which would outlive the parent."""
     for fd in _held:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -59,7 +59,7 @@ def _is_named(fd: int, path: str) -> bool:
 
 
 def _try_lock(path: str, locked: list[int]) -> bool:
-    """Lock the file and put its descriptor into ``locked``; False if somebody else holds it."""
+    """Locks the file and adds its descriptor to ``locked``; False if somebody else holds it."""
     for _ in range(_ATTEMPTS):
         with _guard:
             try:
@@ -88,7 +88,7 @@ def _try_lock(path: str, locked: list[int]) -> bool:
 
 
 def holder(path: str, what: str) -> str:
-    """Who holds the lock and what it builds; ``what`` is told where it does not say so itself."""
+    """Returns who holds the lock and what it builds, ``what`` where the lock does not say so."""
     text = ""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -100,7 +100,7 @@ def holder(path: str, what: str) -> str:
 
 
 def is_free(path: str) -> bool:
-    """Whether nobody builds under this lock now."""
+    """Returns True if nobody builds under this lock now."""
     locked: list[int] = []
     try:
         return _try_lock(path, locked)
@@ -113,7 +113,7 @@ def is_free(path: str) -> bool:
 
 @contextlib.contextmanager
 def marked(folder: str) -> Iterator[None]:
-    """Show that the builder of ``folder`` lives; where locks do not work nobody asks."""
+    """Shows that the builder of ``folder`` lives; where locks do not work nobody asks."""
     locked: list[int] = []
     try:
         with contextlib.suppress(OSError):
@@ -125,13 +125,16 @@ def marked(folder: str) -> Iterator[None]:
 
 
 def is_abandoned(folder: str) -> bool:
-    """Whether the builder of ``folder`` is dead; one that just begins holds its library's lock."""
+    """Returns True if the builder of ``folder`` is dead.
+
+    A builder that just begins has no mark yet, but holds its library's lock.
+    """
     mark = os.path.join(folder, _MARK)
     return not os.path.lexists(mark) or is_free(mark)
 
 
 def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
-    """Take the lock, saying whom it waits for."""
+    """Takes the lock, saying whom it waits for."""
     start = time.monotonic()
     next_message = MESSAGE_EVERY
     pause = 0.02
@@ -156,7 +159,7 @@ def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
 def _wait_elsewhere(
     path: str, problem: OSError, what: str, timeout: float, locked: list[int]
 ) -> None:
-    """Take a lock of this machine in place of ``path``, whose file system has none."""
+    """Takes a lock of this machine in place of ``path``, whose file system has none."""
     text = f"file locks do not work in {os.path.dirname(path)} ({problem.strerror})"
     session = cache.runtime_cache()
     try:
@@ -173,11 +176,13 @@ def _wait_elsewhere(
 
 @contextlib.contextmanager
 def held(path: str, what: str, timeout: float, doing: str = "building") -> Iterator[bool]:
-    """Hold the lock file ``path`` while ``doing`` something with ``what``; says whom it waits for.
+    """Holds the lock file ``path`` while ``doing`` something with ``what``.
 
-    Yields whether nobody else can be building: False on a file system without locks, where the one
-    rename that publishes an entry still keeps it whole. Raises LockTimeoutError after ``timeout``
-    seconds.
+    Yields True if nobody else can be building. It is False on a file system without locks, where
+    the one rename that publishes an entry still keeps it whole. Waiters say whom they wait for.
+
+    Raises:
+        LockTimeoutError: ``timeout`` seconds have passed.
     """
     locked: list[int] = []
     try:

@@ -46,7 +46,7 @@ def _escape(path: str) -> str:
 
 
 def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
-    """Raise BuildError for a path that ninja or a compiler cannot be told of."""
+    """Raises ``BuildError`` for a path that ninja or a compiler cannot be told of."""
     sources = [path for step in steps for path in step.inputs if not path.startswith(folder)]
     with_nvcc = any(os.path.basename(step.command[0]) == "nvcc" for step in steps)
     refused = _REFUSED_BY_NVCC if with_nvcc else ""
@@ -61,7 +61,7 @@ def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
 
 
 def write_graph(folder: str, steps: Sequence[Step]) -> None:
-    """Write ``build.ninja``; every step is one command line."""
+    """Writes ``build.ninja``; every step is one command line."""
     lines = ["rule run", "  command = $cmd", "  description = $label", ""]
     for step in steps:
         inputs = " ".join(_escape(path) for path in step.inputs)
@@ -73,7 +73,7 @@ def write_graph(folder: str, steps: Sequence[Step]) -> None:
 
 
 def first_line(output: str, pattern: re.Pattern[str]) -> str:
-    """The first line that matches and is not ninja's, "" if there is none."""
+    """Returns the first line that matches and is not ninja's, "" if there is none."""
     for line in output.splitlines():
         if not line.startswith(("ninja:", "FAILED:")) and pattern.search(line):
             line = line.strip()
@@ -84,7 +84,7 @@ def first_line(output: str, pattern: re.Pattern[str]) -> str:
 
 
 def first_error(output: str) -> str:
-    """The first line of a compiler's own message, "" if there is none."""
+    """Returns the first line of a compiler's own message, "" if there is none."""
     return first_line(output, _DIAGNOSTIC)
 
 
@@ -97,7 +97,7 @@ def _failed_command(output: str) -> str:
 
 
 def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
-    """The error for a full disk, with the bytes left."""
+    """Returns the error for a full disk, with the bytes left."""
     free = "an unknown number of"
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
@@ -111,7 +111,7 @@ def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
 
 @contextlib.contextmanager
 def disk_errors(what: str, folder: str) -> Iterator[None]:
-    """Turn the OSErrors of a full disk into DiskFullError, refused ones into NoPermissionError."""
+    """Turns the ``OSError`` of a full disk or a refused file into an error that says so."""
     try:
         yield
     except OSError as error:
@@ -151,7 +151,7 @@ class _Watch:
             os.close(reading)
 
     def end(self) -> None:
-        """Let the shell end: ninja is done."""
+        """Lets the shell end: ninja is done."""
         if self.process is None or self.pipe < 0:
             return
         _watches.discard(self)
@@ -161,7 +161,7 @@ class _Watch:
         self.process.wait()
 
     def forget(self) -> None:
-        """Close the pipe's end, which a forked child must not keep open."""
+        """Closes the pipe's end, which a forked child must not keep open."""
         pipe, self.pipe = self.pipe, -1
         with contextlib.suppress(OSError):
             os.close(pipe)
@@ -194,7 +194,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 def stop_all() -> bool:
-    """Stop every build of this process, if there is any; ``run`` sees a stopped compiler."""
+    """Stops every build of this process; returns True if there was any."""
     running = list(_running)
     for process in running:
         _stop(process)
@@ -202,7 +202,10 @@ def stop_all() -> bool:
 
 
 def _finished(lines: Sequence[str], steps: int) -> bool:
-    """Whether ninja says so: its status is 0 in a program that ignores SIGCHLD or waits itself."""
+    """Returns True if ninja says that all is done.
+
+    Its exit status is 0 in a program that ignores SIGCHLD or waits itself.
+    """
     last = f"[{steps}/{steps}] "
     failed = any(line.startswith("FAILED: ") for line in lines)
     return not failed and any(line.startswith(last) for line in lines)
@@ -217,13 +220,20 @@ def run(
     jobs: int | None = None,
     estimate: float | None = None,
 ) -> None:
-    """Run the graph in ``folder``; the whole output goes to ``log`` when it fails.
+    """Runs the graph in ``folder``; the whole output goes to ``log`` when it fails.
 
-    ``jobs`` compilers at once, else as many as the machine's limits allow; ``estimate``: seconds
-    it took last time.
+    Args:
+        what: op and device, as messages name them.
+        folder: where the graph is written and run.
+        steps: the commands.
+        log: file for the output of a failed build.
+        verbose: shows the commands.
+        jobs: compilers at once; by default as many as the machine's limits allow.
+        estimate: seconds it took last time.
 
-    Raises CompileError, BuildInterruptedError, DiskFullError, NoPermissionError,
-    NinjaNotFoundError.
+    Raises:
+        BuildError: ``CompileError`` for the compiler's own refusal; else the error that says what
+            stopped the build.
     """
     _check_paths(what, folder, steps)
     write_graph(folder, steps)
@@ -276,7 +286,7 @@ def run(
 
 
 def _details(error: str, hint: str, command: str = "", log: str = "", next_try: str = "") -> str:
-    """The compiler's first line and, each on a line of its own, what else is known."""
+    """Returns the compiler's first line and, each on a line of its own, what else is known."""
     more = {"hint": hint, "command": command, "log": log, "next try": next_try}
     return "\n".join([error, *(f"  {name}: {text}" for name, text in more.items() if text)])
 

@@ -1,4 +1,4 @@
-"""What a build tells while it runs: live lines on a terminal, one line at its end in a log."""
+"""Progress of a build: live lines on a terminal, one line at its end in a log."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class _Screen:
                 self._wake.set()
 
     def say(self, text: str, stream: TextIO) -> None:
-        """Whole lines of text, above the live ones."""
+        """Writes whole lines of text above the live ones."""
         with self._lock, contextlib.suppress(OSError, ValueError):
             live = self._lines()
             stream.write(self._erase() + text + "".join(live))
@@ -82,7 +82,7 @@ _screen = _Screen()
 
 
 def _forked() -> None:
-    """The child has neither the thread nor the builds of its parent."""
+    """Gives a child a screen of its own: it has neither the thread nor the builds of its parent."""
     global _screen
     _screen = _Screen()
 
@@ -108,17 +108,20 @@ class Progress:
         self._start = self._told = time.monotonic()
 
     def done(self, label: str) -> None:
-        """A step has ended."""
+        """Notes that a step has ended."""
         if label in self._left:
             self._left.remove(label)
 
     def say(self, text: str) -> None:
-        """Text between the live lines, such as the compiler's own."""
+        """Writes text between the live lines, such as the compiler's own."""
         if sys.stderr is not None:
             _screen.say(text, sys.stderr)
 
     def line(self) -> str:
-        """Where the build is; time comes first, since a narrow terminal cuts the end off."""
+        """Returns a line that says where the build is.
+
+        Time comes first, since a narrow terminal cuts the end off.
+        """
         seconds = time.monotonic() - self._start
         known = self._estimate
         if known is None:
@@ -132,7 +135,7 @@ class Progress:
         return f"apex_te: building {self.what}, {spent}: {step} ({done}/{self._total} done)"
 
     def beat(self) -> None:
-        """In a log, a sign of life from a long build."""
+        """Writes a sign of life of a long build into a log."""
         if not self.live and time.monotonic() - self._told >= HEARTBEAT:
             self._told = time.monotonic()
             self.say(self.line() + "\n")

@@ -33,7 +33,7 @@ class Vanished(BuildInterruptedError):
 
 
 def _sync(path: str) -> None:
-    """Write a file through to the disk; a file system that cannot is no failure."""
+    """Writes a file through to the disk; a file system that cannot is no failure."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -45,15 +45,16 @@ def _sync(path: str) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Write a folder's names through; without it a crash costs the entry, and not its content."""
+    """Writes a folder's names through; without it a crash costs the entry, not its content."""
     with contextlib.suppress(OSError):
         _sync(path)
 
 
 def remove_leftovers(root: str, name: str) -> None:
-    """Remove the build folders of dead builders: nobody holds their library's lock, nor their own.
+    """Removes the build folders of dead builders: nobody holds their library's lock or their own.
 
-    The caller holds the lock ``name``. Their own decides where a clean-up removed the other one.
+    The caller holds the lock ``name``. A folder's own lock decides where a clean-up removed that of
+    its library.
     """
     temporary, locks = os.path.join(root, cache.TEMPORARY), os.path.join(root, cache.LOCKS)
     with contextlib.suppress(OSError):
@@ -94,7 +95,7 @@ def _write_entry(folder: str, request: Request, seconds: float, commands: list[s
 
 
 def _own_copy(folder: str, target: str, request: Request, kind: str) -> OpenedLibrary:
-    """The library just built, opened before its folder moves to ``target``.
+    """Returns the library just built, opened before its folder moves to ``target``.
 
     Whatever becomes of the entry, through another builder, a clean-up or a network file system's
     idea of what exists, this process has what it built.
@@ -113,10 +114,10 @@ def _own_copy(folder: str, target: str, request: Request, kind: str) -> OpenedLi
 def _publish(
     entry: str, target: str, folder: str, winner: Callable[[], OpenedLibrary | None]
 ) -> OpenedLibrary | None:
-    """Rename ``entry`` to ``target``, or keep the valid entry that another builder put there.
+    """Renames ``entry`` to ``target``, or keeps the valid entry that another builder put there.
 
     Anything else in its place is moved away. Where no attempt gets through, only this process has
-    the library, with a warning. Returns the other builder's library.
+    the library, with a warning. Returns the other builder's library, or None.
     """
     problem = None
     for attempt in range(_ATTEMPTS):
@@ -143,7 +144,7 @@ def _publish(
 
 
 def _compile(request: Request, location: cache.Location, parent: str, folder: str) -> OpenedLibrary:
-    """Make the entry in ``folder``; returns its library."""
+    """Makes the entry in ``folder``; returns its library."""
     entry = os.path.join(folder, "entry")
     os.mkdir(entry, 0o755)
     os.chmod(entry, 0o755)
@@ -171,10 +172,14 @@ def build(
     name: str,
     winner: Callable[[], OpenedLibrary | None],
 ) -> OpenedLibrary:
-    """Build the library and publish it in ``location``; returns it opened.
+    """Builds the library and publishes it in ``location``; returns it opened.
 
     The caller has prepared the folders and holds the lock ``name``; ``winner`` looks for an entry
-    that another builder published all the same. Raises the errors of ninja.run, Vanished.
+    that another builder published all the same.
+
+    Raises:
+        Vanished: the folder was removed meanwhile.
+        BuildError: the build failed.
     """
     temporary = os.path.join(location.path, cache.TEMPORARY)
     parent = os.path.join(location.path, name)

@@ -1,4 +1,4 @@
-"""What is asked of a build."""
+"""One request to build a library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..find.entry import entry_tag
 
 
 class Request(NamedTuple):
-    """One library to build."""
+    """One library to build, with what is decided about it before."""
 
     spec: OpSpec
     device: str

@@ -1,4 +1,4 @@
-"""How many compilers may run at once: CPUs, control groups (v1 and v2), memory and MAX_JOBS."""
+"""Limits on compilers that run at once: CPUs, control groups (v1 and v2), memory, MAX_JOBS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _read(path: str) -> str:
 
 
 def _number(text: str) -> int | None:
-    """A limit; None for "max", nothing, or what stands for none."""
+    """Returns a limit; None for "max", nothing, or what stands for none."""
     text = text.strip()
     value = int(text) if text.lstrip("-").isdigit() else -1
     return value if 0 <= value < _UNLIMITED else None
@@ -39,7 +39,7 @@ def _stat(text: str, name: str) -> int:
 
 
 def _mounts() -> Iterator[tuple[str, str, set[str]]]:
-    """(root inside the hierarchy, mount point, controllers) of every cgroup mount.
+    """Yields (root inside the hierarchy, mount point, controllers) of every cgroup mount.
 
     The controllers of version 2 are {"2"}. Source: proc(5), mountinfo.
     """
@@ -52,7 +52,7 @@ def _mounts() -> Iterator[tuple[str, str, set[str]]]:
 
 
 def _groups(controller: str) -> Iterator[str]:
-    """This process's folders for ``controller`` ("2": version 2), from its own up to the top."""
+    """Yields this process's folders for ``controller`` ("2": version 2), its own first."""
     for line in _read(f"{_SELF}/cgroup").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
         if controller not in (names.split(",") if names else ["2"]):
@@ -79,13 +79,13 @@ def _cpu_limits() -> Iterator[float]:
 
 
 def cpus() -> int:
-    """CPUs this process may use: its affinity, and the quota of its control groups rounded up."""
+    """Returns the CPUs of this process: its affinity, and the quotas of its groups rounded up."""
     count = float(len(os.sched_getaffinity(0)))
     return max(1, math.ceil(min([count, *_cpu_limits()])))
 
 
 def _memory_limits() -> Iterator[int]:
-    """What each control group still allows; its page cache counts as free."""
+    """Yields what each control group still allows; its page cache counts as free."""
     for folder in _groups("2"):
         limit = _number(_read(f"{folder}/memory.max"))
         if limit is not None:
@@ -99,7 +99,7 @@ def _memory_limits() -> Iterator[int]:
 
 
 def free_memory() -> int | None:
-    """Bytes a build may take now; None where nothing tells."""
+    """Returns the bytes a build may take now; None where nothing tells."""
     known = list(_memory_limits())
     for line in _read(_MEMINFO).splitlines():
         if line.startswith("MemAvailable:"):
@@ -108,9 +108,10 @@ def free_memory() -> int | None:
 
 
 def jobs() -> int:
-    """How many compilers may run at once: the least of CPUs, free memory and MAX_JOBS, 1 or more.
+    """Returns the least that CPUs, free memory and ``MAX_JOBS`` allow, 1 or more.
 
-    Raises SettingError for a MAX_JOBS that is no positive integer.
+    Raises:
+        SettingError: ``MAX_JOBS`` is no positive integer.
     """
     count = cpus()
     memory = free_memory()

@@ -1,4 +1,4 @@
-"""From a spec to an opened library: the look-up, the lock and the build."""
+"""Opened libraries of a process: looked up, or built under a lock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .request import Request
 
 
 class _Turn:
-    """Which thread loads a library now, and how the last one that failed did so."""
+    """The thread that loads a library now, and the error of the last one that failed."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -63,10 +63,19 @@ def build(
     jobs: int | None = None,
     started: float | None = None,
 ) -> OpenedLibrary:
-    """Build under the lock, unless another process has just done so (``force``: in any case).
+    """Builds under the lock, unless another process has just done so.
 
-    ``archs``: instead of the environment's and the GPUs'; ``jobs``: compilers at once; ``started``:
-    since when (seconds since the epoch) the caller waits, so that it takes part in a failure.
+    Args:
+        spec: the op.
+        device: device of the library.
+        capability: GPU that the library must serve.
+        force: builds in any case.
+        verbose: shows the compiler commands.
+        location: cache to build in; by default the user's.
+        archs: archs to build for, instead of the environment's and the GPUs'.
+        jobs: compilers at once.
+        started: seconds since the epoch at which the caller began to wait; it takes part in a
+            failure stored since.
     """
     from .ninja import disk_errors
     from .publish import Vanished
@@ -109,7 +118,7 @@ def _build_in(
     started: float,
     force: bool,
 ) -> OpenedLibrary:
-    """Build in the cache ``target`` under the lock ``name``; all folders are there."""
+    """Builds in the cache ``target`` under the lock ``name``; all folders are there."""
     from . import failure, lock, publish
     from .ninja import disk_errors
 
@@ -169,9 +178,12 @@ def open_library(
     force: bool = False,
     verbose: bool = False,
 ) -> OpenedLibrary:
-    """The library of ``builder`` for ``device``, looked up and built if need be; thread-safe.
+    """Returns the library for ``device``, looked up and built if need be; thread-safe.
 
     Threads that wait for the one that builds get its library, or its error.
+
+    Raises:
+        BuildError: the library cannot be found or built.
     """
     identity = (str(spec.root), spec.NAME, device)
     if not force and (kept := _kept(identity, capability)):
@@ -210,7 +222,7 @@ def open_library(
 
 
 def _forked() -> None:
-    """A fork may copy locks that other threads held; the child starts with fresh ones."""
+    """Gives a child fresh locks: a fork may copy those that other threads held."""
     _turns.clear()
 
 

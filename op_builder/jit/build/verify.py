@@ -1,4 +1,4 @@
-"""Checks a library that was just linked, before it is published: a whole file that loads.
+"""Check of a library that was just linked, before it is published: a whole file that loads.
 
 A compiler or a wrapper around it may write half a file and report success. Once published, such a
 library would fail in every process from then on, because its key and checksum are right.

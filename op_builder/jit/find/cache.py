@@ -1,4 +1,4 @@
-"""Cache folders: which ones there are, whether they can be used, and finding an entry in them.
+"""Cache folders: which ones there are, if they can be used, and the entries they hold.
 
 Layout: ``<cache>/<library>-<key>/<archs>/{manifest.json, <library>.so}``; locks in ``locks``,
 builds in ``tmp``.
@@ -53,10 +53,13 @@ def find(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """The entry of ``location`` that serves, opened; None if there is none.
+    """Returns the entry of ``location`` that serves, opened; None if there is none.
 
-    Serves: covers ``capability`` if given, else holds all archs of ``wanted``. A damaged library is
-    passed over with one warning. Raises CacheError when the folder or an entry must not be used.
+    An entry serves if it covers ``capability`` where that is given, else if it holds all archs of
+    ``wanted``. A damaged library is passed over with one warning.
+
+    Raises:
+        CacheError: the folder or an entry must not be used.
     """
     try:
         root = open_folder(location)
@@ -94,12 +97,12 @@ def find(
 
 
 def named_cache() -> str | None:
-    """APEX_TE_CACHE_DIR, or None."""
+    """Returns ``APEX_TE_CACHE_DIR``, or None."""
     return os.environ.get("APEX_TE_CACHE_DIR") or None
 
 
 def default_cache() -> str:
-    """The user cache when none is named; a relative or empty XDG_CACHE_HOME does not count.
+    """Returns the user cache when none is named; a relative or empty XDG_CACHE_HOME is ignored.
 
     Without a home (none in HOME, none in the user database) it is one that only root can make, and
     never one relative to the current folder.
@@ -112,7 +115,7 @@ def default_cache() -> str:
 
 
 def make_private(path: str) -> None:
-    """Create a folder of mode 0700 with its parents, if it does not exist."""
+    """Creates a folder of mode 0700 with its parents, if it does not exist."""
     parent = os.path.dirname(path)
     if parent != path and not os.path.isdir(parent):
         make_private(parent)
@@ -124,9 +127,10 @@ def make_private(path: str) -> None:
 
 
 def prepare(location: Location, *inside: str) -> None:
-    """Make and check a cache and the folders in it that are written to.
+    """Makes and checks a cache and the folders in it that are written to.
 
-    Raises OSError or CacheError.
+    Raises:
+        OSError, CacheError: a folder cannot be made or must not be used.
     """
     for attempt in range(3):
         try:
@@ -151,7 +155,7 @@ def _prepare(location: Location, inside: Sequence[str]) -> None:
 
 
 def runtime_cache() -> Location | None:
-    """The folder of the user's session for what finds no other place, if there is a safe one."""
+    """Returns the folder of the user's session for what finds no other place, if it is safe."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if not os.path.isabs(runtime):
         return None
@@ -166,7 +170,7 @@ _fallback: Location | None = None
 
 
 def fall_back(reason: str, *inside: str) -> Location:
-    """A checked folder of the session, else a fresh one of this process; warns once."""
+    """Returns a checked folder of the session, else a fresh one of this process; warns once."""
     global _fallback
     if _fallback is None:
         chosen = runtime_cache()
@@ -218,7 +222,7 @@ def _fresh_folder(reason: str) -> str:
 
 
 def user_cache() -> Location:
-    """The user cache for looking up; raises CacheError if the user named an unsafe one."""
+    """Returns the user cache for looking up."""
     if _fallback is not None:
         return _fallback
     named = named_cache()
@@ -226,9 +230,13 @@ def user_cache() -> Location:
 
 
 def writable_cache(*inside: str) -> Location:
-    """The user cache for building, with the folders ``inside`` it: created, checked.
+    """Returns the user cache for building, with the folders ``inside`` it created and checked.
 
-    Falls back unless the user named it. Raises CacheError, and OSError where there is no space.
+    Another folder takes its place where it cannot be used, unless the user named it.
+
+    Raises:
+        CacheError: the folder that the user named cannot be used.
+        OSError: there is no space.
     """
     location = user_cache()
     try:
@@ -244,7 +252,11 @@ def writable_cache(*inside: str) -> Location:
 
 
 def locations(package: str) -> Iterator[Location]:
-    """Where a library is looked up, in order; ``package`` is the installed prebuilt folder."""
+    """Yields the places where a library is looked up, in order.
+
+    Args:
+        package: folder of the libraries that were installed prebuilt.
+    """
     yield Location(package, False, "prebuilt")
     yield user_cache()
     if named_cache() is None and _fallback is None:
@@ -263,9 +275,10 @@ def look_up(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """The first entry that serves; unsafe folders are skipped with one warning each.
+    """Returns the first entry that serves; unsafe folders are skipped with one warning each.
 
-    Raises CacheError if the folder named in APEX_TE_CACHE_DIR is unsafe.
+    Raises:
+        CacheError: the folder named in ``APEX_TE_CACHE_DIR`` is unsafe.
     """
     for location in locations(package):
         try:

@@ -1,4 +1,4 @@
-"""Whether a file is a whole shared library of this machine, told by its ELF tables."""
+"""Check of a shared library by its ELF tables: whole, and for this machine."""
 
 from __future__ import annotations
 

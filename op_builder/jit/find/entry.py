@@ -1,4 +1,4 @@
-"""Opening what a cache holds: no links, the right owner and mode, the content that was published.
+"""Safe opening of what a cache holds: no links, right owner and mode, the published content.
 
 Everything is opened relative to a checked folder descriptor, without following links, and a library
 is loaded through the descriptor that was checked.
@@ -27,7 +27,7 @@ CPU_ENTRY = "cpu"
 
 
 class Location(NamedTuple):
-    """A cache folder: ``private`` ones are the user's alone, others may also belong to root."""
+    """A cache folder; ``private`` ones are the user's alone, others may also belong to root."""
 
     path: str
     private: bool
@@ -45,7 +45,7 @@ class OpenedLibrary(NamedTuple):
     file: tuple[int, int]  # device and inode
 
     def is_open(self) -> bool:
-        """Whether the descriptor still is this file: a daemon closes all that it inherits."""
+        """Returns True if the descriptor still is this file: a daemon closes what it inherits."""
         try:
             return _identity(self.fd) == self.file
         except OSError:
@@ -69,7 +69,7 @@ _files_of_number: dict[int, list[tuple[int, int]]] = {}
 
 
 def _proc_path(fd: int, file: tuple[int, int]) -> str:
-    """A path that opens the descriptor, with one more slash for each earlier file of its number.
+    """Returns a path that opens the descriptor, with a slash more for each earlier file of it.
 
     dlopen takes a library that it knows under the very same path for the one that is asked for,
     even if the descriptor was closed since and its number given to another file.
@@ -84,7 +84,7 @@ warned: set[str] = set()
 
 
 def warn_once(text: str) -> None:
-    """A warning that is given once per process."""
+    """Gives a warning once per process."""
     if text not in warned:
         warned.add(text)
         warnings.warn(f"apex_te: {text}", RuntimeWarning, stacklevel=3)
@@ -96,7 +96,7 @@ def entry_tag(archs: Iterable[object]) -> str:
 
 
 def entry_folder(library: str, key: str) -> str:
-    """Folder of all entries of one key."""
+    """Returns the folder name of all entries of one key."""
     return f"{library}-{key[:24]}"
 
 
@@ -104,7 +104,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 
 
 def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
-    """Whether it lies in this package and only those can write it who can write this module, too.
+    """Returns True if a file of this package has no more writers than this module has.
 
     pip installs with the user's umask: where that is 002, modules and libraries alike belong to a
     user's own group that may write them. What others may write is never safe.
@@ -131,9 +131,11 @@ def _check(status: os.stat_result, path: str, private: bool, folder: bool) -> No
 
 
 def open_folder(location: Location) -> int:
-    """Descriptor of a cache folder after the checks.
+    """Returns the descriptor of a cache folder after the checks.
 
-    Raises FileNotFoundError if it does not exist, CacheError if it must not be used.
+    Raises:
+        FileNotFoundError: it does not exist.
+        CacheError: it must not be used.
     """
     try:
         fd = os.open(location.path, _FOLDER)
@@ -159,7 +161,10 @@ def open_folder(location: Location) -> int:
 
 
 def open_inside(parent: int, name: str, path: str, private: bool, folder: bool) -> int:
-    """Descriptor of a checked file or folder of a checked folder; ``path`` is for messages."""
+    """Returns the descriptor of a checked file or folder of a checked folder.
+
+    The ``path`` is for messages.
+    """
     try:
         fd = os.open(name, _FOLDER if folder else _FILE, dir_fd=parent)
     except OSError as error:
@@ -175,7 +180,7 @@ def open_inside(parent: int, name: str, path: str, private: bool, folder: bool) 
 
 
 def read_text(parent: int, name: str, path: str, private: bool) -> str:
-    """Text of a checked file of a checked folder."""
+    """Returns the text of a checked file of a checked folder."""
     fd = open_inside(parent, name, path, private, folder=False)
     try:
         return os.read(fd, _LARGEST_TEXT).decode("utf-8", "replace")
@@ -184,7 +189,7 @@ def read_text(parent: int, name: str, path: str, private: bool) -> str:
 
 
 class _Manifest(NamedTuple):
-    """What a look-up reads of a manifest."""
+    """The part of a manifest that a look-up reads."""
 
     key: str
     archs: list[str]
@@ -193,7 +198,7 @@ class _Manifest(NamedTuple):
 
 
 def _parse(text: str) -> _Manifest:
-    """Raises ValueError for anything that ``publish`` does not write."""
+    """Returns the manifest; raises ``ValueError`` for anything that ``publish`` does not write."""
     try:
         data = json.loads(text)
         found = _Manifest(*(data[name] for name in _Manifest._fields))
@@ -206,7 +211,7 @@ def _parse(text: str) -> _Manifest:
 
 
 def _checksum(fd: int, size: int) -> int | None:
-    """CRC-32 of a file of ``size`` bytes, None if it ends early.
+    """Returns the CRC-32 of a file of ``size`` bytes, None if it ends early.
 
     A CRC takes a third of a SHA-256's time, and against somebody who can write the library no
     checksum beside it helps. Reading, unlike mapping, cannot crash when the file shrinks meanwhile.
@@ -222,7 +227,7 @@ def _checksum(fd: int, size: int) -> int | None:
 
 
 def _open_library(parent: int, name: str, path: str, private: bool, manifest: _Manifest) -> int:
-    """Descriptor of the library that the manifest describes; raises Damaged for another one."""
+    """Returns the descriptor of the library that the manifest describes; raises ``Damaged``."""
     fd = open_inside(parent, name, path, private, folder=False)
     try:
         size = os.fstat(fd).st_size
@@ -245,10 +250,14 @@ def open_entry(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """The library of the entry ``folder`` of the opened folder ``parent``; None if it serves not.
+    """Returns the library of the entry ``folder`` of the opened folder ``parent``, if it serves.
 
-    Serves: covers ``capability`` if given, else holds all archs of ``wanted``.
-    Raises Unsafe, Damaged, FileNotFoundError, and ValueError for a broken manifest.
+    An entry serves if it covers ``capability`` where that is given, else if it holds all archs of
+    ``wanted``.
+
+    Raises:
+        Unsafe, Damaged, FileNotFoundError: the entry cannot be used.
+        ValueError: the manifest is broken.
     """
     private = location.private
     fd = open_inside(parent, os.path.basename(folder), folder, private, folder=True)

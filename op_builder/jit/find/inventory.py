@@ -1,4 +1,4 @@
-"""What lies in the cache folders: entries, what they were made of, and whether they still serve."""
+"""Entries of the cache folders, with their manifests and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class Entry(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The entry's own folder."""
+        """Folder of the entry."""
         return os.path.join(self.location.path, self.folder, self.tag)
 
     @property
     def archs(self) -> tuple[str, ...]:
-        """The GPU archs it holds, none for a CPU library."""
+        """GPU archs that the entry holds, none for a CPU library."""
         return tuple(str(arch) for arch in self.manifest.get("archs") or ())
 
     @property
@@ -44,22 +44,22 @@ class Entry(NamedTuple):
         return f"{self.library} {'+'.join(self.archs)}".strip()
 
     def bytes(self) -> int:
-        """Size of all its files."""
+        """Returns the size of all its files."""
         return tree_bytes(self.path)
 
     def seconds(self) -> float | None:
-        """How long its build took."""
+        """Returns how long the build took."""
         value = self.manifest.get("seconds")
         return float(value) if isinstance(value, (int, float)) else None
 
     def built(self) -> float:
-        """When it was built, seconds since the epoch; 0 if that is not known."""
+        """Returns the time of the build, seconds since the epoch; 0 if that is not known."""
         value = self.manifest.get("time")
         return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def tree_bytes(path: str) -> int:
-    """Size of all files at and below ``path``; links count as themselves."""
+    """Returns the size of all files at and below ``path``; links count as themselves."""
     total = 0
     with contextlib.suppress(OSError):
         total += os.lstat(path).st_size if not os.path.isdir(path) else 0
@@ -73,7 +73,7 @@ def tree_bytes(path: str) -> int:
 def _entry(
     parent: int, location: cache.Location, folder: str, tag: str, check: bool
 ) -> Entry | None:
-    """The entry ``tag`` of the opened ``folder``; None for a log or a stored failure."""
+    """Returns the entry ``tag`` of the opened ``folder``; None for a log or a stored failure."""
     match = FOLDER.fullmatch(folder)
     assert match is not None
     library, path = match["library"], f"{location.path}/{folder}/{tag}"
@@ -111,10 +111,16 @@ def entries(
     check: bool = True,
     key: str | None = None,
 ) -> list[Entry]:
-    """All entries of a cache, of one library or of one key's folder; none without the cache.
+    """Returns all entries of a cache, or those of one library or one key; none without the cache.
 
-    ``check``: whether their libraries are read, too, and not the manifests alone. Raises CacheError
-    when the folder must not be used.
+    Args:
+        location: the cache.
+        library: name of the only library that counts.
+        check: reads the libraries, too, and not the manifests alone.
+        key: name of the only folder that counts.
+
+    Raises:
+        CacheError: the folder must not be used.
     """
     try:
         root = open_folder(location)
@@ -145,15 +151,15 @@ def entries(
 
 
 def op_of(entry: Entry) -> str:
-    """Name of the op that the entry is of."""
+    """Returns the name of the op that the entry is of."""
     known = entry.manifest.get("op")
     return known if isinstance(known, str) else re.sub("_(cpu|cuda)$", "", entry.library)
 
 
 def last_seconds(location: cache.Location, library: str, tag: str) -> float | None:
-    """Seconds the newest build of a library took, for the same archs if there is one such.
+    """Returns the seconds that the newest build of a library took, preferring the same archs.
 
-    None if the cache knows of none: an estimate for the next build, whatever its sources.
+    None if the cache knows of none. It is an estimate for the next build, whatever its sources.
     """
     try:
         found = entries(location, library, check=False)

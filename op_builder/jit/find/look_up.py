@@ -12,6 +12,7 @@ from .key import key_of
 
 
 def wanted_archs(spec: OpSpec, device: str, capability: Capability | None) -> tuple[Arch, ...]:
+    """Returns the archs to build a library for, none for one without GPU code."""
     if not spec.needs_archs(device):
         return ()
     return choose(spec.NAME, spec.min_arch, spec.specific_archs(), capability)
@@ -20,7 +21,7 @@ def wanted_archs(spec: OpSpec, device: str, capability: Capability | None) -> tu
 def look_up(
     spec: OpSpec, device: str, capability: Capability | None = None
 ) -> OpenedLibrary | None:
-    """The library if it need not be built, else None. Runs no compiler."""
+    """Returns the library if it need not be built, else None."""
     key = key_of(spec, device)
     library = spec.library_name(device)
     wanted: Sequence[str] = ()

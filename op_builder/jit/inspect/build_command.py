@@ -13,7 +13,7 @@ HELP = "build op libraries into the user's cache before they are needed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the sub-command."""
+    """Adds the options of the command."""
     parser.add_argument(
         "--ops", nargs="+", metavar="OP", help="ops to build, such as rms_norm (default: all)"
     )
@@ -35,9 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Build, and print the table; 0 if everything is ready, 1 if not, 2 for a request that is none.
+    """Builds and prints the table; returns 0 if all is ready, 1 if not, 2 for a bad request.
 
-    What is going on is told on stderr.
+    Progress is told on stderr.
     """
     from ... import all_builders, user_builders
     from ..prebuild.targets import Targets

@@ -1,4 +1,4 @@
-"""Removing compiled libraries from the user's cache: nothing but what this project wrote there.
+"""Removal of compiled libraries from the user's cache: nothing but what this project wrote.
 
 An entry goes under its lock, so that one being built stays, and with one rename, so that nobody
 finds half of it; a process that has loaded it keeps it.
@@ -30,7 +30,7 @@ _TUNING = "gemm"  # tables of chosen GEMM algorithms, beside the libraries
 
 
 class Removed(NamedTuple):
-    """One thing that was, or would be, removed, or that was left and why."""
+    """One thing that was, or would be, removed, or that was left, and the reason."""
 
     path: str
     what: str
@@ -39,14 +39,15 @@ class Removed(NamedTuple):
     left: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the same as plain data."""
         return self._asdict()
 
 
 def folders() -> list[cache.Location]:
-    """The caches that are this user's own: the package's and read-only ones are others' business.
+    """Returns the caches that are this user's own; others are not this user's business.
 
-    Raises CacheError if one must not be used.
+    Raises:
+        CacheError: one of them must not be used.
     """
     found = [cache.user_cache()]
     session = cache.runtime_cache()
@@ -61,7 +62,7 @@ def folders() -> list[cache.Location]:
 
 
 def strangers(folder: str, library: str) -> list[str]:
-    """What lies in the folder of a key and was not put there by a build."""
+    """Returns the names in the folder of a key that no build put there."""
     found = []
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
@@ -83,7 +84,7 @@ def strangers(folder: str, library: str) -> list[str]:
 
 
 class Cleaner:
-    """One run over one cache. ``dry``: only says what it would do."""
+    """One run over one cache; with ``dry`` it only says what it would do."""
 
     def __init__(self, place: cache.Location, dry: bool) -> None:
         self.place = place
@@ -98,7 +99,7 @@ class Cleaner:
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[str]:
-        """Holds the lock of ``name``; yields why not, "" if it does."""
+        """Holds the lock of ``name``; yields "" if it does, else the reason why not."""
         path = self._path(cache.LOCKS, name)
         if self.dry:
             free = not os.path.exists(path) or lock.is_free(path)
@@ -119,7 +120,10 @@ class Cleaner:
                     os.unlink(path)
 
     def _remove(self, name: str, path: str) -> None:
-        """Out of sight with one rename, then gone; a next build clears what a killed one leaves."""
+        """Moves a folder out of sight with one rename, then removes it.
+
+        A next build clears what a killed clean-up leaves.
+        """
         if self.dry:
             return
         aside = self._path(cache.TEMPORARY, f"{name}.removed{os.getpid()}")
@@ -128,7 +132,10 @@ class Cleaner:
         shutil.rmtree(aside)
 
     def key(self, folder: str, reason_of: Callable[[Entry], str], unused: str) -> None:
-        """The entries of one key for which ``reason_of`` has a reason; ``unused``: the rest's."""
+        """Removes the entries of one key for which ``reason_of`` has a reason.
+
+        The reason ``unused`` holds for a folder without entries.
+        """
         path = self._path(folder)
         if os.path.islink(path) or not os.path.isdir(path):
             self._note(path, folder, "it is no folder of ours", left=True)
@@ -143,7 +150,7 @@ class Cleaner:
     def _doomed(
         self, folder: str, reason_of: Callable[[Entry], str], unused: str
     ) -> list[tuple[str, str, str]]:
-        """(path, name, reason) of what goes: the folder with all that is in it, or entries."""
+        """Returns (path, name, reason) of what goes: the whole folder, or single entries."""
         mine = entries(self.place, key=folder)
         found = [(entry.path, entry.name, reason_of(entry)) for entry in mine]
         if not mine and unused:
@@ -166,7 +173,7 @@ class Cleaner:
             self._remove(folder, gone)
 
     def leftovers(self, oldest: float) -> None:
-        """Folders of dead builders that nobody has touched for ``oldest`` seconds."""
+        """Removes folders of dead builders that nobody has touched for ``oldest`` seconds."""
         with contextlib.suppress(FileNotFoundError):
             for name in sorted(os.listdir(self._path(cache.TEMPORARY))):
                 path = self._path(cache.TEMPORARY, name)
@@ -182,7 +189,7 @@ class Cleaner:
                         shutil.rmtree(path)
 
     def locks(self) -> None:
-        """Lock files of keys that are gone."""
+        """Removes lock files of keys that are gone."""
         with contextlib.suppress(FileNotFoundError):
             for name in sorted(os.listdir(self._path(cache.LOCKS))):
                 if FOLDER.fullmatch(name) and not os.path.lexists(self._path(name)):
@@ -190,7 +197,7 @@ class Cleaner:
                         pass  # releasing it removes the file
 
     def tuning(self) -> None:
-        """The tables of GEMM algorithms."""
+        """Removes the tables of GEMM algorithms."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for name in sorted(os.listdir(self._path(_TUNING))):
                 path = self._path(_TUNING, name)
@@ -210,7 +217,7 @@ def _keys(place: cache.Location) -> list[str]:
 
 
 def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
-    """Every entry, leftover, lock and table. Raises CacheError, OSError."""
+    """Removes every entry, leftover, lock and table."""
     cleaner = Cleaner(place, dry)
     for folder in _keys(place):
         cleaner.key(folder, lambda entry: "all", "all")
@@ -225,7 +232,7 @@ def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
 
 
 def remove_stale(place: cache.Location, now: Current, dry: bool = False) -> list[Removed]:
-    """Entries that nothing here would load again, and old leftovers. Raises CacheError, OSError."""
+    """Removes entries that nothing here would load again, and old leftovers."""
     cleaner = Cleaner(place, dry)
     for folder in _keys(place):
         match = FOLDER.fullmatch(folder)
@@ -240,7 +247,7 @@ def remove_stale(place: cache.Location, now: Current, dry: bool = False) -> list
 
 
 def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> list[Removed]:
-    """The entries of some ops, whatever made them. Raises CacheError, OSError."""
+    """Removes the entries of some ops, whatever made them."""
     wanted = set(ops)
     cleaner = Cleaner(place, dry)
     found = {entry.folder: op_of(entry) for entry in entries(place, check=False)}
@@ -254,7 +261,7 @@ def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> 
 
 
 def check_names(ops: Iterable[str], known: Iterable[str], places: Iterable[cache.Location]) -> None:
-    """Raise UnknownOpError for a name that is neither an op's nor has an entry."""
+    """Raises ``UnknownOpError`` for a name that is neither an op's nor has an entry."""
     names = set(known) | {op_of(entry) for place in places for entry in entries(place, check=False)}
     for op in ops:
         if op not in names:

@@ -13,7 +13,7 @@ from .clean import Removed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the sub-command."""
+    """Adds the options of the command."""
     parser.add_argument("ops", nargs="*", metavar="OP", help="all entries of these ops")
     parser.add_argument("--all", action="store_true", help="every entry, and the GEMM tables")
     parser.add_argument(
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 if something was left although it was asked for; 2 if it is not clear what to remove."""
+    """Cleans; returns 0, 1 if something asked for was left, 2 if the request is not clear."""
     if sum((bool(args.ops), args.all, args.stale)) != 1:
         print("apex_te: clean: name ops, or one of --all and --stale", file=sys.stderr)
         return 2

@@ -23,13 +23,13 @@ _COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the sub-command."""
+    """Adds the options of the command."""
     parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops' entries")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 if a folder must not be used."""
+    """Prints the entries; returns 0, or 1 if a folder must not be used."""
     from ... import all_builders, get_builder, user_builders
 
     core = get_builder("apex_te_core")

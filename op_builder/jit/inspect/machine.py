@@ -1,11 +1,10 @@
-"""What a report says about the machine, the compilers, torch, the GPUs and the settings.
+"""Facts for a report about the machine, compilers, torch, GPUs and settings.
 
 Nothing here imports torch, initialises CUDA in this process, or writes anything.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 import re
@@ -47,7 +46,7 @@ def _cpu_name() -> str:
 
 
 def machine() -> Facts:
-    """The computer, as far as builds depend on it."""
+    """Returns facts of the computer that builds depend on."""
     libc = "-".join(part for part in platform.libc_ver() if part)
     facts = {
         "system": f"{platform.system()} {platform.release()}",
@@ -65,7 +64,7 @@ def machine() -> Facts:
 
 
 def python() -> Facts:
-    """The running interpreter."""
+    """Returns facts of the running interpreter."""
     return {
         "version": platform.python_version(),
         "implementation": platform.python_implementation(),
@@ -78,95 +77,82 @@ def torch() -> Facts:
     return installed_torch()._asdict()
 
 
-def _cxx_origin(path: str) -> str:
-    return "CXX" if os.environ.get("CXX", "").strip() else "PATH"
+def _cxx() -> tuple[str, str, str]:
+    origin = "CXX" if os.environ.get("CXX", "").strip() else "PATH"
+    return " ".join(toolchain.find_cxx()), toolchain.cxx_version(), origin
 
 
-def _home_origin(path: str, program: str, variables: Sequence[str]) -> str:
-    for variable in variables:
+def _gpu_compiler(
+    name: str, found: toolchain.Nvcc, version: str, homes: Sequence[str]
+) -> tuple[str, str, str]:
+    origin = "PATH" if shutil.which(name) == found.path else "the usual places"
+    for variable in reversed(homes):
         home = os.environ.get(variable, "").strip(": \t")
-        if home and path.startswith(os.path.realpath(home) + os.sep):
-            return variable
-    return "PATH" if shutil.which(program) == path else "the usual places"
+        if home and found.path.startswith(os.path.realpath(home) + os.sep):
+            origin = variable
+    return found.path, version.removeprefix(f"{name} "), origin
 
 
-def _nvcc_origin(path: str) -> str:
-    return _home_origin(path, "nvcc", ("APEX_TE_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"))
+def _nvcc() -> tuple[str, str, str]:
+    version = toolchain.nvcc_version()
+    return _gpu_compiler("nvcc", toolchain.find_nvcc(), version, toolchain.CUDA_HOMES)
 
 
-def _hipcc_origin(path: str) -> str:
-    return _home_origin(path, "hipcc", ("APEX_TE_ROCM_HOME", "ROCM_HOME", "ROCM_PATH"))
+def _hipcc() -> tuple[str, str, str]:
+    version = toolchain.hipcc_version()
+    return _gpu_compiler("hipcc", toolchain.find_hipcc(), version, toolchain.ROCM_HOMES)
 
 
-def _tool(name: str, find: Callable[[], tuple[str, str]], origin: Callable[[str], str]) -> Facts:
-    """Where a program or header is and which version, or the error that a build would raise."""
-    try:
-        path, version = find()
-    except BuildError as error:
-        return {"name": name, "path": None, "version": None, "origin": None, "missing": str(error)}
-    return {
-        "name": name,
-        "path": path,
-        "version": version,
-        "origin": origin(path),
-        "missing": None,
-    }
-
-
-def _first_line(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return (done.stdout.splitlines() or ["unknown"])[0].strip()
-
-
-def _cxx() -> tuple[str, str]:
-    return " ".join(toolchain.find_cxx()), toolchain.cxx_version()
-
-
-def _nvcc() -> tuple[str, str]:
-    return toolchain.find_nvcc().path, toolchain.nvcc_version().removeprefix("nvcc ")
-
-
-def _hipcc() -> tuple[str, str]:
-    return toolchain.find_hipcc().path, toolchain.hipcc_version().removeprefix("hipcc ")
-
-
-def _ninja() -> tuple[str, str]:
+def _ninja() -> tuple[str, str, str]:
     path = toolchain.find_ninja()
-    return path, _first_line([path, "--version"])
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
+        said = done.stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        said = []
+    return path, said[0].strip() if said else "unknown", ""
 
 
-def _pybind11() -> tuple[str, str]:
-    return toolchain.pybind11_include(), toolchain.pybind11_version()
-
-
-def _python_h() -> tuple[str, str]:
-    return toolchain.python_include(), platform.python_version()
-
-
-def _cublaslt() -> tuple[str, str]:
+def _cublaslt() -> tuple[str, str, str]:
     nvcc = toolchain.find_nvcc()
     folders = toolchain.find_header("cublasLt.h", "cublas", nvcc)
-    return (folders[0] if folders else nvcc.home), ""
+    return (folders[0] if folders else nvcc.home), "", ""
+
+
+# name -> a function that returns path, version and origin, or raises what a build would raise
+_TOOLS: dict[str, Callable[[], tuple[str, str, str]]] = {
+    "C++": _cxx,
+    "nvcc": _nvcc,
+    "hipcc": _hipcc,
+    "ninja": _ninja,
+    "Python.h": lambda: (toolchain.python_include(), platform.python_version(), ""),
+    "pybind11": lambda: (toolchain.pybind11_include(), toolchain.pybind11_version(), ""),
+    "cublasLt.h": _cublaslt,
+}
+
+
+def _for_amd() -> bool:
+    try:
+        return is_hip()
+    except SettingError:  # the settings say so
+        return False
 
 
 def tools() -> list[Facts]:
-    """What builds need, in the order in which they need it."""
-    usual = lambda path: ""  # noqa: E731
-    found = [
-        _tool("C++", _cxx, _cxx_origin),
-        _tool("nvcc", _nvcc, _nvcc_origin),
-        _tool("ninja", _ninja, usual),
-        _tool("Python.h", _python_h, usual),
-        _tool("pybind11", _pybind11, usual),
-        _tool("cublasLt.h", _cublaslt, usual),
-    ]
-    hipcc = _tool("hipcc", _hipcc, _hipcc_origin)
-    with contextlib.suppress(SettingError):  # the settings say what is wrong
-        if not hipcc["missing"] or is_hip():
-            found.insert(2, hipcc)
+    """Returns what builds need, in the order in which they need it.
+
+    A tool that is missing has the error of a build; hipcc is left out where nobody needs it.
+    """
+    found = []
+    for name, find in _TOOLS.items():
+        facts: Facts = {"name": name, "path": None, "version": None, "origin": None}
+        try:
+            facts["path"], facts["version"], facts["origin"] = find()
+            facts["missing"] = None
+        except BuildError as error:
+            facts["missing"] = str(error)
+        if name != "hipcc" or not facts["missing"] or _for_amd():
+            found.append(facts)
     return found
 
 
@@ -215,7 +201,7 @@ _READ: dict[str, Callable[[], object] | None] = {
 
 
 def settings() -> list[Facts]:
-    """The variables that are set and that builds or look-ups read; "problem" says what is wrong.
+    """Returns the variables that are set and that builds or look-ups read, with their problems.
 
     A variable of the suite's own prefix that nothing reads is probably misspelt, and is named.
     """

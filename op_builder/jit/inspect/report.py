@@ -1,4 +1,4 @@
-"""What this installation can do here: machine, compilers, GPUs, caches, and the state of every op.
+"""Report on this installation: machine, compilers, GPUs, caches, and the state of every op.
 
 Works without a compiler, a GPU or a writable folder, and changes nothing: no folder is made, torch
 is not imported, CUDA is not initialised in this process.
@@ -39,7 +39,7 @@ Facts = dict[str, Any]
 
 
 class Here(NamedTuple):
-    """What the state of a library depends on beside its spec, asked once."""
+    """Facts that the state of a library depends on beside its spec, asked once."""
 
     capabilities: tuple[Capability, ...]  # of the visible GPUs
     targets: Targets | None  # archs to build for, None if the list in the environment is bad
@@ -47,7 +47,7 @@ class Here(NamedTuple):
 
 
 def here() -> Here:
-    """Asks the driver for the visible GPUs."""
+    """Returns those facts; asks the driver for the visible GPUs."""
     capabilities: tuple[Capability, ...] = ()
     try:
         capabilities = tuple(visible_capabilities())
@@ -71,7 +71,7 @@ def _version() -> str:
 def found_entry(
     spec: OpSpec, device: str, capabilities: Sequence[Capability]
 ) -> tuple[str, str] | None:
-    """(kind, folder) of the entry that every GPU in use is served by; None if one has none."""
+    """Returns (kind, folder) of the entry that serves every GPU in use; None if one has none."""
     gpus: Sequence[Capability | None] = [None]
     if spec.needs_archs(device) and capabilities:
         gpus = [gpu for gpu in capabilities if gpu >= spec.min_arch]
@@ -88,7 +88,7 @@ def found_entry(
 
 
 def archs_to_build(spec: OpSpec, device: str, here: Here) -> tuple[Arch, ...]:
-    """The archs a build would be for. Raises BuildError."""
+    """Returns the archs that a build would be for; raises ``BuildError``."""
     if not spec.needs_archs(device):
         return ()
     if here.targets is None:
@@ -97,7 +97,7 @@ def archs_to_build(spec: OpSpec, device: str, here: Here) -> tuple[Arch, ...]:
 
 
 def check_build(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
-    """Raise the error that a build would end with before its first command; makes nothing."""
+    """Raises the error that a build would end with before its first command; makes nothing."""
     spec.check_device(device)
     if env.jit_disabled():
         raise BuildError("APEX_TE_DISABLE_JIT forbids compiling")
@@ -110,7 +110,7 @@ def check_build(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
 def recent_failure(
     spec: OpSpec, device: str, archs: Sequence[Arch]
 ) -> tuple[CompileError, float] | None:
-    """A stored failure that a call now would raise, and how many seconds ago it was."""
+    """Returns a stored failure that a call now would raise, and its age in seconds."""
     if env.jit_retry():
         return None
     folder = cache.entry_folder(spec.library_name(device), key_of(spec, device))
@@ -122,7 +122,7 @@ def recent_failure(
 
 
 def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
-    """The state of one library: prebuilt, cached, can build, failed or cannot, and why."""
+    """Returns the state of one library (prebuilt, cached, can build, failed, cannot) and why."""
     facts: Facts = {"op": spec.NAME, "device": device, "state": "", "reason": ""}
     facts.update(key="", path="", archs=[], seconds=None, size=None, built=None, compiler="")
     name = spec.library_name(device)
@@ -179,7 +179,7 @@ def _origin(location: cache.Location) -> str:
 
 
 def cache_folder(location: cache.Location) -> Facts:
-    """State of one cache folder: who owns it, what is in it, and what is wrong with it."""
+    """Returns the state of one cache folder: its owner, contents and problems."""
     facts: Facts = {"kind": location.kind, "path": location.path, "from": _origin(location)}
     facts.update(exists=False, owner=None, mode=None, problem="", entries=0, bytes=0)
     facts["writable"] = location.private and cache.is_writable(location.path)
@@ -213,7 +213,7 @@ def cache_folder(location: cache.Location) -> Facts:
 
 
 def collect(builders: Iterable[OpSpec]) -> Facts:
-    """The whole report as plain data."""
+    """Returns the whole report as plain data."""
     core = DispatcherSpec()
     now = here()
     builders = [core, *builders]
@@ -242,7 +242,7 @@ def collect(builders: Iterable[OpSpec]) -> Facts:
 
 
 def is_broken(facts: Facts) -> bool:
-    """Whether something is set that a call would refuse."""
+    """Returns True if something is set that a call would refuse."""
     named = any(
         place["from"] == "APEX_TE_CACHE_DIR" and place["problem"] for place in facts["caches"]
     )

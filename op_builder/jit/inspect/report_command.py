@@ -15,13 +15,13 @@ _ORDER = ("prebuilt", "cached", "can build", "failed", "cannot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the sub-command."""
+    """Adds the options of the command."""
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--paths", action="store_true", help="the path of each op's library, too")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0; 1 if a setting or the named cache is such that a call would raise."""
+    """Prints the report; returns 0, or 1 if the settings are such that a call would raise."""
     from ... import all_builders, user_builders
 
     facts = report.collect([*all_builders().values(), *user_builders().values()])
@@ -159,7 +159,7 @@ def _summary(rows: list[Facts]) -> Iterator[str]:
 
 
 def lines(facts: Facts, paths: bool = False) -> Iterator[str]:
-    """The report for people; only a path may be wider than WIDTH."""
+    """Yields the report for people; only a path may be wider than ``WIDTH``."""
     yield from _machine(facts)
     yield from _gpus(facts)
     yield ""

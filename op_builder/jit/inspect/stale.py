@@ -1,4 +1,4 @@
-"""Entries that nothing here would load again."""
+"""Staleness of entries: those that nothing here would load again."""
 
 from __future__ import annotations
 

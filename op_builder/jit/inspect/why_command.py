@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the sub-command."""
+    """Adds the options of the command."""
     parser.add_argument("op", help="an op such as rms_norm, or the dispatcher, apex_te_core")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cpu, and cuda where there is an arch"
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 if the next call finds or builds the libraries; 1 if it would raise."""
+    """Explains; returns 0 if the next call finds or builds the libraries, 1 if it would raise."""
     from ... import get_builder
 
     spec = get_builder(args.op)
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
-    """All about one library as plain data."""
+    """Returns all about one library as plain data."""
     made = made_of(spec, device)
     facts: Facts = {
         "op": spec.NAME,
@@ -80,7 +80,7 @@ def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
 def _step(
     place: cache.Location, spec: OpSpec, device: str, here: report.Here, facts: Facts
 ) -> Facts:
-    """What the look-up finds in one folder."""
+    """Returns what the look-up finds in one folder."""
     step: Facts = {"kind": place.kind, "path": place.path, "found": [], "problem": ""}
     step["exists"] = os.path.lexists(place.path)
     try:
@@ -105,7 +105,7 @@ def _step(
 def _verdict(
     entry: Entry, spec: OpSpec, device: str, here: report.Here, facts: Facts
 ) -> tuple[str, bool]:
-    """Why an entry serves or not, and whether it does."""
+    """Returns the reason why an entry serves or not, and True if it does."""
     if not facts["key"].startswith(entry.digits):
         return f"another key: {_difference(entry, spec, facts)}", False
     if entry.problem:
@@ -125,34 +125,40 @@ def _verdict(
 
 
 def _difference(entry: Entry, spec: OpSpec, facts: Facts) -> str:
-    """What differs between the entry's sources and flags and the present ones."""
+    """Returns how the entry's sources and flags differ from the present ones."""
     theirs = entry.manifest
-    told = []
-    sources = theirs.get("sources")
-    if isinstance(sources, dict):
-        changed = [name for name in facts["sources"] if name in sources]
-        changed = [name for name in changed if sources[name] != facts["sources"][name]]
-        for word, names in (
-            ("changed", changed),
-            ("new", [name for name in facts["sources"] if name not in sources]),
-            ("gone", [name for name in sources if name not in facts["sources"]]),
-        ):
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                told.append(f"{word} {', '.join(names[:3])}{more}")
-    flags = normalise([str(flag) for flag in theirs.get("flags") or ()], str(spec.root))
-    if flags and flags != facts["flags"]:
-        added = " ".join(flag for flag in facts["flags"] if flag not in flags)
-        dropped = " ".join(flag for flag in flags if flag not in facts["flags"])
-        told.append(f"flags: now {added or 'in another order'}{f', not {dropped}' * bool(dropped)}")
+    sources, flags = theirs.get("sources"), [str(flag) for flag in theirs.get("flags") or ()]
+    told = _changed_sources(sources, facts["sources"]) if isinstance(sources, dict) else []
+    told += _changed_flags(normalise(flags, str(spec.root)), facts["flags"])
     for name in ("machine", "extras"):
         if name in theirs and theirs[name] != facts[name]:
             told.append(f"for {theirs[name] if name == 'machine' else ' '.join(theirs[name])}")
     return "; ".join(told) or "nobody recorded what it was made of"
 
 
+def _changed_sources(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    changes = {
+        "changed": [name for name in new if name in old and old[name] != new[name]],
+        "new": [name for name in new if name not in old],
+        "gone": [name for name in old if name not in new],
+    }
+    return [
+        f"{word} {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
+        for word, names in changes.items()
+        if names
+    ]
+
+
+def _changed_flags(old: list[str], new: list[str]) -> list[str]:
+    if not old or old == new:
+        return []
+    added = " ".join(flag for flag in new if flag not in old)
+    dropped = " ".join(flag for flag in old if flag not in new)
+    return [f"flags: now {added or 'in another order'}{f', not {dropped}' * bool(dropped)}"]
+
+
 def _next(spec: OpSpec, device: str, here: report.Here) -> Facts:
-    """What a call would do now."""
+    """Returns what a call would do now."""
     row = report.library_facts(spec, device, here)
     state, where = row["state"], cache.user_cache().path
     raises = state in ("failed", "cannot")
@@ -176,7 +182,7 @@ _STEP = {"prebuilt": "prebuilt", "cache": "user cache", "extra": "read-only"}
 
 
 def lines(facts: Facts) -> Iterator[str]:
-    """The explanation for people; only a path may be wider than WIDTH."""
+    """Yields the explanation for people; only a path may be wider than ``WIDTH``."""
     yield f"{facts['op']} ({facts['device']})"
     yield from field("key", facts["key"])
     yield from field("settings", _settings(facts))

@@ -36,25 +36,25 @@ class Wanted(NamedTuple):
 
     @property
     def op(self) -> str:
-        """The name that reports show."""
+        """Name that reports show."""
         return self.label or self.spec.NAME
 
     def cost(self) -> tuple[bool, int, int]:
-        """Sorts long builds first: dispatchers, many archs and sources, much that is included."""
+        """Returns a rank of long builds: dispatchers, many archs and sources, much to include."""
         spec = self.spec
         sources = [os.path.join(spec.root, name) for name in spec.device_sources(self.device)]
         read = sum(os.path.getsize(path) for path in closure(sources, spec.include_folders()))
         return bool(self.label), len(self.archs) * len(sources), read
 
     def report(self, state: str, **values: Any) -> LibraryReport:
-        """The row of this library."""
+        """Returns the row of this library."""
         archs = tuple(str(arch) for arch in self.archs)
         row = LibraryReport(self.op, self.device, state, archs)
         return row._replace(**values)
 
 
 def manifest_report(wanted: Wanted, state: str, path: str) -> LibraryReport:
-    """The row of a library that lies at ``path``, with what its manifest says."""
+    """Returns the row of a library that lies at ``path``, with what its manifest says."""
     with open(os.path.join(os.path.dirname(path), cache.MANIFEST), encoding="utf-8") as file:
         manifest = json.load(file)
     return wanted.report(
@@ -90,7 +90,10 @@ def _build_one(
 
 
 def _stop(threads: Sequence[threading.Thread]) -> None:
-    """Stop the compilers; a thread that waits for another process's lock is left to die with us."""
+    """Stops the compilers.
+
+    A thread that waits for another process's lock is left to die with this process.
+    """
     from ..build import ninja
 
     quiet = 0
@@ -107,10 +110,14 @@ def build_all(
     started: float | None = None,
     verbose: bool = False,
 ) -> BuildReport:
-    """Build all of ``wanted`` into ``location`` (None: the user's cache), the long ones first.
+    """Builds all of ``wanted``, the long ones first; a failure is a row and stops no other.
 
-    A failure does not stop the others; it is a row of the report. ``started`` (seconds since the
-    epoch): since when the caller waits.
+    Args:
+        wanted: the libraries.
+        location: cache to build in; None for the user's.
+        jobs: compilers at once.
+        started: seconds since the epoch at which the caller began to wait.
+        verbose: shows the compiler commands.
     """
     since = time.time() if started is None else started
     begin = time.monotonic()
@@ -143,7 +150,8 @@ def build_all(
 def _fitting(pending: list[Wanted], free: int) -> Iterator[tuple[Wanted, int]]:
     """Takes from ``pending`` what can start now, with how many compilers each may use.
 
-    One, while others wait: the sources of a library differ in length, and it would let some idle.
+    A library gets one compiler while others wait: its sources differ in length, and more would let
+    some idle.
     """
     while pending and free:
         item = pending.pop(0)

@@ -1,4 +1,4 @@
-"""What a prebuild did, as an object and as a table."""
+"""Report of a prebuild, as an object and as a table."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class LibraryReport(NamedTuple):
 
 
 class BuildReport(NamedTuple):
-    """All libraries of a prebuild, how long it took, and how many compilers ran at once."""
+    """Libraries of a prebuild, the seconds it took, and how many compilers ran at once."""
 
     libraries: tuple[LibraryReport, ...]
     seconds: float = 0.0
     jobs: int = 1
 
     def of_state(self, *states: str) -> list[LibraryReport]:
-        """The libraries that ended as "built", "present", "skipped" or "failed"."""
+        """Returns the libraries that ended as "built", "present", "skipped" or "failed"."""
         return [library for library in self.libraries if library.state in states]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing failed."""
+        """True if nothing failed."""
         return not self.of_state("failed")
 
     def failures(self) -> str:
-        """What failed and why, one paragraph each."""
+        """Returns what failed and why, one paragraph each."""
         failed = self.of_state("failed")
         count = f"{len(failed)} of {len(self.of_state('built', 'present', 'failed'))}"
         lines = []
@@ -54,12 +54,12 @@ class BuildReport(NamedTuple):
         return "\n".join([f"{count} libraries could not be built", *lines])
 
     def to_dict(self) -> dict[str, Any]:
-        """The report in plain types, for JSON."""
+        """Returns the report in plain types, for JSON."""
         libraries = [library._asdict() for library in self.libraries]
         return {"libraries": libraries, "seconds": round(self.seconds, 3), "jobs": self.jobs}
 
     def __str__(self) -> str:
-        """The table: a line per library, then what was skipped by reason, then the sum."""
+        """Returns a line per library, then what was skipped by reason, then the sum."""
         shown = self.of_state("built", "present", "failed")
         rows = [_row(library) for library in shown]
         lines = list(table(_COLUMNS, rows, "  ")) if shown else []
@@ -87,7 +87,7 @@ def _row(library: LibraryReport) -> tuple[str, ...]:
 
 
 def _skipped(libraries: Iterable[LibraryReport]) -> list[str]:
-    """One line per reason and device, with the ops it holds for."""
+    """Returns one line per reason and device, with the ops it holds for."""
     groups: dict[tuple[str, str], list[str]] = {}
     for library in libraries:
         groups.setdefault((library.device, library.reason), []).append(library.op)

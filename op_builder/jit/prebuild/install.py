@@ -1,4 +1,4 @@
-"""Libraries made at install time: what the environment asks for, and making it."""
+"""Libraries made at install time: those that the environment asks for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..find.cache import Location, make_private
 from ..platform import installed_torch
 from .batch import Wanted, build_all
 from .build_report import BuildReport
-from .targets import Choice, Targets, dispatchers, offered, plan
+from .targets import Choice, Targets, dispatchers, plan
 
 CPP_OPS, CUDA_OPS = GROUPS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
 # what apex's setup.py takes -> what says it here
@@ -33,15 +33,18 @@ def torch_has_cuda() -> bool:
 
 
 def cuda_expected() -> bool:
-    """Whether a single op's CUDA library is wanted: an arch list, a GPU, or a CUDA torch."""
+    """Returns True if a single op's CUDA library is wanted: by an arch list, a GPU or torch."""
     return named_arch_list() is not None or bool(visible_capabilities()) or torch_has_cuda()
 
 
 def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
-    """What the environment asks for, without the dispatchers, and why the rest is left out.
+    """Returns the choices of the environment, without the dispatchers.
 
-    APEX_BUILD_<OP> decides for one op; else APEX_BUILD_CUDA_OPS asks for both libraries of every op
-    and APEX_BUILD_CPP_OPS for the CPU ones. Raises SettingError for a value that is no boolean.
+    ``APEX_BUILD_<OP>`` decides for one op; else ``APEX_BUILD_CUDA_OPS`` asks for both libraries of
+    every op and ``APEX_BUILD_CPP_OPS`` for the CPU ones.
+
+    Raises:
+        SettingError: a value is no boolean.
     """
     cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)
     choices: list[Choice] = []
@@ -50,7 +53,7 @@ def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
         single = env.boolean(spec.BUILD_VAR, None)
         if single and not cuda and expected is None:
             expected = cuda_expected()
-        for device in offered(spec):
+        for device in spec.DEVICES:
             reason = ""
             if single is False:
                 reason = f"{spec.BUILD_VAR}={os.environ[spec.BUILD_VAR]}"
@@ -65,7 +68,7 @@ def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
 
 
 def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
-    """APEX_BUILD_* variables that nothing reads, such as a misspelt one."""
+    """Returns ``APEX_BUILD_*`` variables that nothing reads, such as a misspelt one."""
     known = {spec.BUILD_VAR for spec in builders.values()}
     known.update((*GROUPS, pythons.VARIABLE))
     return sorted(
@@ -74,10 +77,11 @@ def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
 
 
 def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ()) -> list[Choice]:
-    """``select``, refused where something contradicts or would be ignored without a word.
+    """Returns ``select()``, unless a request contradicts itself or would be ignored.
 
-    Raises SettingError for a variable that nothing reads, for apex's command line options, and for
-    a request to build where compiling is forbidden.
+    Raises:
+        SettingError: nothing reads a variable, an option is apex's, or libraries are asked for
+            where compiling is forbidden.
     """
     choices = select(builders)
     for name in unknown_variables(builders):
@@ -97,10 +101,11 @@ def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ())
 def into_package(
     builders: Mapping[str, OpSpec], choices: Sequence[Choice], target: str
 ) -> BuildReport:
-    """Build what was chosen into the folder ``target`` of a package, for the Pythons named.
+    """Builds what was chosen into the folder ``target`` of a package, for the Pythons named.
 
-    Raises PrebuildError when something failed, or cannot be built for want of a program, a header
-    or an arch; SettingError for flags that only fit this machine.
+    Raises:
+        PrebuildError: something failed, or lacks a program, a header or an arch.
+        SettingError: a flag fits this machine alone.
     """
     wanted, rows = plan(builders, choices, Targets.find())
     wanted = [*dispatchers(pythons.named()), *wanted]
@@ -135,7 +140,7 @@ def _check_portable(wanted: Wanted) -> None:
 
 
 def _make_readable(target: str) -> None:
-    """What is installed may be read by everybody."""
+    """Lets everybody read what is installed."""
     for folder, _, files in os.walk(target):
         os.chmod(folder, 0o755)
         for name in files:

@@ -1,4 +1,4 @@
-"""From what was asked for to the list of libraries to build: ops, devices, archs, dispatchers."""
+"""Libraries to build for a request: ops, devices, archs, dispatchers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class Choice(NamedTuple):
-    """One library of one op: whether it is built, and whether it must be; else why it is not."""
+    """A library and the decision about it: wanted, insisted on, or the reason it is skipped."""
 
     op: str
     device: str
@@ -35,14 +35,14 @@ class Choice(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The archs to build for: a list and whose it is, or the GPUs that are visible."""
+    """Archs to build for: a list with its origin, or the GPUs that are visible."""
 
     named: tuple[str, str] | None
     capabilities: tuple[Capability, ...] = ()
 
     @classmethod
     def find(cls, text: str | None = None) -> Targets:
-        """``text``, else the environment's list, else the GPUs; looks for GPUs once."""
+        """Returns the archs of ``text``, else the environment's list, else the GPUs."""
         named = ("arch", text) if text is not None else named_arch_list()
         if named is None:
             return cls(None, tuple(visible_capabilities()))
@@ -53,30 +53,27 @@ class Targets(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether there is any arch to build for."""
+        """True if there is any arch to build for."""
         return self.named is not None or bool(self.capabilities)
 
     def of(self, spec: OpSpec) -> tuple[Arch, ...]:
-        """The archs of one op. Raises ArchError where none serves."""
+        """Returns the archs of one op; raises ``ArchError`` where none serves."""
         named = self.named
         if named is None and self.capabilities:
             named = ("the visible GPUs", ";".join(str(Arch(*c)) for c in self.capabilities))
         return choose(spec.NAME, spec.min_arch, spec.specific_archs(), None, named)
 
 
-def offered(spec: OpSpec) -> list[str]:
-    """The devices an op has libraries for; an extension module is one library."""
-    if spec.BINDING == "pybind11":
-        return ["cpu"]
-    return [device for device in DEVICES if device in spec.DEVICES]
-
-
 def plan(
     builders: Mapping[str, OpSpec], choices: Iterable[Choice], targets: Targets
 ) -> tuple[list[Wanted], list[LibraryReport]]:
-    """What is to be built, and the rows of what is left out.
+    """Turns choices into libraries to build.
 
-    Raises ArchError where there is no arch to build for, or none that serves an op insisted on.
+    Returns:
+        The libraries to build, and the rows of those that are left out.
+
+    Raises:
+        ArchError: there is no arch to build for, or none that serves an op insisted on.
     """
     wanted: list[Wanted] = []
     rows: list[LibraryReport] = []
@@ -100,7 +97,7 @@ def plan(
 
 
 def dispatchers(named: Sequence[pythons.Python | None]) -> list[Wanted]:
-    """One dispatcher per Python; None stands for the running one, whose headers may be missing."""
+    """Returns one dispatcher per Python; None is the running one, whose headers may be missing."""
     wanted = []
     for python in named:
         version = pythons.name_of(python.suffix if python else soabi())

@@ -1,4 +1,4 @@
-"""Having libraries ready before they are used, after the installation: in the user's cache."""
+"""Libraries made ready before they are used, after the installation: in the user's cache."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from ..find import cache
 from ..find.key import key_of
 from .batch import Wanted, build_all, manifest_report
 from .build_report import BuildReport, LibraryReport
-from .targets import DEVICES, Choice, Targets, dispatchers, offered, plan
+from .targets import DEVICES, Choice, Targets, dispatchers, plan
 
 _LOCK = "prebuild"  # beside those of the libraries, whose names end in a key
 _DISPATCHER = "apex_te_core"
 
 
 def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpSpec]) -> list[str]:
-    """Names of ops, each once; None means all. Raises UnknownOpError.
+    """Returns the names of ops, each once; None means all.
 
     The dispatcher's name is allowed and adds nothing: it goes along with whatever is built.
+
+    Raises:
+        UnknownOpError: a name is no op's.
     """
     if ops is None:
         return sorted(builders)
@@ -44,17 +47,19 @@ def choose_ops(
     device: str | None,
     targets: Targets,
 ) -> list[Choice]:
-    """The libraries of ``ops``; CUDA's, where it is not named, only if there is an arch for them.
+    """Returns the libraries of ``ops``; without ``device``, CUDA's only if an arch is known.
 
-    Raises UnknownOpError, SettingError for another device.
+    Raises:
+        UnknownOpError: a name is no op's.
+        SettingError: the device is neither "cpu" nor "cuda".
     """
     if device is not None and device not in DEVICES:
         raise SettingError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
     choices = []
     for name in check_ops(ops, builders):
-        for each in offered(builders[name]) if device is None else [device]:
+        for each in builders[name].DEVICES if device is None else [device]:
             reason = ""
-            if each not in offered(builders[name]):
+            if each not in builders[name].DEVICES:
                 reason = f"the op has no {each} library"
             elif builders[name].needs_archs(each) and device is None and not targets.known:
                 reason = "no GPU is visible and no arch list is set"
@@ -63,7 +68,7 @@ def choose_ops(
 
 
 def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
-    """The row of a library that need not be built."""
+    """Returns the row of a library that need not be built, None for others."""
     spec, device = wanted.spec, wanted.device
     key, name = key_of(spec, device), spec.library_name(device)
     gpus: Sequence[Capability | None] = [None]
@@ -83,7 +88,7 @@ def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
 def _missing(
     wanted: Iterable[Wanted], targets: Targets, rows: dict[Wanted, LibraryReport]
 ) -> list[Wanted]:
-    """Those of ``wanted`` that have to be built; the others get their row."""
+    """Returns those of ``wanted`` that have to be built; the others get their row."""
     missing = []
     for item in wanted:
         row = _found(item, targets)
@@ -102,10 +107,13 @@ def into_cache(
     jobs: int | None = None,
     verbose: bool = False,
 ) -> BuildReport:
-    """Build what was chosen, and the dispatcher, where they are neither prebuilt nor cached.
+    """Builds what was chosen, and the dispatcher, where they are neither prebuilt nor cached.
 
     One process builds; others that ask meanwhile wait and find its result.
-    Raises PrebuildError when something failed, JitDisabledError where compiling is forbidden.
+
+    Raises:
+        PrebuildError: something failed.
+        JitDisabledError: compiling is forbidden and something is missing.
     """
     started, begin = time.time(), time.monotonic()
     if jobs is not None and jobs < 1:

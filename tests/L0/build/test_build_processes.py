@@ -248,7 +248,7 @@ def test_missing_nvcc_leaves_the_cpu_library(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(toolchain.sys, "path", [])
-    monkeypatch.setattr(toolchain, "_nvcc_in", lambda home: None)
+    monkeypatch.setattr(toolchain, "_in_home", lambda home, program: None)
     with pytest.raises(NvccNotFoundError, match=r"pip install nvidia-cuda-nvcc.*APEX_TE_CUDA_HOME"):
         TinyCuda(root).open("cuda", (9, 0))
 
