@@ -17,14 +17,14 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Flags:
-    """The scale's inverse, and a flag for each device where gradients are; 1: one is not finite."""
+    """Inverse of the loss scale, and for each device a flag, 1 if a gradient is not finite."""
 
     def __init__(self, inv_scale: torch.Tensor | None) -> None:
         self._inv_scale = inv_scale
         self._flags: dict[torch.device, torch.Tensor] = {}
 
     def scale(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """output = input / scale for each pair; without a scale only the dtype changes.
+        """Computes ``output = input / scale`` for each pair; without a scale only casts.
 
         DTensors of a pair are placed alike.
         """
@@ -51,7 +51,7 @@ class Flags:
             multi_tensor.scale(xs, outs, factor, found_inf=self._flags[device])
 
     def combined(self, device: torch.device, params: Iterable[torch.Tensor]) -> torch.Tensor:
-        """One flag on ``device`` for all, and for all ranks that have parts of ``params``."""
+        """Returns one flag on ``device`` for all devices and all ranks with parts of ``params``."""
         total = torch.zeros((), dtype=torch.float32, device=device)
         for flag in self._flags.values():
             total = torch.maximum(total, moved(flag, device))
@@ -59,7 +59,7 @@ class Flags:
 
 
 def move_grads(pairs: list[Pair], flags: Flags) -> None:
-    """Unscale each parameter's gradient into its master's, which it is added to; none is left."""
+    """Moves each parameter's gradient, unscaled, into its master's, to which it is added."""
     pairs = [(param, master) for param, master in pairs if param.grad is not None]
     grads = [_placed_grad(param) for param, _ in pairs]
     fresh = [torch.empty_like(master) for _, master in pairs]
@@ -70,7 +70,7 @@ def move_grads(pairs: list[Pair], flags: Flags) -> None:
 
 
 def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], flags: Flags) -> None:
-    """Unscale gradients in place and add the unscaled ones of before, ``kept`` by id."""
+    """Unscales gradients in place and adds earlier, unscaled ones, which ``kept`` has by id."""
     grads = []
     for param in params:
         if param.grad is not None:

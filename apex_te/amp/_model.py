@@ -1,4 +1,4 @@
-"""What a level does to a model: its forward on the instance, its dtype, its state dict."""
+"""Preparation of a model for a level: forward on the instance, dtype, state dict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["prepare_model", "release_model"]
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """What happens around a forward; None: nothing."""
+    """Casts and contexts around a forward; None stands for none."""
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
@@ -29,7 +29,7 @@ class Casts:
 
 
 class AmpForward:
-    """A model's ``forward`` with casts around it; follows the model into copies and pickles."""
+    """Model's ``forward`` with casts around it, which follows the model into copies and pickles."""
 
     __slots__ = ("__weakref__", "casts", "handles", "inner", "model", "probe")
 
@@ -72,16 +72,16 @@ class AmpForward:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """``values`` with every floating-point tensor in them in ``dtype``; FP8 stays."""
+    """Casts every floating-point tensor in ``values`` to ``dtype``, except FP8 ones."""
+    return tree_map_only(torch.Tensor, lambda x: _cast_tensor(x, dtype), values)
 
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype) if x.is_floating_point() and x.element_size() > 1 else x
 
-    return tree_map_only(torch.Tensor, cast, values)
+def _cast_tensor(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype) if x.is_floating_point() and x.element_size() > 1 else x
 
 
 def prepare_model(model: torch.nn.Module, chosen: Properties) -> torch.nn.Module:
-    """Convert, cast and wrap ``model`` in place as ``chosen`` says; returns it."""
+    """Converts, casts and wraps ``model`` in place as ``chosen`` says, and returns it."""
     release_model(model)
     recipe = None if chosen.make_recipe is None else chosen.make_recipe()
     if recipe is not None:
@@ -104,7 +104,7 @@ def prepare_model(model: torch.nn.Module, chosen: Properties) -> torch.nn.Module
 
 
 def release_model(model: torch.nn.Module) -> None:
-    """Take off what an earlier ``prepare_model`` put around ``model``; its dtype stays."""
+    """Removes what an earlier ``prepare_model`` put around ``model``; its dtype stays."""
     forward = model.__dict__.get("forward")
     if not isinstance(forward, AmpForward):
         return
@@ -118,21 +118,17 @@ def release_model(model: torch.nn.Module) -> None:
 
 def _cast_model(model: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
-
-    def cast(x: torch.Tensor) -> torch.Tensor:
-        return x.to(dtype) if x.is_floating_point() and x.element_size() > 1 else x
-
     for module in model.modules():
         if keep_batchnorm and isinstance(module, batch_norm):
             module._apply(lambda x: x.float() if x.is_floating_point() else x, recurse=False)
         else:
-            module._apply(cast, recurse=False)
+            module._apply(lambda x: _cast_tensor(x, dtype), recurse=False)
 
 
 def _float32_state_dict(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """State dict hook: 16-bit parameters and buffers leave as float32, FP8 ones as they are."""
+    """Makes 16-bit parameters and buffers of a state dict float32; FP8 ones stay (a hook)."""
     for name in (*module._parameters, *module._buffers):
         value = state_dict.get(prefix + name)
         # A Parameter means keep_vars=True, whose caller wants the very object.

@@ -1,4 +1,4 @@
-"""What amp keeps for an optimizer: master weights that it lacks, hooks, and a step it may skip."""
+"""Preparation of an optimizer: master weights that it lacks, hooks, a step that may be skipped."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ __all__ = ["OptimizerAmp", "amp_of", "prepare_optimizer", "release_optimizer"]
 
 
 class OptimizerAmp:
-    """Held by the optimizer as ``_amp``.
+    """amp's part of an optimizer, which holds it as ``_amp``.
 
     Attributes:
-        pairs: (parameter, master) of an optimizer that has no masters of its own; the masters
-            stand in its param_groups.
-        scaled: the gradients in place are scaled (``delay_unscale``).
+        pairs: ``(parameter, master)`` of an optimizer that has no masters of its own; the masters
+            stand in its ``param_groups``.
+        scaled: True if the gradients in place are scaled (``delay_unscale``).
+        skips_on_device: True if the optimizer reads ``found_inf`` on the device; the steps of any
+            other one are skipped by the host.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
-        # It reads found_inf on the device; any other optimizer is skipped by the host.
         self.skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self.pairs: list[Pair] = []
         self.scaled = False
@@ -53,7 +54,12 @@ class OptimizerAmp:
             ]
 
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Pair], list[torch.Tensor]]:
-        """(parameter, master) where gradients go to a master; parameters that keep their own."""
+        """Tells parameters with a master from those without.
+
+        Returns:
+            ``(pairs, own)``: ``(parameter, master)`` where gradients go to a master; parameters
+            that keep their gradients.
+        """
         if isinstance(optimizer, FusedOptimizer):
             pairs, own = [], []
             for param in _params(optimizer):
@@ -67,7 +73,7 @@ class OptimizerAmp:
         return self.pairs, [p for p in _params(optimizer) if id(p) not in masters]
 
     def refresh(self) -> None:
-        """Before the first gradients: masters of parameters that were loaded since follow them."""
+        """Copies parameters loaded since into their masters; called before the first gradients."""
         if self._versions is None:
             return
         with torch.no_grad():
@@ -77,11 +83,11 @@ class OptimizerAmp:
         self._versions = None
 
     def load_later(self, masters: list[tuple[torch.Tensor, Pair]]) -> None:
-        """Keep masters that were saved until everything else is loaded."""
+        """Keeps masters that were saved until everything else is loaded."""
         self._loading = masters
 
     def loaded(self) -> None:
-        """Set the masters that were kept; without all of them they follow their parameters."""
+        """Sets the masters that were kept; unless all are there, they follow their parameters."""
         masters, self._loading = self._loading, []
         with torch.no_grad():
             for saved, (param, master) in masters:
@@ -103,7 +109,7 @@ class OptimizerAmp:
         self._versions = [param._version for param, _ in self.pairs]
 
     def restore_params(self, optimizer: torch.optim.Optimizer) -> None:
-        """Put the parameters back in place of the masters."""
+        """Puts the parameters back in place of the masters."""
         params = {id(master): param for param, master in self.pairs}
         for group in optimizer.param_groups:
             for i, master in enumerate(group["params"]):
@@ -115,12 +121,12 @@ class OptimizerAmp:
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> OptimizerAmp | None:
-    """What amp keeps for ``optimizer``; None before ``initialize``."""
+    """Returns amp's part of ``optimizer``, None before ``initialize``."""
     return optimizer.__dict__.get("_amp")
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
-    """Give ``optimizer`` hooks and, where asked and missing, float32 master weights."""
+    """Gives ``optimizer`` hooks and, where asked and missing, float32 master weights."""
     release_optimizer(optimizer)
     kept = OptimizerAmp(optimizer, master_weights)
     optimizer._amp = kept  # type: ignore[attr-defined]
@@ -130,7 +136,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) ->
 
 
 def release_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Undo ``prepare_optimizer``; a fused optimizer keeps its master weights."""
+    """Undoes ``prepare_optimizer``; a fused optimizer keeps its master weights."""
     kept = amp_of(optimizer)
     if kept is None:
         return
@@ -147,7 +153,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _wrap(optimizer: torch.optim.Optimizer, name: str, around: Callable[..., Any]) -> None:
-    """Put ``around(optimizer, inner, ...)`` in place of a bound method, once."""
+    """Puts ``around(optimizer, inner, ...)`` in place of a bound method, once."""
     marker = f"_amp_wraps_{name}"
     if marker in optimizer.__dict__:
         return
@@ -163,7 +169,7 @@ def _wrap(optimizer: torch.optim.Optimizer, name: str, around: Callable[..., Any
 
 
 def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``step`` of an optimizer that cannot be skipped on the device: the host reads the flag."""
+    """Steps an optimizer that no flag on the device can skip: the host reads the flag."""
     # torch's optimizers refuse a flag that they cannot use.
     found_inf = self.__dict__.pop("found_inf", None) if amp_of(self) is not None else None
     if found_inf is not None:
@@ -175,7 +181,7 @@ def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """``zero_grad`` that also drops the masters' parameters' gradients and what was found there."""
+    """Zeroes gradients, drops those of parameters that have masters, and forgets flags."""
     inner(*args, **kwargs)
     kept = amp_of(self)
     if kept is not None:
@@ -216,7 +222,7 @@ def _forget_flags(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _index(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """(position in a state dict, parameter, master)."""
+    """Returns a list of ``(position in a state dict, parameter, master)``."""
     kept = amp_of(optimizer)
     places = {id(param): i for i, param in enumerate(_params(optimizer))}
     pairs = kept.pairs if kept is not None else []
@@ -256,7 +262,7 @@ def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _set_masters(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's own state was accepted: so are the masters."""
+    """Sets the masters once the optimizer's own state was accepted."""
     kept = amp_of(optimizer)
     if kept is not None:
         kept.loaded()

@@ -1,4 +1,4 @@
-"""amp.initialize: prepare models and optimizers for mixed precision by one level."""
+"""Preparation of models and optimizers for mixed precision by one level."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def initialize(
     *,
     hysteresis: int = 1,
 ) -> Any:
-    """Make models and optimizers compute in mixed precision, in place; ``levels`` has the table.
+    """Makes models and optimizers compute in mixed precision, in place; ``levels`` has the table.
 
     Call it once, with the models on their device, before wrapping them in DDP, after
     ``fully_shard`` (whose parameters the optimizers have), and before loading a checkpoint. A
@@ -50,21 +50,23 @@ def initialize(
         patch_torch_functions: run the forward under torch.autocast; only False overrides.
         keep_batchnorm_fp32: batch norms keep float32 parameters and buffers; "True" and "False"
             count as bools.
-        master_weights: the optimizers update float32 copies of 16-bit parameters: their own where
-            they are apex_te's, else copies in their param_groups. Both are in the optimizer's
-            state dict as ``master_param``.
+        master_weights: the optimizers update float32 copies of 16-bit parameters: apex_te's
+            optimizers their own, others copies in their ``param_groups``. Both are in the
+            optimizer's state dict as ``master_param``.
         loss_scale: "dynamic" or a number, which may come as a string.
         cast_model_outputs: dtype of floating-point outputs; float32 for a model that is cast.
         num_losses: how many loss scalers to make, for ``scale_loss(loss_id=...)``.
         verbosity: 1 prints the chosen properties, 0 nothing.
         min_loss_scale: floor of a dynamic scale; None is 2**-24.
-        max_loss_scale: its cap.
+        max_loss_scale: cap of a dynamic scale.
         hysteresis: non-finite steps in a row from which on a dynamic scale is halved.
 
     Returns:
-        ``models`` and, if given, ``optimizers``, each in the form it came.
+        ``models``, or ``(models, optimizers)`` if optimizers are given, each in the form it came.
 
-    Errors: TypeError for a wrong type, ValueError for a value or a combination.
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a value is out of range, or arguments do not go together.
     """
     all_models = _as_models(models)
     all_optimizers = [] if optimizers is None else as_optimizers("amp.initialize", optimizers)
@@ -127,7 +129,7 @@ def _as_models(models: Any) -> list[torch.nn.Module]:
 
 
 def _check_params(models: list[torch.nn.Module], opt_level: str, chosen: Properties) -> None:
-    """A model that the level does not cast must be in float32 already."""
+    """Raises ValueError if a model that the level does not cast has 16-bit parameters."""
     if chosen.cast_model_type is not None:
         return
     for model in models:

@@ -1,4 +1,4 @@
-"""The opt levels, their properties, and what a caller may override.
+"""Opt levels, their properties, and what a caller may override.
 
 | level | cast_model_type | patch_torch_functions | keep_batchnorm_fp32 | master_weights | loss_scale | FP8 recipe |
 |---|---|---|---|---|---|---|
@@ -33,7 +33,7 @@ _BOOLS = {"True": True, "False": False}
 
 @dataclasses.dataclass(frozen=True)
 class Properties:
-    """What a level, after overrides, does to a model and its optimizers."""
+    """Properties of a level, after overrides, for a model and its optimizers."""
 
     cast_model_type: torch.dtype | None
     patch_torch_functions: bool
@@ -67,10 +67,11 @@ LEVELS = {
 
 
 def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
-    """The properties of a level, those of ``overrides`` that are not None put in their place.
+    """Returns the properties of a level, replaced by those of ``overrides`` that are not None.
 
-    Errors: ValueError for an unknown level or an override that makes no sense with it, TypeError
-    for a wrong type.
+    Raises:
+        TypeError: a value has a wrong type.
+        ValueError: the level is unknown, or an override makes no sense with it.
     """
     if not isinstance(opt_level, str):
         raise TypeError(
@@ -107,7 +108,7 @@ def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
 
 
 def describe(opt_level: str, chosen: Properties) -> str:
-    """A table of the level's own properties and of those chosen."""
+    """Returns a table of the level's own properties and of those chosen."""
     level = LEVELS[opt_level]
     rows = [("property", f"{opt_level} has", "chosen")]
     for name in (*_CHECKS, "autocast_type"):

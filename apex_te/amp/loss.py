@@ -1,4 +1,4 @@
-"""scale_loss, the state of all loss scalers, and master_params."""
+"""Loss scaling around a backward, the state of all loss scalers, and ``master_params``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREFIX = "loss_scaler"
 
 
 class _State:
-    """All that is global: the loss scalers of the last ``initialize``; None before it."""
+    """Global state: the loss scalers of the last ``initialize``, None before it."""
 
     scalers: list[LossScaler] | None = None
 
@@ -38,11 +38,11 @@ def scale_loss(
 ) -> Iterator[torch.Tensor]:
     """Gives ``loss.float() * scale``; on exit unscales the gradients and moves the scale.
 
-    Gradients are unscaled in float32 into the master weights' where there are such, else in place,
-    and added to those of before. Where one is not finite the next step of all ``optimizers`` is
-    skipped, on the device: ``optimizer.found_inf`` says so to the fused optimizers and to torch's
-    with ``fused=True``; for others the host reads it in ``step``, and waits for the device there.
-    Ranks that have parts of DTensor parameters find it together, and skip the same steps.
+    Gradients are unscaled in float32, into the master weights' if there are any, else in place, and
+    added to earlier ones. If a gradient is not finite, the next step of all ``optimizers`` is
+    skipped, on the device: ``optimizer.found_inf`` tells the fused optimizers and torch's with
+    ``fused=True``; for others the host reads the flag in ``step``, and waits for the device there.
+    Ranks that have parts of DTensor parameters share the flag, and skip the same steps.
 
     Args:
         loss: a float tensor of one element.
@@ -50,11 +50,13 @@ def scale_loss(
         loss_id: which of ``num_losses`` scalers to use.
         model: not used, as in apex.
         delay_unscale: leave the gradients scaled; the next block of the same loss unscales them.
-        delay_overflow_check: leave the scale where it is; what was found counts in the next block
-            of the same loss.
+        delay_overflow_check: leave the scale where it is; the flag counts in the next block of the
+            same loss.
 
-    Errors: RuntimeError before ``amp.initialize``, or for an optimizer that it was not given;
-    TypeError for a wrong type, ValueError for an unknown ``loss_id``.
+    Raises:
+        RuntimeError: ``amp.initialize`` was not called, or not given an optimizer.
+        TypeError: an argument has a wrong type.
+        ValueError: ``loss_id`` is unknown.
     """
     scaler, all_optimizers = _arguments(loss, optimizers, loss_id, model)
     if scaler is None:
@@ -94,7 +96,7 @@ def _enter(
     scaler: LossScaler,
     kept: dict[int, torch.Tensor],
 ) -> None:
-    """Put unscaled gradients of before aside, so that the exit unscales new ones alone."""
+    """Puts earlier, unscaled gradients aside, so that the exit unscales new ones alone."""
     if amp.scaled or (scaler.is_one and not amp.pairs):
         return
     amp.refresh()
@@ -131,7 +133,7 @@ def _report(
     found_inf: torch.Tensor,
     delayed: bool,
 ) -> None:
-    """Hand what was found to the optimizers and, unless delayed, to the scaler."""
+    """Hands the flag to the optimizers and to the scaler, which holds it if delayed."""
     for optimizer in optimizers:
         before = getattr(optimizer, "found_inf", None)
         total = found_inf if before is None else torch.maximum(before, found_inf)
@@ -163,9 +165,10 @@ def _arguments(
 
 
 def as_optimizers(caller: str, optimizers: Any) -> list[torch.optim.Optimizer]:
-    """A list of optimizers from one or several.
+    """Returns a list of one or several optimizers.
 
-    Errors: TypeError for anything else.
+    Raises:
+        TypeError: something else is given.
     """
     many = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in many:
@@ -185,11 +188,12 @@ def _amp(optimizer: torch.optim.Optimizer) -> OptimizerAmp:
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """The tensors whose ``.grad`` the next step reads, to clip their gradients, say.
+    """Yields the tensors whose ``.grad`` the next step reads, to clip their gradients, say.
 
-    A master weight where the gradient went to one, else the parameter.
+    A tensor is the master weight if the gradient went to one, else the parameter.
 
-    Errors: TypeError for anything but an optimizer.
+    Raises:
+        TypeError: ``optimizer`` is no optimizer.
     """
     (one,) = as_optimizers("amp.master_params", optimizer)
     for group in one.param_groups:
@@ -199,18 +203,26 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def state_dict() -> dict[str, Any]:
-    """``{"loss_scaler0": {...}, ...}``: the state of every loss scaler, as numbers.
+    """Returns ``{"loss_scaler0": {...}, ...}``, the state of every loss scaler as numbers.
 
-    Errors: RuntimeError before ``amp.initialize``.
+    Raises:
+        RuntimeError: ``amp.initialize`` was not called.
     """
     return {f"{_PREFIX}{i}": s.state_dict() for i, s in enumerate(_scalers("state_dict"))}
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Load what ``state_dict()`` gave, in order; another number of scalers is said, not refused.
+    """Loads the state of the loss scalers, in order; another number of scalers is only printed.
 
-    Errors: RuntimeError for unknown keys or before ``amp.initialize``; as
-    ``LossScaler.load_state_dict`` for a scaler's values. All scalers are then as they were.
+    After an error all scalers are as they were.
+
+    Args:
+        state_dict: what ``state_dict()`` returned.
+
+    Raises:
+        RuntimeError: there are unknown keys, or ``amp.initialize`` was not called.
+        TypeError: as for ``LossScaler.load_state_dict``.
+        ValueError: as for ``LossScaler.load_state_dict``.
     """
     scalers = _scalers("load_state_dict")
     unknown = [key for key in state_dict if _PREFIX not in key]

@@ -1,4 +1,4 @@
-"""LossScaler: a loss scale that lives on the device and moves there, without the host waiting."""
+"""Loss scale that lives on the device and moves there, without the host waiting."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOWEST = 2.0**-24
 
 
 class LossScaler:
-    """Scales a loss and moves the scale by whether its gradients were finite.
+    """Scales a loss and moves the scale as its gradients were finite or not.
 
     Args:
         loss_scale: "dynamic", starting at 2**16, or a number that stays.
@@ -27,13 +27,15 @@ class LossScaler:
         hysteresis: non-finite updates in a row from which on the scale is halved; a clean one
             starts the count anew.
 
-    The state is float32 scalars on the device of the first loss: the scale, clean updates since it
-    moved last (``unskipped``), non-finite updates to come before it is halved (``hysteresis``) and
-    all non-finite updates (``skipped``). ``loss_scale()``, ``skipped()`` and ``state_dict()`` read
-    them, which waits for the device; nothing else does.
+    The algorithm is apex.amp's, with the hysteresis of its ``update_scale_hysteresis``. The state
+    is float32 scalars on the device of the first loss: the scale, clean updates since the scale
+    moved (``unskipped``), non-finite updates to come before the scale is halved (``hysteresis``)
+    and all non-finite updates (``skipped``). ``loss_scale()``, ``skipped()`` and ``state_dict()``
+    read them, which waits for the device; no other method waits.
 
-    Errors: ValueError for a value out of range, TypeError for a wrong type. The algorithm is
-    apex.amp's, with the hysteresis of its update_scale_hysteresis.
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a value is out of range.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class LossScaler:
         self._held: torch.Tensor | None = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """``loss`` in float32, times the scale; the first loss decides where the state lives."""
+        """Returns ``loss`` in float32, times the scale; the state moves to the loss's device."""
         if self.is_one:
             return loss.float()
         if self._scale.device != loss.device:
@@ -86,16 +88,16 @@ class LossScaler:
         return loss.float() * self._scale
 
     def inv_scale(self) -> torch.Tensor:
-        """1 / scale, a float32 scalar on the device."""
+        """Returns ``1 / scale``, a float32 scalar on the device."""
         return self._scale.reciprocal()
 
     def hold(self, found_inf: torch.Tensor) -> None:
-        """Keep a flag for the next ``update``."""
+        """Keeps a flag for the next ``update``."""
         self._held = found_inf if self._held is None else torch.maximum(self._held, found_inf)
 
     @torch.no_grad()
     def update(self, found_inf: torch.Tensor) -> None:
-        """Move a dynamic scale by one step's flag, one element that is not 0 if any was found."""
+        """Moves a dynamic scale by a step's flag, which is not 0 if a gradient was not finite."""
         if not self.dynamic:
             return
         if self._held is not None:
@@ -115,15 +117,15 @@ class LossScaler:
         self._skipped.add_(found)
 
     def loss_scale(self) -> float:
-        """The present scale; waits for the device."""
+        """Returns the present scale; waits for the device."""
         return self._scale.item()
 
     def skipped(self) -> int:
-        """How many updates found a non-finite gradient; waits for the device."""
+        """Returns the number of updates with a non-finite gradient; waits for the device."""
         return int(self._skipped.item())
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as numbers; waits for the device."""
+        """Returns the state as numbers; waits for the device."""
         return {
             "loss_scale": self.loss_scale(),
             "unskipped": int(self._unskipped.item()),
@@ -132,15 +134,19 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, in place; apex.amp's has the first two keys alone.
+        """Takes over a state dict, in place; apex.amp's, which has two keys only, loads too.
 
-        Errors: ValueError for a scale or count out of range, TypeError for a value that is no
-        number, RuntimeError for other keys. The scaler is then as it was.
+        After an error the scaler is as it was.
+
+        Raises:
+            RuntimeError: the state dict has other keys.
+            TypeError: a value is no number.
+            ValueError: a scale or count is out of range.
         """
         self.take(self.checked(state_dict))
 
     def checked(self, state_dict: dict[str, Any]) -> dict[str, float]:
-        """The numbers of a state dict that can be taken over; errors as ``load_state_dict``."""
+        """Returns the numbers of a state dict, checked as for ``load_state_dict``."""
         if not isinstance(state_dict, dict):
             raise TypeError(
                 f"LossScaler: state_dict must be a dict, got {type(state_dict).__name__}"
@@ -168,7 +174,7 @@ class LossScaler:
         return found
 
     def take(self, values: dict[str, float]) -> None:
-        """Set the state to numbers that were checked."""
+        """Sets the state to numbers that were checked."""
         self._scale.fill_(values["loss_scale"])
         self._unskipped.fill_(values["unskipped"])
         self._remaining.fill_(min(values["hysteresis"], self.hysteresis))

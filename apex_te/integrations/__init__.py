@@ -1,4 +1,4 @@
-"""What connects apex_te to other libraries: their models, checkpoints and layers' names.
+"""Connections to other libraries: their models, checkpoints and names of layers.
 
 ``integrations.megatron`` has Megatron's and MindSpeed's layers.
 """

@@ -16,11 +16,17 @@ __all__ = ["JoinedKey", "JoinedState", "PartView", "joined", "original_part"]
 
 
 class JoinedKey(NamedTuple):
-    """One parameter made of others: ``parts`` are their keys and rows, stacked in this order."""
+    """A parameter made of others.
+
+    Attributes:
+        key: the parameter's key.
+        parts: key and rows of each original parameter, stacked in this order.
+        transposed: True if the original parameters are stored ``[in, out]``.
+    """
 
     key: str
     parts: tuple[tuple[str, int], ...]
-    transposed: bool = False  # each part is stored [in, out]
+    transposed: bool = False
 
     def prefixed(self, prefix: str) -> JoinedKey:
         """Returns this entry with ``prefix`` before each of its keys."""
@@ -28,33 +34,37 @@ class JoinedKey(NamedTuple):
         return JoinedKey(prefix + self.key, parts, self.transposed)
 
     def split(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """The original parameters as views of the joined one."""
+        """Returns the original parameters as views of the joined one."""
         rows = [count for _, count in self.parts]
         return [original_part(part, self.transposed) for part in value.split(rows)]
 
 
 def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Rows of a joined parameter as the original parameter has them."""
+    """Returns rows of a joined parameter as the original parameter is laid out."""
     return part.t() if transposed else part
 
 
 def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
-    """The rows of ``values``, which are stored [in, out] where ``transposed``."""
+    """Returns ``values`` stacked by rows; ``transposed`` ones are stored ``[in, out]``."""
     if len(values) == 1 and not transposed:
         return values[0]
     return torch.cat([value.t() if transposed else value for value in values]).contiguous()
 
 
 class PartView:
-    """The ``weight`` and ``bias`` of a layer that was joined, as views of the joined parameters."""
+    """Weight and bias of a layer that was joined, as views of the joined parameters.
+
+    Attributes:
+        rows: by attribute, ``(name, start, rows, transposed)``: the joined parameter's name, the
+            part's first row and number of rows, and if it is stored ``[in, out]``.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        # By attribute: the joined parameter's name, the part's first row and its rows.
         self.rows: dict[str, tuple[str, int, int, bool]] = {}
 
     def part(self, attribute: str) -> torch.Tensor | None:
-        """The original parameter ``attribute``; None where the layer has none."""
+        """Returns the original parameter ``attribute``, None if the layer has none."""
         if attribute not in self.rows:
             return None
         name, start, rows, transposed = self.rows[attribute]
@@ -63,17 +73,17 @@ class PartView:
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """The original weight, a view that shares its memory with the joined one."""
+        """Returns the original weight as a view of the joined one."""
         return self.part("weight")
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The original bias, a view that shares its memory with the joined one."""
+        """Returns the original bias as a view of the joined one, None without a bias."""
         return self.part("bias")
 
 
 class JoinedState:
-    """The hooks of one block.
+    """State dict hooks of one block.
 
     Args:
         entries: the joined parameters, by keys in the block.
@@ -86,7 +96,7 @@ class JoinedState:
         self._prefix = ""
 
     def install(self, block: nn.Module) -> None:
-        """Register the hooks."""
+        """Registers the hooks."""
         block.register_state_dict_post_hook(self)
         block.register_load_state_dict_pre_hook(self.before_load)
         block.register_load_state_dict_post_hook(self.after_load)
@@ -94,7 +104,7 @@ class JoinedState:
     def __call__(
         self, block: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Give ``state_dict`` the original keys, in their order."""
+        """Gives ``state_dict`` the original keys, in their order."""
         own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         for entry in self.entries:
             entry = entry.prefixed(prefix)
@@ -118,7 +128,7 @@ class JoinedState:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Join what ``state_dict`` has of the original keys; joined keys are taken as they are."""
+        """Joins what ``state_dict`` has of the original keys; joined keys are taken as they are."""
         self._prefix = prefix
         for entry in self.entries:
             own = block.get_parameter(entry.key).detach()
@@ -156,7 +166,7 @@ class JoinedState:
         return shape == own.shape and shape != entry.split(own)[0].shape
 
     def after_load(self, block: nn.Module, incompatible: Any) -> None:
-        """Say of missing joined parameters which original ones these are."""
+        """Replaces missing joined keys by the original ones in the report of a load."""
         missing: list[str] = incompatible.missing_keys
         for entry in self.entries:
             entry = entry.prefixed(self._prefix)
@@ -175,7 +185,7 @@ def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:
 
 
 def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``value``, sharded as ``own`` is where that is a DTensor and ``value`` is whole."""
+    """Returns ``value``, sharded as ``own`` is if that is a DTensor and ``value`` is whole."""
     if type(own) is torch.Tensor or not torch.distributed.is_available():
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -186,7 +196,7 @@ def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
-    """``part`` with a storage of its own in the same memory.
+    """Returns ``part`` with a storage of its own in the same memory.
 
     Tools that write safetensors drop all but one of the tensors that have one storage; a copy
     would not follow the parameter, as other entries of a state dict do.

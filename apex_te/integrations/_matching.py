@@ -1,4 +1,4 @@
-"""Which modules can be replaced: torch's own by type, Hugging Face's by the name of their class.
+"""Recognises modules that can be replaced: torch's by type, Hugging Face's by name of the class.
 
 Nothing of ``transformers`` is imported: a module of its models brings its class along.
 """
@@ -46,33 +46,33 @@ _HOOKS = (
 
 
 def is_class(module: object, path: str, *names: str) -> bool:
-    """Whether the class of ``module`` itself, no subclass, is one of ``names`` in ``path``."""
+    """Returns True if the class of ``module`` is, by name, one of ``names`` in module ``path``."""
     kind = type(module)
     return kind.__module__ == path and kind.__name__ in names
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Hugging Face's Conv1D, a linear layer whose weight is [in, out]."""
+    """Returns True for Hugging Face's Conv1D, a linear layer whose weight is ``[in, out]``."""
     return is_class(module, _PYTORCH_UTILS, "Conv1D") and "forward" not in vars(module)
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Whether ``module`` is one of ``kinds`` itself, no subclass, with the forward of its class."""
+    """Returns True if ``module`` is of one of ``kinds``, no subclass, with its class's forward."""
     return type(module) in kinds and "forward" not in vars(module)
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether anything waits on ``module`` that its replacement could not call."""
+    """Returns True if ``module`` has hooks or a forward that its replacement could not call."""
     return any(getattr(module, name, None) for name in _HOOKS) or "forward" in vars(module)
 
 
 def is_silu(module: object) -> bool:
-    """x * sigmoid(x)."""
+    """Returns True for an activation ``x * sigmoid(x)``."""
     return type(module) is nn.SiLU or is_class(module, _ACTIVATIONS, "SiLUActivation")
 
 
 def gelu_or_relu(module: object) -> str | None:
-    """apex_te's name of a plain activation, None where it has none (the exact GELU)."""
+    """Returns apex_te's name of an activation, None if it has none (the exact GELU, say)."""
     if type(module) is nn.ReLU:
         return "relu"
     if is_class(module, _ACTIVATIONS, "NewGELUActivation", "GELUTanh", "FastGELUActivation"):
@@ -83,7 +83,7 @@ def gelu_or_relu(module: object) -> str | None:
 
 
 def norm_eps(module: nn.Module) -> float:
-    """The eps of a norm: nn.RMSNorm's None is that of fp32, in which every dtype is computed."""
+    """Returns the eps of a norm; ``nn.RMSNorm``'s None is fp32's, in which all dtypes compute."""
     eps = getattr(module, "variance_epsilon" if is_llama_norm(module) else "eps")
     return torch.finfo(torch.float32).eps if eps is None else eps
 
@@ -95,22 +95,22 @@ def _is_llama_like(module: object, suffix: str) -> bool:
 
 
 def is_llama_norm(module: nn.Module) -> bool:
-    """Hugging Face's RMS norm of Llama and of the families that have the same."""
+    """Returns True for the RMS norm of Hugging Face's Llama and of the families like it."""
     return _is_llama_like(module, "RMSNorm") and "forward" not in vars(module)
 
 
 def is_llama_block(module: nn.Module) -> bool:
-    """A block of Llama, or of a family that has the same."""
+    """Returns True for a block of Hugging Face's Llama or of a family like it."""
     return _is_llama_like(module, "DecoderLayer")
 
 
 def is_gpt2_block(module: nn.Module) -> bool:
-    """A block of GPT-2."""
+    """Returns True for a block of Hugging Face's GPT-2."""
     return is_class(module, GPT2, "GPT2Block")
 
 
 def unsupported(module: Any) -> str | None:
-    """Why a linear layer or norm cannot change its class, None where nothing speaks against it."""
+    """Returns why a linear layer or norm cannot change its class, None if it can."""
     own = vars(module)
     if "_hf_hook" in own:
         return (

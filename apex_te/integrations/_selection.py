@@ -25,10 +25,11 @@ _LAST = ("output", "fc")
 
 
 class Selection:
-    """The caller's choice of layers.
+    """Choice of layers that a caller of ``from_torch`` has made.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or a pattern matches no layer.
+        TypeError: an argument has a wrong type.
+        ValueError: a number is out of range, or a pattern matches no layer.
     """
 
     def __init__(
@@ -59,9 +60,12 @@ class Selection:
         self._defaults = {**_heads(model), **_adapters(model)}
 
     def reason(self, name: str, module: nn.Module, sizes: tuple[int, ...] = ()) -> str | None:
-        """Why ``module`` is to stay, None if it is to be converted.
+        """Returns why ``module`` is to stay, None if it is to be converted.
 
-        ``sizes``: the features of a linear layer; none for a norm, which does not compute in FP8.
+        Args:
+            name: the module's name in the model.
+            module: a linear layer or norm.
+            sizes: features of a linear layer; () for a norm, which does not compute in FP8.
         """
         if any(matches(name, module) for matches in self._exclude):
             return "excluded"
@@ -100,7 +104,7 @@ def _predicates(
 
 
 def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn.Module], bool]:
-    """Returns True if successive parts of a module's name match ``pattern``."""
+    """Returns a predicate that is True if successive parts of a module's name match ``pattern``."""
     fits = re.compile(fnmatch.translate(pattern)).match
 
     def matches(name: str, module: nn.Module | None = None) -> bool:
@@ -114,7 +118,7 @@ def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn
 
 
 def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
-    """Names of the first and last blocks of each list of blocks, with what is to be said."""
+    """Returns the first and last blocks of each list of blocks by name, each with the reason."""
     if not first and not last:
         return {}
     lists: list[str] = []
@@ -143,7 +147,7 @@ def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
 
 
 def _heads(model: nn.Module) -> dict[int, str]:
-    """Linear layers that make the model's output, by id, with what is to be said."""
+    """Returns linear layers that make the model's output by id, each with the reason."""
     found: dict[int, str] = {}
     tied = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     size = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -172,7 +176,7 @@ def _heads(model: nn.Module) -> dict[int, str]:
 
 
 def _output_embeddings(module: Any) -> Any:
-    """The layer that a model of Hugging Face names as its output, None where it names none."""
+    """Returns the layer that a model of Hugging Face names as its output, or None."""
     get = getattr(type(module), "get_output_embeddings", None)
     if get is None:
         return None
@@ -183,7 +187,7 @@ def _output_embeddings(module: Any) -> Any:
 
 
 def _adapters(model: nn.Module) -> dict[int, str]:
-    """The small layers that PEFT put beside a model's own, by id."""
+    """Returns the layers that PEFT put beside a model's own by id, each with the reason."""
     found = {}
     for module in model.modules():
         kinds = type(module).__mro__

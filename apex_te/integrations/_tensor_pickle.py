@@ -11,6 +11,7 @@ import io
 import math
 import pickletools
 import zipfile
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,16 +33,6 @@ DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-# Opcodes whose argument, as pickletools decodes it, is the value they push.
-PUSH_ARGUMENT = frozenset(
-    {
-        "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT",
-        "STRING", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8",
-        "BYTEARRAY8", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
-    }
-)  # fmt: skip
-CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class TensorPickleError(ValueError):
@@ -68,7 +59,7 @@ class Inert:
 
 
 class Storage:
-    """The bytes behind tensors, ``numel`` elements of ``dtype``; they may arrive later."""
+    """Bytes behind tensors, ``numel`` elements of ``dtype``; they may arrive later."""
 
     __slots__ = ("data", "dtype", "key", "numel", "values")
 
@@ -80,7 +71,7 @@ class Storage:
         self.values: torch.Tensor | None = None
 
     def flat(self) -> torch.Tensor:
-        """The elements, which tensors then share: a file's size bounds what it can ask for."""
+        """Returns the elements, which tensors share: a file's size bounds what it can ask for."""
         if self.data is None:
             raise TensorPickleError("a storage has no bytes")
         if self.values is None:
@@ -101,7 +92,11 @@ _MARK = Inert("mark")
 
 
 class _Reader:
-    """Interprets one pickle; ``storages`` collects those that its tensors refer to."""
+    """Interprets one pickle by the tables ``_PUSHES`` and ``_ACTS``.
+
+    Attributes:
+        storages: the storages that the pickle's tensors refer to, by key.
+    """
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
@@ -109,78 +104,27 @@ class _Reader:
         self.storages: dict[str, Storage] = {}
 
     def read(self, stream: io.BytesIO) -> Any:
-        """The value of the pickle at the position of ``stream``, which is then behind it."""
+        """Returns the value of the pickle at the position of ``stream``, and moves behind it."""
         for opcode, argument, _ in pickletools.genops(stream):
-            self._step(opcode.name, argument)
+            if opcode.name in _PUSHES:
+                self.stack.append(_PUSHES[opcode.name](self, argument))
+            elif opcode.name in _ACTS:
+                _ACTS[opcode.name](self, argument)
+            else:
+                raise TensorPickleError(
+                    f"opcode {opcode.name} is not one that tensors are saved with"
+                )
         (value,) = self.stack
         return value
 
-    def _step(self, op: str, argument: Any) -> None:
-        stack = self.stack
-        if op in PUSH_ARGUMENT:
-            stack.append(argument)
-        elif op in CONSTANTS:
-            stack.append(CONSTANTS[op])
-        elif op in ("PROTO", "FRAME", "STOP"):
-            pass
-        elif op == "MARK":
-            stack.append(_MARK)
-        elif op in ("BINPUT", "LONG_BINPUT", "PUT"):
-            self.memo[int(argument)] = stack[-1]
-        elif op == "MEMOIZE":
-            self.memo[len(self.memo)] = stack[-1]
-        elif op in ("BINGET", "LONG_BINGET", "GET"):
-            stack.append(self.memo[int(argument)])
-        elif op == "POP":
-            stack.pop()
-        elif op == "POP_MARK":
-            self._since_mark()
-        elif op == "DUP":
-            stack.append(stack[-1])
-        elif op in ("EMPTY_LIST", "EMPTY_SET"):
-            stack.append([])
-        elif op == "EMPTY_DICT":
-            stack.append({})
-        elif op in ("LIST", "FROZENSET"):
-            stack.append(self._since_mark())
-        elif op == "TUPLE":
-            stack.append(tuple(self._since_mark()))
-        elif op in TUPLES:
-            count = TUPLES[op]
-            items = tuple(stack[-count:])
-            del stack[-count:]
-            stack.append(items)
-        elif op == "DICT":
-            stack.append(_pairs(self._since_mark()))
-        elif op == "APPEND":
-            self._extend([stack.pop()])
-        elif op in ("APPENDS", "ADDITEMS"):
-            self._extend(self._since_mark())
-        elif op == "SETITEM":
-            value, key = stack.pop(), stack.pop()
-            self._update([key, value])
-        elif op == "SETITEMS":
-            self._update(self._since_mark())
-        elif op == "GLOBAL":
-            module, name = argument.split(" ", 1)
-            stack.append(_allowed(Global(module, name)))
-        elif op == "STACK_GLOBAL":
-            name, module = stack.pop(), stack.pop()
-            stack.append(_allowed(Global(str(module), str(name))))
-        elif op in ("REDUCE", "NEWOBJ"):
-            arguments, function = stack.pop(), stack.pop()
-            stack.append(self._call(function, arguments))
-        elif op == "BUILD":
-            stack.pop()
-            if not isinstance(stack[-1], Inert):
-                raise TensorPickleError(f"BUILD must set an inert object, got {_kind(stack[-1])}")
-        elif op == "BINPERSID":
-            stack.append(self._storage(stack.pop()))
-        else:
-            raise TensorPickleError(f"opcode {op} is not one that tensors are saved with")
+    def popped(self, count: int) -> tuple[Any, ...]:
+        """Takes the last ``count`` values off the stack."""
+        items = tuple(self.stack[-count:])
+        del self.stack[-count:]
+        return items
 
-    def _since_mark(self) -> list[Any]:
-        """Takes what lies above the last mark, and the mark."""
+    def since_mark(self) -> list[Any]:
+        """Takes the values above the last mark off the stack, and the mark."""
         stack = self.stack
         for at in range(len(stack) - 1, -1, -1):
             if stack[at] is _MARK:
@@ -189,41 +133,33 @@ class _Reader:
                 return items
         raise TensorPickleError("a mark is missing")
 
-    def _extend(self, items: list[Any]) -> None:
+    def memoize(self, place: int) -> None:
+        """Keeps the last value under a number."""
+        self.memo[place] = self.stack[-1]
+
+    def extend(self, items: list[Any]) -> None:
+        """Appends to the list that is the last value."""
         target = self.stack[-1]
         if type(target) is not list:
             raise TensorPickleError(f"items must go into a list, got {type(target).__name__}")
         target.extend(items)
 
-    def _update(self, items: list[Any]) -> None:
+    def update(self, items: Sequence[Any]) -> None:
+        """Sets keys and values in the dict that is the last value; an inert object drops them."""
         target = self.stack[-1]
         if type(target) is dict:
             target.update(_pairs(items))
         elif not isinstance(target, Inert):
             raise TensorPickleError(f"items must go into a dict, got {type(target).__name__}")
 
-    def _call(self, function: Any, arguments: Any) -> Any:
-        """What a call stands for: a tensor, a storage, a dict or an inert object."""
-        if not isinstance(function, Global) or type(arguments) is not tuple:
-            raise TensorPickleError(f"a call must be of a global, got {_kind(function)}")
-        if function == ("torch._utils", "_rebuild_tensor_v2"):
-            storage, offset, size, stride = arguments[:4]
-            return _strided(storage, offset, size, stride)
-        if function == ("torch.storage", "_load_from_bytes"):
-            return _legacy(_bytes(arguments[0]))
-        if function == ("collections", "OrderedDict"):
-            return {}
-        if function.module.split(".")[0] in INERT_PACKAGES:
-            return Inert(f"{function.module}.{function.name}")
-        # Some Pythons save an enum's member as getattr(its class, its name).
-        if function == ("builtins", "getattr") and isinstance(arguments[0], Global):
-            owner = arguments[0]
-            if owner.module.split(".")[0] in INERT_PACKAGES:
-                return Inert(f"{owner.module}.{owner.name}")
-        raise TensorPickleError(f"it calls {function.module}.{function.name}")
+    def build(self) -> None:
+        """Drops the state that an inert object would be given."""
+        self.stack.pop()
+        if not isinstance(self.stack[-1], Inert):
+            raise TensorPickleError(f"BUILD must set an inert object, got {_kind(self.stack[-1])}")
 
-    def _storage(self, description: Any) -> Storage:
-        """A storage as torch.save refers to it: ("storage", type, key, location, elements, ...)."""
+    def storage(self, description: Any) -> Storage:
+        """Returns the storage of a description ("storage", type, key, location, elements, ...)."""
         if type(description) is not tuple or len(description) < 5 or description[0] != "storage":
             raise TensorPickleError(f"a reference must be to a storage, got {_kind(description)}")
         kind, key, numel = description[1], description[2], description[4]
@@ -236,8 +172,28 @@ class _Reader:
         return storage
 
 
+def _call(function: Any, arguments: Any) -> Any:
+    """Returns what a call stands for: a tensor, a storage, a dict or an inert object."""
+    if not isinstance(function, Global) or type(arguments) is not tuple:
+        raise TensorPickleError(f"a call must be of a global, got {_kind(function)}")
+    if function == ("torch._utils", "_rebuild_tensor_v2"):
+        storage, offset, size, stride = arguments[:4]
+        return _strided(storage, offset, size, stride)
+    if function == ("torch.storage", "_load_from_bytes"):
+        return _legacy(_bytes(arguments[0]))
+    if function == ("collections", "OrderedDict"):
+        return {}
+    # Some Pythons save an enum's member as getattr(its class, its name).
+    owner = function
+    if function == ("builtins", "getattr") and isinstance(arguments[0], Global):
+        owner = arguments[0]
+    if owner.module.split(".")[0] in INERT_PACKAGES:
+        return Inert(f"{owner.module}.{owner.name}")
+    raise TensorPickleError(f"it calls {function.module}.{function.name}")
+
+
 def _allowed(name: Global) -> Global:
-    """``name`` if a tensor file may hold it."""
+    """Returns ``name``, which must be one that a tensor file may hold."""
     module = name.module
     known = (
         name
@@ -255,12 +211,12 @@ def _allowed(name: Global) -> Global:
     return name
 
 
-def _pairs(items: list[Any]) -> dict[Any, Any]:
+def _pairs(items: Sequence[Any]) -> dict[Any, Any]:
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
 def _kind(value: Any) -> str:
-    """A short description; containers that share their items could print without end."""
+    """Returns a short description; containers that share their items could print without end."""
     plain = isinstance(value, (Global, Inert, Storage, bool, float, type(None)))
     if plain or (isinstance(value, int) and abs(value) < 1 << 64):
         return repr(value)
@@ -294,7 +250,7 @@ def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
 
 
 def _legacy(data: bytes) -> Any:
-    """What torch.save wrote before its zip files: five pickles, then the bytes of the storages."""
+    """Reads the format before torch.save's zip files: five pickles, then the storages' bytes."""
     stream = io.BytesIO(data)
     if _Reader().read(stream) != LEGACY_MAGIC:
         raise TensorPickleError("it is not a file of torch.save")
@@ -315,7 +271,7 @@ def _legacy(data: bytes) -> Any:
 
 
 def _zipped(data: bytes) -> Any:
-    """What torch.save writes."""
+    """Reads the zip format of torch.save."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         files = {info.filename: info for info in archive.infolist()}
         (root,) = [name[: -len("data.pkl")] for name in files if name.endswith("/data.pkl")]
@@ -343,7 +299,7 @@ def _fill(storage: Storage, data: bytes) -> None:
 
 
 def _resolved(value: Any) -> Any:
-    """``value`` with tensors for their descriptions, in it or among its items."""
+    """Replaces tensor descriptions by tensors: ``value`` itself, or among its items."""
     if isinstance(value, Strided):
         if 0 in value.size:
             return torch.empty(value.size, dtype=value.storage.dtype)
@@ -360,7 +316,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _guarded(parse: Any, data: bytes) -> Any:
-    """``parse(data)``; whatever goes wrong in a damaged file is one kind of error."""
+    """Returns ``parse(data)`` with its tensors; every error of a damaged file is of one type."""
     try:
         return _resolved(parse(data))
     except TensorPickleError:
@@ -370,14 +326,66 @@ def _guarded(parse: Any, data: bytes) -> Any:
 
 
 def read_pickle(data: bytes) -> Any:
-    """The value of ``pickle.dumps`` output; tensors on the CPU, foreign objects as ``Inert``.
+    """Returns the value of ``pickle.dumps`` output, tensors on the CPU, foreign objects ``Inert``.
 
-    Errors: TensorPickleError if it holds anything but tensors, plain values and the objects of
-    ``INERT_PACKAGES``.
+    Raises:
+        TensorPickleError: it holds anything but tensors, plain values and objects of
+            ``INERT_PACKAGES``.
     """
     return _guarded(lambda raw: _Reader().read(io.BytesIO(raw)), data)
 
 
 def read_saved(data: bytes) -> Any:
-    """The value of ``torch.save`` output, of either file format. Errors: as ``read_pickle``."""
+    """Returns the value of ``torch.save`` output of either file format, as ``read_pickle`` does.
+
+    Raises:
+        TensorPickleError: as for ``read_pickle``.
+    """
     return _guarded(_zipped if data[:4] == b"PK\x03\x04" else _legacy, data)
+
+
+def _named(names: str, handler: Callable[[_Reader, Any], Any]) -> dict[str, Any]:
+    return dict.fromkeys(names.split(), handler)
+
+
+# Opcodes that push what the function gives, for the reader and pickletools' decoded argument.
+_PUSHES: dict[str, Callable[[_Reader, Any], Any]] = {
+    **_named(
+        "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING "
+        "SHORT_BINSTRING BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 UNICODE BINUNICODE "
+        "SHORT_BINUNICODE BINUNICODE8",
+        lambda reader, argument: argument,
+    ),
+    "NONE": lambda reader, argument: None,
+    "NEWTRUE": lambda reader, argument: True,
+    "NEWFALSE": lambda reader, argument: False,
+    "MARK": lambda reader, argument: _MARK,
+    "EMPTY_TUPLE": lambda reader, argument: (),
+    **_named("EMPTY_LIST EMPTY_SET", lambda reader, argument: []),
+    "EMPTY_DICT": lambda reader, argument: {},
+    **_named("LIST FROZENSET", lambda reader, argument: reader.since_mark()),
+    "TUPLE": lambda reader, argument: tuple(reader.since_mark()),
+    "TUPLE1": lambda reader, argument: reader.popped(1),
+    "TUPLE2": lambda reader, argument: reader.popped(2),
+    "TUPLE3": lambda reader, argument: reader.popped(3),
+    "DICT": lambda reader, argument: _pairs(reader.since_mark()),
+    **_named("BINGET LONG_BINGET GET", lambda reader, argument: reader.memo[int(argument)]),
+    "DUP": lambda reader, argument: reader.stack[-1],
+    "GLOBAL": lambda reader, argument: _allowed(Global(*argument.split(" ", 1))),
+    "STACK_GLOBAL": lambda reader, argument: _allowed(Global(*map(str, reader.popped(2)))),
+    **_named("REDUCE NEWOBJ", lambda reader, argument: _call(*reader.popped(2))),
+    "BINPERSID": lambda reader, argument: reader.storage(reader.stack.pop()),
+}
+# Opcodes that push nothing.
+_ACTS: dict[str, Callable[[_Reader, Any], Any]] = {
+    **_named("PROTO FRAME STOP", lambda reader, argument: None),
+    **_named("BINPUT LONG_BINPUT PUT", lambda reader, argument: reader.memoize(int(argument))),
+    "MEMOIZE": lambda reader, argument: reader.memoize(len(reader.memo)),
+    "POP": lambda reader, argument: reader.stack.pop(),
+    "POP_MARK": lambda reader, argument: reader.since_mark(),
+    "APPEND": lambda reader, argument: reader.extend([reader.stack.pop()]),
+    **_named("APPENDS ADDITEMS", lambda reader, argument: reader.extend(reader.since_mark())),
+    "SETITEM": lambda reader, argument: reader.update(reader.popped(2)),
+    "SETITEMS": lambda reader, argument: reader.update(reader.since_mark()),
+    "BUILD": lambda reader, argument: reader.build(),
+}

@@ -13,14 +13,14 @@ __all__ = ["Conv1DLinear", "conv1d_linear"]
 
 
 class Conv1DLinear(LinearLayer):
-    """``y = x @ weight + bias`` with the parameter of Hugging Face's Conv1D, ``weight`` [in, out].
+    """Hugging Face's Conv1D in FP8: ``y = x @ weight + bias`` with ``weight`` ``[in, out]``.
 
-    Computes with the transposed view of that Parameter, so that keys, shapes and gradients stay as
-    they were. FP8 packs the view anew on each call, which costs one more pass over the weight than
-    ``Linear``; ``from_torch(fuse=True)`` stores it transposed instead.
+    The layer computes with the transposed view of that Parameter, so that keys, shapes and
+    gradients stay as they were. FP8 packs the view anew on each call, which costs one more pass
+    over the weight than ``Linear``; ``from_torch(fuse=True)`` stores the weight transposed instead.
 
-    What ``from_torch`` makes is a Conv1D, too, and no ``torch.nn.Linear``: libraries that read or
-    change a weight (PEFT's merging) tell by that class which dimension is which.
+    Layers that ``from_torch`` makes are Conv1D, too, and no ``torch.nn.Linear``: libraries that
+    read or change a weight (PEFT's merging) tell by that class which dimension is which.
     """
 
     weight: nn.Parameter
@@ -28,14 +28,14 @@ class Conv1DLinear(LinearLayer):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
-        """Apply the layer as ``Linear.forward`` does."""
+        """Applies the layer as ``Linear.forward`` does."""
         return super().forward(inp, self.weight.t(), None, is_first_microbatch)
 
     # Conv1D's own names its two sizes only.
     __repr__ = nn.Module.__repr__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Names the Conv1D class, which unpickling derives this layer's class from again."""
+        """Names the Conv1D class, from which unpickling derives this layer's class again."""
         kind = type(self)
         if kind is Conv1DLinear:
             return super().__reduce_ex__(protocol)
@@ -56,7 +56,7 @@ _CLASSES: dict[type, type[Conv1DLinear]] = {}
 
 
 def conv1d_linear(base: type[nn.Module]) -> type[Conv1DLinear]:
-    """The class that is both a ``Conv1DLinear`` and ``base``, the Conv1D of transformers."""
+    """Returns the class that is both ``Conv1DLinear`` and ``base``, the Conv1D of transformers."""
     if base not in _CLASSES:
         namespace = {"__module__": __name__, "__doc__": Conv1DLinear.__doc__}
         _CLASSES[base] = type("Conv1DLinear", (Conv1DLinear, base), namespace)

@@ -1,4 +1,4 @@
-"""from_torch: a PyTorch model's layers become those of apex_te, in place."""
+"""Turns a PyTorch model's layers into those of apex_te, in place."""
 
 from __future__ import annotations
 
@@ -42,24 +42,25 @@ def from_torch(
     size_multiple: int = 1,
     optimizer: Any = None,
 ) -> nn.Module:
-    """Make the layers of ``model`` compute in FP8 inside ``fp8_autocast``, in place.
+    """Makes the layers of ``model`` compute in FP8 inside ``fp8_autocast``, in place.
 
-    nn.Linear, nn.LayerNorm, nn.RMSNorm and, in models of Hugging Face, GPT-2's Conv1D and the RMS
-    norms of Llama, Mistral, Qwen2 and Qwen3 change their class where they are: the module objects,
-    Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and outputs are
-    equal outside FP8. A Parameter that two layers share stays shared. Optimizers made before or
-    after see the same Parameters.
+    ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm`` and, in models of Hugging Face, GPT-2's Conv1D
+    and the RMS norms of Llama, Mistral, Qwen2 and Qwen3 change their class where they are: the
+    module objects, Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and
+    outputs are equal outside FP8. A Parameter that two layers share stays shared. Optimizers made
+    before or after see the same Parameters.
 
     Linear layers that make the model's output stay in high precision: those that
     ``get_output_embeddings`` gives, that share an embedding's weight, that have an output for each
     token of the vocabulary, or that have the name of a head (``lm_head``, ``classifier``,
-    ``score``, ...) outside of blocks. So do PEFT's adapters. ``include`` converts these, too.
+    ``score``, ...) outside of blocks. PEFT's adapters stay in high precision, too. ``include``
+    converts both.
 
     Some layers cannot be converted, and are named with the reason in one warning: subclasses
-    (their forward is their own; quantized layers are such), layers whose forward was replaced on
+    (whose forward is their own; quantized layers are such), layers whose forward was replaced on
     the instance (accelerate's hooks do that), parametrized layers, and norms in a dtype other than
     fp32, fp16 and bf16. ``apex_te.integrations.conversion_summary(model)`` lists what was converted
-    and what was kept for which reason; the same text is logged.
+    and what was kept, with reasons; the list is logged, too.
 
     ``save_pretrained`` of the model then writes FP8 state to a file of its own, which
     ``load_fp8_state`` reads; ``save_pretrained(..., fp8_state=False)`` leaves it out.
@@ -67,23 +68,23 @@ def from_torch(
     Args:
         model: any model or layer.
         fuse: also join, in the blocks of Hugging Face's Llama, Mistral, Qwen2, Qwen3 and GPT-2, the
-            input norm with the query, key and value projections (one LayerNormLinear) and the norm
-            before the MLP with the MLP (one LayerNormMLP). That makes new Parameters under new
-            names; state dicts have the original keys all the same, and take both.
+            input norm with the query, key and value projections (one ``LayerNormLinear``) and the
+            norm before the MLP with the MLP (one ``LayerNormMLP``). Joining makes new Parameters
+            under new names; state dicts go on having the original keys, and loading takes both.
             ``apex_te.integrations.key_map(model)`` translates other dicts by parameter. Blocks that
-            do not allow it (hooks, shared or differing parameters, an activation that LayerNormMLP
-            has not) are converted one to one and named in the warning. Adapters (PEFT) need
-            ``fuse=False``: there is no layer left for them between a norm and its projections.
+            cannot be joined (hooks, shared or differing parameters, an activation that
+            ``LayerNormMLP`` has not) are converted one to one and named in the warning. Adapters
+            (PEFT) need ``fuse=False``: no layer for them is left between a norm and projections.
         include: convert only these layers: a name or pattern (``*``, ``?``, ``[]``) that successive
             parts of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several
             of them; None converts all. ``include="*"`` converts output heads and adapters, too.
-        exclude: leave these layers, in the same forms; goes before ``include``.
+        exclude: leave these layers, given in the same forms; goes before ``include``.
         keep_first_blocks, keep_last_blocks: leave the linear layers of so many blocks at either end
             of each list of blocks.
         min_size: leave linear layers with fewer input or output features.
         size_multiple: leave linear layers with input or output features that are no multiple.
-        optimizer: an optimizer, or several, to check when fusing. Those of torch.optim that are
-            alive in this process are found without.
+        optimizer: an optimizer, or several, to check when fusing. Living optimizers of
+            ``torch.optim`` are found without being given.
 
     Returns:
         ``model``.
@@ -91,7 +92,7 @@ def from_torch(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a pattern matches nothing, or a number is out of range; ``fuse=True`` once an
-            optimizer holds a parameter of ``model``, which would go on updating what is gone.
+            optimizer holds a parameter of ``model``, which it would go on updating in vain.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"from_torch: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -141,14 +142,14 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _sizes(module: Any) -> tuple[int, ...]:
-    """The features of a linear layer; () for a norm."""
+    """Returns the features of a linear layer, () for a norm."""
     if is_conv1d(module):
         return tuple(module.weight.shape)
     return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
 
 
 def _cannot_convert(module: Any) -> str | None:
-    """Why ``module`` cannot be one of apex_te's layers, None where it can."""
+    """Returns why ``module`` cannot become one of apex_te's layers, None if it can."""
     reason = unsupported(module)
     if reason is None and not (is_plain(module, *_REPLACED) or _is_huggingface(module)):
         reason = f"{type(module).__name__} is a subclass"
@@ -164,7 +165,7 @@ def _is_huggingface(module: nn.Module) -> bool:
 
 
 def _convert(module: Any) -> None:
-    """Change the class of ``module``, which is a layer to replace."""
+    """Changes the class of ``module``, a layer that ``from_torch`` replaces."""
     if is_conv1d(module):
         _become(module, conv1d_linear(type(module)), _linear(module, *module.weight.shape))
     elif isinstance(module, nn.Linear):
@@ -178,7 +179,7 @@ def _convert(module: Any) -> None:
 
 
 def _linear(module: Any, in_features: int, out_features: int) -> Linear:
-    """A Linear without parameters that has the attributes ``module`` needs."""
+    """Returns a ``Linear`` without parameters, whose attributes ``module`` takes over."""
     return Linear(
         in_features,
         out_features,
@@ -195,7 +196,7 @@ def _become_norm(module: Any, kind: Any, shape: tuple[int, ...]) -> None:
 
 
 def _become(module: nn.Module, kind: type[nn.Module], template: nn.Module) -> None:
-    """Give ``module`` the class ``kind`` and what ``template`` has that nn.Module has not."""
+    """Gives ``module`` the class ``kind`` and the attributes of ``template`` beyond nn.Module's."""
     attributes = vars(module)
     attributes.update({k: v for k, v in vars(template).items() if k not in _KEPT})
     # Not a new object: whoever holds the module, or a bound method of it, holds the converted one.

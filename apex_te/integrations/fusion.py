@@ -25,10 +25,10 @@ _JOINED = "_apex_te_joined"
 class KeyMap:
     """Translates dicts by parameter names of a model before and after ``from_torch(fuse=True)``.
 
-    For gradients, learning rates and the like by ``named_parameters``, and state dicts that an
-    earlier release saved: those of today have the original keys. Both methods return a new dict;
-    keys that fusing did not touch pass through. FP8 state (``fp8_state.*``) of joined layers has
-    no counterpart before them and is left out.
+    The map is for dicts of gradients, learning rates and the like by ``named_parameters``, and for
+    state dicts that an earlier release saved; today's state dicts have the original keys. Both
+    methods return a new dict; keys that fusing did not touch pass through. FP8 state
+    (``fp8_state.*``) of joined layers has no counterpart in the original model and is left out.
     """
 
     def __init__(self, entries: Iterable[JoinedKey]) -> None:
@@ -43,9 +43,10 @@ class KeyMap:
         return f"KeyMap({len(self.entries)} joined: {joined}{more})"
 
     def to_fused(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict of the fused model, from one of the original model.
+        """Returns the state dict of the fused model, from one of the original model.
 
-        Errors: ValueError if only some parts of a joined parameter are there.
+        Raises:
+            ValueError: only some parts of a joined parameter are there.
         """
         new = dict(state_dict)
         for entry in self.entries:
@@ -62,9 +63,10 @@ class KeyMap:
         return new
 
     def to_original(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """The state dict of the original model, from one of the fused model.
+        """Returns the state dict of the original model, from one of the fused model.
 
-        Errors: ValueError if a joined parameter has another number of rows.
+        Raises:
+            ValueError: a joined parameter has another number of rows.
         """
         new = dict(state_dict)
         for entry in self.entries:
@@ -85,7 +87,7 @@ class KeyMap:
 
 
 def key_map(model: nn.Module) -> KeyMap:
-    """The keys that ``from_torch(model, fuse=True)`` joined; none where it joined nothing."""
+    """Returns the map of what ``from_torch(model, fuse=True)`` joined, an empty one if nothing."""
     found = vars(model).get(_ATTRIBUTE)
     return KeyMap(()) if found is None else found
 
@@ -118,7 +120,7 @@ def _living_optimizers() -> list[Any]:
 
 
 def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | None:
-    """An optimizer's name and a parameter that it holds."""
+    """Returns names ``(optimizer, parameter)`` of one that holds a parameter of ours, or None."""
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
@@ -128,7 +130,7 @@ def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | Non
 
 
 class _NotFusable(Exception):
-    """Why a block stays as it is; ``chosen`` where the caller wanted it so."""
+    """Reason why a block stays as it is; ``chosen`` if the caller wanted it so."""
 
     def __init__(self, reason: str, chosen: bool = False) -> None:
         super().__init__(reason)
@@ -136,7 +138,7 @@ class _NotFusable(Exception):
 
 
 class _Joint:
-    """A projection that several layers of a block used to make, run once for all of them."""
+    """Joint projection of several layers of a block, run once for all of them."""
 
     __slots__ = ("linear", "parts", "rows", "seen")
 
@@ -146,12 +148,12 @@ class _Joint:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what nobody fetched."""
+        """Drops the parts that nobody fetched."""
         self.seen: torch.Tensor | None = None
         self.parts: list[Any] = [None] * len(self.rows)
 
     def part(self, inp: torch.Tensor, index: int) -> torch.Tensor:
-        """Part ``index`` of the projection of ``inp``; each is handed out once."""
+        """Returns part ``index`` of the projection of ``inp``; each is handed out once."""
         if self.seen is not inp or self.parts[index] is None:
             self.parts = list(self.linear(inp).split(self.rows, -1))
             self.seen = inp
@@ -169,10 +171,28 @@ class _Joint:
         self.forget()
 
 
-class JointPart(nn.Module):
-    """Stands where a query, key or value projection stood, and gives its part of the joint one."""
+class _Replaced(nn.Module):
+    """Stands where a layer stood whose parameters another one has joined.
+
+    Attributes:
+        view: the parameters that the layer had, as views of the joined ones.
+    """
 
     view: PartView
+
+    @property
+    def weight(self) -> torch.Tensor | None:
+        """Returns the original weight as a view of the joined one."""
+        return self.view.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """Returns the original bias as a view of the joined one, None without a bias."""
+        return self.view.bias
+
+
+class JointPart(_Replaced):
+    """Stands where a query, key or value projection stood, and gives its part of the joint one."""
 
     def __init__(self, joint: _Joint, index: int) -> None:
         super().__init__()
@@ -180,18 +200,8 @@ class JointPart(nn.Module):
         self.joint = joint
         self.index = index
 
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """The weight [rows, in_features] that this part has in the joint one."""
-        return self.view.weight
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The bias [rows] that this part has in the joint one, None without biases."""
-        return self.view.bias
-
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """The part [..., rows] for ``inp`` [..., in_features]."""
+        """Returns the part ``[..., rows]`` of the projection of ``inp``, ``[..., in_features]``."""
         return self.joint.part(inp, self.index)
 
     def extra_repr(self) -> str:
@@ -202,45 +212,34 @@ class JointPart(nn.Module):
         )
 
 
-class JoinedNorm(nn.Identity):
+class JoinedNorm(_Replaced, nn.Identity):
     """Stands where a norm stood that the next layer applies now."""
-
-    view: PartView
-
-    @property
-    def weight(self) -> torch.Tensor | None:
-        """The norm's weight."""
-        return self.view.weight
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        """The norm's bias, None without one."""
-        return self.view.bias
 
 
 class LayerNormMLPDropout(LayerNormMLP):
-    """LayerNormMLP followed by the dropout that GPT-2's MLP ends with."""
+    """``LayerNormMLP`` followed by the dropout that GPT-2's MLP ends with."""
 
     dropout: nn.Module
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """As ``LayerNormMLP.forward``, with dropout."""
+        """Applies ``LayerNormMLP.forward``, then dropout."""
         return self.dropout(super().forward(inp, is_first_microbatch))
 
 
-# Why the layer of a name is to stay as the caller chose, None where it is not.
+# Gives the reason why the caller wants the layer of a name to stay, else None.
 Chosen = Callable[[str, nn.Module], "str | None"]
 
 
 def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[str]]:
-    """Join what can be in every known block of ``model``.
+    """Joins the layers of every known block of ``model`` that allow it.
 
     Args:
         model: any model.
-        chosen: why the layer of a name is to stay as it is, None where it is not.
+        chosen: gives the reason why the caller wants the layer of a name to stay, else None.
 
     Returns:
-        (layers, left): entries of the summary, and what could not be joined, with reasons.
+        ``(layers, left)``: entries of the summary; names of blocks that could not be joined, each
+        with the reason.
     """
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     entries: list[JoinedKey] = []
@@ -280,7 +279,7 @@ def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[str
 
 
 class _Source(NamedTuple):
-    """The layers that become one, with the names that they have in the block."""
+    """Layers that become one, by the names that they have in the block."""
 
     norm_name: str
     norm: Any
@@ -288,12 +287,11 @@ class _Source(NamedTuple):
     transposed: bool = False  # GPT-2's weights are [in, out]
 
     def parts(self, attribute: str, *names: str) -> list[tuple[str, Any]]:
-        """Keys (in the block) and parameters that one parameter is joined from."""
-        names = names or tuple(self.linears)
+        """Returns pairs (key in the block, Parameter) that one Parameter is joined from."""
         return [(f"{name}.{attribute}", getattr(self.linears[name], attribute)) for name in names]
 
     def norm_parts(self) -> dict[str, list[tuple[str, Any]]]:
-        """The same for the norm; Llama's has no bias."""
+        """Returns such pairs by name for the norm's parameters; Llama's norm has no bias."""
         bias = getattr(self.norm, "bias", None)
         return {
             "layer_norm_weight": [(f"{self.norm_name}.weight", self.norm.weight)],
@@ -301,7 +299,7 @@ class _Source(NamedTuple):
         }
 
 
-# What was joined, where in the block the joined layer is, and its entries.
+# (layers that were joined, path of the joined layer in the block, its entries)
 _Step = tuple[_Source, str, list[JoinedKey]]
 
 
@@ -313,29 +311,17 @@ def _llama_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen
     _check(source, prefix, uses, chosen)
     rows = [linear.out_features for linear in linears.values()]
     module = _layer_norm_linear(source, "RMSNorm", attention.q_proj.in_features, sum(rows))
-    entries = _fill(
-        module, source, "self_attn.qkv_proj",
-        weight=source.parts("weight"), bias=source.parts("bias"),
-    )  # fmt: skip
     joint = _Joint(module, rows)
     for index, name in enumerate(names):
         setattr(attention, name, JointPart(joint, index).train(attention.training))
-    attention.qkv_proj = module
-    block.input_layernorm = JoinedNorm().train(block.training)
-    return source, "self_attn.qkv_proj", _with_views(block, module, entries)
+    return _placed(block, source, "self_attn.qkv_proj", module, {"": tuple(linears)})
 
 
 def _gpt2_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
     source = _Source("ln_1", block.ln_1, {"attn.c_attn": block.attn.c_attn}, transposed=True)
     _check(source, prefix, uses, chosen)
     module = _layer_norm_linear(source, "LayerNorm", *block.attn.c_attn.weight.shape)
-    entries = _fill(
-        module, source, "attn.c_attn",
-        weight=source.parts("weight"), bias=source.parts("bias"),
-    )  # fmt: skip
-    block.attn.c_attn = module
-    block.ln_1 = JoinedNorm().train(block.training)
-    return source, "attn.c_attn", _with_views(block, module, entries)
+    return _placed(block, source, "attn.c_attn", module, {"": ("attn.c_attn",)})
 
 
 def _llama_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
@@ -348,14 +334,7 @@ def _llama_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _
     _check(source, prefix, uses, chosen)
     sizes = mlp.gate_proj.in_features, mlp.gate_proj.out_features
     module = _layer_norm_mlp(LayerNormMLP, source, "RMSNorm", "swiglu", *sizes)
-    entries = _fill(
-        module, source, "mlp",
-        fc1_weight=source.parts("weight", *names[:2]), fc1_bias=source.parts("bias", *names[:2]),
-        fc2_weight=source.parts("weight", names[2]), fc2_bias=source.parts("bias", names[2]),
-    )  # fmt: skip
-    block.mlp = module
-    block.post_attention_layernorm = JoinedNorm().train(block.training)
-    return source, "mlp", _with_views(block, module, entries)
+    return _placed(block, source, "mlp", module, {"fc1_": names[:2], "fc2_": names[2:]})
 
 
 def _gpt2_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
@@ -366,18 +345,36 @@ def _gpt2_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _S
     linears = {"mlp.c_fc": mlp.c_fc, "mlp.c_proj": mlp.c_proj}
     source = _Source("ln_2", block.ln_2, linears, transposed=True)
     _check(source, prefix, uses, chosen)
-    kind = LayerNormMLPDropout
-    module = _layer_norm_mlp(kind, source, "LayerNorm", activation, *mlp.c_fc.weight.shape)
+    sizes = mlp.c_fc.weight.shape
+    module = _layer_norm_mlp(LayerNormMLPDropout, source, "LayerNorm", activation, *sizes)
     module.dropout = mlp.dropout
-    entries = _fill(
-        module, source, "mlp",
-        fc1_weight=source.parts("weight", "mlp.c_fc"), fc1_bias=source.parts("bias", "mlp.c_fc"),
-        fc2_weight=source.parts("weight", "mlp.c_proj"),
-        fc2_bias=source.parts("bias", "mlp.c_proj"),
-    )  # fmt: skip
-    block.mlp = module
-    block.ln_2 = JoinedNorm().train(block.training)
-    return source, "mlp", _with_views(block, module, entries)
+    return _placed(block, source, "mlp", module, {"fc1_": ("mlp.c_fc",), "fc2_": ("mlp.c_proj",)})
+
+
+def _placed(
+    block: nn.Module, source: _Source, path: str, module: nn.Module, parts: dict[str, tuple]
+) -> _Step:
+    """Puts ``module``, with its parameters, in the place of the layers of ``source``.
+
+    Args:
+        block: the block.
+        source: the layers that ``module`` stands for.
+        path: where in the block ``module`` goes.
+        module: the layer, its parameters still on the meta device.
+        parts: names of the linear layers that a weight and bias of ``module`` are joined from, by
+            the prefix of these two.
+    """
+    linear = {
+        f"{prefix}{attribute}": source.parts(attribute, *names)
+        for prefix, names in parts.items()
+        for attribute in ("weight", "bias")
+    }
+    entries = _fill(module, source, path, linear)
+    owner, _, name = path.rpartition(".")
+    setattr(block.get_submodule(owner), name, module)
+    setattr(block, source.norm_name, JoinedNorm().train(block.training))
+    _show_originals(block, module, entries)
+    return source, path, entries
 
 
 def _layer_norm_linear(source: _Source, norm: str, inner: int, outer: int) -> LayerNormLinear:
@@ -398,22 +395,22 @@ def _layer_norm_mlp(
     ).train(some.training)  # fmt: skip
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return matching.is_plain(module, nn.Linear)
-
-
-def _is_layer_norm(module: nn.Module) -> bool:
-    return matching.is_plain(module, nn.LayerNorm)
-
-
 def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> None:
-    """Raises _NotFusable unless one layer can stand for those of ``source``."""
+    """Raises ``_NotFusable`` unless one layer can stand for those of ``source``."""
     norm, linears = source.norm, list(source.linears.values())
-    is_linear, is_norm = _is_linear, matching.is_llama_norm
-    if source.transposed:
-        is_linear, is_norm = matching.is_conv1d, _is_layer_norm
     for name, module in {source.norm_name: norm, **source.linears}.items():
-        fits = is_norm(module) if module is norm else is_linear(module)
+        if source.transposed:
+            fits = (
+                matching.is_plain(norm, nn.LayerNorm)
+                if module is norm
+                else matching.is_conv1d(module)
+            )
+        else:
+            fits = (
+                matching.is_llama_norm(norm)
+                if module is norm
+                else matching.is_plain(module, nn.Linear)
+            )
         if not fits or matching.hooked(module):
             raise _NotFusable(f"{name} is {type(module).__name__}, or has hooks")
         reason = matching.unsupported(module)
@@ -438,11 +435,12 @@ def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> 
 
 
 def _fill(
-    module: nn.Module, source: _Source, path: str, **linear: list[tuple[str, Any]]
+    module: nn.Module, source: _Source, path: str, linear: dict[str, list[tuple[str, Any]]]
 ) -> list[JoinedKey]:
-    """Give ``module`` its parameters; those made of a single one are that Parameter itself.
+    """Gives ``module`` its parameters; one made of a single Parameter is that Parameter itself.
 
-    Returns the entries of its parameters by keys in the block, where ``module`` is at ``path``.
+    Returns:
+        The entries of its parameters by keys in the block, where ``module`` is at ``path``.
     """
     entries = []
     for name, parts in {**source.norm_parts(), **linear}.items():
@@ -463,8 +461,8 @@ def _fill(
     return entries
 
 
-def _with_views(block: nn.Module, module: nn.Module, entries: list[JoinedKey]) -> list[JoinedKey]:
-    """Let the original names in ``block`` lead to views; tools follow a state dict's keys."""
+def _show_originals(block: nn.Module, module: nn.Module, entries: list[JoinedKey]) -> None:
+    """Lets the original names in ``block`` lead to views; tools follow a state dict's keys."""
     views: dict[str, PartView] = {}
     for entry in entries:
         start = 0
@@ -478,8 +476,7 @@ def _with_views(block: nn.Module, module: nn.Module, entries: list[JoinedKey]) -
         path, _, name = owner.rpartition(".")
         parent = block.get_submodule(path)
         layer = getattr(parent, name, None)
-        if isinstance(layer, (JointPart, JoinedNorm)):
+        if isinstance(layer, _Replaced):
             layer.view = view
         elif layer is None:  # its module is gone
             vars(parent)[name] = view
-    return entries

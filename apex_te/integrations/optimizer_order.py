@@ -1,4 +1,4 @@
-"""Optimizer states saved when GroupedLinear registered all its weights before its biases."""
+"""Reorders optimizer states saved when ``GroupedLinear`` had all weights before its biases."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ def reorder_grouped_linear_state(
     """Returns an earlier version's optimizer state in today's order of parameters.
 
     Optimizers number states by the order of parameters. Earlier versions registered a
-    ``GroupedLinear`` as weight0, weight1, .., bias0, bias1, ..; now it is weight0, bias0, weight1,
-    bias1, .., as in Transformer Engine. States by name, and those of layers without biases, are the
-    same in both. Groups of parameters must have been made in the order of ``model.parameters()``.
+    ``GroupedLinear`` as weight0, weight1, .., bias0, bias1, ..; now its order is weight0, bias0,
+    weight1, bias1, .., as in Transformer Engine. States by name, and states of layers without
+    biases, need no reordering. Groups of parameters must have been made in the order of
+    ``model.parameters()``.
 
     Args:
-        state_dict: what ``optimizer.state_dict()`` gave then; it is not changed.
+        state_dict: an earlier version's ``optimizer.state_dict()``; it is not changed.
         optimizer: the optimizer that is to load it, over parameters of ``model``.
         model: the model, or the part of it with the ``GroupedLinear`` layers.
 
     Raises:
-        ValueError: groups of other sizes than those of the optimizer.
+        ValueError: the groups have other sizes than those of the optimizer.
     """
     saved = [list(group["params"]) for group in state_dict["param_groups"]]
     groups = [[id(param) for param in group["params"]] for group in optimizer.param_groups]
@@ -45,7 +46,7 @@ def reorder_grouped_linear_state(
         for numbers, now in zip(saved, groups, strict=True):
             place = {param: i for i, param in enumerate(now)}
             own = [place[param] for param in earlier if param in place]
-            # What stood k-th among the layer's places is of its k-th parameter of then.
+            # The k-th of the layer's numbers was its k-th parameter in the earlier order.
             moved = [numbers[i] for i in sorted(own)]
             for i, number in zip(own, moved, strict=True):
                 numbers[i] = number

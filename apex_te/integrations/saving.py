@@ -18,7 +18,7 @@ FP8_STATE_FILE = "fp8_state.safetensors"
 
 
 def _fp8_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The entries ``fp8_state.*`` of the model's state dict."""
+    """Returns the entries ``fp8_state.*`` of the model's state dict."""
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, FP8Module):
@@ -27,10 +27,10 @@ def _fp8_state(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the FP8 state of ``model`` (scales, amax histories) to a safetensors file.
+    """Writes the FP8 state of ``model`` (scales, amax histories) to a safetensors file.
 
     Args:
-        model: a model with modules of apex_te. Without FP8 state, an older file is removed.
+        model: a model with modules of apex_te. Without FP8 state an older file is removed.
         path: a directory, where the file is called ``fp8_state.safetensors``, or a file.
     """
     from safetensors.torch import save_file
@@ -43,9 +43,9 @@ def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Set the FP8 state of ``model`` from a file of ``save_fp8_state`` or ``save_pretrained``.
+    """Sets the FP8 state of ``model`` from a file of ``save_fp8_state`` or ``save_pretrained``.
 
-    Call it after the weights are loaded: loading these resets FP8 state that is not with them.
+    Load the weights before: loading weights resets FP8 state that is not in the same file.
 
     Args:
         model: the model, converted (and fused) as the saved one was.
@@ -53,7 +53,7 @@ def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file has state of modules that ``model`` has not.
+        ValueError: the file has state of modules that are not in ``model``.
         RuntimeError: the state does not fit a module.
     """
     from safetensors.torch import load_file
@@ -73,10 +73,10 @@ def _file(path: str | os.PathLike[str]) -> str:
 
 
 class SavePretrained:
-    """``save_pretrained`` of a model, with FP8 state in a file of its own.
+    """Wraps ``save_pretrained`` of a model, to write FP8 state to a file of its own.
 
-    Takes the arguments of the model's own method, and ``fp8_state``: False writes none. In a
-    folder ``checkpoint-<step>`` of ``transformers.Trainer`` the state is with the weights, too.
+    A call takes the arguments of the model's own method, and ``fp8_state``: False writes none. In a
+    folder ``checkpoint-<step>`` of ``transformers.Trainer`` FP8 state is with the weights, too.
     """
 
     def __init__(self, model: Any) -> None:
@@ -120,7 +120,7 @@ class SavePretrained:
 
 
 def save_without_fp8_state(model: nn.Module) -> None:
-    """Let ``save_pretrained`` of Hugging Face's models in ``model`` keep FP8 state apart."""
+    """Makes ``save_pretrained`` of Hugging Face's models in ``model`` keep FP8 state apart."""
     for module in model.modules():
         known = any(k.__module__ == "transformers.modeling_utils" for k in type(module).__mro__)
         if known and "save_pretrained" not in vars(module):

@@ -1,4 +1,4 @@
-"""ConversionSummary: what ``from_torch`` converted, what it left, and why."""
+"""Summary of the layers that ``from_torch`` converted and left, with reasons."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ ATTRIBUTE = "_apex_te_conversion"
 
 
 class Layer(NamedTuple):
-    """A layer by its name in the model: its class before and after, and why it was left.
+    """A layer that ``from_torch`` converted or left.
 
-    ``after`` is None for a layer that was left, ``reason`` for one that was converted.
+    Attributes:
+        name: the layer's name in the model.
+        before: its class before.
+        after: its class after, None if it was left.
+        reason: why it was left, None if it was converted.
     """
 
     name: str
@@ -26,11 +30,11 @@ class Layer(NamedTuple):
 
 
 class ConversionSummary:
-    """The layers that ``from_torch`` converted and left, in the model's order.
+    """Layers that ``from_torch`` converted and left, in the model's order.
 
     Attributes:
-        converted: a ``Layer`` for each one that computes in FP8 or as a fused norm now.
-        kept: a ``Layer`` for each one that was left, with the reason.
+        converted: a ``Layer`` for each layer that now computes in FP8 or as a fused norm.
+        kept: a ``Layer`` for each layer that was left, with the reason.
     """
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:

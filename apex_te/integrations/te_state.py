@@ -1,17 +1,17 @@
 """Reads the FP8 state that TransformerEngine saves as ``_extra_state``, executing nothing.
 
-What its releases save for a module (numbers: fp32; per GEMM 3 forward slots: input, weight, output,
-and 2 backward slots: grad_output, grad_input; releases 0.x: 2 and 1, without output and
-grad_input):
+Its releases save for a module (numbers are fp32; each GEMM has 3 forward slots: input, weight,
+output, and 2 backward slots: grad_output, grad_input; releases 0.x have 2 and 1, without output
+and grad_input):
 
     2.x       uint8 tensor, a pickled dict with a recipe object; empty where FP8 never ran
     1.x, 0.x  uint8 tensor or io.BytesIO with a torch.save file, a dict without recipe
     0.3       that dict itself
     0.1, 0.2  a list: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd, ...
 
-The rows of a history are in this package's order already. Slots go by GEMM, except in the
-GroupedLinear of earlier releases, which has the inputs of all GEMMs first, then their weights; the
-columns that measured nothing, those of the outputs, tell one from the other.
+The rows of an amax history are in this package's order already. Slots go by GEMM, except in the
+``GroupedLinear`` of earlier releases, which has the inputs of all GEMMs first, then their weights;
+the columns of the outputs, which measured nothing, tell the two orders apart.
 """
 
 from __future__ import annotations
@@ -40,29 +40,37 @@ class TEStateError(ValueError):
 
 
 class TEState(NamedTuple):
-    """The delayed-scaling state of one module of TransformerEngine, fp32 on the CPU.
+    """Delayed-scaling state of one module of TransformerEngine, fp32 on the CPU.
 
     ``L`` is the history length, the staging row 0 included; ``F`` and ``B`` are the forward and
-    backward slots. ``pending``: the staged amaxes await the update at the next forward, as in the
-    releases that kept a global buffer. Amaxes that are not finite, which such histories may hold,
-    are 0 here, as if that step had not been.
+    backward slots. Amaxes that are not finite, which such histories may hold, are 0 here.
+
+    Attributes:
+        scale_fwd: ``[F]``.
+        amax_history_fwd: ``[L, F]``.
+        scale_bwd: ``[B]``.
+        amax_history_bwd: ``[L, B]``.
+        pending: True if the staged amaxes await the update at the next forward, as in the releases
+            that kept a global buffer.
     """
 
-    scale_fwd: torch.Tensor  # [F]
-    amax_history_fwd: torch.Tensor  # [L, F]
-    scale_bwd: torch.Tensor  # [B]
-    amax_history_bwd: torch.Tensor  # [L, B]
+    scale_fwd: torch.Tensor
+    amax_history_fwd: torch.Tensor
+    scale_bwd: torch.Tensor
+    amax_history_bwd: torch.Tensor
     pending: bool
 
 
 def read_te_extra_state(extra_state: Any) -> TEState | None:
-    """The state in an ``_extra_state`` of any release; None where it holds none.
+    """Returns the state in an ``_extra_state`` of any release, None if it holds none.
 
-    Amaxes that are not finite are dropped, with a warning.
+    Nothing in the object is imported or called. Amaxes that are not finite are dropped, with a
+    warning.
 
-    Errors: TypeError for an object that no release saves; TEStateError for one that is damaged
-    (scales that are not finite and above 0, with such an inverse; negative amaxes; histories of
-    more than 16384 rows), or that asks for code: nothing in it is imported or called.
+    Raises:
+        TypeError: no release saves such an object.
+        TEStateError: the object is damaged (scales or their inverses that are not finite and above
+            0; negative amaxes; histories of more than 16384 rows), or asks for code.
     """
     saved = _decoded(extra_state)
     if isinstance(saved, list):  # releases 0.1 and 0.2
@@ -89,7 +97,7 @@ def read_te_extra_state(extra_state: Any) -> TEState | None:
 
 
 def _decoded(extra_state: Any) -> Any:
-    """The dict, list or None that was saved."""
+    """Returns the dict, list or None that was saved."""
     try:
         if isinstance(extra_state, torch.Tensor):
             if extra_state.dtype != torch.uint8 or extra_state.dim() != 1:
@@ -116,32 +124,17 @@ def _decoded(extra_state: Any) -> Any:
 
 
 def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales [slots] and amax history [length, slots] of ``fwd`` or ``bwd``."""
-    found = []
-    for name, dims in ((f"scale_{direction}", 1), (f"amax_history_{direction}", 2)):
-        value = saved.get(name)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            raise TEStateError(
-                f"read_te_extra_state: {name} must be a floating-point tensor, "
-                f"got {type(value).__name__}"
-            )
-        if value.dim() != dims or not value.shape[0]:
-            raise TEStateError(
-                f"read_te_extra_state: {name} must have {dims} dimension(s) and a row, "
-                f"got {list(value.shape)}"
-            )
-        if value.shape[0] > MAX_HISTORY_LENGTH and dims == 2:
-            raise TEStateError(
-                f"read_te_extra_state: {name} must have at most {MAX_HISTORY_LENGTH} rows, "
-                f"got {value.shape[0]}"
-            )
-        if value.layout is not torch.strided or value.device.type == "meta":
-            raise TEStateError(
-                f"read_te_extra_state: {name} must be a dense tensor with values, "
-                f"got layout {value.layout} on {value.device}"
-            )
-        found.append(value.detach().to("cpu", torch.float32))
-    scale, history = found
+    """Checks and returns the scales and amax history of one direction.
+
+    Args:
+        saved: the saved dict.
+        direction: ``"fwd"`` or ``"bwd"``.
+
+    Returns:
+        ``(scale, history)``, ``[slots]`` and ``[length, slots]``, fp32 on the CPU.
+    """
+    scale = _checked_tensor(saved, f"scale_{direction}", 1)
+    history = _checked_tensor(saved, f"amax_history_{direction}", 2)
     if not ((scale > 0) & torch.isfinite(scale) & torch.isfinite(scale.reciprocal())).all():
         raise TEStateError(
             f"read_te_extra_state: scale_{direction} must be finite and above 0, as must be its "
@@ -168,27 +161,55 @@ def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, tor
     return scale, history
 
 
+def _checked_tensor(saved: dict[str, Any], name: str, dims: int) -> torch.Tensor:
+    """Returns the entry ``name``, fp32 on the CPU, which must have ``dims`` dimensions."""
+    value = saved.get(name)
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        raise TEStateError(
+            f"read_te_extra_state: {name} must be a floating-point tensor, "
+            f"got {type(value).__name__}"
+        )
+    if value.dim() != dims or not value.shape[0]:
+        raise TEStateError(
+            f"read_te_extra_state: {name} must have {dims} dimension(s) and a row, "
+            f"got {list(value.shape)}"
+        )
+    if value.shape[0] > MAX_HISTORY_LENGTH and dims == 2:
+        raise TEStateError(
+            f"read_te_extra_state: {name} must have at most {MAX_HISTORY_LENGTH} rows, "
+            f"got {value.shape[0]}"
+        )
+    if value.layout is not torch.strided or value.device.type == "meta":
+        raise TEStateError(
+            f"read_te_extra_state: {name} must be a dense tensor with values, "
+            f"got layout {value.layout} on {value.device}"
+        )
+    return value.detach().to("cpu", torch.float32)
+
+
 def load_te_extra_state(
     model: torch.nn.Module, state_dict: MutableMapping[str, Any], prefix: str = ""
 ) -> list[str]:
-    """Load TransformerEngine's FP8 state of ``model`` out of ``state_dict``, which it changes.
+    """Loads TransformerEngine's FP8 state of ``model`` out of ``state_dict``, which it changes.
 
-    Every ``<prefix><module>._extra_state`` is taken out of ``state_dict``. Where the module has FP8
-    state, scales and amax histories go into it, histories trimmed or padded to the length that it
-    has already, and what they became goes into ``state_dict`` under this package's own keys:
-    ``model.load_state_dict(state_dict)``, strict, then loads everything. Modules whose class saves
-    an extra state of its own keep their key.
+    Every ``<prefix><module>._extra_state`` is taken out of ``state_dict``. If the module has FP8
+    state, scales and amax histories go into that, histories trimmed or padded to the length that
+    the module has already, and the loaded state goes into ``state_dict`` under this package's own
+    keys: ``model.load_state_dict(state_dict)``, strict, then loads everything. Modules whose class
+    saves an extra state of its own keep their key.
 
     Args:
         model: a model or one module.
-        state_dict: as TransformerEngine's ``state_dict()`` gives it, loaded from a file.
-        prefix: what precedes the names of the model's modules in ``state_dict``.
+        state_dict: TransformerEngine's ``state_dict()``, loaded from a file.
+        prefix: prefix of the names of the model's modules in ``state_dict``.
 
     Returns:
         The names of the modules whose state was found.
 
-    Errors: as ``read_te_extra_state``, with the key; TEStateError if a number of slots does not fit
-    the module. ``model`` and ``state_dict`` are then as they were.
+    Raises:
+        TypeError: as for ``read_te_extra_state``; the message names the key, here and below.
+        TEStateError: as for ``read_te_extra_state``, or a number of slots does not fit the module;
+            ``model`` and ``state_dict`` are then as they were.
     """
     modules = dict(model.named_modules())
     read: dict[str, FP8State] = {}
@@ -231,7 +252,7 @@ def _saves_its_own(module: torch.nn.Module) -> bool:
 
 
 def _converted(found: TEState, gemms: int) -> FP8State:
-    """``found`` as the state of a module with so many GEMMs, with the slots that it lacks."""
+    """Returns ``found`` as the state of a module with ``gemms`` GEMMs; missing slots are added."""
     state = FP8State(gemms)
     state.allocate(found.amax_history_fwd.shape[0], torch.device("cpu"))
     by_kind = _goes_by_kind(found.amax_history_fwd, gemms)
@@ -261,7 +282,7 @@ def _converted(found: TEState, gemms: int) -> FP8State:
 
 
 def _goes_by_kind(history: torch.Tensor, gemms: int) -> bool:
-    """Whether the forward slots of a history [length, slots] are inputs, weights, outputs."""
+    """Returns True if the slots of a history ``[length, slots]`` are inputs, weights, outputs."""
     if gemms == 1 or history.shape[1] != FORWARD_SLOTS * gemms:
         return False
     used = history.any(0)

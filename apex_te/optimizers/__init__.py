@@ -1,4 +1,4 @@
-"""Fused optimizers: torch.optim's Adam, AdamW and SGD, and LAMB, each step in a few launches."""
+"""Fused optimizers, Adam, AdamW, SGD and LAMB, whose step is a few launches."""
 
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB

@@ -1,4 +1,4 @@
-"""What the fused optimizers share: states, master weights, device scalars, saving and loading."""
+"""Base of the fused optimizers: states, master weights, device scalars, saving and loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPTIONS = ("capturable", "master_weights", "set_grad_none", "_moment_dtypes")
 
 
 class Work(NamedTuple):
-    """One launch of a step."""
+    """Launch of a step: a group, one of its buckets, and that bucket's gradients."""
 
     group: dict[str, Any]
     bucket: Bucket
@@ -29,7 +29,7 @@ class Work(NamedTuple):
 
 
 class _Kept:
-    """A tensor on its way through ``Optimizer.load_state_dict``, which would cast a bare one."""
+    """Carries a tensor through ``Optimizer.load_state_dict``, which would cast a bare one."""
 
     __slots__ = ("tensor",)
 
@@ -38,7 +38,7 @@ class _Kept:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the fused optimizers; see ``FusedAdam`` for what the arguments mean."""
+    """Base of the fused optimizers; ``FusedAdam`` describes the arguments."""
 
     # torch.amp.GradScaler leaves unscaling and skipping to step(), so nothing waits for the device.
     _step_supports_amp_scaling = True
@@ -68,7 +68,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # What each optimizer defines.
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the moments that a group keeps."""
+        """Returns the names of the moments that a group keeps."""
         return tuple(self._moment_dtypes)
 
     def _counts_steps(self, group: dict[str, Any]) -> bool:
@@ -88,20 +88,22 @@ class FusedOptimizer(torch.optim.Optimizer):
     # The step.
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        """Update the parameters that have a gradient; the same for every fused optimizer.
+        """Updates the parameters that have a gradient.
 
         Args:
             closure: evaluates the model again and returns the loss.
             grad_scaler: keyword only; a ``torch.amp.GradScaler`` whose scale divides the gradients
-                and whose finding of non-finite ones skips the step, both on the device.
+                and whose flag of non-finite ones skips the step, both on the device.
                 ``scaler.step(optimizer)`` does the same. As with torch's fused optimizers the
                 gradients are unscaled afterwards, and left as they are if the step is skipped.
 
         Returns:
-            What ``closure`` returned, else None.
+            The result of ``closure``, else None.
 
-        Errors: NotImplementedError for a sparse gradient; TypeError for an unknown argument, or a
-        gradient that is a DTensor where its parameter is none; ValueError for one on another mesh.
+        Raises:
+            NotImplementedError: a gradient is sparse.
+            TypeError: an argument is unknown, or a gradient is a DTensor and its parameter is none.
+            ValueError: a gradient is on another mesh than its parameter.
         """
         # Not in the signature: GradScaler would hand itself over, and warn that it stops doing so.
         grad_scaler = options.pop("grad_scaler", None)
@@ -122,7 +124,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, or zero them, as ``set_grad_none`` says unless given here."""
+        """Drops the gradients or zeroes them, as ``set_grad_none`` says unless given here."""
         to_none = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(to_none)
         for state in self.state.values():
@@ -131,7 +133,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 master.grad = None if to_none else master.grad.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own, as ``torch.optim.Optimizer`` does."""
+        """Adds parameters with options of their own, like ``torch.optim.Optimizer``."""
         super().add_param_group(param_group)
         try:
             self._prepare_group(self.param_groups[-1])
@@ -140,18 +142,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def enable_master_weights(self) -> None:
-        """Keep float32 master weights from now on, made from the present parameters."""
+        """Keeps float32 master weights from now on, made from the present parameters."""
         self.master_weights = True
         self.renew()
 
     def renew(self) -> None:
-        """Prepare the launches anew; needed once parameters have changed their dtype."""
+        """Prepares the launches anew; needed once parameters have changed their dtype."""
         self._plans.clear()
 
     def master_weight(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The float32 master of ``param``, made now where it is due; None if it has none.
+        """Returns the float32 master of ``param``, made now if it is due, None if it has none.
 
-        A gradient in its ``.grad`` takes the place of the parameter's.
+        A gradient in the master's ``.grad`` takes the place of the parameter's.
         """
         if not self.master_weights or not has_master(param):
             return None
@@ -180,6 +182,27 @@ class FusedOptimizer(torch.optim.Optimizer):
             return lr
         return moved(lr, device, torch.float32)
 
+    def _options(
+        self, group: dict[str, Any], bucket: Bucket, scalars: Scalars, *names: str
+    ) -> dict[str, Any]:
+        """Counts a step of ``bucket`` and returns the options of its launch.
+
+        Args:
+            group: the bucket's group.
+            bucket: the tensors of the launch.
+            scalars: loss scale and flag of this step.
+            names: options that the launch takes from the group.
+        """
+        inv_scale, found_inf = scalars.on(bucket.device)
+        bucket.advance(found_inf)
+        return {
+            "lr": self._lr(group, bucket.device),
+            "inv_scale": inv_scale,
+            "found_inf": found_inf,
+            "unscale_grads": inv_scale is not None,
+            **{name: group[name] for name in names},
+        }
+
     # Buckets.
 
     def _grad(self, param: torch.Tensor) -> torch.Tensor | None:
@@ -191,7 +214,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return param.grad
 
     def _buckets(self, index: int, group: dict[str, Any]) -> list[Bucket]:
-        """The launches of a group; prepared again only if other parameters have gradients."""
+        """Returns a group's launches, prepared again only if other parameters have gradients."""
         live = []
         for param in group["params"]:
             grad = self._grad(param)
@@ -262,7 +285,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Options of groups, saving and loading.
 
     def _prepare_group(self, group: dict[str, Any]) -> None:
-        """Check a group's options and parameters; capturable keeps its rate on the device."""
+        """Checks a group's options and parameters; capturable keeps its rate on the device."""
         for name, value in self.defaults.items():
             group.setdefault(name, value)
         self._check_group(group)
@@ -297,15 +320,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._prepare_group(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave; masters and moments keep their own dtypes.
+        """Loads a state dict; masters and moments keep their own dtypes.
 
         A moment saved in another dtype is converted to this optimizer's. A missing master weight
         is made from its parameter. torch.optim's state of the same algorithm loads, too. The state
         of a DTensor is DTensors; ``torch.distributed.checkpoint.state_dict`` loads whole tensors.
+        After an error the optimizer is as it was.
 
-        Errors: ValueError for a state of another shape, mesh or optimizer; TypeError for one whose
-        tensors are DTensors where the parameter is none, or the other way round. The optimizer is
-        then as it was.
+        Raises:
+            TypeError: tensors are DTensors and their parameter is none, or the other way round.
+            ValueError: the state is of another shape, mesh or optimizer.
         """
         # The last of the hooks, so that the others see tensors.
         handle = self.register_load_state_dict_pre_hook(_keep_dtypes)
@@ -320,7 +344,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def _take(self, param: torch.Tensor, kept: State) -> None:
-        """Replace what was loaded for a parameter by tensors of the right dtype on its device."""
+        """Replaces the loaded state of a parameter by tensors of the right dtype on its device."""
         if "max_exp_avg_sq" in kept:
             raise ValueError(f"{self._name}: state_dict must be without amsgrad, got its state")
         for name in (n for n in self._required_state if n not in kept):

@@ -1,4 +1,4 @@
-"""What one launch updates: parameters of one group on one device that took the same steps."""
+"""Buckets: parameters of one group and device with one step count, updated by one launch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ State = dict[str, Any]
 
 
 def needs_copy(param: torch.Tensor) -> bool:
-    """True for a parameter without plain storage (FP8), whose new value goes in by ``copy_``."""
+    """Returns True if a parameter has no plain storage (FP8), so that values go in by ``copy_``."""
     return is_traceable_wrapper_subclass(local(param))
 
 
 def has_master(param: torch.Tensor) -> bool:
-    """Whether a parameter of an optimizer with master weights has one: float32 is its own."""
+    """Returns True if a parameter has a master weight where these are kept; float32 needs none."""
     return param.dtype is not torch.float32 or needs_copy(param)
 
 
 def new_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros of the parameter's shape, device, placement and, where it has any, memory format.
+    """Returns zeros of the parameter's shape, device, placement and memory format.
 
-    A DTensor for a DTensor, and plain inside.
+    The result is a DTensor for a DTensor, and plain inside.
     """
     part = local(param)
     if needs_copy(part):
@@ -46,7 +46,7 @@ def new_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def new_master(param: torch.Tensor) -> torch.Tensor:
-    """The float32 copy of ``param``, from the value before its quantization where that is kept."""
+    """Returns a float32 copy of ``param``, of the value before quantization if that is kept."""
     part = local(param)
     source: torch.Tensor | None = None
     if hasattr(part, "get_high_precision_init_val"):
@@ -60,7 +60,7 @@ def new_master(param: torch.Tensor) -> torch.Tensor:
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The order of dimensions that makes a dense tensor contiguous (channels_last); None: as is."""
+    """Returns the permutation that makes a tensor contiguous, None if none is needed or helps."""
     if tensor.is_contiguous():
         return None
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
@@ -68,7 +68,7 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 class Source(NamedTuple):
-    """Where the gradient of one parameter is found."""
+    """Source of a parameter's gradient: the master's ``.grad`` or its own."""
 
     param: torch.Tensor
     master: torch.Tensor | None
@@ -76,6 +76,7 @@ class Source(NamedTuple):
     is_sharded: bool
 
     def grad(self, owner: str) -> torch.Tensor:
+        """Returns this rank's part of the gradient, contiguous; ``owner`` is for messages."""
         grad = self.param.grad
         if self.master is not None and self.master.grad is not None:
             grad = self.master.grad
@@ -86,12 +87,15 @@ class Source(NamedTuple):
 
 
 class Bucket:
-    """Prepared lists of the parameters, masters and moments, and the step count they share.
+    """Prepared lists of parameters, masters and moments, and the step count they share.
 
-    Of DTensors the lists have this rank's part.
-
-    ``step`` is a number on the host, a float32 scalar on the device, or None where the optimizer
-    counts none.
+    Attributes:
+        params, masters, moments: lists for the launch; of DTensors this rank's parts.
+        step: a number on the host, a float32 scalar on the device, or None if none is counted.
+        owners: the parameters as the user knows them.
+        sharded: those of them that are DTensors.
+        wrapped: ``(param, master)`` of parameters without plain storage.
+        device: the device of all.
     """
 
     __slots__ = ("_parts", "_plain", "_sources", "_states", "device", "masters", "moments",
@@ -123,9 +127,11 @@ class Bucket:
         self.moments = [prepared([local(s[name]) for s in states]) for name in names]
 
     def watched(self) -> Iterator[tuple[Callable[[], int], int]]:
-        """Functions, and what each returns for as long as the lists hold what they are to hold.
+        """Yields what tells that the lists are out of date.
 
-        Of storage of which there are views its address; of DTensors that their parts are the same.
+        Yields:
+            ``(function, value)``: the function returns another value once parameters have moved:
+            the address of storage that the lists view, or if DTensors have the same parts.
         """
         for part, source in zip(self._parts, self._sources, strict=True):
             if source.order is not None:
@@ -137,19 +143,19 @@ class Bucket:
         return all(map(operator.is_, map(local, self.owners), self._parts))
 
     def grads(self, owner: str) -> list[torch.Tensor]:
-        """The gradients, in the order of the lists; ``owner`` is for messages."""
+        """Returns the gradients in the order of the lists; ``owner`` is for messages."""
         if self._plain:
             return [source.param.grad for source in self._sources]  # type: ignore[misc]
         return [source.grad(owner) for source in self._sources]
 
     def set_step(self, step: int | torch.Tensor) -> None:
-        """Give every parameter this count; a tensor is shared."""
+        """Gives every parameter this step count; a tensor is shared."""
         self.step = step
         for state in self._states:
             state[STEP] = step
 
     def advance(self, found_inf: torch.Tensor | None) -> None:
-        """Count one step; on the device, if a flag there says whether it is taken."""
+        """Counts one step, on the device if a flag there says whether the step is taken."""
         step = self.step
         if step is None:
             return
@@ -163,12 +169,12 @@ class Bucket:
             self.step.add_(found_inf.reshape(()) == 0)
 
     def run(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
-        """Call an optimizer step of ``ops.multi_tensor_optim`` on the lists."""
+        """Calls an optimizer step of ``ops.multi_tensor_optim`` on the lists."""
         self.update(op, grads, options)
         self.finish()
 
     def update(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
-        """``run``, but for what ``finish`` does."""
+        """Calls the step without ``finish``."""
         moments = [_widened(narrow) for narrow in self.moments]
         op(self.params, grads, *moments, masters=self.masters, **options)
         for narrow, wide in zip(self.moments, moments, strict=True):
@@ -176,7 +182,7 @@ class Bucket:
                 multi_tensor.scale(wide, narrow, 1.0)
 
     def finish(self) -> None:
-        """Hand on what the lists have: to parameters without plain storage, and to autograd."""
+        """Copies masters to parameters without plain storage, and tells autograd of new values."""
         for param, master in self.wrapped:
             param.copy_(master)
         if self.sharded:  # a DTensor counts its versions beside its part's
@@ -184,7 +190,7 @@ class Bucket:
 
 
 def _widened(moments: Any) -> Any:
-    """float32 moments as they are; float32 copies of bfloat16 ones, in one piece of memory."""
+    """Returns float32 moments as they are, float32 copies of bfloat16 ones in one allocation."""
     if moments[0].dtype is torch.float32:
         return moments
     sizes = [-(-m.numel() // 4) * 4 for m in moments]  # 16-byte starts
@@ -198,7 +204,7 @@ def _widened(moments: Any) -> Any:
 def partition(
     params: list[torch.Tensor], states: list[State], names: tuple[str, ...]
 ) -> Iterator[list[int]]:
-    """Indices of the parameters that go together: one device, one kind and one step count."""
+    """Yields indices of the parameters that go together: one device, one kind, one step count."""
     together: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
     for i, (param, state) in enumerate(zip(params, states, strict=True)):

@@ -1,4 +1,4 @@
-"""What a step reads on the device: the loss scale and whether a gradient is not finite."""
+"""Scalars that a step reads on the device: the loss scale, and the flag that skips the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ._sharded import max_over_shards
 
 
 class Scalars:
-    """The loss scale's inverse and the flag that skips a step, on each device that asks."""
+    """Inverse of the loss scale and flag that skips a step, on each device that asks."""
 
     def __init__(self, grad_scale: Any = None, found_inf: torch.Tensor | None = None) -> None:
         inv_scale = None
@@ -26,7 +26,7 @@ class Scalars:
         self._on: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(inv_scale, found_inf), each one element or None."""
+        """Returns ``(inv_scale, found_inf)`` on ``device``, each one element or None."""
         found = self._on.get(device)
         if found is None:
             inv_scale, found_inf = (None if v is None else moved(v, device) for v in self._values)
@@ -35,9 +35,10 @@ class Scalars:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, scaler: Any = None) -> Scalars:
-        """What a GradScaler says, else what it or amp left in ``grad_scale``, ``found_inf``.
+        """Returns the scalars of a GradScaler, else those in ``grad_scale`` and ``found_inf``.
 
-        Errors: RuntimeError for a second step of a GradScaler before its ``update()``.
+        Raises:
+            RuntimeError: it is a second step of the GradScaler before its ``update()``.
         """
         if scaler is None:
             grad_scale = getattr(optimizer, "grad_scale", None)

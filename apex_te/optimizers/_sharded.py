@@ -1,4 +1,4 @@
-"""Tensors that are DTensors: this rank's part, tensors placed alike, and sums over their ranks."""
+"""DTensors: this rank's part, tensors placed alike, and sums over their ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ShardSums", "local", "max_over_shards", "placed", "with_part"]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a DTensor, sharing its memory; any other tensor is its own."""
+    """Returns this rank's part of a DTensor, sharing its memory; any other tensor itself."""
     part = getattr(tensor, "_local_tensor", None)
     if part is None:
         return tensor
@@ -22,7 +22,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """``part`` as a tensor of the shape and placement of ``tensor``, whose part it becomes."""
+    """Returns ``part`` as the local part of a tensor with the shape and placement of ``tensor``."""
     if not hasattr(tensor, "_local_tensor"):
         return part
     of: Any = tensor
@@ -32,13 +32,14 @@ def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def placed(owner: str, what: str, tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``tensor``, placed as ``param`` is.
+    """Returns ``tensor``, placed as ``param`` is.
 
     A DTensor with other placements, Partial among them, is redistributed (a collective), as torch's
     ops do it.
 
-    Errors: TypeError where one of the two is a DTensor and the other is not, ValueError for another
-    mesh.
+    Raises:
+        TypeError: one of the two is a DTensor and the other is not.
+        ValueError: they are on different meshes.
     """
     spec, wanted = getattr(tensor, "_spec", None), getattr(param, "_spec", None)
     if spec is wanted:
@@ -62,7 +63,7 @@ def placed(owner: str, what: str, tensor: torch.Tensor, param: torch.Tensor) -> 
 
 
 def _groups(tensor: torch.Tensor) -> list[Any]:
-    """The groups of ranks that have different parts of ``tensor``."""
+    """Returns the groups of ranks that have different parts of ``tensor``."""
     spec: Any = getattr(tensor, "_spec", None)
     if spec is None:
         return []
@@ -75,10 +76,10 @@ def _groups(tensor: torch.Tensor) -> list[Any]:
 
 
 def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The largest ``flag`` (fp32, not negative) of all ranks that have parts of ``params``.
+    """Reduces ``flag`` (fp32, not negative) by maximum over all ranks with parts of ``params``.
 
-    In place; a collective for each dimension of a mesh that shards any of them, by the parameters
-    alone, so that all ranks run the same.
+    The flag is changed in place, by a collective for each dimension of a mesh that shards any of
+    the parameters: these alone decide, so that all ranks run the same collectives.
     """
     for group in dict.fromkeys(group for param in params for group in _groups(param)):
         max_over_ranks(flag, group)
@@ -86,11 +87,11 @@ def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch
 
 
 class ShardSums:
-    """Sums over ranks, one number for each of ``tensors``; those of whole ones stay.
+    """Sums numbers over ranks, one for each of ``tensors``; numbers of whole tensors stay.
 
     Args:
         tensors: DTensors and others.
-        device: of the numbers.
+        device: device of the numbers.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
@@ -105,13 +106,13 @@ class ShardSums:
             self._groups.append((group, index))
 
     def __bool__(self) -> bool:
-        """Whether any tensor is split."""
+        """Returns True if any tensor is split."""
         return bool(self._groups)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` [.., len(tensors)] summed over the ranks, in place.
+        """Sums ``values``, ``[..., len(tensors)]``, over the ranks in place, and returns them.
 
-        One collective for each dimension of a mesh that shards any of the tensors.
+        Each dimension of a mesh that shards any of the tensors takes one collective.
         """
         for group, index in self._groups:
             if index is None:

@@ -1,4 +1,4 @@
-"""LAMB's step where tensors are split over ranks: the norms of each are those of all its parts."""
+"""LAMB's step of tensors that are split over ranks, whose norms are those of all parts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _ALIGNMENT = 4  # float32 elements: 16-byte starts
 
 
 class ShardedLamb:
-    """Steps of the same buckets on one device, which have DTensors among their parameters.
+    """Steps the same buckets on one device, which have DTensors among their parameters.
 
-    The op of the plain step applies a ratio to each tensor that it reads whole. Here it updates the
-    moments and gives the update of a parameter of zeros; norms, collective and ratios are outside.
-    Nothing waits for the device. In memory during a step: two float32 copies of this rank's parts.
+    The op of the plain step applies a ratio to each tensor that it reads whole. Here the op updates
+    the moments and gives the update of a parameter of zeros; norms, collective and ratios are
+    outside the op. Nothing waits for the device. A step needs memory for two float32 copies of this
+    rank's parts.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -33,21 +34,21 @@ class ShardedLamb:
         self._counts = torch.tensor(self._padded).to(device, non_blocking=True)
 
     def __bool__(self) -> bool:
-        """Whether any tensor is split; else the plain step is right."""
+        """Returns True if any tensor is split; else the plain step is right."""
         return bool(self._sums)
 
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients of all buckets, a float32 scalar; one collective."""
+        """Returns the norm of all gradients of all buckets, a float32 scalar, by one collective."""
         return self._norms(grads).square_().sum().sqrt_().float()
 
     def _norms(self, *lists: Any) -> torch.Tensor:
-        """float64 norms of whole tensors [len(tensors)], or [len(lists), len(tensors)]."""
+        """Returns float64 norms of whole tensors, a row for each list if there are several."""
         found = [multi_tensor.l2norm(tensors, per_tensor=True)[1] for tensors in lists]
         squares = (torch.stack(found) if len(found) > 1 else found[0]).double().square_()
         return self._sums.add(squares).sqrt_()
 
     def step(self, grads: list[list[torch.Tensor]], options: list[dict[str, Any]]) -> None:
-        """One step of every bucket; ``options`` are those of the op."""
+        """Steps every bucket; ``options`` are those of the op."""
         like = self.buckets[0].moments[0][0]
         flat = torch.zeros(sum(self._padded), dtype=torch.float32, device=like.device)
         pieces = iter(flat.split(self._padded))
@@ -78,7 +79,7 @@ class ShardedLamb:
 def _direct(
     bucket: Bucket, base: Any, update: list[torch.Tensor], grads: Any, options: dict[str, Any]
 ) -> None:
-    """New moments, and what a rate of 1 would subtract from ``base``, into ``update`` of zeros."""
+    """Updates moments, and writes what a rate of 1 would subtract from ``base`` to ``update``."""
     decay = options["weight_decay"]
     chosen = {**options, "lr": 1.0, "weight_decay": 0.0, "nvlamb": False}
     if decay and not options["adamw"]:
@@ -106,7 +107,7 @@ def _unscaling(options: dict[str, Any]) -> torch.Tensor:
 
 
 def _factor(options: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """Of every gradient: unscaling, then clipping of the global norm."""
+    """Returns the factor of every gradient, which unscales it and clips the global norm."""
     factor = options["inv_scale"]
     if factor is None:
         factor = torch.ones((), dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""FusedAdam: torch.optim's Adam and AdamW, each step in a few launches."""
+"""Fused Adam and AdamW, whose step is a few launches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,17 @@ __all__ = ["FusedAdam"]
 class FusedAdam(FusedOptimizer):
     """Adam with decoupled (AdamW) or L2 weight decay, equal to torch.optim's to fp32 rounding.
 
+    Interface and defaults follow apex's and TransformerEngine's FusedAdam. State of each parameter:
+    ``step``, ``exp_avg``, ``exp_avg_sq`` and, with master weights, ``master_param``. Every
+    parameter counts its own steps, as in torch.optim; a step without a gradient does not count.
+    Loading resumes bitwise.
+
     Args:
         params: parameters or groups, float32, float16 or bfloat16, mixed, on any devices; FP8
             parameters with ``master_weights=True``, each updated by ``param.copy_(master)``.
-            Any of them may be DTensors, sharded or replicated over any meshes: a rank updates its
-            own part, to the bits of the whole, and its state is DTensors placed alike. A gradient
-            with other placements is redistributed.
+            Parameters may be DTensors, sharded or replicated over any meshes: a rank updates its
+            own part, bitwise as the whole, and its state is DTensors placed alike. A gradient with
+            other placements is redistributed.
         lr: learning rate; a number or a tensor of one element.
         bias_correction: divide the moments by ``1 - beta**step``.
         betas: decay of the two moments, each in [0, 1).
@@ -29,27 +34,25 @@ class FusedAdam(FusedOptimizer):
         adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (Adam).
         weight_decay: coefficient.
         amsgrad: not available; True raises NotImplementedError.
-        set_grad_none: what ``zero_grad()`` does: drop gradients, or fill them with 0.
+        set_grad_none: True makes ``zero_grad()`` drop gradients, False fill them with 0.
         capturable: keep the step count and ``group["lr"]`` as float32 tensors on the device, so
             that the step can be captured in a CUDA graph, after one outside it. Change the rate
             by ``group["lr"].fill_``, as torch's schedulers do.
         master_weights: keep a float32 copy of every 16-bit or FP8 parameter, which the step
-            updates; the parameter is its rounded value. Made at the first step: load a model's
-            weights before it, or load this optimizer's state with them.
+            updates; the parameter is the copy's rounded value. Copies are made at the first step:
+            load a model's weights before it, or load this optimizer's state with them.
         master_weight_dtype: torch.float32.
         exp_avg_dtype, exp_avg_sq_dtype: torch.float32 or torch.bfloat16, in which the moments are
             kept between steps. The arithmetic is in float32 either way, through float32 copies of
             at most 2**25 elements (or one parameter) at a time; rounding is to nearest. A bfloat16
             number cannot change by less than 1/512 of itself, nor always by less than 1/256:
-            ``exp_avg_sq`` in bfloat16 stands still with ``betas[1]`` of 0.999 once gradients
-            shrink, and wants one of 0.99 or less.
+            ``exp_avg_sq`` in bfloat16 loses small updates with ``betas[1]`` of 0.999 once
+            gradients shrink; use 0.99 or less.
 
-    State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and, with master weights,
-    ``master_param``. Every parameter counts its own steps, as in torch.optim: a step without a
-    gradient is none. Loading resumes bitwise.
-
-    Errors: TypeError for a dtype, ValueError for a value, NotImplementedError for what is not
-    available. Interface and defaults follow apex's and TransformerEngine's FusedAdam.
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: a value is out of range.
+        NotImplementedError: an option is not available.
     """
 
     _required_state = ("step", "exp_avg", "exp_avg_sq")
@@ -95,19 +98,8 @@ class FusedAdam(FusedOptimizer):
         return {**super().__getstate__(), "adam_w_mode": self.adam_w_mode}
 
     def _update(self, work: list[Work], scalars: Scalars) -> None:
+        names = ("betas", "eps", "weight_decay", "bias_correction")
         for group, bucket, grads in work:
-            inv_scale, found_inf = scalars.on(bucket.device)
-            bucket.advance(found_inf)
-            options = {
-                "step": bucket.step,
-                "lr": self._lr(group, bucket.device),
-                "betas": group["betas"],
-                "eps": group["eps"],
-                "weight_decay": group["weight_decay"],
-                "adamw": self.adam_w_mode,
-                "bias_correction": group["bias_correction"],
-                "inv_scale": inv_scale,
-                "found_inf": found_inf,
-                "unscale_grads": inv_scale is not None,
-            }
+            options = self._options(group, bucket, scalars, *names)
+            options |= {"step": bucket.step, "adamw": self.adam_w_mode}
             bucket.run(multi_tensor_optim.adam, grads, options)

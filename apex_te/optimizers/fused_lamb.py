@@ -1,4 +1,4 @@
-"""FusedLAMB: Adam with a learning rate for each tensor, for large batches."""
+"""Fused LAMB, Adam with a learning rate for each tensor, for large batches."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ __all__ = ["FusedLAMB"]
 class FusedLAMB(FusedOptimizer):
     """LAMB (arXiv 1904.00962): Adam's update, scaled for each tensor by |param| / |update|.
 
+    Interface and defaults follow apex's FusedLAMB. State of each parameter: ``step``, ``exp_avg``,
+    ``exp_avg_sq`` and ``master_param``.
+
+    DTensors that are split over ranks have the norms of the whole tensors: one collective (for each
+    dimension of the mesh) for all norms of a step, one more for ``max_grad_norm``, and two float32
+    copies of a rank's parts in memory during the step.
+
     Args:
         params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, set_grad_none,
             capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: as
@@ -26,13 +33,10 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: clip the norm of all gradients of all groups together; 0 does not clip.
         use_nvlamb: scale tensors without weight decay, too.
 
-    Of DTensors that are split over ranks the norms are those of the whole tensors: one collective
-    (for each dimension of the mesh) for all norms of a step, one more for ``max_grad_norm``, and
-    two float32 copies of a rank's parts in memory during the step.
-
-    State of each parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` and ``master_param``.
-
-    Errors: as for ``FusedAdam``. Interface and defaults follow apex's FusedLAMB.
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: a value is out of range.
+        NotImplementedError: an option is not available.
     """
 
     _required_state = ("step", "exp_avg", "exp_avg_sq")
@@ -95,29 +99,18 @@ class FusedLAMB(FusedOptimizer):
         for item in work:
             by_device.setdefault(item.bucket.device, []).append(item)
         norms = self._norms(by_device) if self.max_grad_norm else {}
+        names = ("betas", "eps", "weight_decay", "bias_correction", "grad_averaging")
         for device, items in by_device.items():
-            inv_scale, found_inf = scalars.on(device)
-            options = []
-            for group, bucket, _ in items:
-                bucket.advance(found_inf)
-                options.append(
-                    {
-                        "step": bucket.step,
-                        "lr": self._lr(group, device),
-                        "betas": group["betas"],
-                        "eps": group["eps"],
-                        "weight_decay": group["weight_decay"],
-                        "adamw": self.adam_w_mode,
-                        "bias_correction": group["bias_correction"],
-                        "grad_averaging": group["grad_averaging"],
-                        "nvlamb": self.use_nvlamb,
-                        "max_grad_norm": self.max_grad_norm,
-                        "grad_norm": norms.get(device),
-                        "inv_scale": inv_scale,
-                        "found_inf": found_inf,
-                        "unscale_grads": inv_scale is not None,
-                    }
-                )
+            common = {
+                "adamw": self.adam_w_mode,
+                "nvlamb": self.use_nvlamb,
+                "max_grad_norm": self.max_grad_norm,
+                "grad_norm": norms.get(device),
+            }
+            options = [
+                {**self._options(group, bucket, scalars, *names), "step": bucket.step, **common}
+                for group, bucket, _ in items
+            ]
             sharded = self._sharded_steps(device, items)
             if sharded:
                 sharded.step([item.grads for item in items], options)
@@ -126,7 +119,7 @@ class FusedLAMB(FusedOptimizer):
                 item.bucket.run(multi_tensor_optim.lamb, item.grads, chosen)
 
     def _sharded_steps(self, device: torch.device, items: list[Work]) -> ShardedLamb | None:
-        """What updates the buckets of a device where tensors are split over ranks."""
+        """Returns the step of a device's buckets if tensors are split over ranks, else None."""
         if not any(item.bucket.sharded for item in items):
             return None
         kept = self._sharded.get(device)
@@ -139,7 +132,7 @@ class FusedLAMB(FusedOptimizer):
         return kept
 
     def _norms(self, by_device: dict[torch.device, list[Work]]) -> dict[torch.device, torch.Tensor]:
-        """The norm of all gradients, before unscaling, on each device."""
+        """Returns the norm of all gradients, before unscaling, on each device."""
         parts: dict[torch.device, torch.Tensor] = {}
         for device, items in by_device.items():
             grads = [grad for item in items for grad in item.grads]

@@ -1,4 +1,4 @@
-"""FusedSGD: torch.optim's SGD, each step in a few launches."""
+"""Fused SGD, whose step is a few launches."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ _BUFFER = "momentum_buffer"
 
 
 class FusedSGD(FusedOptimizer):
-    """Stochastic gradient descent, equal to torch.optim.SGD to fp32 rounding.
+    """Stochastic gradient descent, equal to ``torch.optim.SGD`` to fp32 rounding.
+
+    State of each parameter: ``momentum_buffer`` with momentum, ``step`` with dampening, and
+    ``master_param``.
 
     Args:
         params, lr, set_grad_none, capturable, master_weights, master_weight_dtype: as for
             ``FusedAdam``.
         momentum: factor of the momentum buffers; 0 keeps none.
-        dampening: of the gradient that enters them.
+        dampening: dampening of the gradient that enters the momentum buffers.
         weight_decay: L2 coefficient.
         nesterov: look ahead by one momentum step; needs momentum and no dampening.
         momentum_dtype: torch.float32 or torch.bfloat16, as ``FusedAdam``'s ``exp_avg_dtype``.
 
-    State of each parameter: ``momentum_buffer`` with momentum, ``step`` with dampening, and
-    ``master_param``.
-
-    Errors: as for ``FusedAdam``.
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: a value is out of range.
     """
 
     def __init__(
@@ -81,20 +83,10 @@ class FusedSGD(FusedOptimizer):
         return bool(group["momentum"] and group["dampening"])
 
     def _update(self, work: list[Work], scalars: Scalars) -> None:
+        names = ("momentum", "dampening", "weight_decay", "nesterov")
         for group, bucket, grads in work:
-            inv_scale, found_inf = scalars.on(bucket.device)
-            options = {
-                "lr": self._lr(group, bucket.device),
-                "momentum": group["momentum"],
-                "dampening": group["dampening"],
-                "weight_decay": group["weight_decay"],
-                "nesterov": group["nesterov"],
-                "inv_scale": inv_scale,
-                "found_inf": found_inf,
-                "unscale_grads": inv_scale is not None,
-            }
-            bucket.advance(found_inf)
-            step = bucket.step
+            options = self._options(group, bucket, scalars, *names)
+            step, found_inf = bucket.step, options["found_inf"]
             if not isinstance(step, torch.Tensor):
                 bucket.run(multi_tensor_optim.sgd, grads, {**options, "first_step": step == 1})
                 continue

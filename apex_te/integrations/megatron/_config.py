@@ -1,4 +1,4 @@
-"""What the layers read of a Megatron-style ``config``, and of Megatron where it is in use."""
+"""Reader of a Megatron-style ``config``, and of Megatron itself if it is in use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...recipe import make_recipe
 
 __all__ = ["DEFAULTS", "Layout", "Reader", "refuse"]
 
-# Attributes of ``config`` that are read, and what they are where it has none of that name:
+# Attributes of ``config`` that are read, each with the value that is taken if it is missing:
 DEFAULTS: dict[str, Any] = {
     "params_dtype": None,  # torch.get_default_dtype()
     "sequence_parallel": False,
@@ -45,26 +45,32 @@ EXPERT_RNG = "expert-parallel-rng"
 
 
 def refuse(owner: str, name: str, wanted: object, got: object) -> NotImplementedError:
+    """Returns the error for an argument whose value is not available."""
     return NotImplementedError(f"{owner}: {name} must be {wanted}, got {got}")
 
 
 class Layout(NamedTuple):
-    """How a layer is split.
+    """Split of a layer over ranks.
 
-    ``explicit``: a layer of an expert whose collectives are those of the tokens' dispatcher.
+    Attributes:
+        group: the process group, None if it is not known yet.
+        ranks: number of its ranks.
+        explicit: True for a layer of an expert whose collectives the tokens' dispatcher has.
+        allreduce: True if gradients are reduced over the usual data-parallel ranks.
     """
 
     group: Any
     ranks: int
     explicit: bool
-    allreduce: bool  # gradients are reduced over the usual data-parallel ranks
+    allreduce: bool
 
 
 class Reader:
     """Reads ``config`` for one layer.
 
-    Errors: TypeError for a config without attributes, ValueError for a format that the recipe does
-    not have.
+    Raises:
+        TypeError: the config has no attributes.
+        ValueError: the recipe does not have the format.
     """
 
     def __init__(self, owner: str, config: Any) -> None:
@@ -80,7 +86,7 @@ class Reader:
         return getattr(self.config, name, DEFAULTS[name])
 
     def _checked_recipe(self) -> str | None:
-        """The recipe's command-line name, None where FP8 is off."""
+        """Returns the recipe's command-line name, None if FP8 is off."""
         fp8, recipe = _plain(self.fp8), _plain(self.fp8_recipe)
         if not fp8:
             return None
@@ -94,10 +100,10 @@ class Reader:
         return recipe
 
     def layout(self, tp_group: Any, is_expert: bool) -> Layout:
-        """Over which ranks the layer is split.
+        """Returns the split of the layer over ranks.
 
-        The group is ``tp_group``, else config's, else that of Megatron's parallel_state if the
-        program has imported and initialised it, else to be set before forward.
+        The group is ``tp_group``, else config's, else that of Megatron's ``parallel_state`` if the
+        program has imported and initialised it, else it must be set before forward.
         """
         group = tp_group
         if group is None:
@@ -122,7 +128,7 @@ class Reader:
 
     @property
     def device(self) -> torch.device:
-        """Where parameters are made."""
+        """Returns the device on which parameters are made."""
         if self.init_model_with_meta_device:
             return torch.device("meta")
         if self.use_cpu_initialization or not torch.cuda.is_available():
@@ -132,7 +138,7 @@ class Reader:
     def initializer(
         self, init_method: Any, dim: int, layout: Layout
     ) -> Callable[[torch.Tensor], Any]:
-        """What fills a weight split along ``dim``.
+        """Returns the function that fills a weight split along ``dim``.
 
         With ``use_cpu_initialization`` a rank takes its part of the whole weight, which all ranks
         draw alike, in float32.
@@ -173,9 +179,10 @@ class Reader:
         return part_of_whole
 
     def tracker(self) -> Callable[[], Any] | None:
-        """Where split weights are drawn from: config's, else Megatron's if it is in use.
+        """Returns a function that gives the random-state tracker of split weights.
 
-        None with ``use_cpu_initialization``, whose ranks draw alike.
+        The tracker is config's, else Megatron's if that is in use; None with
+        ``use_cpu_initialization``, whose ranks draw alike.
         """
         if self.use_cpu_initialization:
             return None
@@ -187,7 +194,7 @@ class Reader:
         return random.get_cuda_rng_tracker
 
     def shared(self, layout: Layout, is_expert: bool) -> dict[str, Any]:
-        """Keyword arguments that the linear modules have in common."""
+        """Returns the keyword arguments that the linear modules have in common."""
         ranks = 1 if layout.explicit else layout.ranks
         return {
             "sequence_parallel": bool(self.sequence_parallel) and not layout.explicit,
@@ -202,12 +209,12 @@ class Reader:
         }
 
     def part(self, name: str, value: int, layout: Layout) -> int:
-        """This rank's share of a size that an expert's layer divides itself."""
+        """Returns this rank's share of a size that an expert's layer divides itself."""
         return divided(self.owner, name, value, layout.ranks)
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """New weights keep whatever their memory holds, for a checkpoint to fill."""
+    """Leaves a new weight as its memory is, for a checkpoint to fill."""
 
 
 def _normal(weight: torch.Tensor) -> None:
@@ -215,7 +222,7 @@ def _normal(weight: torch.Tensor) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """The value of an enum, as Megatron's recipes are."""
+    """Returns the value of an enum's member (Megatron's recipes are enums), else ``value``."""
     return getattr(value, "value", value)
 
 

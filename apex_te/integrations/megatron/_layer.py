@@ -1,4 +1,4 @@
-"""What Megatron's linear layers have in common: two results, attributes, sharded state."""
+"""Common part of Megatron's linear layers: two results, attributes, sharded state."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ __all__ = ["MegatronLayer", "check_flags"]
 
 
 def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) -> None:
-    """Raises NotImplementedError for options (wanted, got) that are not as they have to be.
+    """Checks options that must have one value, and flags that must be bools.
 
-    ``flags`` must be bools: TypeError.
+    Args:
+        owner: the layer's name, for messages.
+        required: ``(wanted, got)`` by option.
+        flags: values by name.
+
+    Raises:
+        TypeError: a flag is no bool.
+        NotImplementedError: an option has another value.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -30,17 +37,18 @@ def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) 
 class MegatronLayer(torch.nn.Module):
     """Mixin of layers that return ``(out, bias)`` and know how their parameters are split.
 
-    ``sharded_axes``: the split dimension of each split parameter.
-    ``is_first_microbatch``: set True by a Megatron-style loop before the first microbatch of a
-    step; read where ``config.disable_parameter_transpose_cache`` is False.
+    Attributes:
+        sharded_axes: the split dimension of each split parameter.
+        is_first_microbatch: set to True by a Megatron-style loop before the first microbatch of a
+            step; read if ``config.disable_parameter_transpose_cache`` is False.
     """
 
     sharded_axes: dict[str, int]
     return_bias: bool
-    _several = False  # whether the offsets of several experts would be needed
+    _several = False  # True if the offsets of several experts would be needed
 
     def _finish(self, read: Reader, layout: Layout, axes: dict[str, int]) -> None:
-        """Attributes of the layer and its parameters, once the module's constructor has run."""
+        """Sets attributes of the layer and its parameters, after the module's constructor."""
         self.is_first_microbatch = True
         self.disable_parameter_transpose_cache = bool(read.disable_parameter_transpose_cache)
         self.sharded_axes = axes if layout.ranks > 1 else {}
@@ -53,7 +61,7 @@ class MegatronLayer(torch.nn.Module):
             parameter.allreduce = layout.allreduce  # type: ignore[attr-defined]
 
     def _first(self, is_first_microbatch: bool | None) -> bool | None:
-        """What a forward passes on, which ends the first microbatch."""
+        """Returns the flag for this forward, which ends the first microbatch."""
         if is_first_microbatch is None and not self.disable_parameter_transpose_cache:
             is_first_microbatch = self.is_first_microbatch
         if self.is_first_microbatch:
@@ -66,15 +74,16 @@ class MegatronLayer(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The state dict with the split parameters as parts of whole ones.
+        """Returns the state dict with the split parameters as parts of whole ones.
 
-        In a program that has imported Megatron its sharded tensors, for ``dist_checkpointing``;
-        else DTensors over the tensor-parallel ranks, for ``torch.distributed.checkpoint``. Both
-        share memory with the parameters, so that loading fills these; FP8 state does not and is
-        loaded by ``load_state_dict``.
+        In a program that has imported Megatron the parts are its sharded tensors, for
+        ``dist_checkpointing``; else they are DTensors over the tensor-parallel ranks, for
+        ``torch.distributed.checkpoint``. Both share memory with the parameters, so that loading
+        fills these; FP8 state does not, and is loaded by ``load_state_dict``.
 
-        Errors: ValueError for ``sharded_offsets`` without Megatron, or where no group is known;
-        NotImplementedError for experts that are spread over ranks.
+        Raises:
+            ValueError: ``sharded_offsets`` are given without Megatron, or no group is known.
+            NotImplementedError: experts are spread over ranks.
         """
         owner, axes = type(self).__name__, self.sharded_axes
         group = getattr(self, "tp_group", None)

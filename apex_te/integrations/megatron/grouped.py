@@ -32,14 +32,21 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
         config: any object; see ``_config.DEFAULTS`` for what is read. ``use_gmm_fp8=False`` keeps
             the layer in high precision.
         init_method: fills new weights in place; None: config's, else N(0, 0.023).
-        bias: must be False. skip_bias_add: of no effect. tp_comm_buffer_name: a name, not used.
-        is_expert: ``config.expert_model_parallel_size`` above 1 then sets ``allreduce=False``.
-        tp_group: the ranks, as in ``TEColumnParallelLinear``. pg_collection: an object with the
-            groups ``expt_tp`` and ``tp``, of which one is taken instead.
+        bias: must be False.
+        skip_bias_add: has no effect.
+        is_expert: True sets ``allreduce=False`` if experts are spread over ranks.
+        tp_comm_buffer_name: not used.
+        tp_group: the ranks, as in ``TEColumnParallelLinear``.
+        pg_collection: an object with the groups ``expt_tp`` and ``tp``, of which one is taken if
+            ``tp_group`` is None.
 
-    Parameters ``weight0`` .. [output_size, input_size], split as said.
+    Attributes:
+        weight0, weight1, ...: ``[output_size, input_size]``, one for each layer, split by
+            ``parallel_mode``.
 
-    Errors: NotImplementedError for a bias and for block scaling; TypeError for an unknown argument.
+    Raises:
+        NotImplementedError: a bias or block scaling is asked for.
+        TypeError: an argument is unknown or has a wrong type.
     """
 
     _several = True
@@ -91,87 +98,70 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """``(out, None)`` for the rows of each layer in order, counted by ``m_splits``.
+        """Applies each layer to its rows of ``x``, which are counted by ``m_splits``.
 
-        Errors: NotImplementedError inside ``fp8_autocast`` with block scaling.
+        Returns:
+            ``(out, None)``.
+
+        Raises:
+            NotImplementedError: the region has block scaling.
         """
         first = self._first(is_first_microbatch)
         region = local.region
-        if region is None or not region.enabled:
-            return GroupedLinear.forward(self, x, m_splits, first), None  # type: ignore[return-value]
-        if not self.use_gmm_fp8:
-            with fp8_autocast(enabled=False):
-                return GroupedLinear.forward(self, x, m_splits, first), None  # type: ignore[return-value]
-        if region.recipe.quantizer == "block":
-            raise refuse(
-                type(self).__name__, "fp8_recipe", "another than block scaling", "BlockScaling"
-            )
+        if region is not None and region.enabled:
+            if not self.use_gmm_fp8:
+                with fp8_autocast(enabled=False):
+                    return GroupedLinear.forward(self, x, m_splits, first), None  # type: ignore[return-value]
+            if region.recipe.quantizer == "block":
+                raise refuse(
+                    type(self).__name__, "fp8_recipe", "another than block scaling", "BlockScaling"
+                )
         return GroupedLinear.forward(self, x, m_splits, first), None  # type: ignore[return-value]
 
 
-class MindSpeedTEColumnParallelGroupedLinear(MindSpeedTEGroupedLinear):
+class _ParallelGroupedLinear(MindSpeedTEGroupedLinear):
+    """``MindSpeedTEGroupedLinear`` with the parallel mode of its class."""
+
+    _mode: str
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: Any,
+        init_method: Init,
+        bias: bool,
+        skip_bias_add: bool,
+        is_expert: bool,
+        tp_comm_buffer_name: str | None = None,
+        tp_group: Any = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(
+            num_gemms,
+            input_size,
+            output_size,
+            parallel_mode=self._mode,
+            config=config,
+            init_method=init_method,
+            bias=bias,
+            skip_bias_add=skip_bias_add,
+            is_expert=is_expert,
+            tp_comm_buffer_name=tp_comm_buffer_name,
+            tp_group=tp_group,
+            pg_collection=pg_collection,
+        )
+
+
+class MindSpeedTEColumnParallelGroupedLinear(_ParallelGroupedLinear):
     """``MindSpeedTEGroupedLinear`` with ``parallel_mode="column"``."""
 
-    def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: Init,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Any = None,
-        pg_collection: Any = None,
-    ) -> None:
-        super().__init__(
-            num_gemms,
-            input_size,
-            output_size,
-            parallel_mode="column",
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            tp_group=tp_group,
-            pg_collection=pg_collection,
-        )
+    _mode = "column"
 
 
-class MindSpeedTERowParallelGroupedLinear(MindSpeedTEGroupedLinear):
+class MindSpeedTERowParallelGroupedLinear(_ParallelGroupedLinear):
     """``MindSpeedTEGroupedLinear`` with ``parallel_mode="row"``."""
 
-    def __init__(
-        self,
-        num_gemms: int,
-        input_size: int,
-        output_size: int,
-        *,
-        config: Any,
-        init_method: Init,
-        bias: bool,
-        skip_bias_add: bool,
-        is_expert: bool,
-        tp_comm_buffer_name: str | None = None,
-        tp_group: Any = None,
-        pg_collection: Any = None,
-    ) -> None:
-        super().__init__(
-            num_gemms,
-            input_size,
-            output_size,
-            parallel_mode="row",
-            config=config,
-            init_method=init_method,
-            bias=bias,
-            skip_bias_add=skip_bias_add,
-            is_expert=is_expert,
-            tp_comm_buffer_name=tp_comm_buffer_name,
-            tp_group=tp_group,
-            pg_collection=pg_collection,
-        )
+    _mode = "row"

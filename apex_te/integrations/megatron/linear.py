@@ -64,36 +64,45 @@ class _ParallelLinear(MegatronLayer, Linear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``(out, bias)``: the bias with ``skip_bias_add``, not added, else None."""
+        """Applies the layer.
+
+        Returns:
+            ``(out, bias)``: with ``skip_bias_add`` the bias that was not added, else None.
+        """
         first = self._first(is_first_microbatch)
         return self._paired(Linear.forward(self, x, is_first_microbatch=first))
 
 
 class TEColumnParallelLinear(_ParallelLinear):
-    """A linear layer of whose weight [output_size, input_size] a rank has rows.
+    """Linear layer whose weight ``[output_size, input_size]`` is split by rows over ranks.
 
     With ``config.sequence_parallel`` the input's rows (dimension 0) are gathered and its gradient
     is reduce-scattered; without it, the gradient is all-reduced. Output features stay split.
+    ``forward`` returns ``(out, bias or None)``.
 
     Args:
         input_size, output_size: sizes of the whole layer.
-        config: any object; see ``_config.DEFAULTS`` for what is read.
+        config: any object; ``_config.DEFAULTS`` lists the attributes that are read.
         init_method: fills a new weight in place; None: config's, else N(0, 0.023).
         gather_output: must be False.
         bias: learn a bias ``[output_size / ranks]``.
         skip_bias_add: return the bias instead of adding it.
         is_expert: the layer of an expert. Split, or with ``config.expert_model_parallel_size``
             above 1, it has no collectives: the dispatcher of the tokens has them.
-        skip_weight_param_allocation: must be False. tp_comm_buffer_name: a name, not used.
-        tp_group: the ranks; see ``Reader.layout`` for where else they are looked for.
+        skip_weight_param_allocation: must be False.
+        tp_comm_buffer_name: not used.
+        tp_group: the ranks; ``Reader.layout`` says where else they are looked for.
         stride: must be 1.
 
-    Parameters ``weight``, ``bias``, with ``tensor_model_parallel``, ``partition_dim``,
-    ``partition_stride``, ``sequence_parallel`` and ``allreduce`` (False for experts that are spread
-    over ranks). Returns ``(out, bias or None)``.
+    Attributes:
+        weight, bias: Parameters with the attributes ``tensor_model_parallel``, ``partition_dim``,
+            ``partition_stride``, ``sequence_parallel`` and ``allreduce`` (False for experts that
+            are spread over ranks).
 
-    Errors: NotImplementedError for what must be as said, TypeError for an unknown argument,
-    ValueError for sizes that the ranks do not divide.
+    Raises:
+        NotImplementedError: an argument has another value than the one it must have.
+        TypeError: an argument is unknown or has a wrong type.
+        ValueError: the ranks do not divide a size.
     """
 
     def __init__(
@@ -126,7 +135,7 @@ class TEColumnParallelLinear(_ParallelLinear):
 
 
 class TERowParallelLinear(_ParallelLinear):
-    """A linear layer of whose weight [output_size, input_size] a rank has columns.
+    """Linear layer whose weight ``[output_size, input_size]`` is split by columns over ranks.
 
     The output is all-reduced, or with ``config.sequence_parallel`` reduce-scattered along
     dimension 0; then the bias is added.
@@ -134,10 +143,14 @@ class TERowParallelLinear(_ParallelLinear):
     Args:
         input_is_parallel: must be True: the input's features are split.
         bias: learn a bias ``[output_size]``, whole on every rank.
-        Others: as in ``TEColumnParallelLinear``.
 
-    Parameters, results and errors: as ``TEColumnParallelLinear``. NotImplementedError, too, for an
-    expert's split layer that is to add a bias: every rank would add it.
+    Other arguments, attributes and results are those of ``TEColumnParallelLinear``.
+
+    Raises:
+        NotImplementedError: as for ``TEColumnParallelLinear``, and for an expert's split layer that
+            is to add a bias, which every rank would add.
+        TypeError: as for ``TEColumnParallelLinear``.
+        ValueError: as for ``TEColumnParallelLinear``.
     """
 
     def __init__(
@@ -165,16 +178,17 @@ class TERowParallelLinear(_ParallelLinear):
 
 
 class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
-    """A norm and a column-parallel linear layer; in FP8 the norm writes the GEMM's input.
+    """Norm and column-parallel linear layer; in FP8 the norm writes the product's input.
 
-    ``config.normalization`` is LayerNorm or RMSNorm, ``config.layernorm_epsilon`` its eps.
+    ``config.normalization`` is LayerNorm or RMSNorm, ``config.layernorm_epsilon`` its eps. Other
+    arguments, results and errors are those of ``TEColumnParallelLinear``.
 
     Args:
         is_expert: must be False.
-        Others: as in ``TEColumnParallelLinear``.
 
-    Parameters ``layer_norm_weight``, ``layer_norm_bias`` (LayerNorm), ``weight``, ``bias``. Results
-    and errors: as ``TEColumnParallelLinear``.
+    Attributes:
+        layer_norm_weight, layer_norm_bias: the norm's Parameters; RMSNorm has no bias.
+        weight, bias: the linear layer's Parameters.
     """
 
     def __init__(
@@ -223,7 +237,11 @@ class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
     def forward(
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``(out, bias)``: the bias with ``skip_bias_add``, not added, else None."""
+        """Applies norm and linear layer.
+
+        Returns:
+            ``(out, bias)``: with ``skip_bias_add`` the bias that was not added, else None.
+        """
         first = self._first(is_first_microbatch)
         return self._paired(LayerNormLinear.forward(self, inp, first))
 

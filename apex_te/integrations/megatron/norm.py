@@ -1,4 +1,4 @@
-"""MindSpeed's LayerNorm."""
+"""LayerNorm by MindSpeed's name and signature."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ class MindSpeedTELayernorm(LayerNorm):
     Args:
         hidden_size: size of the last dimension.
         eps: added to the variance.
-        sequence_parallel: the parameters' attribute of that name.
+        sequence_parallel: sets the parameters' attribute of that name.
         zero_centered_gamma: must be False.
-        config: ``params_dtype`` and the device are read of it, if given.
-        params_dtype, device: as in ``apex_te.LayerNorm``, before config's.
+        config: gives ``params_dtype`` and the device.
+        params_dtype, device: as in ``apex_te.LayerNorm``; go before config's.
 
-    Errors: NotImplementedError for ``zero_centered_gamma=True``, TypeError for any other argument.
+    Raises:
+        NotImplementedError: ``zero_centered_gamma`` is True.
+        TypeError: an argument is unknown.
     """
 
     def __init__(
