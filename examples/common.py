@@ -1,4 +1,4 @@
-"""What the examples share: the command line, the training loop, the table and the picture.
+"""Common part of the examples: the command line, the training loop, the table and the picture.
 
 An example states a ``Task``: its model, batches, loss and measure. ``compare`` trains it without
 FP8 and with every recipe asked for, from the same seed and on the same batches.
@@ -37,25 +37,25 @@ LOG_EVERY = 10  # steps between readings of the loss, each of which waits for th
 
 
 class Task(Protocol):
-    """What an example trains.
+    """Task that an example trains a model for.
 
     Attributes:
-        measure: what ``evaluate`` gives, higher is better.
+        measure: name of the figure that ``evaluate`` returns, higher is better.
     """
 
     measure: str
 
     def model(self, te: bool) -> nn.Module:
-        """A new model, of plain PyTorch modules or (``te``) of apex_te's."""
+        """Returns a new model, of plain PyTorch modules or (``te``) of apex_te's."""
 
     def batch(self, generator: torch.Generator) -> tuple[torch.Tensor, ...]:
-        """The next batch, on the device."""
+        """Returns the next batch, on the device."""
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Mean loss of a batch, fp32."""
+        """Returns the mean loss of a batch, fp32."""
 
     def evaluate(self, model: nn.Module) -> float:
-        """The measure on held-out data, called without grad and in eval mode."""
+        """Returns the measure on held-out data; called without grad and in eval mode."""
 
 
 class Run(NamedTuple):
@@ -81,7 +81,7 @@ class Result:
 def add_arguments(
     parser: argparse.ArgumentParser, *, steps: int, lr: float, name: str
 ) -> argparse.ArgumentParser:
-    """Add what every example takes."""
+    """Adds the arguments that every example takes."""
     add = parser.add_argument
     add("--use-te", action="store_true", help="also train with apex_te's modules, without FP8")
     add(
@@ -100,7 +100,7 @@ def add_arguments(
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked, with the runs that it asks for in ``args.runs``."""
+    """Returns the checked command line, with the runs that it asks for in ``args.runs``."""
     args = parser.parse_args(argv)
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,7 +115,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def planned(args: argparse.Namespace) -> list[Run]:
-    """The baseline, and what the switches add to it."""
+    """Returns the baseline and the runs that the switches add to it."""
     local = args.transformer_impl == "local"
     if local and (args.use_te or args.use_fp8):
         switch = "--use-fp8" if args.use_fp8 else "--use-te"
@@ -136,7 +136,7 @@ def planned(args: argparse.Namespace) -> list[Run]:
 
 
 def _short(recipe: Recipe) -> Recipe:
-    """Delayed scaling with a history that fits short runs; other recipes as they are."""
+    """Shortens the amax history of delayed scaling for short runs; other recipes stay."""
     if not isinstance(recipe, DelayedScaling):
         return recipe
     return DelayedScaling(fp8_format=recipe.fp8_format, amax_history_len=HISTORY)
@@ -144,7 +144,7 @@ def _short(recipe: Recipe) -> Recipe:
 
 @contextlib.contextmanager
 def precision(run: Run, device: str) -> Iterator[None]:
-    """What a forward runs in: bf16 autocast on a GPU, fp32 on a CPU, FP8 inside where asked for."""
+    """Enters the precision of a forward: bf16 on a GPU, fp32 on a CPU, FP8 inside if asked for."""
     with contextlib.ExitStack() as stack:
         if device.startswith("cuda"):
             stack.enter_context(torch.autocast("cuda", dtype=torch.bfloat16))
@@ -154,7 +154,7 @@ def precision(run: Run, device: str) -> Iterator[None]:
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up over a tenth of the run, then a cosine down to a tenth of the peak."""
+    """Returns a step's rate: linear warm-up over a tenth of the run, then a cosine to a tenth."""
     warm_up = max(1, steps // 10)
     if step < warm_up:
         return peak * (step + 1) / warm_up
@@ -163,7 +163,7 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 
 def train(run: Run, task: Task, args: argparse.Namespace) -> Result:
-    """Train ``task`` once; the same seed gives every run the same start and the same batches."""
+    """Trains ``task`` once; the same seed gives every run the same start and the same batches."""
     started = time.perf_counter()
     torch.manual_seed(args.seed)
     model = task.model(run.te).to(args.device)
@@ -207,7 +207,7 @@ def train(run: Run, task: Task, args: argparse.Namespace) -> Result:
 
 
 def compare(task: Task, args: argparse.Namespace) -> list[Result]:
-    """Train every run of ``args``, print the table, write the figures and draw the picture."""
+    """Trains every run of ``args``, prints the table, writes the figures and draws the picture."""
     results = [train(run, task, args) for run in args.runs]
     print(f"\n{table(results, task.measure)}\n")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -227,7 +227,7 @@ def compare(task: Task, args: argparse.Namespace) -> list[Result]:
 
 
 def table(results: list[Result], measure: str) -> str:
-    """A plain-text table with one line per run; the loss is the mean of the last tenth."""
+    """Returns a plain-text table with one line per run; the loss is the mean of the last tenth."""
     rows = [("", "loss", measure, "FP8 products per step", "seconds")]
     for result in results:
         tail = result.losses[-max(1, len(result.losses) // 10) :]
@@ -247,7 +247,7 @@ def table(results: list[Result], measure: str) -> str:
 
 
 def smooth(values: list[float], keep: float = 0.9) -> list[float]:
-    """Exponential moving average without the bias towards its first value."""
+    """Returns the exponential moving average without the bias towards its first value."""
     mean, weight, out = 0.0, 0.0, []
     for value in values:
         mean = keep * mean + (1 - keep) * value

@@ -25,10 +25,14 @@ LATEST = "latest.json"  # in a folder: which step is whole, and the settings
 
 
 class Store(Protocol):
-    """Where a run is kept."""
+    """Place where a run is kept."""
 
     def exists(self) -> bool:
-        """Whether it holds one. ValueError for one that only another kind of run can read."""
+        """Returns True if there is a saved run.
+
+        Raises:
+            ValueError: only another kind of run can read it.
+        """
 
     def save(
         self,
@@ -52,18 +56,18 @@ class Store(Protocol):
     ) -> int:
         """Restores what ``save`` wrote and returns the step to continue from.
 
-        ValueError when the run was saved with other settings, since it could not continue as it
-        was, and for one that cannot be read; it names the file.
+        Raises:
+            ValueError: the run was saved with other settings, or cannot be read; names the file.
         """
 
 
 def store(path: Path, layout: Layout) -> Store:
-    """The run at ``path``, <name>.pt, or in the folder <name> next to it for several ranks."""
+    """Returns the run at ``path``, <name>.pt, or of several ranks in the folder <name>."""
     return Folder(path.with_suffix(""), layout) if layout.started else File(path)
 
 
 def others(path: Path) -> list[str]:
-    """The runs beside the one at ``path``, by the names of their files or folders."""
+    """Returns the names of the runs beside the one at ``path``."""
     if not path.parent.is_dir():
         return []
     beside = path.parent.iterdir()
@@ -82,7 +86,7 @@ def _check(where: Path, saved: dict[str, object], settings: dict[str, object]) -
 
 @contextlib.contextmanager
 def _reading(where: Path) -> Iterator[None]:
-    """Names the file in whatever goes wrong inside."""
+    """Names the file in the message of any error inside."""
     try:
         yield
     except BaseException as error:  # as what torch.distributed.checkpoint raises is
@@ -161,8 +165,8 @@ class Folder:
     """A run of several ranks: <folder>/<step>, and a file that names the last step.
 
     Parts of split weights are saved at their place in the whole, so that ranks may split them
-    otherwise when they resume. Of random states there is only that of the batches; nothing else
-    here draws after the start.
+    otherwise when they resume. The only random state is that of the batches; nothing else here
+    draws after the start.
     """
 
     def __init__(self, path: Path, layout: Layout) -> None:

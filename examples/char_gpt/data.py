@@ -35,12 +35,12 @@ def _hash(name: str) -> int:
 
 
 def is_held_out(name: str) -> bool:
-    """Whether the file with this path relative to the root belongs to the validation set."""
+    """Returns True if the file with this path below the root belongs to the validation set."""
     return _hash(name) % HELD_OUT_EVERY == 0
 
 
 def list_sources(root: Path) -> list[str]:
-    """Relative POSIX paths of the .py files under ``root`` that may be used, sorted by hash.
+    """Returns relative POSIX paths of the usable .py files under ``root``, sorted by hash.
 
     The order is the same on every machine and independent of the alphabet, so that a size limit
     takes a fair sample of the files.
@@ -64,7 +64,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, text: str, rarest: float = 2e-6, at_most: int = 127) -> Vocabulary:
-        """The characters that make up at least the share ``rarest`` of ``text``."""
+        """Makes a vocabulary of characters that are at least the share ``rarest`` of ``text``."""
         counts = Counter(text)
         floor = max(1.0, rarest * len(text))
         kept = [c for c, n in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
@@ -72,12 +72,12 @@ class Vocabulary:
         return cls("".join(sorted(kept)))
 
     def encode(self, text: str) -> torch.Tensor:
-        """The ids of ``text``, uint8 [len(text)]."""
+        """Returns the ids of ``text``, uint8 [len(text)]."""
         table = {ord(c): i + 1 for i, c in enumerate(self.characters)}
         return torch.tensor([table.get(ord(c), UNKNOWN) for c in text], dtype=torch.uint8)
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ``ids``; unknown characters appear as U+FFFD."""
+        """Returns the text of ``ids``; unknown characters appear as U+FFFD."""
         return "".join("\ufffd" if i == UNKNOWN else self.characters[i - 1] for i in ids)
 
 
@@ -92,7 +92,7 @@ class Corpus:
     validation_files: tuple[str, ...]
 
     def to(self, device: torch.device) -> Corpus:
-        """The same corpus with its ids on ``device``."""
+        """Returns the corpus with its ids on ``device``."""
         return Corpus(
             self.vocabulary,
             self.train.to(device),
@@ -106,8 +106,10 @@ def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
     """Reads up to ``max_bytes`` of whole files under ``root`` (default: the standard library).
 
     About every tenth file, chosen by the hash of its name, is held out for validation; a tenth of
-    ``max_bytes`` is theirs. Files that are not UTF-8 are left out. ValueError when nothing remains
-    on either side.
+    ``max_bytes`` is theirs. Files that are not UTF-8 are left out.
+
+    Raises:
+        ValueError: nothing remains on either side.
     """
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     texts: dict[bool, list[str]] = {False: [], True: []}
@@ -142,7 +144,7 @@ def load_corpus(max_bytes: int, root: Path | None = None) -> Corpus:
 
 
 def windows(ids: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torch.Tensor, ...]:
-    """Inputs and targets, int64 [len(starts), context], of the windows that begin at ``starts``."""
+    """Returns inputs and targets, int64 [len(starts), context], of the windows at ``starts``."""
     index = starts.to(ids.device)[:, None] + torch.arange(context + 1, device=ids.device)
     rows = ids[index].long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -151,7 +153,7 @@ def windows(ids: torch.Tensor, starts: torch.Tensor, context: int) -> tuple[torc
 def random_batch(
     ids: torch.Tensor, batch: int, context: int, generator: torch.Generator
 ) -> tuple[torch.Tensor, ...]:
-    """``batch`` random windows of ``ids``; the positions come from the CPU ``generator``."""
+    """Returns ``batch`` random windows of ``ids``; the CPU ``generator`` draws the positions."""
     starts = torch.randint(len(ids) - context, (batch,), generator=generator)
     return windows(ids, starts, context)
 
@@ -159,7 +161,7 @@ def random_batch(
 def validation_batches(
     ids: torch.Tensor, batch: int, context: int, count: int
 ) -> list[tuple[torch.Tensor, ...]]:
-    """At most ``count`` full batches of windows spread evenly over ``ids``, without overlap."""
+    """Returns at most ``count`` full batches of windows, evenly over ``ids``, without overlap."""
     possible = (len(ids) - 1) // context
     wanted = min(count, possible // batch) * batch
     if wanted < 1:

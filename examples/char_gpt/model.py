@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 def te_block(dim: int, heads: int, layout: parallel.Layout) -> TransformerLayer:
-    """The same block as one module: parameters of the same shapes in the same order.
+    """Returns the block as one module, with parameters of the same shapes in the same order.
 
     With tensor parallelism it is this rank's part; with sequence parallelism it takes and gives
     [context / ranks, batch, dim].
@@ -115,7 +115,7 @@ class CharGPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def linears(self) -> int:
-        """The number of linear layers in blocks, which compute in FP8 where it is on."""
+        """Returns the number of linear layers in blocks, which compute in FP8 if it is on."""
         return LINEARS_PER_BLOCK * len(self.blocks)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How a run is spread over ranks: tensor, sequence and data parallelism, FSDP.
+"""Spreads a run over ranks: tensor, sequence and data parallelism, FSDP.
 
 The model and the batches are those of a run on one rank: weights are drawn whole and cut, and every
 rank takes its windows of the same batch. What remains is arithmetic in another order.
@@ -22,7 +22,7 @@ from apex_te.recipe import MXFP8Scaling, Recipe
 
 @dataclass(frozen=True)
 class Layout:
-    """The ranks of a run and what each does; one rank by default.
+    """Ranks of a run and what each does; one rank by default.
 
     Neighbouring ranks form a tensor-parallel group (``tp``), ranks at the same place of these
     groups a data-parallel one (``dp``).
@@ -71,18 +71,18 @@ class Layout:
         return self.mesh["dp"].get_group()
 
     def own_windows(self, batch: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """This rank's windows of a global batch."""
+        """Returns this rank's windows of a global batch."""
         return tuple(part.chunk(self.dp)[self.dp_rank] for part in batch)
 
     def mean(self, losses: torch.Tensor) -> torch.Tensor:
-        """The mean over data-parallel ranks, whose shares of the batch are equal."""
+        """Returns the mean over data-parallel ranks, whose shares of the batch are equal."""
         if self.dp > 1:
             distributed.all_reduce(losses, group=self.dp_group)
             losses /= self.dp
         return losses
 
     def cut(self, name: str, whole: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the ``whole`` of a parameter."""
+        """Returns this rank's part of the ``whole`` of a parameter."""
         if not is_split(parameter):
             return whole
         dim: int = parameter.partition_dim  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ class Layout:
         return torch.cat([part.chunk(self.tp, dim)[self.tp_rank] for part in parts], dim)
 
     def whole_shape(self, parameter: torch.Tensor) -> list[int]:
-        """The shape of all ranks' parts of a parameter."""
+        """Returns the shape of all ranks' parts of a parameter."""
         shape = list(parameter.shape)
         if is_split(parameter):
             shape[parameter.partition_dim] *= self.tp  # type: ignore[attr-defined]
@@ -99,12 +99,12 @@ class Layout:
 
 
 def is_split(parameter: torch.Tensor) -> bool:
-    """Whether each tensor-parallel rank has a part of its own."""
+    """Returns True if each tensor-parallel rank has a part of its own."""
     return getattr(parameter, "tensor_model_parallel", False)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what only runs under torchrun take."""
+    """Adds the arguments that only runs under torchrun take."""
     group = parser.add_argument_group("several ranks", "with torchrun --nproc_per_node N")
     add = group.add_argument
     add("--tp", type=int, default=1, help="ranks that split every layer; the others split the data")
@@ -114,19 +114,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def launched() -> bool:
-    """Whether several processes were started together, or a process group exists."""
+    """Returns True if several processes were started together, or a process group exists."""
     return distributed.is_initialized() or "WORLD_SIZE" in os.environ
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """This process among those of the run."""
+    """Returns this process's rank and the number of ranks."""
     if distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def device_of(device: str) -> str:
-    """Each rank's own GPU where ``device`` is "cuda"; else as it is."""
+    """Returns the rank's own GPU if ``device`` is "cuda", else ``device``."""
     if device == "cuda" and launched():
         rank = rank_and_ranks()[0] % torch.cuda.device_count()
         return f"cuda:{os.environ.get('LOCAL_RANK', rank)}"
@@ -167,7 +167,7 @@ def check(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 
 
 def start(args: argparse.Namespace) -> Layout:
-    """The layout that the switches ask for; starts the process group unless there is one."""
+    """Returns the layout that the switches ask for; starts a process group if there is none."""
     if not launched():
         return Layout()
     device_type = args.device.split(":")[0]
@@ -217,12 +217,12 @@ class Parallel:
         self._others = list(parameters.values())
 
     def finish_gradients(self) -> None:
-        """Sum what each tensor-parallel rank has of its own rows alone; after backward."""
+        """Sums after backward the gradients that tensor-parallel ranks have of their own rows only."""
         if self._summed:
             reduce_main_grads(self._summed, self.layout.tp_group, average=False)
 
     def clip_gradients(self, limit: float) -> None:
-        """Scale gradients whose norm over all ranks is above ``limit``; the same on each rank."""
+        """Scales gradients whose norm over all ranks is above ``limit``; the same on each rank."""
         layout = self.layout
         if layout.ranks == 1 and not layout.fsdp:
             nn.utils.clip_grad_norm_(self._others, limit)
@@ -244,7 +244,7 @@ def _local_gradients(parameters: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _square(gradients: list[torch.Tensor], like: list[torch.Tensor]) -> torch.Tensor:
-    """The sum of all squares, fp32 []; zero on the device of ``like`` without gradients."""
+    """Returns the sum of all squares, fp32 []; zero on the device of ``like`` without gradients."""
     if not gradients:
         return torch.zeros((), device=like[0].device)
     return nn.utils.get_total_norm(gradients).float().square()
@@ -282,10 +282,10 @@ def _part(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def own_rows(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """This rank's rows [rows / ranks, ..] of ``x``, which every rank has whole."""
+    """Returns this rank's rows [rows / ranks, ..] of ``x``, which every rank has whole."""
     return _OwnRows.apply(x, group)
 
 
 def all_rows(x: torch.Tensor, group: Any) -> torch.Tensor:
-    """The rows [rows * ranks, ..] of all ranks."""
+    """Returns the rows [rows * ranks, ..] of all ranks."""
     return _AllRows.apply(x, group)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a table, a loss-curve picture and a JSON file."""
+"""Results of a run: a table, a loss-curve picture and a JSON file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Result:
 
 
 def table(results: list[Result]) -> str:
-    """A plain-text table with one line per run; the first is what the others are compared with."""
+    """Returns a plain-text table with one line per run, all compared with the first."""
     baseline = results[0]
     rows = [
         (
@@ -63,7 +63,7 @@ def table(results: list[Result]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """``rows`` right-aligned under the first one."""
+    """Returns ``rows`` right-aligned under the first one."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     lines.insert(1, "  ".join("-" * width for width in widths))

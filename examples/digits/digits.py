@@ -42,7 +42,7 @@ class Digits:
         self.batch_size, self.width = args.batch, args.width
 
     def model(self, te: bool) -> nn.Module:
-        """The same weights either way: apex_te's modules are made of PyTorch's."""
+        """Returns a classifier with the same weights either way: apex_te's is made of PyTorch's."""
         width = self.width
         model = nn.Sequential(
             nn.Linear(PIXELS, width), nn.LayerNorm(width), nn.GELU(),

@@ -134,7 +134,7 @@ class Sort:
 
 
 def is_held_out(digits: torch.Tensor) -> torch.Tensor:
-    """Whether each sequence belongs to the test set, bool [count]."""
+    """Returns True, in a bool [count], for each sequence of the test set."""
     weights = torch.tensor(WEIGHTS)[torch.arange(digits.shape[1]) % len(WEIGHTS)]
     return (digits * weights).sum(-1) % 4 == 0
 
