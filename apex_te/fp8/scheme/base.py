@@ -515,7 +515,7 @@ class Slots:
         first_due: for each slot, True while its first scale has still to be computed from data.
         first_on_device: int32 flags ``[slots]`` for those whose data only the device counts, for
             each tuple of slot numbers.
-        sharing: the ranks that compute the scales together.
+        sync: the ranks that compute the scales together.
         update_scales: rolls histories and sets scales and their inverses by the recipe's formula:
             ``(histories, scales, scale_invs, fp8_max, recipe, nonfinite_count)``.
     """
@@ -523,7 +523,7 @@ class Slots:
     gemms: tuple[GemmSlots, ...]
     first_due: list[bool]
     first_on_device: dict[tuple[int, ...], torch.Tensor]
-    sharing: ScaleSharing
+    sync: ScaleSharing
     update_scales: Callable[..., None]
 
 

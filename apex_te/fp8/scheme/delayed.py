@@ -111,10 +111,10 @@ class DelayedScalingQuantizer(Quantizer):
         scale: fp32 ``[1]``, a view of the state.
         amax: fp32 ``[1]`` staging slot that takes max |x|, or None to record nothing.
         first: computes the first scale from the data, or None.
-        sharing: whose scale it is, if it is computed from the amaxes of all ranks of a group.
+        sync: whose scale it is, if it is computed from the amaxes of all ranks of a group.
     """
 
-    __slots__ = ("amax", "first", "scale", "sharing")
+    __slots__ = ("amax", "first", "scale", "sync")
 
     def __init__(
         self,
@@ -122,13 +122,13 @@ class DelayedScalingQuantizer(Quantizer):
         scale: torch.Tensor,
         amax: torch.Tensor | None = None,
         first: FirstStep | None = None,
-        sharing: ScaleSharing | None = None,
+        sync: ScaleSharing | None = None,
     ) -> None:
         self.dtype = dtype
         self.scale = scale
         self.amax = amax
         self.first = first
-        self.sharing = sharing
+        self.sync = sync
 
     def quantize(
         self,
@@ -200,12 +200,12 @@ class DelayedScalingQuantizer(Quantizer):
         """
         if self.amax is None:
             return
-        sharing = self.sharing
-        if group is not None and (sharing is None or not sharing.reduced_over(group)):
+        sync = self.sync
+        if group is not None and (sync is None or not sync.reduced_over(group)):
             raise ValueError(
                 "fp8_autocast: amaxes of weights that are gathered in FP8 must be reduced over "
                 "the ranks that have the shards (reduce_amax=True and an fp8_group with all of "
-                "them), got " + ("reduce_amax=False" if sharing is None else "another fp8_group")
+                "them), got " + ("reduce_amax=False" if sync is None else "another fp8_group")
             )
         first = self.first
         if first is not None:
@@ -223,11 +223,11 @@ class DelayedScalingQuantizer(Quantizer):
         return shared_scale(producer.fp8(scale, dtype, rowwise, columnwise, self.amax), dtype)
 
     def shared(self, group: Any) -> DelayedScalingQuantizer | None:
-        sharing = self.sharing
-        if sharing is None or not sharing.over(group):
+        sync = self.sync
+        if sync is None or not sync.over(group):
             return None
         first = None if self.first is None else self.first.over(group)
-        return DelayedScalingQuantizer(self.dtype, self.scale, self.amax, first, sharing)
+        return DelayedScalingQuantizer(self.dtype, self.scale, self.amax, first, sync)
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
         return DelayedGroups(quantizers) if self.dtype in FP8_DTYPES else None
@@ -385,16 +385,16 @@ def _build_gemm(
     """Returns the quantizers of one GEMM, in the order of ``QuantizerSets``."""
     formats = formats_of(recipe.fp8_format, gemm.input.scale.device)
     forward = (formats.fwd_dtype, formats.max_fwd)
-    sharing = slots.sharing if recipe.reduce_amax else None
+    sync = slots.sync if recipe.reduce_amax else None
 
     def recording(dtype: torch.dtype, fp8_max: float, slot: Slot) -> DelayedScalingQuantizer:
         with_first = recipe.first_step == "current"
         first = FirstStep(slots, slot, fp8_max, recipe) if with_first else None
-        return DelayedScalingQuantizer(dtype, slot.scale, slot.amax, first, sharing)
+        return DelayedScalingQuantizer(dtype, slot.scale, slot.amax, first, sync)
 
     def reading(dtype: torch.dtype, scale: torch.Tensor | None) -> DelayedScalingQuantizer:
         assert scale is not None
-        return DelayedScalingQuantizer(dtype, scale, sharing=sharing)
+        return DelayedScalingQuantizer(dtype, scale, sync=sync)
 
     inp, weight = recording(*forward, gemm.input), recording(*forward, gemm.weight)
     inp_frozen = reading(formats.fwd_dtype, gemm.input.scale)
