@@ -94,13 +94,13 @@ class AmaxGroups:
         for group, count in itertools.zip_longest(self._groups, known, fillvalue=self._pending):
             group.pending = count  # type: ignore[union-attr]
 
+    def any_pending(self) -> bool:
+        """Returns True if an update is pending, perhaps in an amax group to come."""
+        return bool(self._pending or self.waiting())
+
     def waiting(self) -> list[AmaxGroup]:
         """Returns the amax groups with pending regions."""
         return [group for group in self._groups if group.pending]
-
-    def any_pending(self) -> bool:
-        """Returns True if an update is pending, perhaps in an amax group to come."""
-        return bool(self._pending) or any(group.pending for group in self._groups)
 
     def enter(self, recipe: DelayedScaling, group: Any) -> AmaxGroup:
         """Returns the amax group of a region, now the current one, reduced over ``group``."""
@@ -129,14 +129,22 @@ class AmaxGroups:
             )
         return [found for found in waiting if found.key in (key, "own", None)]
 
-    def loaded(self, sync: ScaleSync, number: int | None, pending: int) -> None:
+    def loaded(
+        self, sync: ScaleSync, number: int | None, pending: int, is_copy: bool = False
+    ) -> None:
         """Takes over the clock of a state that was saved.
 
         Args:
             sync: of the state.
             number: of the amax group that it was in; None if it was in none.
             pending: regions that were pending there.
+            is_copy: the state was pickled or copied, perhaps in a process that has trained itself:
+                the regions pending in that process count as well.
         """
+        if is_copy and number is None:
+            pending = max(pending, self.pending)
+        elif is_copy and number is not None and number < len(self._groups):
+            pending = max(pending, self._groups[number].pending)
         if number is None:
             self.pending = pending
         else:
@@ -147,17 +155,6 @@ class AmaxGroups:
             sync.amax_group.pending = pending
         self.recipe = None  # so that states of compiled code follow the next region's
         registry.changed()
-
-    def unpickled(self, sync: ScaleSync, number: int | None, pending: int) -> None:
-        """Takes over the clock of a state's copy; arguments as for ``loaded``.
-
-        In a process that has trained itself, the regions pending there count as well.
-        """
-        if number is not None and number < len(self._groups):
-            pending = max(pending, self._groups[number].pending)
-        elif number is None:
-            pending = max(pending, self.pending)
-        self.loaded(sync, number, pending)
 
     def _keyed(self, key: tuple[int, ...] | str | None) -> AmaxGroup | None:
         return next((group for group in self._groups if group.key == key), None)

@@ -114,19 +114,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
                 target.copy_(source)
 
 
-register(
-    "enter_region(Tensor(a!) token, str key, str? group, bool may_update) -> ()",
-    _enter,
-)
-register(
-    "note_region(Tensor(a!) token, Tensor handle, str key) -> ()",
-    _note,
-)
-register(
-    "follow_region(Tensor token, Tensor handle, Tensor(a!)[] tensors, str key) -> ()",
-    _follow,
-)
-register(
-    "leave_region(Tensor(a!) token, Tensor handle, Tensor[] tensors, str key) -> ()",
-    _leave,
-)
+register("enter_region(Tensor(a!) token, str key, str? group, bool may_update) -> ()", _enter)
+register("note_region(Tensor(a!) token, Tensor handle, str key) -> ()", _note)
+register("follow_region(Tensor token, Tensor handle, Tensor(a!)[] tensors, str key) -> ()", _follow)
+register("leave_region(Tensor(a!) token, Tensor handle, Tensor[] tensors, str key) -> ()", _leave)

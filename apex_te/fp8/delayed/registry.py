@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,16 +61,6 @@ _field_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _key_of_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-class _Member(Protocol):
-    """Attributes of a ``ModuleFP8``, which registers itself, that the registry reads and sets."""
-
-    label: str
-    number: int
-
-    @property
-    def num_slots(self) -> int: ...
-
-
 class Registry:
     """The ``ModuleFP8`` objects of the process, held weakly and numbered.
 
@@ -89,8 +79,8 @@ class Registry:
         # Reentrant: the garbage collector may drop a member while the lock is held.
         self._lock = threading.RLock()
 
-    def add(self, member: _Member) -> None:
-        """Numbers ``member``, which leaves by itself when it dies."""
+    def add(self, member: Any) -> None:
+        """Numbers a new ``ModuleFP8``, which leaves by itself when it dies."""
         with self._lock:
             key = len(self.sizes)
             self.sizes.append(member.num_slots)
@@ -104,7 +94,7 @@ class Registry:
             self.changed()
             member.number = key
 
-    def relabel(self, member: _Member, label: str) -> None:
+    def relabel(self, member: Any, label: str) -> None:
         """Gives ``member`` another label."""
         member.label = self.labels[member.number] = label
         self.changed()

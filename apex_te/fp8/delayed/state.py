@@ -246,7 +246,7 @@ class FP8State:
             self.sync.loaded(None)
             self.pending_scale_fwd = self.scale_fwd.clone()
             if pending:
-                amax_groups.unpickled(self.sync, number, pending)
+                amax_groups.loaded(self.sync, number, pending, is_copy=True)
 
 
 _warned: set[tuple[int, int]] = set()

@@ -203,9 +203,8 @@ class UpdatePlan:
         """Takes in a module whose slots begin at ``start`` among those of the process."""
         state = module.state
         histories = state.amax_history_fwd, state.amax_history_bwd
-        scales, inverses = (state.scale_fwd, state.scale_bwd), (
-            state.scale_inv_fwd, state.scale_inv_bwd
-        )  # fmt: skip
+        scales = state.scale_fwd, state.scale_bwd
+        inverses = state.scale_inv_fwd, state.scale_inv_bwd
         self._syncs.append((state.sync, self.amax_group.reduces and recipe.reduce_amax))
         if recipe.reduce_amax:
             starts = start, start + histories[0].shape[1]
