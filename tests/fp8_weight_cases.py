@@ -1,12 +1,14 @@
 """Modules whose weights are held in FP8 only, beside plain ones of the same values."""
 
 import torch
+from schemes import SCHEMES
 
 from apex_te import Linear, fp8_autocast
 from apex_te.fp8.model_init import fp8_model_init
 from apex_te.ops import current_scale
 from apex_te.recipe import CurrentScaling
 
+RECIPES = SCHEMES
 E4M3 = torch.float8_e4m3fn
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from apex_te.fp8.scheme.base import layout_of, stored_recipe
+import torch
+
+from apex_te.fp8.scheme.base import build_quantizers, layout_of, stored_recipe
 from apex_te.recipe import (
     BlockScaling,
     CurrentScaling,
@@ -60,6 +62,14 @@ def formats() -> dict[str, Recipe]:
             if other not in (own.fp8_format, Format.HIF8) and own.fp8_format is not Format.HIF8:
                 found[f"{name}-{other.name.lower()}"] = dataclasses.replace(own, fp8_format=other)
     return found
+
+
+def groups_on_device(recipe: Recipe) -> bool:
+    """Returns True if the scheme quantizes groups of rows whose sizes only the device knows."""
+    if recipe.keeps_state:
+        return True
+    quantizer = build_quantizers(recipe, None, 1, torch.device("cpu")).frozen[0].input
+    return quantizer.grouped([quantizer]) is not None
 
 
 def scales_blocks(recipe: Recipe) -> bool:

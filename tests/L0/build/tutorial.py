@@ -1,4 +1,4 @@
-"""Running docs/new_op.md: its files, changes and commands, section by section."""
+"""Running the guides of docs: their files, changes and commands, section by section."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def run(command: list[str], folder: Path, variables: dict[str, str], text: str =
     return done.stdout
 
 
-def section(title: str) -> list[tuple[str, str]]:
+def section(title: str, page: str = "new_op.md") -> list[tuple[str, str]]:
     """(language, text) of the code blocks below a heading."""
-    text = (CHECKOUT / "docs" / "new_op.md").read_text(encoding="utf-8")
+    text = (CHECKOUT / "docs" / page).read_text(encoding="utf-8")
     (part,) = [part for part in text.split("\n## ")[1:] if part.startswith(f"{title}\n")]
     return _BLOCK.findall(part)
 
@@ -73,11 +73,15 @@ def follow_commands(
 
 
 def follow(
-    title: str, folder: Path, variables: dict[str, str], without: str = "\0"
+    title: str,
+    folder: Path,
+    variables: dict[str, str],
+    without: str = "\0",
+    page: str = "new_op.md",
 ) -> dict[str, str]:
     """Do what a section says, in ``folder``, but commands with ``without``; output by command."""
     outputs = {}
-    for language, text in section(title):
+    for language, text in section(title, page):
         path = _PATH.match(text)
         if language == "bash":
             for command in text.strip().splitlines():

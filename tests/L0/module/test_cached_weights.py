@@ -8,7 +8,7 @@ import torch
 from checks import assert_same_bits
 from graph_models import fp8_state
 from layer_kinds import KINDS, build, draw, repeatable, shape_of
-from schemes import chosen
+from schemes import chosen, groups_on_device
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import flush_fp8_state, fp8_autocast
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:apex_te. FP8 matrix products of 
 
 def made(kind, held, recipe, device, monkeypatch):
     if kind.endswith("tensor"):
-        if held or recipe.quantizer == "block":
+        if held or not groups_on_device(recipe):
             pytest.skip("groups whose sizes are on the device have neither")
         monkeypatch.setattr(_grouped_on_device, "stays_on_device", lambda device: True)
     with fp8_model_init(True, recipe) if held else contextlib.nullcontext():

@@ -4,7 +4,7 @@ import pytest
 import torch
 from checks import assert_same_bits
 from layer_kinds import KINDS, build, draw, repeatable, shape_of
-from schemes import PLAIN_WGRAD, SCHEMES
+from schemes import PLAIN_WGRAD, SCHEMES, groups_on_device
 
 from apex_te import fp8_autocast
 from apex_te.fp8.scheme.grouped import GroupQuantizer
@@ -112,7 +112,7 @@ def saved_codes(model, x, recipe, **kwargs):
 def prepared(kind, name, device, monkeypatch):
     recipe = RECIPES[name]
     if kind.endswith("tensor"):
-        if name in ("blockwise", "mxfp8", "hif8"):
+        if not groups_on_device(recipe):
             pytest.skip("groups whose sizes are on the device have one scale each")
         monkeypatch.setattr(_grouped_on_device, "stays_on_device", lambda device: True)
     (x, dy), *_ = draw(shape_of(kind, device), device, 1, 1)[0]

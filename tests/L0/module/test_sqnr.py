@@ -8,6 +8,7 @@ import pytest
 import torch
 from module_cases import RECIPES, gradients_for, plain_results, randomized, results, sqnr
 
+from apex_te.fp8.scheme import build_quantizers
 from apex_te.module.layer_norm_linear import LayerNormLinear
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.linear import Linear
@@ -45,6 +46,10 @@ def quantized(x, recipe, role, transposed):
         out = block_quantize.reference(x, dtype, block_rows=rows)
         codes, scale = out[2:] if transposed else out[:2]
         values = block_quantize.reference_dequantize(codes, scale, block_rows=rows)
+    elif recipe.quantizer != "mx":  # an added scheme, which tests its own numbers
+        quantizers = build_quantizers(recipe, None, 1, x.device).frozen[0]
+        quantizer = quantizers.grad_output if is_gradient else getattr(quantizers, role)
+        return quantizer.dequantize(quantizer.quantize(x, not transposed, transposed)[0])
     else:
         out = mx_quantize.reference(x, dtype, rounding=recipe.rounding)
         codes, scale = out[2:] if transposed else out[:2]
