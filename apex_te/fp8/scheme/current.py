@@ -76,11 +76,14 @@ class CurrentScalingQuantizer(Quantizer):
     def quantize_rows(
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        out = current_scale(
+        out = self.cast_rows(x, amax)
+        return out.rowwise, out.scale_inv, None
+
+    def cast_rows(self, x: torch.Tensor, amax: torch.Tensor | None) -> Any:
+        """Returns the rowwise copy of ``x`` by the scale of ``amax``, as an op's output."""
+        return current_scale(
             x, self.dtype, columnwise=False, eps=self.eps, pow2=self.pow2, amax=amax
         )
-        assert out.rowwise is not None
-        return out.rowwise, out.scale_inv, None
 
     def scales_of_rows(
         self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
@@ -185,7 +188,7 @@ class OneScale(Layout):
         return torch.empty(1, dtype=torch.float32, device=device)
 
     def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
-        out = self._cast(quantizer, x, tensor_amax(x).bfloat16().float())
+        out = quantizer.cast_rows(x, tensor_amax(x).bfloat16().float())
         return QuantizedTensor(out.rowwise, out.scale_inv, None, None, quantizer.dtype)
 
     def columnwise(
@@ -210,11 +213,6 @@ class OneScale(Layout):
                 self._rescale(part, own / common)
             scale_inv = common
         return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
-
-    def _cast(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> Any:
-        return current_scale(
-            x, quantizer.dtype, columnwise=False, eps=quantizer.eps, pow2=quantizer.pow2, amax=amax
-        )
 
     def _rescale(self, fp8_data: torch.Tensor, factor: torch.Tensor) -> None:
         """Multiplies what the data mean by ``factor``, in place."""

@@ -1,4 +1,4 @@
-"""Delayed scaling: casts with a scale computed from earlier steps and stages the amax for later."""
+"""Delayed scaling: scales computed from the amaxes of earlier steps; each cast stages its own."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ __all__ = ["DelayedGroups", "DelayedScalingQuantizer", "FirstStep"]
 class FirstStep:
     """Computes a slot's scale from the first tensor that it records (``first_step="current"``).
 
-    ``due`` is what the host knows; where ``on_device`` has a flag for the slot that has to be set,
-    too (``grouped``: only the device sees whether a group has rows).
+    The slot is due while its flag in ``due`` is True and, where ``on_device`` has a flag for it
+    (only the device sees whether a group has rows), that one is set, too.
     """
 
     __slots__ = (
@@ -63,13 +63,13 @@ class FirstStep:
         self.group: Any = None  # ranks whose largest amax counts
 
     def over(self, group: Any) -> FirstStep:
-        """The same with the largest amax of all ranks of ``group``."""
+        """Returns a copy that takes the largest amax of all ranks of ``group``."""
         other = copy.copy(self)
         other.group = group
         return other
 
     def run(self, measure: Callable[[torch.Tensor], object]) -> None:
-        """Set the scale from the amax that ``measure`` writes; the slot is then done."""
+        """Sets the scale from the amax that ``measure`` writes; the slot is then no longer due."""
         amax = torch.zeros(1, 1, dtype=torch.float32, device=self.scale.device)
         measure(amax[0])
         if self.group is not None:
@@ -89,7 +89,7 @@ class FirstStep:
             self.due[self.index] = False
 
     def _flag(self) -> torch.Tensor | None:
-        """The slot's flag [1] on the device, if it was told of it."""
+        """Returns the slot's flag ``[1]`` on the device, if there is one."""
         if self.on_device and not torch.compiler.is_compiling():
             for slots, flags in self.on_device.items():
                 if self.index in slots:
@@ -98,7 +98,7 @@ class FirstStep:
         return None
 
     def take(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Make ``scale`` and its inverse of ``amax`` [1, 1], which is used up."""
+        """Computes ``scale`` and its inverse from ``amax`` ``[1, 1]``, which is overwritten."""
         # A history of one row is this tensor alone: the same formula and guards as an update.
         self.update_scales([amax], [scale], [scale_inv], [self.fp8_max], self.recipe, None)
 
@@ -111,7 +111,7 @@ class DelayedScalingQuantizer(Quantizer):
         scale: fp32 ``[1]``, a view of the state.
         amax: fp32 ``[1]`` staging slot that takes max |x|, or None to record nothing.
         first: computes the first scale from the data, or None.
-        sync: whose scale it is, if it is computed from the amaxes of all ranks of a group.
+        sync: ranks whose amaxes make the scale; None for this rank alone.
     """
 
     __slots__ = ("amax", "first", "scale", "sync")
@@ -154,7 +154,7 @@ class DelayedScalingQuantizer(Quantizer):
         return QuantizedTensor(out[0], scale_inv, out[1], scale_inv, dtype), out[3]
 
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
-        # One launch writes the codes, their inverse scale and the amax, or none of them.
+        # One launch writes the FP8 data, their inverse scale and the amax, or none of them.
         cast_transpose(
             x,
             self.scale,
@@ -174,7 +174,10 @@ class DelayedScalingQuantizer(Quantizer):
     def quantize_rows(
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The first scale stays due until a forward stages the amax: the weight may change yet."""
+        """Quantizes rows; the first scale stays due until a forward stages the amax.
+
+        The weight may change before.
+        """
         scale = self.scale
         if amax is not None and self.first is not None:
             scale_inv = self.first.scale_inv
@@ -194,9 +197,10 @@ class DelayedScalingQuantizer(Quantizer):
         return [q.scale for q in quantizers], None
 
     def stage(self, amax: torch.Tensor, group: Any) -> None:
-        """As ``Quantizer.stage``.
+        """Records ``amax`` fp32 ``[1]`` of this rank's rows of a matrix sharded over ``group``.
 
-        Errors: ValueError where the scale is not computed from the amaxes of all of ``group``.
+        Raises:
+            ValueError: the scale is not computed from the amaxes of all ranks of ``group``.
         """
         if self.amax is None:
             return
@@ -233,7 +237,7 @@ class DelayedScalingQuantizer(Quantizer):
         return DelayedGroups(quantizers) if self.dtype in FP8_DTYPES else None
 
     def record(self, x: torch.Tensor) -> None:
-        """Stage max |x| of ``x`` [rows, cols] without quantizing it."""
+        """Stages max |x| of ``x`` ``[rows, cols]`` without quantizing it."""
         first = self.first
         if first is not None and first.due[first.index] and x.numel():
             first.run(lambda amax: self._measure(x, amax))
@@ -263,11 +267,11 @@ class DelayedScalingQuantizer(Quantizer):
 
 
 class DelayedGroups(GroupQuantizer):
-    """Delayed scaling: the scales and the staging slots are columns of the module's state.
+    """Quantizes groups with scales and staging slots that are columns of the module's state.
 
-    The first scales (``first_step="current"``) are the work of the device, which alone knows
-    whether a group has rows; a group that has none keeps its first step. It is told here which
-    are due, once; the state keeps its flags.
+    The device computes first scales (``first_step="current"``), because it alone knows whether a
+    group has rows; a group without rows stays due. The host tells it once which slots are due; the
+    state keeps the flags.
     """
 
     __slots__ = ("amax", "firsts", "scale", "slots")
@@ -303,11 +307,13 @@ class DelayedGroups(GroupQuantizer):
         self._record(GroupMatrices(matrices, groups))
 
     def _record(self, source: GroupRows | GroupMatrices) -> None:
+        """Stages the amaxes of ``source`` without quantizing it."""
         self._set_first(source)
         if self.amax is not None:
             source.measure(self.amax, self.dtype)
 
     def _set_first(self, source: GroupRows | GroupMatrices) -> None:
+        """Computes the first scales that are due from ``source``."""
         firsts = self.firsts
         if not any(first.due[first.index] for first in firsts):
             return
@@ -332,7 +338,7 @@ class DelayedGroups(GroupQuantizer):
         )  # fmt: skip
 
     def _hand_over(self) -> torch.Tensor:
-        """Tell the device which slots are due."""
+        """Makes flags on the device of the slots that are due, and returns them."""
         firsts = self.firsts
         if self.scale.is_cuda and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(
@@ -353,7 +359,7 @@ class DelayedGroups(GroupQuantizer):
 
 
 def _column(slots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Slots [1] of one state, at equal distances, as one tensor [slots] over their memory."""
+    """Returns slots ``[1]`` of one state, at equal distances, as one tensor over their memory."""
     first = slots[0]
     if len(slots) == 1:
         return first

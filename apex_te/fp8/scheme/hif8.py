@@ -1,6 +1,6 @@
-"""HiF8: one scale for each tensor, computed from the tensor itself, which brings amax to 15 or 224.
+"""HiF8: one scale for each tensor, computed from the tensor itself, that brings amax to 15 or 224.
 
-Those targets keep the values where HiF8 has 3 and 2 mantissa bits (as MindSpeed does).
+These targets keep the values where HiF8 has 3 and 2 mantissa bits (as MindSpeed does).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...ops import emulated_gemm, hif8
 from ...ops.current_scale import tensor_amax
 from ..tensor import QuantizedTensor
 from .base import GemmBackend, Quantizer, Scheme, shared_scale, warn_emulated
-from .current import OneScale
+from .current import CurrentScalingQuantizer, OneScale
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["HiF8Gemm", "HiF8OneScale", "HiF8Quantizer"]
 
 
-class HiF8Quantizer(Quantizer):
+class HiF8Quantizer(CurrentScalingQuantizer):
     """Turns a matrix into HiF8 codes with ``scale = target / max |x|``.
 
     Args:
@@ -32,14 +32,11 @@ class HiF8Quantizer(Quantizer):
         group: ranks whose largest amax counts; None: this rank's alone.
     """
 
-    __slots__ = ("eps", "group", "pow2", "target")
+    __slots__ = ("target",)
 
     def __init__(self, target: float, pow2: bool, eps: float, group: Any = None) -> None:
-        self.dtype = torch.uint8
+        super().__init__(torch.uint8, pow2, eps, group)
         self.target = target
-        self.pow2 = pow2
-        self.eps = eps
-        self.group = group
 
     def quantize(
         self,
@@ -56,19 +53,12 @@ class HiF8Quantizer(Quantizer):
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
 
     def settings(self) -> tuple:
-        return (*super().settings(), self.target, self.pow2, self.eps)
+        return (*super().settings(), self.target)
 
-    def needs_whole_amax(self) -> bool:
-        return True
-
-    def quantize_rows(
-        self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, None]:
-        out = hif8.quantize_current(
+    def cast_rows(self, x: torch.Tensor, amax: torch.Tensor | None) -> Any:
+        return hif8.quantize_current(
             x, self.target, columnwise=False, eps=self.eps, pow2=self.pow2, amax=amax
         )
-        assert out.rowwise is not None
-        return out.rowwise, out.scale_inv, None
 
     def shared(self, group: Any) -> HiF8Quantizer:
         return HiF8Quantizer(self.target, self.pow2, self.eps, group)
@@ -93,11 +83,6 @@ class HiF8Gemm(GemmBackend):
 
 class HiF8OneScale(OneScale):
     """Stores a weight as HiF8 codes with one scale."""
-
-    def _cast(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> Any:
-        return hif8.quantize_current(
-            x, quantizer.target, columnwise=False, eps=quantizer.eps, pow2=quantizer.pow2, amax=amax
-        )
 
     def _rescale(self, fp8_data: torch.Tensor, factor: torch.Tensor) -> None:
         values = hif8.decode(fp8_data, torch.float32)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["COUNTS", "FIELDS", "Note", "ObservedQuantizer", "measure", "observed_sets"]
 
-# What `measure` finds: the first COUNTS fields add up over several tensors, of the others the
-# largest counts.
+# Fields of a measurement: the first COUNTS add up over several tensors, of the others the largest
+# counts.
 FIELDS = (
     "elements", "nonfinite", "nonzero", "saturated", "underflowed",
     "amax", "scale_max", "scale_inv_max",
@@ -28,7 +28,7 @@ COUNTS = 5
 # Takes a slot's tensor [rows, cols], its quantized form and the quantizer that made it.
 Note = Callable[[torch.Tensor, QuantizedTensor, Quantizer], None]
 
-# (largest value, code of 1.0, mask of the bits that only a zero lacks). HiF8 and the fnuz formats
+# (largest value, byte of 1.0, mask of the bits that only a zero lacks). HiF8 and the fnuz formats
 # have no negative zero.
 _FORMATS = {
     torch.float8_e4m3fn: (448.0, 0x38, 0x7F),
@@ -47,12 +47,12 @@ class ObservedQuantizer(Quantizer):
 
     Args:
         inner: the quantizer that works.
-        twin: one that makes the same codes and stages nothing; used where a tensor is only
-            recorded (calibration).
-        note: called with the tensor, what became of it and the quantizer.
+        twin: a quantizer that makes the same FP8 data and stages nothing, for tensors that are
+            only recorded (calibration).
+        note: called with the tensor, its quantized form and the quantizer.
 
-    What torch.compile traces, what a CUDA graph captures and groups whose sizes only the device
-    knows are not noted.
+    Tensors that torch.compile traces or a CUDA graph captures are not noted, nor groups whose sizes
+    only the device knows.
     """
 
     __slots__ = ("inner", "note", "twin")
@@ -79,9 +79,9 @@ class ObservedQuantizer(Quantizer):
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
         quantized = self.inner.produce(producer, rowwise, columnwise)
-        codes = quantized.rowwise if rowwise else quantized.columnwise
-        if codes is not None and _is_eager(codes):
-            # Of a copy, because running the op again may set what it gave besides its result.
+        fp8_data = quantized.rowwise if rowwise else quantized.columnwise
+        if fp8_data is not None and _is_eager(fp8_data):
+            # Running the op again may set dbias: it runs on a copy of the producer.
             self.note(copy.copy(producer).plain(), quantized, self.inner)
         return quantized
 
@@ -133,6 +133,7 @@ class ObservedQuantizer(Quantizer):
 
 
 def _is_eager(x: torch.Tensor) -> bool:
+    """Returns True if ``x`` is neither traced nor captured."""
     if runtime.is_traced():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -141,9 +142,9 @@ def _is_eager(x: torch.Tensor) -> bool:
 def observed_sets(
     sets: QuantizerSets, note: Callable[[int, str, Any, Any, Any], None]
 ) -> QuantizerSets:
-    """``sets`` whose recorded tensors are noted with the number of their GEMM and their role.
+    """Returns ``sets`` whose recorded tensors are noted, with their GEMM's number and their role.
 
-    Of a recompute only the gradients are new, and what is frozen is not part of the training.
+    In a recompute only the gradients are new; frozen quantizers take no part in training.
     """
     recording, recompute = [], []
     for gemm, (new, again, frozen, _) in enumerate(zip(*sets, strict=True)):
@@ -166,28 +167,28 @@ def observed_sets(
 def measure(
     x: torch.Tensor, quantized: QuantizedTensor, quantizer: Quantizer
 ) -> torch.Tensor | None:
-    """``FIELDS`` of ``x`` [rows, cols] and its codes: float64 on its device, not copied from it.
+    """Measures ``FIELDS`` of ``x`` ``[rows, cols]`` and its FP8 data: float64, on its device.
 
     Saturated are elements with ``|x * scale|`` above the format's largest value, underflowed those
-    other than zero whose code is zero; neither counts NaN and infinities, nor does amax. None if
-    ``x`` is empty or has no codes.
+    other than zero whose FP8 value is zero; neither counts NaN and infinities, nor does amax.
+    Returns None if ``x`` is empty or has no FP8 data.
     """
-    codes, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
-    if codes is None:
-        codes, scale_inv, x = quantized.columnwise, quantized.columnwise_scale_inv, x.t()
-    if codes is None or scale_inv is None or x.numel() == 0:
+    fp8_data, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
+    if fp8_data is None:
+        fp8_data, scale_inv, x = quantized.columnwise, quantized.columnwise_scale_inv, x.t()
+    if fp8_data is None or scale_inv is None or x.numel() == 0:
         return None
-    largest, one, mask = _FORMATS[codes.dtype]
+    largest, one, mask = _FORMATS[fp8_data.dtype]
     with torch.no_grad():
         magnitude = x.detach().float().abs()
         finite = torch.isfinite(magnitude)
         magnitude = magnitude.masked_fill(~finite, 0.0)
-        inverse = _elementwise(codes, scale_inv, quantizer, one)
+        inverse = _elementwise(fp8_data, scale_inv, quantizer, one)
         # Where an infinity made it infinite the scale is 1.
         inverse = inverse.masked_fill(torch.isinf(inverse), 1.0)
         saturated = magnitude > inverse * (largest * _ROUNDINGS)
         nonzero = magnitude > 0
-        underflowed = (codes.view(torch.uint8) & mask == 0) & nonzero
+        underflowed = (fp8_data.view(torch.uint8) & mask == 0) & nonzero
         # A block's scale is NaN where the block has one.
         usable = torch.isfinite(inverse)
         smallest = inverse.masked_fill(~usable, float("inf")).amin()
@@ -206,10 +207,11 @@ def measure(
 
 
 def _elementwise(
-    codes: torch.Tensor, scale_inv: torch.Tensor, quantizer: Quantizer, one: int
+    fp8_data: torch.Tensor, scale_inv: torch.Tensor, quantizer: Quantizer, one: int
 ) -> torch.Tensor:
-    """The inverse scale of every element, or one for all: what a code of 1.0 stands for."""
+    """Returns the inverse scale of each element, or one for all: the value of an FP8 1.0."""
     if scale_inv.dtype is torch.float32 and scale_inv.numel() == 1:
         return scale_inv
-    ones = torch.full(codes.shape, one, dtype=torch.uint8, device=codes.device).view(codes.dtype)
-    return quantizer.dequantize(QuantizedTensor(ones, scale_inv, None, None, codes.dtype))
+    ones = torch.full(fp8_data.shape, one, dtype=torch.uint8, device=fp8_data.device)
+    held = QuantizedTensor(ones.view(fp8_data.dtype), scale_inv, None, None, fp8_data.dtype)
+    return quantizer.dequantize(held)
