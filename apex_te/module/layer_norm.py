@@ -25,7 +25,7 @@ class LayerNorm(NormModule, torch.nn.LayerNorm):
         zero_centered_gamma: gamma is ``1 + weight``, and the weight starts at 0.
         device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
 
-    Parameters: ``weight`` and ``bias``, both of ``normalized_shape``.
+    Its parameters are ``weight`` and ``bias``, both of ``normalized_shape``.
     Interface and defaults follow TransformerEngine's LayerNorm.
     """
 
@@ -60,6 +60,8 @@ class LayerNorm(NormModule, torch.nn.LayerNorm):
         ``inp`` is fp32, fp16 or bf16, the dtype of the parameters, or any of these under
         ``torch.autocast``, whose dtype the output then has.
 
-        Errors: TypeError for a dtype, ValueError for a shape.
+        Raises:
+            TypeError: a dtype.
+            ValueError: a shape.
         """
         return self._normalize(layer_norm, inp, self.weight, self.bias)

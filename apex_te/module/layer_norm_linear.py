@@ -35,7 +35,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         sequence_parallel, tp_group, tp_size, get_rng_state_tracker, rng_tracker_name: as in
             ``Linear``. parallel_mode: None or ``"column"``.
 
-    Parameters: ``layer_norm_weight``, ``layer_norm_bias`` ``[in_features]``, ``weight``
+    Its parameters are ``layer_norm_weight``, ``layer_norm_bias`` ``[in_features]``, ``weight``
     ``[out_features, in_features]``, ``bias`` ``[out_features]``.
     Interface and defaults follow TransformerEngine's LayerNormLinear.
     """
@@ -113,7 +113,9 @@ class LayerNormLinear(NormedModule, LinearParameters):
         ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with ``return_layernorm_output``,
         ``(out, bias, norm)`` with both.
 
-        Errors: TypeError for a dtype, ValueError for a shape.
+        Raises:
+            TypeError: a dtype.
+            ValueError: a shape.
         """
         return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
 
@@ -124,7 +126,10 @@ class LayerNormLinear(NormedModule, LinearParameters):
         is_first_microbatch: bool | None = None,
         return_residual: bool = True,
     ) -> tuple[Any, torch.Tensor | None]:
-        """``forward`` of ``inp + residual``, and that sum (``inp`` itself without a residual).
+        """Applies the layer to ``inp + residual``.
+
+        Returns:
+            ``(out, residual)``: what ``forward`` returns, and the sum (``inp`` without a residual).
 
         The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
         """

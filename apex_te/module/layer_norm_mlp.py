@@ -42,7 +42,7 @@ class LayerNormMLP(NormedModule):
             column-parallel, FC2 row-parallel; of a gated activation a rank has rows of both halves.
         sequence_parallel, tp_group, tp_size, get_rng_state_tracker: as in ``Linear``.
 
-    Parameters: ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight`` ``[ffn (or 2 ffn),
+    Its parameters are ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight`` ``[ffn (or 2 ffn),
     hidden]`` (gate first), ``fc1_bias``, ``fc2_weight`` ``[hidden, ffn]``, ``fc2_bias``.
     Interface and defaults follow TransformerEngine's LayerNormMLP.
     """
@@ -146,7 +146,9 @@ class LayerNormMLP(NormedModule):
         ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with ``return_layernorm_output``,
         ``(out, bias, norm)`` with both.
 
-        Errors: TypeError for a dtype, ValueError for a shape.
+        Raises:
+            TypeError: a dtype.
+            ValueError: a shape.
         """
         return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
 
@@ -157,7 +159,10 @@ class LayerNormMLP(NormedModule):
         is_first_microbatch: bool | None = None,
         return_residual: bool = True,
     ) -> tuple[Any, torch.Tensor | None]:
-        """``forward`` of ``inp + residual``, and that sum (``inp`` itself without a residual).
+        """Applies the block to ``inp + residual``.
+
+        Returns:
+            ``(out, residual)``: what ``forward`` returns, and the sum (``inp`` without a residual).
 
         The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
         """

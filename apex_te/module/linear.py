@@ -33,7 +33,7 @@ class LinearParameters(ParallelModule):
     def _make_linear(
         self, parameters_split: Any, dtype: torch.dtype, device: Any, own: bool = True
     ) -> None:
-        """Register the parameters, with no values yet; none where the module is to own none."""
+        """Registers the parameters, with no values yet; none with ``own=False``."""
         owner = type(self).__name__
         column = self.parallel_mode == "column"
         if column:
@@ -69,7 +69,7 @@ class LinearParameters(ParallelModule):
             self.register_parameter(f"{prefix}bias", bias)
 
     def _split_over_ranks(self, parameters_split: Any) -> Any:
-        """This rank's rows of named parts; names alone share its rows anyway."""
+        """Returns this rank's rows of named parts; names alone share its rows anyway."""
         if self.parallel_mode != "column" or not isinstance(parameters_split, dict):
             return parameters_split
         owner = type(self).__name__
@@ -82,11 +82,11 @@ class LinearParameters(ParallelModule):
         return (self.parallel_mode,)
 
     def _linear_names(self, kind: str) -> list[str]:
-        """Names of the parameters that make up ``weight`` or ``bias``."""
+        """Returns the names of the parameters that make up ``weight`` or ``bias``."""
         return [kind] if self.split is None else [f"{part}_{kind}" for part in self.split]
 
     def _reset_linear(self) -> None:
-        """The weight by ``init_method``, the bias 0."""
+        """Fills the weight by ``init_method`` and the bias with 0."""
         with self._forked(self.parallel_mode is not None):
             for name in self._linear_names("weight"):
                 _arguments.fill(self._parameters[name], self.init_method)
@@ -96,7 +96,7 @@ class LinearParameters(ParallelModule):
                 torch.nn.init.zeros_(bias)
 
     def _linear_operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight and the bias of this forward."""
+        """Returns the module's own weight and bias."""
         weight: torch.Tensor | None = self._parameters.get("weight")
         if weight is None:
             weight = self._required("weight")
@@ -106,7 +106,7 @@ class LinearParameters(ParallelModule):
         return weight, self._required("bias") if bias is None else bias
 
     def _required(self, name: str) -> torch.Tensor:
-        """A parameter that is not in place: in parts, made by a parametrization, or missing."""
+        """Returns a parameter that is in parts or made by a parametrization; raises if missing."""
         if self.split is not None:
             return torch.cat([getattr(self, part) for part in self._linear_names(name)])
         value = getattr(self, name, None)
@@ -153,12 +153,12 @@ class LinearLayer(LinearParameters):
         tp_group, tp_size: the ranks that the layer is split over, or their number, with
             ``set_tensor_parallel_group`` to be called before forward.
         sequence_parallel: dimension 0 of what enters a column-parallel layer, or leaves a
-            row-parallel one, is split over the ranks, too. It is gathered as FP8 codes where all
+            row-parallel one, is split over the ranks, too. It is gathered as FP8 data where all
             ranks have the same scale (delayed scaling reduced over them, tensorwise recipes).
         get_rng_state_tracker, rng_tracker_name: a tracker, and the name in it of the sequence that
             new values of split weights are drawn from.
 
-    Parameters: ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
+    Its parameters are ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
     Interface and defaults follow TransformerEngine's Linear.
     """
 
@@ -240,14 +240,16 @@ class LinearLayer(LinearParameters):
         """Apply the layer to ``inp`` [..., in_features]; gives [..., out_features].
 
         ``inp`` has the dtype of the parameters (fp32, fp16 or bf16 for FP8), or any of these
-        under ``torch.autocast``, whose dtype the output then has (FP8 codes are made of the input
+        under ``torch.autocast``, whose dtype the output then has (FP8 data are made of the input
         as it is, without rounding it to that dtype first). ``weight`` and ``bias`` replace the
         module's own. ``is_first_microbatch``: None quantizes the weight on each call, True
         keeps its FP8 copies, False reuses them while the weight is unchanged. Writes to
         ``weight.data`` or through other memory of the weight do not count in its version and are
         not noticed: call with True or None after them.
 
-        Errors: TypeError for a dtype, ValueError for a shape or a missing weight or bias.
+        Raises:
+            TypeError: a dtype.
+            ValueError: a shape, or a missing weight or bias.
         """
         if weight is None and bias is None:
             weight, bias = self._linear_operands()
@@ -264,7 +266,7 @@ class LinearLayer(LinearParameters):
     def _operands(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The weight and bias of this forward where some are given."""
+        """Returns the weight and bias of a call that is given one of them, or both."""
         if weight is None:
             weight = self._parameters.get("weight")
             weight = self._required("weight") if weight is None else weight
@@ -301,4 +303,6 @@ class LinearLayer(LinearParameters):
 
 
 class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
+    """``LinearLayer`` as a ``torch.nn.Linear``."""
+
     __doc__ = LinearLayer.__doc__

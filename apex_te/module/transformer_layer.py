@@ -290,7 +290,9 @@ class TransformerLayer(torch.nn.Module):
             checkpoint_core_attention, inference_params, self_attn_mask_type, window_size: as
                 there.
 
-        Errors: TypeError for a dtype, ValueError for a shape, mask or option that does not fit.
+        Raises:
+            TypeError: a dtype.
+            ValueError: a shape, mask or option that does not fit.
         """
         decoder = self.layer_type == "decoder"
         if not decoder and not (
@@ -366,7 +368,7 @@ class TransformerLayer(torch.nn.Module):
         residual: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """residual + drop path(dropout(x + bias))."""
+        """Returns ``residual + drop_path(dropout(x + bias))``."""
         p = self.hidden_dropout if self.training else 0.0
         if self.training and self.drop_path_rate > 0.0:
             x = x if bias is None else x + bias
@@ -382,13 +384,13 @@ class TransformerLayer(torch.nn.Module):
             return bias_dropout_add(x, bias, residual, p)
 
     def _own_draws(self) -> AbstractContextManager[Any]:
-        """Where to draw for rows that only this rank has; elsewhere all ranks draw the same."""
+        """Returns a context to draw in for rows that only this rank has."""
         if not self.sequence_parallel or self.get_rng_state_tracker is None:
             return nullcontext()
         return self.get_rng_state_tracker().fork()
 
     def _kept_samples(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """0 for samples that skip ``x``, 1 / (1 - rate) for the others, broadcast over x."""
+        """Returns 0 for samples that skip ``x``, else 1 / (1 - rate), broadcast over ``x``."""
         keep = 1.0 - self.drop_path_rate
         layout = self.attn_input_format
         if layout == "thd":
@@ -408,7 +410,7 @@ class TransformerLayer(torch.nn.Module):
 def _unpacked(
     out: Any, module: MultiheadAttention | LayerNormMLP
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The result, the bias that is still to be added and the norm's result, else None."""
+    """Returns ``(result, bias, norm)``: a bias still to be added and a returned norm, or None."""
     if isinstance(out, torch.Tensor):
         return out, None, None
     bias = out[1] if module.return_bias else None

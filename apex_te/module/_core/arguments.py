@@ -31,7 +31,7 @@ INIT_STD = 0.023
 def params_dtype_of(
     owner: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype of parameters; ``dtype`` is another name of ``params_dtype``."""
+    """Returns the dtype of parameters; ``dtype`` is another name of ``params_dtype``."""
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"{owner}: dtype must equal params_dtype, got {dtype} and {params_dtype}")
     chosen = params_dtype if params_dtype is not None else dtype
@@ -62,7 +62,7 @@ def parameter(
     device: torch.device | str | int | None,
     gemm_weight: bool | None = None,
 ) -> torch.nn.Parameter:
-    """A parameter with no values yet.
+    """Makes a parameter with no values yet.
 
     Inside ``fp8_model_init`` the weight of a GEMM, which a matrix is taken for unless
     ``gemm_weight`` says otherwise, is held in low precision only.
@@ -93,10 +93,11 @@ def _normal(weight: torch.Tensor) -> None:
 
 
 def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[str, int] | None:
-    """Names and rows of the parts of a weight, from names (equal parts) or a dict name -> rows.
+    """Returns the rows of a weight's parts by name, from names (equal parts) or a dict.
 
     Raises:
-        TypeError: neither names nor a dict. ValueError: the rows do not add up.
+        TypeError: neither names nor a dict.
+        ValueError: the rows do not add up.
     """
     if parameters_split is None:
         return None
@@ -136,7 +137,8 @@ def check_count(owner: str, name: str, value: Any) -> None:
     """Check that an argument is an int of at least 1.
 
     Raises:
-        TypeError: no int. ValueError: an int below 1.
+        TypeError: no int.
+        ValueError: an int below 1.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__}")
@@ -150,7 +152,7 @@ def check_num_gemms(owner: str, num_gemms: Any) -> None:
 
 
 def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) -> int:
-    """The number of key and value heads, ``num_attention_heads`` where ``num_gqa_groups`` is None.
+    """Returns the number of key and value heads: ``num_gqa_groups``, else all heads.
 
     Raises:
         TypeError: a number that is no int.
@@ -169,12 +171,13 @@ def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) ->
 
 
 def checked_eps(owner: str, name: str, eps: Any) -> float:
-    """The epsilon of a norm as a float.
+    """Returns the epsilon of a norm as a float.
 
     An epsilon of 1 or more hides the variance: it is another argument in the wrong place.
 
     Raises:
-        TypeError: no number. ValueError: a number below 0, of 1 or more, or NaN.
+        TypeError: no number.
+        ValueError: a number below 0, of 1 or more, or NaN.
     """
     if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
         raise TypeError(f"{owner}: {name} must be a float, got {type(eps).__name__}")
@@ -187,7 +190,7 @@ def checked_eps(owner: str, name: str, eps: Any) -> float:
 def checked_splits(
     owner: str, num_gemms: int, m_splits: Any, rows: int | None = None
 ) -> tuple[int, ...]:
-    """``m_splits``, the rows of each group, which add up to ``rows`` where that is given.
+    """Returns the checked ``m_splits``, which add up to ``rows`` where that is given.
 
     Raises:
         TypeError: no list of ints, which a tensor is not: reading one would wait for the device.

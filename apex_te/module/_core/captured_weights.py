@@ -20,7 +20,7 @@ class KeptWeight:
     """The FP8 copies of one weight, which replays of a graph write or keep.
 
     Attributes:
-        held: the codes and their inverse scales, in memory that was allocated outside of the graph.
+        held: the FP8 data and ``scale_inv``, in memory that was allocated outside of the graph.
             In the graph's own memory something else may have lain before them, which every replay
             would write again.
         sources: the parameters and inputs that the weight is made of.
@@ -68,9 +68,9 @@ class CapturedWeights:
         sources: Sequence[torch.Tensor],
         quantizers: GemmQuantizers,
     ) -> QuantizedTensor | None:
-        """Both FP8 copies of ``weight``; None where the GEMM makes what it needs itself.
+        """Returns both FP8 copies of ``weight``; None where the GEMM makes its own.
 
-        That is so for a weight that is held in FP8 and for one made of tensors not known.
+        A GEMM does so for a weight that is held in FP8, and for one made of tensors not known.
         """
         if type(weight) is FP8Parameter and fp8_operands(weight, quantizers, False) is not None:
             return None
@@ -88,7 +88,7 @@ class CapturedWeights:
         return self._once(gemm, sources, quantize, rewrite)
 
     def quantized_matrices(self, weights: Sequence[torch.Tensor], quantizer: Any) -> Any:
-        """Both FP8 copies of all ``weights`` by a ``GroupQuantizer``; None as in ``quantized``."""
+        """Returns both FP8 copies of all ``weights`` by a ``GroupQuantizer``, or None."""
         return self._once(
             _ALL,
             weights,

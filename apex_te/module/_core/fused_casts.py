@@ -1,4 +1,4 @@
-"""The ops whose results a module quantizes, as its quantizers take them (quantizer.Producer)."""
+"""Ops in front of a GEMM that write their result in FP8: norms and activations (FusedCast)."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ ACTIVATIONS = (*sorted((*GATED, *PLAIN)),)
 
 
 def is_gated(name: str) -> bool:
-    """Whether the activation halves its input: act(gate) * up."""
+    """Returns True if the activation halves its input: ``act(gate) * up``."""
     return name in GATED
 
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:
-    """The activation of ``x`` [..., F or 2F], differentiable."""
+    """Applies an activation to ``x`` [..., F or 2F]; differentiable."""
     if name in GATED:
         return swiglu.swiglu(x, activation=GATED[name])
     return activation.activation(x, PLAIN[name])
 
 
-class _Producer:
-    """Defaults of a producer on the rows of ``x``."""
+class _FusedCast:
+    """Base of the ops on the rows of ``x``; see ``fp8.scheme.base.FusedCast``."""
 
     __slots__ = ("dbias", "with_dbias", "x")
     can_fuse = True
@@ -56,17 +56,18 @@ class _Producer:
         self.dbias: torch.Tensor | None = None
 
     def scalars(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A zero and two elements without values."""
+        """Returns three fp32 elements: a zero and two without values."""
         x = self.x
         new = x.new_empty(2, dtype=torch.float32)
         return x.new_zeros(1, dtype=torch.float32), new[:1], new[1:]
 
 
-class NormForward(_Producer):
-    """LayerNorm or RMSNorm of ``x`` [rows, cols], of ``x + residual`` where that is given.
+class NormForward(_FusedCast):
+    """LayerNorm or RMSNorm of ``x`` [rows, cols] or, with a residual, of ``x + residual``.
 
     Attributes:
-        mean, rstd, residual_sum: what the norm gave besides its result, once it has run.
+        mean, rstd: statistics [rows], once the norm has run.
+        residual_sum: ``x + residual``, once the norm has run with one.
     """
 
     __slots__ = ("bias", "eps", "is_rms", "mean", "residual", "residual_sum", "rstd", "weight",
@@ -91,6 +92,7 @@ class NormForward(_Producer):
         self.residual_sum: torch.Tensor | None = None
 
     def plain(self) -> torch.Tensor:
+        """Returns the result in high precision."""
         options: dict[str, Any] = {
             "zero_centered_gamma": self.zero_centered_gamma,
             "residual": self.residual,
@@ -110,6 +112,7 @@ class NormForward(_Producer):
         columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
+        """Returns the FP8 copies of the result that are asked for."""
         options: dict[str, Any] = {
             "rowwise": rowwise,
             "columnwise": columnwise,
@@ -138,7 +141,7 @@ def norm_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of x, weight and bias; no ``mean`` means RMSNorm."""
+    """Returns the gradients ``(dx, dweight, dbias)`` of a norm; no ``mean`` means RMSNorm."""
     if mean is None:
         grads = rms_norm.rms_norm_bwd(
             dy, x, weight, rstd, zero_centered_gamma=zero_centered_gamma, d_residual=d_residual,
@@ -152,7 +155,7 @@ def norm_backward(
     return grads.dx, grads.dweight, grads.dbias
 
 
-class ActivationForward(_Producer):
+class ActivationForward(_FusedCast):
     """The activation ``name`` of ``x`` [rows, F or 2F]."""
 
     __slots__ = ("name",)
@@ -162,6 +165,7 @@ class ActivationForward(_Producer):
         self.name = name
 
     def plain(self) -> torch.Tensor:
+        """Returns the result in high precision."""
         if self.name in GATED:
             return swiglu.swiglu_fwd(self.x, activation=GATED[self.name])
         return activation.activation_fwd(self.x, PLAIN[self.name])
@@ -174,6 +178,7 @@ class ActivationForward(_Producer):
         columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
+        """Returns the FP8 copies of the result that are asked for."""
         options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax}
         if self.name in GATED:
             gate = GATED[self.name]
@@ -181,7 +186,7 @@ class ActivationForward(_Producer):
         return activation.activation_fwd_fp8(self.x, PLAIN[self.name], scale, dtype, **options)
 
 
-class ActivationBackward(_Producer):
+class ActivationBackward(_FusedCast):
     """The gradient of the activation's input ``x``, with its column sums if asked for."""
 
     __slots__ = ("can_fuse", "dy", "name")
@@ -194,6 +199,7 @@ class ActivationBackward(_Producer):
         self.can_fuse = name in GATED or name == "gelu" or not with_dbias
 
     def plain(self) -> torch.Tensor:
+        """Returns the result in high precision."""
         grads: Any
         if self.name in GATED:
             gate = GATED[self.name]
@@ -213,6 +219,7 @@ class ActivationBackward(_Producer):
         columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
+        """Returns the FP8 copies of the result that are asked for."""
         options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax}
         if self.name not in GATED and self.name != "gelu":
             kind = PLAIN[self.name]

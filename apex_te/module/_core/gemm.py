@@ -41,12 +41,15 @@ Operand = QuantizedTensor | GatheredCodes
 
 
 class GemmOptions(NamedTuple):
-    """How a module wants one GEMM.
+    """Options of one GEMM.
 
-    ``accumulate``: None makes ``weight.grad``; True adds to ``weight.main_grad``, False overwrites
-    it. ``save_original``: save the input as it came instead of its FP8 copy. ``wgrad_store``: takes
-    the weight gradient's computation, to be run later. ``parallel``: the collectives around the
-    GEMM. ``in_ddp``: DistributedDataParallel runs this forward and waits for gradients.
+    Attributes:
+        accumulate: None makes ``weight.grad``; True adds to ``weight.main_grad``, False overwrites
+            it.
+        save_original: save the input as it came instead of its FP8 copy.
+        wgrad_store: takes the computation of the weight gradient, to be run later.
+        parallel: the collectives around the GEMM.
+        in_ddp: DistributedDataParallel runs this forward and waits for gradients.
     """
 
     accumulate: bool | None = None
@@ -79,10 +82,13 @@ class FP8Call(NamedTuple):
 
 
 class GemmPlan(NamedTuple):
-    """What the backward of one GEMM has to know besides tensors.
+    """Everything that the backward of one GEMM needs besides tensors.
 
-    ``shared_input``: quantizes rows of the input with a scale that all ranks have, so that codes
-    are gathered; None where values are, or nothing is. Asked once: scales may move until backward.
+    Attributes:
+        parameter: the weight whose ``main_grad`` or ``.grad`` backward writes itself, else None.
+        shared_input: quantizes rows of the input with a scale that all ranks have, so that FP8 data
+            are gathered; None where values are gathered, or nothing. Asked once, in forward:
+            scales may move until backward.
     """
 
     quantizers: GemmQuantizers
@@ -90,13 +96,13 @@ class GemmPlan(NamedTuple):
     need_weight: bool
     weight_dtype: torch.dtype
     options: GemmOptions
-    parameter: Any  # the weight whose main_grad or .grad is written here, else None
+    parameter: Any
     weight_cached: bool
     shared_input: Any
 
 
 def as_matrix(x: torch.Tensor) -> torch.Tensor:
-    """``x`` [..., n] as a contiguous matrix [rows, n]; any number of rows, none included."""
+    """Returns ``x`` [..., n] as a contiguous matrix [rows, n]; 0 rows are allowed."""
     if x.dim() != 2:
         x = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     return x.contiguous()
@@ -121,13 +127,13 @@ def gemm_plan(
 
 
 def gathers_input(plan: GemmPlan) -> bool:
-    """Whether this rank has only some rows of the input."""
+    """Returns True if this rank has only some rows of the input."""
     parallel = plan.options.parallel
     return parallel is not None and parallel.gathers_input
 
 
 def saves_values(plan: GemmPlan) -> bool:
-    """Whether backward has to have the input in high precision."""
+    """Returns True if backward needs the input in high precision."""
     if not plan.need_weight:
         return False
     if plan.options.save_original or plan.quantizers.high_precision_wgrad:
@@ -136,16 +142,18 @@ def saves_values(plan: GemmPlan) -> bool:
 
 
 def keeps_input(plan: GemmPlan) -> bool:
-    """Whether the forward has to make the columnwise copy of the input."""
+    """Returns True if forward makes the columnwise copy of the input, which backward needs."""
     return plan.need_weight and not saves_values(plan) and not gathers_input(plan)
 
 
 def quantized_input(
     plan: GemmPlan, source: torch.Tensor | FusedCast
 ) -> tuple[Operand, QuantizedTensor | None]:
-    """The operand made of ``source``, [rows, in] or the op that makes it; and what to save of it.
+    """Quantizes ``source``, a matrix [rows, in] or the op that makes it.
 
-    The second is this rank's part where the operand was gathered from codes, else the operand.
+    Returns:
+        ``(operand, part)``: the operand of the product, and what ``saved_by`` saves of it, which is
+        this rank's rows where the operand was gathered as FP8 data, else the operand.
     """
     parallel = plan.options.parallel
     if parallel is not None and parallel.gathers_input:
@@ -168,9 +176,9 @@ def shaped_product(
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> torch.Tensor:
-    """The layer's output [..., out] for an input of ``shape``, its collective included.
+    """Computes the layer's output [..., out] for an input of ``shape``, collective included.
 
-    It must not be a view made in a Function, or autograd would refuse to change it in place.
+    The output is no view: autograd refuses to change a view made in a Function in place.
     """
     quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
     if parallel is None:
@@ -196,9 +204,10 @@ def shaped_product(
 
 
 def plus_bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """A reduced output with the bias, which is added once, not once a rank; ``out`` is written to.
+    """Adds the bias to a reduced output ``out``, in place: once, not once a rank.
 
-    In a graph a new tensor: torch 2.11 loses the gradient of a Function's result changed in place.
+    In a graph the sum is a new tensor: torch 2.11 loses the gradient of a Function's result that is
+    changed in place.
     """
     if bias is None:
         return out
@@ -218,7 +227,7 @@ def multiply(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``x @ weight.T + bias``, [rows, out]; the weight is quantized unless ``cached`` is given."""
+    """Computes ``x @ weight.T + bias`` [rows, out]; quantizes the weight unless ``cached``."""
     if cached is None:
         cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
     backend, operand = quantizers.backend, cached
@@ -234,7 +243,7 @@ def multiply(
 def _quantized_weight(
     quantizers: GemmQuantizers, quantizer: Any, weight: torch.Tensor, columnwise: bool
 ) -> QuantizedTensor:
-    """One copy of a weight: what it holds if the products read that, else quantized now."""
+    """Returns one FP8 copy of a weight: the one that it holds if it fits, else a new one."""
     if type(weight) is FP8Parameter:
         held = fp8_operands(weight, quantizers, columnwise)
         if held is not None:
@@ -250,10 +259,14 @@ def saved_by(
     weight: torch.Tensor,
     cached: QuantizedTensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """What backward needs: of the input its columnwise FP8 copy, or ``x`` where that is wanted.
+    """Returns the tensors that backward saves of the input and the weight, ``SAVED`` of them.
 
-    ``part`` is what ``quantized_input`` gave; of gathered rows, this rank's codes are saved. Of
-    the weight itself (its columnwise copy is made again) or of the cache.
+    Of the input, its columnwise FP8 copy, this rank's FP8 rows (``part``) where rows are gathered,
+    or ``x`` where backward needs values. Of the weight, the cached columnwise copy, or the weight
+    itself, which is recast in backward.
+
+    Returns:
+        ``(input, scale_inv of the input, weight, scale_inv of the weight)``, each or None.
     """
     saved_x = saved_w = x_scale = w_scale = None
     if plan.need_weight:
@@ -276,7 +289,7 @@ def saved_by(
 
 
 def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
-    """Begins to gather the input's rows again, for ``weight_gradient``; None where it is whole."""
+    """Begins to gather the input's rows for ``weight_gradient``; None if this rank has them all."""
     if not plan.need_weight or not gathers_input(plan):
         return None
     assert plan.options.parallel is not None
@@ -292,11 +305,11 @@ def input_gradient(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``dy @ weight``, [rows, in], of this rank; ``saved`` is what ``saved_by`` gave.
+    """Computes ``dy @ weight`` [rows, in] of this rank; ``saved`` is what ``saved_by`` gave.
 
-    Takes the rowwise copy of ``dy``, whose memory the weight gradient may then have.
+    Frees the rowwise copy of ``dy``, whose memory the weight gradient may then have.
     """
-    weight, backend = _weight_again(plan, saved), plan.quantizers.backend
+    weight, backend = _weight_recast(plan, saved), plan.quantizers.backend
     if isinstance(dy, QuantizedTensor):
         grad = backend.dgrad(dy, weight, out_dtype, out)
         dy.rowwise = None
@@ -311,13 +324,17 @@ def input_gradient(
 def reduced_input_gradient(
     plan: GemmPlan, saved: tuple, dy: Operand, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, Pending | None]:
-    """``input_gradient`` where ranks need not add theirs up; else None, and what begins to."""
+    """Computes ``input_gradient``, and begins to add it up where ranks have parts of it.
+
+    Returns:
+        ``(gradient, None)``, or ``(None, pending)``, whose ``wait()`` gives the gradient.
+    """
     parallel = plan.options.parallel
     if parallel is None or not parallel.column:
         return input_gradient(plan, saved, dy, out_dtype), None
     assert isinstance(dy, QuantizedTensor)
     assert dy.rowwise is not None
-    weight, backend = _weight_again(plan, saved), plan.quantizers.backend
+    weight, backend = _weight_recast(plan, saved), plan.quantizers.backend
     assert weight.columnwise is not None
 
     def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
@@ -330,8 +347,8 @@ def reduced_input_gradient(
     return None, pending
 
 
-def _weight_again(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
-    """The columnwise copy of the weight: the cache's, else made of the weight now."""
+def _weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
+    """Returns the columnwise copy of the weight: the cached one, else a recast of the weight."""
     _, _, w, w_scale = saved
     quantizers = plan.quantizers
     if plan.weight_cached:
@@ -340,12 +357,12 @@ def _weight_again(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
 
 
 def has_one_scale(x: QuantizedTensor) -> bool:
-    """Whether any rows of ``x`` are an operand of their own."""
+    """Returns True if ``x`` has one scale, so that any of its rows can be multiplied alone."""
     return x.rowwise_scale_inv is not None and x.rowwise_scale_inv.numel() == 1
 
 
 def rows_of(x: QuantizedTensor, rows: slice) -> QuantizedTensor:
-    """Some rows of the rowwise copy of ``x``, all of them or of one that `has_one_scale`."""
+    """Returns rows of the rowwise copy of ``x``: all of them, or some if ``has_one_scale(x)``."""
     assert x.rowwise is not None
     if rows.stop - rows.start == x.rowwise.shape[0]:
         return x
@@ -355,10 +372,11 @@ def rows_of(x: QuantizedTensor, rows: slice) -> QuantizedTensor:
 def quantized_gradient(
     plan: GemmPlan, dy: torch.Tensor, bias_dtype: torch.dtype | None
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor]:
-    """The gradient of a GEMM's output ``dy`` [rows, out], quantized, and that of its bias.
+    """Quantizes the gradient of a GEMM's output ``dy`` [rows, out].
 
-    The third is ``dy`` as the weight gradient may need it: the rows of all ranks if they are split.
-    ``bias_dtype`` None: the bias needs none.
+    Returns:
+        ``(quantized, grad_bias, dy)``: the FP8 gradient; that of the bias in ``bias_dtype``, None
+        without one; ``dy``, with the rows of all ranks where the weight gradient needs them.
     """
     quantizers, parallel = plan.quantizers, plan.options.parallel
     fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad

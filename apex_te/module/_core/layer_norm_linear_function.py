@@ -27,7 +27,7 @@ __all__ = [
 
 
 class NormOptions(NamedTuple):
-    """How a module normalises, and what it returns besides its output."""
+    """Options of the norm in front of a linear layer, and of what its module returns."""
 
     is_rms: bool
     eps: float
@@ -39,9 +39,11 @@ class NormOptions(NamedTuple):
 def normalized(
     norm: NormForward, plan: GemmPlan, options: NormOptions
 ) -> tuple[Operand, QuantizedTensor | None, torch.Tensor | None]:
-    """The quantized norm and what to save of it, as ``quantized_input`` gives them.
+    """Normalises and quantizes.
 
-    The third is the norm in high precision where it is returned or needed in backward.
+    Returns:
+        ``(operand, part, y)``: two as ``quantized_input`` gives them, and the norm in high
+        precision where it is returned or needed in backward, else None.
     """
     if not options.return_norm and not saves_values(plan):
         return *quantized_input(plan, norm), None
@@ -50,7 +52,7 @@ def normalized(
 
 
 def saved_norm(norm: NormForward) -> tuple[torch.Tensor | None, ...]:
-    """What the norm's backward needs."""
+    """Returns the tensors that the norm's backward needs: input, weight, mean, rstd."""
     x = norm.x if norm.residual_sum is None else norm.residual_sum
     return x, norm.weight, norm.mean, norm.rstd
 
@@ -58,7 +60,7 @@ def saved_norm(norm: NormForward) -> tuple[torch.Tensor | None, ...]:
 def norm_gradients(
     ctx: Any, saved: tuple, d_norm: torch.Tensor, extra: Any, d_residual: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the norm's input (in the input's shape), weight and bias.
+    """Computes the norm's gradients ``(dx, dweight, dbias)``, dx in the shape of the input.
 
     ``extra`` is the gradient of the returned norm, ``d_residual`` that of the returned residual.
     """
@@ -74,7 +76,7 @@ def norm_gradients(
 
 
 def output_gradient(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> Any:
-    """The gradient of the output; zeros where only another output is used."""
+    """Returns the gradient of the output; zeros where only another output is used."""
     if grad_output is not None:
         return grad_output
     other = grad_residual if grad_norm is None else grad_norm
@@ -82,7 +84,7 @@ def output_gradient(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: A
 
 
 def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
-    """What was normalised, in the input's shape, as an output of its own."""
+    """Returns the normalised tensor (input or sum) in the input's shape, as an own output."""
     if norm.residual_sum is None:
         return inp.view_as(inp)
     return norm.residual_sum if inp.dim() == 2 else norm.residual_sum.view(inp.shape)

@@ -1,7 +1,7 @@
 """The autograd function of LayerNormMLP in FP8: no GEMM's FP8 input is written in high precision.
 
-That holds where the scaling scheme knows its scale before the data (delayed scaling) or finds it in
-a pass of its own (current scaling); block scales are found in the result.
+That holds for schemes that know the scale before the data (delayed) or find it in a pass of its own
+(current); block scales are found in the result.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
 
 
 def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
-    """The quantized gradient of the first GEMM's output, and the plain one where it is needed."""
+    """Returns the FP8 gradient of the first GEMM's output, and the plain one where needed."""
     quantizer = plan.quantizers.grad_output
     need_plain = plan.need_weight and plan.quantizers.high_precision_wgrad
     fp8_wgrad = plan.need_weight and not need_plain

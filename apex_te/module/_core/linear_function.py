@@ -32,7 +32,7 @@ def is_autocast(device_type: str) -> bool:
 
 
 def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
-    """Run a backward whose products keep their dtypes under ``torch.autocast``."""
+    """Runs a backward whose products keep their dtypes under ``torch.autocast``."""
     device_type = ctx.device_type
     if not is_autocast(device_type):
         return backward(ctx, *grads)
@@ -41,9 +41,9 @@ def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
 
 
 def take_saved(ctx: Any) -> tuple:
-    """The saved tensors, which die with the caller's references unless the graph is retained.
+    """Returns the saved tensors, each of which is freed with the caller's last reference.
 
-    Autograd would keep them all until backward returns.
+    Autograd by itself would keep them all until backward returns. A retained graph keeps them.
     """
     saved = ctx.saved_tensors
     if not torch.compiler.is_compiling() and isinstance(ctx, torch._C._FunctionBase):
@@ -52,7 +52,7 @@ def take_saved(ctx: Any) -> tuple:
 
 
 def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
-    """The outputs of ``function.forward`` where no gradient is wanted."""
+    """Returns the outputs of ``function.forward`` where no gradient is wanted."""
     return function.forward(_NoContext(len(inputs)), *inputs, *rest)
 
 
@@ -212,7 +212,7 @@ def _gathered_product(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``gathered @ w.T + bias``, the rows of which ``x`` is this rank's part, as they arrive."""
+    """Computes ``gathered @ w.T + bias`` piece by piece; ``x`` is this rank's part of the rows."""
     if torch.compiler.is_compiling():
         return functional.linear(gathered.wait(), w, bias)
     out = x.new_empty(x.shape[0] * ranks, *x.shape[1:-1], w.shape[0])

@@ -1,4 +1,4 @@
-"""What every FP8 module shares: its state, which quantizers a forward uses, saving and moving."""
+"""The base of the FP8 modules: the call of one, its FP8 state and kept weights, saving, moving."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ class Modes:
 
 
 class FP8Module(torch.nn.Module):
-    """Mixin that owns one FP8 state for the GEMMs of a module."""
+    """Mixin with one FP8 state for the GEMMs of a module.
+
+    A module's ``forward`` calls ``_call`` with its tensors; that prepares an ``FP8Call`` and passes
+    it to the module's ``_run``.
+    """
 
     _fp8: ModuleFP8
     _modes: Modes
@@ -93,7 +97,7 @@ class FP8Module(torch.nn.Module):
 
     @property
     def fp8_state(self) -> FP8State:
-        """The FP8 state, where names in a state dict point to, as tools that follow them expect."""
+        """Returns the FP8 state; tools follow a state dict's names ``fp8_state.*`` to it."""
         return self._fp8.state
 
     def _state_device(self) -> torch.device:
@@ -169,9 +173,11 @@ class FP8Module(torch.nn.Module):
         return (options,) * gemms
 
     def _select(self, device: torch.device) -> tuple[tuple[GemmQuantizers, ...] | None, bool, bool]:
-        """Quantizers of this forward (None: none), whether it runs in FP8, and if it is recomputed.
+        """Chooses the quantizers of this call.
 
-        Quantizers without FP8 mean calibration: amaxes are staged, the maths stay as they are.
+        Returns:
+            ``(quantizers, is_fp8, is_recompute)``. Quantizers without FP8 mean calibration: amaxes
+            are staged, the maths stay as they are.
         """
         compiling = torch.compiler.is_compiling()
         modes = self._modes
@@ -215,10 +221,11 @@ class FP8Module(torch.nn.Module):
         parameters: tuple[torch.Tensor | None, ...],
         autocast: bool,
     ) -> torch.dtype:
-        """The dtype to compute in: torch.autocast's, else that of ``inp`` and of the parameters.
+        """Returns the dtype to compute in: ``torch.autocast``'s, else that of input and parameters.
 
         Raises:
-            TypeError: they differ. ValueError: ``inp`` has not ``features`` columns.
+            TypeError: the input's dtype is not that of the parameters.
+            ValueError: ``inp`` has not ``features`` columns.
         """
         shape = inp.shape
         if not shape or shape[-1] != features:
@@ -238,7 +245,7 @@ class FP8Module(torch.nn.Module):
         return dtype
 
     def _options(self, is_first_microbatch: bool | None) -> GemmOptions:
-        """How this forward wants its GEMMs."""
+        """Returns the options of this call's GEMMs, without collectives."""
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise TypeError(  # 1, taken for True here and not there, would mix gradients
                 f"{type(self).__name__}: is_first_microbatch must be None or a bool, "
@@ -268,7 +275,7 @@ class FP8Module(torch.nn.Module):
         return GemmOptions(accumulate, self.save_original_input, wgrad_store, None, in_ddp)
 
     def _has_ddp_hooks(self) -> bool:
-        """Whether DistributedDataParallel's "python_reducer" waits for gradients of this module."""
+        """Returns True if DistributedDataParallel's "python_reducer" waits for gradients here."""
         return any(
             getattr(getattr(hook, "func", hook), "__module__", "")
             == DistributedDataParallel.__module__
@@ -318,7 +325,7 @@ class FP8Module(torch.nn.Module):
     def _cached_weight(
         self, weight: torch.Tensor, quantizers: GemmQuantizers, fill: bool, gemm: int = 0
     ) -> QuantizedTensor:
-        """Both FP8 copies of ``weight``, made again when asked for or when the weight changed."""
+        """Returns both FP8 copies of ``weight``, made anew with ``fill`` or if it changed."""
         if type(weight) is FP8Parameter:
             held = fp8_operands(weight, quantizers, True, keep=True)
             if held is not None:
@@ -339,7 +346,7 @@ class FP8Module(torch.nn.Module):
     def _traced_weight(
         self, gemm: int, weight: torch.Tensor, quantizer: Any, fill: bool
     ) -> QuantizedTensor | None:
-        """The FP8 copies that compiled code keeps; None where making them again gives the same."""
+        """Returns the FP8 copies that compiled code keeps; None where a new cast gives the same."""
         if type(weight) is FP8Parameter:
             return None
         sources = self._weight_sources(weight)
@@ -353,7 +360,7 @@ class FP8Module(torch.nn.Module):
             return kept.quantized(weight, sources, scale, amax, fill)
 
     def _weight_sources(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The parameters that ``weight`` is made of."""
+        """Returns the parameters that ``weight`` is made of."""
         return (weight,)
 
     def _cached_weights(
@@ -382,7 +389,7 @@ class FP8Module(torch.nn.Module):
         )
 
     def _sharded_by_fsdp(self, weights: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the weights' memory is FSDP's, which gathers another time what it had freed."""
+        """Returns True if the weights' memory is FSDP's, which frees it and gathers anew."""
         if not self.__dict__.get("_is_fsdp_managed_module", False):
             return False
         # Codes that were gathered are what a cache would hold.
@@ -391,7 +398,7 @@ class FP8Module(torch.nn.Module):
         return True
 
     def _gemm_weights(self) -> list[list[str]]:
-        """Names of the parameters whose rows are the weight of each GEMM."""
+        """Returns, for each GEMM, the names of the parameters whose rows are its weight."""
         names = [name for name, p in self._parameters.items() if p is not None and p.dim() == 2]
         return [names] if self.fp8_state.gemms == 1 else [[name] for name in names]
 
@@ -410,7 +417,7 @@ class FP8Module(torch.nn.Module):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles leave the FP8 weight cache behind."""
+        """Returns the attributes without the kept FP8 weights, for copies and pickles."""
         kept = self.__dict__.copy()
         kept.pop("_modes", None)
         return kept

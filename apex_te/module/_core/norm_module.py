@@ -1,4 +1,4 @@
-"""What the LayerNorm and RMSNorm modules share: construction, dtypes, shapes."""
+"""The base of the LayerNorm and RMSNorm modules: construction, dtypes, shapes."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 class NormedModule(ParallelModule):
     """An FP8 module that normalises its input first.
 
-    Parameters: ``layer_norm_weight``, ``layer_norm_bias`` ``[features]`` (LayerNorm only).
+    Attributes:
+        layer_norm_weight: parameter ``[features]``.
+        layer_norm_bias: parameter ``[features]``, None for RMSNorm.
     """
 
     layer_norm_weight: torch.nn.Parameter
@@ -60,13 +62,13 @@ class NormedModule(ParallelModule):
         self._norm_options = (NormOptions(*shared, False), NormOptions(*shared, True))
 
     def reset_layer_norm_parameters(self) -> None:
-        """Gamma becomes 1 (0 with ``zero_centered_gamma``), beta 0."""
+        """Sets gamma to 1 (0 with ``zero_centered_gamma``) and beta to 0."""
         torch.nn.init.constant_(self.layer_norm_weight, 0.0 if self.zero_centered_gamma else 1.0)
         if self.layer_norm_bias is not None:
             torch.nn.init.zeros_(self.layer_norm_bias)
 
     def _norm_operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gamma and beta in a dtype that the norms take beside ``dtype``."""
+        """Returns ``(gamma, beta)`` in a dtype that the norms take beside ``dtype``."""
         weight, bias = self._parameters["layer_norm_weight"], self._parameters["layer_norm_bias"]
         assert weight is not None
         if weight.dtype is dtype or weight.dtype is torch.float32:
@@ -74,7 +76,7 @@ class NormedModule(ParallelModule):
         return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _check_residual(self, inp: torch.Tensor, residual: torch.Tensor) -> None:
-        """Raises for a residual that cannot be added to ``inp``: ValueError, TypeError."""
+        """Checks that ``residual`` has the shape and dtype of ``inp``."""
         if residual.shape != inp.shape:
             raise ValueError(
                 f"{type(self).__name__}: residual must have shape {list(inp.shape)}, "
@@ -87,7 +89,7 @@ class NormedModule(ParallelModule):
             )
 
     def _returned(self, out: torch.Tensor, bias: torch.Tensor | None, norm: Any) -> Any:
-        """``out`` alone or with what the module returns besides."""
+        """Returns ``out``, or a tuple of it and of what the module is to return besides."""
         if not self.return_bias and not self.return_layernorm_output:
             return out
         result = [out]
@@ -100,7 +102,7 @@ class NormedModule(ParallelModule):
     def _plain_norm(
         self, inp: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm in high precision, and what was normalised."""
+        """Returns ``(y, x)``: the norm in high precision, and the input or sum that it is of."""
         weight, bias = self._norm_operands(inp.dtype)
         options: dict[str, Any] = {
             "zero_centered_gamma": self.zero_centered_gamma,

@@ -34,7 +34,11 @@ _COMPARED = (
 
 
 def checked_mode(owner: str, parallel_mode: Any) -> str | None:
-    """``parallel_mode`` in small letters. Errors: ValueError for another value."""
+    """Returns ``parallel_mode`` in small letters.
+
+    Raises:
+        ValueError: another value than None, column and row.
+    """
     mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
     if mode not in (None, "column", "row"):
         raise ValueError(
@@ -44,9 +48,11 @@ def checked_mode(owner: str, parallel_mode: Any) -> str | None:
 
 
 def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
-    """The number of ranks: that of ``tp_group``, else ``tp_size``.
+    """Returns the number of ranks: that of ``tp_group``, else ``tp_size``.
 
-    Errors: TypeError for a wrong type, ValueError for a number below 1 or not the group's.
+    Raises:
+        TypeError: a wrong type.
+        ValueError: a number below 1, or another than the group's.
     """
     if isinstance(tp_size, bool) or not isinstance(tp_size, int):
         raise TypeError(f"{owner}: tp_size must be an int, got {type(tp_size).__name__}")
@@ -68,7 +74,11 @@ def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
 
 
 def divided(owner: str, name: str, value: int, ranks: int) -> int:
-    """``value / ranks``. Errors: ValueError where the ranks do not divide it."""
+    """Returns ``value / ranks``.
+
+    Raises:
+        ValueError: the ranks do not divide it.
+    """
     if value % ranks:
         raise ValueError(
             f"{owner}: {name} must be a multiple of the {ranks} tensor-parallel ranks, got {value}"
@@ -94,7 +104,7 @@ _TAGS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence
 
 
 def set_group_of_children(module: torch.nn.Module, tp_group: Any) -> None:
-    """Names the ranks to every child that knows the method."""
+    """Calls ``set_tensor_parallel_group`` of every child that has it."""
     for child in module.children():
         set_group: Any = getattr(child, "set_tensor_parallel_group", None)
         if set_group is not None:
@@ -150,9 +160,11 @@ class ParallelModule(FP8Module):
         self._compared = self.tp_size == 1
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Name the ranks over which the layer is split, as many as ``tp_size``; before forward.
+        """Set the ranks over which the layer is split, as many as ``tp_size``; before forward.
 
-        Errors: TypeError for anything but a process group or None, ValueError for another size.
+        Raises:
+            TypeError: neither a process group nor None.
+            ValueError: a group of another size.
         """
         owner = type(self).__name__
         if tp_group is not None:
@@ -166,9 +178,10 @@ class ParallelModule(FP8Module):
         self._compared = self.tp_size == 1
 
     def _parallel(self, mode: str | None) -> TensorParallel | None:
-        """The collectives of a GEMM split in this ``mode``; None for one that is whole.
+        """Returns the collectives of a GEMM split in this ``mode``; None for one that is whole.
 
-        Errors: ValueError where there are several ranks and no group of them.
+        Raises:
+            ValueError: there are several ranks and no group of them.
         """
         if mode is None or self.tp_size == 1:
             return None
@@ -218,7 +231,7 @@ class ParallelModule(FP8Module):
         return dtype
 
     def _may_compare(self, inp: torch.Tensor) -> bool:
-        """Whether this forward has collectives, gradients and a host that may wait."""
+        """Returns True if this call has collectives and gradients, and the host may wait."""
         if not torch.is_grad_enabled() or self.tp_group is None or not any(self._split_modes()):
             return False
         return not (inp.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -226,7 +239,7 @@ class ParallelModule(FP8Module):
     def _description(
         self, inp: torch.Tensor, parameters: tuple[torch.Tensor | None, ...], dtype: torch.dtype
     ) -> dict[str, object]:
-        """What has to be the same on all ranks for their collectives to fit together."""
+        """Returns values that must be equal on all ranks for their collectives to fit together."""
         own = self._parameters
         trained = [name for name, p in own.items() if p is not None and p.requires_grad]
         given = [p for p in parameters if p is not None and not any(p is q for q in own.values())]
@@ -265,7 +278,7 @@ class ParallelModule(FP8Module):
         return result
 
     def _forked(self, split: bool) -> AbstractContextManager[Any]:
-        """Where values of a parameter are drawn: the tracker's sequence if ranks must differ."""
+        """Returns a context to draw a parameter in, the tracker's if ranks must differ."""
         make = self.get_rng_state_tracker
         if make is None or not split:
             return contextlib.nullcontext()
@@ -273,7 +286,7 @@ class ParallelModule(FP8Module):
         return tracker.fork(self.rng_tracker_name) if self.rng_tracker_name else tracker.fork()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies keep the group, which a pickle cannot."""
+        """Returns the attributes; copies keep the group, which a pickle cannot."""
         kept = super().__getstate__()
         kept["tp_group"] = _Group(self.tp_group)
         kept["_collectives"] = {}

@@ -1,4 +1,4 @@
-"""What surrounds a GEMM of a tensor-parallel layer: which rows are gathered, what is reduced.
+"""The collectives around a GEMM of a tensor-parallel layer: rows gathered, sums reduced.
 
 A column-parallel weight is [out / ranks, in], a row-parallel one [out, in / ranks]. With sequence
 parallelism the rows between layers are split over ranks (dimension 0):
@@ -7,8 +7,8 @@ parallelism the rows between layers are split over ranks (dimension 0):
     row    forward    reduce the output               backward    gather the output gradient's rows
 
 Without it nothing is gathered, and a reduction leaves the sum on every rank. What is gathered
-travels as FP8 codes where a scheme has a scale that all ranks share. Between GPUs of one host rows
-travel piece by piece (`distributed.peer_memory`): a piece is multiplied while the others are on
+travels as FP8 data where a scheme has a scale that all ranks share. Between GPUs of one host rows
+travel piece by piece (``comm.peer_memory``): a piece is multiplied while the others are on
 their way, and sent while the next is computed.
 """
 
@@ -56,16 +56,19 @@ class TensorParallel:
 
     @property
     def gathers_input(self) -> bool:
+        """Returns True if this rank has only some rows of the input."""
         return self.column and self.sequence_parallel
 
     @property
     def gathers_gradient(self) -> bool:
+        """Returns True if this rank has only some rows of the output's gradient."""
         return not self.column and self.sequence_parallel
 
     def output_shape(self, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
-        """Shape of the layer's output for an input of ``shape``.
+        """Returns the shape of the layer's output for an input of ``shape``.
 
-        Errors: ValueError for rows that the ranks do not divide.
+        Raises:
+            ValueError: the ranks do not divide the rows.
         """
         first = shape[0]
         if self.gathers_input:
@@ -82,7 +85,7 @@ class TensorParallel:
     def reduced_output(
         self, product: Product, rows: int, out: torch.Tensor, divisible: bool
     ) -> torch.Tensor:
-        """The reduction of a row-parallel GEMM's ``product`` of ``rows`` rows: ``out``, written to.
+        """Reduces a row-parallel GEMM's ``product`` of ``rows`` rows into ``out``, and returns it.
 
         ``divisible``: the product of some rows can be had without the others'. In a graph of
         torch.compile the result is a new tensor.
@@ -97,7 +100,7 @@ class TensorParallel:
     def start_input_gradient(
         self, product: Product, rows: int, like: torch.Tensor, divisible: bool
     ) -> Pending:
-        """The reduction of the gradient of a column-parallel GEMM's input.
+        """Begins to reduce the gradient of a column-parallel GEMM's input.
 
         ``like``: a tensor of its columns, dtype and device.
         """
@@ -113,7 +116,7 @@ class TensorParallel:
         like: torch.Tensor,
         divisible: bool,
     ) -> Pending:
-        """This rank's rows of the sum over ranks of products."""
+        """Begins to sum products over ranks; gives this rank's rows of the sum."""
         if divisible and rows % self.ranks == 0:
             part = rows // self.ranks
             memory = peer_memory(self.group, like, part * like.shape[1] * like.element_size())
@@ -125,7 +128,7 @@ class TensorParallel:
         return reduce_scatter_rows(product(slice(0, rows), None), self.group, out)
 
     def gathered_rows(self, x: torch.Tensor, whole: bool = True, late: bool = False) -> Pending:
-        """All ranks' rows of ``x``, codes or values.
+        """Begins to gather all ranks' rows of ``x``, FP8 data or values.
 
         ``whole``: they are asked for not only piece by piece. ``late``: other gathers may begin
         before this one is read.
@@ -140,10 +143,12 @@ class TensorParallel:
     def gathered_input(
         self, quantizer: Quantizer, shared: Quantizer | None, source: torch.Tensor | FusedCast
     ) -> tuple[QuantizedTensor | GatheredCodes, QuantizedTensor | None]:
-        """The quantized rows of all ranks, from this rank's rows or from the op that makes them.
+        """Quantizes the rows of all ranks, from this rank's rows or from the op that makes them.
 
-        ``shared`` is what ``quantizer`` gave for the group. Also this rank's codes, where those
-        travelled.
+        ``shared`` is what ``quantizer.shared`` gave for the group.
+
+        Returns:
+            ``(operand, part)``: all rows, and this rank's where FP8 data travelled, else None.
         """
         if shared is None:
             values = source if isinstance(source, torch.Tensor) else source.plain()
@@ -165,7 +170,7 @@ class TensorParallel:
         columnwise: bool,
         need_bias: bool,
     ) -> tuple[QuantizedTensor | GatheredCodes, torch.Tensor | None]:
-        """The quantized rows of all ranks of ``dy`` [rows, out], and the sums of this rank's."""
+        """Returns ``dy`` [rows, out] of all ranks in FP8, and the column sums of this rank's."""
         quantizer = quantizers.grad_output
         shared = quantizer.shared(self.group)
         if shared is not None:
@@ -179,7 +184,7 @@ class TensorParallel:
     def _codes(
         self, local: QuantizedTensor, rowwise: bool, columnwise: bool
     ) -> QuantizedTensor | GatheredCodes:
-        """All ranks' rows of a matrix with one scale for all: the codes travel, a byte each."""
+        """Returns all ranks' rows of a matrix with one scale; FP8 data travel, a byte each."""
         assert local.rowwise is not None
         gathered = GatheredCodes(
             self.gathered_rows(local.rowwise, columnwise), local, self.ranks, columnwise
@@ -220,7 +225,7 @@ class GatheredCodes:
         return out
 
     def arrived(self, rowwise: bool) -> QuantizedTensor:
-        """The whole, in the copies that are wanted."""
+        """Waits for all rows, and returns the copies of them that are wanted."""
         local = self._local
         scale_inv = local.rowwise_scale_inv
         codes = self._codes.borrow()

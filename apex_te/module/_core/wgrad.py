@@ -26,7 +26,9 @@ def weight_gradient(
     quantized: Operand | None,
     gathered: Pending | None = None,
 ) -> torch.Tensor | None:
-    """``dy.T @ x`` [out, in], or None (a dummy) where it goes into ``main_grad`` or waits.
+    """Computes ``dy.T @ x`` [out, in]; returns None or a dummy where the result goes elsewhere.
+
+    It goes into ``main_grad``, or waits in ``wgrad_store``.
 
     ``dy`` [rows, out] is used where the recipe wants this product in high precision; ``gathered``
     is what ``start_saved_input`` began.
@@ -44,14 +46,14 @@ def plain_weight_gradient(
     dtype: torch.dtype,
     options: GemmOptions,
 ) -> torch.Tensor | None:
-    """``weight_gradient`` of a GEMM in high precision."""
+    """Computes the weight gradient of a GEMM in high precision, as ``weight_gradient`` does."""
     return _now_or_later(parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options))
 
 
 def _now_or_later(
     parameter: Any, options: GemmOptions, compute: Callable[[], torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """The gradient, or None after handing its computation to ``options.wgrad_store``."""
+    """Returns the gradient, or None after its computation went to ``options.wgrad_store``."""
     if options.wgrad_store is None:
         return compute()
 
@@ -87,7 +89,7 @@ def _of_rows(
     quantized: QuantizedTensor | None,
     rowwise: bool,
 ) -> torch.Tensor | None:
-    """The gradient from ``x``: values, codes of rows (``rowwise``) or columnwise ones."""
+    """Computes the gradient from ``x``: values, rowwise FP8 data or columnwise ones."""
     quantizers, options = plan.quantizers, plan.options
     if quantizers.high_precision_wgrad:
         return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options)
@@ -107,7 +109,7 @@ def _of_rows(
 def _plain_wgrad(
     dy: Any, x: Any, parameter: Any, dtype: torch.dtype, options: GemmOptions
 ) -> torch.Tensor | None:
-    """Weight gradient in high precision, returned or put into ``main_grad``."""
+    """Computes the gradient in high precision, for autograd or into ``main_grad``."""
     x = x.to(dy.dtype)
     if options.accumulate is None:
         return torch.mm(dy.t(), x).to(dtype)
@@ -117,7 +119,7 @@ def _plain_wgrad(
 
 
 def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bool]:
-    """The preallocated gradient as [out, in], and whether to add to it."""
+    """Returns ``(main_grad, accumulate)``: the gradient [out, in], and if it is added to."""
     get_main_grad = getattr(parameter, "get_main_grad", None)
     if options.in_ddp and get_main_grad is None:
         _check_owner(parameter)
@@ -156,7 +158,7 @@ def _check_owner(parameter: Any) -> None:
 
 
 def dummy_gradient(parameter: Any) -> torch.Tensor | None:
-    """What autograd gets when the gradient is already in ``main_grad``.
+    """Returns a stand-in for autograd when the gradient is already in ``main_grad``.
 
     None leaves ``.grad`` at None. A framework that waits for a gradient hook sets
     ``grad_added_to_main_grad``: it gets a tensor shared by all weights of that shape.

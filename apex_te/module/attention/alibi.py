@@ -62,7 +62,8 @@ def checked_slopes(owner: str, slopes: Any, heads: int, batch: int) -> torch.Ten
     """Slopes [heads] or [batch, heads] in float32.
 
     Raises:
-        TypeError: no floating-point tensor. ValueError: another shape.
+        TypeError: no floating-point tensor.
+        ValueError: another shape.
     """
     if not isinstance(slopes, torch.Tensor) or not slopes.is_floating_point():
         actual = slopes.dtype if isinstance(slopes, torch.Tensor) else type(slopes).__name__

@@ -1,4 +1,4 @@
-"""How attention is computed: PyTorch's fused kernels, or GEMMs around scaled_softmax."""
+"""The ways to compute attention: PyTorch's fused kernels, or GEMMs around scaled_softmax."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _varlen_arguments() -> frozenset[str]:
 
 
 def _varlen_takes(*names: str) -> bool:
-    """Whether PyTorch's kernel for packed sequences has these arguments."""
+    """Returns True if PyTorch's kernel for packed sequences has these arguments."""
     return _varlen_arguments().issuperset(names)
 
 
@@ -48,7 +48,7 @@ _varlen_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Options(NamedTuple):
-    """What attention needs besides tensors.
+    """Numbers that attention needs besides tensors.
 
     ``layer_scale`` L: scores are kept divided by L until the softmax, which multiplies by it.
     """
@@ -84,7 +84,7 @@ _REPEATABLE = Path(
 
 
 class _Attention(NamedTuple):
-    """What decides on a path, all of it known on the host."""
+    """Everything that decides on a path, all of it known on the host."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -178,9 +178,10 @@ def attend(
     options: Options,
     alibi: Alibi | None = None,
 ) -> torch.Tensor:
-    """softmax(scale * q k^T + bias) v [b, h, sq, dv]; a query that sees nothing gives zeros.
+    """Computes softmax(scale * q k^T + bias) v [b, h, sq, dv].
 
-    With ``alibi`` what is given as ``bias`` are the slopes that it is made of.
+    A query that sees nothing gives zeros.
+    With ``alibi`` the argument ``bias`` holds the slopes that the bias is made of.
     """
     if alibi is not None:
         assert bias is not None
@@ -200,7 +201,7 @@ def attend(
 
 
 def to_visible(hidden: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """The mask of scaled_dot_product_attention, whose True means visible, or added to scores."""
+    """Returns the mask for scaled_dot_product_attention: True = visible, or added to scores."""
     if hidden is None:
         return bias
     if bias is None:
@@ -234,7 +235,7 @@ def _sdpa(
 
 
 def varlen_obstacle(q: torch.Tensor, v: torch.Tensor, options: Options) -> str | None:
-    """Why PyTorch's kernel for packed sequences does not take q and v [.., d]; None: it does."""
+    """Returns why PyTorch's packed kernel refuses q and v [.., d]; None if it takes them."""
     if not _varlen_takes("scale", "window_size"):
         return "this PyTorch has no varlen_attn with a scale and a window"
     if not q.is_cuda or q.dtype not in _HALF:
@@ -255,7 +256,7 @@ def varlen(
     window: tuple[int, int],
     options: Options,
 ) -> torch.Tensor:
-    """PyTorch's kernel for packed q [t, h, d], k, v [u, g, d]; starts and longest of q and k."""
+    """Runs PyTorch's packed kernel on q [t, h, d], k, v [u, g, d]; starts and longest of both."""
     from torch.nn.attention.varlen import varlen_attn
 
     more: dict[str, Any] = {}
@@ -270,7 +271,7 @@ def varlen(
 def _windowed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visibility, options: Options
 ) -> torch.Tensor:
-    """A sliding window and nothing else hidden: each sequence as a packed one."""
+    """Attends in a sliding window with nothing else hidden: each sequence as a packed one."""
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
     assert seen.window is not None
@@ -282,7 +283,7 @@ def _windowed(
 
 
 def _all_hidden(seen: Visibility, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """All that a window or a causal mask and others hide, in one mask."""
+    """Returns all that a window or a causal mask and others hide, in one mask."""
     if seen.window is not None:
         return band(queries, keys, keys - queries, *seen.window, device)
     offset = keys - queries if seen.causal == "bottom_right" else 0

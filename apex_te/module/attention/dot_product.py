@@ -173,7 +173,9 @@ class DotProductAttention(torch.nn.Module):
             checkpoint_core_attention: save only the inputs and attend again in backward, with the
                 same dropout mask, whether a tracker's or not.
 
-        Errors: TypeError for a dtype, ValueError for a shape, mask or option that does not fit.
+        Raises:
+            TypeError: a dtype.
+            ValueError: a shape, mask or option that does not fit.
         """
         _, attended, inputs, order = self._plan(
             query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,

@@ -1,4 +1,4 @@
-"""Attention masks: their types, what they hide, and sliding windows. True = masked out."""
+"""Attention masks (True = masked out): their types, what they hide, and sliding windows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 class MaskType(NamedTuple):
-    """What a mask type reads and hides."""
+    """A mask type: the masks that it reads, and what it hides."""
 
     name: str
     padding: bool = False  # reads masks of padded tokens
@@ -54,13 +54,14 @@ _INSTEAD = {
 
 
 class Visibility(NamedTuple):
-    """Which queries see which keys.
+    """The keys that each query sees.
 
-    causal: None; "upper_left", query i sees keys up to i; "bottom_right", up to i + sk - sq.
-    hidden: bool, broadcast over [b, h, sq, sk], True = masked out also; or None.
-    fully_masked_queries: bool [b, 1, sq, 1], queries that see nothing; or None.
-    window: None; (left, right), the keys that a query sees around i + sk - sq, -1 = no limit, where
-        nothing else is hidden.
+    Attributes:
+        causal: None; "upper_left", query i sees keys up to i; "bottom_right", up to i + sk - sq.
+        hidden: bool, broadcast over [b, h, sq, sk], True = masked out also; or None.
+        fully_masked_queries: bool [b, 1, sq, 1], queries that see nothing; or None.
+        window: None; (left, right), the keys that a query sees around i + sk - sq, -1 = no limit,
+            where nothing else is hidden.
     """
 
     causal: str | None = None
@@ -75,10 +76,11 @@ _BOTTOM_RIGHT = Visibility("bottom_right")
 
 
 def mask_type(owner: str, name: str) -> MaskType:
-    """The mask type called ``name``.
+    """Returns the mask type called ``name``.
 
     Raises:
-        TypeError: no string. ValueError: an unknown type.
+        TypeError: no string.
+        ValueError: an unknown type.
     """
     if not isinstance(name, str):
         raise TypeError(f"{owner}: attn_mask_type must be a string, got {type(name).__name__}")
@@ -91,7 +93,7 @@ def mask_type(owner: str, name: str) -> MaskType:
 
 
 def window(owner: str, size: Sequence[int] | None) -> tuple[int, int] | None:
-    """A checked sliding window (left, right), -1 = unlimited; None where nothing is limited."""
+    """Returns a checked window (left, right), -1 = unlimited; None if nothing is limited."""
     if size is None:
         return None
     pair = tuple(size)
@@ -221,7 +223,10 @@ def _padding_visibility(
 def band(
     queries: int, keys: int, offset: int, left: int, right: int, device: torch.device
 ) -> torch.Tensor:
-    """True at [1, 1, i, j] unless i + offset - left <= j <= i + offset + right; -1 = no limit."""
+    """Returns a mask, False where i + offset - left <= j <= i + offset + right; -1 = no limit.
+
+    Its shape is [1, 1, queries, keys].
+    """
     q = torch.arange(offset, queries + offset, device=device)[:, None]
     return _band(q, torch.arange(keys, device=device), left, right)[None, None]
 
@@ -237,7 +242,7 @@ def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tens
 def distances(
     kind: MaskType, mask: Mask, queries: int, keys: int, device: torch.device
 ) -> torch.Tensor:
-    """Distances of queries and keys, fp32 [1 or b, 1, sq, sk]; positions as in `visibility`."""
+    """Returns distances of queries and keys, fp32 [1 or b, 1, sq, sk], as ``visibility`` counts."""
     pair = kind.padding and kind.bottom_right and isinstance(mask, (tuple, list))
     if pair and mask[0] is not mask[1]:  # type: ignore[index]
         q, k = _positions_from_the_end(*mask)  # type: ignore[misc]
@@ -256,9 +261,11 @@ def joined_masks(
     scores: tuple[int, int, int, int],
     by_length: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-    """Padding masks (queries, keys) that hide what ``by_length`` and ``mask`` do.
+    """Joins the padding masks ``by_length`` with ``mask``.
 
-    The second is what else ``mask`` hides, of the scores [b, h, sq, sk], or None.
+    Returns:
+        ``((queries, keys), scores)``: padding masks that hide what both do, and what else ``mask``
+        hides of the scores [b, h, sq, sk], or None.
     """
     if mask is None:
         return by_length, None
@@ -273,12 +280,12 @@ def joined_masks(
 
 
 def broadcasts(x: torch.Tensor, shape: tuple[int, int, int, int]) -> bool:
-    """``x`` has four dimensions, each of ``shape`` or 1."""
+    """Returns True if ``x`` has four dimensions, each of ``shape`` or 1."""
     return x.dim() == 4 and all(n == m or n == 1 for n, m in zip(x.shape, shape, strict=True))
 
 
 def lengths_mask(lengths: torch.Tensor, extent: int) -> torch.Tensor:
-    """True at [i, 0, 0, j] for j from ``lengths[i]`` on."""
+    """Returns a mask [b, 1, 1, extent], True at [i, 0, 0, j] for j from ``lengths[i]`` on."""
     return (torch.arange(extent, device=lengths.device) >= lengths[:, None])[:, None, None]
 
 
@@ -304,10 +311,11 @@ def _positions_from_the_end(
 def _padding(
     owner: str, kind: MaskType, mask: Mask, cross: bool, batch: int, queries: int, keys: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Masks of padded queries and keys, [b, 1, 1, s]; the same tensor where one serves both.
+    """Checks the masks of padded queries and keys, [b, 1, 1, s].
 
-    One tensor in cross attention is of the scores, [b, 1, sq, sk]: it is the second then, and the
-    first is None.
+    Returns:
+        ``(queries, keys)``, the same tensor where one serves both. A single tensor in cross
+        attention is of the scores, [b, 1, sq, sk]: then ``(None, scores)``.
     """
     if isinstance(mask, (tuple, list)):
         if len(mask) != 2:

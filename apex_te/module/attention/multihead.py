@@ -259,7 +259,9 @@ class MultiheadAttention(torch.nn.Module):
             ``out``, or a tuple of it, the bias with ``return_bias``, and the norm's result with
             ``return_layernorm_output`` and ``input_layernorm``.
 
-        Errors: TypeError for a dtype, ValueError for a shape, mask or option that does not fit.
+        Raises:
+            TypeError: a dtype.
+            ValueError: a shape, mask or option that does not fit.
         """
         return self.forward_with_residual(
             hidden_states, attention_mask, encoder_output, attn_mask_type, window_size,
@@ -351,7 +353,7 @@ class MultiheadAttention(torch.nn.Module):
         cu_seqlens_kv: torch.Tensor | None,
         return_residual: bool,
     ) -> tuple[Any, ...]:
-        """Queries, keys, values [.., heads, size], the norm's result and the residual."""
+        """Returns ``(q, k, v, norm, residual)``, the first three [.., heads, size]."""
         modules, layout = self._modules, self._heads
         q_norm: Any = modules["q_norm"]
         k_norm: Any = modules["k_norm"]
@@ -393,14 +395,14 @@ class MultiheadAttention(torch.nn.Module):
 
 
 def residual_of(hidden_states: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    """``hidden_states`` by way of the norm, unless that has another dtype (torch.autocast)."""
+    """Returns ``total``, or ``hidden_states`` if that has another dtype (``torch.autocast``)."""
     if total is None or total.dtype is not hidden_states.dtype:
         return hidden_states
     return total
 
 
 def _key_starts(rotation: Rotation, cu_seqlens_kv: torch.Tensor | None) -> torch.Tensor | None:
-    """Where the keys' sequences begin in cross attention; None but for thd."""
+    """Returns where the keys' sequences begin in cross attention; None but for thd."""
     if rotation.cu_seqlens is None or cu_seqlens_kv is None:
         return rotation.cu_seqlens
     return cu_seqlens_kv

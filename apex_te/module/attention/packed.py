@@ -23,9 +23,10 @@ _KINDS = {
 
 
 class Packing(NamedTuple):
-    """Where sequences begin and end: sequence i is tokens cu[i] to cu[i + 1]; int32 [n + 1].
+    """Starts of packed sequences: sequence i is tokens ``cu[i]`` to ``cu[i + 1]``; int32 [n + 1].
 
-    ``ends``: tokens in sequences, of queries and of keys, where that is known on the host.
+    Attributes:
+        ends: tokens in sequences, of queries and of keys, where that is known on the host.
     """
 
     queries: torch.Tensor
@@ -36,7 +37,7 @@ class Packing(NamedTuple):
 
     @property
     def is_self(self) -> bool:
-        """Queries and keys are the same tokens."""
+        """Returns True if queries and keys are the same tokens."""
         return self.queries is self.keys
 
 
@@ -47,9 +48,11 @@ def packing(
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
 ) -> Packing:
-    """The checked packing; a maximum that is not given is read back from the device.
+    """Returns the checked packing; a maximum that is not given is read back from the device.
 
-    Raises TypeError for a dtype, ValueError for a shape, a missing tensor or a wrong maximum.
+    Raises:
+        TypeError: a dtype.
+        ValueError: a shape, a missing tensor or a wrong maximum.
     """
     if cu_seqlens_q is None:
         raise ValueError(f"{owner}: cu_seqlens_q must be given with qkv_format 'thd', got None")

@@ -15,7 +15,7 @@ __all__ = ["HeadLayout", "Rotation", "rotation_of", "split_heads"]
 
 
 class HeadLayout(NamedTuple):
-    """How the last dimension of a projection holds heads of ``size`` elements.
+    """Layout of the heads, of ``size`` elements each, in the last dimension of a projection.
 
     It has ``groups`` groups of ``repeats`` query heads (0 for a key and value projection), one key
     head and one value head: interleaved, group by group, or all queries, all keys, all values.
@@ -69,9 +69,12 @@ def rotation_of(
     start: int,
     cu_seqlens: torch.Tensor | None,
 ) -> Rotation | None:
-    """The rotation from one tensor of angles or one for queries and one for keys.
+    """Returns the rotation from one tensor of angles or one for queries and one for keys.
 
-    Raises TypeError for anything else; ``rope`` checks dtype and shape.
+    ``rope`` checks dtype and shape.
+
+    Raises:
+        TypeError: anything else.
     """
     if rotary_pos_emb is None:
         return None

@@ -53,7 +53,7 @@ class GroupedLinear(ParallelModule):
         tp_group, tp_size, sequence_parallel, get_rng_state_tracker, rng_tracker_name: as in
             ``Linear``.
 
-    Parameters: ``weight0`` ``[out_features, in_features]``, ``bias0`` ``[out_features]``,
+    Its parameters are ``weight0`` ``[out_features, in_features]``, ``bias0`` ``[out_features]``,
     ``weight1``, ``bias1`` .. in this order. Optimizers number their states by it: for a state saved
     when all weights came first, see ``apex_te.integrations.reorder_grouped_linear_state``.
     Interface and defaults follow TransformerEngine's GroupedLinear.
@@ -168,16 +168,18 @@ class GroupedLinear(ParallelModule):
         their outputs and gradients are zeros. Splits that are negative or exceed the rows are an
         error on the CPU; on a GPU, where only the device sees them, all outputs and gradients
         become NaN. There FP8 products are rounded to bfloat16, those in another dtype, too; they
-        are of FP8 codes on sm_90 (elsewhere codes are decoded and multiplied in bfloat16), and
+        are of FP8 data on sm_90 (elsewhere these are decoded and multiplied in bfloat16), and
         those in fp16 and fp32 cost as much as ``num_gemms`` layers over all rows. What is added to
         ``main_grad`` is rounded to 16 bits only where bfloat16 is multiplied, by torch's grouped
         product. ``fp8_statistics`` does not note them.
 
-        Errors: TypeError for a dtype or ``m_splits`` that are no ints, ValueError for a shape,
-        another device or ``m_splits`` that do not add up to the rows of ``inp``. With a tensor on a
-        GPU NotImplementedError, before anything runs, for FP8 in blocks or HiF8, FP8 with sizes
-        that are no multiples of 16, ``delay_wgrad_compute``, ``save_original_input``, FP8 weights
-        and ``torch.compile``.
+        Raises:
+            TypeError: a dtype, or ``m_splits`` that are no ints.
+            ValueError: a shape, another device, or ``m_splits`` that do not add up to the rows of
+                ``inp``.
+            NotImplementedError: before anything runs, for a tensor on a GPU with FP8 in blocks or
+                HiF8, FP8 with sizes that are no multiples of 16, ``delay_wgrad_compute``,
+                ``save_original_input``, FP8 weights or ``torch.compile``.
         """
         weights = tuple([getattr(self, key) for key in self._weight_names])
         biases = tuple([getattr(self, key) for key in self._bias_names])
@@ -211,7 +213,7 @@ class GroupedLinear(ParallelModule):
         return out, [bias.to(out.dtype) for bias in biases]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies make quantizers of their own."""
+        """Returns the attributes without quantizers: copies make their own."""
         return {**super().__getstate__(), "_group_quantizers": {}}
 
     def _run(
@@ -276,9 +278,13 @@ def grouped_forward(
     biases: tuple[torch.Tensor, ...],
     keep: tuple[bool, ...] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[QuantizedTensor | None]]:
-    """The output [..., out], and of each group its rows of the input and these quantized.
+    """Computes the output, group by group.
 
-    ``keep``: whose columnwise copy to make. A group without rows stages no amax and has None.
+    ``keep``: the groups whose columnwise copy is made. A group without rows stages no amax.
+
+    Returns:
+        ``(out, groups, quantized)``: the output [..., out], the rows of each group, and these
+        quantized, None for a group without rows.
     """
     assert call.quantizers is not None
     quantizers, out_dtype = call.quantizers, call.dtype
@@ -379,7 +385,7 @@ def _grouped_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
 def _without_rows(
     plan: _gemm.GemmPlan, dy: torch.Tensor, in_features: int, bias_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of the weight and bias of an empty group: zeros, which overwrite as any others.
+    """Returns the gradients of weight and bias of an empty group: zeros, which overwrite as any.
 
     Nothing is quantized: there is no amax to stage.
     """

@@ -312,7 +312,7 @@ def _remember(
     need_input: bool,
     needs: tuple[bool, ...],
 ) -> None:
-    """What both backwards have to know besides tensors."""
+    """Keeps in ``ctx`` all that both backwards need besides tensors."""
     ctx.count = len(weights)
     ctx.need_input = need_input
     ctx.needs = needs[: len(weights)]
@@ -334,7 +334,7 @@ def _stacked(weights: Any, dtype: torch.dtype) -> torch.Tensor:
 def _finished(
     out: torch.Tensor, groups: Groups, dtype: torch.dtype, biases: Tensors = ()
 ) -> torch.Tensor:
-    """A product in ``dtype``, with biases, and zeros where no group is."""
+    """Returns a product in ``dtype``, with biases, and zeros in rows of no group."""
     out = out.to(dtype)
     op.finish_rows(out, groups, _stacked(biases, dtype) if biases else None)
     return out
@@ -350,7 +350,7 @@ def _high_precision_wgrad(
 
 
 def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Of each weight what autograd gets: its gradient, or what stands for it in ``main_grad``."""
+    """Returns for each weight its gradient, or autograd's stand-in for one in ``main_grad``."""
     if grads is None:
         return [None] * ctx.count
     if ctx.parameters is None:

@@ -14,7 +14,7 @@ __all__ = ["Fp8Padding", "Fp8Unpadding"]
 
 
 class _RowGroups(torch.nn.Module):
-    """What both share: the number of groups and the multiple to which their rows are filled up."""
+    """Base of both: the number of groups, and the multiple to which their rows are filled up."""
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class _RowGroups(torch.nn.Module):
         return f"num_gemms={self.num_gemms}, align_size={self.align_size}"
 
     def _padded(self, m_splits: Sequence[int]) -> tuple[list[int], list[int]]:
-        """The rows of each group without and with padding."""
+        """Returns the rows of each group, without and with padding."""
         splits = list(_arguments.checked_splits(type(self).__name__, self.num_gemms, m_splits))
         align = self.align_size
         if align is None:
@@ -60,11 +60,16 @@ class Fp8Padding(_RowGroups):
     """
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """``inp`` [sum(m_splits), features], any dtype -> the padded rows, and their ``m_splits``.
+        """Pads the groups of ``inp`` [sum(m_splits), features], any dtype.
+
+        Returns:
+            ``(rows, m_splits)``: the padded rows, and how many each group has.
 
         An input that needs no padding is returned as it is.
 
-        Errors: TypeError for ``m_splits`` that are no ints, ValueError for a shape.
+        Raises:
+            TypeError: ``m_splits`` that are no ints.
+            ValueError: a shape.
         """
         splits, padded = self._padded(m_splits)
         self._check(inp, splits)
@@ -87,9 +92,13 @@ class Fp8Unpadding(_RowGroups):
     """
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
-        """``inp`` as padded, and ``m_splits`` as they were before -> [sum(m_splits), features].
+        """Returns ``inp`` without its padding, [sum(m_splits), features].
 
-        Errors: TypeError for ``m_splits`` that are no ints, ValueError for a shape.
+        ``m_splits`` are the rows of each group without padding.
+
+        Raises:
+            TypeError: ``m_splits`` that are no ints.
+            ValueError: a shape.
         """
         splits, padded = self._padded(m_splits)
         self._check(inp, padded)
