@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -25,6 +25,66 @@ __all__ = ["TransformerLayer"]
 
 _NAME = "TransformerLayer"
 _Init = Callable[[torch.Tensor], Any] | None
+
+
+class _Blocks(NamedTuple):
+    """Arguments of a layer's blocks: of all of them (``shared``), and of ``attention``."""
+
+    hidden_size: int
+    num_attention_heads: int
+    layernorm_epsilon: float
+    name: str | None
+    shared: dict[str, Any]
+    attention: dict[str, Any]
+
+    def make_attention(self, key: str, **options: Any) -> MultiheadAttention:
+        """Makes self or cross attention."""
+        return MultiheadAttention(
+            self.hidden_size,
+            self.num_attention_heads,
+            layernorm_epsilon=self.layernorm_epsilon,
+            name=self._called(key),
+            **options,
+            **self.attention,
+            **self.shared,
+        )
+
+    def make_mlp(self, key: str, ffn_hidden_size: int, activation: str) -> LayerNormMLP:
+        """Makes the norm and the MLP."""
+        return LayerNormMLP(
+            self.hidden_size,
+            ffn_hidden_size,
+            self.layernorm_epsilon,
+            activation=activation,
+            name=self._called(key),
+            **self.shared,
+        )
+
+    def make_norm(self, sequence_parallel: bool) -> LayerNorm | RMSNorm:
+        """Makes the norm that ends the layer."""
+        kind = RMSNorm if self.shared["normalization"] == "RMSNorm" else LayerNorm
+        return kind(
+            self.hidden_size,
+            self.layernorm_epsilon,
+            sequence_parallel=sequence_parallel,
+            params_dtype=self.shared["params_dtype"],
+            zero_centered_gamma=self.shared["zero_centered_gamma"],
+            device=self.shared["device"],
+        )
+
+    def _called(self, key: str) -> str:
+        return f"{self.name}.{key}" if self.name else key
+
+
+def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) -> None:
+    """Checks the layer's type, and that its branches may be parallel."""
+    if layer_type not in ("encoder", "decoder"):
+        raise ValueError(f"{_NAME}: layer_type must be 'encoder' or 'decoder', got {layer_type!r}")
+    if parallel_attention_mlp and (post_norm or layer_type == "decoder"):
+        raise ValueError(
+            f"{_NAME}: parallel_attention_mlp must be False with layer_type 'decoder' or "
+            "apply_residual_connection_post_layernorm=True, got True"
+        )
 
 
 class TransformerLayer(torch.nn.Module):
@@ -124,27 +184,17 @@ class TransformerLayer(torch.nn.Module):
         name: str | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
-        if layer_type not in ("encoder", "decoder"):
-            raise ValueError(
-                f"{_NAME}: layer_type must be 'encoder' or 'decoder', got {layer_type!r}"
-            )
-        num_gqa_groups = checked_groups(_NAME, num_attention_heads, num_gqa_groups)
-        layernorm_epsilon = checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon)
-        for key, value in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"{_NAME}: {key} must be from 0 to 1, got {value}")
-        post_norm = apply_residual_connection_post_layernorm
         is_decoder = layer_type == "decoder"
-        if parallel_attention_mlp and (post_norm or is_decoder):
-            raise ValueError(
-                f"{_NAME}: parallel_attention_mlp must be False with layer_type 'decoder' or "
-                "apply_residual_connection_post_layernorm=True, got True"
-            )
+        post_norm = apply_residual_connection_post_layernorm
+        _check_kind(layer_type, parallel_attention_mlp, post_norm)
         if not is_decoder and not (enc_dec_attn_mask_type is enc_dec_window_size is None):
             raise ValueError(
                 f"{_NAME}: enc_dec_attn_mask_type and enc_dec_window_size must be None with "
                 f"layer_type 'encoder', got {enc_dec_attn_mask_type!r} and {enc_dec_window_size!r}"
             )
+        for key, value in (("hidden_dropout", hidden_dropout), ("drop_path_rate", drop_path_rate)):
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"{_NAME}: {key} must be from 0 to 1, got {value}")
         super().__init__()
         self.layer_type = layer_type
         self.enc_dec_attn_mask_type = enc_dec_attn_mask_type
@@ -176,64 +226,44 @@ class TransformerLayer(torch.nn.Module):
             "tp_size": tp_size,
             "device": device,
         }
-        attention = {
-            "kv_channels": kv_channels,
-            "attention_dropout": attention_dropout,
-            "layernorm_epsilon": layernorm_epsilon,
-            "layer_number": layer_number,
-            "num_gqa_groups": num_gqa_groups,
-            "fuse_qkv_params": fuse_qkv_params,
-            "qkv_weight_interleaved": qkv_weight_interleaved,
-            "qkv_format": attn_input_format,
-            "apply_query_key_layer_scaling": apply_query_key_layer_scaling,
-            "qk_norm_type": qk_norm_type,
-            "qk_norm_eps": qk_norm_eps,
-            "qk_norm_before_rope": qk_norm_before_rope,
-            "rotary_pos_interleaved": rotary_pos_interleaved,
-            **shared,
-        }
-
-        def called(key: str) -> str:
-            return f"{name}.{key}" if name else key
-
-        self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
+        config = _Blocks(
+            hidden_size=hidden_size,
+            num_attention_heads=num_attention_heads,
+            layernorm_epsilon=checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon),
+            name=name,
+            shared=shared,
+            attention={
+                "kv_channels": kv_channels,
+                "attention_dropout": attention_dropout,
+                "layer_number": layer_number,
+                "num_gqa_groups": checked_groups(_NAME, num_attention_heads, num_gqa_groups),
+                "fuse_qkv_params": fuse_qkv_params,
+                "qkv_weight_interleaved": qkv_weight_interleaved,
+                "qkv_format": attn_input_format,
+                "apply_query_key_layer_scaling": apply_query_key_layer_scaling,
+                "qk_norm_type": qk_norm_type,
+                "qk_norm_eps": qk_norm_eps,
+                "qk_norm_before_rope": qk_norm_before_rope,
+                "rotary_pos_interleaved": rotary_pos_interleaved,
+            },
+        )
+        self.self_attention = config.make_attention(
+            "self_attention",
             attn_mask_type=self_attn_mask_type,
             window_size=window_size,
             input_layernorm=not output_layernorm,
-            name=called("self_attention"),
-            **attention,
         )
         if is_decoder:
-            self.inter_attention = MultiheadAttention(
-                hidden_size,
-                num_attention_heads,
+            self.inter_attention = config.make_attention(
+                "inter_attention",
                 attn_mask_type=enc_dec_attn_mask_type or "padding",
                 window_size=enc_dec_window_size,
                 input_layernorm=True,
                 attention_type="cross",
-                name=called("inter_attention"),
-                **attention,
             )
-        self.layernorm_mlp = LayerNormMLP(
-            hidden_size,
-            ffn_hidden_size,
-            layernorm_epsilon,
-            activation=activation,
-            name=called("layernorm_mlp"),
-            **shared,
-        )
+        self.layernorm_mlp = config.make_mlp("layernorm_mlp", ffn_hidden_size, activation)
         if output_layernorm:
-            norm = RMSNorm if normalization == "RMSNorm" else LayerNorm
-            self.layernorm = norm(
-                hidden_size,
-                layernorm_epsilon,
-                sequence_parallel=self.sequence_parallel,
-                params_dtype=params_dtype,
-                zero_centered_gamma=zero_centered_gamma,
-                device=device,
-            )
+            self.layernorm = config.make_norm(self.sequence_parallel)
         number_layer(self, layer_number)
 
     def reset_parameters(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,88 @@ __all__ = ["MultiheadAttention"]
 
 _NAME = "MultiheadAttention"
 _Init = Callable[[torch.Tensor], Any] | None
+
+
+class _Projections(NamedTuple):
+    """Arguments of the linear layers around attention, checked.
+
+    Attributes:
+        rows, kv_rows: features of the queries, and of the keys or values, on all ranks.
+        is_fused: one parameter for all projections of an input.
+        is_split: the heads are split over ranks.
+        norm: arguments of the norm in front; shared: those of every layer.
+    """
+
+    hidden_size: int
+    rows: int
+    kv_rows: int
+    is_fused: bool
+    init_method: _Init
+    output_layer_init_method: _Init
+    is_split: bool
+    name: str | None
+    norm: dict[str, Any]
+    shared: dict[str, Any]
+
+    def to_heads(self, attention_type: str, has_norm: bool) -> dict[str, torch.nn.Module]:
+        """Makes the projections of the inputs to heads, by their keys in the state dict."""
+        query, keys_values = {"query": self.rows}, {"key": self.kv_rows, "value": self.kv_rows}
+        if attention_type == "self":
+            key = "layernorm_qkv" if has_norm else "qkv"
+            return {key: self._projection(key, query | keys_values, has_norm)}
+        key = "layernorm_query" if has_norm else "query_layer"
+        return {
+            key: self._projection(key, query, has_norm),
+            "key_value": self._projection("key_value", keys_values, False),
+        }
+
+    def from_heads(self, return_bias: bool) -> Linear:
+        """Makes the projection of the attended values back."""
+        return Linear(
+            self.rows,
+            self.hidden_size,
+            init_method=self.output_layer_init_method,
+            return_bias=return_bias,
+            # Attention saves its output anyway.
+            save_original_input=True,
+            name=self._called("proj"),
+            parallel_mode="row" if self.is_split else None,
+            **self.shared,
+        )
+
+    def _projection(self, key: str, parts: dict[str, int], has_norm: bool) -> torch.nn.Module:
+        make: Any = LayerNormLinear if has_norm else Linear
+        return make(
+            self.hidden_size,
+            sum(parts.values()),
+            init_method=self.init_method,
+            parameters_split=None if self.is_fused else parts,
+            name=self._called(key),
+            parallel_mode="column" if self.is_split else None,
+            **(self.norm if has_norm else {}),
+            **self.shared,
+        )
+
+    def _called(self, key: str) -> str:
+        return f"{self.name}.{key}" if self.name else key
+
+
+def _checked_head_size(hidden_size: Any, heads: int, kv_channels: Any) -> int:
+    """Returns the size of a head: ``kv_channels``, else ``hidden_size / heads``.
+
+    Raises:
+        TypeError: a size that is no int.
+        ValueError: a size below 1, or heads that do not divide ``hidden_size``.
+    """
+    check_count(_NAME, "hidden_size", hidden_size)
+    if kv_channels is not None:
+        check_count(_NAME, "kv_channels", kv_channels)
+        return kv_channels
+    if hidden_size % heads:
+        raise ValueError(
+            f"{_NAME}: num_attention_heads must divide hidden_size={hidden_size}, got {heads}"
+        )
+    return hidden_size // heads
 
 
 class MultiheadAttention(torch.nn.Module):
@@ -108,20 +190,37 @@ class MultiheadAttention(torch.nn.Module):
             raise ValueError(
                 f"{_NAME}: fuse_qkv_params must be True with fuse_wgrad_accumulation=True"
             )
-        check_count(_NAME, "hidden_size", hidden_size)
-        groups = checked_groups(_NAME, num_attention_heads, num_gqa_groups)
-        layernorm_epsilon = checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon)
-        if kv_channels is not None:
-            check_count(_NAME, "kv_channels", kv_channels)
-        if kv_channels is None and hidden_size % num_attention_heads:
-            raise ValueError(
-                f"{_NAME}: num_attention_heads must divide hidden_size={hidden_size}, "
-                f"got {num_attention_heads}"
-            )
-        super().__init__()
-        size = hidden_size // num_attention_heads if kv_channels is None else kv_channels
-        self.set_parallel_mode = set_parallel_mode
         ranks = checked_tp_size(_NAME, tp_group, tp_size) if set_parallel_mode else 1
+        groups = checked_groups(_NAME, num_attention_heads, num_gqa_groups)
+        size = _checked_head_size(hidden_size, num_attention_heads, kv_channels)
+        config = _Projections(
+            hidden_size=hidden_size,
+            rows=num_attention_heads * size,
+            kv_rows=groups * size,
+            is_fused=fuse_qkv_params,
+            init_method=init_method,
+            output_layer_init_method=output_layer_init_method,
+            is_split=set_parallel_mode,
+            name=name,
+            norm={
+                "eps": checked_eps(_NAME, "layernorm_epsilon", layernorm_epsilon),
+                "normalization": normalization,
+                "zero_centered_gamma": zero_centered_gamma,
+                "return_layernorm_output": return_layernorm_output,
+            },
+            shared={
+                "bias": bias,
+                "params_dtype": params_dtype,
+                "device": device,
+                "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+                "get_rng_state_tracker": get_rng_state_tracker,
+                "tp_group": tp_group,
+                "tp_size": tp_size,
+                "sequence_parallel": sequence_parallel,
+            },
+        )
+        super().__init__()
+        self.set_parallel_mode = set_parallel_mode
         self.core_attention = DotProductAttention(
             num_attention_heads,
             size,
@@ -146,71 +245,18 @@ class MultiheadAttention(torch.nn.Module):
         self.rotary_pos_interleaved = rotary_pos_interleaved
         self.qk_norm_before_rope = qk_norm_before_rope
         self.name = name
-        shared: dict[str, Any] = {
-            "bias": bias,
-            "params_dtype": params_dtype,
-            "device": device,
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "get_rng_state_tracker": get_rng_state_tracker,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
-        }
-        column, row = ("column", "row") if set_parallel_mode else (None, None)
-        norm: dict[str, Any] = {
-            "eps": layernorm_epsilon,
-            "normalization": normalization,
-            "zero_centered_gamma": zero_centered_gamma,
-            "return_layernorm_output": return_layernorm_output,
-        }
-        rows, kv_rows = num_attention_heads * size, groups * size
-        interleaved = qkv_weight_interleaved and fuse_qkv_params
-
-        def project(key: str, parts: dict[str, int], normed: bool) -> None:
-            make: Any = LayerNormLinear if normed else Linear
-            module = make(
-                hidden_size,
-                sum(parts.values()),
-                init_method=init_method,
-                parameters_split=None if fuse_qkv_params else parts,
-                name=f"{name}.{key}" if name else key,
-                parallel_mode=column,
-                **(norm if normed else {}),
-                **shared,
-            )
+        own_groups = divided(_NAME, "num_gqa_groups", groups, ranks)
+        for key, module in config.to_heads(attention_type, input_layernorm).items():
             self.add_module(key, module)
-
-        keys_values = {"key": kv_rows, "value": kv_rows}
-        groups = divided(_NAME, "num_gqa_groups", groups, ranks)  # of this rank
-        if attention_type == "self":
-            project(
-                "layernorm_qkv" if input_layernorm else "qkv",
-                {"query": rows, **keys_values},
-                input_layernorm,
-            )
-            repeats = num_attention_heads // ranks // groups
-            self._heads = HeadLayout(qkv_format, repeats, groups, size, interleaved)
-        else:
-            key = "layernorm_query" if input_layernorm else "query_layer"
-            project(key, {"query": rows}, input_layernorm)
-            project("key_value", keys_values, False)
-            self._heads = HeadLayout(qkv_format, 0, groups, size, interleaved)
+        repeats = num_attention_heads // ranks // own_groups if attention_type == "self" else 0
+        interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self._heads = HeadLayout(qkv_format, repeats, own_groups, size, interleaved)
         q_norm, k_norm = qk_norms(
             _NAME, qk_norm_type, size, qk_norm_eps, params_dtype, device, ranks > 1
         )
         self.register_module("q_norm", q_norm)
         self.register_module("k_norm", k_norm)
-        self.proj = Linear(
-            rows,
-            hidden_size,
-            init_method=output_layer_init_method,
-            return_bias=return_bias,
-            # Attention saves its output anyway.
-            save_original_input=True,
-            name=f"{name}.proj" if name else "proj",
-            parallel_mode=row,
-            **shared,
-        )
+        self.proj = config.from_heads(return_bias)
         number_layer(self, layer_number)
 
     def reset_parameters(self) -> None:
