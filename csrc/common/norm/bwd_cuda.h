@@ -115,6 +115,45 @@ __device__ __forceinline__ void write_line(const float (*sums)[kVec], const BwdS
   }
 }
 
+// Gamma of a block's columns in shared memory: 4 of each 8 columns in one plane, 4 in another.
+struct SharedGamma {
+  float4* base;
+  int plane;
+
+  __device__ __forceinline__ void put(int v, const float* gamma) const {
+    base[v] = make_float4(gamma[0], gamma[1], gamma[2], gamma[3]);
+    base[v + plane] = make_float4(gamma[4], gamma[5], gamma[6], gamma[7]);
+  }
+  __device__ __forceinline__ void get(int v, float* gamma) const {
+    const float4 low = base[v], high = base[v + plane];
+    gamma[0] = low.x, gamma[1] = low.y, gamma[2] = low.z, gamma[3] = low.w;
+    gamma[4] = high.x, gamma[5] = high.y, gamma[6] = high.z, gamma[7] = high.w;
+  }
+};
+
+// Adds the weight gradients of kFoldRows rows to those of the rows before.
+__device__ __forceinline__ void fold_rows(float (&rows)[kBwdVecs][kVec],
+                                          float (&folded)[kBwdVecs][kVec]) {
+#pragma unroll
+  for (int k = 0; k < kBwdVecs; ++k)
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      folded[k][i] += rows[k][i];
+      rows[k][i] = 0.0f;
+    }
+}
+
+// dy becomes dx of 8 columns, without the gradient of the residual.
+template <bool kLayerNorm>
+__device__ __forceinline__ void input_gradient(float* dy, const float* xhat, const float* gamma,
+                                               float mean_gx, float mean_g, float rstd) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    const float g = kLayerNorm ? fmaf(dy[i], gamma[i], -mean_g) : dy[i] * gamma[i];
+    dy[i] = fmaf(-xhat[i], mean_gx, g) * rstd;
+  }
+}
+
 template <typename T, bool kLayerNorm, bool kCluster>
 __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
     norm_bwd_kernel(const NormBwd p, const BwdShape shape) {
@@ -128,11 +167,10 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
                        kCluster ? static_cast<int>(cluster_rank()) : 0};
   const int line = blockIdx.x / ranks.count, lines = gridDim.x / ranks.count;
   const int slot = threadIdx.x / shape.threads, t = threadIdx.x - slot * shape.threads;
-  // Shared memory: the ring, gamma (4 of each 8 columns in one plane, 4 in another), sums of rows.
+  // Shared memory: the ring, gamma, sums of two rows and a barrier each, statistics of rows.
   const BwdRing<T> ring{dynamic};
-  const int plane = shape.threads * kBwdVecs;
-  float4* gammas = ring.word(shape.chunks, 0, 0) - threadIdx.x;
-  float2* parts = reinterpret_cast<float2*>(gammas + 2 * plane);
+  const SharedGamma gammas{ring.word(shape.chunks, 0, 0) - threadIdx.x, shape.threads * kBwdVecs};
+  float2* parts = reinterpret_cast<float2*>(gammas.base + 2 * gammas.plane);
   const int parts_size = ranks.count * (blockDim.x / 32);
   uint64_t* exchange = reinterpret_cast<uint64_t*>(parts + 2 * parts_size);
   const int warp_threads = min(shape.threads, 32);  // of a row
@@ -178,9 +216,7 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
       if (col + k * step >= cols) continue;
       float gamma[kVec];
       load_gamma<T>(p.params, col + k * step, gamma);
-      float4* to = gammas + k * shape.threads + t;
-      to[0] = make_float4(gamma[0], gamma[1], gamma[2], gamma[3]);
-      to[plane] = make_float4(gamma[4], gamma[5], gamma[6], gamma[7]);
+      gammas.put(k * shape.threads + t, gamma);
     }
   }
   if (ranks.count > 1)
@@ -190,16 +226,7 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
 
   float dweight[kBwdVecs][kVec] = {}, dbias[kBwdVecs][kVec] = {};
   constexpr bool kFolds = kBwdFolds<T, kLayerNorm>;
-  float folded[kFolds ? kBwdVecs : 1][kVec] = {};
-  const auto fold = [&]() {
-#pragma unroll
-    for (int k = 0; k < (kFolds ? kBwdVecs : 0); ++k)
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        folded[k][i] += dweight[k][i];
-        dweight[k][i] = 0.0f;
-      }
-  };
+  float folded[kBwdVecs][kVec] = {};
   const float inverse = 1.0f / static_cast<float>(p.cols);
   constexpr bool kHold = !kAhead && !kCluster && sizeof(T) == 2;  // between both passes
   Vec8<T> held_dy[kBwdVecs], held_x[kBwdVecs];
@@ -211,10 +238,7 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
       ring.read(2 * stage, k, dy);
       ring.read(2 * stage + 1, k, xhat);
     }
-    const float4 low = gammas[k * shape.threads + t];
-    const float4 high = gammas[k * shape.threads + t + plane];
-    gamma[0] = low.x, gamma[1] = low.y, gamma[2] = low.z, gamma[3] = low.w;
-    gamma[4] = high.x, gamma[5] = high.y, gamma[6] = high.z, gamma[7] = high.w;
+    gammas.get(k * shape.threads + t, gamma);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) xhat[i] = (kLayerNorm ? xhat[i] - s.x : xhat[i]) * s.y;
   };
@@ -239,9 +263,30 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
     }
     warp_sums(sums, shape.threads);
   };
+  float sums[kSums] = {};
+  // dx of the row from its sums.
+  const auto store_row = [&](int stage, int turn) {
+    const float2 s = statistics[stage * statistics_size];
+    const float mean_gx = sums[0] * inverse, mean_g = kLayerNorm ? sums[kSums - 1] * inverse : 0.0f;
+    const int live_cols = row < p.rows ? cols : 0;
+#pragma unroll
+    for (int k = 0; k < kBwdVecs; ++k) {
+      if (col + k * step >= live_cols) continue;
+      float xhat[kVec], dy[kVec], gamma[kVec];
+      read(stage, k, s, xhat, dy, gamma);
+      input_gradient<kLayerNorm>(dy, xhat, gamma, mean_gx, mean_g, s.y);
+      if (p.d_residual) {
+        ring.read(2 * kStages + turn, k, xhat);
+#pragma unroll
+        for (int i = 0; i < kVec; ++i) dy[i] += xhat[i];
+      }
+      Vec8<T> out;
+      pack(dy, &out);
+      store_vec(static_cast<T*>(p.dx) + row * p.cols + col + k * step, out);
+    }
+  };
   const bool with_parts = needs_parts(shape.threads, ranks);
   int stage = 0, turn = 0, unfolded = 0;
-  float sums[kSums] = {};
   unsigned exchange_phase = 0;
   if (kAhead) {
     wait_copies<1>();
@@ -278,50 +323,23 @@ __global__ void __launch_bounds__(kBwdThreads<T, kLayerNorm, kCluster>, 1)
       if (more) put_sums(next_sums, ranks, parts + (turn ^ 1) * parts_size, exchange + (turn ^ 1));
     }
     if (kHold) keep_packed(held_dy), keep_packed(held_x);
-    const float2 s = statistics[stage * statistics_size];
-    const float mean_gx = sums[0] * inverse, mean_g = kLayerNorm ? sums[kSums - 1] * inverse : 0.0f;
-    const int live_cols = row < p.rows ? cols : 0;
-#pragma unroll
-    for (int k = 0; k < kBwdVecs; ++k) {
-      if (col + k * step >= live_cols) continue;
-      float xhat[kVec], dy[kVec], gamma[kVec];
-      read(stage, k, s, xhat, dy, gamma);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float g = kLayerNorm ? fmaf(dy[i], gamma[i], -mean_g) : dy[i] * gamma[i];
-        dy[i] = fmaf(-xhat[i], mean_gx, g) * s.y;
-      }
-      if (p.d_residual) {
-        ring.read(2 * kStages + turn, k, xhat);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i) dy[i] += xhat[i];
-      }
-      Vec8<T> out;
-      pack(dy, &out);
-      store_vec(static_cast<T*>(p.dx) + row * p.cols + col + k * step, out);
-    }
+    store_row(stage, turn);
 #pragma unroll
     for (int i = 0; i < kSums && kAhead; ++i) sums[i] = next_sums[i];
     stage = next_stage;
     turn ^= 1;
     if (kFolds && ++unfolded == kFoldRows) {
-      fold();
+      fold_rows(dweight, folded);
       unfolded = 0;
     }
   }
-  if (kFolds) {
-    fold();
-#pragma unroll
-    for (int k = 0; k < (kFolds ? kBwdVecs : 0); ++k)
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) dweight[k][i] = folded[k][i];
-  }
+  if (kFolds) fold_rows(dweight, folded);
   wait_copies<0>();
   let_next_kernel_start();
   const int64_t width = kSums * p.cols;
   const int block_col = ranks.rank * kBwdVecs * step;
   float* to = p.workspace + line * width + block_col;
-  if (p.dweight) write_line(dweight, shape, dynamic, to, cols - block_col);
+  if (p.dweight) write_line(kFolds ? folded : dweight, shape, dynamic, to, cols - block_col);
   if (kLayerNorm && p.dbias) write_line(dbias, shape, dynamic, to + p.cols, cols - block_col);
 }
 

@@ -112,6 +112,13 @@ __device__ __forceinline__ void correct_mean(float (&sums)[kSums], float count, 
   sums[0] = squares < 0.0f ? 0.0f : squares;  // a NaN stays
 }
 
+// Columns of a thread in a row: vector k begins at column first + k * step, if that is below end.
+struct ThreadColumns {
+  int first, step, end;
+
+  __device__ __forceinline__ bool has(int k) const { return first + k * step < end; }
+};
+
 // The blocks of a row, and which of them this one is.
 struct RowRanks {
   int count, rank;

@@ -61,6 +61,93 @@ __device__ __forceinline__ void finish_fp8(const NormFwd& p, uint32_t amax, uint
   if (p.scale_inv && blockIdx.x == 0 && threadIdx.x == 0) *p.scale_inv = 1.0f / *p.scale;
 }
 
+// Mean of a row's or of some columns, and the sum of squares around it; of rms_norm around zero.
+struct Statistics {
+  float mean, squares;
+};
+
+// Adds the residual to a thread's vectors and stores the sums; both pointers are at its first.
+template <typename T, int kVecs>
+__device__ __forceinline__ void add_residual_row(Vec8<T> (&in)[kVecs], const T* residual, T* total,
+                                                 ThreadColumns cols) {
+  constexpr int kGroup = 16 / sizeof(T) < kVecs ? 16 / sizeof(T) : kVecs;  // registers allow
+#pragma unroll
+  for (int k0 = 0; k0 < kVecs; k0 += kGroup) {
+    Vec8<T> other[kGroup];
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k)
+      if (cols.has(k0 + k)) other[k] = load_vec(residual + (k0 + k) * cols.step);
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k) {
+      if (!cols.has(k0 + k)) continue;
+      in[k0 + k] = add_residual(in[k0 + k], other[k]);
+      store_vec(total + (k0 + k) * cols.step, in[k0 + k]);
+    }
+  }
+}
+
+// Statistics of a row whose vectors its threads hold; parts and exchange: of two sums, in turn.
+template <bool kLayerNorm, typename T, int kVecs, int kParts>
+__device__ __forceinline__ Statistics held_statistics(Vec8<T> (&in)[kVecs], ThreadColumns cols,
+                                                      float count, int threads, RowRanks ranks,
+                                                      float2 (&parts)[2][kParts],
+                                                      uint64_t* exchange) {
+  float mean = 0.0f, sums[kCentredSums<T, kLayerNorm>] = {};
+  if (kLayerNorm) {
+    float sum[1] = {};
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      float values[kVec];
+      unpack(in[k], values);
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) sum[0] += values[i];
+    }
+    row_sums(sum, threads, ranks, parts[0], exchange);
+    mean = sum[0] / count;
+    keep_packed(in);
+  }
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    if (!cols.has(k)) continue;
+    float values[kVec];
+    unpack(in[k], values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) add_centred(values[i] - mean, sums);
+  }
+  row_sums(sums, threads, ranks, parts[1], exchange + 1);
+  correct_mean(sums, count, &mean);
+  return {mean, sums[0]};
+}
+
+// Normalises a thread's vectors: to y, or to rowwise FP8, whose amax it returns.
+template <bool kLayerNorm, typename T, int kVecs>
+__device__ __forceinline__ uint32_t store_held_row(const NormFwd& p, const Vec8<T> (&in)[kVecs],
+                                                   ThreadColumns cols, int64_t begin, float mean,
+                                                   float rstd) {
+  const float scale = p.scale ? *p.scale : 1.0f;
+  uint32_t amax = 0;
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    if (!cols.has(k)) continue;
+    const int col = cols.first + k * cols.step;
+    float values[kVec], gamma[kVec], bias[kVec];
+    unpack(in[k], values);
+    load_gamma<T>(p.params, col, gamma);
+    if (kLayerNorm) load_bias<T>(p.params, col, bias);
+    normalize<kLayerNorm>(values, gamma, bias, mean, rstd);
+    if (p.y) {
+      Vec8<T> out;
+      pack(values, &out);
+      store_vec(static_cast<T*>(p.y) + begin + k * cols.step, out);
+    } else {
+      fold_amax(values, amax);
+      const uint2 codes = encode_as(p.fp8, values, scale);
+      if (p.rowwise) *reinterpret_cast<uint2*>(p.rowwise + begin + k * cols.step) = codes;
+    }
+  }
+  return amax;
+}
+
 // A block has `threads` (row_threads) of each of its rows, a thread up to kVecs vectors of one.
 template <typename T, bool kLayerNorm>
 __global__ void __launch_bounds__(kMaxNormThreads, 2)
@@ -80,89 +167,31 @@ __global__ void __launch_bounds__(kMaxNormThreads, 2)
   const int slot = threadIdx.x / threads, t = threadIdx.x - slot * threads;
   const int64_t row =
       static_cast<int64_t>(blockIdx.x / ranks.count) * (blockDim.x / threads) + slot;
-  const int cols = row < p.rows ? static_cast<int>(p.cols) : 0;
-  const int step = threads * kVec, col0 = ranks.rank * kVecs * step + t * kVec;
-  const int64_t begin = row * p.cols + col0;
+  const int step = threads * kVec;
+  const ThreadColumns cols{ranks.rank * kVecs * step + t * kVec, step,
+                           row < p.rows ? static_cast<int>(p.cols) : 0};
+  const int64_t begin = row * p.cols + cols.first;
   const T* x = static_cast<const T*>(p.x) + begin;
   Vec8<T> in[kVecs];
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k)
-    in[k] = col0 + k * step < cols ? load_vec(x + k * step) : Vec8<T>{};
+  for (int k = 0; k < kVecs; ++k) in[k] = cols.has(k) ? load_vec(x + k * step) : Vec8<T>{};
   const uint32_t seen = amax_so_far(p.amax);
-  if (p.residual) {
-    const T* residual = static_cast<const T*>(p.residual) + begin;
-    T* total = static_cast<T*>(p.residual_sum) + begin;
-    constexpr int kGroup = 16 / sizeof(T) < kVecs ? 16 / sizeof(T) : kVecs;  // registers allow
-#pragma unroll
-    for (int k0 = 0; k0 < kVecs; k0 += kGroup) {
-      Vec8<T> other[kGroup];
-#pragma unroll
-      for (int k = 0; k < kGroup; ++k)
-        if (col0 + (k0 + k) * step < cols) other[k] = load_vec(residual + (k0 + k) * step);
-#pragma unroll
-      for (int k = 0; k < kGroup; ++k) {
-        if (col0 + (k0 + k) * step >= cols) continue;
-        in[k0 + k] = add_residual(in[k0 + k], other[k]);
-        store_vec(total + (k0 + k) * step, in[k0 + k]);
-      }
-    }
-  }
+  if (p.residual)
+    add_residual_row(in, static_cast<const T*>(p.residual) + begin,
+                     static_cast<T*>(p.residual_sum) + begin, cols);
 
   if (ranks.count > 1) cluster_wait();  // every block of the cluster has begun
   const float count = static_cast<float>(p.cols);
-  float mean = 0.0f, sums[kCentredSums<T, kLayerNorm>] = {};
-  if (kLayerNorm) {
-    float sum[1] = {};
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      float values[kVec];
-      unpack(in[k], values);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) sum[0] += values[i];
-    }
-    row_sums(sum, threads, ranks, parts[0], exchange);
-    mean = sum[0] / count;
-    keep_packed(in);
-  }
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
-    if (col0 + k * step >= cols) continue;
-    float values[kVec];
-    unpack(in[k], values);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) add_centred(values[i] - mean, sums);
-  }
-  row_sums(sums, threads, ranks, parts[1], exchange + 1);
-  correct_mean(sums, count, &mean);
-  const float rstd = rstd_of(sums[0], count, p.eps);
+  const Statistics s =
+      held_statistics<kLayerNorm>(in, cols, count, threads, ranks, parts, exchange);
+  const float rstd = rstd_of(s.squares, count, p.eps);
   if (t == 0 && ranks.rank == 0 && row < p.rows) {
-    if (kLayerNorm) p.mean[row] = mean;
+    if (kLayerNorm) p.mean[row] = s.mean;
     p.rstd[row] = rstd;
   }
-
   if (!p.y && !p.scale) return;
   keep_packed(in);
-  const float scale = p.scale ? *p.scale : 1.0f;
-  uint32_t amax = 0;
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
-    const int col = col0 + k * step;
-    if (col >= cols) continue;
-    float values[kVec], gamma[kVec], bias[kVec];
-    unpack(in[k], values);
-    load_gamma<T>(p.params, col, gamma);
-    if (kLayerNorm) load_bias<T>(p.params, col, bias);
-    normalize<kLayerNorm>(values, gamma, bias, mean, rstd);
-    if (p.y) {
-      Vec8<T> out;
-      pack(values, &out);
-      store_vec(static_cast<T*>(p.y) + begin + k * step, out);
-    } else {
-      fold_amax(values, amax);
-      const uint2 codes = encode_as(p.fp8, values, scale);
-      if (p.rowwise) *reinterpret_cast<uint2*>(p.rowwise + begin + k * step) = codes;
-    }
-  }
+  const uint32_t amax = store_held_row<kLayerNorm>(p, in, cols, begin, s.mean, rstd);
   if (p.scale) finish_fp8(p, amax, seen);
 }
 

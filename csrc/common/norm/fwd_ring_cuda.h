@@ -57,221 +57,331 @@ __device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_r
   }
 }
 
-// kTiles: with columnwise codes, and a residual where there is one.
+// The part of the rows that a warp has: `part` of the `parts` that blocks and warps cut a row into.
+struct RingPlace {
+  RowRanks ranks;
+  int lane, warp;
+  int groups, group;  // of warps of a block that share a row, and this warp's
+  int group_warp;     // this warp within its group
+  int parts, part;
+  int total_vecs, part_vecs, block_vecs;  // of a row, of a part at most, of a row in a block
+  int vecs;                               // of this part
+  int64_t col0;                           // its first column
+
+  __device__ __forceinline__ RingPlace(const NormFwd& p, const RingShape& shape)
+      : ranks{static_cast<int>(cluster_size()), static_cast<int>(cluster_rank())},
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        groups(kRingWarps / shape.warps),
+        group(warp / shape.warps),
+        group_warp(warp - group * shape.warps),
+        parts(ranks.count * shape.warps),
+        part(ranks.rank * shape.warps + group_warp),
+        total_vecs(static_cast<int>(p.cols / kVec)),
+        part_vecs(shape.vecs),
+        block_vecs(shape.warps * shape.vecs),
+        vecs(vecs_of(part)),
+        col0(static_cast<int64_t>(part) * shape.vecs * kVec) {}
+
+  __device__ __forceinline__ int vecs_of(int i) const {
+    return min(max(total_vecs - i * part_vecs, 0), part_vecs);
+  }
+};
+
+// A block's shared memory, carved in the order of the members.
+template <typename T, bool kTiles>
+struct RingMemory {
+  int arrays;                // in a slot: x, and a residual that a columnwise copy needs
+  T* slots;                  // of this warp
+  float4 *gammas, *biases;   // 4 of each 8 columns in one plane and 4 in another
+  uint64_t *full, *arrived;  // barriers: one for each slot, two for the group's statistics
+  float2* statistics;        // of the group: mean and sum of squares of each part, of two rows
+  unsigned char* tile;       // FP8 data for the columnwise copy
+  int pitch;
+
+  __device__ __forceinline__ RingMemory(unsigned char* memory, const NormFwd& p,
+                                        const RingShape& shape, const RingPlace& at) {
+    arrays = kTiles && p.residual ? 2 : 1;
+    const int slot_bytes = arrays * shape.vecs * kVec * static_cast<int>(sizeof(T));
+    slots = reinterpret_cast<T*>(memory + at.warp * shape.slots * slot_bytes);
+    gammas = reinterpret_cast<float4*>(memory + kRingWarps * shape.slots * slot_bytes);
+    biases = gammas + (p.params.weight ? 2 * at.block_vecs : 0);
+    uint64_t* barriers =
+        reinterpret_cast<uint64_t*>(biases + (p.params.bias ? 2 * at.block_vecs : 0));
+    full = barriers + at.warp * shape.slots;
+    arrived = barriers + kRingWarps * shape.slots + 2 * at.group;
+    uint64_t* rest = barriers + kRingWarps * (shape.slots + 2);
+    statistics = reinterpret_cast<float2*>(rest) + at.group * 2 * at.parts;
+    tile = reinterpret_cast<unsigned char*>(rest) + at.groups * 2 * at.parts * 8;
+    pitch = tile_pitch(at.block_vecs);
+  }
+  __device__ __forceinline__ T* slot(int i, const RingShape& shape) const {
+    return slots + i * arrays * shape.vecs * kVec;
+  }
+};
+
+// The rows of a warp in order. A block has tiles of rows, a group one row at a time: rows `group`,
+// `groups` + `group`, ... of each tile.
+template <typename T, bool kTiles>
+struct RingRows {
+  int tile_rows;
+  int turns;              // rows of a group in a tile
+  int64_t first, stride;  // the block's first tile, and the distance to its next
+  int64_t coming;         // the tile and its row that are copied next
+  int coming_turn = 0;
+
+  __device__ __forceinline__ RingRows(const RingShape& shape, const RingPlace& at) {
+    tile_rows = kTiles ? shape.tile_rows : at.groups;
+    turns = kTiles ? (tile_rows + at.groups - 1) / at.groups : 1;
+    const int64_t line = blockIdx.x / at.ranks.count, lines = gridDim.x / at.ranks.count;
+    stride = lines * tile_rows;
+    coming = first = line * tile_rows;
+  }
+  // The row of a turn, p.rows where the group has none.
+  __device__ __forceinline__ int64_t row_of(int64_t base, int turn, const NormFwd& p,
+                                            const RingPlace& at) const {
+    const int r = turn * at.groups + at.group;
+    return r < tile_rows && at.group < at.groups ? base + r : p.rows;
+  }
+  // Lets the copy of the next row into a slot begin.
+  __device__ __forceinline__ void fetch(int slot, const NormFwd& p, const RingShape& shape,
+                                        const RingPlace& at, const RingMemory<T, kTiles>& memory) {
+    int64_t from = p.rows;
+    while (from >= p.rows && coming < p.rows) {
+      from = row_of(coming, coming_turn, p, at);
+      if (++coming_turn == turns) coming_turn = 0, coming += stride;
+    }
+    if (from >= p.rows || at.vecs == 0) return;
+    const int64_t begin = from * p.cols + at.col0;
+    const uint32_t bytes = at.vecs * kVec * static_cast<int>(sizeof(T));
+    T* to = memory.slot(slot, shape);
+    copy_chunk(to, static_cast<const T*>(p.x) + begin, bytes, memory.full + slot);
+    if (kTiles && p.residual)
+      copy_chunk(to + shape.vecs * kVec, static_cast<const T*>(p.residual) + begin, bytes,
+                 memory.full + slot);
+  }
+};
+
+template <typename T, bool kTiles>
+__device__ __forceinline__ void init_ring_barriers(const RingShape& shape, const RingPlace& at,
+                                                   const RingMemory<T, kTiles>& memory) {
+  if (at.lane == 0)
+    for (int s = 0; s < shape.slots; ++s)
+      barrier_init(memory.full + s, kCopyArrivals * memory.arrays);
+  if (at.lane == 0 && at.group_warp == 0 && at.group < at.groups) {
+    const unsigned arrivals = at.ranks.count > 1 ? 1 : shape.warps;
+    barrier_init(memory.arrived, arrivals);
+    barrier_init(memory.arrived + 1, arrivals);
+  }
+  __syncwarp();
+}
+
+// Widens the block's columns of weight and bias into shared memory.
+template <typename T, bool kTiles>
+__device__ __forceinline__ void load_ring_params(const NormFwd& p, const RingPlace& at,
+                                                 const RingMemory<T, kTiles>& memory) {
+  const auto put = [&](float4* to, const float* values) {
+    to[0] = make_float4(values[0], values[1], values[2], values[3]);
+    to[at.block_vecs] = make_float4(values[4], values[5], values[6], values[7]);
+  };
+  for (int v = threadIdx.x; v < at.block_vecs; v += kRingThreads) {
+    const int64_t col = (static_cast<int64_t>(at.ranks.rank) * at.block_vecs + v) * kVec;
+    if (col >= p.cols) break;
+    float values[kVec];
+    if (p.params.weight) {
+      load_gamma<T>(p.params, col, values);
+      put(memory.gammas + v, values);
+    }
+    if (p.params.bias) {
+      load_bias<T>(p.params, col, values);
+      put(memory.biases + v, values);
+    }
+  }
+}
+
+// A row from its slot into registers; adds the residual and stores the sum. begin: the index of the
+// lane's first element.
+template <typename T, bool kTiles, int kVecs>
+__device__ __forceinline__ void take_ring_row(const NormFwd& p, const RingShape& shape,
+                                              const RingPlace& at,
+                                              const RingMemory<T, kTiles>& memory, int slot,
+                                              int64_t begin, Vec8<T> (&in)[kVecs]) {
+  const T* x = memory.slots + (slot * memory.arrays * shape.vecs + at.lane) * kVec;
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k)
+    in[k] = k * 32 + at.lane < at.vecs ? load_vec(x + k * 32 * kVec) : Vec8<T>{};
+  if (!kTiles || !p.residual) return;
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    if (k * 32 + at.lane >= at.vecs) break;
+    in[k] = add_residual(in[k], load_vec(x + (shape.vecs + k * 32) * kVec));
+    store_vec(static_cast<T*>(p.residual_sum) + begin + k * 32 * kVec, in[k]);
+  }
+}
+
+// Statistics of the warp's columns.
+template <bool kLayerNorm, typename T, int kVecs>
+__device__ __forceinline__ Statistics warp_statistics(Vec8<T> (&in)[kVecs], const RingPlace& at) {
+  const float count = static_cast<float>(at.vecs * kVec);
+  float mean = 0.0f, values[kVec];
+  if (kLayerNorm) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k) {
+      if (k * 32 >= at.vecs) break;
+      unpack(in[k], values);
+      sum += ((values[0] + values[1]) + (values[2] + values[3])) +
+             ((values[4] + values[5]) + (values[6] + values[7]));
+    }
+    sum = warp_sum(sum);
+    if (at.vecs > 0) mean = sum / count;
+    keep_packed(in);
+  }
+  constexpr int kSums = kCentredSums<T, kLayerNorm>;
+  float sums[2][kSums] = {};
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    if (k * 32 + at.lane >= at.vecs) break;
+    unpack(in[k], values);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      add_centred(kLayerNorm ? values[i] - mean : values[i], sums[i % 2]);
+  }
+#pragma unroll
+  for (int i = 0; i < kSums; ++i) sums[0][i] = warp_sum(sums[0][i] + sums[1][i]);
+  if (at.vecs > 0) correct_mean(sums[0], count, &mean);
+  keep_packed(in);
+  return {mean, sums[0][0]};
+}
+
+// The statistics of a row from those of its parts, which meet at the barrier of this turn: two rows
+// in turn have different barriers and memory.
+struct RingExchange {
+  int turn = 0;
+  unsigned phase = 0;
+
+  template <bool kLayerNorm, typename T, bool kTiles>
+  __device__ __forceinline__ Statistics combine(Statistics own, float count, const RingPlace& at,
+                                                const RingMemory<T, kTiles>& memory) {
+    float2* shared = memory.statistics + turn * at.parts;
+    uint64_t* arrived = memory.arrived + turn;
+    if (at.ranks.count > 1) {
+      if (at.group_warp == 0 && at.lane == 0) barrier_expect(arrived, at.parts * 8);
+      if (at.lane < at.ranks.count)
+        store_remote_async(shared + at.part, arrived, at.lane, own.mean, own.squares);
+    } else if (at.lane == 0) {
+      shared[at.part] = make_float2(own.mean, own.squares);
+      barrier_arrive(arrived);
+    }
+    barrier_wait(arrived, phase);
+    phase ^= turn;
+    turn ^= 1;
+    float total = 0.0f, mean = own.mean;
+    if (kLayerNorm) {
+      const float some = shared[0].x;
+      for (int i = at.lane; i < at.parts; i += 32)
+        total = fmaf(shared[i].x - some, static_cast<float>(at.vecs_of(i) * kVec), total);
+      mean = some + warp_sum(total) / count;
+      total = 0.0f;
+    }
+    for (int i = at.lane; i < at.parts; i += 32) {
+      const float2 other = shared[i];
+      const float off = kLayerNorm ? other.x - mean : 0.0f;
+      total +=
+          kLayerNorm ? fmaf(off * off, static_cast<float>(at.vecs_of(i) * kVec), other.y) : other.y;
+    }
+    return {mean, warp_sum(total)};
+  }
+};
+
+// Normalises a row: to y, or to FP8 rowwise and, at `tile_row`, into the tile of the columnwise
+// copy. Raises the lane's amax.
+template <bool kLayerNorm, typename T, bool kTiles, int kVecs>
+__device__ __forceinline__ void store_ring_row(const NormFwd& p, const RingPlace& at,
+                                               const RingMemory<T, kTiles>& memory,
+                                               const Vec8<T> (&in)[kVecs], float mean, float rstd,
+                                               float scale, int64_t begin, int64_t tile_row,
+                                               float* amax) {
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    if (k * 32 + at.lane >= at.vecs) break;
+    float values[kVec];
+    unpack(in[k], values);
+    const int v = at.group_warp * at.part_vecs + k * 32 + at.lane;
+    const float4 ones = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
+    const float4 zeros = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const float4 g0 = p.params.weight ? memory.gammas[v] : ones;
+    const float4 g1 = p.params.weight ? memory.gammas[v + at.block_vecs] : ones;
+    const float4 b0 = kLayerNorm && p.params.bias ? memory.biases[v] : zeros;
+    const float4 b1 = kLayerNorm && p.params.bias ? memory.biases[v + at.block_vecs] : zeros;
+    const float gamma[kVec] = {g0.x, g0.y, g0.z, g0.w, g1.x, g1.y, g1.z, g1.w};
+    const float bias[kVec] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
+    normalize<kLayerNorm>(values, gamma, bias, mean, rstd);
+    if (!kTiles && p.y) {
+      Vec8<T> out;
+      pack(values, &out);
+      store_vec(static_cast<T*>(p.y) + begin + k * 32 * kVec, out);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) *amax = larger_magnitude(*amax, values[i]);
+      const uint2 codes = encode_as(p.fp8, values, scale);
+      if (p.rowwise) *reinterpret_cast<uint2*>(p.rowwise + begin + k * 32 * kVec) = codes;
+      if (kTiles)
+        *reinterpret_cast<uint2*>(memory.tile + tile_row * memory.pitch + v * kVec) = codes;
+    }
+  }
+}
+
+// kTiles: with a columnwise FP8 copy, and a residual where there is one.
 template <typename T, bool kLayerNorm, bool kTiles>
 __global__ void __launch_bounds__(kRingThreads, 1)
     norm_ring_kernel(const NormFwd p, const RingShape shape) {
   constexpr int kVecs = kRingVecs<T, kTiles>;
   extern __shared__ __align__(16) unsigned char ring_memory[];
-  const RowRanks ranks{static_cast<int>(cluster_size()), static_cast<int>(cluster_rank())};
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int group = warp / shape.warps, w = warp - group * shape.warps;
-  const int groups = kRingWarps / shape.warps;
-  const int parts = ranks.count * shape.warps, part = ranks.rank * shape.warps + w;
-  const int total_vecs = static_cast<int>(p.cols / kVec);
-  const auto vecs_of = [&](int i) { return min(max(total_vecs - i * shape.vecs, 0), shape.vecs); };
-  const int vecs = vecs_of(part), block_vecs = shape.warps * shape.vecs;
-
-  // Shared memory: the warps' slots; gamma and bias, 4 of each 8 columns in one plane and 4 in
-  // another; a barrier for each slot and two for each group's exchange of statistics; these; a tile
-  // of codes.
-  const int arrays = kTiles && p.residual ? 2 : 1, tile_rows = kTiles ? shape.tile_rows : groups;
-  const int slot_bytes = arrays * shape.vecs * kVec * static_cast<int>(sizeof(T));
-  T* slots = reinterpret_cast<T*>(ring_memory + warp * shape.slots * slot_bytes);
-  float4* gammas = reinterpret_cast<float4*>(ring_memory + kRingWarps * shape.slots * slot_bytes);
-  float4* biases = gammas + (p.params.weight ? 2 * block_vecs : 0);
-  uint64_t* barriers = reinterpret_cast<uint64_t*>(biases + (p.params.bias ? 2 * block_vecs : 0));
-  uint64_t* full = barriers + warp * shape.slots;
-  uint64_t* exchange = barriers + kRingWarps * shape.slots + 2 * group;
-  float2* statistics = reinterpret_cast<float2*>(barriers + kRingWarps * (shape.slots + 2)) +
-                       group * 2 * parts;  // mean and sum of squares of each part, of two rows
-  const int pitch = tile_pitch(block_vecs);
-  unsigned char* tile =
-      reinterpret_cast<unsigned char*>(barriers + kRingWarps * (shape.slots + 2)) +
-      groups * 2 * parts * 8;
-
-  // A block has tiles of rows, a group one row at a time: rows `group`, `groups` + `group`, ... of
-  // each tile.
-  const int turns = kTiles ? (tile_rows + groups - 1) / groups : 1;
-  const int64_t line = blockIdx.x / ranks.count, lines = gridDim.x / ranks.count;
-  const int64_t stride = lines * tile_rows, col0 = static_cast<int64_t>(part) * shape.vecs * kVec;
-  const auto row_of = [&](int64_t base, int of_tile) {
-    const int r = of_tile * groups + group;
-    return r < tile_rows && group < groups ? base + r : p.rows;
-  };
-  int64_t coming = line * tile_rows;  // the tile and its row that are copied next
-  int coming_turn = 0;
-  const auto refill = [&](int slot) {
-    int64_t from = p.rows;
-    while (from >= p.rows && coming < p.rows) {
-      from = row_of(coming, coming_turn);
-      if (++coming_turn == turns) coming_turn = 0, coming += stride;
-    }
-    if (from >= p.rows || vecs == 0) return;
-    const int64_t at = from * p.cols + col0;
-    const uint32_t bytes = vecs * kVec * static_cast<int>(sizeof(T));
-    T* to = slots + slot * arrays * shape.vecs * kVec;
-    copy_chunk(to, static_cast<const T*>(p.x) + at, bytes, full + slot);
-    if (kTiles && p.residual)
-      copy_chunk(to + shape.vecs * kVec, static_cast<const T*>(p.residual) + at, bytes,
-                 full + slot);
-  };
-  if (lane == 0)
-    for (int s = 0; s < shape.slots; ++s) barrier_init(full + s, kCopyArrivals * arrays);
-  if (lane == 0 && w == 0 && group < groups) {
-    const unsigned arrivals = ranks.count > 1 ? 1 : shape.warps;
-    barrier_init(exchange, arrivals);
-    barrier_init(exchange + 1, arrivals);
-  }
-  __syncwarp();
-  for (int s = 0; s < shape.slots; ++s) refill(s);
+  const RingPlace at(p, shape);
+  const RingMemory<T, kTiles> memory(ring_memory, p, shape, at);
+  RingRows<T, kTiles> rows(shape, at);
+  init_ring_barriers(shape, at, memory);
+  for (int s = 0; s < shape.slots; ++s) rows.fetch(s, p, shape, at, memory);
   const uint32_t seen = amax_so_far(p.amax);
-  for (int v = threadIdx.x; v < block_vecs; v += kRingThreads) {
-    const int64_t col = (static_cast<int64_t>(ranks.rank) * block_vecs + v) * kVec;
-    if (col >= p.cols) break;
-    float values[kVec];
-    if (p.params.weight) {
-      load_gamma<T>(p.params, col, values);
-      gammas[v] = make_float4(values[0], values[1], values[2], values[3]);
-      gammas[v + block_vecs] = make_float4(values[4], values[5], values[6], values[7]);
-    }
-    if (p.params.bias) {
-      load_bias<T>(p.params, col, values);
-      biases[v] = make_float4(values[0], values[1], values[2], values[3]);
-      biases[v + block_vecs] = make_float4(values[4], values[5], values[6], values[7]);
-    }
-  }
-  if (ranks.count > 1)
+  load_ring_params(p, at, memory);
+  if (at.ranks.count > 1)
     cluster_sync();  // every block of the cluster has begun
   else
     __syncthreads();
 
   const float count = static_cast<float>(p.cols), scale = p.scale ? *p.scale : 1.0f;
-  const float warp_count = static_cast<float>(vecs * kVec);
   float amax = 0.0f;
-  int slot = 0, turn = 0;
-  unsigned phase = 0, exchange_phase = 0;
-  for (int64_t base = line * tile_rows; base < p.rows; base += stride) {
-    for (int of_tile = 0; of_tile < turns; ++of_tile) {
-      const int64_t row = row_of(base, of_tile);
+  int slot = 0;
+  unsigned phase = 0;
+  RingExchange exchange;
+  for (int64_t base = rows.first; base < p.rows; base += rows.stride) {
+    for (int turn = 0; turn < rows.turns; ++turn) {
+      const int64_t row = rows.row_of(base, turn, p, at);
       if (row >= p.rows) continue;
-      const int64_t begin = row * p.cols + col0 + lane * kVec;
+      const int64_t begin = row * p.cols + at.col0 + at.lane * kVec;
       Vec8<T> in[kVecs];
-      if (vecs > 0) barrier_wait(full + slot, phase);
-      const T* x = slots + (slot * arrays * shape.vecs + lane) * kVec;
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k)
-        in[k] = k * 32 + lane < vecs ? load_vec(x + k * 32 * kVec) : Vec8<T>{};
-      if (kTiles && p.residual) {
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          if (k * 32 + lane >= vecs) break;
-          in[k] = add_residual(in[k], load_vec(x + (shape.vecs + k * 32) * kVec));
-          store_vec(static_cast<T*>(p.residual_sum) + begin + k * 32 * kVec, in[k]);
-        }
-      }
+      if (at.vecs > 0) barrier_wait(memory.full + slot, phase);
+      take_ring_row(p, shape, at, memory, slot, begin, in);
       __syncwarp();
-      refill(slot);
+      rows.fetch(slot, p, shape, at, memory);
       if (++slot == shape.slots) slot = 0, phase ^= 1;
 
-      // Mean of the warp's columns and the sum of squares around it; of rms_norm around zero.
-      float mean = 0.0f, values[kVec];
-      if (kLayerNorm) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int k = 0; k < kVecs; ++k) {
-          if (k * 32 >= vecs) break;
-          unpack(in[k], values);
-          sum += ((values[0] + values[1]) + (values[2] + values[3])) +
-                 ((values[4] + values[5]) + (values[6] + values[7]));
-        }
-        sum = warp_sum(sum);
-        if (vecs > 0) mean = sum / warp_count;
-        keep_packed(in);
-      }
-      constexpr int kSums = kCentredSums<T, kLayerNorm>;
-      float sums[2][kSums] = {};
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        if (k * 32 + lane >= vecs) break;
-        unpack(in[k], values);
-#pragma unroll
-        for (int i = 0; i < kVec; ++i)
-          add_centred(kLayerNorm ? values[i] - mean : values[i], sums[i % 2]);
-      }
-#pragma unroll
-      for (int i = 0; i < kSums; ++i) sums[0][i] = warp_sum(sums[0][i] + sums[1][i]);
-      if (vecs > 0) correct_mean(sums[0], warp_count, &mean);
-      float squares = sums[0][0];
-      keep_packed(in);
-
-      if (parts > 1) {
-        float2* shared = statistics + turn * parts;
-        if (ranks.count > 1) {
-          if (w == 0 && lane == 0) barrier_expect(exchange + turn, parts * 8);
-          if (lane < ranks.count)
-            store_remote_async(shared + part, exchange + turn, lane, mean, squares);
-        } else if (lane == 0) {
-          shared[part] = make_float2(mean, squares);
-          barrier_arrive(exchange + turn);
-        }
-        barrier_wait(exchange + turn, exchange_phase);
-        exchange_phase ^= turn;
-        turn ^= 1;
-        float total = 0.0f;
-        if (kLayerNorm) {
-          const float some = shared[0].x;
-          for (int i = lane; i < parts; i += 32)
-            total = fmaf(shared[i].x - some, static_cast<float>(vecs_of(i) * kVec), total);
-          mean = some + warp_sum(total) / count;
-          total = 0.0f;
-        }
-        for (int i = lane; i < parts; i += 32) {
-          const float2 other = shared[i];
-          const float off = kLayerNorm ? other.x - mean : 0.0f;
-          total += kLayerNorm ? fmaf(off * off, static_cast<float>(vecs_of(i) * kVec), other.y)
-                              : other.y;
-        }
-        squares = warp_sum(total);
-      }
-      const float rstd = rstd_of(squares, count, p.eps);
-      if (part == 0 && lane == 0) {
-        if (kLayerNorm) p.mean[row] = mean;
+      Statistics s = warp_statistics<kLayerNorm>(in, at);
+      if (at.parts > 1) s = exchange.combine<kLayerNorm>(s, count, at, memory);
+      const float rstd = rstd_of(s.squares, count, p.eps);
+      if (at.part == 0 && at.lane == 0) {
+        if (kLayerNorm) p.mean[row] = s.mean;
         p.rstd[row] = rstd;
       }
       if (!kTiles && !p.y && !p.scale) continue;
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        if (k * 32 + lane >= vecs) break;
-        unpack(in[k], values);
-        const int at = w * shape.vecs + k * 32 + lane;
-        const float4 ones = make_float4(1.0f, 1.0f, 1.0f, 1.0f);
-        const float4 zeros = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        const float4 g0 = p.params.weight ? gammas[at] : ones;
-        const float4 g1 = p.params.weight ? gammas[at + block_vecs] : ones;
-        const float4 b0 = kLayerNorm && p.params.bias ? biases[at] : zeros;
-        const float4 b1 = kLayerNorm && p.params.bias ? biases[at + block_vecs] : zeros;
-        const float gamma[kVec] = {g0.x, g0.y, g0.z, g0.w, g1.x, g1.y, g1.z, g1.w};
-        const float bias[kVec] = {b0.x, b0.y, b0.z, b0.w, b1.x, b1.y, b1.z, b1.w};
-        normalize<kLayerNorm>(values, gamma, bias, mean, rstd);
-        if (!kTiles && p.y) {
-          Vec8<T> out;
-          pack(values, &out);
-          store_vec(static_cast<T*>(p.y) + begin + k * 32 * kVec, out);
-        } else {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) amax = larger_magnitude(amax, values[i]);
-          const uint2 codes = encode_as(p.fp8, values, scale);
-          if (p.rowwise) *reinterpret_cast<uint2*>(p.rowwise + begin + k * 32 * kVec) = codes;
-          if (kTiles) *reinterpret_cast<uint2*>(tile + (row - base) * pitch + at * kVec) = codes;
-        }
-      }
+      store_ring_row<kLayerNorm>(p, at, memory, in, s.mean, rstd, scale, begin, row - base, &amax);
     }
     if (kTiles) {
-      const int64_t block_col = static_cast<int64_t>(ranks.rank) * block_vecs;
+      const int64_t block_col = static_cast<int64_t>(at.ranks.rank) * at.block_vecs;
       __syncthreads();
-      store_tile(tile, tile_rows, pitch,
-                 static_cast<int>(min(total_vecs - block_col, int64_t{block_vecs})),
+      store_tile(memory.tile, rows.tile_rows, memory.pitch,
+                 static_cast<int>(min(at.total_vecs - block_col, int64_t{at.block_vecs})),
                  p.columnwise + block_col * kVec * p.rows, p.rows, base);
       __syncthreads();
     }

@@ -25,25 +25,149 @@ __device__ __forceinline__ float refined_rsqrt(float v) {
   return refined == refined ? refined : y;  // of 0 and infinity
 }
 
+// How many values the statistics of a thread and of its warp come from; kFull: constants.
+template <typename T>
+struct StreamCounts {
+  static constexpr float kAll = kStreamVecs<T> * kVec;  // of a thread at most
+  float own = kAll, own_inverse = 1.0f / kAll;
+  float warp_inverse = 1.0f / (32 * kAll);
+};
+
+// Counts of a row of any length; each warp leaves its own in `warps`. width: threads of a row in
+// a warp.
+template <typename T>
+__device__ __forceinline__ StreamCounts<T> count_values(ThreadColumns cols, int width,
+                                                        float* warps) {
+  float own = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kStreamVecs<T>; ++k)
+    if (cols.has(k)) own += static_cast<float>(kVec);
+  float all = own;
+  for (int offset = width / 2; offset; offset /= 2)
+    all += __shfl_xor_sync(0xFFFFFFFFu, all, offset);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = all;
+  StreamCounts<T> counts;
+  counts.own = own;
+  counts.own_inverse = own > 0.0f ? 1.0f / own : 0.0f;
+  counts.warp_inverse = all > 0.0f ? 1.0f / all : 0.0f;
+  return counts;
+}
+
+// Statistics of a row's columns in a warp, by the differences to the first value of each thread.
+template <bool kLayerNorm, bool kFull, typename T, int kVecs>
+__device__ __forceinline__ Statistics stream_warp_statistics(const Vec8<T> (&in)[kVecs],
+                                                             ThreadColumns cols, int width,
+                                                             const StreamCounts<T>& counts) {
+  float sum = 0.0f, squares = 0.0f, first = 0.0f;
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    if (!kFull && !cols.has(k)) break;
+    float values[kVec];
+    unpack(in[k], values);
+    if (kLayerNorm && k == 0) first = values[0];
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const float off = kLayerNorm ? values[i] - first : values[i];
+      squares = fmaf(off, off, squares);
+      if (kLayerNorm) sum += off;
+    }
+  }
+  float mean = 0.0f, first0 = 0.0f, off0 = 0.0f;
+  if (kLayerNorm) {
+    const float off = sum * counts.own_inverse;
+    squares = fmaf(-sum, off, squares);
+    first0 = __shfl_sync(0xFFFFFFFFu, first, 0, width);
+    off0 = __shfl_sync(0xFFFFFFFFu, off, 0, width);
+    const float apart = (first - first0) + (off - off0);
+    sum = counts.own * apart;
+    squares = fmaf(sum, apart, squares);
+  }
+#pragma unroll
+  for (int offset = 16; offset; offset /= 2) {
+    if (offset >= width) continue;
+    if (kLayerNorm) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
+    squares += __shfl_xor_sync(0xFFFFFFFFu, squares, offset);
+  }
+  if (kLayerNorm) {
+    const float off = sum * counts.warp_inverse;
+    mean = first0 + (off0 + off);
+    squares = fmaf(-sum, off, squares);
+  }
+  return {mean, squares};
+}
+
+// Statistics of a row from those of its warps. warp_counts: values of each warp, unless kFull.
+template <typename T, bool kLayerNorm, bool kFull>
+__device__ __forceinline__ Statistics combine_warps(const float2* warps, const float* warp_counts,
+                                                    int num_warps, float inverse) {
+  const float some = warps[0].x;
+  float mean = 0.0f, sum = 0.0f, squares = 0.0f;
+#pragma unroll 4
+  for (int w = 0; w < num_warps; ++w) {
+    const float apart = warps[w].x - some;
+    const float total = apart * (kFull ? 32 * StreamCounts<T>::kAll : warp_counts[w]);
+    squares += kLayerNorm ? fmaf(total, apart, warps[w].y) : warps[w].y;
+    if (kLayerNorm) sum += total;
+  }
+  if (kLayerNorm) {
+    const float off = sum * inverse;
+    mean = some + off;
+    squares = fmaf(-sum, off, squares);
+  }
+  return {mean, squares};
+}
+
+// Normalises a thread's vectors: to y, or to rowwise FP8, which raises the amax. kPlain: the usual
+// parameters, for which no choice is left within the loop.
+template <bool kLayerNorm, bool kFull, bool kPlain, bool kFP8, typename T, int kVecs>
+__device__ __forceinline__ void store_stream_row(const NormFwd& p, const Vec8<T> (&in)[kVecs],
+                                                 ThreadColumns cols, int64_t begin, float mean,
+                                                 float rstd, float scale, float& amax) {
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k) {
+    const int col = cols.first + k * cols.step;
+    if (!kFull && col >= cols.end) break;
+    float values[kVec], gamma[kVec], bias[kVec];
+    if (kPlain) {
+      unpack(load_vec(static_cast<const T*>(p.params.weight) + col), gamma);
+      if (kLayerNorm) unpack(load_vec(static_cast<const T*>(p.params.bias) + col), bias);
+    } else {
+      load_gamma<T>(p.params, col, gamma);
+      if (kLayerNorm) load_bias<T>(p.params, col, bias);
+    }
+    unpack(in[k], values);
+    normalize<kLayerNorm>(values, gamma, bias, mean, rstd);
+    if (!kFP8) {
+      Vec8<T> out;
+      pack(values, &out);
+      store_vec(static_cast<T*>(p.y) + begin + k * cols.step, out);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVec; ++i) amax = larger_magnitude(amax, values[i]);
+      const uint2 codes = encode_as(p.fp8, values, scale);
+      if (p.rowwise) *reinterpret_cast<uint2*>(p.rowwise + begin + k * cols.step) = codes;
+    }
+  }
+}
+
 // kFull: rows are `threads` times the values of a thread, and threads are whole warps. A block has
 // `turns` times its rows at a time.
 template <typename T, bool kLayerNorm, bool kFull>
 __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     norm_stream_kernel(const NormFwd p, const int threads, const int turns) {
   constexpr int kVecs = kStreamVecs<T>, kWords = sizeof(T) / 2;  // of 16 bytes in a vector
-  constexpr float kAll = kVecs * kVec;
   extern __shared__ uint4 stream_memory[];
   __shared__ float2 parts[2][kStreamThreads / 32];  // mean and squares of warps, of two rows
   __shared__ float counts[kStreamThreads / 32];     // of values of a warp
   const int slots = blockDim.x / threads;
   const int slot = threadIdx.x / threads, t = threadIdx.x - slot * threads;
   const int row_warps = threads / 32, first_warp = slot * row_warps;
-  const int cols = static_cast<int>(p.cols), step = threads * kVec, col0 = t * kVec;
+  const ThreadColumns cols{t * kVec, threads * kVec, static_cast<int>(p.cols)};
   const int width = kFull ? 32 : min(threads, 32);
   const int64_t row0 = static_cast<int64_t>(blockIdx.x) * slots * turns;
   const int64_t end = min(p.rows, row0 + static_cast<int64_t>(slots) * turns);
   int64_t coming = row0 + slot;  // the row that is copied next
-  const T* source = static_cast<const T*>(p.x) + coming * cols + col0;
+  const T* source = static_cast<const T*>(p.x) + coming * cols.end + cols.first;
   const auto word = [&](int stage, int k, int w) {
     return stream_memory + ((stage * kVecs + k) * kWords + w) * blockDim.x + threadIdx.x;
   };
@@ -51,35 +175,24 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
     if (coming < end) {
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) {
-        if (!kFull && col0 + k * step >= cols) break;
+        if (!kFull && !cols.has(k)) break;
 #pragma unroll
         for (int w = 0; w < kWords; ++w)
-          copy_async16(word(stage, k, w), reinterpret_cast<const uint4*>(source + k * step) + w);
+          copy_async16(word(stage, k, w),
+                       reinterpret_cast<const uint4*>(source + k * cols.step) + w);
       }
     }
     commit_copies();
     coming += slots;
-    source += static_cast<int64_t>(slots) * cols;
+    source += static_cast<int64_t>(slots) * cols.end;
   };
 #pragma unroll
   for (int s = 0; s < kStreamStages; ++s) fetch(s);
 
   const uint32_t seen = amax_so_far(p.amax);
-  const float scale = p.scale ? *p.scale : 1.0f, inverse = 1.0f / static_cast<float>(cols);
-  float own = kFull ? kAll : 0.0f, own_inverse = 1.0f / kAll;  // values of this thread
-  float warp_inverse = 1.0f / (32 * kAll);
-  if (!kFull) {
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k)
-      if (col0 + k * step < cols) own += static_cast<float>(kVec);
-    float all = own;
-    for (int offset = width / 2; offset; offset /= 2)
-      all += __shfl_xor_sync(0xFFFFFFFFu, all, offset);
-    if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = all;
-    own_inverse = own > 0.0f ? 1.0f / own : 0.0f;
-    warp_inverse = all > 0.0f ? 1.0f / all : 0.0f;
-  }
-  // The usual parameters, for which no choice is left within the loop.
+  const float scale = p.scale ? *p.scale : 1.0f, inverse = 1.0f / static_cast<float>(cols.end);
+  StreamCounts<T> values;
+  if (!kFull) values = count_values<T>(cols, width, counts);
   const bool plain = p.params.weight && (p.params.bias || !kLayerNorm) &&
                      (!p.params.is_fp32 || sizeof(T) == 4) && p.params.gamma_offset == 0.0f;
 
@@ -97,103 +210,34 @@ __global__ void __launch_bounds__(kStreamThreads, kStreamBlocks)
         in[k].words[4 * w + 2] = q.z, in[k].words[4 * w + 3] = q.w;
       }
     keep_packed(in);
-    float values[kVec], sum = 0.0f, squares = 0.0f, first = 0.0f;
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k) {
-      if (!kFull && col0 + k * step >= cols) break;
-      unpack(in[k], values);
-      if (kLayerNorm && k == 0) first = values[0];
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        const float off = kLayerNorm ? values[i] - first : values[i];
-        squares = fmaf(off, off, squares);
-        if (kLayerNorm) sum += off;
-      }
-    }
-    float mean = 0.0f, first0 = 0.0f, off0 = 0.0f;
-    if (kLayerNorm) {
-      const float off = sum * own_inverse;
-      squares = fmaf(-sum, off, squares);
-      first0 = __shfl_sync(0xFFFFFFFFu, first, 0, width);
-      off0 = __shfl_sync(0xFFFFFFFFu, off, 0, width);
-      const float apart = (first - first0) + (off - off0);
-      sum = own * apart;
-      squares = fmaf(sum, apart, squares);
-    }
-#pragma unroll
-    for (int offset = 16; offset; offset /= 2) {
-      if (offset >= width) continue;
-      if (kLayerNorm) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, offset);
-      squares += __shfl_xor_sync(0xFFFFFFFFu, squares, offset);
-    }
-    if (kLayerNorm) {
-      const float off = sum * warp_inverse;
-      mean = first0 + (off0 + off);
-      squares = fmaf(-sum, off, squares);
-    }
+    Statistics s = stream_warp_statistics<kLayerNorm, kFull>(in, cols, width, values);
     fetch(stage);  // what was there has been read: the sums depend on it
     stage = stage == kStreamStages - 1 ? 0 : stage + 1;
     if (threads > 32) {
-      if (threadIdx.x % 32 == 0) parts[turn][threadIdx.x / 32] = make_float2(mean, squares);
+      if (threadIdx.x % 32 == 0) parts[turn][threadIdx.x / 32] = make_float2(s.mean, s.squares);
       __syncthreads();
-      const float2* part = parts[turn] + first_warp;
-      const float some = part[0].x;
-      sum = squares = 0.0f;
-#pragma unroll 4
-      for (int w = 0; w < row_warps; ++w) {
-        const float apart = part[w].x - some;
-        const float total = apart * (kFull ? 32 * kAll : counts[first_warp + w]);
-        squares += kLayerNorm ? fmaf(total, apart, part[w].y) : part[w].y;
-        if (kLayerNorm) sum += total;
-      }
-      if (kLayerNorm) {
-        const float off = sum * inverse;
-        mean = some + off;
-        squares = fmaf(-sum, off, squares);
-      }
+      s = combine_warps<T, kLayerNorm, kFull>(parts[turn] + first_warp, counts + first_warp,
+                                              row_warps, inverse);
     }
     keep_packed(in);
-    squares = squares < 0.0f ? 0.0f : squares;  // a NaN stays
-    const float rstd = refined_rsqrt(fmaf(squares, inverse, p.eps));
+    s.squares = s.squares < 0.0f ? 0.0f : s.squares;  // a NaN stays
+    const float rstd = refined_rsqrt(fmaf(s.squares, inverse, p.eps));
     if (row >= end) continue;
     if (t == 0) {
-      if (kLayerNorm) p.mean[row] = mean;
+      if (kLayerNorm) p.mean[row] = s.mean;
       p.rstd[row] = rstd;
     }
-    const int64_t begin = row * cols + col0;
-    const auto write = [&](auto plain_params, auto to_fp8) {
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k) {
-        const int col = col0 + k * step;
-        if (!kFull && col >= cols) break;
-        float gamma[kVec], bias[kVec];
-        if (decltype(plain_params)::value) {
-          unpack(load_vec(static_cast<const T*>(p.params.weight) + col), gamma);
-          if (kLayerNorm) unpack(load_vec(static_cast<const T*>(p.params.bias) + col), bias);
-        } else {
-          load_gamma<T>(p.params, col, gamma);
-          if (kLayerNorm) load_bias<T>(p.params, col, bias);
-        }
-        unpack(in[k], values);
-        normalize<kLayerNorm>(values, gamma, bias, mean, rstd);
-        if (!decltype(to_fp8)::value) {
-          Vec8<T> out;
-          pack(values, &out);
-          store_vec(static_cast<T*>(p.y) + begin + k * step, out);
-        } else {
-#pragma unroll
-          for (int i = 0; i < kVec; ++i) amax = larger_magnitude(amax, values[i]);
-          const uint2 codes = encode_as(p.fp8, values, scale);
-          if (p.rowwise) *reinterpret_cast<uint2*>(p.rowwise + begin + k * step) = codes;
-        }
-      }
+    const int64_t begin = row * cols.end + cols.first;
+    const auto store = [&](auto is_plain, auto to_fp8) {
+      store_stream_row<kLayerNorm, kFull, decltype(is_plain)::value, decltype(to_fp8)::value>(
+          p, in, cols, begin, s.mean, rstd, scale, amax);
     };
     const std::true_type yes;
     const std::false_type no;
     if (p.y)
-      plain ? write(yes, no) : write(no, no);
+      plain ? store(yes, no) : store(no, no);
     else if (p.scale)
-      plain ? write(yes, yes) : write(no, yes);
+      plain ? store(yes, yes) : store(no, yes);
   }
   wait_copies<0>();
   if (p.scale) finish_fp8(p, magnitude_bits(amax), seen);
