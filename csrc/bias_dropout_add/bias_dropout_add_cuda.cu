@@ -5,6 +5,7 @@
 #include "bias_dropout_add/bias_dropout_add.h"
 #include "common/gpu/column_sums.h"
 #include "common/gpu/vec.h"
+#include "common/numerics/with_dtype.h"
 
 APEX_TE_LIBRARY()
 
@@ -220,12 +221,7 @@ APEX_TE_DEFINE(bias_dropout_add_bwd) {
   run_dtypes(p, stream);
   if (!p.dbias) return;
   const int64_t lines = (p.rows + kBiasDropoutAddTileRows - 1) / kBiasDropoutAddTileRows;
-  switch (p.bias_dtype) {
-    case DType::kFloat32:
-      return launch_column_sums<float>(p.workspace, lines, p.cols, p.dbias, stream);
-    case DType::kFloat16:
-      return launch_column_sums<Half>(p.workspace, lines, p.cols, p.dbias, stream);
-    default:
-      return launch_column_sums<BFloat16>(p.workspace, lines, p.cols, p.dbias, stream);
-  }
+  with_dtype(p.bias_dtype, [&](auto zero) {
+    launch_column_sums<decltype(zero)>(p.workspace, lines, p.cols, p.dbias, stream);
+  });
 }

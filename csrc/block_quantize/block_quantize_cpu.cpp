@@ -5,6 +5,7 @@
 #include "common/cpu/blocks.h"
 #include "common/cpu/parallel.h"
 #include "common/cpu/scratch.h"
+#include "common/numerics/with_dtype.h"
 
 APEX_TE_LIBRARY()
 
@@ -250,25 +251,11 @@ void dequantize_all(const BlockDequantize& p) {
 APEX_TE_DEFINE(block_quantize) {
   using namespace apex_te;
   const BlockQuantize p = check_block_quantize(args);
-  switch (p.x.dtype()) {
-    case DType::kFloat32:
-      return quantize_all<float>(p);
-    case DType::kFloat16:
-      return quantize_all<Half>(p);
-    default:
-      return quantize_all<BFloat16>(p);
-  }
+  with_dtype(p.x.dtype(), [&](auto zero) { quantize_all<decltype(zero)>(p); });
 }
 
 APEX_TE_DEFINE(block_dequantize) {
   using namespace apex_te;
   const BlockDequantize p = check_block_dequantize(args);
-  switch (p.out.dtype()) {
-    case DType::kFloat32:
-      return dequantize_all<float>(p);
-    case DType::kFloat16:
-      return dequantize_all<Half>(p);
-    default:
-      return dequantize_all<BFloat16>(p);
-  }
+  with_dtype(p.out.dtype(), [&](auto zero) { dequantize_all<decltype(zero)>(p); });
 }

@@ -7,6 +7,7 @@
 #include "common/gpu/dequantize.h"
 #include "common/gpu/fp8_tile.h"
 #include "common/gpu/patch_amax.h"
+#include "common/numerics/with_dtype.h"
 
 APEX_TE_LIBRARY()
 
@@ -228,14 +229,7 @@ APEX_TE_DEFINE(block_quantize) {
       c.x.data<void>(),       c.rows, c.cols, c.rowwise, c.columnwise, c.rowwise_scale_inv,
       c.columnwise_scale_inv, c.amax, c.rule};
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (c.x.dtype()) {
-    case DType::kFloat32:
-      return launch_format<float>(c, p, stream);
-    case DType::kFloat16:
-      return launch_format<Half>(c, p, stream);
-    default:
-      return launch_format<BFloat16>(c, p, stream);
-  }
+  with_dtype(c.x.dtype(), [&](auto zero) { launch_format<decltype(zero)>(c, p, stream); });
 }
 
 APEX_TE_DEFINE(block_dequantize) {

@@ -4,6 +4,7 @@
 #include "cast_transpose/cast_transpose.h"
 #include "common/cpu/column_sums.h"
 #include "common/cpu/quantize.h"
+#include "common/numerics/with_dtype.h"
 
 APEX_TE_LIBRARY()
 
@@ -70,12 +71,5 @@ APEX_TE_DEFINE(cast_transpose) {
   using namespace apex_te;
   const CastTranspose p = check_cast_transpose(args);
   if (p.noop && *p.noop != 0) return;
-  switch (p.x.dtype()) {
-    case DType::kFloat32:
-      return cast_all<float>(p);
-    case DType::kFloat16:
-      return cast_all<Half>(p);
-    default:
-      return cast_all<BFloat16>(p);
-  }
+  with_dtype(p.x.dtype(), [&](auto zero) { cast_all<decltype(zero)>(p); });
 }

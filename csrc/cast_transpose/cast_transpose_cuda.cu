@@ -6,6 +6,7 @@
 #include "cast_transpose/cast_transpose.h"
 #include "common/gpu/column_sums.h"
 #include "common/gpu/fp8_tile.h"
+#include "common/numerics/with_dtype.h"
 
 APEX_TE_LIBRARY()
 
@@ -173,12 +174,5 @@ APEX_TE_DEFINE(cast_transpose) {
   const Params p{c.x.data<void>(), c.rows, c.cols,      c.scale,     c.rowwise,
                  c.columnwise,     c.amax, c.scale_inv, c.workspace, c.noop};
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (c.x.dtype()) {
-    case DType::kFloat32:
-      return launch_format<float>(c, p, stream);
-    case DType::kFloat16:
-      return launch_format<Half>(c, p, stream);
-    default:
-      return launch_format<BFloat16>(c, p, stream);
-  }
+  with_dtype(c.x.dtype(), [&](auto zero) { launch_format<decltype(zero)>(c, p, stream); });
 }

@@ -7,6 +7,7 @@
 #include "common/cpu/rows.h"
 #include "common/cpu/scratch.h"
 #include "common/numerics/exp.h"
+#include "common/numerics/with_dtype.h"
 #include "cross_entropy/cross_entropy.h"
 
 APEX_TE_LIBRARY()
@@ -220,12 +221,5 @@ APEX_TE_DEFINE(cross_entropy_bwd) {
 APEX_TE_DEFINE(cross_entropy_scale) {
   using namespace apex_te;
   const CrossEntropyScale p = check_cross_entropy_scale(args);
-  switch (p.grad.dtype()) {
-    case DType::kFloat32:
-      return scale<float>(p);
-    case DType::kFloat16:
-      return scale<Half>(p);
-    default:
-      return scale<BFloat16>(p);
-  }
+  with_dtype(p.grad.dtype(), [&](auto zero) { scale<decltype(zero)>(p); });
 }

@@ -6,6 +6,7 @@
 // the ring of cross_entropy_ring.h. What does not fit in shared memory is read twice, soon enough
 // to be still in L2. The gradient from known statistics needs no row at once: persistent blocks
 // take pieces of rows.
+#include "common/numerics/with_dtype.h"
 #include "cross_entropy/cross_entropy_ring.h"
 #include "cross_entropy/cross_entropy_row.h"
 
@@ -306,14 +307,7 @@ APEX_TE_DEFINE(cross_entropy_fwd) {
   const DeviceGuard guard(args.device_id());
   const Params p = params_of(c);
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (c.logits.dtype()) {
-    case DType::kFloat32:
-      return launch_fwd<float>(p, stream);
-    case DType::kFloat16:
-      return launch_fwd<Half>(p, stream);
-    default:
-      return launch_fwd<BFloat16>(p, stream);
-  }
+  with_dtype(c.logits.dtype(), [&](auto zero) { launch_fwd<decltype(zero)>(p, stream); });
 }
 
 APEX_TE_DEFINE(cross_entropy_count) {
@@ -339,14 +333,8 @@ APEX_TE_DEFINE(cross_entropy_bwd) {
   const DeviceGuard guard(args.device_id());
   const Params p = params_of(c);
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (c.logits.dtype()) {
-    case DType::kFloat32:
-      return launch_bwd<float>(p, c.grad_output, stream);
-    case DType::kFloat16:
-      return launch_bwd<Half>(p, c.grad_output, stream);
-    default:
-      return launch_bwd<BFloat16>(p, c.grad_output, stream);
-  }
+  with_dtype(c.logits.dtype(),
+             [&](auto zero) { launch_bwd<decltype(zero)>(p, c.grad_output, stream); });
 }
 
 APEX_TE_DEFINE(cross_entropy_scale) {
@@ -354,12 +342,5 @@ APEX_TE_DEFINE(cross_entropy_scale) {
   const CrossEntropyScale p = check_cross_entropy_scale(args);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (p.grad.dtype()) {
-    case DType::kFloat32:
-      return launch_scale<float>(p, stream);
-    case DType::kFloat16:
-      return launch_scale<Half>(p, stream);
-    default:
-      return launch_scale<BFloat16>(p, stream);
-  }
+  with_dtype(p.grad.dtype(), [&](auto zero) { launch_scale<decltype(zero)>(p, stream); });
 }

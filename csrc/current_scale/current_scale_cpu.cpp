@@ -1,5 +1,6 @@
 // CPU kernel of current_scale: amax in chunks, then the loops of common/cpu/quantize.h.
 #include "common/cpu/quantize.h"
+#include "common/numerics/with_dtype.h"
 #include "current_scale/current_scale.h"
 
 APEX_TE_LIBRARY()
@@ -16,26 +17,8 @@ void cast(const CurrentScaleCall& p, uint32_t amax) {
   quantize_all<T>(p.q, fp8_row_encoder<T>(p.q.codes, scale));
 }
 
-uint32_t amax_of_any(const TensorView& x) {
-  switch (x.dtype()) {
-    case DType::kFloat32:
-      return amax_of_tensor<float>(x);
-    case DType::kFloat16:
-      return amax_of_tensor<Half>(x);
-    default:
-      return amax_of_tensor<BFloat16>(x);
-  }
-}
-
 void cast_any(const CurrentScaleCall& p, uint32_t amax) {
-  switch (p.q.x.dtype()) {
-    case DType::kFloat32:
-      return cast<float>(p, amax);
-    case DType::kFloat16:
-      return cast<Half>(p, amax);
-    default:
-      return cast<BFloat16>(p, amax);
-  }
+  with_dtype(p.q.x.dtype(), [&](auto zero) { cast<decltype(zero)>(p, amax); });
 }
 
 }  // namespace
@@ -44,7 +27,7 @@ void cast_any(const CurrentScaleCall& p, uint32_t amax) {
 APEX_TE_DEFINE(current_scale_fwd) {
   using namespace apex_te;
   const CurrentScaleCall p = check_current_scale(args, true);
-  const uint32_t amax = amax_of_any(p.q.x);
+  const uint32_t amax = amax_of_tensor(p.q.x);
   *p.amax = bits_float(amax);
   cast_any(p, amax);
 }
@@ -58,5 +41,5 @@ APEX_TE_DEFINE(current_scale_cast) {
 APEX_TE_DEFINE(current_scale_amax) {
   using namespace apex_te;
   const CurrentScaleAmax p = check_current_scale_amax(args);
-  *p.amax = bits_float(amax_of_any(p.x));
+  *p.amax = bits_float(amax_of_tensor(p.x));
 }

@@ -1,5 +1,6 @@
 // CUDA launches of current_scale; the kernels are those of common/gpu/quantize.h.
 #include "common/gpu/quantize.h"
+#include "common/numerics/with_dtype.h"
 #include "current_scale/current_scale.h"
 
 APEX_TE_LIBRARY()
@@ -37,14 +38,7 @@ void launch(const CurrentScaleCall& p, cudaStream_t stream) {
 void launch_dtype(const CurrentScaleCall& p, Args& args) {
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (p.q.x.dtype()) {
-    case DType::kFloat32:
-      return launch<float>(p, stream);
-    case DType::kFloat16:
-      return launch<Half>(p, stream);
-    default:
-      return launch<BFloat16>(p, stream);
-  }
+  with_dtype(p.q.x.dtype(), [&](auto zero) { launch<decltype(zero)>(p, stream); });
 }
 
 }  // namespace
@@ -65,9 +59,8 @@ APEX_TE_DEFINE(current_scale_amax) {
   const CurrentScaleAmax p = check_current_scale_amax(args);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  const int found = p.x.dtype() == DType::kFloat32   ? launch_amax<float>(p.x, p.amaxes, stream)
-                    : p.x.dtype() == DType::kFloat16 ? launch_amax<Half>(p.x, p.amaxes, stream)
-                                                     : launch_amax<BFloat16>(p.x, p.amaxes, stream);
+  const int found = with_dtype(
+      p.x.dtype(), [&](auto zero) { return launch_amax<decltype(zero)>(p.x, p.amaxes, stream); });
   launch_dependent(fold_amaxes_kernel, 1, 32, stream, static_cast<const uint32_t*>(p.amaxes), found,
                    p.amax);
 }

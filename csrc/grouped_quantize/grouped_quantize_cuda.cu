@@ -6,6 +6,7 @@
 
 #include "common/gpu/ballot.h"
 #include "common/gpu/fp8_tile.h"
+#include "common/numerics/with_dtype.h"
 #include "grouped_quantize/grouped_quantize.h"
 
 APEX_TE_LIBRARY()
@@ -207,14 +208,7 @@ void run_quantize(const GroupedQuantize& q, Args& args) {
                  q.inverse_given,
                  0,
                  0};
-  switch (q.dtype) {
-    case DType::kFloat32:
-      return launch_format<float>(q, p, stream);
-    case DType::kFloat16:
-      return launch_format<Half>(q, p, stream);
-    default:
-      return launch_format<BFloat16>(q, p, stream);
-  }
+  with_dtype(q.dtype, [&](auto zero) { launch_format<decltype(zero)>(q, p, stream); });
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // CPU kernels of hif8. Portable: look-ups of the first 13 bits of the scaled floats.
 #include "common/cpu/quantize.h"
+#include "common/numerics/with_dtype.h"
 #include "hif8/hif8.h"
 #include "hif8/hif8_avx2.h"
 #include "hif8/hif8_avx512.h"
@@ -53,14 +54,7 @@ uint32_t quantize(const Hif8Quantize& p, float scale) {
 }
 
 uint32_t quantize_any(const Hif8Quantize& p, float scale) {
-  switch (p.q.x.dtype()) {
-    case DType::kFloat32:
-      return quantize<float>(p, scale);
-    case DType::kFloat16:
-      return quantize<Half>(p, scale);
-    default:
-      return quantize<BFloat16>(p, scale);
-  }
+  return with_dtype(p.q.x.dtype(), [&](auto zero) { return quantize<decltype(zero)>(p, scale); });
 }
 
 void quantize_current(const Hif8Quantize& p, uint32_t amax) {
@@ -125,10 +119,7 @@ APEX_TE_DEFINE(hif8_quantize) {
 APEX_TE_DEFINE(hif8_current) {
   using namespace apex_te;
   const Hif8Quantize p = check_hif8_current(args, true);
-  const TensorView& x = p.q.x;
-  const uint32_t amax = x.dtype() == DType::kFloat32   ? amax_of_tensor<float>(x)
-                        : x.dtype() == DType::kFloat16 ? amax_of_tensor<Half>(x)
-                                                       : amax_of_tensor<BFloat16>(x);
+  const uint32_t amax = amax_of_tensor(p.q.x);
   *p.amax = bits_float(amax);
   quantize_current(p, amax);
 }
@@ -142,12 +133,5 @@ APEX_TE_DEFINE(hif8_cast) {
 APEX_TE_DEFINE(hif8_decode) {
   using namespace apex_te;
   const Hif8Decode p = check_hif8_decode(args);
-  switch (p.out.dtype()) {
-    case DType::kFloat32:
-      return decode<float>(p);
-    case DType::kFloat16:
-      return decode<Half>(p);
-    default:
-      return decode<BFloat16>(p);
-  }
+  with_dtype(p.out.dtype(), [&](auto zero) { decode<decltype(zero)>(p); });
 }

@@ -1,6 +1,7 @@
 // CUDA kernels of hif8. Encoding: the kernels of common/gpu/quantize.h with the table in shared
 // memory, so that an element takes a product, a shift and a look-up. Decoding: a table too.
 #include "common/gpu/quantize.h"
+#include "common/numerics/with_dtype.h"
 #include "hif8/hif8.h"
 
 APEX_TE_LIBRARY()
@@ -51,14 +52,7 @@ void launch(const Hif8Quantize& p, cudaStream_t stream) {
 void launch_dtype(const Hif8Quantize& p, Args& args) {
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (p.q.x.dtype()) {
-    case DType::kFloat32:
-      return launch<float>(p, stream);
-    case DType::kFloat16:
-      return launch<Half>(p, stream);
-    default:
-      return launch<BFloat16>(p, stream);
-  }
+  with_dtype(p.q.x.dtype(), [&](auto zero) { launch<decltype(zero)>(p, stream); });
 }
 
 template <typename T, bool kAligned>
@@ -132,12 +126,5 @@ APEX_TE_DEFINE(hif8_decode) {
   const Hif8Decode p = check_hif8_decode(args);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (p.out.dtype()) {
-    case DType::kFloat32:
-      return launch_decode<float>(p, stream);
-    case DType::kFloat16:
-      return launch_decode<Half>(p, stream);
-    default:
-      return launch_decode<BFloat16>(p, stream);
-  }
+  with_dtype(p.out.dtype(), [&](auto zero) { launch_decode<decltype(zero)>(p, stream); });
 }

@@ -4,6 +4,7 @@
 #include "common/cpu/blocks.h"
 #include "common/cpu/parallel.h"
 #include "common/cpu/scratch.h"
+#include "common/numerics/with_dtype.h"
 #include "mx_quantize/mx_quantize.h"
 
 APEX_TE_LIBRARY()
@@ -194,25 +195,11 @@ void dequantize_all(const MxDequantize& p) {
 APEX_TE_DEFINE(mx_quantize) {
   using namespace apex_te;
   const MxQuantize p = check_mx_quantize(args);
-  switch (p.x.dtype()) {
-    case DType::kFloat32:
-      return quantize_all<float>(p);
-    case DType::kFloat16:
-      return quantize_all<Half>(p);
-    default:
-      return quantize_all<BFloat16>(p);
-  }
+  with_dtype(p.x.dtype(), [&](auto zero) { quantize_all<decltype(zero)>(p); });
 }
 
 APEX_TE_DEFINE(mx_dequantize) {
   using namespace apex_te;
   const MxDequantize p = check_mx_dequantize(args);
-  switch (p.out.dtype()) {
-    case DType::kFloat32:
-      return dequantize_all<float>(p);
-    case DType::kFloat16:
-      return dequantize_all<Half>(p);
-    default:
-      return dequantize_all<BFloat16>(p);
-  }
+  with_dtype(p.out.dtype(), [&](auto zero) { dequantize_all<decltype(zero)>(p); });
 }

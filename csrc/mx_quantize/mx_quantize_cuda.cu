@@ -7,6 +7,7 @@
 #include "common/gpu/dequantize.h"
 #include "common/gpu/fp8_tile.h"
 #include "common/gpu/patch_amax.h"
+#include "common/numerics/with_dtype.h"
 #include "mx_quantize/mx_quantize.h"
 
 APEX_TE_LIBRARY()
@@ -257,14 +258,7 @@ APEX_TE_DEFINE(mx_quantize) {
   const Params p{c.x.data<void>(),   c.rows,      c.cols, c.rowwise, c.rowwise_scale, c.columnwise,
                  c.columnwise_scale, c.use_floor, false};
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (c.x.dtype()) {
-    case DType::kFloat32:
-      return launch_format<float>(c.fp8, p, stream);
-    case DType::kFloat16:
-      return launch_format<Half>(c.fp8, p, stream);
-    default:
-      return launch_format<BFloat16>(c.fp8, p, stream);
-  }
+  with_dtype(c.x.dtype(), [&](auto zero) { launch_format<decltype(zero)>(c.fp8, p, stream); });
 }
 
 APEX_TE_DEFINE(mx_dequantize) {

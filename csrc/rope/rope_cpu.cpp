@@ -4,6 +4,7 @@
 
 #include "common/cpu/parallel.h"
 #include "common/cpu/vec.h"
+#include "common/numerics/with_dtype.h"
 #include "rope/rope.h"
 
 APEX_TE_LIBRARY()
@@ -182,14 +183,7 @@ void rope_all(const Rope& p) {
 }
 
 void rope(const Rope& p) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return rope_all<float>(p);
-    case DType::kFloat16:
-      return rope_all<Half>(p);
-    default:
-      return rope_all<BFloat16>(p);
-  }
+  with_dtype(p.dtype, [&](auto zero) { rope_all<decltype(zero)>(p); });
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "common/gpu/vec.h"
+#include "common/numerics/with_dtype.h"
 #include "rope/rope.h"
 
 APEX_TE_LIBRARY()
@@ -315,14 +316,7 @@ void rope(Args& args, bool is_backward) {
   merge_sequences(p);
   const DeviceGuard guard(args.device_id());
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_alignment<float>(p, stream);
-    case DType::kFloat16:
-      return launch_alignment<Half>(p, stream);
-    default:
-      return launch_alignment<BFloat16>(p, stream);
-  }
+  with_dtype(p.dtype, [&](auto zero) { launch_alignment<decltype(zero)>(p, stream); });
 }
 
 }  // namespace

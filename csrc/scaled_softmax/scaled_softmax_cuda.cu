@@ -4,6 +4,7 @@
 // between the passes: loads of 16 bytes, all in flight. Rows too long for that are read twice
 // (scaled_softmax_loop.h). Columns that a causal row does not see are not read; their zeros are
 // stored first.
+#include "common/numerics/with_dtype.h"
 #include "scaled_softmax/scaled_softmax_loop.h"
 
 APEX_TE_LIBRARY()
@@ -230,14 +231,7 @@ APEX_TE_DEFINE(scaled_softmax_fwd) {
   p.scale_log2 = scale.scale_log2;
   p.flip = !scale.negative ? 0u : c.x.dtype() == DType::kFloat32 ? 0x80000000u : 0x80008000u;
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (c.x.dtype()) {
-    case DType::kFloat32:
-      return fwd<float>(p, stream);
-    case DType::kFloat16:
-      return fwd<Half>(p, stream);
-    default:
-      return fwd<BFloat16>(p, stream);
-  }
+  with_dtype(c.x.dtype(), [&](auto zero) { fwd<decltype(zero)>(p, stream); });
 }
 
 APEX_TE_DEFINE(scaled_softmax_bwd) {
@@ -252,12 +246,5 @@ APEX_TE_DEFINE(scaled_softmax_bwd) {
   p.shape = c.shape;
   p.scale = c.scale;
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  switch (c.dy.dtype()) {
-    case DType::kFloat32:
-      return bwd<float>(p, stream);
-    case DType::kFloat16:
-      return bwd<Half>(p, stream);
-    default:
-      return bwd<BFloat16>(p, stream);
-  }
+  with_dtype(c.dy.dtype(), [&](auto zero) { bwd<decltype(zero)>(p, stream); });
 }

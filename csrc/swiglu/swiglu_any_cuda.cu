@@ -3,6 +3,7 @@
 // whose columns a warp's threads share out.
 #include "common/gpu/amax.h"
 #include "common/gpu/column_sums.h"
+#include "common/numerics/with_dtype.h"
 #include "swiglu/swiglu_device.h"
 
 namespace apex_te {
@@ -209,14 +210,7 @@ void launch(const Swiglu& p, bool is_bwd, cudaStream_t stream) {
 }  // namespace
 
 void launch_swiglu_any(const Swiglu& p, bool is_bwd, cudaStream_t stream) {
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch<float>(p, is_bwd, stream);
-    case DType::kFloat16:
-      return launch<Half>(p, is_bwd, stream);
-    default:
-      return launch<BFloat16>(p, is_bwd, stream);
-  }
+  with_dtype(p.dtype, [&](auto zero) { launch<decltype(zero)>(p, is_bwd, stream); });
 }
 
 }  // namespace apex_te

@@ -1,5 +1,6 @@
 // CUDA entries of swiglu, and its kernels for results in the inputs' dtype: a vector of 16 bytes of
 // each input for each thread.
+#include "common/numerics/with_dtype.h"
 #include "swiglu/swiglu_device.h"
 
 APEX_TE_LIBRARY()
@@ -123,14 +124,7 @@ void run_swiglu(Args& args, const Swiglu& p, bool is_bwd) {
   if (!aligned || (in_tiles && p.dtype == DType::kFloat32))
     return launch_swiglu_any(p, is_bwd, stream);
   if (in_tiles) return launch_swiglu_tile(p, is_bwd, stream);
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_vectors<float>(p, is_bwd, stream);
-    case DType::kFloat16:
-      return launch_vectors<Half>(p, is_bwd, stream);
-    default:
-      return launch_vectors<BFloat16>(p, is_bwd, stream);
-  }
+  with_dtype(p.dtype, [&](auto zero) { launch_vectors<decltype(zero)>(p, is_bwd, stream); });
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "common/activation/any_cuda.h"
 #include "common/activation/tile_cuda.h"
+#include "common/numerics/with_dtype.h"
 
 namespace apex_te {
 
@@ -19,14 +20,9 @@ void launch_activation(Args& args, const ActivationOp& p) {
   if constexpr (kBwd && Kinds::kBias) {
     if (!p.dbias) return;
     const int64_t lines = (p.rows + kActivationTileRows - 1) / kActivationTileRows;
-    switch (p.dtype) {
-      case DType::kFloat32:
-        return launch_column_sums<float>(p.workspace, lines, p.cols, p.dbias, stream);
-      case DType::kFloat16:
-        return launch_column_sums<Half>(p.workspace, lines, p.cols, p.dbias, stream);
-      default:
-        return launch_column_sums<BFloat16>(p.workspace, lines, p.cols, p.dbias, stream);
-    }
+    with_dtype(p.dtype, [&](auto zero) {
+      launch_column_sums<decltype(zero)>(p.workspace, lines, p.cols, p.dbias, stream);
+    });
   }
 }
 

@@ -5,6 +5,7 @@
 #include "common/cpu/parallel.h"
 #include "common/numerics/fp8_formats.h"
 #include "common/numerics/quantize.h"
+#include "common/numerics/with_dtype.h"
 
 namespace apex_te {
 
@@ -170,6 +171,9 @@ uint32_t amax_of_tensor(const TensorView& x) {
     fold_amax(amax, chunk_amax(data + i * kChunk, std::min(kChunk, numel - i * kChunk)));
   });
   return amax.load();
+}
+inline uint32_t amax_of_tensor(const TensorView& x) {
+  return with_dtype(x.dtype(), [&](auto zero) { return amax_of_tensor<decltype(zero)>(x); });
 }
 
 }  // namespace apex_te

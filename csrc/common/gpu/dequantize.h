@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/gpu/vec.h"
+#include "common/numerics/with_dtype.h"
 
 namespace apex_te {
 
@@ -76,19 +77,11 @@ template <typename Scales>
 void dequantize(const char* name, const TensorView& codes, const TensorView& out,
                 const Scales& scales, cudaStream_t stream) {
   const DequantizePlan p{codes.data<uint8_t>(), out.data<void>(), codes.size(0), codes.size(1), 0};
-  const auto run = [&](auto type) {
-    using T = decltype(type);
+  with_dtype(out.dtype(), [&](auto zero) {
+    using T = decltype(zero);
     codes.dtype() == DType::kE5M2 ? launch_dequantize<T, E5M2>(name, p, scales, stream)
                                   : launch_dequantize<T, E4M3>(name, p, scales, stream);
-  };
-  switch (out.dtype()) {
-    case DType::kFloat32:
-      return run(float{});
-    case DType::kFloat16:
-      return run(Half{});
-    default:
-      return run(BFloat16{});
-  }
+  });
 }
 
 }  // namespace apex_te

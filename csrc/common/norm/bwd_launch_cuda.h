@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/norm/bwd_cuda.h"
+#include "common/numerics/with_dtype.h"
 
 namespace apex_te {
 
@@ -229,14 +230,9 @@ void launch_norm_bwd_type(const NormBwd& p, const char* op, int device, cudaStre
 template <bool kLayerNorm>
 void launch_norm_bwd(const NormBwd& p, const char* op, int device, void* stream) {
   const auto s = static_cast<cudaStream_t>(stream);
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_norm_bwd_type<float, kLayerNorm>(p, op, device, s);
-    case DType::kFloat16:
-      return launch_norm_bwd_type<Half, kLayerNorm>(p, op, device, s);
-    default:
-      return launch_norm_bwd_type<BFloat16, kLayerNorm>(p, op, device, s);
-  }
+  with_dtype(p.dtype, [&](auto zero) {
+    launch_norm_bwd_type<decltype(zero), kLayerNorm>(p, op, device, s);
+  });
 }
 
 }  // namespace apex_te

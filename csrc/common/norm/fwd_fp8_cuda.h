@@ -4,6 +4,7 @@
 
 #include "common/gpu/fp8_tile.h"
 #include "common/norm/fwd_launch_cuda.h"
+#include "common/numerics/with_dtype.h"
 
 namespace apex_te {
 
@@ -83,22 +84,14 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
 
 template <bool kLayerNorm>
 void launch_norm_fwd(const NormFwd& p, const char* op, int device, void* stream) {
-  const auto run = [&](auto element) {
-    using T = decltype(element);
+  with_dtype(p.dtype, [&](auto zero) {
+    using T = decltype(zero);
     const auto s = static_cast<cudaStream_t>(stream);
     if (p.columnwise)
       launch_norm_fp8<T, kLayerNorm>(p, op, device, s);
     else
       launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, s);
-  };
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return run(float{});
-    case DType::kFloat16:
-      return run(Half{});
-    default:
-      return run(BFloat16{});
-  }
+  });
 }
 
 }  // namespace apex_te

@@ -6,15 +6,12 @@
 
 namespace apex_te {
 
-// run(zero) with a zero of the dtype: float, Half or BFloat16.
+// Returns run(zero) with a zero of the dtype: float, Half or, for any other dtype, BFloat16.
 template <typename Run>
-void with_dtype(DType dtype, const Run& run) {
-  if (dtype == DType::kFloat32)
-    run(float{});
-  else if (dtype == DType::kFloat16)
-    run(Half{});
-  else
-    run(BFloat16{});
+auto with_dtype(DType dtype, const Run& run) {
+  if (dtype == DType::kFloat32) return run(float{});
+  if (dtype == DType::kFloat16) return run(Half{});
+  return run(BFloat16{});
 }
 
 }  // namespace apex_te
