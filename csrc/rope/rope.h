@@ -90,32 +90,17 @@ inline void check_rope_rows(const TensorView& t, int64_t* outer, int64_t* inner,
   *head = t.stride(n - 2);
 }
 
-inline Rope check_rope(Args& args, bool is_backward) {
-  Rope p;
-  const TensorView x = args.tensor();
-  const TensorView freqs = args.optional_tensor(), cos = args.optional_tensor();
-  const TensorView sin = args.optional_tensor(), starts = args.optional_tensor();
-  const TensorView cu_seqlens = args.optional_tensor(), out = args.tensor();
-  p.rotary_dim = args.integer();
-  p.start = args.integer();
-  const int64_t layout = args.integer();
-  p.interleaved = args.boolean();
-  p.sign = is_backward ? -1.0f : 1.0f;
-  if (layout < kSbhd || layout > kThd)
-    fail(kApexTeValueError, "%s: layout must be 0, 1 or 2, got %lld", args.name(),
-         static_cast<long long>(layout));
-
-  x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
-      .has_ndim(layout == kThd ? 3 : 4);
+inline void check_rope_tensors(const Args& args, const TensorView& x, const TensorView& out,
+                               bool is_thd, Rope& p) {
+  x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(is_thd ? 3 : 4);
   p.dtype = x.dtype();
   p.x = x.data();
   check_rope_rows(x, &p.x_outer, &p.x_inner, &p.x_head);
   const int n = x.ndim();
-  p.outer = layout == kThd ? 1 : x.size(0);
+  p.outer = is_thd ? 1 : x.size(0);
   p.inner = x.size(n - 3);
   p.heads = x.size(n - 2);
   p.head_dim = x.size(n - 1);
-  p.inner_is_token = layout != kSbhd;
   if (p.rotary_dim < 0 || p.rotary_dim > p.head_dim || p.rotary_dim % 2)
     fail(kApexTeValueError, "%s: rotary_dim must be even and from 0 to %lld, got %lld", args.name(),
          static_cast<long long>(p.head_dim), static_cast<long long>(p.rotary_dim));
@@ -124,14 +109,17 @@ inline Rope check_rope(Args& args, bool is_backward) {
          static_cast<long long>(p.rotary_dim));
 
   out.has_dtype({p.dtype});
-  layout == kThd ? out.has_shape({p.inner, p.heads, p.head_dim})
-                 : out.has_shape({p.outer, p.inner, p.heads, p.head_dim});
+  is_thd ? out.has_shape({p.inner, p.heads, p.head_dim})
+         : out.has_shape({p.outer, p.inner, p.heads, p.head_dim});
   check_rope_rows(out, &p.out_outer, &p.out_inner, &p.out_head);
   for (int i = 0; i < n; ++i)
     if (out.size(i) > 1 && out.stride(i) == 0)
       out.refuse(kApexTeValueError, "not overlap itself", "a stride of 0");
   p.out = out.data();
+}
 
+inline void check_rope_angles(const Args& args, const TensorView& freqs, const TensorView& cos,
+                              const TensorView& sin, Rope& p) {
   if (bool(freqs) == bool(cos) || bool(cos) != bool(sin))
     fail(kApexTeValueError, "%s: freqs, or cos and sin, must be given", args.name());
   const TensorView& table = freqs ? freqs : cos;
@@ -143,8 +131,12 @@ inline Rope check_rope(Args& args, bool is_backward) {
   p.table_rows = table.size(0);
   p.table_cols = table.size(1);
   p.pair_step = p.table_cols == p.rotary_dim && p.interleaved ? 2 : 1;
+}
 
-  if (bool(cu_seqlens) != (layout == kThd))
+// Where tokens begin: the first position, those of sequences, and the bounds of packed sequences.
+inline void check_rope_positions(const Args& args, const TensorView& starts,
+                                 const TensorView& cu_seqlens, bool is_thd, Rope& p) {
+  if (bool(cu_seqlens) != is_thd)
     fail(kApexTeValueError, "%s: cu_seqlens must be given with layout thd and with no other",
          args.name());
   p.sequences = p.inner_is_token ? p.outer : p.inner;
@@ -167,6 +159,26 @@ inline Rope check_rope(Args& args, bool is_backward) {
          "%s: start must be at least 0 and leave %lld positions in a table of %lld, got %lld",
          args.name(), static_cast<long long>(is_known ? tokens : 0),
          static_cast<long long>(p.table_rows), static_cast<long long>(p.start));
+}
+
+inline Rope check_rope(Args& args, bool is_backward) {
+  Rope p;
+  const TensorView x = args.tensor();
+  const TensorView freqs = args.optional_tensor(), cos = args.optional_tensor();
+  const TensorView sin = args.optional_tensor(), starts = args.optional_tensor();
+  const TensorView cu_seqlens = args.optional_tensor(), out = args.tensor();
+  p.rotary_dim = args.integer();
+  p.start = args.integer();
+  const int64_t layout = args.integer();
+  p.interleaved = args.boolean();
+  p.sign = is_backward ? -1.0f : 1.0f;
+  if (layout < kSbhd || layout > kThd)
+    fail(kApexTeValueError, "%s: layout must be 0, 1 or 2, got %lld", args.name(),
+         static_cast<long long>(layout));
+  p.inner_is_token = layout != kSbhd;
+  check_rope_tensors(args, x, out, layout == kThd, p);
+  check_rope_angles(args, freqs, cos, sin, p);
+  check_rope_positions(args, starts, cu_seqlens, layout == kThd, p);
   return p;
 }
 

@@ -14,6 +14,35 @@ using ActivationTile = FP8Tile<kBwd ? kActivationTileRows : 128>;
 template <bool kBwd>
 constexpr int kActivationTileBlocks = kBwd ? 5 : 4;  // of a multiprocessor, wanted
 
+// Leaves a warp's sums of its columns in shared memory.
+template <typename Tile>
+__device__ __forceinline__ void stage_column_sums(float (&column_sums)[kVec], float* warp_sums) {
+#pragma unroll
+  for (int c = 0; c < kVec; ++c)
+    // The upper half of a warp holds the next rows of the same columns.
+    column_sums[c] += __shfl_down_sync(0xFFFFFFFFu, column_sums[c], Tile::kLanes);
+  if (threadIdx.x % 32 >= Tile::kLanes) return;
+  float4* to = reinterpret_cast<float4*>(warp_sums);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    to[threadIdx.x % Tile::kLanes * 2 + i] = make_float4(
+        column_sums[4 * i], column_sums[4 * i + 1], column_sums[4 * i + 2], column_sums[4 * i + 3]);
+}
+
+// Adds the warps' sums of the tile's columns and writes them to the tile's line of the workspace.
+template <typename Tile, int kWarps, int kCols>
+__device__ __forceinline__ void store_column_sums(const ActivationOp& p,
+                                                  const typename Tile::Place& at,
+                                                  const float (&sums)[kWarps][kCols]) {
+  for (int c = threadIdx.x; c < Tile::kTileCols; c += Tile::kThreads) {
+    if (at.col0 + c >= p.cols) break;
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += sums[w][c];
+    p.workspace[at.row0 / kActivationTileRows * p.cols + at.col0 + c] = sum;
+  }
+}
+
 // All loads of a thread are in flight before it computes. kDbias: the sums of a tile's columns are
 // wanted too; without kFP8 the results go out in x's dtype.
 template <Activation kKind, bool kBwd, bool kBias, bool kFP8, bool kDbias>
@@ -72,18 +101,7 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
   if (kFP8 && p.columnwise) Tile::stage_columns(codes, tile);
   if (kDbias) {
     let_next_kernel_start();
-#pragma unroll
-    for (int c = 0; c < kVec; ++c)
-      // The upper half of a warp holds the next rows of the same columns.
-      column_sums[c] += __shfl_down_sync(0xFFFFFFFFu, column_sums[c], kLanes);
-    if (threadIdx.x % 32 < kLanes) {
-      float4* warp_sums = reinterpret_cast<float4*>(sums[threadIdx.x / 32]);
-#pragma unroll
-      for (int i = 0; i < 2; ++i)
-        warp_sums[threadIdx.x % kLanes * 2 + i] =
-            make_float4(column_sums[4 * i], column_sums[4 * i + 1], column_sums[4 * i + 2],
-                        column_sums[4 * i + 3]);
-    }
+    stage_column_sums<Tile>(column_sums, sums[threadIdx.x / 32]);
   }
   if (kFP8) stage_amax(amax, warp_amaxes);
   __syncthreads();
@@ -93,15 +111,7 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
     else
       Tile::template store_columns<false>(p.columnwise, p.rows, at, tile);
   }
-  if (kDbias && at.row0 < p.rows) {
-    for (int c = threadIdx.x; c < Tile::kTileCols; c += Tile::kThreads) {
-      if (at.col0 + c >= p.cols) break;
-      float sum = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) sum += sums[w][c];
-      p.workspace[at.row0 / kActivationTileRows * p.cols + at.col0 + c] = sum;
-    }
-  }
+  if (kDbias && at.row0 < p.rows) store_column_sums<Tile>(p, at, sums);
   if (!kFP8) return;
   finish_amax<Tile::kThreads>(p.amax, seen, warp_amaxes);
   if (at.row0 == 0 && at.col0 == 0 && threadIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
