@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-__all__ = ["covers", "is_process_group", "pipeline_stage", "ranks_of"]
+__all__ = ["check_process_group", "covers", "is_process_group", "pipeline_stage", "ranks_of"]
 
 _Covered = weakref.WeakKeyDictionary[Any, bool]
 _covered: weakref.WeakKeyDictionary[Any, _Covered] = weakref.WeakKeyDictionary()
@@ -18,6 +18,14 @@ _covered: weakref.WeakKeyDictionary[Any, _Covered] = weakref.WeakKeyDictionary()
 def is_process_group(value: object) -> bool:
     """Returns True if ``value`` is a ``torch.distributed`` process group."""
     return distributed.is_available() and isinstance(value, distributed.ProcessGroup)
+
+
+def check_process_group(owner: str, name: str, value: object) -> None:
+    """Raises TypeError unless ``value`` is a process group or None."""
+    if value is not None and not is_process_group(value):
+        raise TypeError(
+            f"{owner}: {name} must be a torch.distributed.ProcessGroup, got {type(value).__name__}"
+        )
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:

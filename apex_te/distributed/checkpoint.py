@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..comm.collectives import world_size
-from ..comm.groups import is_process_group
+from ..comm.groups import check_process_group, is_process_group
 from ..fp8.autocast import local
 from ..fp8.delayed.registry import registry
 from .saved_parts import SavedInParts
@@ -107,11 +107,7 @@ def _distributes(
         raise TypeError(
             f"checkpoint: distribute_saved_activations must be a bool, got {type(wanted).__name__}"
         )
-    if group is not None and not is_process_group(group):
-        raise TypeError(
-            "checkpoint: tp_group must be a torch.distributed.ProcessGroup, "
-            f"got {type(group).__name__}"
-        )
+    check_process_group("checkpoint", "tp_group", group)
     if not wanted:
         return False
     if group is None:

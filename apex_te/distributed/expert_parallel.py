@@ -10,7 +10,7 @@ from torch import distributed
 
 from ..comm.agreement import check_same
 from ..comm.collectives import all_gather_rows, all_to_all_rows, reduce_scatter_rows, world_size
-from ..comm.groups import is_process_group
+from ..comm.groups import check_process_group
 from ..permutation import moe_permute, moe_permute_and_pad_with_probs, moe_unpermute
 
 __all__ = ["Dispatch", "TokenDispatcher"]
@@ -75,11 +75,7 @@ class TokenDispatcher:
                 )
             if value < 1:
                 raise ValueError(f"TokenDispatcher: {name} must be at least 1, got {value}")
-        if group is not None and not is_process_group(group):
-            raise TypeError(
-                "TokenDispatcher: group must be a torch.distributed.ProcessGroup, "
-                f"got {type(group).__name__}"
-            )
+        check_process_group("TokenDispatcher", "group", group)
         if exchange not in _EXCHANGES:
             raise ValueError(
                 f"TokenDispatcher: exchange must be one of {', '.join(_EXCHANGES)}, "

@@ -12,7 +12,7 @@ from torch import distributed
 
 from ..comm.agreement import HEADER, RankMismatchError, compared, header
 from ..comm.collectives import world_size
-from ..comm.groups import is_process_group
+from ..comm.groups import check_process_group
 
 __all__ = ["reduce_main_grads"]
 
@@ -73,11 +73,7 @@ def reduce_main_grads(
         NotImplementedError: a sparse gradient.
         RankMismatchError: on every rank, their parameters differ; on the others, a rank raises.
     """
-    if group is not None and not is_process_group(group):
-        raise TypeError(
-            "reduce_main_grads: group must be a torch.distributed.ProcessGroup, "
-            f"got {type(group).__name__}"
-        )
+    check_process_group("reduce_main_grads", "group", group)
     if not isinstance(average, bool):
         raise TypeError(f"reduce_main_grads: average must be a bool, got {type(average).__name__}")
     parameters = _parameters(model)
