@@ -211,6 +211,25 @@ def _finished(lines: Sequence[str], steps: int) -> bool:
     return not failed and any(line.startswith(last) for line in lines)
 
 
+def _start(folder: str, verbose: bool, jobs: int) -> tuple[subprocess.Popen[str], _Watch]:
+    """Starts ninja in ``folder``, and the shell that stops it once this process is gone."""
+    command = [find_ninja(), "-C", folder, "-j", str(jobs), *(["-v"] if verbose else [])]
+    # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
+    special = {"LC_ALL": "C", "TMPDIR": folder, "NINJA_STATUS": "[%f/%t] ", "TERM": "dumb"}
+    with _starting:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env={**os.environ, **special},
+            start_new_session=True,
+        )
+        return process, _Watch(process.pid)
+
+
 def run(
     what: str,
     folder: str,
@@ -237,33 +256,11 @@ def run(
     """
     _check_paths(what, folder, steps)
     write_graph(folder, steps)
-    command = [find_ninja(), "-C", folder, "-j", str(jobs or resources.jobs())]
-    if verbose:
-        command.append("-v")
-    # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
-    environment = {
-        **os.environ,
-        "LC_ALL": "C",
-        "TMPDIR": folder,
-        "NINJA_STATUS": "[%f/%t] ",
-        "TERM": "dumb",
-    }
     # ninja tells a step when it ends, with -v by its command
     labels = {shlex.join(step.command): step.label for step in steps}
     lines: list[str] = []
     with Progress(what, [step.label for step in steps], estimate) as progress:
-        with _starting:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=environment,
-                start_new_session=True,
-            )
-            watch = _Watch(process.pid)
+        process, watch = _start(folder, verbose, jobs or resources.jobs())
         assert process.stdout is not None
         _running.add(process)
         try:

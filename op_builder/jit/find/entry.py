@@ -100,7 +100,7 @@ def entry_folder(library: str, key: str) -> str:
     return f"{library}-{key[:24]}"
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", ".."))
 
 
 def _as_safe_as_code(status: os.stat_result, path: str) -> bool:

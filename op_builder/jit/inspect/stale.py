@@ -16,7 +16,7 @@ from ..find.key import key_of
 
 
 class Current:
-    """What the entries of some ops look like when they are up to date.
+    """Keys and compilers of up-to-date entries of some ops.
 
     Attributes:
         keys: first digits of the present keys of each library.

@@ -23,7 +23,7 @@ from op_builder.jit.find import dispatchers
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what an installation reads, so that a test may see whether it stays untouched."""
     target = tmp_path_factory.mktemp("install") / "checkout"
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "prebuilt")
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info", "prebuilt")
     for name in ("apex_te", "op_builder", "compatibility", "csrc"):
         shutil.copytree(CHECKOUT / name, target / name, ignore=ignore)
     for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
