@@ -211,9 +211,8 @@ def _finished(lines: Sequence[str], steps: int) -> bool:
     return not failed and any(line.startswith(last) for line in lines)
 
 
-def _start(folder: str, verbose: bool, jobs: int) -> tuple[subprocess.Popen[str], _Watch]:
+def _start(command: list[str], folder: str) -> tuple[subprocess.Popen[str], _Watch]:
     """Starts ninja in ``folder``, and the shell that stops it once this process is gone."""
-    command = [find_ninja(), "-C", folder, "-j", str(jobs), *(["-v"] if verbose else [])]
     # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
     special = {"LC_ALL": "C", "TMPDIR": folder, "NINJA_STATUS": "[%f/%t] ", "TERM": "dumb"}
     with _starting:
@@ -256,11 +255,14 @@ def run(
     """
     _check_paths(what, folder, steps)
     write_graph(folder, steps)
+    command = [find_ninja(), "-C", folder, "-j", str(jobs or resources.jobs())]
+    if verbose:
+        command.append("-v")
     # ninja tells a step when it ends, with -v by its command
     labels = {shlex.join(step.command): step.label for step in steps}
     lines: list[str] = []
     with Progress(what, [step.label for step in steps], estimate) as progress:
-        process, watch = _start(folder, verbose, jobs or resources.jobs())
+        process, watch = _start(command, folder)
         assert process.stdout is not None
         _running.add(process)
         try:
