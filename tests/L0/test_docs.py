@@ -7,6 +7,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,12 +99,18 @@ def test_examples_of_the_readme_run(example: str, capsys: pytest.CaptureFixture[
         assert "19 converted, 2 kept" in capsys.readouterr().out
 
 
-def test_documents_show_the_results_that_are_there() -> None:
-    spec = importlib.util.spec_from_file_location("summary", ROOT / "benchmarks" / "summary.py")
+def _loaded(path: Path) -> Any:
+    """Returns the module of a file that is in no package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
-    summary = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(summary)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_documents_show_the_results_that_are_there() -> None:
+    summary = _loaded(ROOT / "benchmarks" / "summary.py")
     documents = summary.documents()
     assert ROOT / "README.md" in documents
     for path, text in documents.items():
@@ -123,3 +130,14 @@ def test_every_environment_variable_is_documented() -> None:
     documented = {name for cell in table for name in re.findall(r"APEX_TE_[A-Z_]+[A-Z]", cell)}
     macros = {"APEX_TE_FUNCTION", "APEX_TE_LAUNCH_BOUNDS"}  # of C++
     assert read - macros == documented
+
+
+def test_the_architecture_lists_the_layers_that_are_checked() -> None:
+    layers = _loaded(Path(__file__).parent / "test_layout.py").LAYERS
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", text, re.MULTILINE)
+    documented = {part: set(re.findall(r"`(\w+)`", cell)) for part, cell in rows}
+    builder = {"op_builder"}
+    assert documented == {
+        part: allowed - builder for part, allowed in layers.items() if part != "op_builder"
+    }
