@@ -51,7 +51,7 @@ class Flags:
             multi_tensor.scale(xs, outs, factor, found_inf=self._flags[device])
 
     def combined(self, device: torch.device, params: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Returns one flag on ``device`` for all devices and all ranks with parts of ``params``."""
+        """Reduces the flags of all devices and ranks that hold ``params`` to one on ``device``."""
         total = torch.zeros((), dtype=torch.float32, device=device)
         for flag in self._flags.values():
             total = torch.maximum(total, moved(flag, device))
@@ -59,7 +59,7 @@ class Flags:
 
 
 def move_grads(pairs: list[Pair], flags: Flags) -> None:
-    """Moves each parameter's gradient, unscaled, into its master's, to which it is added."""
+    """Moves each parameter's gradient, unscaled, to its master, added to a gradient there."""
     pairs = [(param, master) for param, master in pairs if param.grad is not None]
     grads = [_placed_grad(param) for param, _ in pairs]
     fresh = [torch.empty_like(master) for _, master in pairs]

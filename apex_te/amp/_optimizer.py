@@ -73,7 +73,7 @@ class OptimizerAmp:
         return self.pairs, [p for p in _params(optimizer) if id(p) not in masters]
 
     def refresh(self) -> None:
-        """Copies parameters loaded since into their masters; called before the first gradients."""
+        """Renews masters of parameters that were loaded after the masters were made."""
         if self._versions is None:
             return
         with torch.no_grad():
@@ -87,7 +87,7 @@ class OptimizerAmp:
         self._loading = masters
 
     def loaded(self) -> None:
-        """Sets the masters that were kept; unless all are there, they follow their parameters."""
+        """Sets loaded masters; unless all were saved, they are renewed from parameters."""
         masters, self._loading = self._loading, []
         with torch.no_grad():
             for saved, (param, master) in masters:

@@ -120,7 +120,7 @@ def _living_optimizers() -> list[Any]:
 
 
 def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | None:
-    """Returns names ``(optimizer, parameter)`` of one that holds a parameter of ours, or None."""
+    """Returns names ``(optimizer, parameter)`` of an optimizer and a parameter in it, or None."""
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
@@ -291,7 +291,7 @@ class _Source(NamedTuple):
         return [(f"{name}.{attribute}", getattr(self.linears[name], attribute)) for name in names]
 
     def norm_parts(self) -> dict[str, list[tuple[str, Any]]]:
-        """Returns such pairs by name for the norm's parameters; Llama's norm has no bias."""
+        """Returns pairs (key in the block, Parameter) of the norm; Llama's norm has no bias."""
         bias = getattr(self.norm, "bias", None)
         return {
             "layer_norm_weight": [(f"{self.norm_name}.weight", self.norm.weight)],

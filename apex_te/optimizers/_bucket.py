@@ -28,7 +28,7 @@ def needs_copy(param: torch.Tensor) -> bool:
 
 
 def has_master(param: torch.Tensor) -> bool:
-    """Returns True if a parameter has a master weight where these are kept; float32 needs none."""
+    """Returns True if a parameter needs a master weight, as all but plain float32 ones do."""
     return param.dtype is not torch.float32 or needs_copy(param)
 
 
@@ -127,7 +127,7 @@ class Bucket:
         self.moments = [prepared([local(s[name]) for s in states]) for name in names]
 
     def watched(self) -> Iterator[tuple[Callable[[], int], int]]:
-        """Yields what tells that the lists are out of date.
+        """Yields checks that tell when the lists are out of date.
 
         Yields:
             ``(function, value)``: the function returns another value once parameters have moved:
@@ -169,12 +169,12 @@ class Bucket:
             self.step.add_(found_inf.reshape(()) == 0)
 
     def run(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
-        """Calls an optimizer step of ``ops.multi_tensor_optim`` on the lists."""
+        """Runs an optimizer step of ``ops.multi_tensor_optim`` on the lists, then ``finish``."""
         self.update(op, grads, options)
         self.finish()
 
     def update(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
-        """Calls the step without ``finish``."""
+        """Runs an optimizer step on the lists without ``finish``."""
         moments = [_widened(narrow) for narrow in self.moments]
         op(self.params, grads, *moments, masters=self.masters, **options)
         for narrow, wide in zip(self.moments, moments, strict=True):

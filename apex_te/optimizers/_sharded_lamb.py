@@ -79,7 +79,7 @@ class ShardedLamb:
 def _direct(
     bucket: Bucket, base: Any, update: list[torch.Tensor], grads: Any, options: dict[str, Any]
 ) -> None:
-    """Updates moments, and writes what a rate of 1 would subtract from ``base`` to ``update``."""
+    """Updates moments, and writes the update for a rate of 1 to ``update``, which is zeros."""
     decay = options["weight_decay"]
     chosen = {**options, "lr": 1.0, "weight_decay": 0.0, "nvlamb": False}
     if decay and not options["adamw"]:
