@@ -86,6 +86,16 @@ def _section_findings(text: str) -> Iterator[str]:
             yield f"section {name!r} must be one of {', '.join(sorted(SECTIONS))}"
 
 
+def refused_words(prose: str, words: dict[str, str]) -> Iterator[str]:
+    """Yields a finding for each phrase of the glossary's last column in a text without code."""
+    prose = " ".join(prose.split())
+    for phrase, term in words.items():
+        plural = re.sub("y$", "ie", phrase) + "s"
+        found = re.search(rf"\b({re.escape(phrase)}|{re.escape(plural)})\b", prose, re.IGNORECASE)
+        if found:
+            yield f"{found[0]!r}: the glossary says {term!r}"
+
+
 def docstring_findings(text: str, words: dict[str, str]) -> Iterator[str]:
     """Yields what is wrong with a docstring.
 
@@ -98,14 +108,7 @@ def docstring_findings(text: str, words: dict[str, str]) -> Iterator[str]:
     prose = _prose(text)
     if "`" in prose.replace("``", ""):
         yield "code must stand in double backticks"
-    words_only = " ".join(prose.split())
-    for phrase, term in words.items():
-        plural = re.sub("y$", "ie", phrase) + "s"
-        found = re.search(
-            rf"\b({re.escape(phrase)}|{re.escape(plural)})\b", words_only, re.IGNORECASE
-        )
-        if found:
-            yield f"{found[0]!r}: the glossary says {term!r}"
+    yield from refused_words(prose, words)
 
 
 class Classes:

@@ -78,6 +78,18 @@ def test_a_path_that_is_gone_is_seen() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
+def test_documents_use_the_words_of_the_glossary(document: Path) -> None:
+    linter = _loaded(ROOT / "scripts" / "check_docstrings.py")
+    prose = _CODE.sub("", _FENCE.sub("", document.read_text()))
+    if document.name == "glossary.md":  # whose last column has the others
+        assert "'transposed copy': the glossary says 'columnwise copy'" in list(
+            linter.refused_words(prose, linter.glossary())
+        )
+    else:
+        assert list(linter.refused_words(prose, linter.glossary())) == []
+
+
 def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) < 900
 
