@@ -61,6 +61,10 @@ class TEState(NamedTuple):
     pending: bool
 
 
+def _unfit(name: str, wanted: str, got: object) -> TEStateError:
+    return TEStateError(f"read_te_extra_state: {name} must {wanted}, got {got}")
+
+
 def read_te_extra_state(extra_state: Any) -> TEState | None:
     """Returns the state in an ``_extra_state`` of any release, None if it holds none.
 
@@ -80,18 +84,14 @@ def read_te_extra_state(extra_state: Any) -> TEState | None:
     if saved is None:
         return None
     if not isinstance(saved, dict):
-        raise TEStateError(
-            f"read_te_extra_state: extra_state must hold a dict, got {type(saved).__name__}"
-        )
+        raise _unfit("extra_state", "hold a dict", type(saved).__name__)
     if not any(name in saved for name in TEState._fields[:4]):
         return None  # a recipe without state
     scale_fwd, history_fwd = _direction(saved, "fwd")
     scale_bwd, history_bwd = _direction(saved, "bwd")
     if history_fwd.shape[0] != history_bwd.shape[0]:
-        raise TEStateError(
-            "read_te_extra_state: amax_history_bwd must have the length of amax_history_fwd, "
-            f"{history_fwd.shape[0]}, got {history_bwd.shape[0]}"
-        )
+        wanted = f"have the length of amax_history_fwd, {history_fwd.shape[0]}"
+        raise _unfit("amax_history_bwd", wanted, history_bwd.shape[0])
     pending = "global_fp8_buffer" in saved
     return TEState(scale_fwd, history_fwd, scale_bwd, history_bwd, pending)
 
@@ -136,15 +136,12 @@ def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, tor
     scale = _checked_tensor(saved, f"scale_{direction}", 1)
     history = _checked_tensor(saved, f"amax_history_{direction}", 2)
     if not ((scale > 0) & torch.isfinite(scale) & torch.isfinite(scale.reciprocal())).all():
-        raise TEStateError(
-            f"read_te_extra_state: scale_{direction} must be finite and above 0, as must be its "
-            f"inverse, got {scale.min().item():g} to {scale.max().item():g}"
-        )
+        wanted = "be finite and above 0, as must be its inverse"
+        got = f"{scale.min().item():g} to {scale.max().item():g}"
+        raise _unfit(f"scale_{direction}", wanted, got)
     if (history < 0).any():
-        raise TEStateError(
-            f"read_te_extra_state: amax_history_{direction} must be at least 0, "
-            f"got {history.nan_to_num(nan=0.0).min().item():g}"
-        )
+        got = f"{history.nan_to_num(nan=0.0).min().item():g}"
+        raise _unfit(f"amax_history_{direction}", "be at least 0", got)
     finite = torch.isfinite(history)
     if not finite.all():
         warnings.warn(
@@ -154,10 +151,8 @@ def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, tor
         )
         history = torch.where(finite, history, torch.zeros_like(history))
     if history.shape[1] != scale.shape[0]:
-        raise TEStateError(
-            f"read_te_extra_state: amax_history_{direction} must have {scale.shape[0]} columns, "
-            f"got {list(history.shape)}"
-        )
+        wanted = f"have {scale.shape[0]} columns"
+        raise _unfit(f"amax_history_{direction}", wanted, list(history.shape))
     return scale, history
 
 
@@ -165,25 +160,14 @@ def _checked_tensor(saved: dict[str, Any], name: str, dims: int) -> torch.Tensor
     """Returns the entry ``name``, fp32 on the CPU, which must have ``dims`` dimensions."""
     value = saved.get(name)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        raise TEStateError(
-            f"read_te_extra_state: {name} must be a floating-point tensor, "
-            f"got {type(value).__name__}"
-        )
+        raise _unfit(name, "be a floating-point tensor", type(value).__name__)
     if value.dim() != dims or not value.shape[0]:
-        raise TEStateError(
-            f"read_te_extra_state: {name} must have {dims} dimension(s) and a row, "
-            f"got {list(value.shape)}"
-        )
+        raise _unfit(name, f"have {dims} dimension(s) and a row", list(value.shape))
     if value.shape[0] > MAX_HISTORY_LENGTH and dims == 2:
-        raise TEStateError(
-            f"read_te_extra_state: {name} must have at most {MAX_HISTORY_LENGTH} rows, "
-            f"got {value.shape[0]}"
-        )
+        raise _unfit(name, f"have at most {MAX_HISTORY_LENGTH} rows", value.shape[0])
     if value.layout is not torch.strided or value.device.type == "meta":
-        raise TEStateError(
-            f"read_te_extra_state: {name} must be a dense tensor with values, "
-            f"got layout {value.layout} on {value.device}"
-        )
+        got = f"layout {value.layout} on {value.device}"
+        raise _unfit(name, "be a dense tensor with values", got)
     return value.detach().to("cpu", torch.float32)
 
 
@@ -261,11 +245,8 @@ def _converted(found: TEState, gemms: int) -> FP8State:
         given_history: torch.Tensor = getattr(found, f"amax_history_{direction}")
         # Releases 0.x have one slot less, the last of each GEMM.
         if given_scale.numel() not in (slots * gemms, (slots - 1) * gemms):
-            raise TEStateError(
-                f"read_te_extra_state: scale_{direction} must have {slots * gemms} slots for "
-                f"{gemms} GEMM(s), or {(slots - 1) * gemms} in releases 0.x, "
-                f"got {given_scale.numel()}"
-            )
+            wanted = f"have {slots * gemms} slots for {gemms} GEMM(s), or {(slots - 1) * gemms} in"
+            raise _unfit(f"scale_{direction}", f"{wanted} releases 0.x", given_scale.numel())
         present = given_scale.numel() // gemms
         for name, given in (("scale", given_scale), ("amax_history", given_history)):
             target: torch.Tensor = getattr(state, f"{name}_{direction}")
