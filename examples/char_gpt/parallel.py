@@ -217,7 +217,7 @@ class Parallel:
         self._others = list(parameters.values())
 
     def finish_gradients(self) -> None:
-        """Sums after backward the gradients that tensor-parallel ranks have of their own rows only."""
+        """Sums the gradients of parameters that tensor-parallel ranks have for their own rows."""
         if self._summed:
             reduce_main_grads(self._summed, self.layout.tp_group, average=False)
 

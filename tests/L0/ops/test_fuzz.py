@@ -79,7 +79,9 @@ def test_meta_tensors_are_refused_as_without_the_recorder():
 
 def shapes_in(path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return [arguments["fp8_data"]["shape"] for _, name, arguments in lines if name == "byte_transpose"]
+    return [
+        arguments["fp8_data"]["shape"] for _, name, arguments in lines if name == "byte_transpose"
+    ]
 
 
 def test_the_recorder_sees_every_way_to_call_and_failed_tests(tmp_path, capsys):
