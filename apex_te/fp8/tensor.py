@@ -12,11 +12,11 @@ class QuantizedTensor:
 
     Attributes:
         rowwise: FP8 data ``[rows, cols]`` in ``dtype``, or None.
-        rowwise_scale_inv: inverse scales of ``rowwise`` in the shape of the scaling scheme:
+        rowwise_scale_inv: multipliers of ``rowwise`` to high precision, in the scheme's shape:
             ``value = data * scale_inv``. Written with the data, never shared with the live scale,
             so that a later scale update cannot change what the data mean.
         columnwise: FP8 data ``[cols, rows]`` in ``dtype``, or None.
-        columnwise_scale_inv: inverse scales of ``columnwise``; the tensor of ``rowwise`` where one
+        columnwise_scale_inv: multipliers of ``columnwise``; the tensor of ``rowwise`` where one
             scale serves both.
         dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.uint8`` (HiF8).
     """

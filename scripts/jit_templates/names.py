@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from op_builder import builder_names, user_ops
-from op_builder.builder import INCLUDE_FLAGS
 from op_builder.jit.backends.pybind import Exports, read_exports
+from op_builder.spec import INCLUDE_FLAGS
 
 from . import render
 

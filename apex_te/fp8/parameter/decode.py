@@ -47,7 +47,7 @@ def columnwise(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, tor
     """Makes the columnwise copy.
 
     Returns:
-        ``(fp8_data, scale_inv)``: data ``[cols, rows]`` and inverse scales.
+        ``(fp8_data, scale_inv)``: data ``[cols, rows]`` and their ``scale_inv``.
     """
     fp8_data = held.rowwise
     assert fp8_data is not None

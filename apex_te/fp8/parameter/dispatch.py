@@ -65,9 +65,11 @@ class HeldWeight(GatheredPart, Protocol):
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the columnwise data and their scales."""
 
-    def dim(self) -> int: ...
+    def dim(self) -> int:
+        """Returns the number of dimensions."""
 
-    def stride(self) -> tuple[int, ...]: ...
+    def stride(self) -> tuple[int, ...]:
+        """Returns the strides."""
 
 
 def dispatch(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

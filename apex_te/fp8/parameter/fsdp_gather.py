@@ -134,7 +134,7 @@ def shard_fp8_data(
     """Gives FSDP2 what it gathers of a shard that is held in FP8.
 
     Returns:
-        ``((fp8_data, scale_inv), context)``: the data as bytes, the inverse scales, and what
+        ``((fp8_data, scale_inv), context)``: the data as bytes, their ``scale_inv``, and what
         ``gathered_fp8_data`` needs besides.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Scaling schemes, one a file: quantizers, GEMM backend and stored layout of a recipe."""
+"""Schemes, one a file: quantizers, GEMM backend and stored layout of a recipe."""
 
 from .base import GemmQuantizers, QuantizerSets, build_quantizers
 

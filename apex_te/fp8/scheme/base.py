@@ -1,4 +1,4 @@
-"""The parts that every scaling scheme is made of, and the registry of schemes."""
+"""The parts that every scheme is made of, and the registry of schemes."""
 
 from __future__ import annotations
 
@@ -148,8 +148,8 @@ class Quantizer:
             keep: a state keeps the scale that it computes from ``amax``.
 
         Returns:
-            ``(fp8_data, scale_inv, amax)``: rowwise data, inverse scales, and the amax of ``x``
-            for ``stage``, or None.
+            ``(fp8_data, scale_inv, amax)``: rowwise data, their ``scale_inv``, and for ``stage``
+            the amax of ``x``, or None.
         """
         raise NotImplementedError(
             f"{type(self).__name__}: rows of a weight can not be quantized before they are "
@@ -200,7 +200,7 @@ class Quantizer:
         return self._decode(quantized.columnwise, quantized.columnwise_scale_inv, dtype).t()
 
     def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the values of FP8 data, here with inverse scales that broadcast."""
+        """Returns the values of FP8 data, here with a ``scale_inv`` that broadcasts."""
         return (fp8_data.to(torch.float32) * scale_inv).to(dtype)
 
     def known_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -362,7 +362,7 @@ class Layout:
     decoded: ClassVar[torch.dtype] = torch.float32
 
     def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
-        """Returns inverse scales without values."""
+        """Returns a ``scale_inv`` for ``[rows, cols]``, without values."""
         raise NotImplementedError
 
     def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
@@ -375,7 +375,7 @@ class Layout:
         """Makes the columnwise copy, here by quantizing the values again.
 
         Returns:
-            ``(fp8_data, scale_inv)``: data ``[cols, rows]`` and inverse scales.
+            ``(fp8_data, scale_inv)``: data ``[cols, rows]`` and their ``scale_inv``.
         """
         made = quantizer.quantize(quantizer.dequantize(held, self.decoded), False, True)[0]
         assert made.columnwise is not None
@@ -528,7 +528,7 @@ class Slots:
 
 
 class Scheme:
-    """A scaling scheme; its file defines one subclass, which registers itself by its ``name``.
+    """A scheme of scaling; its file defines one subclass, which registers itself by its ``name``.
 
     A scheme without state defines ``gemm_quantizers``, one with state ``build``.
 

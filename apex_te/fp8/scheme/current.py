@@ -203,7 +203,7 @@ class OneScale(Layout):
     ) -> QuantizedTensor:
         """Joins shards, each of which has its own scale if it was written alone.
 
-        The data of each are written again for the largest inverse scale, which changes nothing
+        The data of each are written again for the largest ``scale_inv``, which changes nothing
         where all are equal.
         """
         shards = scale_inv.numel()

@@ -209,7 +209,7 @@ def measure(
 def _elementwise(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, quantizer: Quantizer, one: int
 ) -> torch.Tensor:
-    """Returns the inverse scale of each element, or one for all: the value of an FP8 1.0."""
+    """Returns the ``scale_inv`` of each element, or one for all: the value of an FP8 1.0."""
     if scale_inv.dtype is torch.float32 and scale_inv.numel() == 1:
         return scale_inv
     ones = torch.full(fp8_data.shape, one, dtype=torch.uint8, device=fp8_data.device)

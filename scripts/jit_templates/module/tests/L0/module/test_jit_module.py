@@ -67,7 +67,7 @@ def test_without_gradients(device):
 
 def test_kept_weights(device):
     module, x = make(device)
-    with fp8_autocast(True, RECIPES["current"]):
+    with fp8_autocast(True, RECIPES["tensorwise"]):
         first = module(x, is_first_microbatch=True)
         assert torch.equal(module(x, is_first_microbatch=False), first)
         with torch.no_grad():
@@ -77,14 +77,14 @@ def test_kept_weights(device):
 
 def test_torch_autocast(device):
     module, x = make(device)
-    with torch.autocast(x.device.type, torch.bfloat16), fp8_autocast(True, RECIPES["current"]):
+    with torch.autocast(x.device.type, torch.bfloat16), fp8_autocast(True, RECIPES["tensorwise"]):
         assert module(x).dtype is torch.bfloat16
 
 
 def test_compiled(device):
     module, x = make(device)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with fp8_autocast(True, RECIPES["current"]):
+    with fp8_autocast(True, RECIPES["tensorwise"]):
         assert torch.equal(compiled(x), module(x))
 
 
