@@ -10,7 +10,9 @@ def extend(package_path: MutableSequence[str]) -> str:
     """Makes op_builder and compatibility importable below the package; returns their folder.
 
     An installed package holds them; a checkout (also an editable install) has them one level up.
-    Raises ImportError if they are in neither place.
+
+    Raises:
+        ImportError: they are in neither place.
     """
     package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     parts = ("op_builder", "compatibility", "csrc")

@@ -39,7 +39,9 @@ def prebuild(
 
     Raises:
         PrebuildError: some could not be built; its ``report`` says which.
-        UnknownOpError, ArchError, SettingError: a bad argument.
+        UnknownOpError: a name of no op.
+        ArchError: an arch that does not exist.
+        SettingError: another argument, or an environment variable, that does not fit.
         JitDisabledError: APEX_TE_DISABLE_JIT is set and something is missing.
     """
     from ..op_builder import all_builders, user_builders
