@@ -29,8 +29,7 @@ class OpFinder(PathEntryFinder):
             raise ImportError(f"OpFinder: entry must be {ENTRY!r}, got {entry!r}")
 
     def find_spec(self, fullname: str, target: ModuleType | None = None) -> ModuleSpec | None:
-        from ..op_builder import builder_names, get_builder
-        from ..op_builder.jit import user_ops
+        from ..op_builder import builder_names, get_builder, user_ops
 
         op = fullname.rpartition(".")[2]
         if op not in builder_names() and op not in user_ops.names():
