@@ -92,7 +92,7 @@ APEX_TE_TARGET_AVX2 void keep_bytes_avx2(uint32_t threshold, uint64_t seed, int6
   }
 }
 
-// What elements are multiplied with: scale where their bit is set, else 0.
+// Factors of elements: scale where their bit is set, else 0.
 APEX_TE_TARGET_AVX512 void expand_avx512(const uint8_t* bytes, int64_t vecs, float scale,
                                          float* factors) {
   for (int64_t v = 0; v < vecs; v += 2) {
@@ -106,7 +106,7 @@ APEX_TE_TARGET_AVX512 void expand_avx512(const uint8_t* bytes, int64_t vecs, flo
 constexpr auto keep_bytes_avx2 = keep_bytes_portable;
 #endif
 
-// What the elements of each byte of a mask are multiplied with.
+// Factors of the elements for each byte of a mask.
 struct Factors {
   float of_byte[256][kVec];
 

@@ -19,7 +19,7 @@ APEX_TE_FUNCTION(block_dequantize,
 
 namespace apex_te {
 
-// What an infinite scale becomes is the largest finite value of x's dtype, as bits of a float.
+// An infinite scale becomes the largest finite value of x's dtype; bits of a float.
 constexpr uint32_t kLargestHalfBits = 0x477FE000u;
 constexpr uint32_t kLargestBFloat16Bits = 0x7F7F0000u;
 

@@ -32,7 +32,7 @@ struct Tile {
 
 int64_t col_tiles_of(const BlockQuantize& p) { return (p.cols + kTileCols - 1) / kTileCols; }
 
-// Where the codes of the tile's columns from c0 on go.
+// Destinations of the FP8 data of the tile's columns from c0 on.
 PanelCodes codes_of(const BlockQuantize& p, const Tile& t, int64_t c0) {
   return {p.rowwise ? p.rowwise + t.row0 * p.cols + t.col0 + c0 : nullptr, p.cols,
           p.columnwise ? p.columnwise + (t.col0 + c0) * p.rows + t.row0 : nullptr, p.rows,
@@ -62,7 +62,7 @@ void scales_of(const ScaleRule& rule, const uint32_t* amaxes, int64_t n, float* 
   (use_avx2() ? scales_avx2 : scales_portable)(rule, amaxes, n, scales, scale_inv);
 }
 
-// What a format's name decides: the loops around it are made once for both.
+// Functions of one FP8 format; the loops around them are compiled once for both formats.
 template <typename T>
 struct Encoder {
   decltype(&encode_panel<E4M3, kBlock, T>) panel = encode_panel<E4M3, kBlock, T>;

@@ -24,7 +24,7 @@ std::string device_name(DLDevice d) {
 
 namespace {
 
-// Where an argument stands, for an error: "scale" or "histories[3]".
+// Name of an argument for an error: "scale" or "histories[3]".
 std::string place(const CallState& state, int index, int item) {
   std::string text = state.self->signature->parameters[index].name;
   if (item >= 0) text += "[" + std::to_string(item) + "]";
@@ -168,7 +168,7 @@ bool convert_float(CallState& state, PyObject* object, double* out, int index, i
     return refuse(PyExc_ValueError, state, index, item, "be in the range of a double",
                   "an int beyond it");
   }
-  // What the object's own method raises passes; a tensor's says nothing of the argument.
+  // An error of the object's own method passes; a tensor's says nothing of the argument.
   if (!PyErr_ExceptionMatches(is_tensor(object) ? PyExc_Exception : PyExc_TypeError)) return false;
   PyErr_Clear();
   return refuse(PyExc_TypeError, state, index, item, "be a float", Py_TYPE(object)->tp_name);

@@ -28,7 +28,7 @@ struct FunctionObject {
   OpFunction targets[kNumTargets];
 };
 
-// What one call needs beside the stack arrays: the tensors of list arguments.
+// Memory of one call beside the stack arrays: the tensors of list arguments.
 struct ListStorage {
   PyObject* items = nullptr;  // a tuple that owns what the list held; see release()
   std::vector<DLTensor> tensors;

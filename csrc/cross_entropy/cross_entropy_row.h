@@ -162,7 +162,7 @@ __device__ __forceinline__ Stats block_sum(const Stats& stats, bool with_sum,
   return total;
 }
 
-// What the gradient of a row needs: exp(x - max) scale - smooth and, at the target, at_target less.
+// Constants of a row's gradient: exp(x - max) * scale - smooth and, at the target, at_target less.
 struct RowGrad {
   float max, scale, smooth, at_target;
   int64_t target;
@@ -171,12 +171,12 @@ struct RowGrad {
   }
 };
 
-// What every row's gradient is divided by, to be read early.
+// Number of valid rows, by which every row's gradient is divided; to be read early.
 __device__ __forceinline__ int32_t num_valid_of(const Params& p) {
   return p.num_valid ? *p.num_valid : 1;
 }
-// What the gradient is multiplied by. The conversion stays where it is called: moved to the load,
-// it would wait for it.
+// Factor of the gradient. The conversion stays where this function is called: beside the load, it
+// would wait for the load.
 __device__ __forceinline__ float grad_factor(int32_t num_valid, float grad_output = 1.0f) {
 #if defined(__CUDA_ARCH__)
   float divisor;

@@ -14,8 +14,9 @@ APEX_TE_FUNCTION(fp8_gemm,
                  "bias: Tensor?, aux: Tensor!?, workspace: Tensor!?, accumulate: bool, "
                  "use_split_accumulator: bool, algorithm: int",
                  "cuda")
-// The same with one scale for each block of 1 x 128 (block_rows 1) or 128 x 128 elements, laid out
-// as in common/numerics/block_scale.h: out = sum over slices of 128 along K of (a . b^T) * a_scale
+// FP8 product with one scale for each block of 1 x 128 (block_rows 1) or 128 x 128 elements, laid
+// out as in common/numerics/block_scale.h: out = sum over slices of 128 along K of (a . b^T) *
+// a_scale
 // * b_scale, partial sums in float32.
 APEX_TE_FUNCTION(fp8_gemm_block,
                  "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "

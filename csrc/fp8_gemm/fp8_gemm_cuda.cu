@@ -279,7 +279,7 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
                  "cublasLtMatmul");
 }
 
-// What both FP8 functions do once their arguments are checked.
+// Runs a product whose arguments are checked; both FP8 functions end here.
 void launch(const Fp8Gemm& g, Args& args) {
   if (g.m == 0 || g.n == 0) return;
   if (g.k == 0 || g.k % 16 || g.n % 16)

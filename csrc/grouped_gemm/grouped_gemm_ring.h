@@ -1,5 +1,5 @@
-// What the warps of a block hand each other: tiles of both operands in a ring of shared memory,
-// and which tiles these are; and the warp that fills it.
+// Ring of shared memory through which the warps of a block hand each other tiles of both operands
+// and the tiles' numbers, and the warp that fills the ring.
 #pragma once
 
 #include "grouped_gemm/grouped_gemm_schedule.h"
@@ -39,7 +39,7 @@ static_assert(kSharedBytes <= 227 * 1024, "what a block may have on sm_90");
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Where a warp is in a ring.
+// Position of a warp in a ring.
 template <int kSize>
 struct Place {
   int at = 0;

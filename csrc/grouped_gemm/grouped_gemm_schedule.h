@@ -1,4 +1,4 @@
-// Which tile of which group a cluster of two blocks works on, known to the device alone.
+// Order in which clusters of two blocks take tiles of groups, known to the device alone.
 //
 // A tile is kTileM x kTileN of the result. The two blocks of a cluster take tiles that lie one
 // below the other and share their part of b; of a last row of tiles without a pair they take tiles

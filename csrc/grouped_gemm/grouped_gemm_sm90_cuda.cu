@@ -63,7 +63,7 @@ __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring& ring
     }
     const int length = length_of(g, begin, end);
     const int blocks = tiles_of(length, kTileK);
-    // Of a product's K the copies filled the rest with zeros.
+    // The copies filled the rest of a product's K with zeros.
     const int rest = g.contract ? length % kTileK : 0;
     sums.clear();
     int stage = 0;

@@ -85,7 +85,7 @@ struct Sums {
     }
   }
 
-  // The same to a float32 out, from registers: 4 threads write 32 bytes of a row.
+  // Stores to a float32 out from registers: 4 threads write 32 bytes of a row.
   __device__ __forceinline__ void store_wide(const Params& p, int64_t row, int64_t end, int column,
                                              float factor) const {
     const int lane = static_cast<int>(threadIdx.x % 32);
@@ -115,7 +115,7 @@ struct Sums {
     stores_commit();
   }
 
-  // Where rows of the box are another group's, or nobody's.
+  // Stores row by row, for a box with rows of another group or of none.
   static __device__ __forceinline__ void store_rows(const Params& p, uint32_t staged, int64_t row,
                                                     int64_t end, int column) {
     __syncwarp();

@@ -108,7 +108,7 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap& map, in
       "l"(&map), "r"(barrier), "r"(x), "r"(y)
       : "memory");
 }
-// The same to this place in both blocks of a cluster, each of whose barriers counts its bytes.
+// Copies a box to this place in both blocks of a cluster; each block's barrier counts its bytes.
 __device__ __forceinline__ void copy_box_to_both(uint32_t to, const CUtensorMap& map, int x, int y,
                                                  uint32_t barrier) {
   asm volatile(

@@ -27,7 +27,7 @@ APEX_TE_FUNCTION(grouped_quantize,
                  "x: Tensor, table: Tensor, scale: Tensor, scale_inv: Tensor!, rowwise: Tensor!?, "
                  "columnwise: Tensor!?, row_scale_inv: Tensor!?, amax: Tensor!?, due: Tensor?, "
                  "inverse_given: bool")
-// The same for G matrices of one shape; with a table, only those of groups with rows are read.
+// Casts G matrices of one shape; with a table, only the matrices of groups with rows are read.
 APEX_TE_FUNCTION(grouped_quantize_matrices,
                  "matrices: Tensor[], table: Tensor?, scale: Tensor, scale_inv: Tensor!, "
                  "rowwise: Tensor!?, columnwise: Tensor!?, amax: Tensor!?, due: Tensor?, "
@@ -272,7 +272,7 @@ inline GroupedScales check_grouped_first_scales(Args& args) {
   return p;
 }
 
-// What becomes of one group in grouped_scales.
+// Sets the scale of one group for grouped_scales.
 APEX_TE_HD void set_scale(const GroupedScales& p, int g) {
   const uint32_t amax = float_bits(p.amax[g]) & 0x7FFFFFFFu;
   const float scale = p.rule.scale_of(amax);
@@ -280,7 +280,7 @@ APEX_TE_HD void set_scale(const GroupedScales& p, int g) {
   p.scale_inv[g] = ScaleRule::inverse_of(amax, scale);
 }
 
-// What becomes of one group in grouped_first_scales; an amax of 0, infinity or NaN changes nothing.
+// Sets the first scale of one group; an amax of 0, infinity or NaN changes nothing.
 APEX_TE_HD void set_first_scale(const GroupedScales& p, int g) {
   if (!p.due[g] || !p.table.used(g)) return;
   p.due[g] = 0;

@@ -38,8 +38,8 @@ struct Params {
   int64_t tiles_of_each;  // tiles of a matrix
 };
 
-// Where a warp's 16 columns come from: rows begin to end of x, the first at `row`; as the table has
-// it, which may be one of another matrix.
+// Source of a warp's 16 columns: rows begin to end of x, the first at `row`, as the table says. The
+// table may be one of another matrix.
 struct Source {
   int group;  // -1: none
   int64_t row, end;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
     if (rowwise) rowwise += matrix * p.rows * p.cols;
     if (columnwise) columnwise += matrix * p.rows * p.cols;
   }
-  // Where codes go in the columnwise copy, and where they come from.
+  // Places of the FP8 data in the columnwise copy and in x.
   const Tile::Place to(p.columns, p.cols, index);
   const int64_t column = to.row0 + warp * kGroupAlign;
   Source source = p.stacked ? Source{matrix, column, p.rows} : source_of(p.table, column);

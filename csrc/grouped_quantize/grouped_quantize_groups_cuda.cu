@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kScanThreads)
   __shared__ int64_t sums[2][kScanThreads][2];
   const int g = threadIdx.x;
   const int64_t split = g < groups ? static_cast<int64_t>(splits[g]) : 0;
-  // What is out of range would make the sums wrap.
+  // A split that is out of range would make the sums wrap.
   bool bad = __syncthreads_or(split < 0 || split > rows);
   const int64_t own = bad ? 0 : split;
   int64_t row = own, column = g < groups ? columns_of(own) : 0;

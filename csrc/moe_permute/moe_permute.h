@@ -69,7 +69,7 @@ struct RowMap {
   APEX_TE_HD int32_t* starts() const { return of(tokens + 1); }
 };
 
-// How tokens are routed, and where the map of it goes.
+// Routing of tokens and the memory of its map.
 struct Routing {
   const void* routes;  // [tokens, width]
   int bytes;           // of an element of a mask; 0 for indices
@@ -85,7 +85,7 @@ struct Routing {
                       : static_cast<const int32_t*>(routes)[i] != 0;
   }
   APEX_TE_HD int32_t index(int64_t i) const { return static_cast<const int32_t*>(routes)[i]; }
-  // Where a copy goes that is the row-th of all; a row too many is dropped.
+  // Place of the row-th copy of all; a row too many is dropped.
   APEX_TE_HD int32_t place(int32_t row) const { return row < num_rows ? row : kDropped; }
 };
 

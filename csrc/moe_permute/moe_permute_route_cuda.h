@@ -13,7 +13,7 @@ constexpr int kMaxRouteThreads = 512;  // few enough for both kernels and the co
 constexpr int kSumPartials = 33;       // of exclusive_sums
 constexpr int kAhead = 8;              // loads in flight of a lane
 
-// As many threads as shared memory has room for counts of each warp.
+// Threads of a block: as many as shared memory has room for counts of each warp.
 inline int route_threads(int experts) {
   return experts <= 512 ? kMaxRouteThreads : kMaxRouteThreads / 2;
 }
@@ -161,7 +161,7 @@ __device__ __forceinline__ void count_tile(const Routing& p, const Run& run, uin
   __syncthreads();
 }
 
-// Of all warps.
+// Tokens of an expert over all warps.
 __device__ __forceinline__ uint32_t count_of(const Routing& p, const uint32_t* next, int expert) {
   const int cells = static_cast<int>(blockDim.x / 32) * p.num_experts;
   uint32_t sum = 0;

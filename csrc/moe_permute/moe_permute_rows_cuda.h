@@ -46,8 +46,8 @@ struct Piece<true> {
   }
 };
 
-// Which words of its row a piece takes depends on where it goes, so it is read, after the first
-// time from the caches, when it is stored.
+// A piece's words depend on its destination, so a piece is read when it is stored, from the
+// caches after the first time.
 template <>
 struct Piece<false> {
   static constexpr int kBytes = 32 * 16 * kWords - 16;  // whose words are one more at most
@@ -124,7 +124,7 @@ __device__ __forceinline__ void for_each_unused_row(const RowMap& map, int64_t r
   for (int64_t row = max(0, *map.in_use()) + next; row < rows; row += warps) zero_row(row);
 }
 
-// What the map has of a token, read at once by the warp that takes it.
+// A token's entry of the map, read at once by the warp that takes the token.
 struct Head {
   const int32_t* entry;
   int32_t word;
@@ -143,9 +143,9 @@ struct Head {
   __device__ __forceinline__ int32_t column(int k) const { return at(2 + 2 * k); }
 };
 
-// How a block's warps share rows: `across` of them side by side in a row, so that whole rows are
-// read and written at about the same time, and `down` rows at once. `groups` blocks stand side by
-// side in a longer row.
+// Division of rows among a block's warps: `across` of them side by side in a row, so that whole
+// rows are read and written at about the same time, and `down` rows at once. `groups` blocks stand
+// side by side in a longer row.
 struct Layout {
   int across, down, groups;
   __host__ __device__ int threads() const { return 32 * across * down; }

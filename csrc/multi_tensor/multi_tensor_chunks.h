@@ -1,4 +1,4 @@
-// How a list becomes work of CPU threads: chunks, and blocks of float values of any dtype.
+// Cuts a list into work of CPU threads: chunks, and blocks of float values of any dtype.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +69,7 @@ APEX_TE_INLINE const float* read_values(const void* data, DType dtype, int64_t b
   return buffer;
 }
 
-// Where n results go: in place, or to `buffer`, from which finish_values rounds them.
+// Destination of results: in place, or `buffer`, from which finish_values rounds them.
 APEX_TE_INLINE float* result_values(void* data, DType dtype, int64_t begin, float* buffer) {
   return dtype == DType::kFloat32 ? static_cast<float*>(data) + begin : buffer;
 }

@@ -135,7 +135,7 @@ struct ScaleBody {
       unpack(raw[k], in_dtype, values);
 #pragma unroll
       for (int e = 0; e < kVec; ++e) values[e] *= factor;
-      // What lies behind the end was loaded as zero, but 0 * infinity is NaN.
+      // Elements behind the end were loaded as zero, but 0 * infinity is NaN.
       if (!kVector && n < kVec)
 #pragma unroll
         for (int e = 0; e < kVec; ++e) values[e] = e < n ? values[e] : 0.0f;

@@ -1,4 +1,4 @@
-// How a list becomes launches: tables in kernel parameters, chunks, and vectors of any dtype.
+// Cuts a list into launches: tables in kernel parameters, chunks, and vectors of any dtype.
 #pragma once
 
 #include <algorithm>
@@ -38,7 +38,7 @@ inline bool allows_large_tables() {
   return allowed;
 }
 
-// What a block works on.
+// A block's part of a launch.
 template <int kLists, int kBytes>
 struct Work {
   const Table<kLists, kBytes>& table;

@@ -16,7 +16,7 @@ namespace apex_te {
 enum Column { kParam, kGrad, kExpAvg, kExpAvgSq, kMaster, kNumColumns };
 static_assert(kNumColumns == Row::kMaxLists, "a row holds every column");
 
-// What may live on the device, so that a captured graph can be replayed with other values.
+// Scalars that may live on the device, so that a captured graph can be replayed with other values.
 struct DeviceScalars {
   const float *lr, *inv_scale, *grad_norm;
   const void* step;
@@ -32,7 +32,7 @@ struct Moments {
   bool adamw, bias_correction, maximize;
 };
 
-// What one launch derives from Moments and DeviceScalars before its first element.
+// Scalars that a launch derives from Moments and DeviceScalars before its first element.
 struct StepScalars {
   float lr, inv_scale, inv_bias_correction1, inv_sqrt_bias_correction2;
   float decay;  // 1 - lr * weight_decay

@@ -16,7 +16,7 @@ constexpr int64_t kTileRows = 128, kTileCols = 256;
 constexpr int64_t kAhead = 8;       // rows
 constexpr int64_t kStripTiles = 4;  // a thread's turn
 
-// What a format's name decides: the loops around it are made once for both.
+// Functions of one FP8 format; the loops around them are compiled once for both formats.
 template <typename T>
 struct Encoder {
   uint32_t largest_exponent = (E4M3::kMaxBits >> 23) - 127u;

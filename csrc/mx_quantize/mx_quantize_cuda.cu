@@ -72,8 +72,8 @@ __device__ __forceinline__ void store_scales(uint8_t* out, int64_t num_blocks, i
   }
 }
 
-// The same by a warp, as whole 32 bytes of L2 cache: the codes of 8 lines, [kBlocks][8], at the
-// tile's turn of the memory of these 8 lines, where order_scales_kernel will order them.
+// Scales that a warp stores as whole 32 bytes of L2 cache: the codes of 8 lines, [kBlocks][8], at
+// the tile's turn of the memory of these 8 lines, where order_scales_kernel will order them.
 constexpr int kGroupLines = 8, kGroupBytes = kGroupLines * kBlocks;
 __device__ __forceinline__ void store_scale_groups(uint8_t* out, int64_t cols, int64_t line,
                                                    int64_t col, const uint8_t* tile) {

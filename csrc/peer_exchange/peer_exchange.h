@@ -40,7 +40,7 @@ struct PeerBuffer {
     data = buffer.data<uint8_t>();
     size = buffer.size(0);
   }
-  // Where the piece of `rank` begins, of `bytes` each.
+  // Begin of the piece of `rank`; pieces have `bytes` each.
   uint8_t* piece(int64_t rank, int64_t bytes) const {
     if (rank < 0 || rank >= kMaxPeers || kPeerHeader + (rank + 1) * bytes > size)
       fail(kApexTeValueError,

@@ -133,7 +133,7 @@ inline void check_rope_angles(const Args& args, const TensorView& freqs, const T
   p.pair_step = p.table_cols == p.rotary_dim && p.interleaved ? 2 : 1;
 }
 
-// Where tokens begin: the first position, those of sequences, and the bounds of packed sequences.
+// Checks the first position, the positions of sequences and the bounds of packed sequences.
 inline void check_rope_positions(const Args& args, const TensorView& starts,
                                  const TensorView& cu_seqlens, bool is_thd, Rope& p) {
   if (bool(cu_seqlens) != is_thd)

@@ -39,7 +39,7 @@ struct Divisor {
   }
 };
 
-// How rows and heads are cut into blocks and threads. threadIdx.z is the row; threadIdx.y the
+// Division of rows and heads into blocks and threads. threadIdx.z is the row; threadIdx.y the
 // group, which has heads y, y + blockDim.y, ... of the block's; threadIdx.x the vector. Vectors are
 // numbered along a head, each with its partner; the first `rotated` of them are rotated, the others
 // copied.
@@ -118,7 +118,7 @@ __device__ __forceinline__ float2 cos_sin(float angle) {
   return make_float2((quadrant + 1) & 2 ? -cosine : cosine, quadrant & 2 ? -sine : sine);
 }
 
-// What the table of cos and sin of one row is made from, entry by entry.
+// Source of the table of cos and sin of one row, entry by entry.
 struct Angles {
   const float *angles, *sines;  // of the row: freqs, or cos and sin; null where it has none
   float cosine;                 // where angles is null; the sine is one less

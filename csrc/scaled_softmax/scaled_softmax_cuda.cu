@@ -12,8 +12,9 @@ APEX_TE_LIBRARY()
 namespace apex_te {
 namespace {
 
-// What a row kernel may rely on. kAligned and kMasked: every row and every mask row starts at a
-// vector's boundary and ends at one. kEdges: all tensors but the mask are aligned alike.
+// Alignment that a row kernel may rely on. kAligned and kMasked: every row and every mask row
+// starts at a vector's boundary and ends at one. kEdges: all tensors but the mask are aligned
+// alike.
 enum RowMode { kAligned, kMasked, kEdges };
 
 // kVecs vectors of 8 elements a thread.
@@ -156,8 +157,9 @@ int phase_of(const void* address) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) / sizeof(T) % kVec);
 }
 
-// How many heads follow each other in the walk over a mask's queries. A mask that stays in the L2
-// cache from one head to the next leaves the rows in the order of memory, which is a little faster.
+// Number of heads that follow each other in the walk over a mask's queries. A mask that stays in
+// the L2 cache from one head to the next leaves the rows in the order of memory, which is a little
+// faster.
 int64_t heads_sharing(const SoftmaxMask& mask, const SoftmaxShape& shape) {
   constexpr int64_t kCachedBytes = 8 << 20;
   if (!mask.data || mask.query_stride == 0 || shape.queries * shape.cols < kCachedBytes) return 1;
@@ -165,7 +167,7 @@ int64_t heads_sharing(const SoftmaxMask& mask, const SoftmaxShape& shape) {
   return mask.batch_stride == 0 ? shape.rows / shape.queries : shape.heads;
 }
 
-// Whether half as many vectors do for a row of the 8 threads that its edges take.
+// Returns true if half as many vectors suffice for a row of the 8 threads that its edges take.
 template <typename T>
 bool is_short(int64_t vecs) {
   return vecs <= kVec * kVecsOf<T> / 2;

@@ -251,7 +251,7 @@ __device__ __forceinline__ float score_of(const Edge<T>& edge, uint32_t flip) {
   const float value = to_float(edge.value);
   return edge.is_hidden ? -kInf : flip ? -value : value;
 }
-// Of the backward: dy y and the gradient, where dy is not used if y is 0.
+// Backward: returns dy * y; dy is not used where y is 0, even if dy is NaN.
 template <typename T>
 __device__ __forceinline__ float product_of(const Edge<T>& dy, const Edge<T>& y) {
   const float w = to_float(y.value);
@@ -288,8 +288,8 @@ __device__ __forceinline__ float row_sum(const SoftmaxParams& p, float warp_sum_
   return warp_sum(lane * 32 < p.group ? warps[lane] : 0.0f);
 }
 
-// What turns a thread's exponentials into the row's softmax: `max`, to which they are relative, and
-// `sum` are those of the part of the row in this warp. NaN where the row sees NaN.
+// Factor from a thread's exponentials to the row's softmax. `max`, to which the exponentials are
+// relative, and `sum` belong to the part of the row in this warp. NaN where the row sees NaN.
 __device__ __forceinline__ float row_factor(const SoftmaxParams& p, float max, float sum) {
   float share = 1.0f;
   if (p.group > 32) {

@@ -40,7 +40,7 @@ APEX_TE_HD float gated(float gate, float up) {
   return activate<kAct, kFine>(gate) * up;
 }
 
-// Where relu's derivative is 0 so is dgate, whatever the rest.
+// Gradients of one gated element. dgate is 0 where relu's derivative is, whatever the rest.
 template <Activation kAct, bool kFine = true>
 APEX_TE_HD void gated_gradient(float gate, float up, float grad, float* dgate, float* dup) {
   float slope;
@@ -81,7 +81,7 @@ inline int64_t row_distance(const TensorView& x) {
   return x.size(0) > 1 ? x.stride(0) : x.size(1);
 }
 
-// Where the second half of a row begins.
+// Begin of the second half of a row.
 inline void* second_half(const void* first, int64_t half, DType dtype) {
   const int64_t bytes = dtype == DType::kFloat32 ? 4 : 2;
   return first ? static_cast<char*>(const_cast<void*>(first)) + half * bytes : nullptr;

@@ -1,4 +1,4 @@
-// What the CUDA sources of swiglu share.
+// Declarations that the CUDA sources of swiglu share.
 //
 // swiglu_cuda.cu       vectors of 8 elements, one row after another; results in the inputs' dtype
 // swiglu_tile_cuda.cu  tiles of 16-bit elements: FP8 results in both layouts, and dbias

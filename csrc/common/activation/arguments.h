@@ -1,5 +1,5 @@
-// What the ops activation and bias_gelu have in common: y = f(x + bias), dx = dy f'(x + bias), in
-// the input's dtype or straight to FP8.
+// Arguments of the ops activation and bias_gelu: y = f(x + bias), dx = dy f'(x + bias), in the
+// input's dtype or straight to FP8.
 //
 // FP8: q = satcast_rne(result * scale) from the fp32 result; amax becomes max(amax, max |result|)
 // with NaN above infinity, scale_inv 1 / scale. dbias is the column sums of the fp32 dx, added in

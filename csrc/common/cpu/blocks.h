@@ -97,7 +97,7 @@ struct BlockEncoder {
   }
 };
 
-// The same for scales that are powers of two: the product has bf16's 8 significant bits. kScale
+// Encoding with scales that are powers of two: the product has bf16's 8 significant bits. kScale
 // puts the format's subnormals where fp16's are, so the codes are the upper bits of the fp16 words,
 // which hold all but the last bits of values below the smallest step. These are rounded up: one
 // above half a step stays above it, one below becomes half a step at most, a tie that goes to zero.
@@ -232,7 +232,7 @@ APEX_TE_INLINE void scan_row(const T* x, int64_t n, int64_t row, int64_t rows, u
   if (panels) copy_to_panels(x, n, row, rows, panels);
 }
 
-// Of amaxes that ScaleTraits tells of.
+// Range of the amaxes from which ScaleTraits are made.
 struct AmaxRange {
   uint32_t largest = 0, least = ~uint32_t{0};  // least: less 1, so that 0 is passed over
   APEX_TE_INLINE void add(const uint32_t* amaxes, int64_t n) {
@@ -248,7 +248,7 @@ struct AmaxRange {
   bool is_regular() const { return least >= kRegularBits; }
 };
 
-// What the scales of a row or panel have in common.
+// Properties that all scales of a row or panel have.
 struct ScaleTraits {
   bool is_bounded;  // their blocks' amaxes are below kBoundBits
   bool is_pow2;
@@ -320,7 +320,7 @@ APEX_TE_ONCE void encode_transposed(const T* panel, int64_t rows, int64_t cols, 
   });
 }
 
-// Where the codes of a panel go: from its first element on; null where they are not wanted.
+// Destinations of a panel's FP8 data, at its first element; null where a copy is not wanted.
 struct PanelCodes {
   uint8_t* rowwise;
   int64_t rowwise_ld;

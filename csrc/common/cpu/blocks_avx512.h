@@ -38,7 +38,7 @@ APEX_TE_AVX512 void order_scales(float* scales, int64_t n) {
   }
 }
 
-// Of magnitudes.
+// Element-wise maximum of magnitudes.
 template <typename T>
 APEX_TE_AVX512_INLINE __m512i larger(__m512i a, __m512i b) {
   return sizeof(T) == 2 ? _mm512_maskz_max_epu16(kAll32, a, b)
@@ -157,12 +157,12 @@ struct ScaledByExponent {
         _mm512_and_si512(shift_right_words(sum, kDropped), bytes((1 << (8 - kDropped)) - 1));
     signs = _mm512_packs_epi16(first, second);  // in the top bits
   }
-  // What is subtracted from exponents; `scale` has the bits of a power of two.
+  // Number to subtract from exponents; `scale` has the bits of a power of two.
   static APEX_TE_AVX512_INLINE uint8_t offset(float scale) {
     const int offset = kFirst + 127 - static_cast<int>(float_bits(scale) >> 23);
     return static_cast<uint8_t>(offset > 0 ? offset : 0);
   }
-  // Of 64 columns' scales, in the order of load_wide.
+  // Offsets of 64 columns' scales, in the order of load_wide.
   static APEX_TE_AVX512_INLINE __m512i offsets(const float* scales) {
     __m512i exponent[4];
     for (int k = 0; k < 4; ++k) exponent[k] = shift_right(_mm512_loadu_si512(scales + 16 * k), 23);

@@ -12,7 +12,7 @@ namespace apex_te {
 namespace avx512 {
 
 constexpr int64_t kStep = 64;  // elements that a loop handles at once
-// Of instructions with a masked form only (see avx512.h).
+// Masks for instructions that have a masked form only (see avx512.h).
 constexpr __mmask64 kAll64 = ~__mmask64{0};
 constexpr __mmask32 kAll32 = ~__mmask32{0};
 constexpr __mmask16 kAll16 = static_cast<__mmask16>(~0);
@@ -85,7 +85,7 @@ APEX_TE_AVX512_INLINE uint32_t amax_bits(T, __m512i amax) {
 APEX_TE_AVX512_INLINE __m512i join(__m512i a, __m512i b) {
   return _mm512_mask_blend_epi16(0xAAAAAAAAu, a, shift_left(b, 16));
 }
-// The same of the upper halves.
+// Joins the upper halves.
 APEX_TE_AVX512_INLINE __m512i join_upper(__m512i a, __m512i b) {
   return _mm512_mask_blend_epi16(0xAAAAAAAAu, shift_right(a, 16), b);
 }

@@ -9,15 +9,16 @@
 #include <cstring>
 
 #define APEX_TE_INLINE inline __attribute__((always_inline))
-// Of a loop over a row that functions of several instruction sets and dtypes call: compiled once.
+// Marks a loop over a row that functions of several instruction sets and dtypes call: it is
+// compiled once.
 #if defined(__GNUC__) && !defined(__clang__)
 #define APEX_TE_ONCE __attribute__((noinline, noclone))
 #else
 #define APEX_TE_ONCE __attribute__((noinline))
 #endif
 
-// Of the function that serves processors without AVX2, where there is one that has it, too: made
-// without the long optimizations, it takes a sixth of the time to build instead of a third.
+// Marks the function for processors without AVX2 where there is one for AVX2, too: without the long
+// optimizations it takes a sixth of the time to build instead of a third.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define APEX_TE_TARGET_PORTABLE __attribute__((optimize("O1")))
 #else

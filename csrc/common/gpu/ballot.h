@@ -1,4 +1,4 @@
-// Which lanes of a warp hold a predicate, one bit each.
+// Lanes of a warp for which a predicate holds, one bit each.
 #pragma once
 
 #include "common/gpu/device.h"

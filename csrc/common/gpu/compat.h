@@ -40,7 +40,7 @@ __device__ __forceinline__ void apex_te_syncwarp() {
   __builtin_amdgcn_wave_barrier();
 }
 
-// What another block wrote before its __threadfence(): not from this multiprocessor's L1 cache.
+// Loads what another block wrote before its __threadfence(), past this multiprocessor's L1 cache.
 template <typename T>
 __device__ __forceinline__ T apex_te_load_coherent(const T* p) {
   return __hip_atomic_load(p, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);

@@ -31,7 +31,7 @@ struct FP8Tile {
   static constexpr int kThreads = kLanes * kTileRows / kRows;
   static constexpr int kSharedWords = kTileRows * kTileCols / 8;  // uint2 of shared memory
 
-  // Where a thread works in a rows x cols matrix: its first row and column, and its tile's.
+  // Place of a thread in a rows x cols matrix: its first row and column, and its tile's.
   struct Place {
     int64_t rows, cols, row0, col0, row, col;
     __device__ Place(int64_t num_rows, int64_t num_cols, int64_t tile)
@@ -43,7 +43,7 @@ struct FP8Tile {
       row = row0 + threadIdx.x / kLanes * kRows;
       col = col0 + threadIdx.x % kLanes * kVec;
     }
-    // Of a tile of a grid(), for a thread that holds the columns of `lane` and rows of `group`.
+    // Place in a tile of a grid(), for a thread that holds the columns of `lane`, rows of `group`.
     __device__ Place(int64_t num_rows, int64_t num_cols, int lane, int group)
         : rows(num_rows), cols(num_cols) {
       row0 = block_row() * kTileRows;
@@ -54,7 +54,7 @@ struct FP8Tile {
     __device__ bool is_whole() const {
       return row0 + kTileRows <= rows && col0 + kTileCols <= cols;
     }
-    // How many of a thread's rows there are; none where its columns lie past the last.
+    // Number of a thread's rows that exist; none where its columns lie past the last.
     __device__ int rows_present() const {
       const int64_t left = rows - row;
       return col >= cols || left <= 0 ? 0 : left < kRows ? static_cast<int>(left) : kRows;
@@ -127,7 +127,7 @@ struct FP8Tile {
   static __device__ __forceinline__ void stage_columns(const uint2* codes, uint2* tile) {
     stage_columns(codes, tile, threadIdx.x % kLanes, threadIdx.x / kLanes);
   }
-  // The same for a thread that holds the columns of `lane` and the rows of `group`.
+  // Stages FP8 data of a thread that holds the columns of `lane` and the rows of `group`.
   static __device__ __forceinline__ void stage_columns(const uint2* codes, uint2* tile, int lane,
                                                        int group) {
     uint32_t low[kVec], high[kVec];  // of column c: rows 0-3 and 4-7

@@ -76,7 +76,7 @@ __device__ __forceinline__ void lanes_amax(uint32_t* words) {
   }
 }
 
-// Which of kCount words a lane holds first after lanes_amax from kStride on.
+// Index of the first of kCount words that a lane holds after lanes_amax from kStride on.
 template <int kCount>
 __device__ __forceinline__ int first_word(int lane_over_stride) {
   int first = 0;

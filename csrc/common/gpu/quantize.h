@@ -31,8 +31,8 @@ struct CurrentScale {
   static constexpr bool kReverse = true;
   static constexpr bool kFoldAmax = false;
 
-  // Whether an amax_kernel comes just before: it began after x was complete, so x may be read while
-  // it runs. Any other kernel may be the one that writes x.
+  // Returns true if an amax_kernel comes just before: it began after x was complete, so x may be
+  // read while it runs. Any other kernel may be the one that writes x.
   bool follows_amax_kernel() const { return amax != nullptr; }
   __device__ __forceinline__ uint32_t begin() const { return 0; }
   // Called by all threads of a block. Has a barrier.

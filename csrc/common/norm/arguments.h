@@ -1,4 +1,4 @@
-// What layer_norm and rms_norm share on both devices: their arguments, checks and scratch.
+// Arguments, checks and scratch of layer_norm and rms_norm, for both devices.
 //
 // Forward: x' = x + residual (rounded to x's dtype and stored) or x; y = xhat * gamma + bias with
 // xhat = (x' - mean) * rstd, gamma = weight or 1 + weight; rms_norm has no mean and no bias. The

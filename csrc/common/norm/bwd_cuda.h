@@ -26,8 +26,8 @@ constexpr int kBwdThreads = sizeof(T) == 4 ? 512
                             : kCluster     ? 512
                                            : 640;
 
-// Whether weight gradients of kFoldRows rows are added by themselves, and those sums to others,
-// since the rounding of long sums would show: rms_norm's float32 kernel has the registers for it.
+// True if weight gradients are added in sums of kFoldRows rows, and these sums to each other, since
+// the rounding of long sums would show. rms_norm's float32 kernel has the registers for it.
 template <typename T, bool kLayerNorm>
 constexpr bool kBwdFolds = !kLayerNorm && sizeof(T) == 4;
 constexpr int kFoldRows = 16;

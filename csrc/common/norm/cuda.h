@@ -93,8 +93,8 @@ __device__ __forceinline__ float rstd_of(float sum_of_squares, float count, floa
   return 1.0f / sqrtf(sum_of_squares / count + eps);
 }
 
-// What is summed over centred values: their squares and, where fp32 can show it, the values, which
-// tell by how much the mean was rounded.
+// Number of sums over centred values: of their squares and, where fp32 can show it, of the values,
+// which tell by how much the mean was rounded.
 template <typename T, bool kLayerNorm>
 constexpr int kCentredSums = kLayerNorm && sizeof(T) == 4 ? 2 : 1;
 

@@ -47,8 +47,8 @@ __device__ __forceinline__ Vec8<T> add_residual(const Vec8<T>& x, const Vec8<T>&
   return sum;
 }
 
-// What a block of at most kMaxFinishThreads does last for FP8: its amax and, in the first,
-// scale_inv.
+// Last step of a block of at most kMaxFinishThreads for FP8: folds its amax into the tensor's and,
+// in the first block, writes scale_inv.
 __device__ __forceinline__ void finish_fp8(const NormFwd& p, uint32_t amax, uint32_t seen) {
   constexpr int kWarps = kMaxFinishThreads / 32;
   __shared__ uint32_t warp_amaxes[kWarps];

@@ -1,4 +1,4 @@
-// Which kernel a forward of the norms takes, a row at a time.
+// Choice of the kernel for a forward of the norms without a columnwise copy.
 #pragma once
 
 #include "common/norm/fwd_ring_cuda.h"
@@ -12,14 +12,15 @@ constexpr int64_t kPlainCols = 8192;    // rms_norm in x's dtype: little to comp
 constexpr int64_t kMinStreamCols = 256;
 constexpr int64_t kMaxCodeCols = 2048;  // of layer_norm to FP8, beyond which the ring is faster
 
-// Whether many rows should stream. A residual has loads enough in flight without it.
+// Returns true if rows should stream through a persistent grid. With a residual enough loads are in
+// flight without it.
 template <bool kLayerNorm>
 bool wants_norm_ring(const NormFwd& p) {
   if (p.residual || p.rows < kMinRingRows) return false;
   return p.cols >= (kLayerNorm || p.scale ? kMinRingCols : kPlainCols + 1);
 }
 
-// Whether they should rather do so through blocks that hold a row.
+// Returns true if rows should stream through blocks that hold a row instead.
 template <typename T, bool kLayerNorm>
 bool wants_norm_stream(const NormFwd& p) {
   if (p.residual || p.rows < kMinRingRows || p.cols < kMinStreamCols) return false;

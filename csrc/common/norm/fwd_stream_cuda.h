@@ -25,7 +25,7 @@ __device__ __forceinline__ float refined_rsqrt(float v) {
   return refined == refined ? refined : y;  // of 0 and infinity
 }
 
-// How many values the statistics of a thread and of its warp come from; kFull: constants.
+// Numbers of values behind the statistics of a thread and of its warp; constants if kFull.
 template <typename T>
 struct StreamCounts {
   static constexpr float kAll = kStreamVecs<T> * kVec;  // of a thread at most

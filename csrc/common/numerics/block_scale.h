@@ -1,7 +1,7 @@
 // Layout of the scales of FP8 blocks of 1 x 128 and 128 x 128, as cuBLASLt's block-scaled matmul
 // reads them.
 //
-// Of codes [rows, cols], K along cols:
+// Shapes for FP8 data [rows, cols], K along cols:
 //   1 x 128:   [ceil(cols / 128), rows rounded up to 4], VEC128_32F
 //   128 x 128: [ceil(rows / 128), ceil(cols / 128) rounded up to 4], BLK128x128_32F
 #pragma once

@@ -1,4 +1,4 @@
-// What quantizers with one scale for the tensor have in common: the matrix and its codes.
+// Arguments of quantizers with one scale for the tensor: the matrix and its FP8 data.
 #pragma once
 
 #include "common/abi/op.h"

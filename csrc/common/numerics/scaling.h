@@ -24,9 +24,8 @@ struct ScaleRule {
     scale = pow2 ? scale & 0xFF800000u : scale;
     return amax == 0u || amax >= 0x7F800000u ? 1.0f : bits_float(scale);
   }
-  // What elements are multiplied by when they are read. The codes of infinities are those of the
-  // largest value: an infinite inverse shows in every result that they were there. A NaN is in its
-  // own code.
+  // scale_inv. Infinities were encoded as the largest value: an infinite inverse shows in every
+  // result that there were some. A NaN has an encoding of its own.
   static APEX_TE_HD float inverse_of(uint32_t amax, float scale) {
     return amax == 0x7F800000u ? bits_float(amax) : 1.0f / scale;
   }
