@@ -106,7 +106,8 @@ void launch_cluster(void (*kernel)(Params...), int64_t blocks, int threads, int 
 }
 
 #if !defined(__HIP_PLATFORM_AMD__)
-// Clusters of at most 8 blocks that the device runs at once, at one block a multiprocessor.
+// Clusters that the device runs at once; of single blocks, one for each multiprocessor. A kernel
+// with clusters of more than 8 blocks must allow them before.
 inline int64_t clusters_at_once(const void* kernel, int threads, int cluster, size_t shared_bytes) {
   if (cluster == 1) return device_attribute(cudaDevAttrMultiProcessorCount);
   cudaLaunchConfig_t config = {};

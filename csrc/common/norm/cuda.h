@@ -213,8 +213,8 @@ inline bool has_clusters(int device) {
 // Clusters of a kernel that the device can run at once.
 inline int64_t max_active_clusters(const void* kernel, int threads, int cluster,
                                    size_t shared_bytes, int device) {
-  int count = 0;
   if (cluster == 1) {
+    int count = 0;
     check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&count, kernel, threads, shared_bytes),
                "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
     return std::max(count, 1) * device_attribute(cudaDevAttrMultiProcessorCount, device);
@@ -222,22 +222,10 @@ inline int64_t max_active_clusters(const void* kernel, int threads, int cluster,
 #if defined(__HIP_PLATFORM_AMD__)
   fail(kApexTeUnsupported, "a row must not be shared by blocks on an AMD GPU, got %d", cluster);
 #else
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(cluster));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared_bytes;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
   if (cluster > 8)
     check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                "cudaFuncSetAttribute");
-  check_cuda(cudaOccupancyMaxActiveClusters(&count, kernel, &config),
-             "cudaOccupancyMaxActiveClusters");
-  return std::max(count, 1);
+  return clusters_at_once(kernel, threads, cluster, shared_bytes);
 #endif
 }
 
