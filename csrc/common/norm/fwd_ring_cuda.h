@@ -210,12 +210,13 @@ __device__ __forceinline__ void take_ring_row(const NormFwd& p, const RingShape&
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
     in[k] = k * 32 + at.lane < at.vecs ? load_vec(x + k * 32 * kVec) : Vec8<T>{};
-  if (!kTiles || !p.residual) return;
+  if (kTiles && p.residual) {
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) {
-    if (k * 32 + at.lane >= at.vecs) break;
-    in[k] = add_residual(in[k], load_vec(x + (shape.vecs + k * 32) * kVec));
-    store_vec(static_cast<T*>(p.residual_sum) + begin + k * 32 * kVec, in[k]);
+    for (int k = 0; k < kVecs; ++k) {
+      if (k * 32 + at.lane >= at.vecs) break;
+      in[k] = add_residual(in[k], load_vec(x + (shape.vecs + k * 32) * kVec));
+      store_vec(static_cast<T*>(p.residual_sum) + begin + k * 32 * kVec, in[k]);
+    }
   }
 }
 
