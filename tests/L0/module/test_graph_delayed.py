@@ -64,7 +64,7 @@ def test_equals_eager(recipe, fuse):
         with_main_grads(other)
     expected = train(model, chosen)
     graphed(other, chosen)
-    assert not any(module._modes.delayed for module in other)
+    assert not any(module._modes.wgrad_store for module in other)
     found = train(other, chosen)
     assert len(found) == len(expected)
     assert_same_bits(found, expected)

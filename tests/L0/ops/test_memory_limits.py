@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from apex_te.op_builder import all_builders
-from apex_te.op_builder.builder import BASE_CXX_ARGS
+from apex_te.op_builder.jit.backends.library import BASE_CXX_ARGS
 from apex_te.op_builder.jit.backends.toolchain import find_cxx, pybind11_include, python_include
 
 ROOT = Path(__file__).resolve().parents[3]
