@@ -3,7 +3,7 @@
     python scripts/new_recipe.py per_row             # writes a recipe that works
     python scripts/new_recipe.py per_row --remove
 
-A recipe, its scaling scheme and a test, to be changed into what they are to be; no file is edited.
+A recipe, its scheme and a test, to be changed into what they are to be; no file is edited.
 docs/new_recipe.md goes through them.
 """
 
