@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 import torch as _torch
 
-from ._version import __version__
-from .runtime.former_modules import find_former_modules as _find_former_modules
 from .runtime.lazy import attach as _attach
 from .runtime.paths import extend as _extend_package_path
+from .runtime.paths import find_former_names as _find_former_names
 
 if not _sys.platform.startswith("linux"):
     raise ImportError(f"apex_te runs on Linux (x86-64, aarch64), got {_sys.platform}")
@@ -22,7 +21,7 @@ if not hasattr(_torch.Tensor, "__dlpack_c_exchange_api__"):
         f"got torch {_torch.__version__}"
     )
 _extend_package_path(__path__)
-_find_former_modules()
+_find_former_names()
 
 if _TYPE_CHECKING:
     from . import amp as amp
@@ -35,6 +34,7 @@ if _TYPE_CHECKING:
     from . import parameter as parameter
     from . import permutation as permutation
     from . import recipe as recipe
+    from ._version import __version__ as __version__
     from .autocast import autocast as autocast
     from .autocast import fp8_autocast as fp8_autocast
     from .autocast import is_fp8_enabled as is_fp8_enabled
@@ -68,6 +68,7 @@ if _TYPE_CHECKING:
     from .runtime.prebuild import prebuild as prebuild
 
 _NAMES = {
+    "__version__": "_version",
     "CudaRNGStatesTracker": "comm.rng",
     "DotProductAttention": "module.attention.dot_product",
     "Fp8Padding": "module.grouped.padding",
@@ -107,7 +108,7 @@ _NAMES = {
     "state": "",
     "statistics": "",
 }
-__all__ = ["__version__", *_NAMES]
+__all__ = [*_NAMES]
 __getattr__, __dir__ = _attach(__name__, _NAMES)
 
 if _os.environ.get("APEX_TE_NVTX", "0") not in ("", "0"):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-__all__ = ["find_former_modules"]
+__all__ = ["find"]
 
 # Without "apex_te."; those that begin with an underscore are here for what pickles name.
 _NOW = {
@@ -52,26 +50,21 @@ _NOW = {
 _PACKAGE = "apex_te."
 
 
-class FormerModules(MetaPathFinder, Loader):
-    """Finder and loader that give a former name the module that has another name now."""
+class _Loader:
+    """Loader that gives a former name the module that has another name now."""
 
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if not fullname.startswith(_PACKAGE) or fullname[len(_PACKAGE) :] not in _NOW:
-            return None
-        return ModuleSpec(fullname, self)
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
         # The import system takes what stands in sys.modules when this returns.
-        name = module.__name__
-        sys.modules[name] = importlib.import_module(_PACKAGE + _NOW[name[len(_PACKAGE) :]])
+        former = module.__name__[len(_PACKAGE) :]
+        # With the modules in a renamed package, which other finders would load a second time.
+        for name in (former, *(name for name in _NOW if name.startswith(f"{former}."))):
+            sys.modules[_PACKAGE + name] = importlib.import_module(_PACKAGE + _NOW[name])
 
 
-def find_former_modules() -> None:
-    """Makes imports find modules by their former names.
-
-    Before other finders, which would load a module of a renamed package a second time.
-    """
-    if not any(isinstance(finder, FormerModules) for finder in sys.meta_path):
-        sys.meta_path.insert(0, FormerModules())
+def find(name: str) -> ModuleSpec | None:
+    """Returns the spec of a module by its former full name; None for other names."""
+    is_former = name.startswith(_PACKAGE) and name[len(_PACKAGE) :] in _NOW
+    return ModuleSpec(name, _Loader()) if is_former else None  # type: ignore[arg-type]
