@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class ByteTransposeBuilder(CUDAOpBuilder):
-    """The transposed copy of a matrix of FP8 data."""
+    """Builds the transpose of a matrix of FP8 data."""
 
     NAME = "byte_transpose"

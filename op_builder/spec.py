@@ -1,4 +1,7 @@
-"""Declaration of an op: its name, sources, flags and functions. Nothing here looks up or builds."""
+"""Declaration of an op: its name, sources, flags and functions.
+
+Nothing here looks up or builds.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from ..fp8.delayed.amax_group import amax_groups
 from ..fp8.delayed.state import TENSORS, FP8State, resized_history
 from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.captured_weights import CapturedWeights, KeptWeight
-from ..module._core.module_fp8 import FP8Module, Modes
+from ..module._core.fp8_module import FP8Module, Modes
 
 __all__ = ["Capture", "fp8_modules", "no_collection", "preserved", "substituted"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..fp8.delayed.serialize import save_state
-from ..module._core.module_fp8 import STATE_PREFIX, FP8Module
+from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 
 __all__ = ["FP8_STATE_FILE", "load_fp8_state", "save_fp8_state", "save_without_fp8_state"]
 

@@ -26,7 +26,7 @@ import torch
 from ..fp8.delayed.amax_group import amax_groups
 from ..fp8.delayed.serialize import load_state, save_state
 from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State
-from ..module._core.module_fp8 import STATE_PREFIX, FP8Module
+from ..module._core.fp8_module import STATE_PREFIX, FP8Module
 from ..recipe import MAX_HISTORY_LENGTH
 from ._tensor_pickle import TensorPickleError, read_pickle, read_saved
 

@@ -15,7 +15,7 @@ from torch import distributed
 from ...comm.collectives import max_over_ranks, world_size
 from ...fp8.delayed.header import decode_header, encode_header
 from ...fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, TENSORS
-from ...module._core.module_fp8 import STATE_PREFIX
+from ...module._core.fp8_module import STATE_PREFIX
 from .split_model import SplitModel, SplitModule
 from .split_tensor import Parts, parts_of
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from ...ops import emulated_gemm, fp8_gemm, grouped_gemm
 from ...ops.fp8_output import FP8_DTYPES, FP8Output
+from ...runtime.gpu_arch import has_fp8_products
 from ..tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ __all__ = [
     "DGRAD",
     "FPROP",
     "WGRAD",
+    "FP8Gemm",
     "FusedCast",
     "GemmBackend",
     "GemmQuantizers",
@@ -340,6 +343,42 @@ def warn_emulated(what: str, needed: str) -> None:
             "precision: the numbers are those of the recipe, the speed is not",
             stacklevel=2,
         )
+
+
+class FP8Gemm(GemmBackend):
+    """Multiplies operands of one scale each by cuBLASLt's FP8 GEMMs, or emulates them."""
+
+    __slots__ = ("native",)
+
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+        super().__init__(split, device)
+        self.native = has_fp8_products(device)
+        if not self.native:
+            warn_emulated("FP8 matrix products", "sm_89 or later, or gfx94x or later")
+
+    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
+        if not self.native:
+            return emulated_gemm.emulated_fp8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+        return fp8_gemm.fp8_gemm(
+            a, b, a_scale_inv, b_scale_inv, use_split_accumulator=self.split[product], **options
+        )
+
+    def multiply_groups(self, product, a, b, a_scale_inv, b_scale_inv, groups):
+        _check_grouped(a, b)
+        fast = not self.split[product]
+        return grouped_gemm.scaled_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups, fast)
+
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, wide=False):
+        _check_grouped(a, b)
+        ends, fast = groups.column_ends, not self.split[WGRAD]
+        return grouped_gemm.scaled_contract_groups(a, a_scale_inv, b, b_scale_inv, ends, fast, wide)
+
+
+def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Warns where grouped products of ``a`` and ``b`` are emulated."""
+    if not grouped_gemm.multiplies_codes(a, b):
+        what = "FP8 matrix products of groups whose sizes are on the device"
+        warn_emulated(what, "sm_90 and sizes that are multiples of 16")
 
 
 class Layout:

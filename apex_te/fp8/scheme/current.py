@@ -8,31 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...comm.collectives import max_over_ranks
-from ...ops import emulated_gemm, fp8_gemm, grouped_gemm
 from ...ops.byte_transpose import byte_transpose
 from ...ops.cast_transpose import cast_transpose
 from ...ops.current_scale import current_scale, scale_of, tensor_amax
 from ...ops.fp8_output import FP8_DTYPES
 from ...ops.grouped_quantize import scales_of
-from ...runtime.gpu_arch import has_fp8_products
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
-from .base import (
-    WGRAD,
-    FusedCast,
-    GemmBackend,
-    Layout,
-    Quantizer,
-    Scheme,
-    shared_scale,
-    warn_emulated,
-)
+from .base import FP8Gemm, FusedCast, Layout, Quantizer, Scheme, shared_scale
 from .grouped import GroupMatrices, GroupQuantizer, GroupRows
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling
 
-__all__ = ["CurrentGroups", "CurrentScalingQuantizer", "FP8Gemm", "OneScale"]
+__all__ = ["CurrentGroups", "CurrentScalingQuantizer", "OneScale"]
 
 
 class CurrentScalingQuantizer(Quantizer):
@@ -137,42 +126,6 @@ class CurrentGroups(GroupQuantizer):
         amax = torch.zeros(self.groups, dtype=torch.float32, device=like.device)
         source.measure(amax, self.dtype)
         return (*scales_of(amax, self.dtype, eps=self.eps, pow2=self.pow2), None)
-
-
-class FP8Gemm(GemmBackend):
-    """Multiplies operands of one scale each by cuBLASLt's FP8 GEMMs, or emulates them."""
-
-    __slots__ = ("native",)
-
-    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
-        super().__init__(split, device)
-        self.native = has_fp8_products(device)
-        if not self.native:
-            warn_emulated("FP8 matrix products", "sm_89 or later, or gfx94x or later")
-
-    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
-        if not self.native:
-            return emulated_gemm.emulated_fp8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
-        return fp8_gemm.fp8_gemm(
-            a, b, a_scale_inv, b_scale_inv, use_split_accumulator=self.split[product], **options
-        )
-
-    def multiply_groups(self, product, a, b, a_scale_inv, b_scale_inv, groups):
-        _check_grouped(a, b)
-        fast = not self.split[product]
-        return grouped_gemm.scaled_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups, fast)
-
-    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, wide=False):
-        _check_grouped(a, b)
-        ends, fast = groups.column_ends, not self.split[WGRAD]
-        return grouped_gemm.scaled_contract_groups(a, a_scale_inv, b, b_scale_inv, ends, fast, wide)
-
-
-def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Warns where grouped products of ``a`` and ``b`` are emulated."""
-    if not grouped_gemm.multiplies_codes(a, b):
-        what = "FP8 matrix products of groups whose sizes are on the device"
-        warn_emulated(what, "sm_90 and sizes that are multiples of 16")
 
 
 class OneScale(Layout):

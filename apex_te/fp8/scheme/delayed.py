@@ -22,6 +22,7 @@ from ...recipe import CurrentScaling, DelayedScaling
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
 from .base import (
+    FP8Gemm,
     FusedCast,
     GemmQuantizers,
     GemmSlots,
@@ -33,7 +34,6 @@ from .base import (
     Slots,
     shared_scale,
 )
-from .current import FP8Gemm
 from .grouped import GroupMatrices, GroupQuantizer, GroupRows
 
 __all__ = ["DelayedGroups", "DelayedScalingQuantizer", "FirstStep"]

@@ -12,8 +12,8 @@ import torch
 from ...comm.agreement import check_same
 from ...comm.collectives import world_size
 from ...fp8.autocast import is_process_group, local
+from .fp8_module import FP8Module
 from .gemm import GemmOptions
-from .module_fp8 import FP8Module
 from .tensor_parallel import TensorParallel
 
 __all__ = [

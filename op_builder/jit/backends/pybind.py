@@ -47,6 +47,11 @@ class Exports(NamedTuple):
 
 
 def installed_torch(op: str) -> Any:
+    """Imports the torch that an extension is built against.
+
+    Raises:
+        HeaderNotFoundError: torch cannot be imported.
+    """
     try:
         import torch
     except ImportError as error:

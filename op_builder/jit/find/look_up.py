@@ -1,4 +1,4 @@
-"""Looking up a library of an op in the caches. Runs no compiler."""
+"""Look-up of an op's library in the caches, which runs no compiler."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from apex_te import flush_fp8_state, fp8_autocast
 from apex_te.integrations import conversion_summary, from_torch, key_map, load_fp8_state
 from apex_te.integrations.from_torch import Conv1DLinear
-from apex_te.module._core.module_fp8 import FP8Module
+from apex_te.module._core.fp8_module import FP8Module
 from apex_te.recipe import DelayedScaling
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

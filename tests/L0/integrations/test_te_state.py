@@ -14,7 +14,7 @@ from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.delayed.state import _warned
 from apex_te.fp8.module_fp8 import init_fp8_state
 from apex_te.integrations.te_state import TEStateError, load_te_extra_state, read_te_extra_state
-from apex_te.module._core.module_fp8 import FP8Module
+from apex_te.module._core.fp8_module import FP8Module
 from apex_te.module.grouped.linear import GroupedLinear
 from apex_te.recipe import DelayedScaling
 

@@ -10,8 +10,7 @@ from ...ops.cast_transpose import cast_transpose
 from ...ops.fp8_gemm import bias_dtype
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
-from .base import Layout, Quantizer, Scheme
-from .current import FP8Gemm
+from .base import FP8Gemm, Layout, Quantizer, Scheme
 
 __all__ = ["JitRecipeGemm", "JitRecipeQuantizer"]
 
