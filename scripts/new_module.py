@@ -36,7 +36,10 @@ def check_name(name: str, root: Path) -> None:
 
 
 TEMPLATE = Template(
-    "module", Path(__file__).resolve().parent / "jit_templates" / "module", check_name
+    "module",
+    Path(__file__).resolve().parent / "jit_templates" / "module",
+    check_name,
+    "apex_te/module/__init__.py",
 )
 
 

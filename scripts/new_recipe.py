@@ -37,6 +37,9 @@ def check_name(name: str, root: Path) -> None:
             raise Refusal(f"there is a recipe {name!r} already: {where}")
         if re.search(rf"\b{kind}\b", text):
             raise Refusal(f"{where} has a {kind} already")
+    package = "apex_te/recipe/__init__.py"
+    if re.search(rf"\b{name}\b", (root / package).read_text(encoding="utf-8")):
+        raise Refusal(f"{package} uses the name {name!r}, which a file would take; choose another")
 
 
 TEMPLATE = Template(

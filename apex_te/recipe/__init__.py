@@ -100,6 +100,11 @@ class Recipe:
 
     def __init_subclass__(cls, name: str | None = None) -> None:
         super().__init_subclass__()
+        if cls.keeps_state and not any(kind.__name__ == "DelayedScaling" for kind in cls.__mro__):
+            raise TypeError(
+                f"{cls.__name__}: a recipe with keeps_state must derive from DelayedScaling, whose "
+                f"options say how its scales move, got {cls.__bases__[0].__name__}"
+            )
         if name is None:
             return
         other = _kinds.setdefault(name, cls)
@@ -492,6 +497,13 @@ def unpack_recipe(packed: Any) -> Recipe:
     try:
         name, values = packed
         kinds = {kind.__name__: kind for kind in recipe_kinds().values() if not kind.keeps_state}
+        if name not in kinds:
+            raise ValueError(
+                f"FP8Parameter: recipe must be one of {', '.join(kinds)}, or of a package that was "
+                f"imported before, got {name!r}"
+            )
         return kinds[name](**dict(values, fp8_format=Format[values["fp8_format"]]))
     except (KeyError, TypeError, ValueError) as error:
+        if str(error).startswith("FP8Parameter"):
+            raise
         raise ValueError(f"FP8Parameter: recipe must be what was saved, got {error!r}") from error

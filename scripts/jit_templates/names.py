@@ -6,7 +6,7 @@ import builtins
 import importlib.util
 import keyword
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from op_builder import builder_names, user_ops
@@ -67,12 +67,23 @@ def check_name(name: str, root: Path, is_skeleton: bool) -> None:
         raise Refusal(f"{name!r} is a name that the generated files use; choose another")
 
 
+def check_tests(files: Iterable[str], root: Path) -> None:
+    """Raise Refusal if a test among ``files`` has the name of one that is there.
+
+    pytest imports tests by the names of their files, in whichever folder they are.
+    """
+    for path in (Path(file) for file in files if file.startswith("tests/")):
+        for there in sorted((root / "tests").rglob(path.name)):
+            raise Refusal(f"there is a test {there.relative_to(root)} already; choose another name")
+
+
 def check_targets(name: str, files: Sequence[str], root: Path) -> None:
     """Raise Refusal if a file or a folder of the op is there already."""
     folders = [f"csrc/{name}", f"op_builder/{name}", f"apex_te/ops/{name}"]
     there = [path for path in (*files, *folders) if (root / path).exists()]
     if there:
         raise Refusal(f"nothing is overwritten, and there is {', '.join(there)} in {root} already")
+    check_tests(files, root)
 
 
 def find_sources(texts: Sequence[str], root: Path) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from . import record, render
-from .names import LONGEST, Refusal
+from .names import LONGEST, Refusal, check_tests
 
 __all__ = ["Template"]
 
@@ -24,11 +24,13 @@ class Template(NamedTuple):
         noun: what is written: ``module``, ``recipe``.
         folder: the template; its paths are those below the checkout's root.
         check: raises Refusal for a name that is taken, in the checkout that it is given.
+        table: file in which users enter the name; below the checkout's root, empty for none.
     """
 
     noun: str
     folder: Path
     check: Callable[[str, Path], None]
+    table: str = ""
 
     def files(self, name: str) -> dict[str, str]:
         """Returns the files under a name: path below the root -> text."""
@@ -49,6 +51,7 @@ class Template(NamedTuple):
             raise Refusal(
                 f"nothing is overwritten, and there is {', '.join(there)} in {root} already"
             )
+        check_tests(files, root)
         if not dry_run:
             record.write(self._record(name), files, root)
         print(f"{'would write' if dry_run else 'wrote'}, in {root}:", *files, sep="\n  ")
@@ -62,6 +65,8 @@ class Template(NamedTuple):
         key = self._record(name)
         if key not in record.generated(root):
             raise Refusal(f"no {self.noun} {name!r} was generated in {root}")
+        if self.table and re.search(rf"\b{name}\b", (root / self.table).read_text("utf-8")):
+            raise Refusal(f"{self.table} names {name}: take it out there first")
         files = record.check_removal(key, root, force)
         print(f"{'would remove' if dry_run else 'removed'}, in {root}:", *files, sep="\n  ")
         for folder in () if dry_run else record.remove(key, root, force):

@@ -94,8 +94,9 @@ class Header(NamedTuple):
 def recipe_entries(recipe: DelayedScaling) -> dict[str, Any]:
     """Returns the entries of a header that ``Header.recipe`` is made of again."""
     entries: dict[str, Any] = {"format": recipe.fp8_format.name}
-    # A function cannot be saved: the recipe of the next region then finishes the update.
-    if not recipe.uses_callables:
+    # A function, or what a derived class adds, cannot be saved: the recipe of the next region then
+    # finishes the update.
+    if type(recipe) is DelayedScaling and not recipe.uses_callables:
         entries["recipe"] = {name: getattr(recipe, name) for name in _SAVED}
     return entries
 

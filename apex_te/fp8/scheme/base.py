@@ -616,10 +616,24 @@ _schemes: dict[str, Scheme] = {}
 
 
 def scheme_of(recipe: Recipe) -> Scheme:
-    """Returns the scheme of ``recipe``, importing its file where that has not been needed yet."""
+    """Returns the scheme of ``recipe``, importing its file where that has not been needed yet.
+
+    Raises:
+        ValueError: no scheme has the name that the recipe's ``quantizer`` is.
+    """
     name = recipe.quantizer
     if name not in _schemes:
-        importlib.import_module(f"{__package__}.{name}")
+        where = f"{__package__}.{name}"
+        try:
+            importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name != where:
+                raise
+        if name not in _schemes:
+            raise ValueError(
+                f"{type(recipe).__name__}: quantizer must be the name of a scheme, one of "
+                f"{', '.join(sorted(_schemes))} or a file of {__package__}, got {name!r}"
+            )
     return _schemes[name]
 
 

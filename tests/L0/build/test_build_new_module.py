@@ -34,6 +34,9 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for room in ("apex_te/module/_core", "tests/L0/module", "scripts"):
         (tmp_path / room).mkdir(parents=True)
     (tmp_path / "apex_te/module/linear.py").write_text("class Linear(Base):\n    pass\n")
+    (tmp_path / "apex_te/module/__init__.py").write_text('_NAMES = {"Linear": "linear"}\n')
+    (tmp_path / "tests/L0/ops").mkdir()
+    (tmp_path / "tests/L0/ops/test_rope.py").touch()
     monkeypatch.setattr(new_module, "ROOT", tmp_path)
     return tmp_path
 
@@ -65,11 +68,7 @@ def test_what_it_writes_is_formatted(tree: Path, name: str) -> None:
         assert "jit_module" not in text
         assert "JitModule" not in text
     # Which imports are the package's own is seen by its files.
-    made = [
-        "apex_te/__init__.py",
-        "apex_te/module/__init__.py",
-        "apex_te/module/_core/fused_casts.py",
-    ]
+    made = ["apex_te/__init__.py", "apex_te/module/_core/fused_casts.py"]
     for where in made:
         (tree / where).write_text("")
     shutil.copy(CHECKOUT / "pyproject.toml", tree)
@@ -91,6 +90,7 @@ def test_what_it_writes_is_formatted(tree: Path, name: str) -> None:
         ("Linear2", "name must be a small letter"),
         ("x" * (names.LONGEST + 1), "name must have at most"),
         ("print", "name must not be a word of Python"),
+        ("rope", "there is a test tests/L0/ops/test_rope.py already"),
     ],
 )
 def test_names_that_are_refused(
@@ -115,6 +115,11 @@ def test_nothing_is_overwritten_and_changes_are_kept(
     assert new_module.main(["mine", "--remove"]) == 1
     assert "changed since it was generated" in capsys.readouterr().err
     assert listing(tree) == before
+    table = tree / "apex_te/module/__init__.py"
+    table.write_text('_NAMES = {"Mine": "mine"}\n')
+    assert new_module.main(["mine", "--remove", "--force"]) == 1
+    assert "apex_te/module/__init__.py names mine: take it out" in capsys.readouterr().err
+    table.write_text("_NAMES = {}\n")
     assert new_module.main(["mine", "--remove", "--force"]) == 0
     assert not path.exists()
     assert new_module.main(["mine", "--remove"]) == 1

@@ -107,6 +107,8 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str) -> None:
         ("block", "there is a scheme 'block' already: apex_te/fp8/scheme/block.py"),
         ("base", "there is a scheme 'base' already"),
         ("blockwise", "there is a recipe 'blockwise' already: apex_te/recipe/__init__.py"),
+        ("make_recipe", "apex_te/recipe/__init__.py uses the name 'make_recipe'"),
+        ("fields", "apex_te/recipe/__init__.py uses the name 'fields'"),
     ],
 )
 def test_names(tree: Path, capsys: pytest.CaptureFixture[str], name: str, message: str) -> None:
