@@ -498,12 +498,7 @@ def unpack_recipe(packed: Any) -> Recipe:
         name, values = packed
         kinds = {kind.__name__: kind for kind in recipe_kinds().values() if not kind.keeps_state}
         if name not in kinds:
-            raise ValueError(
-                f"FP8Parameter: recipe must be one of {', '.join(kinds)}, or of a package that was "
-                f"imported before, got {name!r}"
-            )
+            raise ValueError(f"{name}, which no recipe is called; is its package imported?")
         return kinds[name](**dict(values, fp8_format=Format[values["fp8_format"]]))
     except (KeyError, TypeError, ValueError) as error:
-        if str(error).startswith("FP8Parameter"):
-            raise
         raise ValueError(f"FP8Parameter: recipe must be what was saved, got {error!r}") from error
