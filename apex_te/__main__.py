@@ -1,4 +1,7 @@
-"""``python -m apex_te report | why | list | clean | build``: what is compiled, where, and why."""
+"""Command line of the op libraries: which are compiled, where they lie, and why one is rebuilt.
+
+``python -m apex_te report | why | list | clean | build``.
+"""
 
 from __future__ import annotations
 

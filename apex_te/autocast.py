@@ -1,8 +1,9 @@
-"""Regions of FP8: ``apex_te.autocast`` is the class of that name, and has this module's names.
+"""Module ``apex_te.autocast``, which is replaced by the class of that name on import.
 
-Importing a submodule makes it an attribute of its package, where it would hide the class. So the
-class stands in ``sys.modules`` for the module: ``import apex_te.autocast``, imports from it and
-pickles that name it go on working.
+Importing a submodule makes it an attribute of its package, where the module would hide the class
+``autocast``. So the class takes the module's place in ``sys.modules``, and has all names of the
+module as attributes: ``import apex_te.autocast``, imports from it and pickles that name it go on
+working.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""CUDA graphs of modules that compute in FP8."""
+"""Public name of ``make_graphed_callables``, which captures modules as CUDA graphs, also in FP8."""
 
 from .graphs.graphed_callables import make_graphed_callables
 

@@ -29,11 +29,14 @@ def is_enabled() -> bool:
 def enable(enabled: bool = True) -> None:
     """Turns the ranges on or off for the whole process.
 
-    Modules of this package have them, and what is derived from one. A range is called after the
+    Modules of apex_te, and of classes derived from them, have ranges. A range is labelled with the
     module's ``name``, else its class, with its ``layer_number`` if it has one, and ``forward`` or
-    ``backward``; those of submodules nest inside. A backward begins with the gradient of the
-    module's first output and ends when those of its inputs are there. What torch.compile has
-    compiled has none.
+    ``backward``; ranges of submodules nest inside. A backward range begins when the gradient of the
+    module's first output arrives and ends when the gradients of its inputs are computed. Code that
+    torch.compile has compiled has no ranges.
+
+    Args:
+        enabled: True to register the hooks that make ranges, False to remove them.
 
     Raises:
         TypeError: ``enabled`` is no bool.
@@ -63,10 +66,12 @@ def _is_available() -> bool:
 
 
 def _has_ranges(module: torch.nn.Module) -> bool:
+    """Returns True if the module's class is one of apex_te.module, or derived from one."""
     return any(base.__module__.startswith(_OURS) for base in type(module).__mro__)
 
 
 def _label(module: torch.nn.Module) -> str:
+    """Returns the label of a module: its ``name``, else its class and its ``layer_number``."""
     name = getattr(module, "name", None)
     if isinstance(name, str) and name:
         return name
@@ -76,12 +81,19 @@ def _label(module: torch.nn.Module) -> str:
 
 
 def _before(module: torch.nn.Module, args: Any) -> None:
+    """Begins the range of a forward, as a global forward pre-hook."""
     if not torch.compiler.is_compiling() and _has_ranges(module):
         torch.cuda.nvtx.range_push(f"{_label(module)} forward")
 
 
 def _after(module: torch.nn.Module, args: Any, *rest: Any) -> None:
-    """Ends a forward's range; ``rest`` is (kwargs, output), or (None,) if the forward raised."""
+    """Ends the range of a forward and prepares that of its backward, as a global forward hook.
+
+    Args:
+        module: the module that ran.
+        args: its positional arguments.
+        rest: ``(kwargs, output)`` of the forward, or ``(None,)`` if it raised.
+    """
     if torch.compiler.is_compiling() or not _has_ranges(module):
         return
     torch.cuda.nvtx.range_pop()
@@ -97,9 +109,10 @@ def _after(module: torch.nn.Module, args: Any, *rest: Any) -> None:
 
 
 class _Backward:
-    """Range that begins with a node of the graph and ends with the gradients of the inputs.
+    """Profiler range of one module's backward.
 
-    Begun and ended rather than pushed and popped: autograd need not nest the modules.
+    The range is started and ended by handle, not pushed and popped on a stack, because autograd
+    need not run the backwards of modules nested.
     """
 
     __slots__ = ("label", "running")
@@ -109,7 +122,16 @@ class _Backward:
         self.running: Any = None
 
     def attach(self, node: Any, inputs: list[torch.Tensor]) -> None:
-        """Hooks the range to the graph; full backward hooks would forbid outputs' use in place."""
+        """Hooks the range to the autograd graph.
+
+        Module hooks of the full backward are not used: they would forbid in-place use of the
+        outputs.
+
+        Args:
+            node: the ``grad_fn`` of an output; the range begins before it runs.
+            inputs: inputs of the forward that require grad; the range ends when all have gradients,
+                or after ``node`` where the list is empty.
+        """
         node.register_prehook(self.begin)
         if inputs:
             torch.autograd.graph.register_multi_grad_hook(inputs, self.end)
@@ -117,17 +139,19 @@ class _Backward:
             node.register_hook(self.end)
 
     def begin(self, *_: Any) -> None:
+        """Starts the range, unless it runs already."""
         if self.running is None:
             self.running = torch.cuda.nvtx.range_start(self.label)
 
     def end(self, *_: Any) -> None:
+        """Ends the range, if it runs."""
         if self.running is not None:
             torch.cuda.nvtx.range_end(self.running)
             self.running = None
 
 
 def _from_environment() -> None:
-    """Follows ``APEX_TE_NVTX``; where NVTX is missing a warning says so."""
+    """Turns the ranges on if ``APEX_TE_NVTX`` asks for it; warns where PyTorch has no NVTX."""
     if not env.boolean(VARIABLE, False):
         return
     if _is_available():

@@ -1,7 +1,8 @@
-"""Tokens of a mixture of experts, permuted to their experts' rows and back.
+"""Permutation of the tokens of a mixture of experts into rows sorted by expert, and back.
 
-Names and arguments follow TransformerEngine's. Kernels: ``apex_te.ops.moe_permute``. Nothing waits
-for the GPU where the number of permuted rows is given.
+Names and arguments follow TransformerEngine's; the kernels are those of
+``apex_te.ops.moe_permute``. The host does not wait for the GPU where the number of permuted rows is
+given.
 """
 
 from __future__ import annotations
@@ -33,32 +34,33 @@ def moe_permute(
     *,
     num_experts: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies each token to its experts' rows; differentiable in ``inp``.
+    """Copies each token to a row of each of its experts; differentiable in ``inp``.
 
-    Rows are in order of experts, those of one expert in the order of tokens.
+    Rows are sorted by expert, rows of one expert by token.
 
     Args:
         inp: [tokens, hidden] float32, float16, bfloat16; or any dtype of one byte (FP8), which has
             no gradient.
-        routing_map: "mask": [tokens, experts] bool, uint8, int8, int32 or int64, not zero where a
-            token goes to an expert. "index": [tokens, k] int32 or int64 experts, negative for a
-            copy that is dropped.
-        num_out_tokens: rows of the result. Rows that no copy takes are zero, copies for which
-            there is no row are dropped. None or -1: k rows a token for "index", for "mask" as many
-            as there are copies, for which the host waits for the GPU once.
-        max_token_num: taken for compatibility; there is no workspace that it would size.
-        map_type: "mask" or "index".
-        num_experts: of indices, at most 1024, for which None stands. Fewer are faster.
+        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero where
+            a token goes to an expert; for "index" [tokens, k] int32 or int64, the k experts of each
+            token, negative for a copy that is dropped.
+        num_out_tokens: number of rows of the result. Rows left over are zero; copies for which
+            there is no row are dropped. None or -1: ``tokens * k`` for "index"; for "mask" the
+            number of copies, for which the host waits for the GPU once.
+        max_token_num: ignored; accepted for compatibility, since there is no workspace to size.
+        map_type: "mask" or "index", the form of ``routing_map``.
+        num_experts: number of experts for "index", at most 1024; None stands for 1024, and a
+            smaller number is faster. Must be None for "mask".
 
     Returns:
-        [num_out_tokens, hidden] in the dtype of ``inp``, and the row_id_map for ``moe_unpermute``:
-        opaque int32.
+        out: [num_out_tokens, hidden] in the dtype of ``inp``.
+        row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: a shape or option that does not match. An index that is no expert raises on the
-            CPU; on the GPU, which is not waited for, the token's row is NaN after ``moe_unpermute``
-            (and its gradient).
+            CPU; on the GPU, which is not waited for, it makes the token's row NaN after
+            ``moe_unpermute``, and its gradient, too.
         NotImplementedError: more than 1024 experts or 2^31 elements of routing_map.
     """
     if num_experts is not None and map_type != "index":
@@ -77,14 +79,18 @@ def moe_permute_with_probs(
     routing_map: torch.Tensor,
     num_out_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Permutes tokens and their probs by a mask; differentiable in both.
+    """Permutes tokens and their routing probabilities by a mask; differentiable in both.
 
     Args:
+        inp: [tokens, hidden], as in ``moe_permute``.
         probs: [tokens, experts] float32 or the dtype of ``inp``.
-        inp, routing_map, num_out_tokens: as in ``moe_permute``.
+        routing_map: [tokens, experts] mask, as in ``moe_permute``.
+        num_out_tokens: number of rows of the result, as in ``moe_permute``.
 
     Returns:
-        The permuted tokens, [num_out_tokens] of their probs, and the row_id_map.
+        out: [num_out_tokens, hidden] in the dtype of ``inp``.
+        permuted_probs: [num_out_tokens], for each row the prob of its token and expert.
+        row_id_map: opaque int32 tensor to pass to ``moe_unpermute``.
     """
     return _permuted(inp, probs, routing_map, num_out_tokens)
 
@@ -97,33 +103,36 @@ def moe_permute_and_pad_with_probs(
     align_size: int,
     num_out_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Permutes tokens and probs to experts that begin at multiples of ``align_size``.
+    """Permutes tokens and probs so that each expert's rows begin at a multiple of ``align_size``.
 
     FP8 products need multiples of 16. Padding rows, and their probs, are zero.
 
     Args:
-        inp, probs, routing_map: as in ``moe_permute_with_probs``.
-        tokens_per_expert: [experts] int32 or int64 tokens of each expert, on any device. The
-            kernel counts for itself: these size a result whose size is not given.
+        inp: [tokens, hidden], as in ``moe_permute``.
+        probs: [tokens, experts] float32 or the dtype of ``inp``.
+        routing_map: [tokens, experts] mask, as in ``moe_permute``.
+        tokens_per_expert: [experts] int32 or int64, the tokens of each expert, on any device. Read
+            only to find the number of rows where ``num_out_tokens`` is None; the kernel counts the
+            tokens itself.
         align_size: at least 1.
-        num_out_tokens: rows of the result, at least those with padding, a multiple of
+        num_out_tokens: number of rows of the result, at least all rows with padding, a multiple of
             ``align_size``: ``tokens * k + experts * (align_size - 1)`` rounded up always suffices.
-            None: as many as there are. The host waits for the GPU once for them, and checks
+            None: exactly the rows with padding. The host then waits for the GPU once and checks
             ``tokens_per_expert``, unless these are on the host and ``inp`` is not.
 
     Returns:
         permuted: [num_out_tokens, hidden].
         permuted_probs: [num_out_tokens].
-        row_id_map: for ``moe_unpermute``; it has the rows with padding.
-        pad_offsets: [experts] int32, padding rows before each expert.
-        padded_tokens_per_expert: [experts] on the device in the dtype of ``tokens_per_expert``:
-            what ``GroupedLinear`` takes as ``m_splits``.
+        row_id_map: opaque int32 tensor to pass to ``moe_unpermute``; it includes the padding.
+        pad_offsets: [experts] int32, padding rows before each expert's first row.
+        padded_tokens_per_expert: [experts] rows of each expert with padding, on the device in the
+            dtype of ``tokens_per_expert``: the ``m_splits`` of ``GroupedLinear``.
 
     Raises:
-        TypeError: a case of ``moe_permute``.
-        ValueError: a case of ``moe_permute``, or ``tokens_per_expert`` was waited for and differs
-            from the counts of routing_map.
-        NotImplementedError: a case of ``moe_permute``.
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or option that does not match, or ``tokens_per_expert`` was checked and
+            differs from the counts of ``routing_map``.
+        NotImplementedError: more than 1024 experts or 2^31 elements of ``routing_map``.
     """
     experts = routing_map.shape[-1] if routing_map.dim() else 0
     _check_counts(tokens_per_expert, experts)
@@ -157,27 +166,31 @@ def moe_unpermute(
     map_type: str = "mask",
     pad_offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sums each token's copies, times their probs; differentiable in both.
+    """Sums the rows of each token, times their probs if given; differentiable in both.
 
-    The sum is in fp32 in the order of experts ("index": of the k), the same on every run.
+    The sum is taken in fp32 in the order of experts (for "index" in that of the k), so every run
+    gives the same bits.
 
     Args:
-        inp: [rows, hidden] float32, float16 or bfloat16: what became of the permuted tokens.
-        row_id_map: of the function that permuted them.
+        inp: [rows, hidden] float32, float16 or bfloat16, the experts' results for the permuted
+            rows.
+        row_id_map: as returned by the function that permuted the tokens.
         merging_probs: [tokens, experts] for "mask", [tokens, k] for "index", float32 or the dtype
-            of ``inp``.
-        restore_shape: (tokens, hidden) of the result, which row_id_map has: checked where given.
+            of ``inp``; None adds the rows unweighted.
+        restore_shape: (tokens, hidden) of the result. Not needed, because ``row_id_map`` has it; an
+            error if it differs.
         map_type: "mask" or "index", as given to the function that permuted.
-        pad_offsets: of ``moe_permute_and_pad_with_probs``, whose row_id_map has the padding in it;
-            ValueError with another row_id_map.
+        pad_offsets: as returned by ``moe_permute_and_pad_with_probs``. Not needed, because
+            ``row_id_map`` includes the padding; an error with the ``row_id_map`` of another
+            function.
 
     Returns:
-        [tokens, hidden] in the dtype of ``inp``; zeros for a token without copies.
+        [tokens, hidden] in the dtype of ``inp``; zeros for a token without rows.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape or option that does not match. A row_id_map with rows that ``inp`` has
-            not raises on the CPU and gives NaN on the GPU.
+        ValueError: a shape or option that does not match. A row_id_map that names rows ``inp`` does
+            not have raises on the CPU and gives NaN on the GPU.
     """
     if map_type not in ("mask", "index"):
         raise ValueError(f"moe_unpermute: map_type must be 'mask' or 'index', got {map_type!r}")
@@ -202,21 +215,24 @@ def moe_unpermute(
 def moe_sort_chunks_by_index(
     inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> torch.Tensor:
-    """Reorders chunks of rows, differentiably: the i-th is then chunk ``sorted_index[i]``.
+    """Reorders chunks of consecutive rows so that chunk ``sorted_index[i]`` comes i-th.
 
-    After an all-to-all it brings rows from the order [source rank, local expert] into [local
-    expert, source rank]. Nothing waits for the GPU.
+    Differentiable in ``inp``; the host does not wait for the GPU. After an all-to-all it brings
+    rows from the order [source rank, local expert] into [local expert, source rank].
 
     Args:
-        inp: [rows, hidden] as in ``moe_permute``.
-        split_sizes: [chunks] int32 or int64 rows of each chunk; rows past them become zeros. At
-            most 2048 chunks.
-        sorted_index: [chunks] int32 or int64, each chunk once.
+        inp: [rows, hidden] float32, float16, bfloat16, or a dtype of one byte without gradient.
+        split_sizes: [chunks] int32 or int64, the number of rows of each chunk, for at most 2048
+            chunks. Rows behind the last chunk become zeros.
+        sorted_index: [chunks] int32 or int64, a permutation of the chunks.
+
+    Returns:
+        [rows, hidden] in the dtype of ``inp``.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match, and on the CPU values that do not fit; on the GPU
-            these leave rows zero.
+        ValueError: a shape that does not match, and on the CPU sizes or indices out of range; on
+            the GPU these leave rows zero.
     """
     return _sorted(inp, None, split_sizes, sorted_index)[0]
 
@@ -227,7 +243,18 @@ def moe_sort_chunks_by_index_with_probs(
     split_sizes: torch.Tensor,
     sorted_index: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reorders chunks of rows and of their [rows] probs (float32, float16, bfloat16)."""
+    """Reorders chunks of rows, as ``moe_sort_chunks_by_index`` does, and the probs of the rows.
+
+    Args:
+        inp: [rows, hidden].
+        probs: [rows] float32, float16 or bfloat16.
+        split_sizes: [chunks], the number of rows of each chunk.
+        sorted_index: [chunks], a permutation of the chunks.
+
+    Returns:
+        out: [rows, hidden] in the dtype of ``inp``.
+        permuted_probs: [rows] in the dtype of ``probs``.
+    """
     out, permuted_probs = _sorted(inp, probs, split_sizes, sorted_index)
     assert permuted_probs is not None
     return out, permuted_probs
@@ -243,9 +270,12 @@ def _permuted(
     align_size: int | None = None,
     row_id_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """Returns permuted rows, probs and the row_id_map, made first where it has to be counted.
+    """Permutes tokens, after counting the rows on the GPU where ``rows`` is None or -1.
 
-    The permuted probs are None without probs.
+    Returns:
+        out: [rows, hidden].
+        permuted_probs: [rows], or None without ``probs``.
+        row_id_map: ``row_id_map`` if that was given, else the one made here.
     """
     if rows is None or rows == -1:
         row_id_map = _op.make_map(routing_map, map_type=map_type).row_id_map
@@ -263,6 +293,7 @@ def _sorted(
     split_sizes: torch.Tensor,
     sorted_index: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Reorders chunks of rows; returns the rows, and their probs or None."""
     if inp.dim() != 2:
         raise ValueError(
             f"moe_sort_chunks: inp must have 2 dimensions, got shape {list(inp.shape)}"
@@ -276,7 +307,12 @@ def _sorted(
 def _counted(
     routing_map: torch.Tensor, tokens_per_expert: torch.Tensor, align_size: int
 ) -> tuple[torch.Tensor, int]:
-    """Returns the padded map and its rows; one wait also checks the caller's counts."""
+    """Makes the padded row_id_map, and checks ``tokens_per_expert`` against it; waits for the GPU.
+
+    Returns:
+        row_id_map: opaque int32 tensor.
+        rows: number of permuted rows, padding included.
+    """
     made = _op.make_map(routing_map, align_size=align_size)
     experts = routing_map.shape[1]
     found, given = torch.stack(

@@ -1,4 +1,4 @@
-"""Functions on the FP8 state of a model."""
+"""Public names of the FP8 state: its class, its allocation, pending updates, NaN and Inf counts."""
 
 from .fp8.delayed.scale_formula import nonfinite_count
 from .fp8.delayed.state import FP8State

@@ -1,4 +1,4 @@
-"""Statistics of the FP8 casts of a model's modules while it trains."""
+"""Public name of ``fp8_statistics``, which records amax, scale and saturation of FP8 casts."""
 
 from .fp8.statistics import fp8_statistics
 

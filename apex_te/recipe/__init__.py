@@ -1,7 +1,7 @@
-"""FP8 recipes: frozen data that says how tensors are scaled.
+"""FP8 recipes: frozen dataclasses that say how tensors are scaled; no tensor is touched here.
 
-No tensor is touched here. A recipe with a file of its own in this folder registers itself; its name
-is then one of ``make_recipe``, of the command line and of saved weights (docs/new_recipe.md).
+A recipe with a file of its own in this folder registers itself by a name, which is then valid in
+``make_recipe``, on the command line and in saved weights (docs/new_recipe.md).
 """
 
 from __future__ import annotations
@@ -46,11 +46,13 @@ GemmFlags = tuple[bool, bool, bool]
 
 
 class FormatValue(NamedTuple):
-    """Element types of a format, and the values to which an amax is scaled.
+    """Named tuple of the element types of a format and the values to which amaxes are scaled.
 
     Attributes:
-        max_fwd, max_bwd: value to which an amax is scaled, in forward and backward.
-        fwd_dtype, bwd_dtype: element types in forward and backward.
+        max_fwd: value to which the amax of an input or weight is scaled, ``fp8_max`` in forward.
+        max_bwd: value to which the amax of a gradient is scaled, ``fp8_max`` in backward.
+        fwd_dtype: torch dtype of the FP8 data of inputs and weights.
+        bwd_dtype: torch dtype of the FP8 data of gradients.
     """
 
     max_fwd: float
@@ -60,13 +62,17 @@ class FormatValue(NamedTuple):
 
 
 class Format(enum.Enum):
-    """Element format of a recipe.
+    """Enum of the FP8 element formats of a recipe; each member's value is a ``FormatValue``.
 
-    ``E4M3``: E4M3 everywhere; ``E5M2``: E5M2 everywhere; ``HYBRID``: E4M3 for activations and
-    weights, E5M2 for gradients; ``HIF8``: HiFloat8 everywhere, with one scale a tensor.
-    An amax is scaled to ``.value.max_fwd`` or ``.value.max_bwd``: the largest finite value (448 or
-    57344), for HiF8 15 and 224, which its 3-bit and 2-bit mantissas reach. ``.value.fwd_dtype`` and
-    ``.value.bwd_dtype`` are the torch dtypes of the FP8 data.
+    Amaxes are scaled to the largest finite value of the element type (448 for E4M3, 57344 for
+    E5M2), with HiFloat8 to 15 in forward and 224 in backward, up to which its mantissa has 3 and 2
+    bits.
+
+    Attributes:
+        E4M3: E4M3 for inputs, weights and gradients.
+        E5M2: E5M2 for inputs, weights and gradients; no recipe accepts it.
+        HYBRID: E4M3 for inputs and weights, E5M2 for gradients.
+        HIF8: HiFloat8 for inputs, weights and gradients, with one scale a tensor.
     """
 
     E4M3 = FormatValue(448.0, 448.0, torch.float8_e4m3fn, torch.float8_e4m3fn)
@@ -83,15 +89,15 @@ _kinds: dict[str, type[Recipe]] = {}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Base of all recipes.
+    """Base class of the recipes, frozen dataclasses that are passed to ``fp8_autocast``.
 
-    A subclass that is defined with a ``name``, as in ``class MyScaling(Recipe, name="mine")``, is
-    found by it.
+    A subclass that is defined with a ``name``, as in ``class MyScaling(Recipe, name="mine")``, can
+    be chosen by that name, e.g. ``make_recipe("mine")``.
 
     Attributes:
         quantizer: name of the scheme, a module of ``apex_te.fp8.scheme``.
-        keeps_state: True if scales live on from one region to the next.
-        formats: values that ``fp8_format`` may have.
+        keeps_state: True if scales and amaxes are kept from one region to the next.
+        formats: the values that the field ``fp8_format`` may have.
     """
 
     quantizer: ClassVar[str]
@@ -113,7 +119,7 @@ class Recipe:
         _kinds[name] = cls  # perhaps of a module that is imported again
 
     def _check_shared(self, fp8_dpa: bool, fp8_mha: bool) -> None:
-        """Checks the arguments that every recipe has."""
+        """Checks the fields that every recipe has, and that FP8 attention is not asked for."""
         values: Any = self
         for name, value in (("fp8_dpa", fp8_dpa), ("fp8_mha", fp8_mha)):
             if value:
@@ -136,7 +142,7 @@ class Recipe:
         return type(self).__name__
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        """Restores a pickled recipe, checked as a new one is."""
+        """Restores a pickled recipe, and checks its fields as the constructor does."""
         self.__dict__.update(values)
         check = getattr(self, "__post_init__", None)
         if check is not None:
@@ -178,7 +184,7 @@ class Recipe:
             )
 
     def _flags(self, name: str) -> GemmFlags:
-        """Returns the three bools of an argument, and stores them as a tuple."""
+        """Checks a field of three bools, stores it as a tuple and returns that."""
         value: Any = getattr(self, name)
         if not isinstance(value, (tuple, list)) or not all(isinstance(v, bool) for v in value):
             raise TypeError(f"{self._name}: {name} must be a tuple of three bools, got {value!r}")
@@ -191,29 +197,31 @@ class Recipe:
 
 @dataclass(frozen=True)
 class DelayedScaling(Recipe, name="delayed"):
-    """Recipe that scales each tensor by its largest magnitude over the last steps, in fp32.
+    """Recipe that computes a tensor's scale from its amaxes in the last steps (delayed scaling).
 
     Args:
         margin: the scale is divided by ``2 ** margin``; from -16 to 16.
         interval: regions (microbatches) between two scale updates.
         fp8_format: ``Format.HYBRID`` or ``Format.E4M3``; pure E5M2 is refused.
         amax_history_len: rows of the amax history, the staging row included; at most 16384.
-        amax_compute_algo: ``"max"``, ``"most_recent"`` or a callable
-            ``(history [length, slots]) -> amax [slots]``; row 0 of the history is the newest amax,
-            row 1 the oldest, the last row the one before the newest.
+        amax_compute_algo: ``"max"``, ``"most_recent"`` or a callable ``(history [length, slots]) ->
+            amax [slots]``; row 0 of the history is the newest amax, row 1 the oldest, the last row
+            the one before the newest.
         scaling_factor_compute_algo: None (``fp8_max / amax / 2**margin``), ``"pow2"`` (that ratio
-            rounded down to a power of two) or a callable
-            ``(amax [slots], old_scale [slots], fp8_max, recipe) -> scale [slots]``. A callable is
-            hashable. If it raises, its modules keep their scales, drop the amaxes staged since the
-            last update, and the region with this recipe that needed the update raises; modules
-            with other recipes are updated all the same.
-        override_linear_precision: high precision for (fprop, dgrad, wgrad); only wgrad may be.
-        reduce_amax: MAX-reduce the amaxes over the FP8 group before an update.
-        first_step: ``"scale_one"`` starts with scale 1; ``"current"`` takes the first scale of
-            each tensor from that tensor itself.
-        use_split_accumulator: keep partial sums in fp32 in (fprop, dgrad, wgrad), the opposite of
-            cuBLASLt's fast accumulation.
-        fp8_dpa, fp8_mha: not available yet; True raises.
+            rounded down to a power of two) or a callable ``(amax [slots], old_scale [slots],
+            fp8_max, recipe) -> scale [slots]``. A callable must be hashable. If it raises, its
+            modules keep their scales, drop the amaxes staged since the last update, and the region
+            with this recipe that needed the update raises; modules with other recipes are updated
+            all the same.
+        override_linear_precision: three bools, True to compute (fprop, dgrad, wgrad) in high
+            precision; only that of wgrad may be True.
+        reduce_amax: reduce the amaxes by maximum over ``fp8_group`` before an update.
+        first_step: ``"scale_one"`` starts with scale 1; ``"current"`` takes the first scale of each
+            tensor from that tensor itself.
+        use_split_accumulator: three bools, True to keep partial sums of (fprop, dgrad, wgrad) in
+            fp32; False allows cuBLASLt's fast accumulation.
+        fp8_dpa: FP8 dot-product attention, which is not available yet; True raises.
+        fp8_mha: FP8 multi-head attention, which is not available yet; True raises.
 
     Raises:
         TypeError: an argument has a wrong type or is unknown.
@@ -254,11 +262,12 @@ class DelayedScaling(Recipe, name="delayed"):
 
     @property
     def uses_callables(self) -> bool:
-        """Returns True if a user's function takes part in the scale update."""
+        """Returns True if one of the two algorithms is a user's function."""
         return callable(self.amax_compute_algo) or callable(self.scaling_factor_compute_algo)
 
     @staticmethod
     def _check_algo(name: str, value: object, names: tuple[str, ...]) -> None:
+        """Checks that an algorithm is one of ``names`` or a hashable callable."""
         if callable(value):
             try:
                 hash(value)
@@ -280,15 +289,15 @@ class DelayedScaling(Recipe, name="delayed"):
 
 @dataclass(frozen=True)
 class CurrentScaling(Recipe, name="tensorwise"):
-    """Recipe that scales each tensor by its own amax: ``scale = fp8_max / max |x|`` (tensorwise).
+    """Recipe that computes a tensor's scale from its amax when it is cast: ``fp8_max / max |x|``.
 
     Args:
         fp8_format: ``Format.HYBRID``, ``Format.E4M3`` or ``Format.HIF8``.
         pow2: round scales down to powers of two.
-        eps: smallest amax.
+        eps: lower bound of the amax from which a scale is computed.
         override_linear_precision, use_split_accumulator, fp8_dpa, fp8_mha: as in
             ``DelayedScaling``.
-        interval: accepted for interface compatibility; these scales have no interval.
+        interval: ignored, accepted for interface compatibility; every cast computes its scale.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for ``DelayedScaling``.
@@ -313,21 +322,21 @@ class CurrentScaling(Recipe, name="tensorwise"):
 
     @property
     def quantizer(self) -> str:  # type: ignore[override]
-        """Name of the scheme."""
+        """Name of the scheme: ``"hif8"`` with ``Format.HIF8``, else ``"current"``."""
         return "hif8" if self.fp8_format is Format.HIF8 else "current"
 
 
 @dataclass(frozen=True)
 class BlockScaling(Recipe, name="blockwise"):
-    """Recipe that scales 1x128 blocks of activations and gradients, 128x128 of weights.
+    """Recipe with a scale for each 1x128 block of activations and gradients, 128x128 of weights.
 
     Source: DeepSeek-V3.
 
     Args:
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``.
         pow2: round scales down to powers of two.
-        eps: smallest amax.
-        use_split_accumulator: must stay True; the sums of blocks are always kept in fp32.
+        eps: lower bound of the amax from which a block's scale is computed.
+        use_split_accumulator: must stay all True; the sums of blocks are always kept in fp32.
         override_linear_precision, interval, fp8_dpa, fp8_mha: as in ``CurrentScaling``.
 
     Raises:
@@ -359,13 +368,14 @@ class BlockScaling(Recipe, name="blockwise"):
 
 @dataclass(frozen=True)
 class MXFP8Scaling(Recipe, name="mxfp8"):
-    """Recipe that scales every 32 elements along a product's inner dimension by a power of two.
+    """Recipe with a power-of-two scale for every 32 elements along a product's inner dimension.
 
     Source: OCP MX v1.0.
 
     Args:
         fp8_format: ``Format.E4M3`` or ``Format.HYBRID``.
-        rounding: of the scale's exponent: ``"up"`` (nothing saturates) or ``"floor"`` (OCP's).
+        rounding: how the scale's exponent is rounded: ``"up"`` (nothing saturates) or ``"floor"``
+            (OCP's rule).
         override_linear_precision, use_split_accumulator, interval, fp8_dpa, fp8_mha: as in
             ``CurrentScaling``.
 
@@ -402,26 +412,26 @@ _by_name = {name: kind() for name, kind in _kinds.items()}
 
 @functools.cache
 def _import_files() -> None:
-    """Imports the recipes that have files of their own in this folder, which registers them."""
+    """Imports all recipes that have files of their own in this folder, which registers them."""
     for module in pkgutil.iter_modules(__path__):
         importlib.import_module(f"{__name__}.{module.name}")
 
 
 def recipe_kinds() -> dict[str, type[Recipe]]:
-    """Returns the class of each recipe by its name, those above first."""
+    """Returns each recipe class by its registered name; the four built-in ones come first."""
     _import_files()
     return dict(_kinds)
 
 
 def make_recipe(name: str, fp8_format: str | Format | None = None, **options: Any) -> Recipe:
-    """Returns a new recipe by its command-line name.
+    """Makes a recipe by its registered name.
 
     Args:
         name: ``"delayed"``, ``"tensorwise"``, ``"blockwise"``, ``"mxfp8"`` or that of another
             registered recipe.
         fp8_format: ``"e4m3"``, ``"hybrid"`` or ``"hif8"`` (tensorwise only) in any case, or a
-            ``Format``; None: the recipe's own default.
-        options: further arguments of the recipe.
+            ``Format``; None: the recipe's default.
+        options: further arguments of the recipe's class.
 
     Raises:
         ValueError: the name is unknown, or the recipe does not have the format.
@@ -451,11 +461,13 @@ def make_recipe(name: str, fp8_format: str | Format | None = None, **options: An
 
 
 def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Recipe:
-    """Returns the recipe that a caller's argument asks for.
+    """Returns the recipe that an argument of a public function stands for.
 
     Args:
-        owner, argument: the function and its argument, for the errors.
-        value: a recipe, a name that ``make_recipe`` takes, or None for ``DelayedScaling()``.
+        owner: name of the public function, for errors.
+        argument: name of its argument, for errors.
+        value: a recipe, a name that ``make_recipe`` takes, or None for ``DelayedScaling()``. One
+            name always gives the same object.
 
     Raises:
         ValueError: the name is unknown.
@@ -482,17 +494,25 @@ def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Reci
 
 
 def pack_recipe(recipe: Recipe) -> tuple[str, dict[str, Any]]:
-    """Returns a recipe that keeps no state as plain values: its class's name and its fields."""
+    """Describes a recipe that keeps no state by plain values that can be saved.
+
+    Returns:
+        name: name of the recipe's class.
+        values: its fields by name, ``fp8_format`` as the name of the ``Format``.
+    """
     values: dict[str, Any] = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
     values["fp8_format"] = values["fp8_format"].name
     return type(recipe).__name__, values
 
 
 def unpack_recipe(packed: Any) -> Recipe:
-    """Returns the recipe that ``pack_recipe`` was given.
+    """Returns the recipe that ``pack_recipe`` described.
+
+    Args:
+        packed: what ``pack_recipe`` returned.
 
     Raises:
-        ValueError: anything else is given.
+        ValueError: ``packed`` is anything else.
     """
     try:
         name, values = packed

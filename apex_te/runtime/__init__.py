@@ -1,4 +1,4 @@
-"""Loading of op libraries, detection of tracing, scratch memory of streams, copies of scalars."""
+"""Access to op libraries, detection of tracing, scratch memory of kernels, copies to a device."""
 
 from typing import TYPE_CHECKING
 

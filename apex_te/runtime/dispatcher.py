@@ -1,4 +1,4 @@
-"""Binding of op libraries' C functions to Python callables; missing libraries are built."""
+"""Binding of op libraries' C functions to Python callables; libraries are built if missing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _handles: dict[tuple[str, str], int] = {}
 
 
 def _forked() -> None:
-    """Replaces the lock in a forked child, since another thread may have held it."""
+    """Replaces the lock in a forked child process: another thread may have held it at the fork."""
     global _lock
     _lock = threading.RLock()
 
@@ -34,13 +34,20 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _load_error(what: str, path: str, problem: ImportError) -> ImportError:
+    """Returns an ImportError that adds hints to the loader's.
+
+    Args:
+        what: op or module that could not be loaded.
+        path: file of its library.
+        problem: error of the dynamic loader.
+    """
     from ..op_builder.jit.build import hints  # here, because importing it takes a while
 
     return hints.load_error(what, path, problem)
 
 
 def core() -> ModuleType:
-    """Returns the dispatcher's module ``apex_te_core``; the first call opens or builds it."""
+    """Returns the dispatcher, the pybind11 module ``apex_te_core``, opened or built on first call."""
     global _core
     if _core is None:
         with _lock:
@@ -59,7 +66,16 @@ def core() -> ModuleType:
 
 
 def _open(op: str, device: str, device_index: int) -> int:
-    """Returns the dlopen handle of an op's library for a device type, its ABI number checked."""
+    """Opens the library of an op for a device type, once, and checks its ABI number.
+
+    Args:
+        op: stem of the op.
+        device: "cpu" or "cuda".
+        device_index: GPU whose compute capability decides which library to open or build.
+
+    Returns:
+        The handle that ``dlopen`` gave.
+    """
     with _lock:
         handle = _handles.get((op, device))
         if handle is None:
@@ -79,6 +95,7 @@ def _open(op: str, device: str, device_index: int) -> int:
 
 
 def _resolve(op: str, name: str, signature: str, device: str, device_index: int) -> int:
+    """Returns the address of a C function whose compiled signature equals ``signature``."""
     dispatcher = core()
     handle = _open(op, device, device_index)
     address = dispatcher.symbol(handle, f"apex_te_{name}")
@@ -94,6 +111,10 @@ def _resolve(op: str, name: str, signature: str, device: str, device_index: int)
 def signature(op: str, name: str) -> str:
     """Returns the signature of a C function as its op's header declares it.
 
+    Args:
+        op: stem of the op, e.g. "cast_transpose".
+        name: the function, without the prefix ``apex_te_``.
+
     Raises:
         AttributeError: the op declares no such function.
     """
@@ -104,11 +125,13 @@ def signature(op: str, name: str) -> str:
 
 
 def function(op: str, name: str) -> Any:
-    """Returns the callable of one C function; the first call opens or builds the op's library.
+    """Returns a callable for one C function of an op; it takes torch tensors and scalars.
+
+    The library for a device is opened, or built, when the callable first meets a tensor there.
 
     Args:
         op: stem of the op, e.g. "cast_transpose".
-        name: a function that its header declares.
+        name: a function that the op's header declares, without the prefix ``apex_te_``.
 
     Raises:
         AttributeError: the op declares no such function.
@@ -127,16 +150,17 @@ def function(op: str, name: str) -> Any:
 
 
 def tensor_list(tensors: Iterable[torch.Tensor]) -> Any:
-    """Returns a prepared list, which ops take wherever they take a list of tensors.
+    """Returns a list of tensors, checked in advance, that an op takes in place of a plain list.
 
-    Its tensors are checked in full once. Later calls read each one's address, shape and strides
-    again, which costs a fraction of a plain list. For eager calls: compiled regions want a list.
+    The tensors are checked in full once, here. Each later call reads only their addresses, shapes
+    and strides, which costs a fraction of a plain list. For eager calls only: torch.compile needs a
+    plain list.
     """
     return core().TensorList(tensors)
 
 
 class _Ops:
-    """Functions of one op as attributes, bound when first read."""
+    """Namespace of the functions of one op, each bound when its attribute is first read."""
 
     def __init__(self, op: str) -> None:
         self._op = op
@@ -150,5 +174,8 @@ class _Ops:
 
 
 def ops(op: str) -> Any:
-    """Returns the namespace of an op's functions, each bound when its attribute is first read."""
+    """Returns a namespace of an op's C functions, e.g. ``ops("cast_transpose").cast_transpose``.
+
+    Each is bound, as by ``function``, when its attribute is first read.
+    """
     return _Ops(op)

@@ -1,7 +1,8 @@
-"""Chains of entered context managers, one a thread, that may be left in any order, by any thread.
+"""Linked list of the context managers that a thread has entered, from which any link can be left.
 
-A generator that is suspended inside of a ``with`` block leaves it when it is closed: after others
-have been entered, or in another thread than that which entered it.
+A generator that is suspended inside a ``with`` block leaves the block when it is closed. By then
+other blocks may have been entered, and the closing thread may be another than the entering one; so
+blocks are not always left in reverse order.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ __all__ = ["Entered", "leave"]
 
 
 class Entered:
-    """One entered context manager, a link of its thread's chain.
+    """Base of an entered context manager: one link of its thread's list.
 
     Attributes:
-        outer: the link that was the innermost one before, or None.
-        holder: the attributes of the thread (``threading.local().__dict__``), in which the
-            innermost link is found by name; other threads reach them only through it.
+        outer: the link that was innermost when this one was entered, or None.
+        holder: ``__dict__`` of the ``threading.local()`` of the entering thread. One of its entries
+            is the thread's innermost link; other threads can reach it through this attribute only.
     """
 
     __slots__ = ("holder", "outer")
@@ -27,16 +28,18 @@ class Entered:
 
 
 def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
-    """Takes the link that a context manager has entered last out of its chain, wherever that is.
+    """Removes from its thread's list the link that a context manager entered last.
 
     Args:
-        entered: the links of the context manager, of which this one is removed. Those of the
-            calling thread go first, since threads may share the context manager.
-        holder: the attributes of the calling thread.
-        name: of the attribute that is the innermost link.
+        entered: all links that the context manager has entered and not left, from which the link is
+            removed. Links of the calling thread are preferred, because threads may share the
+            context manager.
+        holder: ``__dict__`` of the ``threading.local()`` of the calling thread.
+        name: key in ``holder`` of the thread's innermost link.
 
     Returns:
-        The link, or None where the context manager has entered none.
+        The link that was removed; None if the context manager has entered none, so that there is
+        nothing to leave.
     """
     if not entered:
         return None

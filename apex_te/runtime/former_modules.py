@@ -1,4 +1,4 @@
-"""Former names of modules, which pickled modules and users' imports may still have."""
+"""Former names of renamed modules, which pickled objects and users' imports may still use."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _PACKAGE = "apex_te."
 
 
 class _Loader:
-    """Loader that gives a former name the module that has another name now."""
+    """Import loader that puts a renamed module into ``sys.modules`` under its former name."""
 
     def create_module(self, spec: ModuleSpec) -> None:
         return None
@@ -65,6 +65,6 @@ class _Loader:
 
 
 def find(name: str) -> ModuleSpec | None:
-    """Returns the spec of a module by its former full name; None for other names."""
+    """Returns an import spec for the former full name of a module; None for all other names."""
     is_former = name.startswith(_PACKAGE) and name[len(_PACKAGE) :] in _NOW
     return ModuleSpec(name, _Loader()) if is_former else None  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""Former names of keyword arguments, fields and functions, which warn and work for one release."""
+"""Former names of keyword arguments, fields and functions, which work with a DeprecationWarning.
+
+They go with the next release.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ _KEYWORDS = {
 
 
 def _warn(former: str, name: str, stacklevel: int) -> None:
+    """Warns that ``former`` is now called ``name``, at ``stacklevel`` frames above the caller."""
     text = f"{former} is now called {name}; the former name goes with the next release"
     warnings.warn(text, DeprecationWarning, stacklevel=stacklevel + 1)
 
@@ -25,9 +29,18 @@ def _warn(former: str, name: str, stacklevel: int) -> None:
 def former_keywords(
     function: Callable[..., Any], kwargs: dict[str, Any], owner: str
 ) -> dict[str, Any] | None:
-    """Returns keyword arguments by their present names, or None if none has a former one.
+    """Translates former names of keyword arguments; to be called after a call has failed.
 
-    To be called once a call has failed, so that calls by present names pay nothing.
+    Calls by present names thus pay nothing.
+
+    Args:
+        function: the function that was called; its annotations tell which names it takes.
+        kwargs: the keyword arguments of the failed call.
+        owner: name of the function, for the warning.
+
+    Returns:
+        The keyword arguments to repeat the call with; None if none has a former name, or both names
+        of one are given, so that the error of the call stands.
     """
     taken = function.__annotations__
     given = [name for name in kwargs if name in _KEYWORDS and name not in taken]
@@ -40,7 +53,11 @@ def former_keywords(
 
 
 def former_fields(**names: str) -> Callable[[_C], _C]:
-    """Decorates a class whose fields had other names: ``former_fields(former="present")``."""
+    """Returns a class decorator that adds warning properties for the former names of fields.
+
+    Args:
+        names: present name of each field by its former name, ``former="present"``.
+    """
 
     def decorate(cls: _C) -> _C:
         for former, name in names.items():
@@ -51,6 +68,8 @@ def former_fields(**names: str) -> Callable[[_C], _C]:
 
 
 def _reader(former: str, name: str) -> Callable[[Any], Any]:
+    """Returns a property getter for the field ``name`` that warns of its former name."""
+
     def read(self: Any) -> Any:
         _warn(former, name, stacklevel=2)
         return getattr(self, name)
@@ -59,7 +78,12 @@ def _reader(former: str, name: str) -> Callable[[Any], Any]:
 
 
 def find_former_functions(module: str, names: dict[str, str]) -> Callable[[str], Any]:
-    """Returns the ``__getattr__`` of a module whose functions had other names."""
+    """Returns a module's ``__getattr__`` that finds functions by their former names, and warns.
+
+    Args:
+        module: full name of the module.
+        names: present name of each function by its former name.
+    """
 
     def get(former: str) -> Any:
         name = names.get(former)

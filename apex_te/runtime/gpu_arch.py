@@ -1,7 +1,8 @@
-"""FP8 formats that a device multiplies: the one place that knows GPU archs by name.
+"""FP8 formats that a device can multiply: the one module that knows GPU archs by name.
 
-AMD's gfx94x (MI300) multiply e4m3fnuz and e5m2fnuz, gfx95x and gfx12 the OCP formats; other AMD
-GPUs have no FP8 matrix units. NVIDIA's have them from sm_89 on, with OCP formats.
+AMD's gfx94x (MI300) multiply e4m3fnuz and e5m2fnuz, gfx95x and gfx12 the OCP formats e4m3fn and
+e5m2; other AMD GPUs have no FP8 matrix units. NVIDIA GPUs have them from sm_89 on, with the OCP
+formats.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ def amd_arch(device: torch.device) -> str | None:
 
 
 def nvidia_capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of an NVIDIA GPU, (0, 0) for other devices.
+    """Returns the compute capability (major, minor) of an NVIDIA GPU, (0, 0) for other devices.
 
-    torch has a capability for AMD GPUs, too, which means something else: a gfx90a's is (9, 0).
+    torch reports a capability for AMD GPUs, too, with another meaning: (9, 0) for a gfx90a.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return (0, 0)
@@ -29,12 +30,15 @@ def nvidia_capability(device: torch.device) -> tuple[int, int]:
 
 
 def multiplies_fnuz(device: torch.device) -> bool:
-    """Returns True if the device's FP8 matrix units take fnuz formats rather than OCP's."""
+    """Returns True if the device's FP8 matrix units take the fnuz formats rather than OCP's."""
     return (amd_arch(device) or "").startswith("gfx94")
 
 
 def has_fp8_products(device: torch.device) -> bool:
-    """Returns True if the device, or the CPU, multiplies FP8 matrices with one scale each."""
+    """Returns True if FP8 matrices with one scale each can be multiplied on the device.
+
+    The CPU counts as such a device.
+    """
     arch = amd_arch(device)
     if arch is not None:
         return arch.startswith(("gfx94", "gfx95", "gfx12"))

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first used, so that importing it is quick."""
+"""Lazy names of a package, imported when they are first used, so that importing it is quick."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ __all__ = ["attach", "attach_submodules"]
 def attach(
     package: str, names: dict[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns ``__getattr__`` and ``__dir__`` of ``package``, whose names live in submodules.
+    """Returns ``__getattr__`` and ``__dir__`` for a package that import its names on first use.
 
     Args:
-        package: full name.
-        names: for each name the submodule that has it; an empty one stands for a submodule of that
-            name itself.
+        package: full name of the package.
+        names: for each public name the submodule that defines it; an empty string where the name is
+            itself a submodule.
+
+    Returns:
+        get: to be assigned to the package's ``__getattr__``.
+        names_of: to be assigned to the package's ``__dir__``.
     """
 
     def get(name: str) -> Any:
@@ -38,7 +42,15 @@ def attach(
 
 
 def attach_submodules(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns ``__getattr__`` and ``__dir__`` of ``package`` for its public modules."""
+    """Returns ``__getattr__`` and ``__dir__`` for a package that import submodules on first use.
+
+    Args:
+        package: full name of the package; its modules without a leading underscore are found.
+
+    Returns:
+        get: to be assigned to the package's ``__getattr__``.
+        names_of: to be assigned to the package's ``__dir__``.
+    """
 
     def found() -> set[str]:
         import pkgutil  # here, because importing it takes a while

@@ -1,4 +1,4 @@
-"""Places of the package's modules: folders beside it or in a checkout's root, and former names."""
+"""Import paths of the package: folders beside it or in a checkout, and modules' former names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from typing import Any
 
 
 def extend(package_path: MutableSequence[str]) -> str:
-    """Makes op_builder and compatibility importable below the package; returns their folder.
+    """Makes op_builder and compatibility importable as subpackages of apex_te.
 
-    An installed package holds them; a checkout (also an editable install) has them one level up.
+    An installed package holds them; in a checkout (also an editable install) they lie one level up.
+
+    Args:
+        package_path: ``__path__`` of apex_te, to which their folder is added.
+
+    Returns:
+        The folder that holds them.
 
     Raises:
         ImportError: they are in neither place.
@@ -30,10 +36,10 @@ def extend(package_path: MutableSequence[str]) -> str:
 
 
 class FormerNames:
-    """Finder that is asked last: modules by the names that they had in earlier versions."""
+    """Import finder of renamed modules, asked after all other finders."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Returns the spec of a module of the package that was renamed; None for other names."""
+        """Returns an import spec for the former name of a module; None for all other names."""
         if not fullname.startswith("apex_te."):
             return None
         from . import former_modules  # here, as few programs need it
@@ -42,6 +48,6 @@ class FormerNames:
 
 
 def find_former_names() -> None:
-    """Makes imports find modules by their former names."""
+    """Installs ``FormerNames`` in ``sys.meta_path``, once."""
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         sys.meta_path.append(FormerNames())

@@ -1,4 +1,4 @@
-"""Building of op libraries before they are needed."""
+"""Building of op libraries before they are first used."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ def prebuild(
 ) -> BuildReport:
     """Builds op libraries into the user's cache, except those that are prebuilt or cached.
 
-    Call it before ranks start, or in every rank: one process builds, the others wait for it.
-    Opens no CUDA context.
+    Call it before ranks start, or in every rank: one process builds, the others wait for it. It
+    opens no CUDA context.
 
     Args:
         ops: names of ops, e.g. "rms_norm" or ["rms_norm", "fp8_gemm"]; None means all. The
-            dispatcher always goes along.
+            dispatcher is always built, too.
         arch: CUDA archs, e.g. "9.0a" or "8.0;9.0a"; default APEX_TE_CUDA_ARCH_LIST, else
-            TORCH_CUDA_ARCH_LIST, else the visible GPUs.
-        device: "cpu", "cuda", or None for both, CUDA if there is an arch for it.
-        jobs: compilers that run at once; default: what CPUs, memory and MAX_JOBS allow.
+            TORCH_CUDA_ARCH_LIST, else those of the visible GPUs.
+        device: "cpu", "cuda", or None for the CPU and, if there is an arch for it, CUDA.
+        jobs: number of compilers to run at once; default: what CPUs, memory and MAX_JOBS allow.
         verbose: show the compilers' commands.
 
     Returns:
         A report: ``str()`` is a table; ``libraries`` has op, device, state ("built", "present" or
-        "skipped"), archs, seconds, size, path and reason of each.
+        "skipped"), archs, seconds, size, path and reason of each library.
 
     Raises:
-        PrebuildError: some could not be built; its ``report`` says which.
-        UnknownOpError: a name of no op.
-        ArchError: an arch that does not exist.
-        SettingError: another argument, or an environment variable, that does not fit.
-        JitDisabledError: APEX_TE_DISABLE_JIT is set and something is missing.
+        PrebuildError: some libraries could not be built; its ``report`` says which.
+        UnknownOpError: ``ops`` names no op.
+        ArchError: ``arch`` names an arch that does not exist.
+        SettingError: another argument, or an environment variable, has a wrong value.
+        JitDisabledError: APEX_TE_DISABLE_JIT is set and a library is missing.
     """
     from ..op_builder import all_builders, user_builders
     from ..op_builder.jit.prebuild.targets import Targets

@@ -1,4 +1,4 @@
-"""Detection of the modes of torch that must see every op: a library's call would pass unseen."""
+"""Detection of tracing: modes in which torch must see every op, as a direct library call is not."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ def is_traced() -> bool:
 
 
 def refuse_state(owner: str) -> None:
-    """Raises NotImplementedError where scales that outlive the call cannot be made or moved.
+    """Raises NotImplementedError where a tracer is active in which an FP8 state cannot be written.
 
-    What is made in a transform or a tracing with fake tensors is a tensor of that mode: kept as
-    state, it would break every later call. Modes that see real tensors are fine.
+    Tensors made under torch.export, a torch.func transform, torch.jit.trace or FakeTensorMode
+    belong to that tracer: kept as FP8 state, they would break every later call. torch.compile, and
+    modes that see real tensors, are fine.
+
+    Args:
+        owner: class or function to name in the error.
     """
     if torch.compiler.is_compiling():
         # Not is_exporting(): before torch 2.13, Dynamo takes it for True under torch.compile, too.

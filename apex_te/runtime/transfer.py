@@ -1,4 +1,4 @@
-"""Copies of scalars between devices."""
+"""Copies of tensors between devices without needless waiting."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ __all__ = ["moved"]
 
 
 def moved(x: torch.Tensor, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns ``x`` on ``device``, in ``dtype`` if given, without waiting where that is safe.
+    """Returns ``x`` on ``device``, in ``dtype`` if given, waiting only for copies to the CPU.
 
-    A GPU orders the copy before what is launched next. The CPU does not: what torch copies to it
-    with ``non_blocking=True`` may be read before it has arrived, so this waits for such a copy.
+    A GPU runs the copy before the kernels that are launched next, so the host need not wait. A copy
+    to the CPU with ``non_blocking=True`` might be read before it has arrived, so that one is waited
+    for.
     """
     return x.to(device, dtype or x.dtype, non_blocking=device.type != "cpu")

@@ -1,4 +1,4 @@
-"""Scratch memory of kernels, one buffer for each device, stream and thread of use."""
+"""Scratch memory of kernels, one buffer for each device and stream."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ _buffers: dict[tuple[int, int], torch.Tensor] = {}
 
 
 def workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
-    """Returns a uint8 tensor of ``num_bytes`` or more, reused by later calls on the same stream.
+    """Returns uint8 scratch memory of at least ``num_bytes`` for kernels on the current stream.
 
-    Two streams never share one, so kernels on them cannot overwrite each other's partial sums.
+    Later calls on the same stream get the same buffer; its content does not outlive the next kernel
+    that uses it. Two streams never share a buffer, so kernels on them cannot overwrite each other's
+    partial sums.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     key = (index, torch.cuda.current_stream(index).cuda_stream)
