@@ -1,1 +1,1 @@
-"""FP8: which regions compute in it, with which scales, and the tensors that hold it."""
+"""FP8 training: regions and recipes, scales and their state, and tensors that hold FP8 data."""

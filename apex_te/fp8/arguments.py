@@ -1,4 +1,4 @@
-"""Command-line switches of FP8 training, and the recipe that they ask for."""
+"""Command-line switches of FP8 training, and the recipe that a command line asks for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DEFAULT_RECIPE = "delayed"
 
 
 def _formats_of() -> dict[str, list[str]]:
-    """Returns the names of each recipe's formats."""
+    """Returns the names of the formats that each recipe accepts, by the recipe's name."""
     return {name: [f.name.lower() for f in kind.formats] for name, kind in recipe_kinds().items()}
 
 
 def _formats() -> tuple[str, ...]:
-    """Returns the names of all formats."""
+    """Returns the names of all formats that any recipe accepts."""
     return tuple(dict.fromkeys(name for names in _formats_of().values() for name in names))
 
 
@@ -33,8 +33,9 @@ def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
     - ``--fp8-format e4m3|hybrid|hif8`` (``args.fp8_format``) and ``--fp8-recipe
       delayed|tensorwise|blockwise|mxfp8`` (``args.fp8_recipe``): None where not given;
       ``recipe_from_arguments`` reads both.
-    - ``--no-use-gmm-fp8`` (``args.use_gmm_fp8``, default True): grouped linear layers stay in high
-      precision. The model has to do so: call them in ``fp8_autocast(enabled=False)``.
+    - ``--no-use-gmm-fp8`` (``args.use_gmm_fp8``, default True): keeps grouped linear layers in high
+      precision. The switch only sets the attribute; the model must call these layers in
+      ``fp8_autocast(enabled=False)``.
 
     Raises:
         TypeError: ``parser`` takes no argument group.
@@ -73,9 +74,13 @@ def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
 
 
 def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
-    """Returns the recipe that the parsed switches ask for; None where no switch asks for FP8.
+    """Returns the recipe that the parsed switches ask for; None if they do not ask for FP8.
 
-    ``--fp8-format`` alone means delayed scaling, ``--fp8-recipe`` alone that recipe's own format.
+    ``--fp8-format`` alone means delayed scaling; ``--fp8-recipe`` alone means that recipe's default
+    format.
+
+    Args:
+        args: result of a parser to which ``add_fp8_arguments`` has added the switches.
 
     Raises:
         ValueError: a switch has an unknown value, FP8 is asked for with ``--transformer-impl
@@ -105,7 +110,13 @@ def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
 
 
 def _value(args: argparse.Namespace, name: str, choices: tuple[str | None, ...]) -> str | None:
-    """Returns one switch's value, checked again: a Namespace may not come from the parser."""
+    """Returns the value of a switch after a check: not only parsers make a Namespace.
+
+    Args:
+        args: parsed arguments.
+        name: attribute of ``args``, e.g. "fp8_format".
+        choices: values that the switch may have.
+    """
     switch = "--" + name.replace("_", "-")
     if not hasattr(args, name):
         raise TypeError(

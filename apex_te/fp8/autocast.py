@@ -1,4 +1,4 @@
-"""``fp8_autocast``: the regions in which FP8 is on, one linked list of them for each thread."""
+"""``fp8_autocast`` and the regions that it enters, a linked list for each thread."""
 
 from __future__ import annotations
 
@@ -30,18 +30,24 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Region(Entered):
-    """One entered ``fp8_autocast``, as the modules inside see it.
+    """One entered ``fp8_autocast`` block, which modules that run inside read.
 
     Attributes:
+        outer: the region around this one in the same thread, or None.
         enabled, calibrating, recipe: arguments of ``fp8_autocast``.
-        recipe_key: name under which the recipe is interned.
+        recipe_key: process-wide name of the recipe's value (``registry.intern``), by which modules
+            find their quantizers.
         grad: True if the outermost region was entered with grad enabled.
         in_fp8: True if this region or one around it is enabled or calibrating.
-        records: True if modules stage amaxes.
-        amax_group: the ranks over which staged amaxes are reduced; None where nothing is counted.
-        previewed: True in an evaluation that reads the scales of a pending update.
-        calibrated: amax group that is updated on leaving a calibrating region.
-        traced: modules that compiled code has used since it entered the outermost region itself.
+        records: True if modules stage amaxes in this region.
+        amax_group: the amax group in whose clock the region counts; None if it does not count, as
+            in evaluation, in a recompute and with a recipe without state.
+        previewed: True in an evaluation that reads ``FP8State.pending_scale_fwd``, the scales that
+            a pending update will give.
+        calibrated: the amax group to update when the region is left; None unless it is an outermost
+            calibrating region without grad.
+        traced: pairs of a ``ModuleFP8`` and a recipe key for the modules that a graph of
+            torch.compile has used, if the graph itself entered the outermost region; else None.
     """
 
     __slots__ = (
@@ -81,6 +87,8 @@ class Region(Entered):
 
 
 class _Local(threading.local):
+    """Holds a thread's innermost region, or None."""
+
     def __init__(self) -> None:
         # Not a class attribute, which torch.compile would take for a constant.
         self.region: Region | None = None
@@ -93,7 +101,7 @@ class fp8_autocast:
     """Runs the modules inside in FP8; a context manager and a decorator, for one thread.
 
     Args:
-        enabled: run in FP8; False inside an enabled region switches it off.
+        enabled: run in FP8; False inside an enabled region switches FP8 off there.
         fp8_recipe: a recipe or its name (``"delayed"``, ``"tensorwise"``, ``"blockwise"``,
             ``"mxfp8"``), default ``DelayedScaling()``; read on entry. A bool here is taken as
             ``calibrating``.
@@ -109,16 +117,20 @@ class fp8_autocast:
     Regions may be nested. Scales move on entering an outermost region with grad enabled, once
     ``interval`` regions have passed since the last update, and on leaving an outermost calibrating
     region without grad if no region with grad is pending. Both are collective over ``fp8_group``.
-    An evaluation (an outermost region without grad) changes nothing, but reads the scales that a
+
+    An evaluation (an outermost region without grad) changes no state, but reads the scales that a
     pending update will give. Over several ranks, which may not all enter an evaluation, and in code
     that torch.compile or a CUDA graph captures together with the region, an evaluation reads the
     scales of the last update; call ``apex_te.flush_fp8_state()`` on all ranks before it to apply a
-    pending update. Regions with different groups, or with ``reduce_amax`` and without, count and
-    update on their own, each kind the modules that ran in it last.
+    pending update.
 
-    A region ends where its own ``with`` block does, in whichever order and thread blocks are left:
-    a suspended generator leaves its block when it is closed. While a generator is suspended, the
-    thread that ran it stays in the region; another thread that continues it is in no region.
+    Regions with different groups, or with ``reduce_amax`` and without, are counted and updated
+    separately; an update takes in the modules that last ran in a region of its kind.
+
+    A region ends where its ``with`` block does, in whichever order and thread blocks are left: a
+    suspended generator leaves its block when it is closed. While a generator is suspended, the
+    thread that ran it stays in the region; another thread that continues the generator is in no
+    region.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -147,7 +159,15 @@ class fp8_autocast:
         group: Any,
         names: tuple[str, str],
     ) -> None:
-        """Checks and keeps the arguments; ``names`` are the caller's names of the last two."""
+        """Checks and stores the constructor's arguments, for this class and ``autocast``.
+
+        Args:
+            enabled: run in FP8.
+            calibrating: collect amaxes.
+            recipe: a recipe, its name, or None for the default.
+            group: process group of the amaxes, or None for the whole world.
+            names: the constructor's names for ``recipe`` and ``group``, for errors.
+        """
         owner = type(self).__name__
         for name, value in (("enabled", enabled), ("calibrating", calibrating)):
             if not isinstance(value, bool):
@@ -200,7 +220,7 @@ class fp8_autocast:
             leave_calibration(region.recipe, region.calibrated)
 
     def __call__(self, function: _F) -> _F:
-        """Decorates ``function`` so that each call runs in a region of its own."""
+        """Decorates ``function`` so that each call runs in a new region."""
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -216,7 +236,10 @@ class fp8_autocast:
 
 
 def _leave_traced() -> None:
-    """Leaves the innermost region in code that torch.compile traces, which has no other threads."""
+    """Leaves the innermost region in code that torch.compile traces.
+
+    The order of blocks cannot differ there, since the code has no other threads.
+    """
     region = local.region
     if region is None:
         return
@@ -227,7 +250,10 @@ def _leave_traced() -> None:
 
 
 class _ModuleNames(type):
-    """Gives a class this module's names, so that it can stand for a module (see autocast.py)."""
+    """Metaclass that gives a class the names of this module as attributes.
+
+    The class can then stand for the module ``apex_te.autocast`` in ``sys.modules``.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         try:
@@ -240,7 +266,7 @@ class _ModuleNames(type):
 
 
 class autocast(fp8_autocast, metaclass=_ModuleNames):
-    """``fp8_autocast`` by the names that Transformer Engine gives it and its arguments now.
+    """``fp8_autocast`` by Transformer Engine's newer names for the class and its arguments.
 
     Args:
         enabled, calibrating: as in ``fp8_autocast``.
@@ -272,12 +298,12 @@ class autocast(fp8_autocast, metaclass=_ModuleNames):
 
 
 def is_fp8_enabled() -> bool:
-    """Returns True inside an enabled ``fp8_autocast`` region of this thread."""
+    """Returns True if the innermost ``fp8_autocast`` region of this thread is enabled."""
     region = local.region
     return region is not None and region.enabled
 
 
 def get_fp8_recipe() -> Recipe:
-    """Returns the recipe of the innermost region of this thread, else the default one."""
+    """Returns the recipe of this thread's innermost region, or the default recipe outside."""
     region = local.region
     return _DEFAULT_RECIPE if region is None else region.recipe

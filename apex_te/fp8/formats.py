@@ -1,4 +1,4 @@
-"""Element types of FP8 formats on a device."""
+"""Element types of the FP8 formats on a device: OCP's, or fnuz on AMD gfx94x."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _FNUZ = {
 
 
 def formats_of(fp8_format: Format, device: torch.device) -> FormatValue:
-    """Returns element types and largest values of a format whose data have one scale on ``device``.
+    """Returns the element types and ``fp8_max`` of a format on ``device``, for one scale a tensor.
+
+    OCP types become their fnuz counterparts where the device multiplies those only.
 
     Source: AMD CDNA3 instruction set (fnuz), OCP OFP8 1.0.
     """

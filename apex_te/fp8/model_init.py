@@ -1,4 +1,4 @@
-"""``fp8_model_init``: modules made inside hold the weights of their GEMMs in FP8 only."""
+"""``fp8_model_init``, under which modules are constructed with GEMM weights held in FP8 only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ __all__ = ["fp8_model_init", "quantized_model_init", "settings"]
 
 
 class Settings(NamedTuple):
-    """Arguments of the innermost ``fp8_model_init``."""
+    """Named tuple of the arguments of one ``fp8_model_init``.
+
+    Attributes:
+        enabled: True to hold weights in low precision.
+        recipe: recipe by which the weights are quantized.
+        preserve_high_precision_init_val: True to keep the weights' values before quantization.
+    """
 
     enabled: bool
     recipe: Recipe
@@ -20,7 +26,7 @@ class Settings(NamedTuple):
 
 
 class _Region(Entered):
-    """One entered ``fp8_model_init``."""
+    """One entered ``fp8_model_init`` block, with its ``settings``."""
 
     __slots__ = ("settings",)
 
@@ -31,6 +37,8 @@ class _Region(Entered):
 
 
 class _Local(threading.local):
+    """Holds a thread's innermost ``_Region``, or None."""
+
     region: _Region | None = None
 
 
@@ -43,17 +51,17 @@ class fp8_model_init:
     Such a weight is an ``apex_te.parameter.FP8Parameter``: a ``torch.nn.Parameter`` of the module's
     ``params_dtype`` that takes one byte an element. Inside ``fp8_autocast`` GEMMs read its FP8
     data; elsewhere, and with a recipe of another scheme, they read its values. State dicts hold the
-    values in ``params_dtype``; loading one quantizes. A context manager for one thread, which may
-    be nested and is left as ``fp8_autocast`` is.
+    values in ``params_dtype``; loading one quantizes. This is a context manager for one thread;
+    blocks may be nested, and left in any order and by any thread.
 
     Args:
         enabled: False switches an enabled ``fp8_model_init`` around this one off.
         recipe: recipe, or its name, by which weights are quantized when they are made and whenever
-            they are written to; default ``DelayedScaling()``, which here scales a weight by its own
-            amax.
+            they are written to; default ``DelayedScaling()``, which here scales a weight by the
+            weight's amax.
         preserve_high_precision_init_val: keep the values before quantization on the CPU, for an
-            optimizer's master weight: ``weight.get_high_precision_init_val()``, and
-            ``weight.clear_high_precision_init_val()`` to free them.
+            optimizer's master weight: ``weight.get_high_precision_init_val()`` returns them, and
+            ``weight.clear_high_precision_init_val()`` frees them.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -90,12 +98,16 @@ class fp8_model_init:
 
 
 class quantized_model_init(fp8_model_init):
-    """``fp8_model_init`` by the name that Transformer Engine gives it now; the same arguments."""
+    """``fp8_model_init`` by Transformer Engine's newer name, with equal arguments."""
 
     __slots__ = ()
 
 
 def settings() -> Settings | None:
-    """Returns the settings for a GEMM's weight made now; None for high precision."""
+    """Returns the settings by which a module's constructor is to make GEMM weights in FP8.
+
+    None if this thread's innermost ``fp8_model_init`` is disabled or there is none: the constructor
+    then makes high-precision weights.
+    """
     region = _local.region
     return region.settings if region is not None and region.settings.enabled else None

@@ -1,4 +1,4 @@
-"""FP8 data of a module: its state and, for each recipe, the quantizers over it."""
+"""FP8 side of a module: its FP8 state and, for each recipe, the quantizers over that state."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ __all__ = ["ModuleFP8", "init_fp8_state"]
 
 
 class _Compiled:
-    """Holds what compiled code reads, in attributes that are added while it is traced.
+    """Empty object to which attributes are added for code that torch.compile traces.
 
-    For each recipe's name a pair of its quantizers and the tensors that ``staging`` gives; the FP8
-    weights that the code keeps. No dict: torch.compile would not see what is added to one.
+    Each recipe's key names a pair ``(sets, tensors)``: the module's ``QuantizerSets`` and the
+    tensors that ``ModuleFP8.staging`` returns. ``weight_<gemm>`` names a ``TracedWeight``. A dict
+    would not do: torch.compile does not see entries that are added to one while it traces.
     """
 
 
 class ModuleFP8:
-    """The FP8 state of a module and the quantizers over it, built once for each recipe.
+    """FP8 state of a module and the quantizers over it, which are built once for each recipe.
 
     Attributes:
-        state: scales and amax histories.
-        label: what all ranks call the module: its class, and its layer or pipeline stage if known.
-        number: in the registry.
-        update_failed: True if a recipe's function raised in the last update.
-        observer: passed every set of quantizers before modules get it; None if nobody observes.
-        handle: ``number`` as a tensor, for compiled code.
+        state: the module's ``FP8State``, its scales and amax histories.
+        label: name of the module that is equal on all ranks: its class, and its layer or pipeline
+            stage if known.
+        number: the module's place among all FP8 modules that the process has constructed.
+        update_failed: True if the last update of this state raised.
+        observer: function through which new ``QuantizerSets`` pass before modules get them, for
+            ``fp8_statistics``; None if there is none.
+        handle: ``number`` as an int64 tensor ``[1]`` on the CPU, by which ops in compiled code name
+            the module.
     """
 
     number: int
@@ -55,6 +59,7 @@ class ModuleFP8:
         self._register(FP8State(gemms), label_of(owner))
 
     def _register(self, state: FP8State, label: str) -> None:
+        """Takes over ``state`` and ``label``, and gets a number from the process's registry."""
         self.state = state
         self.label = label
         self._sync = state.sync  # read in every forward
@@ -64,7 +69,7 @@ class ModuleFP8:
 
     @classmethod
     def of_saved(cls, state: FP8State) -> ModuleFP8:
-        """Returns a new one over the FP8 state in a module's pickle of an earlier version."""
+        """Returns a ModuleFP8 over an FP8 state that an earlier version pickled within a module."""
         new = cls.__new__(cls)
         new._owner = None
         new._register(state, state.__dict__.pop("label", ""))
@@ -79,37 +84,41 @@ class ModuleFP8:
 
     @property
     def num_slots(self) -> int:
-        """Scales of the module, forward and backward."""
+        """Number of slots in the module's state, forward and backward."""
         return self.state.num_slots
 
     def forget(self) -> None:
-        """Drops the quantizers, which hold views of the tensors and know their device."""
+        """Drops all quantizers, as they hold views of the state's tensors; forwards build new ones."""
         self._sets: dict[str, QuantizerSets] = {}
         self._active_key = ""
         self._active: QuantizerSets | None = None
         self._compiled = _Compiled()
 
     def move(self, device: torch.device) -> None:
-        """Follows the module to ``device``; across the meta device no values are kept."""
+        """Moves the state to ``device``, where the module is; to or from meta, values are lost."""
         self.forget()
         self.state.move(device)
 
     def observe(self, observer: Callable[[QuantizerSets], QuantizerSets] | None) -> None:
-        """Passes quantizers through ``observer`` before modules get them; None ends that."""
+        """Passes quantizers through ``observer`` before modules get them; None ends that.
+
+        Args:
+            observer: takes the ``QuantizerSets`` of a recipe and returns those to use.
+        """
         self.observer = observer
         self.forget()
 
     def belong_to(self, owner: Any) -> None:
-        """Remembers the module, weakly."""
+        """Remembers the ``torch.nn.Module`` that has this object, by a weak reference."""
         self._owner = weakref.ref(owner)
 
     def owner_device(self) -> torch.device | None:
-        """Returns the device of the module's parameters; None without a module."""
+        """Returns the device of the owning module's parameters; None if no owner is known."""
         owner = None if self._owner is None else self._owner()
         return None if owner is None else owner._state_device()
 
     def described(self) -> str:
-        """Returns the module's label and arguments, for messages."""
+        """Returns the module's label and constructor arguments, for messages."""
         owner = None if self._owner is None else self._owner()
         name = self.label or ("a module" if owner is None else type(owner).__name__)
         return name if owner is None else f"{name}({owner.extra_repr()})"
@@ -122,14 +131,16 @@ class ModuleFP8:
         records: bool = True,
         amax_group: AmaxGroup | None = None,
     ) -> QuantizerSets:
-        """Returns the quantizers of a forward; a forward that records adapts the state to them.
+        """Returns the quantizers of the module's GEMMs for one forward.
+
+        They are built, and the state is allocated or resized for the recipe, where needed.
 
         Args:
-            key: the name under which ``recipe`` is interned.
-            recipe: the region's.
-            device: of the weights.
-            records: amaxes are staged.
-            amax_group: the region's; None where nothing is counted.
+            key: the region's ``recipe_key``.
+            recipe: the region's recipe.
+            device: device of the module's weights.
+            records: True if the region's modules stage amaxes.
+            amax_group: the region's amax group; None if it does not count in one.
         """
         if torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling():  # which runs the marked function by itself
@@ -146,7 +157,7 @@ class ModuleFP8:
         return self.adapt(key, recipe, device, records)
 
     def enter(self, amax_group: AmaxGroup | None) -> None:
-        """Notes that the module runs in a region of ``amax_group``, if that is known."""
+        """Has updates of ``amax_group`` include this module from now on; None changes nothing."""
         if amax_group is not None:
             if amax_group is not self._sync.amax_group:
                 registry.changed()
@@ -155,7 +166,16 @@ class ModuleFP8:
     def adapt(
         self, key: str, recipe: Recipe, device: torch.device, records: bool = True
     ) -> QuantizerSets:
-        """Returns the quantizers for ``recipe``, built if new, over a state that fits it."""
+        """Returns the quantizers for ``recipe``, after fitting the state to the recipe.
+
+        A forward that does not record changes no state that exists.
+
+        Args:
+            key: interned name of the recipe.
+            recipe: recipe of the region.
+            device: device of the module's weights.
+            records: True if the region's modules stage amaxes.
+        """
         state = self.state
         exists = state.allocated and state.device.type != "meta"
         if recipe.keeps_state and (records or not exists):
@@ -179,11 +199,14 @@ class ModuleFP8:
     # Below: code that torch.compile makes.
 
     def _prepare(self, key: str, device: str, index: int | None, records: bool) -> bool:
-        """Adapts while torch.compile traces, which could not trace the allocations itself.
+        """Adapts the state while torch.compile traces, which cannot trace the allocations.
 
-        A method, so that nothing of one module becomes a condition of the compiled code, which the
-        layers of a model then share; those that have not run yet are adapted with it, or each would
-        be compiled anew.
+        It is a method of simple arguments, so that nothing of one module becomes a guard of the
+        compiled code, which the layers of a model then share. Modules on the device that have not
+        run yet are adapted, too, as each would otherwise cause a recompilation.
+
+        Returns:
+            True, a constant for torch.compile.
         """
         where = torch.device(device) if index is None else torch.device(device, index)
         recipe = recipe_named(key)
@@ -207,20 +230,32 @@ class ModuleFP8:
         records: bool,
         amax_group: AmaxGroup | None,
     ) -> None:
+        """Enters the amax group, adapts to the recipe, and notes that compiled code uses the
+        module.
+        """
         self.enter(amax_group)
         self.adapt(key, recipe, device, records)
         self._is_traced = True
         self._sets_first_scales |= records and recipe.keeps_state
 
     def staging(self, key: str) -> list[torch.Tensor]:
-        """Returns the state's tensors that a forward of compiled code reads and writes.
+        """Returns the tensors of the state that a forward in compiled code reads and writes.
 
-        ``key`` is the name of the recipe.
+        Args:
+            key: interned name of the recipe.
         """
         return getattr(self._compiled, key)[1]
 
     def follow(self, key: str, recipe: DelayedScaling) -> None:
-        """Ends the first step and fits the state for compiled code, on entry to a region."""
+        """Does for compiled code, on entry to a region, what eager forwards do by themselves.
+
+        It marks first scales as set that a compiled forward has computed, and fits the state to the
+        region's recipe.
+
+        Args:
+            key: interned name of the region's recipe.
+            recipe: the region's recipe.
+        """
         state = self.state
         if self._sets_first_scales:
             self._sets_first_scales = False
@@ -230,12 +265,12 @@ class ModuleFP8:
             self._active = None
 
     def traced_weight(self, gemm: int, dtype: torch.dtype, *sizes: int) -> TracedWeight:
-        """Returns the FP8 copies of a GEMM's weight that compiled code keeps.
+        """Returns the FP8 copies of a GEMM's weight that compiled code keeps between calls.
 
         Args:
-            gemm: its number in the module.
-            dtype: of the copies.
-            sizes: rows and columns of the weight, and the number of parameters it is made of.
+            gemm: index of the GEMM in the module.
+            dtype: FP8 dtype of the copies.
+            sizes: rows and columns of the weight, and the number of parameters that it is made of.
         """
         name = f"weight_{gemm}"  # of one dtype, the same in all formats
         self._prepare_weight(name, dtype, *sizes)
@@ -244,6 +279,11 @@ class ModuleFP8:
     def _prepare_weight(
         self, name: str, dtype: torch.dtype, rows: int, cols: int, sources: int
     ) -> bool:
+        """Allocates the missing ``TracedWeight`` called ``name`` while torch.compile traces.
+
+        Returns:
+            True, a constant for torch.compile.
+        """
         if not hasattr(self._compiled, name):
             from .delayed.compiled_weight import TracedWeight
 
@@ -255,15 +295,15 @@ class ModuleFP8:
 
 
 def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -> None:
-    """Allocates the FP8 state of every module in ``model`` now, before its first forward.
+    """Allocates the FP8 state of every module in ``model`` before its first forward.
 
-    A distributed checkpoint needs it, because it loads only keys that the model already has.
-    State that exists is kept.
+    Loading a distributed checkpoint needs it, because that loads only keys that the model already
+    has. State that exists is kept.
 
     Args:
         model: a model or one module.
-        recipe: a recipe or its name, default ``DelayedScaling()``. It gives the history length; one
-            that keeps no state allocates nothing.
+        recipe: a recipe or its name, default ``DelayedScaling()``. Its ``amax_history_len`` gives
+            the length of the histories; a recipe that keeps no state allocates nothing.
 
     Raises:
         ValueError: ``recipe`` is an unknown name.

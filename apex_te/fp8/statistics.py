@@ -26,24 +26,24 @@ SERIES = (
 
 
 class fp8_statistics:
-    """Context manager that records statistics of every tensor that a model casts to FP8.
+    """Context manager that records statistics of the tensors that a model casts to FP8.
 
-    Each module, GEMM, role (input, weight, grad_output) and step has one entry; a step is one
-    outermost ``fp8_autocast`` region entered with grad enabled. Not recorded are evaluation,
-    recompute, weights that are cached or held in FP8, forwards run by ``torch.compile`` or a CUDA
-    graph, and a ``GroupedLinear`` on the GPU whose ``m_splits`` are a tensor. Results do not
-    change. The figures stay on the device, with no synchronisation, until they are asked for; a
-    recorded step reads each tensor a few times more.
+    For each recorded step there is one entry per module, GEMM and role (input, weight,
+    grad_output). A step is one outermost ``fp8_autocast`` region entered with grad enabled. Not
+    recorded are evaluation, recompute, weights that are cached or held in FP8, forwards run by
+    ``torch.compile`` or a CUDA graph, and a ``GroupedLinear`` on the GPU whose ``m_splits`` are a
+    tensor. The model's results do not change. The figures stay on the device, with no
+    synchronisation, until they are read; a recorded step reads each tensor a few times more.
 
     Args:
         model: module whose FP8 modules are observed.
-        every: steps of which one is recorded.
-        capacity: recorded steps that are kept; the oldest make room.
+        every: record every ``every``-th step, beginning with the first.
+        capacity: number of recorded steps that are kept; newer ones overwrite the oldest.
 
     Raises:
         TypeError: an argument of a wrong type.
         ValueError: a number below 1, or a model without FP8 modules.
-        RuntimeError: on entering, the model is observed already.
+        RuntimeError: on entering, another ``fp8_statistics`` observes the model.
     """
 
     def __init__(self, model: torch.nn.Module, every: int = 1, capacity: int = 1000) -> None:
@@ -107,7 +107,11 @@ class fp8_statistics:
         return self
 
     def _observer(self, first: int) -> Callable[[QuantizerSets], QuantizerSets]:
-        """Returns a function that has a module's quantizers record from slot ``first`` on."""
+        """Returns an observer for ``ModuleFP8.observe`` that records into this object's slots.
+
+        Args:
+            first: index of the module's first slot in ``_names``.
+        """
 
         def note(gemm: int, role: str, x: Any, quantized: Any, quantizer: Any) -> None:
             self._note(first + gemm * len(ROLES) + ROLES.index(role), x, quantized, quantizer)
@@ -123,7 +127,17 @@ class fp8_statistics:
     def _note(
         self, slot: int, x: torch.Tensor, quantized: QuantizedTensor, quantizer: Quantizer
     ) -> None:
-        """Adds a tensor to the current step; gradients belong to the region entered last."""
+        """Adds the measurements of a tensor to the current step.
+
+        Args:
+            slot: index of the tensor's label in ``_names``.
+            x: the tensor in high precision, ``[rows, cols]``.
+            quantized: its FP8 copies.
+            quantizer: the quantizer that made them.
+
+        An input or weight of a region not seen before begins a new step. Gradients, which come
+        after their region was left, belong to the current step.
+        """
         if slot % len(ROLES) != ROLES.index("grad_output"):
             self._enter(local.region)
         if not self._noting:
@@ -138,7 +152,7 @@ class fp8_statistics:
             torch.maximum(row[COUNTS:], found[COUNTS:], out=row[COUNTS:])
 
     def _enter(self, region: Region | None) -> None:
-        """Begins a step if the outermost region is another than before."""
+        """Begins a step if the outermost region around ``region`` is not that of the last call."""
         while region is not None and region.outer is not None and region.outer.in_fp8:
             region = region.outer
         if region is None or region is self._region:
@@ -152,7 +166,7 @@ class fp8_statistics:
                 ring[(len(self._steps) - 1) % self.capacity].zero_()
 
     def _ring(self, device: torch.device) -> torch.Tensor:
-        """Returns the records on ``device``, float64 ``[capacity, slots, fields]``."""
+        """Returns the ring buffer of a device, float64 ``[capacity, slots, len(FIELDS)]``."""
         ring = self._rings.get(device)
         if ring is None:
             shape = (self.capacity, len(self._names), len(FIELDS))
@@ -169,11 +183,12 @@ class fp8_statistics:
         Returns:
             A dict by ``"<module>.<role>"``, or ``"<module>.<gemm>.<role>"`` for a module with
             several GEMMs: ``fc1`` and ``fc2`` of a ``LayerNormMLP``, ``gemm<n>`` of a
-            ``GroupedLinear``. Each value is a dict of lists: ``step``; ``amax`` of the finite
-            elements; ``scale_min`` and ``scale_max``, which differ if a tensor has a scale for
-            each block; ``saturation_rate``, the share of elements with ``|x * scale|`` above the
-            format's largest value; ``underflow_rate``, the share of non-zero elements whose FP8
-            data is zero; ``nonfinite``, the number of NaN and infinities, which count as neither.
+            ``GroupedLinear``. Each value is a dict of lists of equal length: ``step``; ``amax`` of
+            the finite elements; ``scale_min`` and ``scale_max``, which differ if a tensor has a
+            scale for each block; ``saturation_rate``, the share of elements with ``|x * scale|``
+            above the format's largest value; ``underflow_rate``, the share of non-zero elements
+            whose FP8 data is zero; ``nonfinite``, the number of NaN and infinities, which count as
+            neither saturated nor underflowed.
         """
         if not self._was_entered:
             warnings.warn(f"fp8_statistics: {self._nothing()}", stacklevel=2)
@@ -195,7 +210,7 @@ class fp8_statistics:
         return result
 
     def _nothing(self) -> str:
-        """Returns the reason why there are no figures."""
+        """Returns the reason why nothing was recorded, for messages."""
         if not self._was_entered:
             return (
                 "nothing was noted, because it was never entered: train inside of "
@@ -207,9 +222,10 @@ class fp8_statistics:
         )
 
     def table(self) -> str:
-        """Returns a table with a line for each tensor, or a line with the reason why it is empty.
+        """Returns a text table with a line for each tensor; if it is empty, a line that says why.
 
-        Columns are the last amax and scale, and mean and worst rates of the steps that are kept.
+        Columns are the number of steps, the last amax and scale, mean and worst rates of saturation
+        and underflow over the steps that are kept, and the number of NaN and infinities.
         """
         if not self._steps:
             return f"fp8_statistics: {self._nothing()}"
@@ -235,8 +251,8 @@ class fp8_statistics:
     def plot(self, path: str | os.PathLike) -> None:
         """Draws heat maps of amax, scale, saturation and underflow into the file ``path``.
 
-        Rows are tensors in the order of the model, columns are steps. The file's ending chooses
-        the format (png, svg, pdf).
+        Rows are tensors in the order of the model, columns are steps. The file's ending chooses the
+        format (png, svg, pdf).
 
         Raises:
             ImportError: matplotlib is missing.
@@ -287,7 +303,10 @@ _LABELS = 150  # rows that can be told apart
 
 
 def _cells(series: dict[str, dict[str, list]], steps: list[int], key: str) -> list[list[float]]:
-    """Returns the values of ``key``, a row for each tensor; NaN for a step without the tensor."""
+    """Returns the values of ``key`` as a matrix: a row for each tensor, a column for each step.
+
+    A step in which the tensor was not recorded has NaN.
+    """
     column = {step: i for i, step in enumerate(steps)}
     cells = [[math.nan] * len(steps) for _ in series]
     for row, values in zip(cells, series.values(), strict=True):
@@ -297,7 +316,11 @@ def _cells(series: dict[str, dict[str, list]], steps: list[int], key: str) -> li
 
 
 def _owners(modules: list[tuple[str, Any]]) -> list[str]:
-    """Returns the label of each module: its ``name`` if no other module has it, else its path."""
+    """Returns a unique label for each module: its ``name`` if no other has it, else its path.
+
+    Args:
+        modules: pairs of a module's path in the model and the module.
+    """
     paths = [path or type(module).__name__ for path, module in modules]
     given = [getattr(module, "name", None) for _, module in modules]
     return [
@@ -307,7 +330,12 @@ def _owners(modules: list[tuple[str, Any]]) -> list[str]:
 
 
 def _names(owner: str, module: Any) -> list[str]:
-    """Returns the labels of a module's slots; GEMMs are called as in the names of its weights."""
+    """Returns the labels of a module's slots, ``<owner>.<role>`` or ``<owner>.<gemm>.<role>``.
+
+    Args:
+        owner: label of the module.
+        module: the module; names of its weights such as ``fc1_weight`` give the names of its GEMMs.
+    """
     gemms = module.fp8_state.gemms
     weights = module._gemm_weights()
     named = [names[0] for names in weights if len(names) == 1 and names[0].endswith("_weight")]
@@ -321,7 +349,12 @@ def _names(owner: str, module: Any) -> list[str]:
 
 
 def _append(series: dict[str, list], values: dict[str, float]) -> None:
-    """Appends the figures of a step, rates instead of counts."""
+    """Appends the figures of a step to ``series``, with rates in place of counts.
+
+    Args:
+        series: lists by the names in ``SERIES``.
+        values: sums and maxima over the step by the names in ``FIELDS``.
+    """
     inverse, nonzero = values["scale_inv_max"], values["nonzero"]
     series["amax"].append(values["amax"])
     series["scale_min"].append(1.0 / inverse if inverse else math.inf)

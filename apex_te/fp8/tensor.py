@@ -1,4 +1,4 @@
-"""QuantizedTensor: low-precision copies of one matrix with the scales that belong to them."""
+"""QuantizedTensor: FP8 copies of one matrix with their scales."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ __all__ = ["QuantizedTensor"]
 
 
 class QuantizedTensor:
-    """Low-precision copies of one matrix, which never cross a public boundary.
+    """FP8 copies of one matrix ``[rows, cols]`` with their scales; internal, never given to users.
 
     Attributes:
         rowwise: FP8 data ``[rows, cols]`` in ``dtype``, or None.
-        rowwise_scale_inv: multipliers of ``rowwise`` to high precision, in the scheme's shape:
-            ``value = data * scale_inv``. Written with the data, never shared with the live scale,
-            so that a later scale update cannot change what the data mean.
+        rowwise_scale_inv: multipliers of ``rowwise`` to high precision, ``value = data *
+            scale_inv``, in the scheme's shape: ``[1]``, or one for each block. They are written
+            together with the data, not views of a state, so that a later scale update cannot change
+            the values.
         columnwise: FP8 data ``[cols, rows]`` in ``dtype``, or None.
-        columnwise_scale_inv: multipliers of ``columnwise``; the tensor of ``rowwise`` where one
-            scale serves both.
-        dtype: ``torch.float8_e4m3fn``, ``torch.float8_e5m2`` or ``torch.uint8`` (HiF8).
+        columnwise_scale_inv: multipliers of ``columnwise``; the same tensor as
+            ``rowwise_scale_inv`` where one scale serves both.
+        dtype: an FP8 dtype of torch, e.g. ``torch.float8_e4m3fn``, or ``torch.uint8`` (HiF8).
     """
 
     __slots__ = ("columnwise", "columnwise_scale_inv", "dtype", "rowwise", "rowwise_scale_inv")

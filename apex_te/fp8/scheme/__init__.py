@@ -1,4 +1,4 @@
-"""Schemes, one a file: quantizers, GEMM backend and stored layout of a recipe."""
+"""Schemes, one per file: each defines a recipe's quantizers, GEMM backend and stored weights."""
 
 from .base import GemmQuantizers, QuantizerSets, build_quantizers
 

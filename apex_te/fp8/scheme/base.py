@@ -1,4 +1,4 @@
-"""The parts that every scheme is made of, and the registry of schemes."""
+"""Base classes of schemes, their quantizers, GEMM backends and layouts; the registry of schemes."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ _warned: set[str] = set()
 
 
 class FusedCast(Protocol):
-    """An op that can write its result in FP8.
+    """Protocol of an op whose result a quantizer wants, and which may write that in FP8 itself.
 
     Attributes:
-        x: the op's input, ``[rows, ..]``.
-        can_fuse: ``fp8`` exists; otherwise only ``plain``.
-        with_dbias: the column sums of the result are wanted in ``dbias``.
-        dbias: set by ``plain`` or ``fp8`` where the op can, else by the quantizer.
+        x: the op's input, ``[rows, ...]``.
+        can_fuse: True if the op has ``fp8``; otherwise it has only ``plain``.
+        with_dbias: True if the column sums of the result are wanted in ``dbias``.
+        dbias: column sums ``[cols]``, or None; set by ``plain`` or ``fp8`` where the op can compute
+            them, else by the quantizer.
     """
 
     x: torch.Tensor
@@ -66,7 +67,7 @@ class FusedCast(Protocol):
     dbias: torch.Tensor | None
 
     def scalars(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three fp32 elements on the op's device: a zero, and two without values."""
+        """Returns three fp32 tensors ``[1]`` on the op's device: one zero, two uninitialized."""
 
     def plain(self) -> torch.Tensor:
         """Returns the result ``[rows, cols]`` in high precision."""
@@ -79,11 +80,18 @@ class FusedCast(Protocol):
         columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
-        """Returns the result quantized with ``scale``; without any copy only folds ``amax``."""
+        """Returns the result ``[rows, cols]`` quantized with one scale.
+
+        Args:
+            scale: fp32 ``[1]``.
+            dtype: FP8 dtype of the data.
+            rowwise, columnwise: the copies to write; with neither the op only computes the amax.
+            amax: fp32 ``[1]``, replaced by its maximum with the result's amax; None: not computed.
+        """
 
 
 class Quantizer:
-    """Turns matrices into low precision by one scheme; a subclass defines ``quantize``.
+    """Casts matrices to FP8 by one scheme; a subclass defines ``quantize``.
 
     Attributes:
         dtype: element type of the FP8 data; ``torch.uint8`` for HiF8.
@@ -108,15 +116,23 @@ class Quantizer:
             with_dbias: also sum the columns.
 
         Returns:
-            ``(quantized, sums)``: the copies, and the sums ``[cols]`` in the dtype of ``x``
-            or None.
+            quantized: the copies with their scales.
+            sums: column sums ``[cols]`` in the dtype of ``x``, or None without ``with_dbias``.
         """
         raise NotImplementedError
 
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
-        """Quantizes an op's result; the op writes the FP8 data itself where it can."""
+        """Runs an op and quantizes its result ``[rows, cols]``.
+
+        The op writes the FP8 data itself where both it and the scheme can, else its result is cast.
+        Column sums that ``producer.with_dbias`` asks for are left in ``producer.dbias``.
+
+        Args:
+            producer: the op, ready to run.
+            rowwise, columnwise: the copies to make.
+        """
         x = producer.plain()
         sums = producer.with_dbias and producer.dbias is None
         quantized, dbias = self.quantize(x, rowwise, columnwise, sums)
@@ -125,34 +141,38 @@ class Quantizer:
         return quantized
 
     def shared(self, group: Any) -> Quantizer | None:
-        """Returns a quantizer like this one whose scale all ranks of ``group`` share.
+        """Returns a quantizer like this one whose scale is equal on all ranks of ``group``.
 
-        Rows that several ranks quantized with it can be gathered as FP8 data. None for a scheme
-        without such a scale, whose values are gathered instead.
+        Rows that several ranks quantize with it can be gathered as FP8 data. None for a scheme
+        without such a scale: the caller then gathers values in high precision.
         """
         return None
 
     def settings(self) -> tuple:
-        """Returns the settings that, besides amaxes, decide the FP8 data of a matrix."""
+        """Returns the settings that determine FP8 data: with equal ones and amaxes the data are
+        equal.
+        """
         return (type(self).__name__, self.dtype)
 
     def needs_whole_amax(self) -> bool:
-        """Returns True if the FP8 data of some rows depend on the amax of the whole matrix."""
+        """Returns True if the next ``quantize_rows`` needs the amax of the whole matrix."""
         return False
 
     def quantize_rows(
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Quantizes some rows of a matrix to what they are in the quantized matrix.
+        """Quantizes some rows of a matrix to the data that they have in the quantized matrix.
 
         Args:
             x: ``[rows, cols]``, the rows.
             amax: fp32 ``[1]``, of the whole matrix; None where ``needs_whole_amax`` is False.
-            keep: a state keeps the scale that it computes from ``amax``.
+            keep: True to write a scale that is computed from ``amax`` into the FP8 state.
 
         Returns:
-            ``(fp8_data, scale_inv, amax)``: rowwise data, their ``scale_inv``, and for ``stage``
-            the amax of ``x``, or None.
+            fp8_data: rowwise FP8 data ``[rows, cols]``.
+            scale_inv: multipliers of the data to high precision.
+            amax: fp32 ``[1]``, that of ``x``, to be passed to ``stage``; None for a scheme that
+                stages none.
         """
         raise NotImplementedError(
             f"{type(self).__name__}: rows of a weight can not be quantized before they are "
@@ -162,40 +182,62 @@ class Quantizer:
     def scales_of_rows(
         self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
-        """Computes scales with which ``multi_tensor.quantize`` does what ``quantize_rows`` does.
+        """Computes the scales by which ``multi_tensor.quantize`` casts rows of several matrices at
+        once.
+
+        The data are those that ``quantize_rows`` makes of each.
 
         Args:
-            quantizers: one for each matrix; this is the first.
-            amaxes: fp32 ``[quantizers]``, of the whole matrices; None where they do not count.
+            quantizers: one for each matrix; this one is the first.
+            amaxes: fp32 ``[len(quantizers)]``, of the whole matrices; None for a scheme with state,
+                which does not use them.
 
         Returns:
-            ``(scales, scale_invs)``: fp32 ``[1]`` each, and ``[quantizers]`` or None where each is
-            ``1 / scale``. None in place of both where one launch cannot quantize the rows.
+            scales: fp32 ``[1]`` for each matrix.
+            scale_invs: fp32 ``[len(quantizers)]``, or None where each is ``1 / scale``.
+
+            None in place of the pair where one launch cannot quantize the rows; the caller then
+            calls ``quantize_rows`` for each matrix.
         """
         return None
 
     def stage(self, amax: torch.Tensor, group: Any) -> None:
-        """Records ``amax`` fp32 ``[1]`` of this rank's rows of a matrix sharded over ``group``."""
+        """Stages the amax of this rank's rows of a sharded matrix; does nothing without a state.
+
+        Args:
+            amax: fp32 ``[1]``.
+            group: process group over which the matrix is sharded.
+        """
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
-        """Returns one quantizer for groups of rows whose sizes only the device knows.
+        """Returns a quantizer for groups of rows whose sizes only the device knows.
 
-        ``quantizers``: of one role, one for each GEMM of a module; this is the first. None for a
-        scheme without one.
+        Args:
+            quantizers: those of one role (such as input) of all GEMMs of a module; this one is the
+                first.
+
+        Returns:
+            The quantizer; None for a scheme that has none, with which the caller needs sizes on the
+            host.
         """
         return None
 
     def can_fuse(self, producer: FusedCast) -> bool:
-        """Returns True if the op can write the FP8 data itself; no op writes fnuz formats."""
+        """Returns True if ``producer`` can write FP8 data of this quantizer's dtype itself.
+
+        No op writes fnuz formats.
+        """
         return producer.can_fuse and self.dtype in FP8_DTYPES
 
     def record(self, x: torch.Tensor) -> None:
-        """Stages what a later scale needs of ``x`` without quantizing it; nothing by default."""
+        """Stages the amax of ``x`` without quantizing it; does nothing for a scheme without state."""
 
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Returns the values of ``quantized`` ``[rows, cols]``, decoded from a copy that it has."""
+        """Returns the values of ``quantized``, ``[rows, cols]`` in ``dtype``, from a copy that it
+        has.
+        """
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
         if quantized.columnwise is None:
@@ -203,48 +245,73 @@ class Quantizer:
         return self._decode(quantized.columnwise, quantized.columnwise_scale_inv, dtype).t()
 
     def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the values of FP8 data, here with a ``scale_inv`` that broadcasts."""
+        """Returns the values of FP8 data; here of data whose ``scale_inv`` broadcasts to their
+        shape.
+        """
         return (fp8_data.to(torch.float32) * scale_inv).to(dtype)
 
     def known_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns ``(scale, amax)`` with which to cast ``x`` and where to stage its amax.
+        """Returns the scale with which to cast ``x``, for an op that casts by itself.
 
-        None for a scheme that computes the scale from ``x``.
+        Returns:
+            scale: fp32 ``[1]``.
+            amax: fp32 ``[1]``, the element into which to stage the amax of ``x``, or None.
+
+            None in place of the pair for a scheme that computes the scale from ``x``; the caller
+            then calls ``quantize``.
         """
         return None
 
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
-        """Writes both copies of ``x`` and their scales into ``held``, which ``quantize`` made.
+        """Quantizes ``x`` again, into the copies that an earlier ``quantize`` made, for CUDA
+        graphs.
 
-        ``noop`` is an int32 element on the device: non-zero leaves ``held``, and what would be
-        staged, unchanged. Returns False, and writes nothing, for a scheme that gives the same
-        result when it quantizes again.
+        Args:
+            x: ``[rows, cols]``.
+            held: rowwise and columnwise copies, which are overwritten with their scales.
+            noop: int32 ``[1]`` on the device; if it is not zero, neither ``held`` nor a staged amax
+                changes. None: always write.
+
+        Returns:
+            True if a kernel was launched; False, with nothing written, for a scheme without state,
+            where the caller calls ``quantize`` and copies.
         """
         return False
 
     def state_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Returns the tensors of a state that a cast reads and writes."""
+        """Returns the tensors of the FP8 state that a cast reads or writes."""
         return ()
 
     def snapshot(self) -> torch.Tensor | None:
-        """Returns the scale with which ``requantize`` can repeat a cast later, if it is kept."""
+        """Returns a copy of the scale, for ``requantize``; None for a scheme without state."""
         return None
 
     def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
-        """Returns the columnwise copy of ``x`` that ``quantize`` made at the ``snapshot``."""
+        """Returns the columnwise copy that ``quantize`` made of ``x`` earlier.
+
+        Args:
+            x: ``[rows, cols]``.
+            snapshot: what ``snapshot`` returned at the earlier cast.
+        """
         return self.quantize(x, False, True)[0]
 
 
 def shared_scale(out: Any, dtype: torch.dtype) -> QuantizedTensor:
-    """Returns the copies in an op's output that has one scale for both layouts."""
+    """Returns an op's output, in which one scale serves both copies, as a QuantizedTensor.
+
+    Args:
+        out: ``FP8Output`` or a similar tuple with ``rowwise``, ``columnwise`` and ``scale_inv``.
+        dtype: element type of the FP8 data.
+    """
     return QuantizedTensor(out.rowwise, out.scale_inv, out.columnwise, out.scale_inv, dtype)
 
 
 class GemmBackend:
-    """Multiplies quantized operands; a subclass defines ``multiply``.
+    """Multiplies operands quantized by one scheme; a subclass defines ``multiply``.
 
     Args:
-        split: split accumulation of (fprop, dgrad, wgrad), ignored by a scheme that has no choice.
+        split: True to keep partial sums in fp32, for (fprop, dgrad, wgrad); ignored by a scheme
+            without that choice.
         device: the operands' device.
     """
 
@@ -262,7 +329,15 @@ class GemmBackend:
         b_scale_inv: Any,
         **options: Any,
     ) -> torch.Tensor:
-        """Returns ``a [M, K] @ b [N, K].T``; ``product`` is FPROP, DGRAD or WGRAD."""
+        """Returns the product ``a @ b.T``, ``[M, N]``.
+
+        Args:
+            product: FPROP, DGRAD or WGRAD.
+            a: FP8 data ``[M, K]``.
+            b: FP8 data ``[N, K]``.
+            a_scale_inv, b_scale_inv: multipliers of the operands, in the scheme's shape.
+            options: ``out``, ``out_dtype``, ``bias`` and ``accumulate``, as for ``fp8_gemm``.
+        """
         raise NotImplementedError
 
     def fprop(
@@ -273,7 +348,7 @@ class GemmBackend:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns ``x [rows, in] @ weight [out, in].T + bias``."""
+        """Returns ``x [rows, in] @ weight [out, in].T + bias``, from both rowwise copies."""
         return self.multiply(
             FPROP, x.rowwise, weight.rowwise, x.rowwise_scale_inv, weight.rowwise_scale_inv,
             out=out, out_dtype=out_dtype, bias=bias,
@@ -286,7 +361,7 @@ class GemmBackend:
         out_dtype: torch.dtype,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns ``dy [rows, out] @ weight [out, in]``."""
+        """Returns ``dy [rows, out] @ weight [out, in]``, from the weight's columnwise copy."""
         return self.multiply(
             DGRAD, dy.rowwise, weight.columnwise, dy.rowwise_scale_inv, weight.columnwise_scale_inv,
             out=out, out_dtype=out_dtype,
@@ -300,7 +375,7 @@ class GemmBackend:
         out: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> torch.Tensor:
-        """Returns ``dy [rows, out].T @ x [rows, in]``, added to ``out`` with ``accumulate``."""
+        """Returns ``dy [rows, out].T @ x [rows, in]``, added to ``out`` if ``accumulate`` is True."""
         return self.multiply(
             WGRAD, dy.columnwise, x.columnwise, dy.columnwise_scale_inv, x.columnwise_scale_inv,
             out=out, out_dtype=out_dtype, accumulate=accumulate,
@@ -315,9 +390,14 @@ class GemmBackend:
         b_scale_inv: Any,
         groups: Groups,
     ) -> torch.Tensor:
-        """Returns ``b[g] @ a[r]`` in bfloat16 for each row r of ``a`` and its group g.
+        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a`` and its group ``g``, bf16 ``[rows,
+        N]``.
 
-        As ``scaled_multiply_groups``; ``product`` is FPROP or DGRAD.
+        Args:
+            product: FPROP or DGRAD.
+            a: FP8 data ``[rows, K]``; ``a_scale_inv``: fp32 ``[rows]``.
+            b: FP8 data ``[groups, N, K]``; ``b_scale_inv``: fp32 ``[groups]``.
+            groups: which rows belong to which group, on the device.
         """
         raise NotImplementedError
 
@@ -330,12 +410,25 @@ class GemmBackend:
         groups: Groups,
         wide: bool = False,
     ) -> torch.Tensor:
-        """Returns WGRAD of each group, ``[groups, M, N]``, as ``scaled_contract_groups``."""
+        """Returns the wgrad product of each group, ``[groups, M, N]``.
+
+        Args:
+            a: FP8 data ``[M, K]``, columns of a group behind those of the group before.
+            b: FP8 data ``[N, K]``, with the columns of ``a``.
+            a_scale_inv, b_scale_inv: fp32 ``[groups]``.
+            groups: which columns belong to which group, on the device.
+            wide: return fp32, else bf16.
+        """
         raise NotImplementedError
 
 
 def warn_emulated(what: str, needed: str) -> None:
-    """Warns, once, that ``what`` need hardware that is not there and are emulated."""
+    """Warns, once for each ``what``, that products are emulated.
+
+    Args:
+        what: the products, in the plural, e.g. "FP8 matrix products".
+        needed: the hardware that would compute them.
+    """
     if what not in _warned:
         _warned.add(what)
         warnings.warn(
@@ -346,7 +439,7 @@ def warn_emulated(what: str, needed: str) -> None:
 
 
 class FP8Gemm(GemmBackend):
-    """Multiplies operands of one scale each by cuBLASLt's FP8 GEMMs, or emulates them."""
+    """Multiplies operands with one scale each by cuBLASLt's FP8 GEMMs, or emulates the product."""
 
     __slots__ = ("native",)
 
@@ -375,24 +468,25 @@ class FP8Gemm(GemmBackend):
 
 
 def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Warns where grouped products of ``a`` and ``b`` are emulated."""
+    """Warns if grouped products of ``a`` and ``b`` are emulated."""
     if not grouped_gemm.multiplies_codes(a, b):
         what = "FP8 matrix products of groups whose sizes are on the device"
         warn_emulated(what, "sm_90 and sizes that are multiples of 16")
 
 
 class Layout:
-    """Stored form of a weight ``[rows, cols]`` that is held in FP8 only: rowwise data and scales.
+    """Form in which a scheme stores a weight ``[rows, cols]`` in FP8 only: rowwise data and scales.
 
-    The weight's values are those of its rowwise data. Writing the values back gives the same data
-    and scales, or others of the same values, in whichever dtype they were read: a weight that is
-    saved as values and loaded again is unchanged.
+    The weight's values are those of its rowwise data. Quantizing these values again, from any dtype
+    in which they were read, gives data and scales of equal values: a weight that is saved as values
+    and loaded is unchanged.
 
     Attributes:
-        name: the scheme's, for messages.
-        block_rows: rows that share a scale; 0 where all do.
-        exact: the columnwise data made from the rowwise data are those made from the values.
-        decoded: dtype in which the values are exact, from which columnwise data are made.
+        name: name of the form, for messages.
+        block_rows: number of rows that share a scale; 0 if all do.
+        exact: True if columnwise data made from the rowwise data equal those made from the
+            high-precision values.
+        decoded: dtype that represents the values exactly, from which columnwise data are made.
     """
 
     name: ClassVar[str]
@@ -401,20 +495,30 @@ class Layout:
     decoded: ClassVar[torch.dtype] = torch.float32
 
     def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
-        """Returns a ``scale_inv`` for ``[rows, cols]``, without values."""
+        """Returns an uninitialized ``scale_inv`` for a weight ``[rows, cols]``."""
         raise NotImplementedError
 
     def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
-        """Returns the rowwise copy of ``x`` by the weight quantizer of the scheme."""
+        """Returns the rowwise copy of ``x`` ``[rows, cols]``.
+
+        Args:
+            quantizer: the scheme's quantizer of weights.
+            x: high-precision values.
+        """
         return quantizer.quantize(x, True, False)[0]
 
     def columnwise(
         self, quantizer: Any, held: QuantizedTensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes the columnwise copy, here by quantizing the values again.
+        """Makes the columnwise copy of a stored weight, here by quantizing its values again.
+
+        Args:
+            quantizer: the scheme's quantizer of weights.
+            held: the weight's rowwise copy.
 
         Returns:
-            ``(fp8_data, scale_inv)``: data ``[cols, rows]`` and their ``scale_inv``.
+            fp8_data: ``[cols, rows]``.
+            scale_inv: multipliers of these data.
         """
         made = quantizer.quantize(quantizer.dequantize(held, self.decoded), False, True)[0]
         assert made.columnwise is not None
@@ -422,7 +526,9 @@ class Layout:
         return made.columnwise, made.columnwise_scale_inv
 
     def rows(self, held: QuantizedTensor, start: int, stop: int) -> QuantizedTensor | None:
-        """Returns rows as views; None where they would cut a block."""
+        """Returns rows ``start`` to ``stop`` as views of data and scales; None if they would cut a
+        block.
+        """
         fp8_data, scale_inv, block = held.rowwise, held.rowwise_scale_inv, self.block_rows
         assert fp8_data is not None
         assert scale_inv is not None
@@ -433,9 +539,12 @@ class Layout:
         return QuantizedTensor(fp8_data[start:stop], scale_inv, None, None, held.dtype)
 
     def joined(self, parts: list[QuantizedTensor]) -> QuantizedTensor | None:
-        """Returns copies of the rows of ``parts`` as one weight; None where they cut a block.
+        """Returns one weight made of copies of the rows of ``parts``; None if a part ends inside a
+        block.
 
-        Parts with one scale for all rows must have the same one.
+        Args:
+            parts: rowwise copies; where all rows of a weight share a scale, the caller ensures that
+                all parts have that scale.
         """
         dtype = parts[0].dtype
         fp8_data: list[torch.Tensor] = []
@@ -453,14 +562,28 @@ class Layout:
     def gathered(
         self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Returns the weight whose shards' data ``[rows, cols]`` and scales were put together."""
+        """Returns the weight made of all ranks' shards.
+
+        Args:
+            fp8_data: ``[rows, cols]``, the shards' data.
+            scale_inv: the shards' scales, one after the other.
+            dtype: element type of the data.
+        """
         return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
 
 
 class GemmQuantizers(NamedTuple):
-    """The quantizers of one GEMM and its gradients, and the backend that multiplies their results.
+    """Named tuple of the quantizers of one GEMM's operands in forward and backward, and its
+    backend.
 
-    ``weight_recast`` records nothing: it casts a weight whose amax was staged in the forward.
+    Attributes:
+        input: quantizer of the input.
+        weight: quantizer of the weight in forward.
+        weight_recast: quantizer that casts the weight again in backward, and stages no amax because
+            the forward has.
+        grad_output: quantizer of the output's gradient.
+        backend: multiplies what the quantizers make.
+        high_precision_wgrad: True if wgrad is computed from unquantized operands.
     """
 
     input: Any
@@ -472,7 +595,18 @@ class GemmQuantizers(NamedTuple):
 
 
 class GroupQuantizers(NamedTuple):
-    """The quantizers of all GEMMs of a module whose groups of rows only the device can size."""
+    """Named tuple like ``GemmQuantizers``, for all GEMMs of a grouped module at once.
+
+    It is used where the sizes of the groups of rows are known to the device only.
+
+    Attributes:
+        input: quantizer of the groups' rows of the input.
+        weight: quantizer of all weights in forward.
+        weight_recast: quantizer of all weights in backward, which stages no amax.
+        grad_output: quantizer of the groups' rows of the output's gradient.
+        backend: multiplies what the quantizers make.
+        high_precision_wgrad: True if wgrad is computed from unquantized operands.
+    """
 
     input: GroupQuantizer
     weight: GroupQuantizer
@@ -483,11 +617,14 @@ class GroupQuantizers(NamedTuple):
 
 
 class QuantizerSets(NamedTuple):
-    """The ways in which a module may quantize; one entry for each of its GEMMs.
+    """Named tuple of a module's quantizers for four kinds of forward, one entry for each GEMM.
 
-    ``recording`` stages every amax; ``recompute`` repeats a recorded forward, so that only its
-    gradients are new; ``frozen`` stages nothing; ``previewed`` stages nothing either, and reads the
-    scales that a pending update will give.
+    Attributes:
+        recording: for training and calibration; every cast stages its amax.
+        recompute: for a recompute of a recorded forward; only gradients stage amaxes.
+        frozen: for evaluation; no cast stages an amax.
+        previewed: for evaluation with an update pending; as ``frozen``, with the scales that the
+            update will give.
     """
 
     recording: tuple[GemmQuantizers, ...]
@@ -497,7 +634,7 @@ class QuantizerSets(NamedTuple):
 
 
 def group_quantizers(sets: Sequence[GemmQuantizers]) -> GroupQuantizers | None:
-    """Returns the quantizers of all groups of a module; None for a scheme that has none."""
+    """Returns the quantizers of a grouped module's GEMMs; None if the scheme has none for groups."""
     made: dict[str, Any] = {}
     for role in ("input", "weight", "weight_recast", "grad_output"):
         quantizers = [getattr(gemm, role) for gemm in sets]
@@ -511,7 +648,7 @@ def group_quantizers(sets: Sequence[GemmQuantizers]) -> GroupQuantizers | None:
 
 
 class ScaleSharing(Protocol):
-    """Says which ranks compute a state's scales together."""
+    """Protocol of an object that knows which ranks compute a state's scales together."""
 
     def over(self, group: Any) -> bool:
         """Returns True if the scales are equal on all ranks of ``group``, and will stay so."""
@@ -521,13 +658,14 @@ class ScaleSharing(Protocol):
 
 
 class Slot(NamedTuple):
-    """Views, fp32 ``[1]``, of what an FP8 state keeps for one tensor of a GEMM.
+    """Named tuple of the views, fp32 ``[1]``, of what an FP8 state keeps for one tensor of a GEMM.
 
     Attributes:
-        scale, scale_inv: multiplier to FP8 and its inverse.
-        amax: element of the staging row of the amax history, into which casts fold max |x|.
-        pending_scale: the scale after the update that is due; None for gradients.
-        number: the place of the slot in the module, forward slots first.
+        scale, scale_inv: multiplier to FP8 and its reciprocal.
+        amax: element of the staging row of the amax history; a cast replaces it by its maximum with
+            max |x|.
+        pending_scale: the scale that a pending update will give; None for gradients.
+        number: index of the slot in the module, all forward slots before the backward ones.
     """
 
     scale: torch.Tensor
@@ -538,7 +676,7 @@ class Slot(NamedTuple):
 
 
 class GemmSlots(NamedTuple):
-    """Slots of the tensors that one GEMM and its gradients quantize."""
+    """Named tuple of the slots of the three tensors that a GEMM quantizes in forward and backward."""
 
     input: Slot
     weight: Slot
@@ -547,16 +685,18 @@ class GemmSlots(NamedTuple):
 
 @dataclass(frozen=True)
 class Slots:
-    """Views of a module's FP8 state for the quantizers of a scheme that keeps state.
+    """Views of a module's FP8 state, over which a scheme with state builds quantizers.
 
     Attributes:
         gemms: one entry for each GEMM of the module.
-        first_due: for each slot, True while its first scale has still to be computed from data.
-        first_on_device: int32 flags ``[slots]`` for those whose data only the device counts, for
-            each tuple of slot numbers.
-        sync: the ranks that compute the scales together.
-        update_scales: rolls histories and sets scales and their inverses by the recipe's formula:
-            ``(histories, scales, scale_invs, fp8_max, recipe, nonfinite_count)``.
+        first_due: a bool for each slot, True while its first scale has still to be computed from
+            data (``first_step="current"``).
+        first_on_device: int32 flags ``[len(key)]`` by a tuple of slot numbers, for groups of rows
+            of which only the device knows whether they are empty; non-zero while the slot's first
+            scale is due.
+        sync: knows the ranks that compute the scales together.
+        update_scales: ``scale_formula.update_scales``, which computes scales by the recipe's
+            formula: ``(histories, scales, scale_invs, fp8_max, recipe, nonfinite_count)``.
     """
 
     gemms: tuple[GemmSlots, ...]
@@ -567,15 +707,16 @@ class Slots:
 
 
 class Scheme:
-    """A scheme of scaling; its file defines one subclass, which registers itself by its ``name``.
+    """Base class of a scheme, which makes the quantizers of a recipe.
 
-    A scheme without state defines ``gemm_quantizers``, one with state ``build``.
+    A scheme's file defines one subclass, which registers itself by its ``name``. A scheme without
+    state defines ``gemm_quantizers``, one with state ``build``.
 
     Attributes:
         name: the ``quantizer`` of the recipes that use the scheme, and the name of its file.
         backend: multiplies what the quantizers make.
-        layout: stored form of weights held in FP8 only; None where ``stored_recipe`` gives a
-            recipe of another scheme, or there is none.
+        layout: form of weights held in FP8 only; None where ``stored_recipe`` gives a recipe of
+            another scheme, or such weights are not supported.
         row_alignment: multiple to which ``Fp8Padding`` fills the rows of a group by default.
     """
 
@@ -590,7 +731,14 @@ class Scheme:
     def build(
         self, recipe: Any, slots: Slots | None, gemms: int, device: torch.device
     ) -> QuantizerSets:
-        """Builds the quantizers of a module, here the same for every GEMM and use."""
+        """Builds the quantizers of a module, here stateless ones that all GEMMs and kinds share.
+
+        Args:
+            recipe: a recipe whose ``quantizer`` is this scheme's name.
+            slots: views of the module's FP8 state; None for a recipe without state.
+            gemms: number of GEMMs of the module.
+            device: the module's device.
+        """
         inp, weight, grad_output = self.gemm_quantizers(recipe, device)
         backend = self.backend(recipe.use_split_accumulator, device)
         override = recipe.override_linear_precision[2]
@@ -600,15 +748,19 @@ class Scheme:
     def gemm_quantizers(
         self, recipe: Any, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
-        """Makes the quantizers of a GEMM without state.
+        """Makes the quantizers of a GEMM, for a scheme without state.
 
         Returns:
-            ``(input, weight, grad_output)``.
+            input: quantizer of inputs.
+            weight: quantizer of weights.
+            grad_output: quantizer of gradients.
         """
         raise NotImplementedError
 
     def stored_recipe(self, recipe: Any) -> Recipe:
-        """Returns the recipe by which a weight that is held in FP8 only is quantized."""
+        """Returns the recipe that quantizes a weight held in FP8 only, for a module run with
+        ``recipe``.
+        """
         return recipe
 
 
@@ -640,9 +792,13 @@ def scheme_of(recipe: Recipe) -> Scheme:
 def build_quantizers(
     recipe: Recipe, slots: Slots | None, gemms: int, device: torch.device
 ) -> QuantizerSets:
-    """Builds the quantizers of ``recipe`` for the ``gemms`` GEMMs of a module on ``device``.
+    """Builds the quantizers of ``recipe`` for a module.
 
-    ``slots`` are views of the module's FP8 state; None for a recipe that keeps no state.
+    Args:
+        recipe: recipe of a region.
+        slots: views of the module's FP8 state; None for a recipe that keeps no state.
+        gemms: number of GEMMs of the module.
+        device: the module's device.
     """
     return scheme_of(recipe).build(recipe, slots, gemms, device)
 
@@ -650,14 +806,17 @@ def build_quantizers(
 def stored_recipe(recipe: Recipe) -> Recipe:
     """Returns the recipe by which a weight that is held in FP8 only is quantized when written.
 
-    A recipe that keeps state scales by earlier amaxes; a weight that is written once a step, from
-    its master value, is scaled by its own. The scales of blocks are powers of two.
+    Delayed scaling becomes current scaling: such a weight is written once a step, from its master
+    weight, and is scaled by its amax at that time. Block scaling gets power-of-two scales.
     """
     return scheme_of(recipe).stored_recipe(recipe)
 
 
 def layout_of(recipe: Recipe) -> Layout:
-    """Returns the stored form of weights quantized by ``recipe``, a ``stored_recipe``.
+    """Returns the form in which weights are stored that ``recipe`` quantizes.
+
+    Args:
+        recipe: what ``stored_recipe`` returned.
 
     Raises:
         NotImplementedError: the scheme stores no weights.
