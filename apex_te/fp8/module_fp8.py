@@ -88,7 +88,7 @@ class ModuleFP8:
         return self.state.num_slots
 
     def forget(self) -> None:
-        """Drops all quantizers, as they hold views of the state's tensors; forwards build new ones."""
+        """Drops all quantizers, which hold views of the state's tensors; forwards build new ones."""
         self._sets: dict[str, QuantizerSets] = {}
         self._active_key = ""
         self._active: QuantizerSets | None = None
@@ -230,9 +230,7 @@ class ModuleFP8:
         records: bool,
         amax_group: AmaxGroup | None,
     ) -> None:
-        """Enters the amax group, adapts to the recipe, and notes that compiled code uses the
-        module.
-        """
+        """Enters the amax group, adapts to the recipe, and notes that compiled code uses this."""
         self.enter(amax_group)
         self.adapt(key, recipe, device, records)
         self._is_traced = True

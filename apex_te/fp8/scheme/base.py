@@ -149,9 +149,7 @@ class Quantizer:
         return None
 
     def settings(self) -> tuple:
-        """Returns the settings that determine FP8 data: with equal ones and amaxes the data are
-        equal.
-        """
+        """Returns the settings that, together with amaxes, determine the FP8 data of a matrix."""
         return (type(self).__name__, self.dtype)
 
     def needs_whole_amax(self) -> bool:
@@ -182,7 +180,7 @@ class Quantizer:
     def scales_of_rows(
         self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
-        """Computes the scales by which ``multi_tensor.quantize`` casts rows of several matrices at
+        """Computes the scales by which ``multi_tensor.quantize`` casts several matrices' rows at
         once.
 
         The data are those that ``quantize_rows`` makes of each.
@@ -230,14 +228,12 @@ class Quantizer:
         return producer.can_fuse and self.dtype in FP8_DTYPES
 
     def record(self, x: torch.Tensor) -> None:
-        """Stages the amax of ``x`` without quantizing it; does nothing for a scheme without state."""
+        """Stages the amax of ``x`` without quantizing it; nothing for a scheme without state."""
 
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Returns the values of ``quantized``, ``[rows, cols]`` in ``dtype``, from a copy that it
-        has.
-        """
+        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from a copy that it has."""
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
         if quantized.columnwise is None:
@@ -245,26 +241,24 @@ class Quantizer:
         return self._decode(quantized.columnwise, quantized.columnwise_scale_inv, dtype).t()
 
     def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the values of FP8 data; here of data whose ``scale_inv`` broadcasts to their
-        shape.
-        """
+        """Returns the values of FP8 data, here with a ``scale_inv`` that broadcasts to their shape."""
         return (fp8_data.to(torch.float32) * scale_inv).to(dtype)
 
     def known_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns the scale with which to cast ``x``, for an op that casts by itself.
+        """Returns the scale with which to cast ``x``, for code that keeps the copies between calls.
 
         Returns:
             scale: fp32 ``[1]``.
             amax: fp32 ``[1]``, the element into which to stage the amax of ``x``, or None.
 
-            None in place of the pair for a scheme that computes the scale from ``x``; the caller
-            then calls ``quantize``.
+            None in place of the pair for a scheme that computes the scale from ``x``: its casts of
+            one ``x`` are all equal, so the caller need not keep copies.
         """
         return None
 
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
-        """Quantizes ``x`` again, into the copies that an earlier ``quantize`` made, for CUDA
-        graphs.
+        """Quantizes ``x`` into the copies that an earlier ``quantize`` made, as CUDA graphs need
+        it.
 
         Args:
             x: ``[rows, cols]``.
@@ -273,8 +267,9 @@ class Quantizer:
                 changes. None: always write.
 
         Returns:
-            True if a kernel was launched; False, with nothing written, for a scheme without state,
-            where the caller calls ``quantize`` and copies.
+            True if the copies were written, or are when a capture replays. False, with nothing
+            written, for a scheme without state: its casts of one ``x`` are all equal, so the caller
+            need not keep copies between replays.
         """
         return False
 
@@ -375,7 +370,7 @@ class GemmBackend:
         out: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> torch.Tensor:
-        """Returns ``dy [rows, out].T @ x [rows, in]``, added to ``out`` if ``accumulate`` is True."""
+        """Returns ``dy [rows, out].T @ x [rows, in]``, added to ``out`` with ``accumulate``."""
         return self.multiply(
             WGRAD, dy.columnwise, x.columnwise, dy.columnwise_scale_inv, x.columnwise_scale_inv,
             out=out, out_dtype=out_dtype, accumulate=accumulate,
@@ -390,13 +385,14 @@ class GemmBackend:
         b_scale_inv: Any,
         groups: Groups,
     ) -> torch.Tensor:
-        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a`` and its group ``g``, bf16 ``[rows,
-        N]``.
+        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a``, of group ``g``: bf16 ``[rows, N]``.
 
         Args:
             product: FPROP or DGRAD.
-            a: FP8 data ``[rows, K]``; ``a_scale_inv``: fp32 ``[rows]``.
-            b: FP8 data ``[groups, N, K]``; ``b_scale_inv``: fp32 ``[groups]``.
+            a: FP8 data ``[rows, K]``.
+            b: FP8 data ``[groups, N, K]``.
+            a_scale_inv: fp32 ``[rows]``.
+            b_scale_inv: fp32 ``[groups]``.
             groups: which rows belong to which group, on the device.
         """
         raise NotImplementedError
@@ -526,9 +522,7 @@ class Layout:
         return made.columnwise, made.columnwise_scale_inv
 
     def rows(self, held: QuantizedTensor, start: int, stop: int) -> QuantizedTensor | None:
-        """Returns rows ``start`` to ``stop`` as views of data and scales; None if they would cut a
-        block.
-        """
+        """Returns views of rows ``start`` to ``stop`` and their scales; None if they cut a block."""
         fp8_data, scale_inv, block = held.rowwise, held.rowwise_scale_inv, self.block_rows
         assert fp8_data is not None
         assert scale_inv is not None
@@ -539,7 +533,7 @@ class Layout:
         return QuantizedTensor(fp8_data[start:stop], scale_inv, None, None, held.dtype)
 
     def joined(self, parts: list[QuantizedTensor]) -> QuantizedTensor | None:
-        """Returns one weight made of copies of the rows of ``parts``; None if a part ends inside a
+        """Returns copies of the rows of ``parts`` as one weight; None if a part ends inside a
         block.
 
         Args:
@@ -573,8 +567,7 @@ class Layout:
 
 
 class GemmQuantizers(NamedTuple):
-    """Named tuple of the quantizers of one GEMM's operands in forward and backward, and its
-    backend.
+    """Named tuple of the quantizers of one GEMM's operands, and the backend of its products.
 
     Attributes:
         input: quantizer of the input.
@@ -634,7 +627,11 @@ class QuantizerSets(NamedTuple):
 
 
 def group_quantizers(sets: Sequence[GemmQuantizers]) -> GroupQuantizers | None:
-    """Returns the quantizers of a grouped module's GEMMs; None if the scheme has none for groups."""
+    """Returns the group quantizers of a grouped module's GEMMs; None if the scheme has none.
+
+    Args:
+        sets: the quantizers of each GEMM, for one kind of forward.
+    """
     made: dict[str, Any] = {}
     for role in ("input", "weight", "weight_recast", "grad_output"):
         quantizers = [getattr(gemm, role) for gemm in sets]
@@ -676,7 +673,7 @@ class Slot(NamedTuple):
 
 
 class GemmSlots(NamedTuple):
-    """Named tuple of the slots of the three tensors that a GEMM quantizes in forward and backward."""
+    """Named tuple of the slots of a GEMM's three quantized tensors in forward and backward."""
 
     input: Slot
     weight: Slot
@@ -758,7 +755,7 @@ class Scheme:
         raise NotImplementedError
 
     def stored_recipe(self, recipe: Any) -> Recipe:
-        """Returns the recipe that quantizes a weight held in FP8 only, for a module run with
+        """Returns the recipe that quantizes weights held in FP8 only, in a model run with
         ``recipe``.
         """
         return recipe

@@ -25,13 +25,14 @@ _BLOCK = 128
 
 
 class BlockQuantizer(Quantizer):
-    """Turns a matrix into FP8 with a scale for each block.
+    """Casts a matrix to FP8 with a scale for each block.
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        block_rows: 1 or 128; with 1 the columnwise copy is quantized along the other axis.
+        block_rows: 1 for 1x128 blocks, or 128 for 128x128 blocks; with 1 the blocks of the
+            columnwise copy lie along the other axis.
         pow2: round scales down to powers of two.
-        eps: smallest amax.
+        eps: lower bound of the amax from which a block's scale is computed.
     """
 
     __slots__ = ("block_rows", "eps", "pow2")
@@ -71,7 +72,7 @@ class BlockQuantizer(Quantizer):
 
 
 class BlockGemm(GemmBackend):
-    """Multiplies 1x128 and 128x128 blocks by cuBLASLt's block-scaled GEMMs, or emulates them."""
+    """Multiplies block-scaled operands by cuBLASLt's block-scaled GEMMs, or emulates the product."""
 
     __slots__ = ("native",)
 
@@ -88,7 +89,7 @@ class BlockGemm(GemmBackend):
 
 
 class Blocks(Layout):
-    """Stores a weight with a power-of-two scale for each 128x128 block."""
+    """Form of a stored weight with a power-of-two scale for each 128x128 block."""
 
     name = "128x128 blocks"
     block_rows = _BLOCK
@@ -109,7 +110,7 @@ class Blocks(Layout):
 
 
 class BlockScheme(Scheme):
-    """Block scaling; weights that are held in FP8 only have power-of-two scales."""
+    """Scheme of block scaling; weights that are held in FP8 only have power-of-two scales."""
 
     name = "block"
     backend = BlockGemm

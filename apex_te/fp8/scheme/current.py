@@ -1,4 +1,4 @@
-"""Current scaling: one scale for each tensor, computed from the tensor itself."""
+"""Current scaling: one scale for each tensor, computed from that tensor when it is cast."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["CurrentGroups", "CurrentScalingQuantizer", "OneScale"]
 
 
 class CurrentScalingQuantizer(Quantizer):
-    """Turns a matrix into FP8 with ``scale = fp8_max / max |x|``.
+    """Casts a matrix to FP8 with ``scale = fp8_max / max |x|``.
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, or their fnuz forms.
         pow2: round the scale down to a power of two.
-        eps: smallest amax.
-        group: ranks whose largest amax counts; None: this rank's alone.
+        eps: lower bound of the amax from which the scale is computed.
+        group: process group over which the amax is reduced by maximum; None: not reduced.
     """
 
     __slots__ = ("eps", "group", "pow2")
@@ -69,7 +69,15 @@ class CurrentScalingQuantizer(Quantizer):
         return out.rowwise, out.scale_inv, None
 
     def cast_rows(self, x: torch.Tensor, amax: torch.Tensor | None) -> Any:
-        """Returns the rowwise copy of ``x`` by the scale of ``amax``, as an op's output."""
+        """Returns the rowwise copy of ``x`` with the scale that ``amax`` gives.
+
+        Args:
+            x: ``[rows, cols]``.
+            amax: fp32 ``[1]``; None stands for the amax of ``x``.
+
+        Returns:
+            An op's output tuple with ``rowwise`` and ``scale_inv``.
+        """
         return current_scale(
             x, self.dtype, columnwise=False, eps=self.eps, pow2=self.pow2, amax=amax
         )
@@ -86,7 +94,9 @@ class CurrentScalingQuantizer(Quantizer):
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
-        """Runs the op twice, first for its amax alone: cheaper than writing its result."""
+        """Runs the op twice, first for the result's amax alone, which is cheaper than writing the
+        result.
+        """
         if not self.can_fuse(producer):
             return super().produce(producer, rowwise, columnwise)
         dtype = self.dtype
@@ -108,7 +118,11 @@ class CurrentScalingQuantizer(Quantizer):
 
 
 class CurrentGroups(GroupQuantizer):
-    """Quantizes groups with a scale each, computed from the group's own largest magnitude."""
+    """Quantizes groups with one scale each, computed from the group's amax.
+
+    Args:
+        quantizers: those of one role of all GEMMs, one for each group.
+    """
 
     __slots__ = ("eps", "groups", "pow2")
 
@@ -129,9 +143,10 @@ class CurrentGroups(GroupQuantizer):
 
 
 class OneScale(Layout):
-    """Stores a weight with one scale, computed from its amax rounded to bfloat16.
+    """Form of a stored weight with one scale, computed from the amax rounded to bfloat16.
 
-    The amax of the stored values, in whichever dtype they are read, then rounds to the same again.
+    The amax of the stored values, in whichever dtype they are read, then rounds to the same
+    bfloat16.
     """
 
     name = "one scale"
@@ -154,9 +169,9 @@ class OneScale(Layout):
     def gathered(
         self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Joins shards, each of which has its own scale if it was written alone.
+        """Joins shards, each of which has a scale of its own if its rank has written to it.
 
-        The data of each are written again for the largest ``scale_inv``, which changes nothing
+        The data of each shard are rescaled to the largest ``scale_inv``, which changes nothing
         where all are equal.
         """
         shards = scale_inv.numel()
@@ -168,13 +183,13 @@ class OneScale(Layout):
         return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
 
     def _rescale(self, fp8_data: torch.Tensor, factor: torch.Tensor) -> None:
-        """Multiplies what the data mean by ``factor``, in place."""
+        """Multiplies the values of FP8 data by ``factor``, fp32 ``[1]``, in place."""
         values = fp8_data.to(torch.float32)
         cast_transpose(values, factor, fp8_data.dtype, columnwise=False, out_rowwise=fp8_data)
 
 
 class CurrentScheme(Scheme):
-    """Current scaling, of tensors and of weights that are held in FP8 only."""
+    """Scheme of current scaling, for casts and for weights that are held in FP8 only."""
 
     name = "current"
     backend = FP8Gemm

@@ -1,4 +1,4 @@
-"""Delayed scaling: scales computed from the amaxes of earlier steps; each cast stages its own."""
+"""Delayed scaling: scales computed from the amaxes of earlier steps; each cast stages an amax."""
 
 from __future__ import annotations
 
@@ -40,10 +40,17 @@ __all__ = ["DelayedGroups", "DelayedScalingQuantizer", "FirstStep"]
 
 
 class FirstStep:
-    """Computes a slot's scale from the first tensor that it records (``first_step="current"``).
+    """Computes a slot's first scale from the first tensor cast with it (``first_step="current"``).
 
-    The slot is due while its flag in ``due`` is True and, where ``on_device`` has a flag for it
-    (only the device sees whether a group has rows), that one is set, too.
+    Until then the slot is due: its flag in ``due`` is True and, if ``on_device`` has a flag for it,
+    that one is non-zero. Flags on the device exist for groups of rows of which only the device
+    knows whether they are empty.
+
+    Args:
+        slots: views of the module's FP8 state.
+        slot: the slot.
+        fp8_max: largest value of the element type.
+        recipe: the recipe, whose formula gives the scale.
     """
 
     __slots__ = (
@@ -63,13 +70,18 @@ class FirstStep:
         self.group: Any = None  # ranks whose largest amax counts
 
     def over(self, group: Any) -> FirstStep:
-        """Returns a copy that takes the largest amax of all ranks of ``group``."""
+        """Returns a copy that reduces the amax by maximum over the process group ``group``."""
         other = copy.copy(self)
         other.group = group
         return other
 
     def run(self, measure: Callable[[torch.Tensor], object]) -> None:
-        """Sets the scale from the amax that ``measure`` writes; the slot is then no longer due."""
+        """Sets the slot's first scale, after which the slot is no longer due.
+
+        Args:
+            measure: function that writes the tensor's amax into the fp32 tensor ``[1]`` it is
+                given.
+        """
         amax = torch.zeros(1, 1, dtype=torch.float32, device=self.scale.device)
         measure(amax[0])
         if self.group is not None:
@@ -89,7 +101,7 @@ class FirstStep:
             self.due[self.index] = False
 
     def _flag(self) -> torch.Tensor | None:
-        """Returns the slot's flag ``[1]`` on the device, if there is one."""
+        """Returns a view ``[1]`` of the slot's int32 flag on the device; None if it has none."""
         if self.on_device and not torch.compiler.is_compiling():
             for slots, flags in self.on_device.items():
                 if self.index in slots:
@@ -98,20 +110,27 @@ class FirstStep:
         return None
 
     def take(self, amax: torch.Tensor, scale: torch.Tensor, scale_inv: torch.Tensor) -> None:
-        """Computes ``scale`` and its inverse from ``amax`` ``[1, 1]``, which is overwritten."""
+        """Computes a scale from an amax by the recipe's formula, with the guards of an update.
+
+        Args:
+            amax: fp32 ``[1, 1]``; overwritten.
+            scale, scale_inv: fp32 ``[1]``, set to the new scale and its reciprocal.
+        """
         # A history of one row is this tensor alone: the same formula and guards as an update.
         self.update_scales([amax], [scale], [scale_inv], [self.fp8_max], self.recipe, None)
 
 
 class DelayedScalingQuantizer(Quantizer):
-    """Turns a matrix into FP8 with the scale of one state slot.
+    """Casts a matrix to FP8 with the scale of a slot in the FP8 state.
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``, or their fnuz forms.
         scale: fp32 ``[1]``, a view of the state.
-        amax: fp32 ``[1]`` staging slot that takes max |x|, or None to record nothing.
-        first: computes the first scale from the data, or None.
-        sync: ranks whose amaxes make the scale; None for this rank alone.
+        amax: fp32 ``[1]``, the slot's element of the staging row, into which the amax is folded;
+            None to stage nothing.
+        first: computes the slot's first scale from data; None if that starts at 1, or is not to be
+            computed here.
+        sync: knows the ranks whose amaxes give the scale; None if amaxes are not reduced.
     """
 
     __slots__ = ("amax", "first", "scale", "sync")
@@ -174,9 +193,9 @@ class DelayedScalingQuantizer(Quantizer):
     def quantize_rows(
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Quantizes rows; the first scale stays due until a forward stages the amax.
+        """Quantizes rows, with the first scale computed from ``amax`` if that is not None.
 
-        The weight may change before.
+        The slot stays due until a forward stages an amax, as the weight may change before that.
         """
         scale = self.scale
         if amax is not None and self.first is not None:
@@ -197,7 +216,11 @@ class DelayedScalingQuantizer(Quantizer):
         return [q.scale for q in quantizers], None
 
     def stage(self, amax: torch.Tensor, group: Any) -> None:
-        """Records ``amax`` fp32 ``[1]`` of this rank's rows of a matrix sharded over ``group``.
+        """Stages the amax of this rank's rows of a sharded matrix.
+
+        Args:
+            amax: fp32 ``[1]``.
+            group: process group over which the matrix is sharded; None if it is not.
 
         Raises:
             ValueError: the scale is not computed from the amaxes of all ranks of ``group``.
@@ -237,7 +260,7 @@ class DelayedScalingQuantizer(Quantizer):
         return DelayedGroups(quantizers) if self.dtype in FP8_DTYPES else None
 
     def record(self, x: torch.Tensor) -> None:
-        """Stages max |x| of ``x`` ``[rows, cols]`` without quantizing it."""
+        """Stages the amax of ``x`` ``[rows, cols]`` without quantizing it."""
         first = self.first
         if first is not None and first.due[first.index] and x.numel():
             first.run(lambda amax: self._measure(x, amax))
@@ -263,15 +286,19 @@ class DelayedScalingQuantizer(Quantizer):
         return DelayedScalingQuantizer(self.dtype, snapshot).quantize(x, False, True)[0]
 
     def _measure(self, x: torch.Tensor, amax: torch.Tensor) -> None:
+        """Replaces ``amax`` by its maximum with the amax of ``x``."""
         cast_transpose(x, self.scale, self.dtype, rowwise=False, columnwise=False, amax=amax)
 
 
 class DelayedGroups(GroupQuantizer):
-    """Quantizes groups with scales and staging slots that are columns of the module's state.
+    """Quantizes groups of rows, each with the slot of one GEMM in the module's FP8 state.
 
     The device computes first scales (``first_step="current"``), because it alone knows whether a
-    group has rows; a group without rows stays due. The host tells it once which slots are due; the
-    state keeps the flags.
+    group has rows; a group without rows stays due. The host copies its list of due slots to flags
+    on the device once; the state keeps the flags.
+
+    Args:
+        quantizers: those of one role of all GEMMs, one for each group.
     """
 
     __slots__ = ("amax", "firsts", "scale", "slots")
@@ -307,13 +334,13 @@ class DelayedGroups(GroupQuantizer):
         self._record(GroupMatrices(matrices, groups))
 
     def _record(self, source: GroupRows | GroupMatrices) -> None:
-        """Stages the amaxes of ``source`` without quantizing it."""
+        """Stages the groups' amaxes without quantizing ``source``."""
         self._set_first(source)
         if self.amax is not None:
             source.measure(self.amax, self.dtype)
 
     def _set_first(self, source: GroupRows | GroupMatrices) -> None:
-        """Computes the first scales that are due from ``source``."""
+        """Computes, from the groups in ``source``, the first scales that are due."""
         firsts = self.firsts
         if not any(first.due[first.index] for first in firsts):
             return
@@ -338,7 +365,11 @@ class DelayedGroups(GroupQuantizer):
         )  # fmt: skip
 
     def _hand_over(self) -> torch.Tensor:
-        """Makes flags on the device of the slots that are due, and returns them."""
+        """Copies the host's list of due slots to new flags on the device.
+
+        Returns:
+            The flags, int32 ``[groups]``.
+        """
         firsts = self.firsts
         if self.scale.is_cuda and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(
@@ -355,11 +386,12 @@ class DelayedGroups(GroupQuantizer):
         return due
 
     def _scale_inv(self) -> torch.Tensor:
+        """Returns the groups' ``scale_inv`` as one view of the state, fp32 ``[groups]``."""
         return _column([first.scale_inv for first in self.firsts])
 
 
 def _column(slots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns slots ``[1]`` of one state, at equal distances, as one tensor over their memory."""
+    """Returns equidistant views ``[1]`` of one state tensor as one strided view, ``[len(slots)]``."""
     first = slots[0]
     if len(slots) == 1:
         return first
@@ -367,7 +399,7 @@ def _column(slots: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class DelayedScheme(Scheme):
-    """Delayed scaling; weights that are held in FP8 only are scaled by their own amax."""
+    """Scheme of delayed scaling; weights that are held in FP8 only use current scaling instead."""
 
     name = "delayed"
     backend = FP8Gemm
@@ -388,7 +420,7 @@ class DelayedScheme(Scheme):
 def _build_gemm(
     recipe: DelayedScaling, slots: Slots, backend: FP8Gemm, gemm: GemmSlots
 ) -> tuple[GemmQuantizers, ...]:
-    """Returns the quantizers of one GEMM, in the order of ``QuantizerSets``."""
+    """Returns the quantizers of one GEMM for each kind of forward, in ``QuantizerSets``' order."""
     formats = formats_of(recipe.fp8_format, gemm.input.scale.device)
     forward = (formats.fwd_dtype, formats.max_fwd)
     sync = slots.sync if recipe.reduce_amax else None

@@ -1,4 +1,4 @@
-"""Base of the quantizers of groups of rows whose sizes only the device knows."""
+"""Base class of quantizers for groups of rows whose sizes only the device knows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ __all__ = ["GroupMatrices", "GroupQuantizer", "GroupRows"]
 
 
 class GroupRows(NamedTuple):
-    """Rows to quantize, one scale for each group."""
+    """Named tuple of the rows of all groups, to be quantized with one scale for each group.
+
+    Attributes:
+        x: ``[rows, cols]``; the groups lie one behind the other.
+        groups: which rows belong to which group, on the device.
+    """
 
     x: torch.Tensor
     groups: Groups
@@ -21,14 +26,25 @@ class GroupRows(NamedTuple):
     def measure(
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
-        """Folds each group's largest magnitude into ``amax`` ``[groups]``."""
+        """Replaces each element of ``amax`` by its maximum with the amax of that group's rows.
+
+        Args:
+            amax: fp32 ``[groups]``.
+            dtype: FP8 dtype, which does not matter for the result.
+            due: int32 ``[groups]``, non-zero for the groups to measure; None: all.
+        """
         quantize_groups(
             self.x, self.groups, amax, dtype, rowwise=False, columnwise=False, amax=amax, due=due
         )
 
 
 class GroupMatrices(NamedTuple):
-    """Matrices to quantize, one for each group; with ``groups`` only those of groups with rows."""
+    """Named tuple of matrices to quantize, one weight for each group of rows.
+
+    Attributes:
+        matrices: one ``[rows, cols]`` for each group.
+        groups: the groups of rows; matrices of groups without rows are skipped. None: none is.
+    """
 
     matrices: Sequence[torch.Tensor]
     groups: Groups | None
@@ -36,7 +52,13 @@ class GroupMatrices(NamedTuple):
     def measure(
         self, amax: torch.Tensor, dtype: torch.dtype, due: torch.Tensor | None = None
     ) -> None:
-        """Folds each matrix's largest magnitude into ``amax`` ``[groups]``."""
+        """Replaces each element of ``amax`` by its maximum with the amax of that group's matrix.
+
+        Args:
+            amax: fp32 ``[groups]``.
+            dtype: FP8 dtype, which does not matter for the result.
+            due: int32 ``[groups]``, non-zero for the matrices to measure; None: all.
+        """
         quantize_matrices(
             self.matrices, amax, dtype, groups=self.groups, rowwise=False, columnwise=False,
             amax=amax, due=due,
@@ -44,7 +66,7 @@ class GroupMatrices(NamedTuple):
 
 
 class GroupQuantizer:
-    """Quantizes the rows, or the matrices, of all groups at once; a scheme defines ``scaling``.
+    """Quantizes the rows, or the weights, of all groups at once; a scheme defines ``scaling``.
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
@@ -58,7 +80,13 @@ class GroupQuantizer:
     def quantize(
         self, x: torch.Tensor, groups: Groups, rowwise: bool = True, columnwise: bool = True
     ) -> GroupedOutput:
-        """Returns FP8 copies of the groups' rows of ``x`` ``[rows, cols]``."""
+        """Returns FP8 copies of rows, with one scale for each group.
+
+        Args:
+            x: ``[rows, cols]``; the groups lie one behind the other.
+            groups: which rows belong to which group, on the device.
+            rowwise, columnwise: the copies to make.
+        """
         scale, scale_inv, amax = self.scaling(GroupRows(x, groups))
         return quantize_groups(
             x, groups, scale, self.dtype, rowwise=rowwise, columnwise=columnwise, amax=amax,
@@ -72,7 +100,13 @@ class GroupQuantizer:
         rowwise: bool = True,
         columnwise: bool = True,
     ) -> GroupedOutput:
-        """Returns FP8 copies of one matrix for each group; ``groups``: only of those with rows."""
+        """Returns FP8 copies of one matrix for each group.
+
+        Args:
+            matrices: one ``[rows, cols]`` for each group.
+            groups: the groups of rows; matrices of groups without rows are skipped. None: none is.
+            rowwise, columnwise: the copies to make.
+        """
         scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
         return quantize_matrices(
             matrices, scale, self.dtype, groups=groups, rowwise=rowwise, columnwise=columnwise,
@@ -82,17 +116,27 @@ class GroupQuantizer:
     def rewrite_matrices(
         self, matrices: Sequence[torch.Tensor], held: GroupedOutput, noop: torch.Tensor | None
     ) -> bool:
-        """Writes both copies of all matrices into ``held``, as ``Quantizer.rewrite`` does of one.
+        """Quantizes matrices into the copies that an earlier ``quantize_matrices`` made.
 
-        Returns False, and writes nothing, for a scheme that gives the same result again.
+        Args:
+            matrices: one ``[rows, cols]`` for each group.
+            held: rowwise and columnwise copies, which are overwritten with their scales.
+            noop: int32 ``[1]`` on the device; if it is not zero, nothing changes. None: always
+                write.
+
+        Returns:
+            True if the copies were written, or are when a capture replays; False, with nothing
+            written, for a scheme without state, as in ``Quantizer.rewrite``.
         """
         return False
 
     def record(self, x: torch.Tensor, groups: Groups) -> None:
-        """Stages what later scales need of the groups' rows; nothing by default."""
+        """Stages the amaxes of the groups' rows; does nothing for a scheme without state."""
 
     def record_matrices(self, matrices: Sequence[torch.Tensor], groups: Groups) -> None:
-        """Stages what later scales need of the matrices of groups with rows."""
+        """Stages the amaxes of the matrices of groups with rows; nothing for a scheme without
+        state.
+        """
 
     def scaling(
         self, source: GroupRows | GroupMatrices
@@ -100,7 +144,8 @@ class GroupQuantizer:
         """Finds the scales with which to quantize ``source``.
 
         Returns:
-            ``(scales, scale_invs, amaxes)``, each ``[groups]``: ``scale_invs`` is None where each
-            is ``1 / scale``; ``amaxes`` is where to stage the groups' amaxes, or None.
+            scales: fp32 ``[groups]``.
+            scale_invs: fp32 ``[groups]``, or None where each is ``1 / scale``.
+            amaxes: fp32 ``[groups]``, into which to stage the groups' amaxes, or None.
         """
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""HiF8: one scale for each tensor, computed from the tensor itself, that brings amax to 15 or 224.
+"""HiF8: current scaling to HiFloat8, with a scale that brings the amax to 15 or 224.
 
-These targets keep the values where HiF8 has 3 and 2 mantissa bits (as MindSpeed does).
+With these targets, for forward and backward, HiF8 has 3 and 2 mantissa bits (as in MindSpeed).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["HiF8Gemm", "HiF8OneScale", "HiF8Quantizer"]
 
 
 class HiF8Quantizer(CurrentScalingQuantizer):
-    """Turns a matrix into HiF8 codes with ``scale = target / max |x|``.
+    """Casts a matrix to HiF8 with ``scale = target / max |x|``; the data are uint8.
 
     Args:
-        target: what the amax is scaled to.
+        target: the value to which the amax is scaled.
         pow2: round the scale down to a power of two.
-        eps: smallest amax.
-        group: ranks whose largest amax counts; None: this rank's alone.
+        eps: lower bound of the amax from which the scale is computed.
+        group: process group over which the amax is reduced by maximum; None: not reduced.
     """
 
     __slots__ = ("target",)
@@ -68,7 +68,7 @@ class HiF8Quantizer(CurrentScalingQuantizer):
 
 
 class HiF8Gemm(GemmBackend):
-    """Emulates GEMMs of HiF8 operands with one scale each: no supported GPU multiplies them."""
+    """Emulates products of HiF8 operands with one scale each, which no supported GPU multiplies."""
 
     __slots__ = ()
 
@@ -82,7 +82,7 @@ class HiF8Gemm(GemmBackend):
 
 
 class HiF8OneScale(OneScale):
-    """Stores a weight as HiF8 codes with one scale."""
+    """Form of a stored weight in HiF8 with one scale."""
 
     def _rescale(self, fp8_data: torch.Tensor, factor: torch.Tensor) -> None:
         values = hif8.decode(fp8_data, torch.float32)
@@ -90,7 +90,7 @@ class HiF8OneScale(OneScale):
 
 
 class HiF8Scheme(Scheme):
-    """Current scaling of tensors, and of weights that are held in low precision, to HiF8."""
+    """Scheme of current scaling to HiF8, for casts and for weights that are held in HiF8 only."""
 
     name = "hif8"
     backend = HiF8Gemm

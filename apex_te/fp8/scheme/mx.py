@@ -1,4 +1,4 @@
-"""MXFP8: a power-of-two scale for every 32 elements, both layouts from high precision."""
+"""MXFP8: a power-of-two scale for every 32 elements; both copies are cast from high precision."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _BLOCK = 32  # elements with one scale
 
 
 class MXQuantizer(Quantizer):
-    """Turns a matrix into MXFP8.
+    """Casts a matrix to MXFP8, with a power-of-two scale for every 32 elements.
 
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
-        rounding: of the scale's exponent, ``"up"`` or ``"floor"``.
+        rounding: how the scale's exponent is rounded, ``"up"`` or ``"floor"``.
     """
 
     __slots__ = ("rounding",)
@@ -50,7 +50,7 @@ class MXQuantizer(Quantizer):
 
 
 class MXGemm(GemmBackend):
-    """Emulates GEMMs of MXFP8 operands."""
+    """Emulates products of MXFP8 operands."""
 
     __slots__ = ()
 
@@ -64,7 +64,7 @@ class MXGemm(GemmBackend):
 
 
 class MXBlocks(Layout):
-    """Stores a weight with a power of two for each 32 elements of a row."""
+    """Form of a stored weight with a power-of-two scale for every 32 elements of a row."""
 
     name = "MXFP8"
     block_rows = 1
@@ -77,7 +77,7 @@ class MXBlocks(Layout):
 
 
 class MXScheme(Scheme):
-    """MXFP8 scaling, of tensors and of weights that are held in FP8 only."""
+    """Scheme of MXFP8 scaling, for casts and for weights that are held in FP8 only."""
 
     name = "mx"
     backend = MXGemm

@@ -1,4 +1,4 @@
-"""Quantizers that also report what they quantized: statistics on request."""
+"""Quantizers that also report what they quantize, for ``fp8_statistics``."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _ROUNDINGS = 1 + 2.0**-22
 
 
 class ObservedQuantizer(Quantizer):
-    """Quantizes as ``inner`` does, to the bit, and hands every tensor to ``note``.
+    """Quantizes with ``inner``, unchanged, and reports each tensor to ``note``.
+
+    Tensors that torch.compile traces or a CUDA graph captures are not reported, nor groups whose
+    sizes only the device knows.
 
     Args:
-        inner: the quantizer that works.
-        twin: a quantizer that makes the same FP8 data and stages nothing, for tensors that are
-            only recorded (calibration).
-        note: called with the tensor, its quantized form and the quantizer.
-
-    Tensors that torch.compile traces or a CUDA graph captures are not noted, nor groups whose sizes
-    only the device knows.
+        inner: the quantizer that does the work.
+        twin: a quantizer that makes equal FP8 data but stages nothing; it quantizes tensors of
+            which ``inner`` only records the amax (calibration).
+        note: called with the tensor, its quantized copies and the quantizer that made them.
     """
 
     __slots__ = ("inner", "note", "twin")
@@ -133,7 +133,7 @@ class ObservedQuantizer(Quantizer):
 
 
 def _is_eager(x: torch.Tensor) -> bool:
-    """Returns True if ``x`` is neither traced nor captured."""
+    """Returns True if ``x`` is neither traced nor captured in a CUDA graph."""
     if runtime.is_traced():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -142,9 +142,15 @@ def _is_eager(x: torch.Tensor) -> bool:
 def observed_sets(
     sets: QuantizerSets, note: Callable[[int, str, Any, Any, Any], None]
 ) -> QuantizerSets:
-    """Returns ``sets`` whose recorded tensors are noted, with their GEMM's number and their role.
+    """Returns ``sets`` with recording quantizers that report what they quantize.
 
-    In a recompute only the gradients are new; frozen quantizers take no part in training.
+    In recompute only gradients are reported, because the forward was already; ``frozen`` and
+    ``previewed`` stay as they are.
+
+    Args:
+        sets: a module's quantizers.
+        note: called with the GEMM's index, the role ("input", "weight" or "grad_output"), the
+            tensor, its quantized copies and the quantizer that made them.
     """
     recording, recompute = [], []
     for gemm, (new, again, frozen, _) in enumerate(zip(*sets, strict=True)):
@@ -167,11 +173,19 @@ def observed_sets(
 def measure(
     x: torch.Tensor, quantized: QuantizedTensor, quantizer: Quantizer
 ) -> torch.Tensor | None:
-    """Measures ``FIELDS`` of ``x`` ``[rows, cols]`` and its FP8 data: float64, on its device.
+    """Measures ``FIELDS`` of a tensor and its FP8 data.
 
-    Saturated are elements with ``|x * scale|`` above the format's largest value, underflowed those
-    other than zero whose FP8 value is zero; neither counts NaN and infinities, nor does amax.
-    Returns None if ``x`` is empty or has no FP8 data.
+    Saturated are elements with ``|x * scale|`` above the format's largest value, underflowed are
+    non-zero elements whose FP8 value is zero; neither counts NaN and infinities, nor does the amax.
+
+    Args:
+        x: ``[rows, cols]`` in high precision.
+        quantized: FP8 copies of ``x``.
+        quantizer: the quantizer that made them.
+
+    Returns:
+        float64 ``[len(FIELDS)]`` on the device of ``x``; None if ``x`` is empty or has no FP8 data,
+        so that there is nothing to record.
     """
     fp8_data, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
     if fp8_data is None:
@@ -209,7 +223,14 @@ def measure(
 def _elementwise(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, quantizer: Quantizer, one: int
 ) -> torch.Tensor:
-    """Returns the ``scale_inv`` of each element, or one for all: the value of an FP8 1.0."""
+    """Returns ``scale_inv`` for each element, ``[rows, cols]``, or ``[1]`` if one serves all.
+
+    Args:
+        fp8_data: ``[rows, cols]``.
+        scale_inv: multipliers of the data, in the scheme's shape.
+        quantizer: decodes data of ones, which gives each element's ``scale_inv``.
+        one: the byte of an FP8 1.0.
+    """
     if scale_inv.dtype is torch.float32 and scale_inv.numel() == 1:
         return scale_inv
     ones = torch.full(fp8_data.shape, one, dtype=torch.uint8, device=fp8_data.device)
