@@ -1,1 +1,1 @@
-"""Delayed scaling: the FP8 state of modules, and the process-wide order in which scales move."""
+"""Delayed scaling: the FP8 state of modules, and the clock and update of scales in a process."""

@@ -1,13 +1,14 @@
-"""All-reduce of staged amaxes: the one collective of a scale update, which takes the maximum.
+"""All-reduce of staged amaxes, the one collective of a scale update; it takes the maximum.
 
-The buffer has the slots of every FP8 module that the process has constructed, in that order,
-whether it has run (else 0) and still exists or not: then the ranks' buffers agree even where they
-skip modules or collect garbage at different times. A header says how many modules there are, of
-which sizes and classes and in which layers.
+Its buffer has a place for the slots of every FP8 module that the process has constructed, in that
+order, whether or not the module has run (else 0) or still exists: then the ranks' buffers agree
+even where ranks skip modules or collect garbage at different times. A header in front describes the
+modules: their number, and a digest of their sizes and labels.
 
-A collective over a group has as many numbers as its ranks agreed on last, 16384 before they ever
-did, so that ranks that differ still take part in the same one and learn from the header that they
-do. Where more are needed, the header goes first, once, and then the rest.
+A collective over a group has as many numbers as its ranks last agreed on, 16384 before they ever
+did, so that ranks whose modules differ still run one collective of equal size and learn from the
+header that they differ. Where more numbers are needed, the header is sent first, once, and then the
+rest.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ _QUANTUM = 16384
 
 
 class SlotRange(NamedTuple):
-    """Neighbouring slots of one state.
+    """Named tuple of neighbouring slots of one FP8 state.
 
     Attributes:
-        at: number of the first one among all slots of the process.
-        history: fp32 ``[length, slots]``.
+        at: index of the first of them among all slots of the process.
+        history: amax history, fp32 ``[length, slots]``; row 0 is the staging row.
         scale, scale_inv: fp32 ``[slots]``.
     """
 
@@ -44,11 +45,11 @@ class SlotRange(NamedTuple):
 
 
 class _Channel:
-    """Messages between the ranks of one process group.
+    """Sizes and headers of the collectives over one process group, kept from one to the next.
 
     Attributes:
-        capacity: numbers that the ranks send in one collective.
-        wanted: length of the histories of a rank that wants scales made equal, else 0.
+        capacity: number of elements that the ranks send in one collective.
+        wanted: length of the histories of a rank that asks to have scales made equal, else 0.
     """
 
     __slots__ = ("_copied", "_found", "capacity", "wanted")
@@ -62,7 +63,12 @@ class _Channel:
 
     @staticmethod
     def of(group: Any, device: torch.device) -> _Channel:
-        """Returns the channel of a process group; None is the whole world."""
+        """Returns the channel of a process group, where None is the whole world.
+
+        Args:
+            group: process group.
+            device: device of the collective, for a new channel.
+        """
         key = distributed.group.WORLD if group is None else group
         channel = _channels.get(key)
         if channel is None:
@@ -70,14 +76,19 @@ class _Channel:
         return channel
 
     def store(self, reduced: torch.Tensor) -> None:
-        """Copies a reduced header to the host; does not wait for the device."""
+        """Copies a reduced header ``[HEADER]`` int32 to the host, without waiting for the device."""
         self._found.copy_(reduced, non_blocking=reduced.is_cuda)
         self._copied = torch.cuda.Event() if reduced.is_cuda else True
         if reduced.is_cuda:
             self._copied.record()
 
     def read(self) -> Comparison | None:
-        """Returns the comparison of the last header, if nobody has read it yet."""
+        """Compares the ranks by the last header that was stored; waits for its copy.
+
+        Returns:
+            The comparison; None if the header has been read already, so that there is nothing to
+            check.
+        """
         if self._copied is None:
             return None
         if self._copied is not True:
@@ -92,14 +103,14 @@ _channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary(
 
 
 class RankReduction:
-    """Reduces rows of staged amaxes, and checks that all ranks mean the same modules by them.
+    """Reduces staged amaxes over ranks, and checks that all ranks mean the same modules by them.
 
     Args:
-        sizes: slots of each module of the process, in the order of construction.
-        labels: names of these modules that are the same on all ranks.
-        slots: slots whose staging row, the first one of the history, is to be reduced.
-        device: device of the collective where ``slots`` is empty.
-        unsure: scales and histories may differ between ranks.
+        sizes: number of slots of each module of the process, in the order of construction.
+        labels: names of these modules, equal on all ranks.
+        slots: slots whose staging row, row 0 of the history, is reduced in place.
+        device: device of the collective if ``slots`` is empty.
+        unsure: True if scales and histories may differ between ranks, as after loading.
     """
 
     def __init__(
@@ -134,12 +145,12 @@ class RankReduction:
     def run(self, group: Any) -> bool:
         """Reduces the staged amaxes over ``group`` by one collective.
 
-        The header is read at once where a group is new, later at the next call: no step waits.
-        Scales are made equal in the call after one in which a rank was unsure, by one more
-        collective.
+        The header is checked at once if the group is new, else in the next call, so that no step
+        waits. If some rank is unsure, the next call makes scales and histories equal on all ranks
+        by one more collective.
 
         Returns:
-            True if scales and histories of the slots were made equal.
+            True if this call made scales and histories equal.
 
         Raises:
             RankMismatchError: on every rank, if the ranks have different modules.
@@ -172,7 +183,14 @@ class RankReduction:
         return equalise
 
     def _fill(self, equalise: bool) -> torch.Tensor:
-        """Writes header and staged amaxes into the buffer; returns the header in it, int32."""
+        """Writes the header and the staged amaxes into the buffer.
+
+        Args:
+            equalise: True if scales are to be made equal after this collective.
+
+        Returns:
+            The view of the buffer that holds the header, int32 ``[HEADER]``.
+        """
         self._buffer.zero_()
         said = self._buffer[:HEADER].view(torch.int32)
         said.copy_(self._own)
@@ -183,7 +201,7 @@ class RankReduction:
         return said
 
     def _check(self, channel: _Channel, group: Any) -> None:
-        """Raises RankMismatchError if an unread header says that the ranks' modules differ."""
+        """Raises RankMismatchError if the last header, not read before, shows that modules differ."""
         found = channel.read()
         if found is None or found.agrees:
             return
@@ -205,11 +223,17 @@ class RankReduction:
 def _equalise(
     slots: Sequence[SlotRange], total: int, length: int, device: torch.device, group: Any
 ) -> None:
-    """Gives all ranks the smallest scale of each slot, and row by row its largest amaxes.
+    """Gives all ranks each slot's smallest scale and largest amaxes, row by row, by one collective.
 
-    One collective of ``length + 1`` numbers for each of ``total`` slots; histories shorter than
-    ``length`` are taken by their newest rows. Slots that were never set, scale 1 and no history,
-    do not count.
+    Histories shorter than ``length`` are aligned by their newest rows. Slots that were never set,
+    with scale 1 and an empty history, do not count.
+
+    Args:
+        slots: the slots, whose scales and histories are written in place.
+        total: number of slots of the process.
+        length: the longest history of a rank; each slot sends ``length + 1`` numbers.
+        device: device of the collective.
+        group: process group, None for the whole world.
     """
     rows = max(length, 1) + 1  # the staging row, which is not sent, gives way to two of scales
     buffer = torch.zeros(rows, total, dtype=torch.float32, device=device)

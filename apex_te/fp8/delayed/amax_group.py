@@ -1,8 +1,9 @@
-"""Amax groups: the ranks over which scales are updated together, and on which they are equal.
+"""Amax groups: process groups over which scales are updated together, and stay equal.
 
-An amax group stands for all regions with one ``fp8_group``; regions whose recipe does not reduce
-amaxes form one, too. Each amax group has its own clock and its own updates, of the states that ran
-in it last. Amax groups are numbered by first use, which is the same on all ranks.
+One amax group stands for all regions with one ``fp8_group``; all regions whose recipe does not
+reduce amaxes form one, too. Each amax group has its own clock and its own updates, which take in
+the states that last ran in one of its regions. Amax groups are numbered by first use, an order that
+is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ __all__ = ["AmaxGroup", "AmaxGroups", "ScaleSync", "amax_groups"]
 
 
 class AmaxGroup:
-    """Stands for the regions of one process group.
+    """All regions of one process group, with their clock.
 
     Attributes:
-        number: count of the amax groups that were there before.
-        key: the ranks, ``"world"``, or ``"own"`` where nothing is reduced; None as long as only a
-            loaded state has named the number.
-        group: process group as the last region named it; None is the whole world.
-        pending: regions since the last update.
-        training: True while a backward of a pending region may be to come, before which scales must
-            not move.
+        number: index in the order of first use.
+        key: the ranks, ``"world"``, or ``"own"`` if amaxes are not reduced; None while only a
+            loaded state has mentioned ``number``, and no region has claimed it.
+        group: process group as the last region passed it; None is the whole world.
+        pending: number of regions since the last update.
+        training: True if a pending region was entered with grad enabled. Its backward may still
+            come, and until then scales must not move.
     """
 
     __slots__ = ("group", "key", "number", "pending", "training")
@@ -42,15 +43,15 @@ class AmaxGroup:
 
     @property
     def reduces(self) -> bool:
-        """Returns True if amaxes are reduced over ranks."""
+        """Returns True if amaxes are reduced over ranks, False if each rank keeps its own."""
         return self.key != "own"
 
     def fingerprint(self) -> int:
-        """Returns a number that is the same on every rank and in every process for these ranks."""
+        """Returns a checksum of the ranks, equal on every rank and in every process, to be saved."""
         return zlib.crc32(repr(self.key).encode())
 
     def covers(self, other: AmaxGroup) -> bool:
-        """Returns True if every rank of ``other`` is a rank of this amax group."""
+        """Returns True if both reduce and every rank of ``other`` is a rank of this amax group."""
         return self is other or (self.reduces and other.reduces and covers(self.group, other.group))
 
 
@@ -72,7 +73,7 @@ class AmaxGroups:
 
     @property
     def pending(self) -> int:
-        """Regions since the last update in the amax group that has most; setting it sets all."""
+        """Largest number of regions since the last update in any amax group; setting it sets all."""
         return max((group.pending for group in self._groups), default=self._pending)
 
     @pending.setter
@@ -81,10 +82,11 @@ class AmaxGroups:
 
     @property
     def clocks(self) -> tuple[int, list[int]]:
-        """Pending regions, to be put back later.
+        """Numbers of pending regions in all amax groups, to be saved and restored by assignment.
 
         Returns:
-            Those of amax groups to come, and a list of those of each amax group.
+            future: the number with which new amax groups begin.
+            known: the number of each existing amax group.
         """
         return self._pending, [group.pending for group in self._groups]
 
@@ -95,15 +97,20 @@ class AmaxGroups:
             group.pending = count  # type: ignore[union-attr]
 
     def any_pending(self) -> bool:
-        """Returns True if an update is pending, perhaps in an amax group to come."""
+        """Returns True if an update is pending in an amax group that exists or is yet to be made."""
         return bool(self._pending or self.waiting())
 
     def waiting(self) -> list[AmaxGroup]:
-        """Returns the amax groups with pending regions."""
+        """Returns the amax groups that have pending regions."""
         return [group for group in self._groups if group.pending]
 
     def enter(self, recipe: DelayedScaling, group: Any) -> AmaxGroup:
-        """Returns the amax group of a region, now the current one, reduced over ``group``."""
+        """Makes the amax group of a new region the current one, and returns it.
+
+        Args:
+            recipe: the region's recipe, which says whether amaxes are reduced.
+            group: the region's ``fp8_group``.
+        """
         last = self.current
         if last is not None and last.group is group and last.reduces == recipe.reduce_amax:
             return last
@@ -115,10 +122,14 @@ class AmaxGroups:
         return found
 
     def reduced_over(self, group: Any) -> list[AmaxGroup]:
-        """Returns the amax groups with pending regions that ``flush_fp8_state(group)`` updates.
+        """Returns the amax groups with pending regions that ``flush_fp8_state(group)`` is to
+        update.
+
+        Besides that of ``group`` these are the amax group that is not reduced, and those whose
+        process group is not known.
 
         Raises:
-            ValueError: no region had this process group while others that reduce are pending.
+            ValueError: no region had this process group, while others that reduce are pending.
         """
         waiting, key = self.waiting(), _key(group)
         known = self._keyed(key) or self._keyed(None)
@@ -132,14 +143,15 @@ class AmaxGroups:
     def loaded(
         self, sync: ScaleSync, number: int | None, pending: int, is_copy: bool = False
     ) -> None:
-        """Takes over the clock of a state that was saved.
+        """Sets the clock to that of a saved state.
 
         Args:
-            sync: of the state.
-            number: of the amax group that it was in; None if it was in none.
-            pending: regions that were pending there.
-            is_copy: the state was pickled or copied, perhaps in a process that has trained itself:
-                the regions pending in that process count as well.
+            sync: the ``ScaleSync`` of the state, which enters the amax group.
+            number: number of the amax group in which the state was saved; None if it was in none,
+                which sets the clocks of all.
+            pending: number of regions that were pending there.
+            is_copy: True if the state was unpickled or copied, perhaps in a process that has itself
+                trained: then the larger of its clock and ``pending`` counts.
         """
         if is_copy and number is None:
             pending = max(pending, self.pending)
@@ -157,9 +169,11 @@ class AmaxGroups:
         registry.changed()
 
     def _keyed(self, key: tuple[int, ...] | str | None) -> AmaxGroup | None:
+        """Returns the first amax group with this ``key``, or None."""
         return next((group for group in self._groups if group.key == key), None)
 
     def _add(self) -> AmaxGroup:
+        """Makes and returns the amax group with the next number."""
         group = AmaxGroup(len(self._groups), self._pending)
         self._groups.append(group)
         self.several = len(self._groups) > 1
@@ -181,11 +195,11 @@ _EVERYWHERE, _NOWHERE = "everywhere", "nowhere"
 
 
 class ScaleSync:
-    """Knows over which ranks one state's amaxes are reduced, and on which its scales are equal.
+    """Knows over which ranks a state's amaxes are reduced, and on which ranks its scales are equal.
 
     Attributes:
-        amax_group: of the region that the module ran in last; None before any.
-        equal: True if all ranks of ``amax_group`` have the same scales and histories.
+        amax_group: amax group of the last region that the module ran in; None before the first.
+        equal: True if all ranks of ``amax_group`` have equal scales and histories.
     """
 
     __slots__ = ("_where", "amax_group", "equal")
@@ -196,36 +210,43 @@ class ScaleSync:
         self._where: AmaxGroup | int | str = _EVERYWHERE
 
     def over(self, group: Any) -> bool:
-        """Returns True if all ranks of ``group`` have the same scales, and go on having them."""
+        """Returns True if all ranks of ``group`` have equal scales, and updates keep them equal."""
         return self.equal and self.reduced_over(group)
 
     def reduced_over(self, group: Any) -> bool:
-        """Returns True if the next scales are made of the amaxes of all ranks of ``group``."""
+        """Returns True if the next scales are computed from the amaxes of all ranks of ``group``."""
         own = self.amax_group
         return own is not None and own.reduces and covers(own.group, group)
 
     def enter(self, amax_group: AmaxGroup) -> None:
-        """Notes that the module runs in a region of ``amax_group``."""
+        """Makes ``amax_group`` the one that the module runs in."""
         self.amax_group = amax_group
         self._find_equal()
 
     def renewed(self) -> None:
-        """Notes that scales and histories have their initial values, on all ranks alike."""
+        """Notes that scales and histories were set to their initial values, so are equal
+        everywhere.
+        """
         self._where = _EVERYWHERE
         self._find_equal()
 
     def loaded(self, fingerprint: int | None) -> None:
-        """Notes that scales were loaded, which were equal on the ranks of ``fingerprint``."""
+        """Notes that scales were loaded.
+
+        Args:
+            fingerprint: ``AmaxGroup.fingerprint`` of the ranks on which they were equal when saved;
+                None if not known, or if they may differ for another reason.
+        """
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
 
     def updated(self, amax_group: AmaxGroup, reduced: bool, equalised: bool) -> None:
-        """Notes an update.
+        """Notes that scales were updated.
 
         Args:
-            amax_group: whose update it was.
-            reduced: the state's amaxes were reduced over its ranks.
-            equalised: scales and histories were made equal on its ranks.
+            amax_group: the amax group that was updated.
+            reduced: True if the state's amaxes were reduced over the ranks of ``amax_group``.
+            equalised: True if scales and histories were made equal on these ranks.
         """
         where = self._where
         if reduced and (equalised or self._equal_in(amax_group)):
@@ -235,11 +256,13 @@ class ScaleSync:
         self._find_equal()
 
     def sure_in(self, amax_group: AmaxGroup) -> bool:
-        """Returns True if this process has seen that scales are equal on ``amax_group``'s ranks."""
+        """Returns True if scales are known to be equal on ``amax_group``'s ranks, not only by a
+        file.
+        """
         return not isinstance(self._where, int) and self._equal_in(amax_group)
 
     def fingerprint(self) -> int | None:
-        """Returns the fingerprint of the ranks with equal scales, to be saved; None if unknown."""
+        """Returns the fingerprint of the ranks with equal scales, to be saved; None if not known."""
         where = self._where
         if isinstance(where, AmaxGroup):
             return where.fingerprint()
@@ -248,11 +271,15 @@ class ScaleSync:
         return where if isinstance(where, int) else None
 
     def _equal_in(self, amax_group: AmaxGroup) -> bool:
+        """Returns True if scales are equal on the ranks of ``amax_group``, by a file's word or
+        known.
+        """
         where = self._where
         if isinstance(where, AmaxGroup):
             return where.covers(amax_group)
         return where == _EVERYWHERE or where == amax_group.fingerprint()
 
     def _find_equal(self) -> None:
+        """Sets ``equal`` after a change of ``amax_group`` or of the scales."""
         own = self.amax_group
         self.equal = own is not None and own.reduces and self._equal_in(own)

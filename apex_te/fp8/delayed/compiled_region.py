@@ -1,9 +1,9 @@
-"""Entry and exit of ``fp8_autocast`` in compiled code, as ops of its graph that move the scales.
+"""Entry and exit of ``fp8_autocast`` in compiled code, as ops in its graph that move the scales.
 
-What a graph does to its tensors may be done to copies, which are written back in the end. So the
-graph says which tensors of a state it uses: they take over what entering the region made of the
-state, and hand over what was staged before the next region is entered. Gradients need neither: a
-backward reads and stages what there is when it runs.
+A graph may work on copies of the tensors it changes, which are written back when it ends. Therefore
+the graph names the tensors of each FP8 state that it uses: after it has entered a region, an op
+copies the state's new scales into them; before the next region is entered, an op copies the staged
+amaxes back. Tensors for gradients need neither: backward reads and writes the state itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ _token = torch.zeros(1, dtype=torch.int32, device="cpu")
 
 
 def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
-    """Has ``enter_region`` run each time that the code being traced runs."""
+    """Adds to the traced graph an op that runs ``enter_region`` each time the graph runs.
+
+    Args:
+        key: interned name of the region's recipe.
+        group: the region's ``fp8_group``, or None.
+        may_update: True if the region is entered with grad enabled.
+    """
     name = None if group is None else group.group_name
     _update_first(key, name, may_update)
     torch.ops.apex_te.enter_region(_token, key, name, may_update)
@@ -37,14 +43,16 @@ def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
 def follow_traced_region(
     used: list[tuple[ModuleFP8, str]] | None, module: ModuleFP8, key: str
 ) -> None:
-    """Gives the tensors of ``module`` that the graph uses their values in the region, once.
+    """Adds to the traced graph an op that gives a module's tensors their values in the region.
 
     Args:
-        used: the modules, with recipes, that the region's graph has used so far, to which this one
-            is added. None: the region was entered before the graph, which uses the state as it is;
-            layers that share its code may run in regions of different groups.
-        module: the one that the graph uses now.
-        key: the name of the region's recipe.
+        used: pairs of a module and a recipe key that the region's graph has used so far; this one
+            is added, and an op is traced only for a new pair. None if the region was entered
+            outside of the graph, which then uses the state's tensors directly; if there are several
+            amax groups, an op then has the module enter the current one, because layers that share
+            the graph may run in different groups.
+        module: the module that the graph uses.
+        key: interned name of the region's recipe.
     """
     if used is None:
         if amax_groups.several:
@@ -57,13 +65,24 @@ def follow_traced_region(
 
 
 def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
-    """Gives the modules that the graph has used the amaxes that it staged."""
+    """Adds ops to the traced graph that copy the amaxes it has staged to the modules' states.
+
+    Args:
+        used: pairs of a module and a recipe key that the region's graph has used.
+    """
     for module, key in used:
         torch.ops.apex_te.leave_region(_token, module.handle, module.staging(key), key)
 
 
 def _update_first(key: str, group: str | None, may_update: bool) -> bool:
-    """Updates before the modules that are traced adapt their scales to another recipe."""
+    """Runs a due update while torch.compile traces, if modules have a state of another recipe.
+
+    Their states are then adapted to the region's recipe, before which amaxes staged under the old
+    one must be used.
+
+    Returns:
+        True, a constant for torch.compile.
+    """
     recipe: Any = recipe_named(key)
     if recipe.keeps_state:
         amax_group = amax_groups.enter(recipe, _group(group))
@@ -77,12 +96,14 @@ _update_first._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _group(name: Any) -> Any:
+    """Returns the process group of this name; None for None."""
     if name is None:
         return None
     return torch.distributed.distributed_c10d._resolve_process_group(name)
 
 
 def _enter(token: torch.Tensor, key: str, group: str | None, may_update: bool) -> None:
+    """Enters a region as the graph runs, except in a recompute; op ``enter_region``."""
     if torch._C._current_graph_task_id() == -1:  # else a recomputation
         enter_region(recipe_named(key), _group(group), may_update)
 
@@ -90,6 +111,7 @@ def _enter(token: torch.Tensor, key: str, group: str | None, may_update: bool) -
 def _follow(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
+    """Copies the state of the module with number ``handle`` to ``tensors``; op ``follow_region``."""
     module = registry.member(int(handle))
     if module.state.sync.amax_group is not amax_groups.current:
         module.enter(amax_groups.current)
@@ -97,6 +119,7 @@ def _follow(
 
 
 def _note(token: torch.Tensor, handle: torch.Tensor, key: str) -> None:
+    """Has the module with number ``handle`` enter the current amax group; op ``note_region``."""
     if recipe_named(key).keeps_state and torch._C._current_graph_task_id() == -1:
         registry.member(int(handle)).enter(amax_groups.current)
 
@@ -104,10 +127,12 @@ def _note(token: torch.Tensor, handle: torch.Tensor, key: str) -> None:
 def _leave(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
+    """Copies ``tensors`` to the state of the module with number ``handle``; op ``leave_region``."""
     _copy(registry.member(int(handle)).staging(key), tensors)
 
 
 def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source to its target, unless they share memory."""
     for target, source in zip(targets, sources, strict=True):
         if target.data_ptr() != source.data_ptr():
             with torch.no_grad():

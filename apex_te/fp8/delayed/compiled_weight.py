@@ -1,4 +1,4 @@
-"""FP8 weights that compiled code keeps from one call to the next (``is_first_microbatch``)."""
+"""FP8 weights that compiled code keeps between calls, for ``is_first_microbatch``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _lib = runtime.ops("cast_transpose")
 
 
 class TracedWeight:
-    """Rowwise and columnwise copies of a weight ``[rows, cols]``, and a stamp of their sources.
+    """FP8 copies of a weight ``[rows, cols]``, and a stamp of the parameters they were cast from.
 
     Attributes:
-        rowwise, columnwise: FP8 data ``[rows, cols]`` and ``[cols, rows]``.
-        scale_inv: fp32 ``[1]`` of both.
-        seen: int64 on the host: 1 once there are copies, then version and address of each of the
-            ``sources`` parameters that they were made of.
+        rowwise: FP8 data ``[rows, cols]``.
+        columnwise: FP8 data ``[cols, rows]``.
+        scale_inv: fp32 ``[1]``, for both copies.
+        seen: the stamp, int64 ``[1 + 2 * parameters]`` on the CPU: 1 once there are copies, then
+            version and address of each parameter.
     """
 
     __slots__ = ("columnwise", "rowwise", "scale_inv", "seen")
@@ -44,7 +45,15 @@ class TracedWeight:
         amax: torch.Tensor | None,
         fill: bool,
     ) -> QuantizedTensor:
-        """Returns the copies, recast with ``fill`` or when a parameter has changed."""
+        """Returns the copies, cast anew if asked for or if a parameter has changed.
+
+        Args:
+            weight: ``[rows, cols]``, the weight in high precision.
+            sources: the parameters that it is made of.
+            scale: fp32 ``[1]``.
+            amax: fp32 ``[1]``, into which a cast stages its amax, or None.
+            fill: True to cast in any case, as in a step's first microbatch.
+        """
         torch.ops.apex_te.keep_weight(
             weight, list(sources), scale, self.rowwise, self.columnwise, self.scale_inv, amax,
             self.seen, fill,
@@ -65,6 +74,7 @@ def _keep(
     seen: torch.Tensor,
     fill: bool,
 ) -> None:
+    """Casts ``weight`` into the kept copies if ``fill`` is True or ``seen`` is out of date."""
     now = [1]
     for source in sources:
         now += [0 if source.is_inference() else source._version, source.data_ptr()]

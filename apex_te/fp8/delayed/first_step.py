@@ -1,4 +1,4 @@
-"""Slots whose first scale ``first_step="current"`` has still to set, on the host and the device."""
+"""Slots whose first scale is still to be computed from data, with ``first_step="current"``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ __all__ = ["FirstSteps"]
 
 
 class FirstSteps:
-    """Knows the slots of one FP8 state whose first scale is due.
+    """Flags of the slots of one FP8 state whose first scale is due, on the host and the device.
 
     Attributes:
-        due: a bool per slot, True while its first scale is due as far as the host knows.
-        on_device: int32 flags ``[slots]`` of a tuple of slots, for groups of rows of which only the
-            device knows whether there are any; such a slot is due while both are true.
+        due: a bool per slot, True while the host does not know that its first scale is set.
+        on_device: int32 flags ``[len(key)]`` by a tuple of slots, for groups of rows of which only
+            the device knows whether they are empty. Such a slot is due while ``due`` is True and
+            its flag is non-zero.
     """
 
     __slots__ = ("due", "on_device")
@@ -25,12 +26,14 @@ class FirstSteps:
         self.begin(slots)
 
     def begin(self, slots: int) -> None:
-        """Makes every slot due, in new objects."""
+        """Makes all ``slots`` slots due, in a new list and without flags on the device."""
         self.due = [True] * slots
         self.on_device = {}
 
     def still_due(self) -> list[bool]:
-        """Returns a bool per slot; waits for the device where its flags decide."""
+        """Returns a bool per slot, True if its first scale is due; waits for the device's flags, if
+        any.
+        """
         due = list(self.due)
         for slots, flags in self.on_device.items():
             if any(due[slot] for slot in slots):
@@ -39,17 +42,21 @@ class FirstSteps:
         return due
 
     def set(self, due: list[bool]) -> None:
-        """Sets host and device from a bool per slot; the device's flags keep their addresses."""
+        """Sets which slots are due; flags on the device keep their addresses.
+
+        Args:
+            due: a bool per slot.
+        """
         self.due[:] = due
         with torch.inference_mode(False), torch.no_grad():
             for slots, flags in self.on_device.items():
                 flags.copy_(torch.tensor([due[slot] for slot in slots], dtype=torch.int32))
 
     def end(self) -> None:
-        """Notes on the host that every slot has its first scale."""
+        """Marks the first scales of all slots as set, on the host."""
         self.due[:] = [False] * len(self.due)
 
     def move(self, device: torch.device) -> None:
-        """Copies the flags to ``device``."""
+        """Moves the flags to ``device``."""
         for slots, flags in self.on_device.items():
             self.on_device[slots] = flags.to(device, copy=True)

@@ -19,14 +19,20 @@ _MAX_GROUPS = 256  # the most amax groups that a file may ask for
 
 
 def encode_header(header: dict[str, Any]) -> torch.Tensor:
-    """Returns ``header`` as JSON text, uint8, of one size for a number of slots."""
+    """Returns ``header`` as JSON text in a uint8 tensor.
+
+    The text is padded, so that its size depends on the number of slots only.
+    """
     size = _BYTES + _BYTES_PER_SLOT * len(header["first_due"])
     text = json.dumps(header, separators=(",", ":")).encode().ljust(size)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def decode_header(blob: torch.Tensor) -> dict[str, Any]:
-    """Returns the header that ``encode_header`` made.
+    """Returns the dict that ``encode_header`` was given.
+
+    Args:
+        blob: uint8 tensor from a state dict.
 
     Raises:
         ValueError: ``blob`` is not a header of this version.
@@ -49,7 +55,12 @@ def decode_header(blob: torch.Tensor) -> dict[str, Any]:
 
 
 def check_readable(name: str, value: torch.Tensor) -> None:
-    """Raises ValueError for a tensor without plain values of its own."""
+    """Raises ValueError for a tensor that is sparse, on the meta device or a DTensor.
+
+    Args:
+        name: name of the tensor, for the error.
+        value: the tensor.
+    """
     if value.layout is not torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got layout {value.layout}")
     if value.device.type == "meta":
@@ -59,14 +70,15 @@ def check_readable(name: str, value: torch.Tensor) -> None:
 
 
 class Header(NamedTuple):
-    """The checked contents of a header.
+    """Named tuple of the checked entries of a header.
 
     Attributes:
-        pending: regions since the last update.
-        first_due: a bool per slot, True where its first scale is due.
-        recipe: of the values; None if that is not known.
-        group_number: of the amax group; None if the state was in none.
-        equal: ``ScaleSync.fingerprint``.
+        pending: number of regions since the last update.
+        first_due: a bool per slot, True if its first scale is due.
+        recipe: recipe under which the values were computed; None if it is not known or holds
+            functions, which cannot be saved.
+        group_number: number of the state's amax group; None if it was in none.
+        equal: what ``ScaleSync.fingerprint`` returned.
     """
 
     pending: int
@@ -77,7 +89,11 @@ class Header(NamedTuple):
 
     @classmethod
     def checked(cls, header: dict[str, Any], slots: int) -> Header:
-        """Returns the contents of a decoded header of a state with so many slots.
+        """Checks the entries of a decoded header.
+
+        Args:
+            header: what ``decode_header`` returned.
+            slots: number of slots of the state that is to be loaded.
 
         Raises:
             ValueError: an entry is missing or wrong.
@@ -92,7 +108,7 @@ class Header(NamedTuple):
 
 
 def recipe_entries(recipe: DelayedScaling) -> dict[str, Any]:
-    """Returns the entries of a header that ``Header.recipe`` is made of again."""
+    """Returns the entries of a header from which ``Header.recipe`` is made on loading."""
     entries: dict[str, Any] = {"format": recipe.fp8_format.name}
     # A function, or what a derived class adds, cannot be saved: the recipe of the next region then
     # finishes the update.
@@ -107,6 +123,7 @@ _SAVED = (
 
 
 def _recipe(header: dict[str, Any]) -> DelayedScaling | None:
+    """Returns the recipe that a header describes; None if it has none."""
     saved = header.get("recipe")
     if saved is None:
         return None

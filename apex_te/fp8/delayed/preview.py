@@ -1,4 +1,4 @@
-"""Scales of pending updates, which evaluations read while the states stay as they are."""
+"""Scales that pending updates will give, computed for evaluations; the states do not change."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def preview_scales(recipe: Recipe) -> bool:
     """Computes the scales that pending updates will give into each state's ``pending_scale_fwd``.
 
     Args:
-        recipe: the evaluation's, which stands for that of states that were loaded without theirs.
+        recipe: the evaluation's recipe, used for states that were loaded without one.
 
     Returns:
-        False where no update is pending that this process could make alone: one over several ranks
-        would be a collective that the others may not be in.
+        True if the evaluation is to read ``pending_scale_fwd``. False if it is to read the present
+        scales: no update is pending that this process can compute alone. An update over several
+        ranks would be a collective, in which other ranks may not take part.
     """
     if not amax_groups.any_pending():
         return False
@@ -44,10 +45,15 @@ def preview_scales(recipe: Recipe) -> bool:
 
 
 class PendingScales:
-    """Computes forward scales as the next update will, in tensors that only evaluations read.
+    """Computes forward scales as the next update will, into tensors that only evaluations read.
 
-    So an evaluation between two steps, or between a forward and its backward, reads scales of the
-    last amaxes and changes nothing. A state whose update takes a collective keeps its scales there.
+    So an evaluation between two steps, or between a forward and its backward, reads scales from the
+    newest amaxes and changes nothing. A state whose update takes a collective gets its present
+    scales.
+
+    Args:
+        modules: modules with an allocated state.
+        recipe: used for states that were loaded without one.
     """
 
     def __init__(self, modules: Sequence[ModuleFP8], recipe: Recipe) -> None:
@@ -62,6 +68,7 @@ class PendingScales:
                 self._add(module, recipe)
 
     def _add(self, module: ModuleFP8, recipe: Recipe) -> None:
+        """Takes in the state of ``module``, with copies of its tensors if it can be updated here."""
         state = module.state
         chosen = recipe if state.recipe is None else state.recipe
         scale = torch.empty_like(state.scale_fwd)
@@ -84,7 +91,7 @@ class PendingScales:
         self._local.append(amax_group)
 
     def run(self) -> bool:
-        """Computes the scales; returns False where none is pending here, and does nothing."""
+        """Computes the scales; returns False, with nothing done, if no update is pending here."""
         if not any(group is None or group.pending for group in self._local):
             return False
         for targets, sources in self._copied.values():
@@ -98,7 +105,12 @@ class PendingScales:
 
 
 def _is_local(amax_group: AmaxGroup | None, recipe: DelayedScaling) -> bool:
-    """Returns True if an update of ``amax_group`` needs no other rank."""
+    """Returns True if an update of ``amax_group`` needs no other rank.
+
+    Args:
+        amax_group: amax group of a state; None if the state has not run yet.
+        recipe: the state's recipe, which decides in that case.
+    """
     if amax_group is None:
         return not recipe.reduce_amax or world_size(None) == 1
     return not amax_group.reduces or world_size(amax_group.group) == 1

@@ -1,4 +1,4 @@
-"""All FP8 modules of the process in the order of their construction, and interned recipes."""
+"""All FP8 modules of the process, in the order of construction, and the recipes' keys."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _by_key: dict[str, Recipe] = {}
 
 
 def intern(recipe: Recipe) -> tuple[str, Recipe]:
-    """Gives equal recipes one name.
+    """Gives a recipe a process-wide name, one for all equal recipes.
 
     Returns:
-        The name, and the first of the equal recipes.
+        key: the name, such as "recipe0".
+        recipe: the first of the equal recipes.
     """
     found = _interned.get(recipe)
     if found is None:
@@ -36,22 +37,27 @@ def intern(recipe: Recipe) -> tuple[str, Recipe]:
 
 
 def recipe_named(key: str) -> Recipe:
-    """Returns the recipe that ``intern`` gave the name ``key``."""
+    """Returns the recipe to which ``intern`` gave the name ``key``."""
     return _by_key[key]
 
 
 def traced_key(recipe: Recipe) -> str:
-    """Returns the interned name of a recipe whose values become part of code being traced."""
+    """Returns the interned name of a recipe, in a form that torch.compile can trace.
+
+    The recipe's fields become constants of the compiled code.
+    """
     kind = type(recipe)
     values = {name: getattr(recipe, name) for name in _field_names(kind).split()}
     return _key_of_values(kind, **values)
 
 
 def _field_names(kind: type) -> str:
+    """Returns the names of a recipe class's fields, separated by spaces, as a constant."""
     return " ".join(field.name for field in dataclasses.fields(kind))
 
 
 def _key_of_values(kind: Any, /, **values: Any) -> str:
+    """Returns the interned name of the recipe ``kind(**values)``, as a constant."""
     return intern(kind(**values))[0]
 
 
@@ -62,13 +68,15 @@ _key_of_values._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Registry:
-    """The ``ModuleFP8`` objects of the process, held weakly and numbered.
+    """All ``ModuleFP8`` objects of the process, held weakly and numbered.
 
     Attributes:
-        sizes, labels: slots and label of every member there ever was, by its number. Those of dead
-            ones stay, because they may still live on another rank.
-        plans: what updates have made of the members, to be used again; dropped when a member
-            comes, goes, or gets other tensors, another recipe or another amax group.
+        sizes: number of slots of each object that was ever added, by its number. Entries of dead
+            objects stay, because other ranks may still have theirs.
+        labels: label of each object that was ever added, likewise.
+        plans: cache of what updates prepare from the members: an ``UpdatePlan`` by ``AmaxGroup``,
+            and one ``PendingScales`` by its class. Dropped when a member comes, goes, or gets other
+            tensors, another recipe or another amax group.
     """
 
     def __init__(self) -> None:
@@ -80,7 +88,9 @@ class Registry:
         self._lock = threading.RLock()
 
     def add(self, member: Any) -> None:
-        """Numbers a new ``ModuleFP8``, which leaves by itself when it dies."""
+        """Gives a new ``ModuleFP8`` its number; it leaves the registry when it is
+        garbage-collected.
+        """
         with self._lock:
             key = len(self.sizes)
             self.sizes.append(member.num_slots)
@@ -100,17 +110,17 @@ class Registry:
         self.changed()
 
     def member(self, number: int) -> Any:
-        """Returns the living ``ModuleFP8`` with this number."""
+        """Returns the ``ModuleFP8`` with this number, which must still exist."""
         member = self._members[number]()
         assert member is not None
         return member
 
     def living(self) -> list[Any]:
-        """Returns each ``ModuleFP8`` that still exists, in the order of construction."""
+        """Returns the ``ModuleFP8`` objects that still exist, in the order of construction."""
         return [m for m in (ref() for ref in list(self._members.values())) if m is not None]
 
     def changed(self) -> None:
-        """Drops the plans, which a change of a member has made out of date."""
+        """Drops the plans, after a change of a member."""
         self.plans.clear()
 
 
@@ -118,12 +128,18 @@ registry = Registry()
 
 
 def label_of(owner: Any) -> str:
-    """Returns a module's first label, equal on all ranks: its class and its pipeline stage."""
+    """Returns the label of a new module, equal on all ranks: its class and its pipeline stage."""
     return "" if owner is None else _label(owner, "stage", pipeline_stage())
 
 
 def number_layer(layer: torch.nn.Module, number: int | None, kind: str = "layer") -> None:
-    """Labels the FP8 modules in ``layer`` with its number, or its stage's; None leaves them."""
+    """Labels the FP8 modules in ``layer`` with a number.
+
+    Args:
+        layer: module that contains them.
+        number: number of the layer or pipeline stage; None leaves the labels as they are.
+        kind: "layer" or "stage", what ``number`` counts.
+    """
     if number is None:
         return
     for module in layer.modules():
@@ -133,5 +149,6 @@ def number_layer(layer: torch.nn.Module, number: int | None, kind: str = "layer"
 
 
 def _label(module: Any, kind: str, number: int | None) -> str:
+    """Returns the module's class name, with ``of <kind> <number>`` if ``number`` is not None."""
     name = type(module).__name__
     return name if number is None else f"{name} of {kind} {number}"
