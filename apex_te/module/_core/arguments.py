@@ -1,4 +1,4 @@
-"""Arguments that several modules share: dtypes, initialisation, groups of rows."""
+"""Checks and defaults of arguments that several modules take: dtypes, new weights, row counts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,17 @@ INIT_STD = 0.023
 def params_dtype_of(
     owner: str, params_dtype: torch.dtype | None, dtype: torch.dtype | None
 ) -> torch.dtype:
-    """Returns the dtype of parameters; ``dtype`` is another name of ``params_dtype``."""
+    """Returns the dtype of a module's parameters, by default ``torch.get_default_dtype()``.
+
+    Args:
+        owner: the name of the module in errors.
+        params_dtype: the argument of that name.
+        dtype: the argument ``dtype``, another name of ``params_dtype``.
+
+    Raises:
+        TypeError: no dtype.
+        ValueError: both are given and differ.
+    """
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
         raise ValueError(f"{owner}: dtype must equal params_dtype, got {dtype} and {params_dtype}")
     chosen = params_dtype if params_dtype is not None else dtype
@@ -44,9 +54,13 @@ def params_dtype_of(
 def autocast_dtype(owner: str, name: str, x: torch.Tensor) -> torch.dtype | None:
     """Returns the dtype of ``torch.autocast`` on the device of ``x``; None where autocast is off.
 
+    Args:
+        owner: the name of the module in errors.
+        name: the name of the argument ``x`` in errors.
+        x: a tensor that the module was given.
+
     Raises:
-        TypeError: autocast is on, and ``x``, the argument called ``name``, is no floating-point
-            tensor.
+        TypeError: autocast is on, and ``x`` is no floating-point tensor.
     """
     device_type = x.device.type
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
@@ -62,10 +76,11 @@ def parameter(
     device: torch.device | str | int | None,
     gemm_weight: bool | None = None,
 ) -> torch.nn.Parameter:
-    """Makes a parameter with no values yet.
+    """Makes a parameter with no values yet, a GEMM weight inside ``fp8_model_init`` as FP8 data.
 
-    Inside ``fp8_model_init`` the weight of a GEMM, which a matrix is taken for unless
-    ``gemm_weight`` says otherwise, is held in low precision only.
+    Args:
+        shape, dtype, device: of the parameter.
+        gemm_weight: the parameter is the weight of a GEMM; None takes every matrix for one.
     """
     kept = model_init.settings()
     if kept is not None and (len(shape) == 2 if gemm_weight is None else gemm_weight):
@@ -76,7 +91,12 @@ def parameter(
 
 
 def fill(weight: torch.Tensor | None, init_method: Callable[[torch.Tensor], Any] | None) -> None:
-    """Fill a weight by ``init_method``, default N(0, 0.023)."""
+    """Fills a weight in place.
+
+    Args:
+        weight: None does nothing.
+        init_method: function that fills the tensor it is given; None draws from N(0, 0.023).
+    """
     if weight is None:
         return
     if init_method is None:
@@ -93,11 +113,19 @@ def _normal(weight: torch.Tensor) -> None:
 
 
 def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[str, int] | None:
-    """Returns the rows of a weight's parts by name, from names (equal parts) or a dict.
+    """Returns the names of a weight's parts with the number of rows of each.
+
+    Args:
+        owner: the name of the module in errors.
+        parameters_split: names of equal parts, a dict from name to rows, or None.
+        out_features: the rows of all parts together.
+
+    Returns:
+        The parts in order; None for a weight that is not split.
 
     Raises:
         TypeError: neither names nor a dict.
-        ValueError: the rows do not add up.
+        ValueError: names that are no different identifiers, or rows that do not add up.
     """
     if parameters_split is None:
         return None
@@ -134,7 +162,7 @@ def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[st
 
 
 def check_count(owner: str, name: str, value: Any) -> None:
-    """Check that an argument is an int of at least 1.
+    """Checks that the argument ``name`` of the module ``owner`` is an int of at least 1.
 
     Raises:
         TypeError: no int.
@@ -147,12 +175,12 @@ def check_count(owner: str, name: str, value: Any) -> None:
 
 
 def check_num_gemms(owner: str, num_gemms: Any) -> None:
-    """Check that ``num_gemms`` is an int of at least 1; raises as ``check_count`` does."""
+    """Checks that ``num_gemms`` is an int of at least 1; raises as ``check_count`` does."""
     check_count(owner, "num_gemms", num_gemms)
 
 
 def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) -> int:
-    """Returns the number of key and value heads: ``num_gqa_groups``, else all heads.
+    """Returns the number of key and value heads: ``num_gqa_groups``, or all heads if that is None.
 
     Raises:
         TypeError: a number that is no int.
@@ -173,7 +201,7 @@ def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) ->
 def checked_eps(owner: str, name: str, eps: Any) -> float:
     """Returns the epsilon of a norm as a float.
 
-    An epsilon of 1 or more hides the variance: it is another argument in the wrong place.
+    An epsilon of 1 or more would hide the variance: it must be another argument in the wrong place.
 
     Raises:
         TypeError: no number.
@@ -190,7 +218,13 @@ def checked_eps(owner: str, name: str, eps: Any) -> float:
 def checked_splits(
     owner: str, num_gemms: int, m_splits: Any, rows: int | None = None
 ) -> tuple[int, ...]:
-    """Returns the checked ``m_splits``, which add up to ``rows`` where that is given.
+    """Returns the checked ``m_splits``, the number of input rows of each group.
+
+    Args:
+        owner: the name of the module in errors.
+        num_gemms: the number of groups.
+        m_splits: list or tuple of ints.
+        rows: the sum that they must have; None allows any.
 
     Raises:
         TypeError: no list of ints, which a tensor is not: reading one would wait for the device.

@@ -1,4 +1,4 @@
-"""FP8 weights that the CUDA graphs of a module keep from one replay to the next."""
+"""FP8 weights that the CUDA graphs of a module read from one replay to the next."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ _ALL = -1  # of the GEMMs of a module: one weight that is made of all of them
 
 
 class KeptWeight:
-    """The FP8 copies of one weight, which replays of a graph write or keep.
+    """FP8 copies of one weight that a graph's replays either write anew or leave as they are.
 
     Attributes:
-        held: the FP8 data and ``scale_inv``, in memory that was allocated outside of the graph.
-            In the graph's own memory something else may have lain before them, which every replay
+        held: the FP8 data and ``scale_inv``, a ``QuantizedTensor`` or, of all groups of a
+            ``GroupedLinear``, a ``GroupedOutput``. Their memory was allocated outside of the graph:
+            in the graph's own memory something else may have lain before them, which every replay
             would write again.
         sources: the parameters and inputs that the weight is made of.
-        noop: int32 ``[1]`` on the device; set, it makes a replay keep what is held. None until the
-            warm-up is over.
+        noop: int32 ``[1]`` on the device; 1 makes a replay leave ``held`` as it is, 0 cast the
+            weight. None until the warm-up is over, which casts.
     """
 
     __slots__ = ("held", "noop", "sources")
@@ -37,15 +38,19 @@ class KeptWeight:
 
 
 class CapturedWeights:
-    """The FP8 weights of one module while it is warmed up for a CUDA graph and captured.
+    """FP8 weights of one module while it is warmed up for a CUDA graph and captured.
 
-    The first run allocates what is to be kept. Schemes whose scale comes from the weight itself
-    keep nothing: each replay makes the same codes again.
+    The first run allocates the FP8 copies that replays keep. Schemes whose scale comes from the
+    weight itself keep nothing: each replay casts the weight, to the same FP8 data.
 
     Args:
         owner: the name of the module in errors.
         known: ids of the parameters and inputs that stay where they are from run to run; a weight
-            that is made of others is made again in each replay.
+            that is made of other tensors is cast in each replay.
+
+    Attributes:
+        kept: the weights that replays keep, by number of the GEMM and ids of the sources.
+        is_settled: the warm-up is over, and no further weight can be kept.
     """
 
     __slots__ = ("_made", "is_settled", "kept", "known", "owner")
@@ -58,7 +63,7 @@ class CapturedWeights:
         self._made: dict[tuple, Any] = {}
 
     def begin(self) -> None:
-        """Begin a run of the module, in which every weight is made once."""
+        """Begins a run of the module, in which every weight is cast at most once."""
         self._made.clear()
 
     def quantized(
@@ -68,9 +73,17 @@ class CapturedWeights:
         sources: Sequence[torch.Tensor],
         quantizers: GemmQuantizers,
     ) -> QuantizedTensor | None:
-        """Returns both FP8 copies of ``weight``; None where the GEMM makes its own.
+        """Returns both FP8 copies of ``weight`` for this run.
 
-        A GEMM does so for a weight that is held in FP8, and for one made of tensors not known.
+        Args:
+            gemm: the number of the GEMM in its module.
+            weight: ``[out, in]``.
+            sources: the parameters and inputs that ``weight`` is made of.
+            quantizers: the GEMM's quantizers.
+
+        Returns:
+            The copies; None if the GEMM is to cast the weight itself: one that is held in FP8, or
+            whose sources are not ``known``.
         """
         if type(weight) is FP8Parameter and fp8_operands(weight, quantizers, False) is not None:
             return None
@@ -88,7 +101,16 @@ class CapturedWeights:
         return self._once(gemm, sources, quantize, rewrite)
 
     def quantized_matrices(self, weights: Sequence[torch.Tensor], quantizer: Any) -> Any:
-        """Returns both FP8 copies of all ``weights`` by a ``GroupQuantizer``, or None."""
+        """Returns both FP8 copies of the weights of all groups of a ``GroupedLinear``.
+
+        Args:
+            weights: one ``[out, in]`` for each group.
+            quantizer: the ``GroupQuantizer`` of the weights.
+
+        Returns:
+            A ``GroupedOutput``; None if the caller is to cast the weights itself, because one of
+            them is not ``known``.
+        """
         return self._once(
             _ALL,
             weights,
@@ -103,6 +125,18 @@ class CapturedWeights:
         quantize: Callable[[], Any],
         rewrite: Callable[[Any, torch.Tensor | None], bool],
     ) -> Any:
+        """Returns this run's copies of a weight, made on the first request.
+
+        Args:
+            gemm: the number of the GEMM in its module.
+            sources: the parameters and inputs that the weight is made of.
+            quantize: makes new copies.
+            rewrite: casts the weight into copies that ``quantize`` made, unless the ``noop`` tensor
+                it is also given is set; returns False for a scheme that needs no rewriting.
+
+        Returns:
+            The copies; None if a source is not ``known``.
+        """
         key = (gemm, *[id(source) for source in sources])
         if not all(known in self.known for known in key[1:]):
             return None
@@ -119,6 +153,11 @@ class CapturedWeights:
         quantize: Callable[[], Any],
         rewrite: Callable[[Any, torch.Tensor | None], bool],
     ) -> Any:
+        """Casts a weight for this run, into its kept copies if there are any.
+
+        Raises:
+            RuntimeError: the capture uses a weight that the warm-up did not.
+        """
         kept = self.kept.get(key)
         if kept is not None:
             rewrite(kept.held, kept.noop)

@@ -1,4 +1,4 @@
-"""The base of the FP8 modules: the call of one, its FP8 state and kept weights, saving, moving."""
+"""Base of the FP8 modules: a call's settings, FP8 state, cached FP8 weights, saving and moving."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ _DEFAULTS = GemmOptions()
 
 @functools.cache
 def _say_cache_is_off() -> None:
+    """Warns, once, that FSDP2 leaves no weight whose FP8 copies could be cached."""
     warnings.warn(
         "apex_te: is_first_microbatch keeps no FP8 weights under fully_shard, which frees the "
         "weights they are made of; apex_te.distributed.enable_fp8_all_gather gathers FP8 codes",
@@ -49,16 +50,21 @@ def _is_capturing(device: torch.device) -> bool:
 
 
 class Modes:
-    """Memory of a module between its calls; slots, because nn.Module's setattr is slow.
+    """Memory of an FP8 module between its calls; slots, because nn.Module's setattr is slow.
 
     Attributes:
-        captured: takes the place of ``weight_cache`` while a CUDA graph is being made.
-        gathered: how FSDP2 gathers weights in FP8, by parameter.
+        captured: the FP8 weights of a CUDA graph while it is warmed up and captured, used instead
+            of ``weight_cache``; else None.
+        gathered: by name, ``HookedParam`` objects of the parameters that FSDP2 gathers as FP8 data;
+            ``renew(module)`` makes one follow a parameter that was moved or loaded.
         in_ddp: the last call that was no recompute ran under DistributedDataParallel.
-        recompute, recompute_fp8: quantizers for a recompute of the last recorded call, and whether
-            that call ran in FP8.
-        weight_cache: the FP8 weights that ``is_first_microbatch`` keeps, by GEMM.
-        wgrad_store: the weight gradients that ``backward_dw`` is to compute.
+        recompute: quantizers for a recompute of the last call that recorded amaxes; None after a
+            call that used no quantizers.
+        recompute_fp8: that recorded call ran in FP8.
+        weight_cache: by number of the GEMM, the key of a cached weight (versions and addresses of
+            its sources, quantizer type, dtype) and its FP8 copies; filled by
+            ``is_first_microbatch``.
+        wgrad_store: functions that compute the delayed weight gradients when ``backward_dw`` runs.
     """
 
     __slots__ = (
@@ -77,7 +83,7 @@ class Modes:
 
 
 class FP8Module(torch.nn.Module):
-    """Mixin with one FP8 state for the GEMMs of a module.
+    """Mixin that gives a module one FP8 state for all its GEMMs.
 
     A module's ``forward`` calls ``_call`` with its tensors; that prepares an ``FP8Call`` and passes
     it to the module's ``_run``.
@@ -97,16 +103,18 @@ class FP8Module(torch.nn.Module):
 
     @property
     def fp8_state(self) -> FP8State:
-        """Returns the FP8 state; tools follow a state dict's names ``fp8_state.*`` to it."""
+        """Returns the module's FP8 state, stored in state dicts as ``fp8_state.*``."""
         return self._fp8.state
 
     def _state_device(self) -> torch.device:
+        """Returns the device of the parameters; without any, that of the FP8 state, else the CPU."""
         for parameter in self._parameters.values():
             if parameter is not None:
                 return parameter.device
         return self.fp8_state.device if self.fp8_state.allocated else torch.device("cpu")
 
     def _init_fp8_state(self, recipe: Recipe) -> None:
+        """Allocates the FP8 state for ``recipe``, if the recipe keeps one and there is none yet."""
         if recipe.keeps_state and not self.fp8_state.allocated:
             self._fp8.adapt(*intern(recipe), self._state_device())
 
@@ -124,10 +132,14 @@ class FP8Module(torch.nn.Module):
         Every call of every FP8 module passes here.
 
         Args:
-            inp: the input [.., features].
-            parameters: what has to have the dtype of ``inp``; the first is a tensor.
-            weights: those whose FP8 copies may be kept, one for each GEMM or none.
+            inp: the input ``[..., features]``.
+            features: the size that the input's last dimension must have.
+            parameters: tensors, or None, that must have the dtype of ``inp`` outside
+                ``torch.autocast``; the first is a tensor.
+            weights: the weights whose FP8 copies may be cached, one for each GEMM; empty if the
+                module caches them itself.
             is_first_microbatch: as in ``Linear.forward``.
+            args: further arguments of ``_run``.
         """
         device_type = inp.device.type
         autocast = is_autocast(device_type)
@@ -147,7 +159,14 @@ class FP8Module(torch.nn.Module):
         weights: tuple[torch.Tensor, ...],
         is_first_microbatch: bool | None,
     ) -> FP8Call:
-        """Returns all that a call in ``dtype`` decides before it computes."""
+        """Decides all settings of a call before it computes.
+
+        Args:
+            dtype: the dtype to compute in.
+            device: the device of the parameters.
+            weights: the weights whose FP8 copies may be cached, one for each GEMM or none.
+            is_first_microbatch: as in ``Linear.forward``.
+        """
         options = self._options(is_first_microbatch)
         gemms = len(weights) or 1
         each = (options,) * gemms if self.tp_size == 1 else self._split_options(options, gemms)
@@ -161,23 +180,24 @@ class FP8Module(torch.nn.Module):
         return FP8Call(dtype, is_fp8, sets, cached, each, fill)
 
     def _run(self, call: FP8Call, inp: torch.Tensor, *args: Any) -> Any:
-        """Computes what the module computes, as ``call`` says; each module defines it."""
+        """Computes the module's output as ``call`` says; each module defines it."""
         raise NotImplementedError
 
     def _agreed_dtype(self, *args: Any) -> torch.dtype:
-        """Returns ``_compute_dtype``; ``ParallelModule`` compares it with the other ranks."""
+        """Returns the dtype to compute in; ``ParallelModule`` also compares it over ranks."""
         return self._compute_dtype(*args)
 
     def _split_options(self, options: GemmOptions, gemms: int) -> tuple[GemmOptions, ...]:
-        """Returns ``options`` of each GEMM; ``ParallelModule`` adds the collectives."""
+        """Returns one ``GemmOptions`` for each GEMM; ``ParallelModule`` adds the collectives."""
         return (options,) * gemms
 
     def _select(self, device: torch.device) -> tuple[tuple[GemmQuantizers, ...] | None, bool, bool]:
         """Chooses the quantizers of this call.
 
         Returns:
-            ``(quantizers, is_fp8, is_recompute)``. Quantizers without FP8 mean calibration: amaxes
-            are staged, the maths stay as they are.
+            ``(quantizers, is_fp8, is_recompute)``: one set of quantizers for each GEMM, or None;
+            True if the GEMMs run in FP8 (quantizers without FP8 are calibrating: they only stage
+            amaxes); True if the call is a recompute inside backward.
         """
         compiling = torch.compiler.is_compiling()
         modes = self._modes
@@ -223,6 +243,12 @@ class FP8Module(torch.nn.Module):
     ) -> torch.dtype:
         """Returns the dtype to compute in: ``torch.autocast``'s, else that of input and parameters.
 
+        Args:
+            inp: the input ``[..., features]``.
+            features: the size that the input's last dimension must have.
+            parameters: tensors, or None, that must have the dtype of ``inp`` outside autocast.
+            autocast: ``torch.autocast`` is on for the input's device.
+
         Raises:
             TypeError: the input's dtype is not that of the parameters.
             ValueError: ``inp`` has not ``features`` columns.
@@ -245,7 +271,12 @@ class FP8Module(torch.nn.Module):
         return dtype
 
     def _options(self, is_first_microbatch: bool | None) -> GemmOptions:
-        """Returns the options of this call's GEMMs, without collectives."""
+        """Returns the options that all GEMMs of this call share, without collectives.
+
+        Raises:
+            TypeError: ``is_first_microbatch`` is neither None nor a bool.
+            NotImplementedError: torch.compile traces a module with ``delay_wgrad_compute``.
+        """
         if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
             raise TypeError(  # 1, taken for True here and not there, would mix gradients
                 f"{type(self).__name__}: is_first_microbatch must be None or a bool, "
@@ -275,7 +306,7 @@ class FP8Module(torch.nn.Module):
         return GemmOptions(accumulate, self.save_original_input, wgrad_store, None, in_ddp)
 
     def _has_ddp_hooks(self) -> bool:
-        """Returns True if DistributedDataParallel's "python_reducer" waits for gradients here."""
+        """Returns True if DistributedDataParallel's "python_reducer" hooked the parameters."""
         return any(
             getattr(getattr(hook, "func", hook), "__module__", "")
             == DistributedDataParallel.__module__
@@ -288,7 +319,7 @@ class FP8Module(torch.nn.Module):
     _has_ddp_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that ``delay_wgrad_compute=True`` left out of backward."""
+        """Computes the weight gradients that ``delay_wgrad_compute=True`` left out of backward."""
         store = self._modes.wgrad_store  # the same list for forwards whose backward is to come
         waiting = store.copy()
         store.clear()
@@ -303,7 +334,15 @@ class FP8Module(torch.nn.Module):
         call: FP8Call,
         gemm: int = 0,
     ) -> torch.Tensor:
-        """Computes a GEMM in high precision; quantizers of ``call`` note amaxes (calibration)."""
+        """Computes ``inp @ weight.T + bias`` in high precision; records amaxes while calibrating.
+
+        Args:
+            inp: ``[..., in]``.
+            weight: ``[out, in]``.
+            bias: ``[out]`` or None.
+            call: the call's settings; its quantizers, if any, record amaxes.
+            gemm: the number of the GEMM in its module.
+        """
         dtype, options = call.dtype, call.options[gemm]
         quantizers = None if call.quantizers is None else call.quantizers[gemm]
         if quantizers is not None:
@@ -325,7 +364,15 @@ class FP8Module(torch.nn.Module):
     def _cached_weight(
         self, weight: torch.Tensor, quantizers: GemmQuantizers, fill: bool, gemm: int = 0
     ) -> QuantizedTensor:
-        """Returns both FP8 copies of ``weight``, made anew with ``fill`` or if it changed."""
+        """Returns both FP8 copies of ``weight``, from the module's cache if they are up to date.
+
+        Args:
+            weight: ``[out, in]``; an ``FP8Parameter`` gives its own data where the backend reads
+                them.
+            quantizers: the GEMM's quantizers.
+            fill: cast the weight even if it has not changed since it was cached.
+            gemm: the number of the GEMM in its module.
+        """
         if type(weight) is FP8Parameter:
             held = fp8_operands(weight, quantizers, True, keep=True)
             if held is not None:
@@ -346,7 +393,19 @@ class FP8Module(torch.nn.Module):
     def _traced_weight(
         self, gemm: int, weight: torch.Tensor, quantizer: Any, fill: bool
     ) -> QuantizedTensor | None:
-        """Returns the FP8 copies that compiled code keeps; None where a new cast gives the same."""
+        """Returns both FP8 copies of ``weight`` that compiled code keeps from call to call.
+
+        Args:
+            gemm: the number of the GEMM in its module.
+            weight: ``[out, in]``.
+            quantizer: the ``Quantizer`` of the weight.
+            fill: cast the weight even if it has not changed since it was kept.
+
+        Returns:
+            The copies; None if the GEMM is to cast the weight itself, because the weight is held in
+            FP8 or the scheme takes the scale from the weight, so that a new cast gives the same FP8
+            data.
+        """
         if type(weight) is FP8Parameter:
             return None
         sources = self._weight_sources(weight)
@@ -360,7 +419,7 @@ class FP8Module(torch.nn.Module):
             return kept.quantized(weight, sources, scale, amax, fill)
 
     def _weight_sources(self, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the parameters that ``weight`` is made of."""
+        """Returns the parameters that make up ``weight``; their versions tell if it changed."""
         return (weight,)
 
     def _cached_weights(
@@ -369,7 +428,16 @@ class FP8Module(torch.nn.Module):
         quantizers: tuple[GemmQuantizers, ...],
         fill: bool | None,
     ) -> tuple[QuantizedTensor | None, ...]:
-        """Returns the kept FP8 copies of each GEMM's weight; None where none are kept."""
+        """Returns, for each GEMM, FP8 copies of its weight that outlive the call.
+
+        Args:
+            weights: one ``[out, in]`` for each GEMM.
+            quantizers: one set for each GEMM.
+            fill: as ``FP8Call.fill``.
+
+        Returns:
+            One entry for each GEMM; None where the GEMM casts its weight itself.
+        """
         captured = self._modes.captured
         if captured is not None:
             return tuple(
@@ -389,7 +457,7 @@ class FP8Module(torch.nn.Module):
         )
 
     def _sharded_by_fsdp(self, weights: tuple[torch.Tensor, ...]) -> bool:
-        """Returns True if the weights' memory is FSDP's, which frees it and gathers anew."""
+        """Returns True if FSDP2 frees the weights' memory, so that no FP8 copy is cached."""
         if not self.__dict__.get("_is_fsdp_managed_module", False):
             return False
         # Codes that were gathered are what a cache would hold.
@@ -398,7 +466,7 @@ class FP8Module(torch.nn.Module):
         return True
 
     def _gemm_weights(self) -> list[list[str]]:
-        """Returns, for each GEMM, the names of the parameters whose rows are its weight."""
+        """Returns, for each GEMM, the names of the parameters whose rows make up its weight."""
         names = [name for name, p in self._parameters.items() if p is not None and p.dim() == 2]
         return [names] if self.fp8_state.gemms == 1 else [[name] for name in names]
 
@@ -417,7 +485,7 @@ class FP8Module(torch.nn.Module):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes without the kept FP8 weights, for copies and pickles."""
+        """Returns the attributes for a copy or pickle, without the memory of earlier calls."""
         kept = self.__dict__.copy()
         kept.pop("_modes", None)
         return kept
@@ -472,9 +540,14 @@ class FP8Module(torch.nn.Module):
 
 
 def _plain_entry(value: torch.Tensor) -> torch.Tensor | None:
-    """Returns a parameter as state dicts have it: of plain storage, in high precision.
+    """Returns the plain high-precision tensor under which a state dict stores a parameter.
 
-    None where it is so already. A tensor that is gathered in FP8 gives itself by ``plain()``.
+    Args:
+        value: a parameter, which may hold FP8 data, be a DTensor, or be gathered as FP8 data by
+            FSDP2, in which case it gives its values by ``plain()``.
+
+    Returns:
+        The tensor; None if the parameter is plain already, and is stored as it is.
     """
     local = getattr(value, "_local_tensor", None)
     held = value if local is None else local

@@ -1,4 +1,4 @@
-"""Ops in front of a GEMM that write their result in FP8: norms and activations (FusedCast)."""
+"""Ops in front of a GEMM, norms and activations, that write their result in FP8 themselves."""
 
 from __future__ import annotations
 
@@ -33,19 +33,32 @@ ACTIVATIONS = (*sorted((*GATED, *PLAIN)),)
 
 
 def is_gated(name: str) -> bool:
-    """Returns True if the activation halves its input: ``act(gate) * up``."""
+    """Returns True if the activation is ``act(gate) * up`` of the two halves of its input."""
     return name in GATED
 
 
 def activate(name: str, x: torch.Tensor) -> torch.Tensor:
-    """Applies an activation to ``x`` [..., F or 2F]; differentiable."""
+    """Applies an activation, differentiably.
+
+    Args:
+        name: one of ``ACTIVATIONS``.
+        x: ``[..., F]``, or ``[..., 2F]`` for a gated activation.
+
+    Returns:
+        ``[..., F]`` in the dtype of ``x``.
+    """
     if name in GATED:
         return swiglu.swiglu(x, activation=GATED[name])
     return activation.activation(x, PLAIN[name])
 
 
 class _FusedCast:
-    """Base of the ops on the rows of ``x``; see ``fp8.scheme.base.FusedCast``."""
+    """Base of the ops below, each an implementation of ``fp8.scheme.base.FusedCast``.
+
+    Args:
+        x: the op's input ``[rows, ...]``.
+        with_dbias: the column sums of the result are wanted in ``dbias``.
+    """
 
     __slots__ = ("dbias", "with_dbias", "x")
     can_fuse = True
@@ -63,11 +76,20 @@ class _FusedCast:
 
 
 class NormForward(_FusedCast):
-    """LayerNorm or RMSNorm of ``x`` [rows, cols] or, with a residual, of ``x + residual``.
+    """LayerNorm or RMSNorm, as a fused cast, of ``x`` or of ``x + residual``.
+
+    Args:
+        x: ``[rows, cols]``.
+        weight: gamma ``[cols]``.
+        bias: beta ``[cols]``, None for RMSNorm.
+        is_rms: compute RMSNorm.
+        eps: added to the variance (the mean square).
+        zero_centered_gamma: gamma is ``1 + weight``.
+        residual: ``[rows, cols]``, added to ``x`` first; or None.
 
     Attributes:
-        mean, rstd: statistics [rows], once the norm has run.
-        residual_sum: ``x + residual``, once the norm has run with one.
+        mean, rstd: fp32 statistics ``[rows]``, set when the norm runs; RMSNorm has no mean.
+        residual_sum: ``x + residual``, set when the norm runs with a residual.
     """
 
     __slots__ = ("bias", "eps", "is_rms", "mean", "residual", "residual_sum", "rstd", "weight",
@@ -92,7 +114,7 @@ class NormForward(_FusedCast):
         self.residual_sum: torch.Tensor | None = None
 
     def plain(self) -> torch.Tensor:
-        """Returns the result in high precision."""
+        """Returns the normalised rows ``[rows, cols]`` in high precision."""
         options: dict[str, Any] = {
             "zero_centered_gamma": self.zero_centered_gamma,
             "residual": self.residual,
@@ -112,7 +134,7 @@ class NormForward(_FusedCast):
         columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
-        """Returns the FP8 copies of the result that are asked for."""
+        """Returns the FP8 copies of the normalised rows; see ``FusedCast.fp8``."""
         options: dict[str, Any] = {
             "rowwise": rowwise,
             "columnwise": columnwise,
@@ -141,7 +163,22 @@ def norm_backward(
     need_weight: bool,
     need_bias: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Returns the gradients ``(dx, dweight, dbias)`` of a norm; no ``mean`` means RMSNorm."""
+    """Computes the gradients of LayerNorm or RMSNorm.
+
+    Args:
+        dy: gradient of the norm's result ``[rows, cols]``.
+        x: the tensor that was normalised ``[rows, cols]``.
+        weight: gamma ``[cols]``.
+        mean: ``[rows]``; None for RMSNorm.
+        rstd: ``[rows]``.
+        zero_centered_gamma: gamma is ``1 + weight``.
+        d_residual: gradient that ``x`` has besides ``dy``, added to ``dx``; or None.
+        need_weight, need_bias: compute ``dweight``, ``dbias``.
+
+    Returns:
+        ``(dx, dweight, dbias)``, ``[rows, cols]`` and twice ``[cols]``, the last two None where not
+        needed.
+    """
     if mean is None:
         grads = rms_norm.rms_norm_bwd(
             dy, x, weight, rstd, zero_centered_gamma=zero_centered_gamma, d_residual=d_residual,
@@ -156,7 +193,12 @@ def norm_backward(
 
 
 class ActivationForward(_FusedCast):
-    """The activation ``name`` of ``x`` [rows, F or 2F]."""
+    """Activation of ``x`` as a fused cast.
+
+    Args:
+        name: one of ``ACTIVATIONS``.
+        x: ``[rows, F]``, or ``[rows, 2F]`` for a gated activation.
+    """
 
     __slots__ = ("name",)
 
@@ -165,7 +207,7 @@ class ActivationForward(_FusedCast):
         self.name = name
 
     def plain(self) -> torch.Tensor:
-        """Returns the result in high precision."""
+        """Returns the activation ``[rows, F]`` in high precision."""
         if self.name in GATED:
             return swiglu.swiglu_fwd(self.x, activation=GATED[self.name])
         return activation.activation_fwd(self.x, PLAIN[self.name])
@@ -178,7 +220,7 @@ class ActivationForward(_FusedCast):
         columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
-        """Returns the FP8 copies of the result that are asked for."""
+        """Returns the FP8 copies of the activation; see ``FusedCast.fp8``."""
         options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax}
         if self.name in GATED:
             gate = GATED[self.name]
@@ -187,7 +229,14 @@ class ActivationForward(_FusedCast):
 
 
 class ActivationBackward(_FusedCast):
-    """The gradient of the activation's input ``x``, with its column sums if asked for."""
+    """Gradient of an activation's input, as a fused cast.
+
+    Args:
+        name: one of ``ACTIVATIONS``.
+        dy: gradient of the activation's result ``[rows, F]``.
+        x: the activation's input ``[rows, F]``, or ``[rows, 2F]`` for a gated one.
+        with_dbias: sum the columns of the result into ``dbias``.
+    """
 
     __slots__ = ("can_fuse", "dy", "name")
 
@@ -199,7 +248,7 @@ class ActivationBackward(_FusedCast):
         self.can_fuse = name in GATED or name == "gelu" or not with_dbias
 
     def plain(self) -> torch.Tensor:
-        """Returns the result in high precision."""
+        """Returns the gradient, in the shape of ``x``, in high precision."""
         grads: Any
         if self.name in GATED:
             gate = GATED[self.name]
@@ -219,7 +268,7 @@ class ActivationBackward(_FusedCast):
         columnwise: bool,
         amax: torch.Tensor | None,
     ) -> FP8Output:
-        """Returns the FP8 copies of the result that are asked for."""
+        """Returns the FP8 copies of the gradient; see ``FusedCast.fp8``."""
         options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax}
         if self.name not in GATED and self.name != "gelu":
             kind = PLAIN[self.name]

@@ -1,4 +1,4 @@
-"""The steps of one quantized GEMM of a module: forward, what it saves, and its two gradients."""
+"""Steps of a module's quantized GEMM: forward, the tensors saved for backward, both gradients."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ Operand = QuantizedTensor | GatheredCodes
 
 
 class GemmOptions(NamedTuple):
-    """Options of one GEMM.
+    """Options of one GEMM of a module.
 
     Attributes:
-        accumulate: None makes ``weight.grad``; True adds to ``weight.main_grad``, False overwrites
-            it.
-        save_original: save the input as it came instead of its FP8 copy.
-        wgrad_store: takes the computation of the weight gradient, to be run later.
-        parallel: the collectives around the GEMM.
+        accumulate: where backward puts the weight gradient: None returns it to autograd, for
+            ``weight.grad``; True adds it to ``weight.main_grad``; False overwrites
+            ``weight.main_grad``.
+        save_original: save the high-precision input for backward instead of its FP8 copy.
+        wgrad_store: takes a function without arguments that computes the weight gradient later;
+            None computes it in backward.
+        parallel: the tensor-parallel collectives around the GEMM; None for a weight that is whole.
         in_ddp: DistributedDataParallel runs this forward and waits for gradients.
     """
 
@@ -60,17 +62,20 @@ class GemmOptions(NamedTuple):
 
 
 class FP8Call(NamedTuple):
-    """Everything that one call of a module computes with besides its tensors.
+    """Settings of one call of a module, decided before it computes anything.
 
-    ``FP8Module.prepare`` makes it, once for each call.
+    ``FP8Module.prepare`` makes them, once for each call.
 
     Attributes:
         dtype: the dtype to compute in, and that of the output.
-        is_fp8: the GEMMs run in FP8; else ``quantizers`` only note amaxes (calibration).
-        quantizers: of each GEMM; None where nothing is quantized or noted.
-        cached: the kept FP8 copies of each GEMM's weight; None where the GEMM makes its own.
-        options: of each GEMM.
-        fill: None keeps no FP8 weights, True makes the kept ones anew, False those that changed.
+        is_fp8: the GEMMs run in FP8. False with ``quantizers`` is calibrating: the GEMMs run in
+            high precision and the quantizers only record amaxes.
+        quantizers: one set for each GEMM; None where nothing is quantized or recorded.
+        cached: for each GEMM, FP8 copies of its weight that outlive the call; None where the GEMM
+            casts its weight itself.
+        options: one for each GEMM.
+        fill: what the call does to a cache of FP8 weights: None uses none, True casts all weights
+            anew into the cache, False only those that changed since they were cast.
     """
 
     dtype: torch.dtype
@@ -85,10 +90,16 @@ class GemmPlan(NamedTuple):
     """Everything that the backward of one GEMM needs besides tensors.
 
     Attributes:
-        parameter: the weight whose ``main_grad`` or ``.grad`` backward writes itself, else None.
-        shared_input: quantizes rows of the input with a scale that all ranks have, so that FP8 data
-            are gathered; None where values are gathered, or nothing. Asked once, in forward:
-            scales may move until backward.
+        quantizers: the GEMM's quantizers and GEMM backend.
+        need_input: backward computes the input's gradient.
+        need_weight: backward computes the weight gradient.
+        weight_dtype: dtype of the weight gradient that autograd gets.
+        options: the GEMM's options.
+        parameter: the weight if backward writes its ``main_grad`` or ``.grad`` itself, else None.
+        weight_cached: the weight among the saved tensors is the columnwise copy of a cached one.
+        shared_input: ``Quantizer`` of this rank's rows of the input with a scale that all ranks
+            share, so that FP8 data are gathered; None where high-precision rows are gathered, or
+            nothing is. Asked for in forward: scales may move until backward.
     """
 
     quantizers: GemmQuantizers
@@ -111,7 +122,14 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 def gemm_plan(
     call: FP8Call, gemm: int, weight: torch.Tensor, need_input: bool, need_weight: bool
 ) -> GemmPlan:
-    """Returns the plan of a call's GEMM number ``gemm``, whose gradients are needed as given."""
+    """Returns the plan of one GEMM of a call.
+
+    Args:
+        call: the call's settings.
+        gemm: the number of the GEMM in its module.
+        weight: ``[out, in]``.
+        need_input, need_weight: the gradients that backward computes.
+    """
     assert call.quantizers is not None
     quantizers, options = call.quantizers[gemm], call.options[gemm]
     in_place = options.accumulate is not None or options.wgrad_store is not None
@@ -127,13 +145,13 @@ def gemm_plan(
 
 
 def gathers_input(plan: GemmPlan) -> bool:
-    """Returns True if this rank has only some rows of the input."""
+    """Returns True if this rank has only some rows of the input, and gathers the others."""
     parallel = plan.options.parallel
     return parallel is not None and parallel.gathers_input
 
 
 def saves_values(plan: GemmPlan) -> bool:
-    """Returns True if backward needs the input in high precision."""
+    """Returns True if the input is saved for backward in high precision."""
     if not plan.need_weight:
         return False
     if plan.options.save_original or plan.quantizers.high_precision_wgrad:
@@ -142,18 +160,23 @@ def saves_values(plan: GemmPlan) -> bool:
 
 
 def keeps_input(plan: GemmPlan) -> bool:
-    """Returns True if forward makes the columnwise copy of the input, which backward needs."""
+    """Returns True if forward makes the columnwise copy of the input for the weight gradient."""
     return plan.need_weight and not saves_values(plan) and not gathers_input(plan)
 
 
 def quantized_input(
     plan: GemmPlan, source: torch.Tensor | FusedCast
 ) -> tuple[Operand, QuantizedTensor | None]:
-    """Quantizes ``source``, a matrix [rows, in] or the op that makes it.
+    """Quantizes the input of a GEMM.
+
+    Args:
+        plan: the GEMM's plan.
+        source: this rank's rows ``[rows, in]``, or the op that computes them.
 
     Returns:
-        ``(operand, part)``: the operand of the product, and what ``saved_by`` saves of it, which is
-        this rank's rows where the operand was gathered as FP8 data, else the operand.
+        ``(operand, local)``: the operand of fprop with the rows of all ranks, and the FP8 copies of
+        this rank's rows, to be passed to ``saved_by``. Both are one object where nothing is
+        gathered; ``local`` is None where rows are gathered in high precision.
     """
     parallel = plan.options.parallel
     if parallel is not None and parallel.gathers_input:
@@ -176,9 +199,18 @@ def shaped_product(
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> torch.Tensor:
-    """Computes the layer's output [..., out] for an input of ``shape``, collective included.
+    """Computes the layer's output ``[..., out]`` with its tensor-parallel collective.
 
     The output is no view: autograd refuses to change a view made in a Function in place.
+
+    Args:
+        plan: the GEMM's plan.
+        x: the quantized input ``[rows, in]``.
+        weight: ``[out, in]``.
+        cached: FP8 copies of ``weight``; None quantizes it here.
+        bias: ``[out]`` or None.
+        dtype: of the output.
+        shape: the shape ``[..., in]`` that this rank's input had.
     """
     quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
     if parallel is None:
@@ -204,10 +236,14 @@ def shaped_product(
 
 
 def plus_bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Adds the bias to a reduced output ``out``, in place: once, not once a rank.
+    """Adds ``bias`` [out] to an output that has been summed over ranks, in place in eager mode.
 
     In a graph the sum is a new tensor: torch 2.11 loses the gradient of a Function's result that is
     changed in place.
+
+    Args:
+        out: the output ``[..., out]`` after its reduction, so that the bias counts once.
+        bias: None adds nothing.
     """
     if bias is None:
         return out
@@ -215,6 +251,7 @@ def plus_bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Views ``x`` [..., n] as a matrix [rows, n]."""
     return x.view(math.prod(x.shape[:-1]), x.shape[-1])
 
 
@@ -227,7 +264,17 @@ def multiply(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``x @ weight.T + bias`` [rows, out]; quantizes the weight unless ``cached``."""
+    """Computes ``x @ weight.T + bias`` [rows, out].
+
+    Args:
+        quantizers: the GEMM's quantizers.
+        x: the quantized input ``[rows, in]``.
+        weight: ``[out, in]``.
+        cached: FP8 copies of ``weight``; None quantizes it here.
+        bias: ``[out]`` or None.
+        out_dtype: of the result.
+        out: memory for the result ``[rows, out]``; None makes a new tensor.
+    """
     if cached is None:
         cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
     backend, operand = quantizers.backend, cached
@@ -243,7 +290,14 @@ def multiply(
 def _quantized_weight(
     quantizers: GemmQuantizers, quantizer: Any, weight: torch.Tensor, columnwise: bool
 ) -> QuantizedTensor:
-    """Returns one FP8 copy of a weight: the one that it holds if it fits, else a new one."""
+    """Returns one FP8 copy of a weight: the data of an ``FP8Parameter`` if they fit, else a cast.
+
+    Args:
+        quantizers: the GEMM's quantizers, whose backend must be able to read held data.
+        quantizer: the one of them that casts the weight.
+        weight: ``[out, in]``.
+        columnwise: return the columnwise copy instead of the rowwise one.
+    """
     if type(weight) is FP8Parameter:
         held = fp8_operands(weight, quantizers, columnwise)
         if held is not None:
@@ -259,14 +313,20 @@ def saved_by(
     weight: torch.Tensor,
     cached: QuantizedTensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Returns the tensors that backward saves of the input and the weight, ``SAVED`` of them.
+    """Returns the ``SAVED`` tensors of the input and the weight that are saved for backward.
 
-    Of the input, its columnwise FP8 copy, this rank's FP8 rows (``part``) where rows are gathered,
-    or ``x`` where backward needs values. Of the weight, the cached columnwise copy, or the weight
-    itself, which is recast in backward.
+    Args:
+        plan: the GEMM's plan.
+        x: this rank's high-precision input ``[rows, in]``; used where ``saves_values(plan)``.
+        part: FP8 copies of this rank's input, which ``quantized_input`` returned.
+        weight: ``[out, in]``.
+        cached: FP8 copies of ``weight`` that outlive the call, or None.
 
     Returns:
-        ``(input, scale_inv of the input, weight, scale_inv of the weight)``, each or None.
+        ``(input, input scale, weight, weight scale)``, each None if backward does not need it. The
+        input is its columnwise FP8 data, this rank's rowwise data where rows are gathered, or ``x``
+        with the scale to cast it again. The weight is the cached columnwise FP8 data, or the weight
+        itself, which backward casts again.
     """
     saved_x = saved_w = x_scale = w_scale = None
     if plan.need_weight:
@@ -289,7 +349,15 @@ def saved_by(
 
 
 def start_saved_input(plan: GemmPlan, saved: tuple) -> Pending | None:
-    """Begins to gather the input's rows for ``weight_gradient``; None if this rank has them all."""
+    """Begins to gather the other ranks' rows of the saved input for the weight gradient.
+
+    Args:
+        plan: the GEMM's plan.
+        saved: the tensors that ``saved_by`` returned.
+
+    Returns:
+        The gathering, for ``weight_gradient``; None if this rank has all rows or needs none.
+    """
     if not plan.need_weight or not gathers_input(plan):
         return None
     assert plan.options.parallel is not None
@@ -305,9 +373,16 @@ def input_gradient(
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``dy @ weight`` [rows, in] of this rank; ``saved`` is what ``saved_by`` gave.
+    """Computes ``dy @ weight`` [rows, in] of this rank, without a reduction over ranks.
 
     Frees the rowwise copy of ``dy``, whose memory the weight gradient may then have.
+
+    Args:
+        plan: the GEMM's plan.
+        saved: the tensors that ``saved_by`` returned.
+        dy: the quantized gradient of the output ``[rows, out]``.
+        out_dtype: of the result.
+        out: memory for the result; None makes a new tensor.
     """
     weight, backend = _weight_recast(plan, saved), plan.quantizers.backend
     if isinstance(dy, QuantizedTensor):
@@ -324,10 +399,17 @@ def input_gradient(
 def reduced_input_gradient(
     plan: GemmPlan, saved: tuple, dy: Operand, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, Pending | None]:
-    """Computes ``input_gradient``, and begins to add it up where ranks have parts of it.
+    """Computes the input's gradient [rows, in], and begins its sum over ranks where one is needed.
+
+    Args:
+        plan: the GEMM's plan.
+        saved: the tensors that ``saved_by`` returned.
+        dy: the quantized gradient of the output ``[rows, out]``.
+        out_dtype: of the result.
 
     Returns:
-        ``(gradient, None)``, or ``(None, pending)``, whose ``wait()`` gives the gradient.
+        ``(gradient, None)`` where nothing is summed, or ``(None, pending)``, whose ``wait()``
+        returns the sum.
     """
     parallel = plan.options.parallel
     if parallel is None or not parallel.column:
@@ -348,7 +430,7 @@ def reduced_input_gradient(
 
 
 def _weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
-    """Returns the columnwise copy of the weight: the cached one, else a recast of the weight."""
+    """Returns the columnwise copy of the weight: the cached one, else a cast of the saved weight."""
     _, _, w, w_scale = saved
     quantizers = plan.quantizers
     if plan.weight_cached:
@@ -357,12 +439,12 @@ def _weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
 
 
 def has_one_scale(x: QuantizedTensor) -> bool:
-    """Returns True if ``x`` has one scale, so that any of its rows can be multiplied alone."""
+    """Returns True if ``x`` has a single scale, so that some of its rows can be multiplied."""
     return x.rowwise_scale_inv is not None and x.rowwise_scale_inv.numel() == 1
 
 
 def rows_of(x: QuantizedTensor, rows: slice) -> QuantizedTensor:
-    """Returns rows of the rowwise copy of ``x``: all of them, or some if ``has_one_scale(x)``."""
+    """Returns ``rows`` of the rowwise copy of ``x``; fewer than all only if it has one scale."""
     assert x.rowwise is not None
     if rows.stop - rows.start == x.rowwise.shape[0]:
         return x
@@ -372,11 +454,17 @@ def rows_of(x: QuantizedTensor, rows: slice) -> QuantizedTensor:
 def quantized_gradient(
     plan: GemmPlan, dy: torch.Tensor, bias_dtype: torch.dtype | None
 ) -> tuple[Any, torch.Tensor | None, torch.Tensor]:
-    """Quantizes the gradient of a GEMM's output ``dy`` [rows, out].
+    """Quantizes the gradient of a GEMM's output, and sums its columns for the bias.
+
+    Args:
+        plan: the GEMM's plan.
+        dy: this rank's gradient ``[rows, out]``.
+        bias_dtype: dtype of the bias gradient; None computes none.
 
     Returns:
-        ``(quantized, grad_bias, dy)``: the FP8 gradient; that of the bias in ``bias_dtype``, None
-        without one; ``dy``, with the rows of all ranks where the weight gradient needs them.
+        ``(quantized, grad_bias, dy)``: the FP8 gradient for dgrad and wgrad, None if neither reads
+        one; the bias gradient ``[out]`` or None; the high-precision gradient, with the rows of all
+        ranks where wgrad runs in high precision and rows are split.
     """
     quantizers, parallel = plan.quantizers, plan.options.parallel
     fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad
