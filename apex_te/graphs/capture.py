@@ -1,4 +1,4 @@
-"""The CUDA graphs of one module's forward and backward, and the state that a capture preserves."""
+"""CUDA graphs of one module's forward and backward, and the state that a capture preserves."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ __all__ = ["Capture", "fp8_modules", "no_collection", "preserved", "substituted"
 
 
 def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
-    """Returns the FP8 modules in ``module``."""
+    """Returns ``module`` and its descendants that are FP8 modules."""
     return [child for child in module.modules() if isinstance(child, FP8Module)]
 
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Collects garbage now and not inside: an older graph that dies in a capture breaks it."""
+    """Collects garbage before the ``with`` block and not inside.
+
+    An older graph that is collected during a capture breaks the capture.
+    """
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -41,18 +44,36 @@ def no_collection() -> Iterator[None]:
 
 
 class Capture:
-    """The graphs of one module, whose tensors stay where they are; one replay at a time.
+    """CUDA graphs of one module's forward and backward, with the tensors that they read and write.
+
+    Those tensors stay where they are, so only one replay at a time is possible.
 
     Args:
-        owner: name in errors.
+        owner: the name of the module in errors.
         forward: function that runs the module.
         args: positional arguments of ``forward``. Tensors are copied to where replays read them.
         kwargs: keyword arguments of ``forward``, copied likewise.
         parameters: parameters of the module.
         modules: the FP8 modules in it.
         region: region of ``fp8_autocast`` to capture in.
-        keeps_weights: replays can keep the FP8 weights of earlier ones.
+        keeps_weights: replays can keep the FP8 weights of earlier replays.
         allow_unused: an input or parameter may have no gradient.
+
+    Attributes:
+        inputs: the tensors among the arguments, where replays read them.
+        outputs: what ``forward`` returned in the capture, flat; tensors lie where replays write
+            them.
+        results: the tensors among ``outputs``.
+        fixed: positions in ``results`` of tensors that need no gradient.
+        grad_outputs: for each tensor of ``results``, where the backward reads its gradient, or
+            None.
+        input_grads, parameter_grads: where the backward writes gradients; None for those that get
+            none.
+        stand_ins: by id of a parameter, the one that takes its place in the capture.
+        cache: decides which FP8 weights a replay casts; None without ``keeps_weights``.
+        delayed: the weight gradients that ``backward_dw`` computes after a replay.
+        run: the number of forwards replayed so far, recomputes not counted.
+        has_run_backward: the last forward's backward has been replayed.
     """
 
     def __init__(
@@ -93,7 +114,7 @@ class Capture:
 
     @contextlib.contextmanager
     def prepared(self) -> Iterator[None]:
-        """Has FP8 weights go to memory that replays read, inside the ``with`` block."""
+        """Has the modules cast FP8 weights, inside the block, to memory that replays read."""
         for held in self.held:
             # A copy kept from before would be read by replays after it has been replaced.
             held.columnwise = held.columnwise_scale_inv = None
@@ -112,10 +133,13 @@ class Capture:
                 module._modes.wgrad_store[:] = delayed
 
     def _run(self, graph: Any) -> tuple[list[Any], Any]:
-        """Runs one forward, captured by ``graph``, in a region that moves no scale.
+        """Runs one forward inside ``graph``, in the ``fp8_autocast`` region with no update pending.
+
+        Args:
+            graph: context that captures the forward, or ``contextlib.nullcontext()``.
 
         Returns:
-            The flat outputs, and their structure.
+            ``(outputs, spec)``: the flat outputs, and their pytree structure.
         """
         for captured in self.weights:
             captured.begin()
@@ -125,18 +149,24 @@ class Capture:
             return pytree.tree_flatten(self.forward(*args, **kwargs))
 
     def _gradients(self, outputs: list[Any], grads: list[Any]) -> list[Any]:
-        """Returns the gradients of the inputs and parameters that need one."""
+        """Returns the gradients of ``_sources()``, in that order, None for an unused source.
+
+        Args:
+            outputs: flat outputs of the module.
+            grads: the gradient of each output, None for one that needs none.
+        """
         sources = self._sources()
         pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
         outs, given = [o for o, _ in pairs], [g for _, g in pairs]
         return list(torch.autograd.grad(outs, sources, given, allow_unused=True))
 
     def _sources(self) -> list[torch.Tensor]:
+        """Returns the inputs, then the parameters' stand-ins, that require grad."""
         parameters = [self.stand_ins[id(p)] for p in self.parameters]
         return [x for x in self.inputs if x.requires_grad] + parameters
 
     def warm_up(self, count: int) -> None:
-        """Runs eagerly, so that the capture sets nothing up for the first time."""
+        """Runs forward and backward ``count`` times eagerly; the capture then sets nothing up."""
         for _ in range(count):
             outputs, _ = self._run(contextlib.nullcontext())
             grads = [torch.ones_like(o) if _needs_grad(o) else None for o in outputs]
@@ -144,7 +174,7 @@ class Capture:
                 self._gradients(outputs, grads)
 
     def settle(self) -> None:
-        """Ends the warm-up; replays write or keep the FP8 weights that it has allocated."""
+        """Ends the warm-up and makes ``cache`` for the FP8 weights that it has allocated."""
         if not self.keeps_weights:
             return
         for captured in self.weights:
@@ -156,12 +186,23 @@ class Capture:
         self.cache = WeightCache(kept, [[given[id(s)] for s in w.sources] for w in kept])
 
     def capture_forward(self, pool: Any) -> None:
-        """Captures the forward; its outputs stay where replays write them."""
+        """Captures the forward, whose outputs stay where replays write them.
+
+        Args:
+            pool: memory pool from ``torch.cuda.graph_pool_handle()``.
+        """
         graph = torch.cuda.graph(self.forward_graph, pool=pool)
         self.outputs, self.output_spec = self._run(graph)
 
     def capture_backward(self, pool: Any) -> None:
-        """Captures the backward; gradients too stay where replays write them."""
+        """Captures the backward, whose gradients stay where replays write them.
+
+        Args:
+            pool: memory pool from ``torch.cuda.graph_pool_handle()``.
+
+        Raises:
+            RuntimeError: an input or parameter has no gradient, and that is not allowed.
+        """
         needs = [_needs_grad(o) for o in self.outputs]
         self.grad_outputs = [
             torch.zeros_like(o) if need else None
@@ -182,10 +223,16 @@ class Capture:
         self._keep_tensors(needs)
 
     def _check_used(self, sources: list[torch.Tensor], grads: list[Any], delayed: set[int]) -> None:
-        """Raises RuntimeError for a source without a gradient, unless that is allowed.
+        """Checks that each source has a gradient, unless ``allow_unused``.
 
         Args:
-            delayed: ids of the weights whose gradients ``backward_dw`` makes.
+            sources: inputs and stand-ins of parameters that require grad.
+            grads: the gradient of each that autograd returned, or None.
+            delayed: ids of the stand-ins whose gradients ``backward_dw`` computes.
+
+        Raises:
+            RuntimeError: a source has a gradient neither from autograd nor in ``main_grad``, nor
+                delayed.
         """
         for source, grad in zip(sources, grads, strict=True):
             has_own = getattr(source, "main_grad", None) is not None or id(source) in delayed
@@ -196,7 +243,11 @@ class Capture:
                 )
 
     def _keep_tensors(self, needs: list[bool]) -> None:
-        """Notes which outputs autograd sees, the tensors, and which of these need no gradient."""
+        """Sets ``results``, ``fixed`` and ``grad_outputs`` from the captured outputs.
+
+        Args:
+            needs: for each output, True if it needs a gradient.
+        """
         self.outputs = [o.detach() if isinstance(o, torch.Tensor) else o for o in self.outputs]
         tensors = [isinstance(o, torch.Tensor) for o in self.outputs]
         self.results = list(compress(self.outputs, tensors))
@@ -204,7 +255,11 @@ class Capture:
         self.grad_outputs = list(compress(self.grad_outputs, tensors))
 
     def _take_delayed(self) -> set[int]:
-        """Keeps the weight gradients that the backward has left out; returns their weights' ids."""
+        """Stores in ``delayed`` the weight gradients that the captured backward has left out.
+
+        Returns:
+            The ids of these weights' stand-ins.
+        """
         late: set[int] = set()
         for module in self.modules:
             own = [p for p in module.parameters(recurse=False) if p.requires_grad]
@@ -216,7 +271,15 @@ class Capture:
         return late
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
-        """Runs the forward; returns the number of this run, or of the last one if ``again``."""
+        """Copies the inputs to where the graph reads them, and replays the forward.
+
+        Args:
+            inputs: the tensors of a call, in the order of ``self.inputs``.
+            again: the call is a recompute of the last forward, and gets the same number.
+
+        Returns:
+            The number of this forward, by which ``replay_backward`` checks that none came between.
+        """
         for static, value in zip(self.inputs, inputs, strict=True):
             static.copy_(value)
         self.forward_graph.replay()
@@ -225,12 +288,19 @@ class Capture:
         return self.run
 
     def replay_backward(self, run: int, overwrite: bool, grads: Sequence[Any]) -> list[Any]:
-        """Runs the backward; returns the gradients of the inputs and parameters.
+        """Replays the backward.
 
         Args:
             run: number of the forward whose backward this is.
             overwrite: ``main_grad`` tensors start from zero.
-            grads: gradients of the outputs that are tensors.
+            grads: the gradient of each tensor of ``results``.
+
+        Returns:
+            The gradients of all inputs, then of the parameters that require grad, None where there
+            is none. Later replays overwrite them.
+
+        Raises:
+            RuntimeError: a later forward, or an earlier backward, overwrote what the forward saved.
         """
         if run != self.run or self.has_run_backward:
             by = "a later forward" if run != self.run else "its own backward"
@@ -258,11 +328,14 @@ class Capture:
 
 
 class WeightCache:
-    """Decides which FP8 weights a replay casts again, as a module's own cache would.
+    """Decides which FP8 weights a replay casts, by the rule of a module's own cache of FP8 weights.
 
     Args:
         kept: the weights.
-        sources: by weight, the tensors that it is made of: parameters, or numbers of inputs.
+        sources: for each weight, what it is made of: parameters, or positions of inputs.
+
+    Attributes:
+        is_filled: a replay has run, so that the kept weights have values.
     """
 
     def __init__(
@@ -280,13 +353,13 @@ class WeightCache:
                 weight.noop = noop
 
     def choose(self, first: bool | None, recomputed: bool, inputs: Sequence[torch.Tensor]) -> None:
-        """Sets the graph's noop flags, from outside of it, before the replay of a call.
+        """Sets the ``noop`` flags that the graph reads, before the replay of a call.
 
         Args:
-            first: ``is_first_microbatch``; with None all weights are cast, and none is kept for
-                later.
-            recomputed: the call is a recompute, which keeps all weights.
-            inputs: tensors of the call.
+            first: ``is_first_microbatch``: True casts all weights, None too but later calls do not
+                reuse them, False casts those that changed.
+            recomputed: the call is a recompute, which casts no weight.
+            inputs: the tensors of the call, in the order of ``Capture.inputs``.
         """
         self.is_filled = True
         if recomputed or self._noop is None:
@@ -308,17 +381,19 @@ class WeightCache:
 
 
 def _version(x: torch.Tensor) -> tuple[int, int]:
+    """Returns the version and address of ``x``, which change when its values do."""
     return (0 if x.is_inference() else x._version), x.data_ptr()
 
 
 class DelayedGradient:
-    """A weight gradient that is computed after a replay, from tensors in the memory of the graph.
+    """Weight gradient that ``backward_dw`` computes after a replay, from the graph's memory.
 
     Args:
-        capture: the graph's owner.
-        modes: of the module whose ``backward_dw`` computes the gradient.
-        pairs: the module's parameters and their stand-ins in the capture.
-        compute: adds to the gradient of the stand-ins, or to the ``main_grad`` of both.
+        capture: the graphs that it belongs to.
+        modes: memory of the FP8 module whose ``backward_dw`` computes the gradient.
+        pairs: the module's parameters that require grad, each with its stand-in of the capture.
+        compute: computes the gradient, and adds it to ``.grad`` of a stand-in or to ``main_grad``,
+            which parameter and stand-in share.
     """
 
     def __init__(
@@ -330,7 +405,14 @@ class DelayedGradient:
         self.compute = compute
 
     def run(self, run: int) -> None:
-        """Computes the gradient of the forward ``run``."""
+        """Computes the gradient and adds it to the parameter's ``.grad`` or ``main_grad``.
+
+        Args:
+            run: number of the forward that the gradient belongs to.
+
+        Raises:
+            RuntimeError: a later forward has overwritten what the gradient is computed from.
+        """
         if run != self.capture.run:
             raise RuntimeError(
                 f"{self.capture.owner}: backward_dw must come before the next graphed forward, "
@@ -348,13 +430,14 @@ def _needs_grad(value: Any) -> bool:
 
 
 def _static(leaf: Any) -> Any:
-    """Returns the tensor that replays read in place of ``leaf``."""
+    """Returns a copy of a tensor, for replays to read in its place; other values as they are."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
 def _path_name(path: Any) -> str:
+    """Returns the name, such as ``args[0]``, of an argument by its pytree path."""
     return ("args", "kwargs")[path[0].idx] + pytree.keystr(path[1:])
 
 
@@ -362,10 +445,14 @@ def _path_name(path: Any) -> str:
 def preserved(
     modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Puts back, on leaving, the state that runs of ``modules`` on ``devices`` change.
+    """Restores, after the ``with`` block, the state that runs of modules in it change.
 
-    That is FP8 state (of these modules and the regions pending), buffers, ``main_grad`` tensors and
-    random generators.
+    That is their FP8 state, the amaxes' pending updates, buffers, ``main_grad`` tensors and random
+    generators.
+
+    Args:
+        modules: the modules that are run.
+        devices: the devices whose random generators are restored.
     """
     states = [_SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]
@@ -388,10 +475,13 @@ def preserved(
 
 @contextlib.contextmanager
 def substituted(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, torch.nn.Parameter]]:
-    """Replaces parameters by stand-ins over the same memory; yields these by the parameters' ids.
+    """Replaces the modules' parameters, inside the block, by stand-ins over the same memory.
 
     A parameter's node in an autograd graph that is still alive belongs to the stream of that graph,
     and a capture must not wait for another stream.
+
+    Yields:
+        The stand-ins, by the ids of the parameters that they replace.
     """
     children = [child for module in modules for child in module.modules()]
     owned = [
@@ -416,7 +506,7 @@ def substituted(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, torch.
 
 
 class _SavedState:
-    """A copy of the values of an FP8 state, to be put back into its tensors."""
+    """Copy of the values of an FP8 state."""
 
     def __init__(self, state: FP8State) -> None:
         self.state = state
@@ -426,6 +516,7 @@ class _SavedState:
             self.tensors = {name: getattr(state, name).clone() for name in TENSORS}
 
     def restore(self) -> None:
+        """Writes the values back into the state's tensors; a state that had none is reset."""
         if not self.tensors:
             self.state.reset()  # it was allocated meanwhile
             return

@@ -36,41 +36,46 @@ def make_graphed_callables(
     """Captures the forward and the backward of modules, and replaces ``forward`` by the graphs.
 
     Scales move outside of the graphs, on entering ``fp8_autocast``; the graphs read FP8 state and
-    stage amaxes where the state lies, so training goes on as without graphs, to the bit. Changes of
-    the capture itself to FP8 state, ``main_grad``, buffers and random generators are undone.
+    stage amaxes where the state lies, so training goes on as without graphs, to the bit. Changes
+    that the capture makes to FP8 state, ``main_grad``, buffers and random generators are undone.
 
     Args:
-        modules: a module or several, on a CUDA device; also without parameters.
-        sample_args: the arguments of its ``forward``, or a tuple of them for each module. Tensors
-            give shape, dtype and ``requires_grad``; anything else is a constant of the graph.
+        modules: a module or a sequence of modules, each with its parameters and inputs on a CUDA
+            device; a module need not have parameters.
+        sample_args: a tuple of positional arguments of ``forward``; for several modules a sequence
+            of such tuples. Tensors give shape, dtype and ``requires_grad``; anything else is a
+            constant of the graph.
         num_warmup_iters: forwards and backwards before the capture, at least 1.
         allow_unused_input: an input or parameter may take no part in the outputs.
-        fp8_enabled: as ``enabled`` of the ``fp8_autocast`` that modules are captured in. A call
+        fp8_enabled: ``enabled`` of the ``fp8_autocast`` region that modules are captured in. A call
             outside any region enters such a region itself.
-        fp8_calibrating: as ``calibrating`` of that ``fp8_autocast``.
-        fp8_recipe: as ``fp8_recipe`` of that ``fp8_autocast``.
-        fp8_group: as ``fp8_group`` of that ``fp8_autocast``.
-        fp8_weight_caching: FP8 weights are cast when a module is called with
-            ``is_first_microbatch=True`` or None, and kept with False as long as their parameters do
-            not change, with the scales of their cast. Recipes other than delayed scaling cast them
-            in each call, to the same FP8 data, as every recipe does with weights that are neither
-            parameters nor arguments of the module. The FP8 data that are kept have memory outside
-            of the graphs' pool.
-        sample_kwargs: the keyword arguments, given like ``sample_args``.
+        fp8_calibrating: ``calibrating`` of that region.
+        fp8_recipe: ``fp8_recipe`` of that region.
+        fp8_group: ``fp8_group`` of that region.
+        fp8_weight_caching: calls take ``is_first_microbatch``: True and None cast the FP8 weights,
+            False reuses those that an earlier call cast with True, and their scales, as long as
+            their parameters do not change. Recipes other than delayed scaling cast them in each
+            call, to the same FP8 data, as every recipe does with weights that are neither
+            parameters nor arguments of the module. The FP8 weights that are kept have memory
+            outside of the graphs' pool.
+        sample_kwargs: a dict of keyword arguments of ``forward``; for several modules a sequence of
+            dicts.
         pool: memory pool of other graphs to share, from ``torch.cuda.graph_pool_handle()``.
 
     Returns:
-        The module, or a tuple of them. The graph runs in calls that are like its capture: in the
-        same training or evaluation mode and ``torch.autocast``, and for FP8 in a region with an
-        equal recipe entered with grad enabled; in others, and until ``first_step="current"`` has
-        its scales, the module runs as before. Outputs are overwritten by the next call. Several
-        modules must be called in the order of their capture, their backwards in the opposite one.
-        The weight gradients that ``delay_wgrad_compute`` leaves out are not part of a graph:
-        ``backward_dw()`` computes them, before the next call. Copies of a module are plain.
+        The module, or a tuple of the modules. The graph runs in calls that are like its capture: in
+        the same training or evaluation mode and ``torch.autocast``, and for FP8 in a region with an
+        equal recipe entered with grad enabled. In other calls, and until ``first_step="current"``
+        has its scales, the module runs its former ``forward``. Outputs are overwritten by the next
+        call. Several modules must be called in the order of their capture, their backwards in the
+        opposite one. The weight gradients that ``delay_wgrad_compute`` leaves out are not part of a
+        graph: ``backward_dw()`` computes them, before the next call. Copies of a module run without
+        the graph.
 
     Raises:
-        RuntimeError: there is no CUDA device; later, parameters or FP8 state have moved, or a
-            backward comes too late.
+        RuntimeError: there is no CUDA device, or the call is made inside ``fp8_autocast`` or
+            ``torch.autocast`` with its cache; in a later call, parameters or FP8 state have moved,
+            or a backward comes too late.
         TypeError: an argument of a wrong type, here or in a call.
         ValueError: an argument with a wrong value, here or in a call.
     """
@@ -95,7 +100,14 @@ def make_graphed_callables(
 def _capture(
     graphs: list[GraphedForward], devices: list[torch.device], warmup_iters: int, pool: Any
 ) -> None:
-    """Warms up and captures ``graphs``, whose modules run on ``devices``."""
+    """Warms up and captures all graphs in memory of one pool.
+
+    Args:
+        graphs: the modules' forwards, not yet installed.
+        devices: the device that each module runs on.
+        warmup_iters: number of warm-up runs.
+        pool: memory pool from ``torch.cuda.graph_pool_handle()``.
+    """
     modules = [graph.module for graph in graphs]
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.cuda.device(devices[0]))
@@ -122,6 +134,7 @@ def _capture(
 
 
 def _check_options(warmup_iters: Any, allow_unused_input: Any, weight_caching: Any) -> None:
+    """Checks the types and values of options of ``make_graphed_callables``."""
     if isinstance(warmup_iters, bool) or not isinstance(warmup_iters, int):
         kind = type(warmup_iters).__name__
         raise TypeError(f"{_NAME}: num_warmup_iters must be an int, got {kind}")
@@ -134,7 +147,15 @@ def _check_options(warmup_iters: Any, allow_unused_input: Any, weight_caching: A
 
 
 def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dict[str, Any]]]:
-    """Returns module, arguments and keyword arguments of each callable."""
+    """Checks the modules and their sample arguments.
+
+    Args:
+        modules, args, kwargs: ``modules``, ``sample_args`` and ``sample_kwargs`` of
+            ``make_graphed_callables``.
+
+    Returns:
+        ``(module, args, kwargs)`` of each module.
+    """
     single = isinstance(modules, torch.nn.Module)
     if not single and not isinstance(modules, (tuple, list)):
         kind = type(modules).__name__
@@ -173,12 +194,14 @@ def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dic
 
 
 def _check_module(module: torch.nn.Module) -> None:
+    """Checks that no module inside ``module`` has a graph already."""
     for child in module.modules():
         if child is not module and isinstance(child.__dict__.get("forward"), GraphedForward):
             raise ValueError(f"{_NAME}: modules must not hold a module that has a graph, got one")
 
 
 def _check_surroundings() -> None:
+    """Checks that a CUDA device is there, and no region or autocast cache is active."""
     if not torch.cuda.is_available():
         raise RuntimeError(f"{_NAME}: CUDA graphs need a CUDA device, got none")
     if local.region is not None:
@@ -191,7 +214,15 @@ def _check_surroundings() -> None:
 
 
 def _device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
-    """Returns the device that a module runs on; raises for a parameter or sample on no GPU."""
+    """Returns the CUDA device that a module runs on.
+
+    Args:
+        module: a module.
+        args, kwargs: its sample arguments.
+
+    Raises:
+        ValueError: a parameter or sample is on no CUDA device, or there is neither.
+    """
     parameters = list(module.parameters())
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     for name, values in (("parameters", parameters), ("samples", tensors)):
@@ -208,7 +239,22 @@ def _device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> 
 
 
 class GraphedForward:
-    """The ``forward`` of a module with a graph: replays the graph, or runs the eager forward."""
+    """Callable in place of a module's ``forward`` that replays its graph or runs it eagerly.
+
+    Args:
+        module: the module.
+        args, kwargs: its sample arguments.
+        region: region of ``fp8_autocast`` to capture in.
+        weight_caching: replays can keep the FP8 weights of earlier replays.
+        allow_unused: an input or parameter may have no gradient.
+
+    Attributes:
+        eager: the module's ``forward`` without a graph.
+        replayed: the last call outside a recompute replayed the graph, so a recompute does, too.
+        first_steps: ``(state, slot)`` of each slot whose scale was found before the capture; calls
+            in which one needs its first scale run eagerly.
+        states: the FP8 states with their amax histories, by which a moved state is noticed.
+    """
 
     def __init__(
         self,
@@ -242,7 +288,7 @@ class GraphedForward:
         )  # fmt: skip
 
     def note_first_steps(self) -> None:
-        """Notes which slots must have had their first step, which no graph holds."""
+        """Sets ``first_steps``, for a recipe whose first step takes scales from its own tensors."""
         if getattr(self.region.recipe, "first_step", None) == "current":
             states = [module.fp8_state for module in self.capture.modules]
             self.first_steps = [
@@ -253,7 +299,7 @@ class GraphedForward:
             ]
 
     def install(self) -> None:
-        """Takes the place of the module's forward."""
+        """Replaces the module's ``forward`` by this object."""
         states = [m.fp8_state for m in self.capture.modules if m.fp8_state.allocated]
         # Held, so that nobody else is given the memory that the graphs write to.
         self.states = [(state, state.amax_history_fwd) for state in states]
@@ -266,6 +312,12 @@ class GraphedForward:
         return self._call(args, kwargs, is_first_microbatch)
 
     def _call(self, args: tuple, kwargs: dict[str, Any], first: bool | None) -> Any:
+        """Replays the graph for a call like the captured one, else runs the eager forward.
+
+        Args:
+            args, kwargs: the call's arguments.
+            first: ``is_first_microbatch``.
+        """
         if first is not None and not self.capture.keeps_weights:
             raise ValueError(
                 f"{self.owner}: is_first_microbatch must be None where {_NAME} was given "
@@ -291,7 +343,11 @@ class GraphedForward:
         return pytree.tree_unflatten(outputs, capture.output_spec)
 
     def _applies(self, first: bool | None) -> bool:
-        """Returns True if this call is of the kind that was captured."""
+        """Returns True if the graph can stand for this call: same mode, autocast and FP8 region.
+
+        Args:
+            first: ``is_first_microbatch``; False needs FP8 weights that a replay has cast.
+        """
         if self.module.training != self.training or self.autocast != _autocast_dtype():
             return False
         region = local.region
@@ -308,7 +364,12 @@ class GraphedForward:
         return not any(state.first_steps.due[i] for state, i in self.first_steps)
 
     def _checked_inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Returns the tensors of a call; raises if its other arguments are not those captured."""
+        """Returns the tensors of a call, in the order of ``Capture.inputs``.
+
+        Raises:
+            TypeError: no tensor, or one of another dtype, where the capture had a tensor.
+            ValueError: another structure, constant, shape or ``requires_grad`` than captured.
+        """
         capture, owner = self.capture, self.owner
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != capture.spec:
@@ -339,7 +400,11 @@ class GraphedForward:
         return given
 
     def _check_addresses(self) -> None:
-        """Raises RuntimeError if FP8 state or parameters have moved."""
+        """Checks that FP8 state and parameters are where the capture found them.
+
+        Raises:
+            RuntimeError: they have moved.
+        """
         what = None
         if any(state.amax_history_fwd is not history for state, history in self.states):
             what = "FP8 state"
@@ -351,11 +416,12 @@ class GraphedForward:
             )
 
     def __reduce__(self) -> tuple:
-        """Copies run eagerly: their parameters and state are not those of the graph."""
+        """Makes copies and pickles hold the eager forward, as their tensors are not the graph's."""
         return _plain_forward, (self.module,)
 
 
 def _plain_forward(module: torch.nn.Module) -> Any:
+    """Returns the forward of the module's class, bound to the module."""
     return type(module).forward.__get__(module)
 
 
@@ -364,7 +430,7 @@ def _autocast_dtype() -> torch.dtype | None:
 
 
 class _Graphed(torch.autograd.Function):
-    """Both graphs as one autograd node; tensors for the backward stay in the graphs' memory."""
+    """Autograd function that replays both graphs, which hold the tensors for backward."""
 
     @staticmethod
     def forward(

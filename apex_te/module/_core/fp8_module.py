@@ -107,7 +107,7 @@ class FP8Module(torch.nn.Module):
         return self._fp8.state
 
     def _state_device(self) -> torch.device:
-        """Returns the device of the parameters; without any, that of the FP8 state, else the CPU."""
+        """Returns the device of the parameters, else that of the FP8 state, else the CPU."""
         for parameter in self._parameters.values():
             if parameter is not None:
                 return parameter.device

@@ -430,7 +430,7 @@ def reduced_input_gradient(
 
 
 def _weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
-    """Returns the columnwise copy of the weight: the cached one, else a cast of the saved weight."""
+    """Returns the columnwise copy of the weight, cached or cast again from the saved weight."""
     _, _, w, w_scale = saved
     quantizers = plan.quantizers
     if plan.weight_cached:

@@ -1,4 +1,4 @@
-"""The autograd function of a norm and a linear layer in FP8: the norm writes FP8 itself."""
+"""Autograd function of a norm and a linear layer in FP8, whose norm writes the FP8 input itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,16 @@ __all__ = [
 
 
 class NormOptions(NamedTuple):
-    """Options of the norm in front of a linear layer, and of what its module returns."""
+    """Options of the norm in front of a linear layer or an MLP.
+
+    Attributes:
+        is_rms: compute RMSNorm, not LayerNorm.
+        eps: added to the variance (the mean square).
+        zero_centered_gamma: gamma is ``1 + weight``.
+        return_norm: the function also returns the norm's result in high precision.
+        return_residual: the function also returns the normalised tensor: the input, or the sum of
+            input and residual.
+    """
 
     is_rms: bool
     eps: float
@@ -39,11 +48,16 @@ class NormOptions(NamedTuple):
 def normalized(
     norm: NormForward, plan: GemmPlan, options: NormOptions
 ) -> tuple[Operand, QuantizedTensor | None, torch.Tensor | None]:
-    """Normalises and quantizes.
+    """Runs the norm and quantizes its result for fprop.
+
+    Args:
+        norm: the norm, which has not run.
+        plan: the plan of the GEMM behind it.
+        options: the norm's options.
 
     Returns:
-        ``(operand, part, y)``: two as ``quantized_input`` gives them, and the norm in high
-        precision where it is returned or needed in backward, else None.
+        ``(operand, local, y)``: the first two as ``quantized_input`` returns them, and the norm's
+        result ``[rows, cols]`` in high precision, None if it is neither returned nor saved.
     """
     if not options.return_norm and not saves_values(plan):
         return *quantized_input(plan, norm), None
@@ -52,7 +66,7 @@ def normalized(
 
 
 def saved_norm(norm: NormForward) -> tuple[torch.Tensor | None, ...]:
-    """Returns the tensors that the norm's backward needs: input, weight, mean, rstd."""
+    """Returns the tensors ``(x, weight, mean, rstd)`` that are saved for the norm's backward."""
     x = norm.x if norm.residual_sum is None else norm.residual_sum
     return x, norm.weight, norm.mean, norm.rstd
 
@@ -60,9 +74,17 @@ def saved_norm(norm: NormForward) -> tuple[torch.Tensor | None, ...]:
 def norm_gradients(
     ctx: Any, saved: tuple, d_norm: torch.Tensor, extra: Any, d_residual: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Computes the norm's gradients ``(dx, dweight, dbias)``, dx in the shape of the input.
+    """Computes the norm's gradients from those of all outputs of the function.
 
-    ``extra`` is the gradient of the returned norm, ``d_residual`` that of the returned residual.
+    Args:
+        ctx: autograd's context with the attributes that ``forward`` has set.
+        saved: the tensors that ``saved_norm`` returned.
+        d_norm: gradient of the norm's result ``[rows, cols]`` from the GEMM.
+        extra: gradient of the norm's result as an output of the function, or None.
+        d_residual: gradient of the normalised tensor as an output of the function, or None.
+
+    Returns:
+        ``(dx, dweight, dbias)``: ``dx`` in the input's shape, the others ``[cols]`` or None.
     """
     x, weight, mean, rstd = saved
     if extra is not None:
@@ -76,7 +98,13 @@ def norm_gradients(
 
 
 def output_gradient(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> Any:
-    """Returns the gradient of the output; zeros where only another output is used."""
+    """Returns the gradient of the first output, which is zeros if only another output was used.
+
+    Args:
+        ctx: autograd's context with the attributes that ``forward`` has set.
+        grad_output, grad_norm, grad_residual: gradients of the three outputs, at least one not
+            None.
+    """
     if grad_output is not None:
         return grad_output
     other = grad_residual if grad_norm is None else grad_norm
@@ -84,14 +112,19 @@ def output_gradient(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: A
 
 
 def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
-    """Returns the normalised tensor (input or sum) in the input's shape, as an own output."""
+    """Returns the normalised tensor in the shape of ``inp``, as a new output."""
     if norm.residual_sum is None:
         return inp.view_as(inp)
     return norm.residual_sum if inp.dim() == 2 else norm.residual_sum.view(inp.shape)
 
 
 class LayerNormLinearFunction(OpFunction):
-    """``norm(inp [+ residual]) @ weight.T + bias``; gives (out, norm or None, residual or None)."""
+    """``norm(inp [+ residual]) @ weight.T + bias`` in FP8.
+
+    Returns:
+        ``(out, norm, total)``: the output; the norm's result and the normalised tensor, each in the
+        input's shape, or None unless ``NormOptions`` ask for them.
+    """
 
     LABEL = "LayerNormLinear"
 

@@ -1,7 +1,8 @@
-"""The autograd function of LayerNormMLP in FP8: no GEMM's FP8 input is written in high precision.
+"""Autograd function of LayerNormMLP in FP8, whose norm and activation write FP8 themselves.
 
-That holds for schemes that know the scale before the data (delayed) or find it in a pass of its own
-(current); block scales are found in the result.
+That saves the high-precision input of each GEMM for schemes that know the scale before the data
+(delayed scaling) or find it in a pass before the cast (current scaling). Block scales are found in
+the high-precision result.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ __all__ = ["LayerNormMLPFunction"]
 
 
 class LayerNormMLPFunction(OpFunction):
-    """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2``.
+    """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2`` in FP8.
 
-    Gives (out, norm or None, residual or None).
+    Returns:
+        ``(out, norm, total)``: the output; the norm's result and the normalised tensor, each in the
+        input's shape, or None unless ``NormOptions`` ask for them.
     """
 
     LABEL = "LayerNormMLP"
@@ -147,7 +150,16 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
 
 
 def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
-    """Returns the FP8 gradient of the first GEMM's output, and the plain one where needed."""
+    """Quantizes the gradient of the first GEMM's output, the activation's input.
+
+    Args:
+        plan: the ``GemmPlan`` of the first GEMM.
+        d_hidden: the op that computes the gradient; its ``dbias`` is set where asked for.
+
+    Returns:
+        ``(quantized, plain)``: the FP8 gradient, None if neither dgrad nor wgrad reads it; the
+        gradient ``[rows, F]`` or ``[rows, 2F]`` in high precision, None if it was not needed.
+    """
     quantizer = plan.quantizers.grad_output
     need_plain = plan.need_weight and plan.quantizers.high_precision_wgrad
     fp8_wgrad = plan.need_weight and not need_plain

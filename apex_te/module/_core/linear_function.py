@@ -1,4 +1,4 @@
-"""The autograd functions of a linear layer: quantized, and plain with a fused weight gradient."""
+"""Autograd functions of a linear layer, in FP8 and in high precision."""
 
 from __future__ import annotations
 
@@ -32,7 +32,13 @@ def is_autocast(device_type: str) -> bool:
 
 
 def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
-    """Runs a backward whose products keep their dtypes under ``torch.autocast``."""
+    """Returns ``backward(ctx, *grads)``, run with ``torch.autocast`` off, so that dtypes stay.
+
+    Args:
+        backward: the function that computes the gradients.
+        ctx: autograd's context, with ``device_type`` set.
+        grads: gradients of the outputs.
+    """
     device_type = ctx.device_type
     if not is_autocast(device_type):
         return backward(ctx, *grads)
@@ -41,9 +47,10 @@ def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
 
 
 def take_saved(ctx: Any) -> tuple:
-    """Returns the saved tensors, each of which is freed with the caller's last reference.
+    """Returns the saved tensors, each of which is freed with the caller's last reference to it.
 
-    Autograd by itself would keep them all until backward returns. A retained graph keeps them.
+    Autograd by itself would hold all of them until backward returns. A graph retained for a second
+    backward does hold them.
     """
     saved = ctx.saved_tensors
     if not torch.compiler.is_compiling() and isinstance(ctx, torch._C._FunctionBase):
@@ -52,12 +59,18 @@ def take_saved(ctx: Any) -> tuple:
 
 
 def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
-    """Returns the outputs of ``function.forward`` where no gradient is wanted."""
+    """Returns the outputs of an autograd function's ``forward``, run without recording a backward.
+
+    Args:
+        function: the ``OpFunction``.
+        inputs: tensors, or None, that ``forward`` takes first.
+        rest: the other arguments of ``forward``.
+    """
     return function.forward(_NoContext(len(inputs)), *inputs, *rest)
 
 
 class _NoContext:
-    """Stands for autograd's ctx: what is saved is dropped."""
+    """Stand-in for autograd's ctx that needs no gradient and drops what is saved."""
 
     def __init__(self, inputs: int) -> None:
         self.needs_input_grad = (False,) * inputs
@@ -70,7 +83,7 @@ class _NoContext:
 
 
 class LinearFunction(OpFunction):
-    """Three quantized GEMMs; of the input only what the weight gradient needs is saved."""
+    """``inp @ weight.T + bias`` [..., out] with quantized fprop, dgrad and wgrad."""
 
     LABEL = "Linear"
 
@@ -120,7 +133,11 @@ def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
 
 
 class HighPrecisionLinearFunction(OpFunction):
-    """A plain linear layer with collectives, or whose weight gradient is put elsewhere or later."""
+    """``inp @ weight.T + bias`` in ``out_dtype`` where autograd's own linear layer does not do.
+
+    It has tensor-parallel collectives, puts the weight gradient into ``main_grad`` or delays it, as
+    ``GemmOptions`` say.
+    """
 
     LABEL = "Linear"
 
@@ -212,7 +229,18 @@ def _gathered_product(
     w: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``gathered @ w.T + bias`` piece by piece; ``x`` is this rank's part of the rows."""
+    """Computes ``rows @ w.T + bias`` of all ranks' rows, piece by piece as these arrive.
+
+    Args:
+        gathered: the gathering of the ranks' rows of ``x``.
+        ranks: their number.
+        x: this rank's rows ``[s, ..., in]``.
+        w: ``[out, in]``.
+        bias: ``[out]`` or None.
+
+    Returns:
+        ``[s * ranks, ..., out]``.
+    """
     if torch.compiler.is_compiling():
         return functional.linear(gathered.wait(), w, bias)
     out = x.new_empty(x.shape[0] * ranks, *x.shape[1:-1], w.shape[0])
@@ -225,7 +253,7 @@ def _gathered_product(
 def _start_input_gradient(
     parallel: TensorParallel, dy: torch.Tensor, w: torch.Tensor, dtype: torch.dtype
 ) -> Pending:
-    """Begins to add up ``dy @ w`` [rows, in] over ranks."""
+    """Begins to sum ``dy @ w`` [rows, in] over the ranks of ``parallel``, in ``dtype``."""
     rows = as_matrix(dy)
 
     def product(some: slice, into: torch.Tensor | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Modules whose parameters are on the meta device, and how these get memory and values."""
+"""Parameters on the meta device, and how they get memory and values."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ __all__ = ["initialize", "materialize", "reset_children"]
 
 
 def initialize(module: torch.nn.Module) -> None:
-    """Give a new module's parameters their first values; on the meta device there are none."""
+    """Gives a new module's parameters their first values, unless they are on the meta device."""
     if not _is_on_meta(module):
         module.reset_parameters()  # type: ignore[operator]
 
 
 def materialize(module: torch.nn.Module) -> None:
-    """Move a module's own parameters from the meta device to the current one, without values.
+    """Moves a module's own parameters, not its children's, from the meta device to a real one.
 
-    The current device is PyTorch's default device unless that is the CPU and there is a GPU, then
-    the current one. Where the default device is ``"meta"`` nothing happens.
+    They get memory and no values. The device is PyTorch's default device, but the current GPU where
+    the default is the CPU and there is a GPU. If the default device is ``"meta"``, nothing happens.
     """
     if not _is_on_meta(module):
         return
@@ -29,7 +29,7 @@ def materialize(module: torch.nn.Module) -> None:
 
 
 def reset_children(module: torch.nn.Module) -> None:
-    """Call ``reset_parameters`` of every child that has it."""
+    """Calls ``reset_parameters`` of each child module that has it."""
     for child in module.children():
         reset = getattr(child, "reset_parameters", None)
         if reset is not None:

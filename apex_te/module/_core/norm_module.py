@@ -1,4 +1,4 @@
-"""The base of the LayerNorm and RMSNorm modules: construction, dtypes, shapes."""
+"""Base of the LayerNorm and RMSNorm modules: construction, dtypes, shapes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ __all__ = ["NormModule"]
 
 
 class NormModule(torch.nn.Module):
-    """Mixin of the norms: parameters named in ``_PARAMETERS``, the op applied by ``_normalize``."""
+    """Mixin of LayerNorm and RMSNorm.
+
+    A subclass names its parameters in ``_PARAMETERS``, ``weight`` and perhaps ``bias``, and calls
+    ``_normalize`` with its op in ``forward``.
+    """
 
     _PARAMETERS: tuple[str, ...]
     eps: Any
@@ -30,6 +34,7 @@ class NormModule(torch.nn.Module):
         zero_centered_gamma: bool,
         device: torch.device | str | int | None,
     ) -> None:
+        """Initialises the module; the arguments are those of ``LayerNorm``."""
         torch.nn.Module.__init__(self)
         name = type(self).__name__
         self.normalized_shape = _resolved_shape(name, normalized_shape, hidden_size)
@@ -45,9 +50,10 @@ class NormModule(torch.nn.Module):
         initialize(self)
 
     def reset_parameters(self) -> None:
-        """Set gamma to 1 and the bias, where there is one, to 0; tag them again.
+        """Sets gamma to 1 and the bias, where there is one, to 0.
 
-        Parameters on the meta device are made first; see ``Linear.reset_parameters``.
+        Parameters on the meta device are made first; see ``Linear.reset_parameters``. Parameters
+        that were replaced get their attribute ``sequence_parallel`` back.
         """
         materialize(self)
         for key in self._PARAMETERS:
@@ -59,7 +65,7 @@ class NormModule(torch.nn.Module):
         self._tag_parameters()
 
     def _tag_parameters(self) -> None:
-        """Set what frameworks read that reduce such gradients themselves."""
+        """Sets ``sequence_parallel`` on each parameter, for trainers that sum gradients."""
         for key in self._PARAMETERS:
             value = self._parameters[key]
             if value is not None:
@@ -72,6 +78,17 @@ class NormModule(torch.nn.Module):
     def _normalize(
         self, op: Callable[..., Any], inp: torch.Tensor, *parameters: torch.Tensor | None
     ) -> torch.Tensor:
+        """Checks ``inp`` and applies the op to its last dimensions.
+
+        Args:
+            op: ``layer_norm`` or ``rms_norm``.
+            inp: ``[..., *normalized_shape]``.
+            parameters: the module's parameters, in the op's order.
+
+        Raises:
+            TypeError: the dtype is not that of the parameters, outside ``torch.autocast``.
+            ValueError: a shape.
+        """
         shape, normalized = inp.shape, self.normalized_shape
         if shape[len(shape) - len(normalized) :] != normalized:
             raise ValueError(
@@ -104,6 +121,12 @@ class NormModule(torch.nn.Module):
 def _resolved_shape(
     name: str, normalized_shape: int | Sequence[int] | None, hidden_size: int | None
 ) -> tuple[int, ...]:
+    """Returns ``normalized_shape`` as a tuple, from whichever of its two names was given.
+
+    Raises:
+        TypeError: neither an int nor several.
+        ValueError: none or both were given.
+    """
     if (normalized_shape is None) == (hidden_size is None):
         raise ValueError(
             f"{name}: normalized_shape (or hidden_size) must be given once, "

@@ -1,4 +1,4 @@
-"""The norm that LayerNormLinear and LayerNormMLP begin with: its parameters and its plain form."""
+"""Base of the modules that begin with a norm, LayerNormLinear and LayerNormMLP."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 
 
 class NormedModule(ParallelModule):
-    """An FP8 module that normalises its input first.
+    """FP8 module that normalises its input before its first GEMM.
 
     Attributes:
         layer_norm_weight: parameter ``[features]``.
         layer_norm_bias: parameter ``[features]``, None for RMSNorm.
+        return_bias: the module returns its last bias instead of adding it.
     """
 
     layer_norm_weight: torch.nn.Parameter
@@ -39,6 +40,14 @@ class NormedModule(ParallelModule):
         dtype: torch.dtype,
         device: Any,
     ) -> None:
+        """Registers the norm's parameters, with no values yet, and sets its options.
+
+        Args:
+            features: size of the last dimension of the input.
+            eps, normalization, zero_centered_gamma, return_layernorm_output: as in
+                ``LayerNormLinear``.
+            dtype, device: of the parameters.
+        """
         owner = type(self).__name__
         if normalization not in NORMALIZATIONS:
             raise ValueError(
@@ -68,7 +77,11 @@ class NormedModule(ParallelModule):
             torch.nn.init.zeros_(self.layer_norm_bias)
 
     def _norm_operands(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns ``(gamma, beta)`` in a dtype that the norms take beside ``dtype``."""
+        """Returns the norm's parameters in a dtype that its op takes beside an input of ``dtype``.
+
+        Returns:
+            ``(gamma, beta)``, both ``[features]``; ``beta`` is None for RMSNorm.
+        """
         weight, bias = self._parameters["layer_norm_weight"], self._parameters["layer_norm_bias"]
         assert weight is not None
         if weight.dtype is dtype or weight.dtype is torch.float32:
@@ -76,7 +89,12 @@ class NormedModule(ParallelModule):
         return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _check_residual(self, inp: torch.Tensor, residual: torch.Tensor) -> None:
-        """Checks that ``residual`` has the shape and dtype of ``inp``."""
+        """Checks that ``residual`` has the shape of ``inp`` and its dtype, which autocast may change.
+
+        Raises:
+            TypeError: another dtype outside ``torch.autocast``.
+            ValueError: another shape.
+        """
         if residual.shape != inp.shape:
             raise ValueError(
                 f"{type(self).__name__}: residual must have shape {list(inp.shape)}, "
@@ -89,7 +107,17 @@ class NormedModule(ParallelModule):
             )
 
     def _returned(self, out: torch.Tensor, bias: torch.Tensor | None, norm: Any) -> Any:
-        """Returns ``out``, or a tuple of it and of what the module is to return besides."""
+        """Returns what the module's ``forward`` returns.
+
+        Args:
+            out: the output of the last GEMM.
+            bias: the bias that the module has not added, or None.
+            norm: the norm's result, or None.
+
+        Returns:
+            ``out``, or a tuple of ``out``, the bias in its dtype with ``return_bias`` (empty if
+            there is none), and ``norm`` with ``return_layernorm_output``.
+        """
         if not self.return_bias and not self.return_layernorm_output:
             return out
         result = [out]
@@ -102,7 +130,11 @@ class NormedModule(ParallelModule):
     def _plain_norm(
         self, inp: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns ``(y, x)``: the norm in high precision, and the input or sum that it is of."""
+        """Normalises ``inp`` [..., features], or ``inp + residual``, in high precision.
+
+        Returns:
+            ``(y, x)``: the norm's result, and the tensor that was normalised.
+        """
         weight, bias = self._norm_operands(inp.dtype)
         options: dict[str, Any] = {
             "zero_centered_gamma": self.zero_centered_gamma,

@@ -1,4 +1,4 @@
-"""Arguments of tensor parallelism, their checks, and the attributes trainers read of parameters."""
+"""Tensor parallelism of modules: arguments and their checks, and parameter tags for trainers."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _COMPARED = (
 
 
 def checked_mode(owner: str, parallel_mode: Any) -> str | None:
-    """Returns ``parallel_mode`` in small letters.
+    """Returns ``parallel_mode`` in lower case: None, ``"column"`` or ``"row"``.
 
     Raises:
-        ValueError: another value than None, column and row.
+        ValueError: another value.
     """
     mode = parallel_mode.lower() if isinstance(parallel_mode, str) else parallel_mode
     if mode not in (None, "column", "row"):
@@ -48,11 +48,16 @@ def checked_mode(owner: str, parallel_mode: Any) -> str | None:
 
 
 def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
-    """Returns the number of ranks: that of ``tp_group``, else ``tp_size``.
+    """Returns the number of tensor-parallel ranks: that of ``tp_group`` if given, else ``tp_size``.
+
+    Args:
+        owner: the name of the module in errors.
+        tp_group: a ``torch.distributed.ProcessGroup`` or None.
+        tp_size: with a group, the number of its ranks or 1.
 
     Raises:
         TypeError: a wrong type.
-        ValueError: a number below 1, or another than the group's.
+        ValueError: a number below 1, or one that is not the group's.
     """
     if isinstance(tp_size, bool) or not isinstance(tp_size, int):
         raise TypeError(f"{owner}: tp_size must be an int, got {type(tp_size).__name__}")
@@ -74,10 +79,10 @@ def checked_tp_size(owner: str, tp_group: Any, tp_size: Any) -> int:
 
 
 def divided(owner: str, name: str, value: int, ranks: int) -> int:
-    """Returns ``value / ranks``.
+    """Returns ``value / ranks``, this rank's share of the size ``name`` of the module ``owner``.
 
     Raises:
-        ValueError: the ranks do not divide it.
+        ValueError: ``ranks`` does not divide the size.
     """
     if value % ranks:
         raise ValueError(
@@ -87,10 +92,16 @@ def divided(owner: str, name: str, value: int, ranks: int) -> int:
 
 
 def tag(parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool) -> None:
-    """Sets what Megatron-style trainers read: how a parameter is split, whose gradient they sum.
+    """Sets the attributes of a parameter that Megatron-style trainers read.
 
-    ``dim``: the split dimension, None for a parameter that every rank has whole; such a one sees
-    only this rank's rows with ``sequence_parallel``, so its gradient has to be summed over ranks.
+    They say how the parameter is split over tensor-parallel ranks, and whether its gradient has to
+    be summed over these.
+
+    Args:
+        parameter: None does nothing.
+        dim: the dimension that is split; None for a parameter that every rank has whole.
+        sequence_parallel: a whole parameter sees only this rank's rows, so that each rank's
+            gradient is a part of the sum.
     """
     if parameter is None:
         return
@@ -104,7 +115,7 @@ _TAGS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence
 
 
 def set_group_of_children(module: torch.nn.Module, tp_group: Any) -> None:
-    """Calls ``set_tensor_parallel_group`` of every child that has it."""
+    """Calls ``set_tensor_parallel_group(tp_group)`` of each child module that has it."""
     for child in module.children():
         set_group: Any = getattr(child, "set_tensor_parallel_group", None)
         if set_group is not None:
@@ -112,7 +123,10 @@ def set_group_of_children(module: torch.nn.Module, tp_group: Any) -> None:
 
 
 class _Group:
-    """A process group inside a copied module: the same one in a deepcopy, none in a pickle."""
+    """Holder of a process group in a module's copied attributes.
+
+    A deepcopy of it holds that very group, a pickle holds None: a process group cannot be pickled.
+    """
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -125,7 +139,16 @@ class _Group:
 
 
 class ParallelModule(FP8Module):
-    """An FP8 module whose GEMMs may be split over the ranks of ``tp_group``."""
+    """FP8 module whose GEMMs may be split over tensor-parallel ranks.
+
+    Attributes:
+        tp_group: the ``torch.distributed.ProcessGroup`` of the ranks, None until it is known.
+        tp_size: the number of the ranks.
+        sequence_parallel: with several ranks, dimension 0 of what enters or leaves the module is
+            split over them.
+        get_rng_state_tracker: returns the tracker from which split weights are drawn; or None.
+        rng_tracker_name: the name of the sequence of random numbers in the tracker; or None.
+    """
 
     tp_group: Any
     tp_size: int
@@ -141,6 +164,12 @@ class ParallelModule(FP8Module):
         get_rng_state_tracker: Callable[[], Any] | None = None,
         rng_tracker_name: str | None = None,
     ) -> None:
+        """Checks and sets the attributes; the arguments are those of ``Linear``.
+
+        Raises:
+            TypeError: a wrong type.
+            ValueError: a ``tp_size`` below 1 or not that of the group.
+        """
         owner = type(self).__name__
         if not isinstance(sequence_parallel, bool):
             raise TypeError(
@@ -160,7 +189,10 @@ class ParallelModule(FP8Module):
         self._compared = self.tp_size == 1
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Set the ranks over which the layer is split, as many as ``tp_size``; before forward.
+        """Sets the ranks over which the module is split; to be called before the first forward.
+
+        Args:
+            tp_group: a ``torch.distributed.ProcessGroup`` of ``tp_size`` ranks, or None.
 
         Raises:
             TypeError: neither a process group nor None.
@@ -178,7 +210,7 @@ class ParallelModule(FP8Module):
         self._compared = self.tp_size == 1
 
     def _parallel(self, mode: str | None) -> TensorParallel | None:
-        """Returns the collectives of a GEMM split in this ``mode``; None for one that is whole.
+        """Returns the collectives of a GEMM with parallel mode ``mode``; None if it has none.
 
         Raises:
             ValueError: there are several ranks and no group of them.
@@ -198,7 +230,7 @@ class ParallelModule(FP8Module):
         return found
 
     def _split_modes(self) -> tuple[str | None, ...]:
-        """Returns how each GEMM is split over the ranks; empty if none has collectives."""
+        """Returns the parallel mode of each GEMM, or an empty tuple if none has collectives."""
         return ()
 
     def _split_options(self, options: GemmOptions, gemms: int) -> tuple[GemmOptions, ...]:
@@ -212,10 +244,12 @@ class ParallelModule(FP8Module):
         parameters: tuple[torch.Tensor | None, ...],
         autocast: bool,
     ) -> torch.dtype:
-        """Returns ``_compute_dtype``, after a comparison of ranks in the first call with gradients.
+        """Returns the dtype to compute in, after comparing ranks in the first call with gradients.
+
+        The arguments are those of ``_compute_dtype``.
 
         Raises:
-            RankMismatchError: on all ranks, if these are about to compute something else.
+            RankMismatchError: on all ranks, if they are about to compute different things.
         """
         # Asked in this order, compiled code does not depend on what only eager code changes.
         if torch.compiler.is_compiling() or self._compared or not self._may_compare(inp):
@@ -239,7 +273,16 @@ class ParallelModule(FP8Module):
     def _description(
         self, inp: torch.Tensor, parameters: tuple[torch.Tensor | None, ...], dtype: torch.dtype
     ) -> dict[str, object]:
-        """Returns values that must be equal on all ranks for their collectives to fit together."""
+        """Returns the values that must be equal on all ranks for their collectives to fit together.
+
+        Args:
+            inp: the input.
+            parameters: the parameters, or tensors given in their place, of the call.
+            dtype: the dtype to compute in.
+
+        Returns:
+            The values by the names under which an error reports them.
+        """
         own = self._parameters
         trained = [name for name, p in own.items() if p is not None and p.requires_grad]
         given = [p for p in parameters if p is not None and not any(p is q for q in own.values())]
@@ -264,7 +307,7 @@ class ParallelModule(FP8Module):
         return values | {"recipe": type(region.recipe).__name__} | options
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Keep the tags of parameters on the meta device, which are made anew where they move."""
+        """Moves or casts the module; parameters that leave the meta device keep their tags."""
         own = self._parameters
         tags = {
             name: {tag: getattr(p, tag) for tag in _TAGS if hasattr(p, tag)}
@@ -278,7 +321,12 @@ class ParallelModule(FP8Module):
         return result
 
     def _forked(self, split: bool) -> AbstractContextManager[Any]:
-        """Returns a context to draw a parameter in, the tracker's if ranks must differ."""
+        """Returns a context in which to draw a new parameter's values.
+
+        Args:
+            split: the parameter is split over ranks, which must draw different values: the context
+                forks the tracker, if there is one.
+        """
         make = self.get_rng_state_tracker
         if make is None or not split:
             return contextlib.nullcontext()
@@ -286,7 +334,7 @@ class ParallelModule(FP8Module):
         return tracker.fork(self.rng_tracker_name) if self.rng_tracker_name else tracker.fork()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes; copies keep the group, which a pickle cannot."""
+        """Returns the attributes for a copy, with the process group, or a pickle, without it."""
         kept = super().__getstate__()
         kept["tp_group"] = _Group(self.tp_group)
         kept["_collectives"] = {}

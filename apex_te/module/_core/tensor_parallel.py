@@ -1,4 +1,4 @@
-"""The collectives around a GEMM of a tensor-parallel layer: rows gathered, sums reduced.
+"""Collectives around a GEMM of a tensor-parallel layer: rows gathered, sums reduced.
 
 A column-parallel weight is [out / ranks, in], a row-parallel one [out, in / ranks]. With sequence
 parallelism the rows between layers are split over ranks (dimension 0):
@@ -6,10 +6,10 @@ parallelism the rows between layers are split over ranks (dimension 0):
     column forward    gather the input's rows         backward    reduce the input's gradient
     row    forward    reduce the output               backward    gather the output gradient's rows
 
-Without it nothing is gathered, and a reduction leaves the sum on every rank. What is gathered
-travels as FP8 data where a scheme has a scale that all ranks share. Between GPUs of one host rows
-travel piece by piece (``comm.peer_memory``): a piece is multiplied while the others are on
-their way, and sent while the next is computed.
+Without sequence parallelism nothing is gathered, and a reduction leaves the sum on every rank.
+Gathered rows travel as FP8 data where a scheme has a scale that all ranks share. Between GPUs of
+one host rows travel piece by piece (``comm.peer_memory``): a piece is multiplied while the others
+are on their way, and sent while the next is computed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ Product = Callable[[slice, torch.Tensor | None], torch.Tensor]
 
 
 class TensorParallel:
-    """The collectives of one GEMM over ``group``.
+    """Collectives of one GEMM over a group of ranks.
 
     Args:
-        column: the weight's rows are split, else its columns.
-        sequence_parallel: the rows of what enters (column) or leaves (row) are split.
+        column: the weight's rows are split over the ranks, else its columns.
+        group: the ``torch.distributed.ProcessGroup``.
+        sequence_parallel: the rows of the input (column) or of the output (row) are split over the
+            ranks.
     """
 
     __slots__ = ("column", "group", "ranks", "sequence_parallel")
@@ -56,7 +58,7 @@ class TensorParallel:
 
     @property
     def gathers_input(self) -> bool:
-        """Returns True if this rank has only some rows of the input."""
+        """Returns True if this rank has only some rows of the input, and gathers the others."""
         return self.column and self.sequence_parallel
 
     @property
@@ -65,7 +67,7 @@ class TensorParallel:
         return not self.column and self.sequence_parallel
 
     def output_shape(self, shape: tuple[int, ...], features: int) -> tuple[int, ...]:
-        """Returns the shape of the layer's output for an input of ``shape``.
+        """Returns the shape of this rank's output ``[..., features]`` for an input of ``shape``.
 
         Raises:
             ValueError: the ranks do not divide the rows.
@@ -85,10 +87,17 @@ class TensorParallel:
     def reduced_output(
         self, product: Product, rows: int, out: torch.Tensor, divisible: bool
     ) -> torch.Tensor:
-        """Reduces a row-parallel GEMM's ``product`` of ``rows`` rows into ``out``, and returns it.
+        """Sums the output of a row-parallel GEMM over ranks.
 
-        ``divisible``: the product of some rows can be had without the others'. In a graph of
-        torch.compile the result is a new tensor.
+        Args:
+            product: computes some rows of this rank's output.
+            rows: the number of rows of the whole output.
+            out: memory for this rank's result ``[..., out]``: all rows, or a share of them with
+                sequence parallelism.
+            divisible: ``product`` can compute some rows without the others.
+
+        Returns:
+            ``out``, or in a graph of torch.compile a new tensor of its shape.
         """
         into = out.view(-1, out.shape[-1])
         if self.sequence_parallel:
@@ -100,9 +109,16 @@ class TensorParallel:
     def start_input_gradient(
         self, product: Product, rows: int, like: torch.Tensor, divisible: bool
     ) -> Pending:
-        """Begins to reduce the gradient of a column-parallel GEMM's input.
+        """Begins to sum the gradient of a column-parallel GEMM's input over ranks.
 
-        ``like``: a tensor of its columns, dtype and device.
+        Args:
+            product: computes some rows of this rank's gradient.
+            rows: the number of rows of the whole gradient.
+            like: a tensor with the gradient's columns, dtype and device; its rows do not count.
+            divisible: ``product`` can compute some rows without the others.
+
+        Returns:
+            The sum: all rows, or this rank's share of them with sequence parallelism.
         """
         if self.sequence_parallel:
             return self._scattered(product, rows, None, like, divisible)
@@ -116,7 +132,12 @@ class TensorParallel:
         like: torch.Tensor,
         divisible: bool,
     ) -> Pending:
-        """Begins to sum products over ranks; gives this rank's rows of the sum."""
+        """Begins to sum products over ranks, each of which gets its share of the rows.
+
+        Args:
+            product, rows, like, divisible: as in ``start_input_gradient``.
+            out: memory for this rank's rows of the sum; None makes a new tensor.
+        """
         if divisible and rows % self.ranks == 0:
             part = rows // self.ranks
             memory = peer_memory(self.group, like, part * like.shape[1] * like.element_size())
@@ -128,10 +149,13 @@ class TensorParallel:
         return reduce_scatter_rows(product(slice(0, rows), None), self.group, out)
 
     def gathered_rows(self, x: torch.Tensor, whole: bool = True, late: bool = False) -> Pending:
-        """Begins to gather all ranks' rows of ``x``, FP8 data or values.
+        """Begins to gather all ranks' rows of ``x``, high-precision values or FP8 data.
 
-        ``whole``: they are asked for not only piece by piece. ``late``: other gathers may begin
-        before this one is read.
+        Args:
+            x: this rank's rows ``[rows, ...]``.
+            whole: the result is read as one tensor, too, not only by ``Pending.pieces``.
+            late: other gatherings may begin before the result is read, so that it must not occupy
+                the buffers of peer memory.
         """
         memory = None if late else peer_memory(self.group, x, x.nbytes)
         if memory is not None:
@@ -143,12 +167,17 @@ class TensorParallel:
     def gathered_input(
         self, quantizer: Quantizer, shared: Quantizer | None, source: torch.Tensor | FusedCast
     ) -> tuple[QuantizedTensor | GatheredCodes, QuantizedTensor | None]:
-        """Quantizes the rows of all ranks, from this rank's rows or from the op that makes them.
+        """Quantizes the input's rows of all ranks.
 
-        ``shared`` is what ``quantizer.shared`` gave for the group.
+        Args:
+            quantizer: the GEMM's quantizer of the input.
+            shared: what ``quantizer.shared(group)`` returned: a quantizer whose scale all ranks
+                share, or None.
+            source: this rank's rows ``[rows, in]``, or the op that computes them.
 
         Returns:
-            ``(operand, part)``: all rows, and this rank's where FP8 data travelled, else None.
+            ``(operand, local)``: the operand of fprop with all rows, and the rowwise copy of this
+            rank's rows; ``local`` is None where rows were gathered in high precision.
         """
         if shared is None:
             values = source if isinstance(source, torch.Tensor) else source.plain()
@@ -170,7 +199,18 @@ class TensorParallel:
         columnwise: bool,
         need_bias: bool,
     ) -> tuple[QuantizedTensor | GatheredCodes, torch.Tensor | None]:
-        """Returns ``dy`` [rows, out] of all ranks in FP8, and the column sums of this rank's."""
+        """Quantizes the output gradient's rows of all ranks.
+
+        Args:
+            quantizers: the GEMM's quantizers.
+            dy: this rank's rows ``[rows, out]``.
+            rowwise, columnwise: the copies to make.
+            need_bias: also sum the columns.
+
+        Returns:
+            ``(quantized, sums)``: all rows in FP8, and the column sums ``[out]`` of this rank's
+            rows, or None.
+        """
         quantizer = quantizers.grad_output
         shared = quantizer.shared(self.group)
         if shared is not None:
@@ -184,7 +224,16 @@ class TensorParallel:
     def _codes(
         self, local: QuantizedTensor, rowwise: bool, columnwise: bool
     ) -> QuantizedTensor | GatheredCodes:
-        """Returns all ranks' rows of a matrix with one scale; FP8 data travel, a byte each."""
+        """Begins to gather all ranks' rows of a matrix that was quantized with one scale.
+
+        Args:
+            local: the rowwise copy of this rank's rows; only its FP8 data travel, a byte for each
+                element.
+            rowwise, columnwise: the copies that are wanted of the gathered matrix.
+
+        Returns:
+            The rows on their way, or in a graph of torch.compile the gathered matrix.
+        """
         assert local.rowwise is not None
         gathered = GatheredCodes(
             self.gathered_rows(local.rowwise, columnwise), local, self.ranks, columnwise
@@ -193,12 +242,16 @@ class TensorParallel:
 
 
 class GatheredCodes:
-    """A quantized operand whose rows, all of one scale, are on their way.
+    """Quantized operand whose rows, all of one scale, are on their way from the ranks.
 
     Args:
-        codes: the rows of all ranks.
-        local: this rank's.
-        columnwise: the columnwise copy is asked for, after the products of the rows.
+        codes: the gathering of all ranks' FP8 data.
+        local: the rowwise copy of this rank's rows.
+        ranks: the number of ranks.
+        columnwise: after the products of the rows the columnwise copy will be asked for.
+
+    Attributes:
+        rows: the number of rows of all ranks.
     """
 
     __slots__ = ("_codes", "_local", "_transposed", "rows")
@@ -215,7 +268,15 @@ class GatheredCodes:
     def multiplied(
         self, product: Callable[[QuantizedTensor, torch.Tensor], Any], out: torch.Tensor
     ) -> torch.Tensor:
-        """``out`` [rows, ..], of which ``product`` writes the rows of each piece."""
+        """Multiplies the rows piece by piece as they arrive.
+
+        Args:
+            product: multiplies a quantized piece and writes its result into the rows it is given.
+            out: ``[rows, ...]`` for the results of all pieces.
+
+        Returns:
+            ``out``.
+        """
         local = self._local
         for rows, codes in self._codes.pieces():
             piece = QuantizedTensor(codes, local.rowwise_scale_inv, None, None, local.dtype)
@@ -225,7 +286,11 @@ class GatheredCodes:
         return out
 
     def arrived(self, rowwise: bool) -> QuantizedTensor:
-        """Waits for all rows, and returns the copies of them that are wanted."""
+        """Waits for all rows and returns their columnwise copy, if the operand was made with one.
+
+        Args:
+            rowwise: return the rowwise copy, too.
+        """
         local = self._local
         scale_inv = local.rowwise_scale_inv
         codes = self._codes.borrow()

@@ -1,4 +1,4 @@
-"""The weight gradient of a GEMM: for autograd, into ``main_grad``, now or later."""
+"""Weight gradient of a GEMM: returned to autograd or put into ``main_grad``, at once or delayed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ def weight_gradient(
     quantized: Operand | None,
     gathered: Pending | None = None,
 ) -> torch.Tensor | None:
-    """Computes ``dy.T @ x`` [out, in]; returns None or a dummy where the result goes elsewhere.
+    """Computes ``dy.T @ x`` [out, in], or delays that by ``wgrad_store``.
 
-    It goes into ``main_grad``, or waits in ``wgrad_store``.
+    Args:
+        plan: the GEMM's plan.
+        saved: the tensors that ``saved_by`` returned.
+        dy: the output's gradient ``[rows, out]`` in high precision, read if the recipe has wgrad in
+            high precision.
+        quantized: the output's gradient in FP8, read otherwise.
+        gathered: the gathering that ``start_saved_input`` began, or None.
 
-    ``dy`` [rows, out] is used where the recipe wants this product in high precision; ``gathered``
-    is what ``start_saved_input`` began.
+    Returns:
+        The gradient for autograd. If it went into ``main_grad`` or is delayed: None, or the
+        stand-in of ``dummy_gradient``.
     """
     operand = quantized.arrived(False) if isinstance(quantized, GatheredCodes) else quantized
     return _now_or_later(
@@ -46,14 +53,28 @@ def plain_weight_gradient(
     dtype: torch.dtype,
     options: GemmOptions,
 ) -> torch.Tensor | None:
-    """Computes the weight gradient of a GEMM in high precision, as ``weight_gradient`` does."""
+    """Computes ``dy.T @ x`` [out, in] in high precision, or delays that by ``wgrad_store``.
+
+    Args:
+        parameter: the weight whose ``main_grad`` or ``.grad`` may be written.
+        dy: the output's gradient ``[rows, out]``.
+        x: the input ``[rows, in]``.
+        dtype: of the gradient that autograd gets.
+        options: the GEMM's options.
+
+    Returns:
+        As ``weight_gradient``.
+    """
     return _now_or_later(parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options))
 
 
 def _now_or_later(
     parameter: Any, options: GemmOptions, compute: Callable[[], torch.Tensor | None]
 ) -> torch.Tensor | None:
-    """Returns the gradient, or None after its computation went to ``options.wgrad_store``."""
+    """Returns ``compute()``, or None after passing it to ``options.wgrad_store``.
+
+    A delayed gradient that does not go into ``main_grad`` is added to ``parameter.grad``.
+    """
     if options.wgrad_store is None:
         return compute()
 
@@ -89,7 +110,16 @@ def _of_rows(
     quantized: QuantizedTensor | None,
     rowwise: bool,
 ) -> torch.Tensor | None:
-    """Computes the gradient from ``x``: values, rowwise FP8 data or columnwise ones."""
+    """Computes the weight gradient from the saved input, with the rows of all ranks.
+
+    Args:
+        plan: the GEMM's plan.
+        x: the saved input: high-precision values, or rowwise or columnwise FP8 data.
+        x_scale: ``scale_inv`` of the FP8 data, or the scale with which to cast the values again.
+        dy: the output's gradient in high precision.
+        quantized: the output's gradient in FP8.
+        rowwise: FP8 data in ``x`` are rowwise.
+    """
     quantizers, options = plan.quantizers, plan.options
     if quantizers.high_precision_wgrad:
         return _plain_wgrad(dy, x, plan.parameter, plan.weight_dtype, options)
@@ -109,7 +139,7 @@ def _of_rows(
 def _plain_wgrad(
     dy: Any, x: Any, parameter: Any, dtype: torch.dtype, options: GemmOptions
 ) -> torch.Tensor | None:
-    """Computes the gradient in high precision, for autograd or into ``main_grad``."""
+    """Computes the weight gradient in high precision, for autograd or into ``main_grad``."""
     x = x.to(dy.dtype)
     if options.accumulate is None:
         return torch.mm(dy.t(), x).to(dtype)
@@ -119,7 +149,20 @@ def _plain_wgrad(
 
 
 def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bool]:
-    """Returns ``(main_grad, accumulate)``: the gradient [out, in], and if it is added to."""
+    """Finds the buffer in which a weight's gradient is accumulated.
+
+    Args:
+        parameter: the weight ``[out, in]``, with ``main_grad`` or ``get_main_grad()``.
+        options: the GEMM's options.
+
+    Returns:
+        ``(main_grad, accumulate)``: the buffer ``[out, in]``, and True if the gradient is added to
+        it, False if it overwrites it.
+
+    Raises:
+        ValueError: there is no buffer, it has another shape, or DistributedDataParallel waits for a
+            gradient that only the buffer would get.
+    """
     get_main_grad = getattr(parameter, "get_main_grad", None)
     if options.in_ddp and get_main_grad is None:
         _check_owner(parameter)
@@ -144,7 +187,11 @@ def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bo
 
 
 def _check_owner(parameter: Any) -> None:
-    """Raises where DistributedDataParallel waits for a gradient that only ``main_grad`` gets."""
+    """Checks that DistributedDataParallel waits for no gradient that only ``main_grad`` gets.
+
+    Raises:
+        ValueError: it neither ignores the weight nor gets a dummy gradient of it.
+    """
     if hasattr(parameter, "grad_added_to_main_grad") or hasattr(parameter, "_ddp_ignored"):
         return
     raise ValueError(
@@ -158,10 +205,12 @@ def _check_owner(parameter: Any) -> None:
 
 
 def dummy_gradient(parameter: Any) -> torch.Tensor | None:
-    """Returns a stand-in for autograd when the gradient is already in ``main_grad``.
+    """Returns what autograd gets for a weight whose gradient is already in ``main_grad``.
 
-    None leaves ``.grad`` at None. A framework that waits for a gradient hook sets
-    ``grad_added_to_main_grad``: it gets a tensor shared by all weights of that shape.
+    Returns:
+        None, which leaves ``.grad`` at None; or, for a weight with ``grad_added_to_main_grad``, on
+        which a framework waits for its gradient hook, a tensor that all weights of that shape,
+        dtype and device share.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
