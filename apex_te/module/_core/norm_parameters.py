@@ -89,7 +89,7 @@ class NormedModule(ParallelModule):
         return weight.to(dtype), None if bias is None else bias.to(dtype)
 
     def _check_residual(self, inp: torch.Tensor, residual: torch.Tensor) -> None:
-        """Checks that ``residual`` has the shape of ``inp`` and its dtype, which autocast may change.
+        """Checks that ``residual`` has the shape and dtype of ``inp``.
 
         Raises:
             TypeError: another dtype outside ``torch.autocast``.

@@ -13,13 +13,19 @@ __all__ = ["Alibi", "checked_slopes", "standard_slopes"]
 
 
 class Alibi(NamedTuple):
-    """Positions of queries and keys, counted as the mask type and the padding masks say."""
+    """Positions of queries and keys, from which ALiBi's bias is made.
+
+    Attributes:
+        kind: the mask type, which says from which end positions count.
+        mask: the masks of padded tokens, which do not count in types that count from the end; or
+            None.
+    """
 
     kind: MaskType
     mask: Mask
 
     def bias(self, slopes: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """``-slope * |i - j|`` [1 or b, h, sq, sk] in the dtype of ``q``.
+        """Returns the bias ``-slope * |i - j|`` [1 or b, h, sq, sk] in the dtype of ``q``.
 
         Args:
             slopes: float32 [h] or [b, h].
@@ -32,10 +38,17 @@ class Alibi(NamedTuple):
 def standard_slopes(
     owner: str, heads: int, ranks: int, group: Any, device: torch.device
 ) -> torch.Tensor:
-    """The slopes of the ALiBi paper, float32 [heads], of this rank's heads of ``ranks * heads``.
+    """Returns the slopes of the ALiBi paper for this rank's heads, float32 [heads].
 
     For ``n`` heads, a power of 2, they are ``2 ** (-8 i / n)`` for ``i`` from 1; for other numbers
     those of the power of 2 below, and every second one of the next.
+
+    Args:
+        owner: the name of the module in errors.
+        heads: the heads of this rank; all ranks together have ``ranks * heads``.
+        ranks: the number of ranks that heads are split over.
+        group: their ``torch.distributed.ProcessGroup``; None with one rank.
+        device: of the slopes.
 
     Raises:
         ValueError: there are several ranks, and ``group`` does not say which of them this one is.
@@ -59,7 +72,7 @@ def standard_slopes(
 
 
 def checked_slopes(owner: str, slopes: Any, heads: int, batch: int) -> torch.Tensor:
-    """Slopes [heads] or [batch, heads] in float32.
+    """Returns the argument ``alibi_slopes``, [heads] or [batch, heads], as float32.
 
     Raises:
         TypeError: no floating-point tensor.

@@ -1,4 +1,4 @@
-"""The ways to compute attention: PyTorch's fused kernels, or GEMMs around scaled_softmax."""
+"""Ways to compute attention: PyTorch's fused kernels, or GEMMs around scaled_softmax."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ _CUDNN_QUERIES = 512
 
 @functools.cache
 def _varlen_arguments() -> frozenset[str]:
+    """Returns the names of arguments of PyTorch's ``varlen_attn``; none before torch 2.10."""
     try:  # here, because importing it takes a second
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # before torch 2.10
@@ -40,7 +41,7 @@ def _varlen_arguments() -> frozenset[str]:
 
 
 def _varlen_takes(*names: str) -> bool:
-    """Returns True if PyTorch's kernel for packed sequences has these arguments."""
+    """Returns True if PyTorch's kernel for packed sequences has arguments of these names."""
     return _varlen_arguments().issuperset(names)
 
 
@@ -50,7 +51,10 @@ _varlen_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 class Options(NamedTuple):
     """Numbers that attention needs besides tensors.
 
-    ``layer_scale`` L: scores are kept divided by L until the softmax, which multiplies by it.
+    Attributes:
+        scale: multiplier of ``q k^T``.
+        dropout: probability that a weight is dropped; 0 in evaluation.
+        layer_scale: scores are stored divided by it, and multiplied by it in the softmax.
     """
 
     scale: float
@@ -59,7 +63,13 @@ class Options(NamedTuple):
 
 
 class Path(NamedTuple):
-    """A way to compute attention and why it was chosen."""
+    """Way to compute attention, as ``DotProductAttention.explain`` shows it.
+
+    Attributes:
+        name: ``"sdpa"``, ``"sdpa_cudnn"``, ``"varlen"``, ``"softmax"``, or ``"padded"`` for packed
+            sequences that are attended to as padded ones.
+        reason: why this way was chosen.
+    """
 
     name: str  # "sdpa", "sdpa_cudnn", "varlen", "softmax"
     reason: str
@@ -84,7 +94,7 @@ _REPEATABLE = Path(
 
 
 class _Attention(NamedTuple):
-    """Everything that decides on a path, all of it known on the host."""
+    """Arguments of one attention, from which its path is chosen without reading values."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -95,11 +105,12 @@ class _Attention(NamedTuple):
 
     @property
     def has_one_head_size(self) -> bool:
+        """Returns True if heads of queries and of values have one size."""
         return bool(self.q.shape[3] == self.v.shape[3])
 
 
 def _takes_flash(a: _Attention) -> bool:
-    """Returns True if nothing but a causal mask from the first token hides keys, in 16 bits."""
+    """Returns True if PyTorch's flash kernel applies: fp16 or bf16, and at most a causal mask."""
     seen, size = a.seen, a.q.shape[3]
     return (
         seen.hidden is None
@@ -113,9 +124,10 @@ def _takes_flash(a: _Attention) -> bool:
 
 
 def _takes_cudnn(a: _Attention) -> bool:
-    """Returns True if cuDNN is faster than flash, and right.
+    """Returns True if cuDNN's kernel is right and faster than flash.
 
-    It gets nothing masked: its rows that see nothing are not zero, and their gradients NaN.
+    It is not used with masks: queries that see nothing would not give zeros, and their gradients
+    would be NaN.
     """
     queries, size = a.q.shape[2:]
     return (
@@ -131,7 +143,7 @@ def _takes_cudnn(a: _Attention) -> bool:
 
 
 def _takes_window(a: _Attention) -> bool:
-    """Returns True if all that is hidden is a window that the packed kernel has."""
+    """Returns True if only a window hides keys, and PyTorch's packed kernel can compute it."""
     has_window = a.seen.window is not None and a.bias is None
     return has_window and varlen_obstacle(a.q, a.v, a.options) is None
 
@@ -160,7 +172,14 @@ def choose(
     bias: torch.Tensor | None,
     options: Options,
 ) -> Path:
-    """Returns the path for q [b, h, sq, d], k [b, g, sk, d], v [b, g, sk, dv]."""
+    """Chooses how to compute an attention.
+
+    Args:
+        q, k, v: [b, h, sq, d], [b, g, sk, d] and [b, g, sk, dv].
+        seen: the keys that each query sees.
+        bias: broadcasts to [b, h, sq, sk] (or ALiBi's slopes); or None.
+        options: the options of attention.
+    """
     attention = _Attention(q, k, v, seen, bias, options)
     for path, takes in _PATHS:
         if takes(attention):
@@ -178,10 +197,19 @@ def attend(
     options: Options,
     alibi: Alibi | None = None,
 ) -> torch.Tensor:
-    """Computes softmax(scale * q k^T + bias) v [b, h, sq, dv].
+    """Computes ``softmax(scale * q k^T + bias) v`` on a path.
 
-    A query that sees nothing gives zeros.
-    With ``alibi`` the argument ``bias`` holds the slopes that the bias is made of.
+    Args:
+        q, k, v: [b, h, sq, d], [b, g, sk, d] and [b, g, sk, dv].
+        bias: broadcasts to [b, h, sq, sk]; with ``alibi`` its slopes, float32 [h] or [b, h]; or
+            None.
+        path: what ``choose`` returned.
+        seen: the keys that each query sees.
+        options: the options of attention.
+        alibi: makes the bias of the slopes; or None.
+
+    Returns:
+        [b, h, sq, dv], zeros for a query that sees nothing.
     """
     if alibi is not None:
         assert bias is not None
@@ -201,7 +229,15 @@ def attend(
 
 
 def to_visible(hidden: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns the mask for scaled_dot_product_attention: True = visible, or added to scores."""
+    """Returns the ``attn_mask`` of scaled_dot_product_attention for a mask and a bias.
+
+    Args:
+        hidden: bool, True = masked out; or None.
+        bias: added to the scores; or None.
+
+    Returns:
+        The mask, bool with True = visible, or the bias with -inf where hidden; None without both.
+    """
     if hidden is None:
         return bias
     if bias is None:
@@ -217,6 +253,7 @@ def _sdpa(
     bias: torch.Tensor | None,
     options: Options,
 ) -> torch.Tensor:
+    """Attends by PyTorch's scaled_dot_product_attention; see ``attend``."""
     hidden, causal = seen.hidden, seen.causal is not None
     if seen.window is not None or (
         causal and (hidden is not None or bias is not None or seen.causal == "bottom_right")
@@ -235,7 +272,12 @@ def _sdpa(
 
 
 def varlen_obstacle(q: torch.Tensor, v: torch.Tensor, options: Options) -> str | None:
-    """Returns why PyTorch's packed kernel refuses q and v [.., d]; None if it takes them."""
+    """Returns why PyTorch's packed kernel cannot be used, as ``Path.reason``; None if it can.
+
+    Args:
+        q, v: queries and values [..., d].
+        options: the options of attention.
+    """
     if not _varlen_takes("scale", "window_size"):
         return "this PyTorch has no varlen_attn with a scale and a window"
     if not q.is_cuda or q.dtype not in _HALF:
@@ -256,7 +298,15 @@ def varlen(
     window: tuple[int, int],
     options: Options,
 ) -> torch.Tensor:
-    """Runs PyTorch's packed kernel on q [t, h, d], k, v [u, g, d]; starts and longest of both."""
+    """Attends within packed sequences by PyTorch's kernel for them.
+
+    Args:
+        q, k, v: [t, h, d], [u, g, d] and [u, g, d].
+        starts: ``cu_seqlens`` of queries and of keys, int32 [n + 1].
+        longest: the longest sequences of queries and of keys.
+        window: (left, right), -1 = no limit.
+        options: the options of attention.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     more: dict[str, Any] = {}
@@ -271,7 +321,7 @@ def varlen(
 def _windowed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visibility, options: Options
 ) -> torch.Tensor:
-    """Attends in a sliding window with nothing else hidden: each sequence as a packed one."""
+    """Attends in a sliding window by PyTorch's packed kernel, each sequence as a packed one."""
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
     assert seen.window is not None
@@ -283,7 +333,7 @@ def _windowed(
 
 
 def _all_hidden(seen: Visibility, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-    """Returns all that a window or a causal mask and others hide, in one mask."""
+    """Returns one mask [1 or b, 1 or h, queries, keys] of all that ``seen`` hides."""
     if seen.window is not None:
         return band(queries, keys, keys - queries, *seen.window, device)
     offset = keys - queries if seen.causal == "bottom_right" else 0
@@ -299,6 +349,7 @@ def _softmax(
     bias: torch.Tensor | None,
     options: Options,
 ) -> torch.Tensor:
+    """Attends by two batched GEMMs around the fused scaled_softmax; see ``attend``."""
     batch, heads, queries, size = q.shape
     groups, keys = k.shape[1:3]
     hidden, causal = seen.hidden, seen.causal

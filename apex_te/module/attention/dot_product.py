@@ -206,7 +206,7 @@ class DotProductAttention(torch.nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> str:
-        """``"<path>: <reason>"`` for a ``forward`` with these arguments; attends to nothing."""
+        """Returns ``"<path>: <reason>"`` for ``forward`` with these arguments; computes nothing."""
         kwargs.pop("checkpoint_core_attention", None)
         path = self._plan(query_layer, key_layer, value_layer, *args, **kwargs)[0]
         return f"{path.name}: {path.reason}"
@@ -228,7 +228,13 @@ class DotProductAttention(torch.nn.Module):
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
     ) -> tuple[Path, Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...] | None]:
-        """The path, the function that takes it, its inputs and the order of the output's dims."""
+        """Checks the arguments of ``forward`` and chooses how to attend.
+
+        Returns:
+            ``(path, run, inputs, order)``: the chosen path; the function that attends; its
+            arguments, q, k and v in its layout and the bias or ALiBi's slopes or None; the
+            permutation of its result's dimensions to the layout of the queries, None for thd.
+        """
         layout = self.qkv_format if qkv_format is None else _checked_format(qkv_format)
         kind = self.mask_type
         if attn_mask_type is not None:
@@ -293,7 +299,19 @@ class DotProductAttention(torch.nn.Module):
         mask: _masks.Mask,
         cu: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> tuple[_masks.Visibility, _masks.Mask]:
-        """Returns what the scores of q [b, h, sq, d] and k [b, g, sk, d] show, and the mask."""
+        """Checks the masks and returns the keys that each query sees.
+
+        Args:
+            q, k: [b, h, sq, d] and [b, g, sk, d].
+            kind: the mask type.
+            size: the window (left, right) or None.
+            bias: must broadcast to [b, h, sq, sk]; or None.
+            mask: the argument ``attention_mask``.
+            cu: ``cu_seqlens_q`` and ``cu_seqlens_kv``, each or None.
+
+        Returns:
+            ``(seen, mask)``: the visible keys, and ``mask`` joined with the masks that ``cu`` give.
+        """
         batch, heads, queries, _ = q.shape
         keys = k.shape[2]
         cross = self.attention_type == "cross"
@@ -325,7 +343,7 @@ class DotProductAttention(torch.nn.Module):
     def _slopes(
         self, slopes: torch.Tensor | None, batch: int, device: torch.device
     ) -> torch.Tensor:
-        """The slopes of ALiBi [h] or [b, h], the standard ones unless given."""
+        """Returns the slopes of ALiBi, float32 [h] or [batch, h], by default the standard ones."""
         heads = self.num_attention_heads
         if slopes is None:
             return standard_slopes(_NAME, heads, self.tp_size, self.tp_group, device)
@@ -340,7 +358,12 @@ class DotProductAttention(torch.nn.Module):
         bias_type: str,
         bias: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """The tensors in the dtype to compute in, with ``bias`` as it is added to the scores."""
+        """Checks q, k, v and the bias of ``forward``.
+
+        Returns:
+            ``(q, k, v, bias)`` in the dtype to compute in; the bias is scaled where its type is
+            before the scale, and None if there is none.
+        """
         dims = 3 if layout == "thd" else 4
         heads, groups = self.num_attention_heads, self.num_gqa_groups
         for what, x, tail in (

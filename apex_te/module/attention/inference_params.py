@@ -8,15 +8,15 @@ __all__ = ["InferenceParams"]
 
 
 class InferenceParams:
-    """Keys and values of the tokens so far, for each layer; made once for a generation.
+    """Cache of keys and values of the tokens so far, for each layer; one object for a generation.
 
     Args:
-        max_batch_size, max_sequence_length: how much is kept.
+        max_batch_size, max_sequence_length: sequences and tokens that there is room for.
 
     Attributes:
-        sequence_len_offset: tokens kept so far; the caller adds what it has passed to the model
-            after each call.
-        batch_size_offset: first sequence of the batch that is passed next.
+        sequence_len_offset: tokens cached so far; the caller adds the number that it has passed to
+            the model after each call.
+        batch_size_offset: first sequence, of ``max_batch_size``, of the batch that is passed next.
         key_value_memory_dict: layer number -> (keys, values), [s, b, g, d] or [b, s, g, d] as the
             layer's inputs are; allocated by the layer.
     """
@@ -29,7 +29,7 @@ class InferenceParams:
         self.key_value_memory_dict: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def reset(self) -> None:
-        """Start another generation in the same memory."""
+        """Begins another generation in the same memory."""
         self.sequence_len_offset = 0
         self.batch_size_offset = 0
 
@@ -42,9 +42,20 @@ def extended(
     values: torch.Tensor,
     qkv_format: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keep ``keys`` and ``values`` and return them behind those of the tokens before.
+    """Caches new keys and values of a layer, and returns them behind those of earlier tokens.
 
-    Raises ValueError where they do not fit, need a gradient or have no layer number.
+    Args:
+        owner: the name of the module in errors.
+        params: the cache.
+        layer: the layer's number in the cache.
+        keys, values: of the new tokens, [s, b, g, d] or [b, s, g, d].
+        qkv_format: ``"sbhd"`` or ``"bshd"``.
+
+    Returns:
+        ``(keys, values)`` of all tokens so far, as views of the cache.
+
+    Raises:
+        ValueError: the tokens do not fit, need a gradient, are packed, or have no layer number.
     """
     if layer is None:
         raise ValueError(f"{owner}: layer_number must be given for inference_params, got None")

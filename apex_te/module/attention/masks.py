@@ -1,4 +1,4 @@
-"""Attention masks (True = masked out): their types, what they hide, and sliding windows."""
+"""Attention masks (True = masked out): their types, the keys they hide, and sliding windows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,16 @@ Mask = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
 
 
 class MaskType(NamedTuple):
-    """A mask type: the masks that it reads, and what it hides."""
+    """Type of an attention mask: the masks that it reads, and the keys that it hides.
+
+    Attributes:
+        name: the value of ``attn_mask_type``.
+        padding: it reads masks of padded tokens.
+        causal: it hides keys behind a query's position.
+        bottom_right: positions are aligned so that the last query sees the last key; else the first
+            query sees the first key.
+        arbitrary: it reads a mask that broadcasts to the scores.
+    """
 
     name: str
     padding: bool = False  # reads masks of padded tokens
@@ -54,14 +63,17 @@ _INSTEAD = {
 
 
 class Visibility(NamedTuple):
-    """The keys that each query sees.
+    """Keys that each query sees, of scores ``[b, h, sq, sk]``.
 
     Attributes:
-        causal: None; "upper_left", query i sees keys up to i; "bottom_right", up to i + sk - sq.
-        hidden: bool, broadcast over [b, h, sq, sk], True = masked out also; or None.
-        fully_masked_queries: bool [b, 1, sq, 1], queries that see nothing; or None.
-        window: None; (left, right), the keys that a query sees around i + sk - sq, -1 = no limit,
-            where nothing else is hidden.
+        causal: ``"upper_left"``, query i sees keys up to i; ``"bottom_right"``, up to i + sk - sq;
+            None, all keys.
+        hidden: bool, broadcasts to the scores, True = masked out in addition to ``causal``; or
+            None.
+        fully_masked_queries: bool [b, 1, sq, 1] or [1, 1, sq, 1], True for padded queries, whose
+            output is 0; or None.
+        window: (left, right), query i sees the keys from i + sk - sq - left to i + sk - sq + right,
+            -1 = no limit; the other fields are then None. None: no window beside them.
     """
 
     causal: str | None = None
@@ -76,7 +88,7 @@ _BOTTOM_RIGHT = Visibility("bottom_right")
 
 
 def mask_type(owner: str, name: str) -> MaskType:
-    """Returns the mask type called ``name``.
+    """Returns the mask type called ``name``; ``owner`` is the name of the module in errors.
 
     Raises:
         TypeError: no string.
@@ -93,7 +105,16 @@ def mask_type(owner: str, name: str) -> MaskType:
 
 
 def window(owner: str, size: Sequence[int] | None) -> tuple[int, int] | None:
-    """Returns a checked window (left, right), -1 = unlimited; None if nothing is limited."""
+    """Returns the checked window (left, right), -1 = no limit; None if neither side has a limit.
+
+    Args:
+        owner: the name of the module in errors.
+        size: the argument ``window_size``.
+
+    Raises:
+        TypeError: not two ints.
+        ValueError: an int below -1.
+    """
     if size is None:
         return None
     pair = tuple(size)
@@ -113,10 +134,19 @@ def visibility(
     scores: tuple[int, int, int, int],
     device: torch.device,
 ) -> Visibility:
-    """Returns what ``kind``, ``mask`` and the window ``size`` hide in scores [b, h, sq, sk].
+    """Returns the keys that each query sees under a mask type, a mask and a window together.
 
     Positions count from the first tokens, or with ``bottom_right`` back from the last ones, which
     under a padding mask are the last that are not padded.
+
+    Args:
+        owner: the name of the module in errors.
+        kind: the mask type.
+        mask: the argument ``attention_mask``.
+        size: the window (left, right) or None.
+        cross: attention is cross attention.
+        scores: the shape [b, h, sq, sk] of the scores.
+        device: the device of the queries.
 
     Raises:
         TypeError: a mask that is not bool.
@@ -144,9 +174,12 @@ def visibility(
 
 
 class _Window(NamedTuple):
-    """The keys that a query sees around its own position, -1 = no limit.
+    """Sliding window: the keys that a query sees around its own position.
 
-    ``bottom_right``: the last query is at the last key's position, else the first at the first's.
+    Attributes:
+        left, right: the numbers of keys before and after the position, -1 = no limit.
+        bottom_right: the last query's position is the last key's, else the first query's the first
+            key's.
     """
 
     left: int
@@ -154,14 +187,26 @@ class _Window(NamedTuple):
     bottom_right: bool
 
     def past_single_query(self, scores: tuple[int, int, int, int]) -> _Window:
-        """Returns the window without its right end for a single, last query, which sees it all."""
+        """Returns the window without its right end if there is one query, at the last key.
+
+        A causal window then hides nothing, and needs no mask.
+
+        Args:
+            scores: the shape [b, h, sq, sk] of the scores.
+        """
         is_last = self.bottom_right and scores[2] == 1 and self.right == 0
         return self._replace(right=-1) if is_last else self
 
     def hide_more(
         self, hidden: torch.Tensor | None, scores: tuple[int, int, int, int], device: torch.device
     ) -> Visibility:
-        """Returns what this window and ``hidden`` hide together."""
+        """Returns the keys that each query sees under this window and the mask ``hidden`` together.
+
+        Args:
+            hidden: bool, broadcasts to the scores, True = masked out; or None.
+            scores: the shape [b, h, sq, sk] of the scores.
+            device: the device of the queries.
+        """
         left, right, bottom_right = self
         queries, keys = scores[2:]
         causal = None
@@ -178,7 +223,7 @@ class _Window(NamedTuple):
 def _plain_visibility(
     limits: _Window, scores: tuple[int, int, int, int], device: torch.device
 ) -> Visibility:
-    """Returns what a window alone hides, for types that read no mask."""
+    """Returns the keys that each query sees under a window alone, for types that read no mask."""
     left, right, bottom_right = limits
     if left < 0 and right < 0:
         return _SEES_ALL
@@ -199,7 +244,13 @@ def _padding_visibility(
     scores: tuple[int, int, int, int],
     device: torch.device,
 ) -> Visibility:
-    """Returns what masks of padded tokens and a window hide."""
+    """Returns the keys that each query sees under masks of padded tokens and a window.
+
+    Args:
+        limits: the window with the causal limit of ``kind``.
+
+    The other arguments are those of ``visibility``.
+    """
     batch, _, queries, keys = scores
     query_mask, hidden = _padding(owner, kind, mask, cross, batch, queries, keys)
     left, right, _ = limits
@@ -223,15 +274,23 @@ def _padding_visibility(
 def band(
     queries: int, keys: int, offset: int, left: int, right: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns a mask, False where i + offset - left <= j <= i + offset + right; -1 = no limit.
+    """Returns a mask that hides the keys outside of a window around each query.
 
-    Its shape is [1, 1, queries, keys].
+    Args:
+        queries, keys: their numbers.
+        offset: position of the first query among the keys.
+        left, right: the numbers of keys before and after a query's position, -1 = no limit.
+        device: of the mask.
+
+    Returns:
+        bool [1, 1, queries, keys], False where i + offset - left <= j <= i + offset + right.
     """
     q = torch.arange(offset, queries + offset, device=device)[:, None]
     return _band(q, torch.arange(keys, device=device), left, right)[None, None]
 
 
 def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tensor:
+    """Returns the mask of ``band`` for positions of queries and keys that broadcast together."""
     if left < 0:
         return k > q + right
     if right < 0:
@@ -242,7 +301,17 @@ def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tens
 def distances(
     kind: MaskType, mask: Mask, queries: int, keys: int, device: torch.device
 ) -> torch.Tensor:
-    """Returns distances of queries and keys, fp32 [1 or b, 1, sq, sk], as ``visibility`` counts."""
+    """Returns the distances of queries and keys by the positions that ``visibility`` counts.
+
+    Args:
+        kind: the mask type.
+        mask: the argument ``attention_mask``.
+        queries, keys: their numbers.
+        device: of the distances.
+
+    Returns:
+        float32 [1 or b, 1, queries, keys].
+    """
     pair = kind.padding and kind.bottom_right and isinstance(mask, (tuple, list))
     if pair and mask[0] is not mask[1]:  # type: ignore[index]
         q, k = _positions_from_the_end(*mask)  # type: ignore[misc]
@@ -261,11 +330,20 @@ def joined_masks(
     scores: tuple[int, int, int, int],
     by_length: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None]:
-    """Joins the padding masks ``by_length`` with ``mask``.
+    """Joins the user's padding mask with masks made of the sequences' lengths.
+
+    Args:
+        owner: the name of the module in errors.
+        kind: the mask type.
+        mask: the argument ``attention_mask``.
+        cross: attention is cross attention.
+        scores: the shape [b, h, sq, sk] of the scores.
+        by_length: masks of queries [b, 1, 1, sq] and of keys [b, 1, 1, sk].
 
     Returns:
-        ``((queries, keys), scores)``: padding masks that hide what both do, and what else ``mask``
-        hides of the scores [b, h, sq, sk], or None.
+        ``((queries, keys), hidden)``: padding masks that hide what either mask hides; and the
+        user's mask if it is one of the scores, bool [b, 1, sq or 1, sk], to be hidden besides, else
+        None.
     """
     if mask is None:
         return by_length, None
@@ -280,22 +358,28 @@ def joined_masks(
 
 
 def broadcasts(x: torch.Tensor, shape: tuple[int, int, int, int]) -> bool:
-    """Returns True if ``x`` has four dimensions, each of ``shape`` or 1."""
+    """Returns True if ``x`` has four dimensions, each that of ``shape`` or 1."""
     return x.dim() == 4 and all(n == m or n == 1 for n, m in zip(x.shape, shape, strict=True))
 
 
 def lengths_mask(lengths: torch.Tensor, extent: int) -> torch.Tensor:
-    """Returns a mask [b, 1, 1, extent], True at [i, 0, 0, j] for j from ``lengths[i]`` on."""
+    """Returns the padding mask [b, 1, 1, extent] of sequences with ``lengths`` [b] tokens."""
     return (torch.arange(extent, device=lengths.device) >= lengths[:, None])[:, None, None]
 
 
 def _lengths(mask: torch.Tensor) -> torch.Tensor:
-    """Tokens that are not padded, [b, 1, 1, 1]."""
+    """Returns the numbers of tokens that are not padded, [b, 1, 1, 1]."""
     return (~mask).sum(-1, keepdim=True)
 
 
 def _ranks(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-    """Positions of the tokens that are not padded, of which the last has ``last`` - 1."""
+    """Returns the positions [b, 1, 1, s] of tokens, counted without padded ones.
+
+    Args:
+        mask: bool [b, 1, 1, s], True = padded.
+        last: [b, 1, 1, 1], of which the last token that is not padded gets the position
+            ``last - 1``.
+    """
     valid = ~mask
     return valid.cumsum(-1) - valid.sum(-1, keepdim=True) + last - 1
 
@@ -303,7 +387,14 @@ def _ranks(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 def _positions_from_the_end(
     query_mask: torch.Tensor, key_mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions [b, 1, sq, 1] and [b, 1, 1, sk], of which the last tokens not padded are equal."""
+    """Returns positions of queries and keys, equal for the last ones that are not padded.
+
+    Args:
+        query_mask, key_mask: bool [b, 1, 1, sq] and [b, 1, 1, sk], True = padded.
+
+    Returns:
+        ``(queries, keys)``: [b, 1, sq, 1] and [b, 1, 1, sk].
+    """
     last = _lengths(key_mask)
     return _ranks(query_mask, last).transpose(-1, -2), _ranks(key_mask, last)
 
@@ -311,11 +402,16 @@ def _positions_from_the_end(
 def _padding(
     owner: str, kind: MaskType, mask: Mask, cross: bool, batch: int, queries: int, keys: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Checks the masks of padded queries and keys, [b, 1, 1, s].
+    """Checks the masks of a padding type.
 
     Returns:
-        ``(queries, keys)``, the same tensor where one serves both. A single tensor in cross
-        attention is of the scores, [b, 1, sq, sk]: then ``(None, scores)``.
+        ``(queries, keys)``: bool [b, 1, 1, sq] and [b, 1, 1, sk], one tensor where it serves both.
+        A single tensor in cross attention is a mask of the scores, [b, 1, sq or 1, sk], and
+        returned as ``(None, mask)``.
+
+    Raises:
+        TypeError: a mask that is not bool.
+        ValueError: no mask, or one of another shape.
     """
     if isinstance(mask, (tuple, list)):
         if len(mask) != 2:
@@ -349,6 +445,7 @@ def _padding(
 
 
 def _arbitrary(owner: str, mask: Mask, scores: tuple[int, int, int, int]) -> torch.Tensor:
+    """Returns the mask of type ``"arbitrary"`` after checking its dtype and shape."""
     _check_bool(owner, mask)
     assert isinstance(mask, torch.Tensor)
     if not broadcasts(mask, scores):
@@ -360,6 +457,7 @@ def _arbitrary(owner: str, mask: Mask, scores: tuple[int, int, int, int]) -> tor
 
 
 def _check_bool(owner: str, mask: object) -> None:
+    """Checks that ``mask`` is a bool tensor."""
     if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
         actual = mask.dtype if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise TypeError(

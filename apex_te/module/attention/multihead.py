@@ -31,10 +31,15 @@ class _Projections(NamedTuple):
     """Arguments of the linear layers around attention, checked.
 
     Attributes:
+        hidden_size: features of the module's input and output.
         rows, kv_rows: features of the queries, and of the keys or values, on all ranks.
-        is_fused: one parameter for all projections of an input.
+        is_fused: all projections of an input are one parameter.
+        init_method, output_layer_init_method: fill the weights of the projections to heads, and of
+            the one back.
         is_split: the heads are split over ranks.
-        norm: arguments of the norm in front; shared: those of every layer.
+        name: the module's name in reports, or None.
+        norm: further arguments of ``LayerNormLinear`` for the norm in front.
+        shared: further arguments of every linear layer.
     """
 
     hidden_size: int
@@ -49,7 +54,15 @@ class _Projections(NamedTuple):
     shared: dict[str, Any]
 
     def to_heads(self, attention_type: str, has_norm: bool) -> dict[str, torch.nn.Module]:
-        """Makes the projections of the inputs to heads, by their keys in the state dict."""
+        """Makes the linear layers from inputs to heads.
+
+        Args:
+            attention_type: ``"self"`` or ``"cross"``.
+            has_norm: the layer that computes queries begins with a norm.
+
+        Returns:
+            The layers by the names of the submodules.
+        """
         query, keys_values = {"query": self.rows}, {"key": self.kv_rows, "value": self.kv_rows}
         if attention_type == "self":
             key = "layernorm_qkv" if has_norm else "qkv"
@@ -61,7 +74,7 @@ class _Projections(NamedTuple):
         }
 
     def from_heads(self, return_bias: bool) -> Linear:
-        """Makes the projection of the attended values back."""
+        """Makes the linear layer from the heads back to the hidden size."""
         return Linear(
             self.rows,
             self.hidden_size,
@@ -75,6 +88,7 @@ class _Projections(NamedTuple):
         )
 
     def _projection(self, key: str, parts: dict[str, int], has_norm: bool) -> torch.nn.Module:
+        """Makes a linear layer to heads, of parts with the given names and numbers of rows."""
         make: Any = LayerNormLinear if has_norm else Linear
         return make(
             self.hidden_size,
@@ -260,14 +274,14 @@ class MultiheadAttention(torch.nn.Module):
         number_layer(self, layer_number)
 
     def reset_parameters(self) -> None:
-        """Give all parameters new values, those on the meta device on the current one.
+        """Gives all parameters new values; those on the meta device are made first.
 
         See ``Linear.reset_parameters``.
         """
         reset_children(self)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Name the ranks over which heads are split; see ``Linear.set_tensor_parallel_group``."""
+        """Sets the ranks over which heads are split; see ``Linear.set_tensor_parallel_group``."""
         set_group_of_children(self, tp_group)
 
     def forward(
@@ -290,16 +304,21 @@ class MultiheadAttention(torch.nn.Module):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
     ) -> Any:
-        """Attend; gives [.., hidden_size] in the layout of ``hidden_states``.
+        """Attends; returns [..., hidden_size] in the layout of ``hidden_states``.
 
         Args:
-            hidden_states: [s, b, hidden], [b, s, hidden] or [t, hidden], as ``qkv_format`` says.
-            encoder_output: the same for keys and values, in cross attention only.
-            rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16 (rounded then, but the
-                rotation is not), or two (of queries, of keys).
-            inference_params: keeps keys and values of earlier calls, to which the queries attend
+            hidden_states: [s, b, hidden_size], [b, s, hidden_size] or [t, hidden_size], as
+                ``qkv_format`` says.
+            encoder_output: hidden states for keys and values, in the same layout; in cross
+                attention only.
+            rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16, or two such tensors (of
+                queries, of keys). The rotation computes in fp32.
+            inference_params: caches keys and values of earlier calls, to which the queries attend,
                 too; causal types then count back from the last token. Without gradients only.
-            is_first_microbatch: as in ``Linear``. Others: as in ``DotProductAttention.forward``.
+            is_first_microbatch: as in ``Linear.forward``.
+            attention_mask, attn_mask_type, window_size, checkpoint_core_attention,
+                core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
+                cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``DotProductAttention.forward``.
 
         Returns:
             ``out``, or a tuple of it, the bias with ``return_bias``, and the norm's result with
@@ -336,7 +355,18 @@ class MultiheadAttention(torch.nn.Module):
         max_seqlen_kv: int | None = None,
         return_residual: bool = True,
     ) -> tuple[Any, torch.Tensor]:
-        """``forward``, and ``hidden_states`` again, whose gradient the norm's backward adds."""
+        """Attends as ``forward`` does, and returns the residual for the caller to add, too.
+
+        Args:
+            return_residual: the caller adds the residual. With ``input_layernorm`` it is then an
+                output of the norm's autograd node, whose backward adds its gradient in the norm's
+                kernel.
+
+        The other arguments are those of ``forward``.
+
+        Returns:
+            ``(result, residual)``: what ``forward`` returns, and the values of ``hidden_states``.
+        """
         if (encoder_output is None) != (self.attention_type == "self"):
             raise ValueError(
                 f"{_NAME}: encoder_output must be given in cross attention and only there, "
@@ -399,7 +429,13 @@ class MultiheadAttention(torch.nn.Module):
         cu_seqlens_kv: torch.Tensor | None,
         return_residual: bool,
     ) -> tuple[Any, ...]:
-        """Returns ``(q, k, v, norm, residual)``, the first three [.., heads, size]."""
+        """Projects the inputs to heads, and normalises and rotates queries and keys.
+
+        Returns:
+            ``(q, k, v, norm, residual)``: the first three [..., heads, size]; the result of the
+            norm in front, or None; ``hidden_states``, perhaps as an output of the norm's autograd
+            node.
+        """
         modules, layout = self._modules, self._heads
         q_norm: Any = modules["q_norm"]
         k_norm: Any = modules["k_norm"]
@@ -441,14 +477,23 @@ class MultiheadAttention(torch.nn.Module):
 
 
 def residual_of(hidden_states: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
-    """Returns ``total``, or ``hidden_states`` if that has another dtype (``torch.autocast``)."""
+    """Returns the tensor to add as residual: ``total``, if it can stand for ``hidden_states``.
+
+    Args:
+        hidden_states: the input of a norm.
+        total: the same values as an output of the norm's autograd node, or None.
+
+    Returns:
+        ``total``; ``hidden_states`` without it, or if it has another dtype (under
+        ``torch.autocast``).
+    """
     if total is None or total.dtype is not hidden_states.dtype:
         return hidden_states
     return total
 
 
 def _key_starts(rotation: Rotation, cu_seqlens_kv: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns where the keys' sequences begin in cross attention; None but for thd."""
+    """Returns ``cu_seqlens`` for rotating the keys of cross attention; None but for thd."""
     if rotation.cu_seqlens is None or cu_seqlens_kv is None:
         return rotation.cu_seqlens
     return cu_seqlens_kv

@@ -1,4 +1,4 @@
-"""Attention over packed sequences (thd): PyTorch's varlen kernel, or padded and packed again."""
+"""Attention over packed sequences (thd): PyTorch's varlen kernel, or unpacked to padded ones."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ _KINDS = {
 
 
 class Packing(NamedTuple):
-    """Starts of packed sequences: sequence i is tokens ``cu[i]`` to ``cu[i + 1]``; int32 [n + 1].
+    """Boundaries of packed sequences: sequence i is the tokens ``cu[i]`` to ``cu[i + 1] - 1``.
 
     Attributes:
-        ends: tokens in sequences, of queries and of keys, where that is known on the host.
+        queries, keys: ``cu`` of the queries and of the keys, int32 [n + 1] for n sequences; one
+            tensor in self attention.
+        longest_query, longest_key: tokens of the longest sequence, or more.
+        ends: ``cu[n]`` of queries and of keys, None where only the device knows it.
     """
 
     queries: torch.Tensor
@@ -48,7 +51,12 @@ def packing(
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
 ) -> Packing:
-    """Returns the checked packing; a maximum that is not given is read back from the device.
+    """Checks ``cu_seqlens`` and joins them to a ``Packing``.
+
+    Args:
+        owner: the name of the module in errors.
+        cu_seqlens_q, cu_seqlens_kv: int32 [n + 1]; None for keys takes that of the queries.
+        max_seqlen_q, max_seqlen_kv: longest sequences; None reads them from the device.
 
     Raises:
         TypeError: a dtype.
@@ -110,7 +118,19 @@ def choose_packed(
     has_mask: bool,
     options: Options,
 ) -> Path:
-    """``"varlen"``, PyTorch's kernel for packed sequences, where it applies, else ``"padded"``."""
+    """Chooses how to attend within packed sequences.
+
+    Args:
+        q, v: queries [t, h, d] and values [u, g, dv].
+        where: the sequences.
+        kind: the mask type.
+        has_bias, has_mask: scores get a bias, a mask hides tokens.
+        options: the options of attention.
+
+    Returns:
+        The path ``"varlen"``, PyTorch's kernel for packed sequences, where it applies, else
+        ``"padded"``.
+    """
     obstacle = varlen_obstacle(q, v, options)
     if obstacle is not None:
         return Path("padded", obstacle)
@@ -140,11 +160,25 @@ def attend_packed(
     cross: bool,
     has_alibi: bool,
 ) -> torch.Tensor:
-    """Attention within each sequence: q [t, h, d], k [u, g, d], v [u, g, dv] to [t, h, dv].
+    """Computes attention within each packed sequence.
 
-    Tokens of no sequence give zeros. ``bias`` broadcasts over [n, h, longest_query, longest_key],
-    or is ALiBi's slopes. ``mask`` hides tokens of the sequences besides, as padding masks do, and
-    may be longer than they are; of ``cross`` attention it may be of the scores.
+    Args:
+        q, k, v: [t, h, d], [u, g, d] and [u, g, dv].
+        bias: broadcasts to [n, h, longest_query, longest_key]; with ``has_alibi`` the slopes [h] or
+            [n, h]; or None.
+        path: what ``choose_packed`` returned.
+        owner: the name of the module in errors.
+        where: the n sequences.
+        kind: the mask type.
+        size: the window (left, right) or None.
+        options: the options of attention.
+        mask: padding masks of the sequences' tokens, for the longest sequence or more, or None; in
+            cross attention also one mask of the scores.
+        cross: attention is cross attention.
+        has_alibi: ``bias`` are ALiBi's slopes.
+
+    Returns:
+        [t, h, dv], zeros for tokens behind the last sequence.
     """
     kind = _KINDS.get(kind.name, kind)
     where = _within(owner, where, q.shape[0], k.shape[0])
@@ -163,9 +197,17 @@ def attend_packed(
 
 
 def _within(owner: str, where: Packing, queries: int, keys: int) -> Packing:
-    """The packing of as many tokens; what the host does not know is cut to them on the device.
+    """Returns the packing with sequences that end within the tokens.
 
-    Raises ValueError for sequences that are known to end behind them.
+    Ends that the host does not know are cut on the device.
+
+    Args:
+        owner: the name of the module in errors.
+        where: the sequences.
+        queries, keys: the numbers of tokens.
+
+    Raises:
+        ValueError: sequences that are known to end behind the tokens.
     """
     for name, end, tokens in zip(("q", "kv"), where.ends, (queries, keys), strict=True):
         if end is not None and end > tokens:
@@ -196,6 +238,7 @@ def _padded(
     cross: bool,
     has_alibi: bool,
 ) -> torch.Tensor:
+    """Attends to padded copies of the sequences, and packs the result; see ``attend_packed``."""
     heads, longest = q.shape[1], where.longest_query
     query_mask = lengths_mask(where.queries.diff(), longest)
     key_mask = query_mask
@@ -225,7 +268,7 @@ def _padded(
 
 
 def _cut(mask: Mask, where: Packing, cross: bool) -> Mask:
-    """The part of a mask that is about tokens which the longest sequences have."""
+    """Returns the part of a mask that is about tokens of the longest sequences."""
     queries, keys = where.longest_query, where.longest_key
     if isinstance(mask, torch.Tensor):
         return mask[..., :queries, :keys] if cross else mask[..., :queries]
@@ -235,12 +278,12 @@ def _cut(mask: Mask, where: Packing, cross: bool) -> Mask:
 
 
 def _outside(x: torch.Tensor, cu: torch.Tensor) -> torch.Tensor:
-    """True at [i, 0, 0] for tokens of ``x`` [t, h, d] that are behind the last sequence."""
+    """Returns bool [t, 1, 1], True for tokens of ``x`` [t, h, d] behind the last sequence."""
     return (torch.arange(x.shape[0], device=x.device) >= cu[-1])[:, None, None]
 
 
 class _ZeroGradientOutside(OpFunction):
-    """Nothing but that the gradient of tokens of no sequence is 0, whatever comes."""
+    """Identity whose backward sets gradients of tokens behind the last sequence to 0."""
 
     LABEL = "DotProductAttention"
 
@@ -256,7 +299,10 @@ class _ZeroGradientOutside(OpFunction):
 
 
 def _pad(x: torch.Tensor, cu: torch.Tensor, longest: int) -> torch.Tensor:
-    """[t, h, d] to [n, h, longest, d]; what is behind a sequence's end is any other token."""
+    """Copies packed tokens [t, h, d] to padded sequences [n, h, longest, d].
+
+    Elements behind a sequence's end hold some other token.
+    """
     if not x.shape[0]:
         x = functional.pad(x, (0, 0, 0, 0, 0, 1))
     index = cu[:-1, None] + torch.arange(longest, dtype=torch.int32, device=x.device)

@@ -14,7 +14,7 @@ __all__ = ["qk_norms"]
 
 
 class _L2Normalization(torch.nn.Module):
-    """``x / sqrt(sum(x ** 2) + eps)`` over the last dimension."""
+    """L2 normalisation ``x / sqrt(sum(x ** 2) + eps)`` over the last dimension."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -34,11 +34,19 @@ def qk_norms(
     device: torch.device | str | int | None,
     split: bool,
 ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """The norms of query and key heads of ``size`` elements, or two times None.
+    """Makes the norms of query and key heads.
 
-    L2 normalisation has no parameters: one module serves both.
+    Args:
+        owner: the name of the module in errors.
+        kind: ``"RMSNorm"``, ``"LayerNorm"``, ``"L2Normalization"`` or None.
+        size: elements of a head.
+        eps: the norms' epsilon.
+        params_dtype, device: of the parameters.
+        split: heads are split over ranks, so the gradients have to be summed over these.
 
-    ``split``: each rank has some of the heads, so the gradients have to be summed over ranks.
+    Returns:
+        ``(q_norm, k_norm)``: one module for both with L2 normalisation, which has no parameters;
+        twice None without a kind.
     """
     eps = checked_eps(owner, "qk_norm_eps", eps)
     if kind is None:

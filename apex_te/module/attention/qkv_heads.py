@@ -1,4 +1,4 @@
-"""From the output of a fused projection to heads, rotated on the way, and back in one gradient."""
+"""Splitting of a fused projection's output into heads, which may be rotated on the way."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ __all__ = ["HeadLayout", "Rotation", "rotation_of", "split_heads"]
 
 
 class HeadLayout(NamedTuple):
-    """Layout of the heads, of ``size`` elements each, in the last dimension of a projection.
+    """Layout of the heads in the last dimension of a fused projection's output.
 
-    It has ``groups`` groups of ``repeats`` query heads (0 for a key and value projection), one key
-    head and one value head: interleaved, group by group, or all queries, all keys, all values.
+    Attributes:
+        qkv_format: layout of the other dimensions, ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+        repeats: query heads of each group; 0 for a projection to keys and values only.
+        groups: the number of groups, each with one key head and one value head.
+        size: elements of a head.
+        interleaved: heads lie group by group; else all queries, all keys, all values.
     """
 
     qkv_format: str
@@ -28,9 +32,14 @@ class HeadLayout(NamedTuple):
     interleaved: bool
 
     def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Views (queries,) keys, values of ``x`` [.., features]: [.., heads, size].
+        """Returns views of the queries, keys and values in a projection's output.
 
-        Queries of several heads in interleaved groups are [.., groups, repeats, size].
+        Args:
+            x: [..., features].
+
+        Returns:
+            ``(queries, keys, values)``, without queries if ``repeats`` is 0, each [..., heads,
+            size]; queries of several heads in interleaved groups are [..., groups, repeats, size].
         """
         lead, groups, repeats = x.shape[:-1], self.groups, self.repeats
         if not self.interleaved:
@@ -44,7 +53,14 @@ class HeadLayout(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Rotary embedding: angles float32 [max_seq, c] of queries and keys."""
+    """Rotary embedding of queries and keys.
+
+    Attributes:
+        queries, keys: angles float32 [max_seq, c], of the first c elements of a head.
+        interleaved: the elements of a rotated pair are neighbours, not c / 2 apart.
+        start: position of the first token.
+        cu_seqlens: for thd, the starts of sequences, int32 [n + 1]; else None.
+    """
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -53,7 +69,7 @@ class Rotation(NamedTuple):
     cu_seqlens: torch.Tensor | None  # of thd
 
     def options(self, layout: str) -> dict[str, Any]:
-        """Keyword arguments of ``rope`` besides the angles."""
+        """Returns the keyword arguments of ``rope``, except the angles, for a qkv_format."""
         return {
             "layout": layout,
             "interleaved": self.interleaved,
@@ -69,12 +85,18 @@ def rotation_of(
     start: int,
     cu_seqlens: torch.Tensor | None,
 ) -> Rotation | None:
-    """Returns the rotation from one tensor of angles or one for queries and one for keys.
+    """Returns the rotation that ``rotary_pos_emb`` means.
 
-    ``rope`` checks dtype and shape.
+    Args:
+        owner: the name of the module in errors.
+        rotary_pos_emb: a tensor of angles [max_seq, 1, 1, c], two (of queries, of keys), or None.
+        interleaved, start, cu_seqlens: as in ``Rotation``.
+
+    Returns:
+        The rotation, whose angles ``rope`` checks later; None without angles.
 
     Raises:
-        TypeError: anything else.
+        TypeError: neither a tensor nor two.
     """
     if rotary_pos_emb is None:
         return None
@@ -92,10 +114,17 @@ def rotation_of(
 def split_heads(
     x: torch.Tensor, layout: HeadLayout, rotation: Rotation | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """``x`` [.., features] to (queries,) keys, values [.., heads, size], rotated.
+    """Splits a projection's output into heads, and rotates queries and keys.
 
-    Without a rotation these are views, but for queries of several heads in interleaved groups.
-    With one they are new tensors, the values too: nothing then keeps ``x`` alive.
+    Args:
+        x: the output [..., features].
+        layout: its layout.
+        rotation: the rotation, or None.
+
+    Returns:
+        ``(queries, keys, values)``, without queries if ``layout.repeats`` is 0, each [..., heads,
+        size]. Without a rotation they are views, but for queries of several heads in interleaved
+        groups. With one they are new tensors, the values too: nothing then keeps ``x`` alive.
     """
     if torch.compiler.is_compiling():  # the compiler joins the gradients by itself
         *parts, values = (_flat(part, x.dim()) for part in layout.parts(x))
@@ -109,7 +138,7 @@ def split_heads(
 
 
 class _SplitHeads(OpFunction):
-    """Its gradient is written once, by the rotation where there is one."""
+    """Autograd function of ``split_heads`` that writes the gradient of ``x`` once."""
 
     LABEL = "MultiheadAttention"
 
@@ -145,7 +174,7 @@ class _SplitHeads(OpFunction):
 
 
 def _flat(part: torch.Tensor, dims: int) -> torch.Tensor:
-    """[.., heads, size] of a projection's output with ``dims`` dimensions."""
+    """Returns [..., heads, size] of one part of an output that has ``dims`` dimensions."""
     return part if part.dim() == dims + 1 else part.flatten(-3, -2)
 
 
@@ -156,7 +185,15 @@ def _rotate(
     layout: HeadLayout,
     rotation: Rotation,
 ) -> None:
-    """Rotate queries and keys into ``out``, copy the values."""
+    """Rotates queries and keys into ``out`` and copies the values.
+
+    Args:
+        op: the forward or the backward of ``rope``.
+        parts: what ``HeadLayout.parts`` returned.
+        out: memory of the same shapes.
+        layout: the layout of the heads.
+        rotation: the rotation.
+    """
     angles = (rotation.queries, rotation.keys)[3 - len(parts) :]
     for x, y, freqs in zip(parts[:-1], out[:-1], angles, strict=True):
         if x.stride(-1) != 1:
@@ -170,7 +207,10 @@ def _rotate(
 
 
 def _copy(to: torch.Tensor, x: torch.Tensor) -> None:
-    """``to.copy_(x)``, in words of 8 bytes where both allow it: by 2 bytes a GPU copies slowly."""
+    """Copies ``x`` into ``to``, in words of 8 bytes where both allow it.
+
+    A GPU copies slowly by 2 bytes.
+    """
     per_word = 8 // x.element_size()
     if all(
         t.stride(-1) == 1
@@ -184,7 +224,11 @@ def _copy(to: torch.Tensor, x: torch.Tensor) -> None:
 def _slices(
     x: torch.Tensor, y: torch.Tensor, qkv_format: str
 ) -> Sequence[tuple[torch.Tensor, torch.Tensor, str]]:
-    """Views in layouts that the op takes, which has one dimension of heads, not two."""
+    """Returns views of ``x`` and ``y`` with one dimension of heads, not two, as ``rope`` takes them.
+
+    Returns:
+        ``(x, y, layout)`` of each view.
+    """
     if x.dim() == len(qkv_format):
         return ((x, y, qkv_format),)
     if qkv_format == "sbhd":  # groups as a part of the batch

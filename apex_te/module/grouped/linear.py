@@ -125,7 +125,7 @@ class GroupedLinear(ParallelModule):
         initialize(self)
 
     def reset_parameters(self) -> None:
-        """Fill the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0.
+        """Fills the weights by ``init_method`` (default N(0, 0.023)) and the biases with 0.
 
         Parameters on the meta device are made first; see ``Linear.reset_parameters``.
         """
@@ -155,23 +155,30 @@ class GroupedLinear(ParallelModule):
         m_splits: Sequence[int] | torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
-        """Apply layer i to the i-th group of rows; gives [..., out_features].
+        """Applies layer i to the i-th group of rows; returns [..., out_features].
 
-        ``inp`` [..., in_features] has the dtype of the parameters (fp32, fp16 or bf16 for FP8), or
-        any of these under ``torch.autocast``, whose dtype the output then has. ``m_splits`` are
-        the rows of each group, in order, 0 included: ints on the host, or int32 or int64 [groups]
-        on the device of ``inp``, which nothing waits for on a GPU. ``is_first_microbatch``: None
-        quantizes the weights on each call, True keeps their FP8 copies, False reuses them while the
-        weights are unchanged, writes to a weight's ``.data`` not being noticed, as in ``Linear``.
+        With ``m_splits`` as a tensor, ``inp`` may have more rows than the groups: rows behind the
+        last group are not read, their outputs and gradients are zeros. Splits that are negative or
+        exceed the rows are an error on the CPU; on a GPU, where only the device sees them, all
+        outputs and gradients become NaN.
 
-        With a tensor, ``inp`` has room for the worst case: rows behind the last group are not read,
-        their outputs and gradients are zeros. Splits that are negative or exceed the rows are an
-        error on the CPU; on a GPU, where only the device sees them, all outputs and gradients
-        become NaN. There FP8 products are rounded to bfloat16, those in another dtype, too; they
-        are of FP8 data on sm_90 (elsewhere these are decoded and multiplied in bfloat16), and
-        those in fp16 and fp32 cost as much as ``num_gemms`` layers over all rows. What is added to
-        ``main_grad`` is rounded to 16 bits only where bfloat16 is multiplied, by torch's grouped
-        product. ``fp8_statistics`` does not note them.
+        On a GPU the products for such a tensor differ in rounding and cost. FP8 products are
+        rounded to bfloat16 before they get another dtype; they multiply FP8 data on sm_90,
+        elsewhere decoded data in bfloat16. Products in fp16 and fp32 cost as much as ``num_gemms``
+        layers over all rows. What is added to ``main_grad`` is rounded to 16 bits only where
+        bfloat16 is multiplied, by torch's grouped product. ``fp8_statistics`` does not record these
+        products.
+
+        Args:
+            inp: [..., in_features] in the dtype of the parameters (fp32, fp16 or bf16 for FP8), or
+                any of these under ``torch.autocast``, whose dtype the output then has.
+            m_splits: the rows of each group, in order, 0 included: ints, or an int32 or int64
+                tensor [num_gemms] on the device of ``inp``, for which the host does not wait on a
+                GPU.
+            is_first_microbatch: as in ``Linear.forward``.
+
+        Returns:
+            ``out``, or with ``return_bias`` a tuple of it and the list of biases.
 
         Raises:
             TypeError: a dtype, or ``m_splits`` that are no ints.
@@ -179,7 +186,7 @@ class GroupedLinear(ParallelModule):
                 ``inp``.
             NotImplementedError: before anything runs, for a tensor on a GPU with FP8 in blocks or
                 HiF8, FP8 with sizes that are no multiples of 16, ``delay_wgrad_compute``,
-                ``save_original_input``, FP8 weights or ``torch.compile``.
+                ``save_original_input``, FP8 weights, more than 1023 groups or ``torch.compile``.
         """
         weights = tuple([getattr(self, key) for key in self._weight_names])
         biases = tuple([getattr(self, key) for key in self._bias_names])
@@ -213,7 +220,9 @@ class GroupedLinear(ParallelModule):
         return out, [bias.to(out.dtype) for bias in biases]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes without quantizers: copies make their own."""
+        """Returns the attributes for a copy or pickle, without the quantizers that it builds
+        itself.
+        """
         return {**super().__getstate__(), "_group_quantizers": {}}
 
     def _run(
@@ -246,7 +255,9 @@ class GroupedLinear(ParallelModule):
         biases: tuple[torch.Tensor, ...],
         splits: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns the output [.., out_features] without a wait of the host for ``splits``."""
+        """Computes the output [..., out_features] for ``splits`` on a GPU, which the host never
+        reads.
+        """
         quantizers, cached = self._quantizers_of_groups(call), None
         if call.is_fp8:
             quantizers = on_device.checked_quantizers(
@@ -258,7 +269,11 @@ class GroupedLinear(ParallelModule):
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], self.out_features)
 
     def _quantizers_of_groups(self, call: FP8Call) -> GroupQuantizers | None:
-        """Returns the quantizers of all groups at once, made once for each tuple of a state."""
+        """Returns the quantizers of all groups at once, made once for each ``call.quantizers``.
+
+        None where nothing is quantized or recorded, or the scheme has none for groups on the
+        device.
+        """
         sets, known = call.quantizers, self._group_quantizers
         if sets is None:
             return None
@@ -278,13 +293,19 @@ def grouped_forward(
     biases: tuple[torch.Tensor, ...],
     keep: tuple[bool, ...] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], list[QuantizedTensor | None]]:
-    """Computes the output, group by group.
+    """Computes the output group by group.
 
-    ``keep``: the groups whose columnwise copy is made. A group without rows stages no amax.
+    Args:
+        inp: the input ``[..., in]``.
+        splits: the rows of each group.
+        call: the call's settings, with quantizers.
+        weights: one ``[out, in]`` for each group.
+        biases: one ``[out]`` for each group, or empty.
+        keep: True for each group whose columnwise copy is made for backward; None makes none.
 
     Returns:
-        ``(out, groups, quantized)``: the output [..., out], the rows of each group, and these
-        quantized, None for a group without rows.
+        ``(out, groups, quantized)``: the output ``[..., out]``; each group's rows of the input; and
+        these quantized. A group without rows has None in ``quantized``, and stages no amax.
     """
     assert call.quantizers is not None
     quantizers, out_dtype = call.quantizers, call.dtype
@@ -306,7 +327,7 @@ def grouped_forward(
 
 
 class GroupedLinearFunction(OpFunction):
-    """Three quantized GEMMs for each group of rows; one backward for all groups."""
+    """Autograd function of all groups' linear layers in FP8: three quantized GEMMs for each group."""
 
     LABEL = "GroupedLinear"
 
@@ -385,9 +406,19 @@ def _grouped_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
 def _without_rows(
     plan: _gemm.GemmPlan, dy: torch.Tensor, in_features: int, bias_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the gradients of weight and bias of an empty group: zeros, which overwrite as any.
+    """Returns the gradients of weight and bias of an empty group: zeros.
 
-    Nothing is quantized: there is no amax to stage.
+    They overwrite ``main_grad`` as any gradient does. Nothing is quantized: there is no amax to
+    stage.
+
+    Args:
+        plan: the plan of the group's GEMM.
+        dy: the output's gradient ``[0, out]``.
+        in_features: columns of the weight.
+        bias_dtype: dtype of the bias gradient; None computes none.
+
+    Returns:
+        ``(grad_weight, grad_bias)``, as autograd gets them, each None if not needed.
     """
     grad_weight = grad_bias = None
     if plan.need_weight:

@@ -1,4 +1,4 @@
-"""GroupedLinear whose ``m_splits`` are on the device: nothing waits for them on the host."""
+"""GroupedLinear for ``m_splits`` on the device, for which the host never waits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,20 @@ def run(
     weights: Tensors,
     biases: Tensors,
 ) -> torch.Tensor:
-    """Returns the output [rows, out] for the rows ``x`` and their ``splits`` on the device."""
+    """Computes the output of all groups.
+
+    Args:
+        call: the call's settings.
+        quantizers: those of all groups; None where nothing is quantized or recorded.
+        cached: FP8 copies of all weights that outlive the call, or None.
+        x: the input ``[rows, in]``.
+        splits: int32 or int64 ``[groups]`` on the device, the rows of each group.
+        weights: one ``[out, in]`` for each group.
+        biases: one ``[out]`` for each group, or empty.
+
+    Returns:
+        ``[rows, out]``, zeros behind the last group.
+    """
     groups = op.groups_of(splits, x.shape[0])
     options = call.options[0]
     if call.is_fp8:
@@ -68,12 +81,18 @@ def run(
 
 
 def stays_on_device(device: torch.device) -> bool:
-    """Returns True if reading a tensor on ``device`` would make the host wait."""
+    """Returns True if the host would have to wait to read a tensor on ``device``."""
     return device.type == "cuda"
 
 
 def check_splits(owner: str, splits: torch.Tensor, groups: int, device: torch.device) -> None:
-    """Checks a tensor ``m_splits`` of ``groups`` counts.
+    """Checks the dtype, shape and device of a tensor ``m_splits``.
+
+    Args:
+        owner: the name of the module in errors.
+        splits: the argument ``m_splits``.
+        groups: the number of groups.
+        device: the device of the input.
 
     Raises:
         TypeError: another dtype than int32 and int64.
@@ -91,7 +110,13 @@ def check_splits(owner: str, splits: torch.Tensor, groups: int, device: torch.de
 
 
 def read_splits(owner: str, splits: torch.Tensor, rows: int) -> tuple[int, ...]:
-    """Returns the counts of a tensor that the host can read; on the meta device any of as many.
+    """Returns the rows of each group as ints, from a tensor that the host can read.
+
+    Args:
+        owner: the name of the module in errors.
+        splits: the argument ``m_splits``. On the meta device, without values, all rows count as the
+            first group's.
+        rows: the number of rows of the input.
 
     Raises:
         ValueError: a negative count, or more rows than the input has.
@@ -110,7 +135,11 @@ def read_splits(owner: str, splits: torch.Tensor, rows: int) -> tuple[int, ...]:
 
 
 def check_supported(module: FP8Module, weights: Tensors) -> None:
-    """Raises NotImplementedError for what only a list of splits allows, before anything runs."""
+    """Checks that the module supports ``m_splits`` on a GPU, before anything runs.
+
+    Raises:
+        NotImplementedError: an option or the number of weights allows only a list of ints.
+    """
     what = None
     if torch.compiler.is_compiling():
         what = "torch.compile"
@@ -132,10 +161,15 @@ def check_supported(module: FP8Module, weights: Tensors) -> None:
 def checked_quantizers(
     owner: str, quantizers: GroupQuantizers | None, in_features: int, out_features: int
 ) -> GroupQuantizers:
-    """Returns ``quantizers`` if FP8 products of groups on the device exist for them and the sizes.
+    """Returns ``quantizers`` if there are FP8 products of groups whose sizes only the device knows.
+
+    Args:
+        owner: the name of the module in errors.
+        quantizers: those of all groups; None for a scheme without such products.
+        in_features, out_features: sizes of the weights.
 
     Raises:
-        NotImplementedError: the scheme, or a size, needs a list of splits.
+        NotImplementedError: the scheme, or a size, allows only a list of ints.
     """
     if quantizers is None:
         name = type(get_fp8_recipe()).__name__
@@ -155,9 +189,16 @@ def checked_quantizers(
 def cached_weights(
     modes: Modes, weights: Tensors, quantizers: GroupQuantizers, fill: bool | None
 ) -> GroupedOutput | None:
-    """Returns both FP8 copies of all weights, made again with ``fill`` or when a weight changed.
+    """Returns both FP8 copies of all weights, from the module's cache if they are up to date.
 
-    None where no copies are kept.
+    Args:
+        modes: memory of the module between its calls.
+        weights: one ``[out, in]`` for each group.
+        quantizers: those of all groups.
+        fill: as ``FP8Call.fill``.
+
+    Returns:
+        The copies; None if the call is to cast the weights itself.
     """
     if modes.captured is not None:
         return modes.captured.quantized_matrices(weights, quantizers.weight)
@@ -176,7 +217,9 @@ def cached_weights(
 
 
 class GroupsFunction(OpFunction):
-    """Three quantized products over all groups."""
+    """Autograd function of all groups' linear layers in FP8, each product one launch for all
+    groups.
+    """
 
     LABEL = "GroupedLinear"
 
@@ -256,7 +299,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
 
 
 class HighPrecisionGroupsFunction(OpFunction):
-    """Three products over all groups in the dtype of the computation."""
+    """Autograd function of all groups' linear layers in high precision, without quantizing."""
 
     LABEL = "GroupedLinear"
 
@@ -312,7 +355,16 @@ def _remember(
     need_input: bool,
     needs: tuple[bool, ...],
 ) -> None:
-    """Keeps in ``ctx`` all that both backwards need besides tensors."""
+    """Sets the attributes of ``ctx`` that both backwards read, besides saved tensors.
+
+    Args:
+        ctx: autograd's context.
+        inp: the input.
+        options: the GEMMs' options.
+        weights, biases: the parameters of all groups.
+        need_input: backward computes the input's gradient.
+        needs: which weights, then which biases, need a gradient.
+    """
     ctx.count = len(weights)
     ctx.need_input = need_input
     ctx.needs = needs[: len(weights)]
@@ -328,13 +380,14 @@ def _remember(
 
 
 def _stacked(weights: Any, dtype: torch.dtype) -> torch.Tensor:
+    """Returns the weights or biases of all groups as one tensor ``[groups, ...]``."""
     return torch.stack([weight.to(dtype) for weight in weights])
 
 
 def _finished(
     out: torch.Tensor, groups: Groups, dtype: torch.dtype, biases: Tensors = ()
 ) -> torch.Tensor:
-    """Returns a product in ``dtype``, with biases, and zeros in rows of no group."""
+    """Returns a product ``[rows, out]`` in ``dtype``, with biases, and zeros in rows of no group."""
     out = out.to(dtype)
     op.finish_rows(out, groups, _stacked(biases, dtype) if biases else None)
     return out
@@ -343,6 +396,7 @@ def _finished(
 def _high_precision_wgrad(
     ctx: Any, dy: torch.Tensor, x: torch.Tensor, groups: Groups
 ) -> torch.Tensor:
+    """Returns the weight gradients of all groups ``[groups, out, in]``, zeros for an empty group."""
     # What is added to main_grad is not rounded before.
     grads = contract_groups(dy.t(), x.to(dy.dtype), groups, ctx.parameters is not None)
     op.zero_unused(grads, groups)
@@ -350,7 +404,15 @@ def _high_precision_wgrad(
 
 
 def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Returns for each weight its gradient, or autograd's stand-in for one in ``main_grad``."""
+    """Returns what autograd gets for each weight, and writes ``main_grad`` where options say so.
+
+    Args:
+        ctx: autograd's context with the attributes that ``_remember`` has set.
+        grads: ``[groups, out, in]``; None if no weight needs a gradient.
+
+    Returns:
+        For each weight its gradient, ``dummy_gradient`` for one in ``main_grad``, or None.
+    """
     if grads is None:
         return [None] * ctx.count
     if ctx.parameters is None:
@@ -375,6 +437,7 @@ def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor
 
 
 def _bias_gradients(ctx: Any, dy: torch.Tensor, groups: Groups) -> list[torch.Tensor | None]:
+    """Returns the gradient of each bias, None for one that needs none."""
     if not any(ctx.need_bias):
         return [None] * len(ctx.need_bias)
     sums = op.column_sums(dy, groups).to(ctx.bias_dtype).unbind(0)

@@ -1,4 +1,4 @@
-"""Fp8Padding and Fp8Unpadding: rows of each group filled with zeros up to what FP8 GEMMs like."""
+"""Fp8Padding and Fp8Unpadding: zero rows that fill each group up to a multiple for FP8 GEMMs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ __all__ = ["Fp8Padding", "Fp8Unpadding"]
 
 
 class _RowGroups(torch.nn.Module):
-    """Base of both: the number of groups, and the multiple to which their rows are filled up."""
+    """Base of Fp8Padding and Fp8Unpadding, which holds the number of groups and the multiple.
+
+    Args:
+        num_gemms: number of groups.
+        align_size: the multiple, or None for that of the recipe in use.
+    """
 
     def __init__(self, num_gemms: int, align_size: int | None = None) -> None:
         super().__init__()
@@ -34,7 +39,11 @@ class _RowGroups(torch.nn.Module):
         return f"num_gemms={self.num_gemms}, align_size={self.align_size}"
 
     def _padded(self, m_splits: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns the rows of each group, without and with padding."""
+        """Returns the rows of each group, without and with padding.
+
+        Returns:
+            ``(splits, padded)``: the checked ``m_splits``, and each rounded up to the multiple.
+        """
         splits = list(_arguments.checked_splits(type(self).__name__, self.num_gemms, m_splits))
         align = self.align_size
         if align is None:
@@ -42,6 +51,7 @@ class _RowGroups(torch.nn.Module):
         return splits, [-(-rows // align) * align for rows in splits]
 
     def _check(self, inp: torch.Tensor, rows: list[int]) -> None:
+        """Checks that ``inp`` is a matrix of as many rows as the groups have together."""
         if inp.dim() != 2 or inp.shape[0] != sum(rows):
             raise ValueError(
                 f"{type(self).__name__}: inp must have shape [{sum(rows)}, features] "
@@ -50,9 +60,9 @@ class _RowGroups(torch.nn.Module):
 
 
 class Fp8Padding(_RowGroups):
-    """Puts rows of zeros after each group, so that its number of rows is a multiple.
+    """Module that adds rows of zeros to each group, up to a multiple of rows.
 
-    ``GroupedLinear`` needs no such multiple; groups that have it are multiplied without copies.
+    ``GroupedLinear`` does not need it; groups of such a multiple are multiplied without copies.
 
     Args:
         num_gemms: number of groups.
@@ -60,12 +70,14 @@ class Fp8Padding(_RowGroups):
     """
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> tuple[torch.Tensor, list[int]]:
-        """Pads the groups of ``inp`` [sum(m_splits), features], any dtype.
+        """Pads each group of rows; an input that needs no padding is returned as it is.
+
+        Args:
+            inp: [sum(m_splits), features] in any dtype.
+            m_splits: the rows of each group.
 
         Returns:
             ``(rows, m_splits)``: the padded rows, and how many each group has.
-
-        An input that needs no padding is returned as it is.
 
         Raises:
             TypeError: ``m_splits`` that are no ints.
@@ -84,7 +96,7 @@ class Fp8Padding(_RowGroups):
 
 
 class Fp8Unpadding(_RowGroups):
-    """Takes out the rows that ``Fp8Padding`` put in.
+    """Module that removes the rows that ``Fp8Padding`` added.
 
     Args:
         num_gemms: number of groups.
@@ -92,9 +104,11 @@ class Fp8Unpadding(_RowGroups):
     """
 
     def forward(self, inp: torch.Tensor, m_splits: Sequence[int]) -> torch.Tensor:
-        """Returns ``inp`` without its padding, [sum(m_splits), features].
+        """Removes the padding of each group; returns [sum(m_splits), features].
 
-        ``m_splits`` are the rows of each group without padding.
+        Args:
+            inp: the padded rows.
+            m_splits: the rows of each group without padding.
 
         Raises:
             TypeError: ``m_splits`` that are no ints.
