@@ -1,13 +1,14 @@
-"""Python functions of the ops, each over its kernel and with a reference in plain PyTorch.
+"""Python functions of the ops: one module for each op, which calls its kernels.
 
-Each is found without an import of its own: ``apex_te.ops.rms_norm.rms_norm``.
+Most modules have a ``reference`` in plain PyTorch, too. ``import apex_te`` suffices for all of
+them: a module is imported when its name is first used, e.g. ``apex_te.ops.rms_norm.rms_norm``.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from ..runtime.lazy import attach_submodules as _attach
 
-if _TYPE_CHECKING:  # what type checkers are told; at run time every module here is found
+if _TYPE_CHECKING:  # for type checkers; at run time each module is imported on first use
     from . import activation as activation
     from . import amax_scale_update as amax_scale_update
     from . import bias_dropout_add as bias_dropout_add

@@ -1,4 +1,4 @@
-"""Errors of public functions that name the argument, found only once a call has failed."""
+"""Raises errors that name the wrong argument; arguments are examined only after a call failed."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ _VAGUE = (
 def checked(function: _F) -> _F:
     """Decorates a public function: a failed call raises an error that names the bad argument.
 
-    What the function itself does not check fails anywhere, with an error of torch or of Python.
-    Then the arguments are compared with their annotations; a call that succeeds pays nothing more.
+    An argument that the function does not check makes it fail somewhere, with an error of torch or
+    of Python. The decorator catches that error and compares the arguments with their annotations. A
+    call that succeeds costs no checks. A former keyword of an argument is accepted, too.
     """
     stem = function.__module__.rpartition(".")[2]
     name = function.__name__
@@ -51,11 +52,17 @@ def checked(function: _F) -> _F:
 
 
 def check_dense(owner: str, **tensors: torch.Tensor | None) -> None:
-    """Checks tensors that reach no kernel's own checks; None stands for one that is not given.
+    """Checks tensors of a function that passes them to torch, not to a kernel with its own checks.
+
+    In a compiled region, where torch checks them, it does nothing.
+
+    Args:
+        owner: name of the function, for errors.
+        tensors: arguments of the function by name; None for one that is not given.
 
     Raises:
-        TypeError: one is no dense tensor with a real dtype.
-        ValueError: one is not on the device of the first.
+        TypeError: an argument is no dense tensor with a real dtype.
+        ValueError: an argument is not on the device of the first.
     """
     if torch.compiler.is_compiling():
         return  # a compiler refuses layouts in a backward, and traces tensors that it checks itself
@@ -81,7 +88,19 @@ def _explained(
     kwargs: dict[str, Any],
     error: Exception,
 ) -> Exception | None:
-    """Returns the error to raise instead, or None where the first one says what is wrong."""
+    """Returns an error that names the wrong argument of a failed call.
+
+    Args:
+        owner: the function's name in the message.
+        function: the function that failed.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        error: the error that it raised.
+
+    Returns:
+        The error to raise in place of ``error``, or None if ``error`` is to be raised as it is: it
+        names an argument already, or no argument caused it.
+    """
     if isinstance(error, RuntimeError) and type(error) not in (RuntimeError, NotImplementedError):
         return None  # of a build, a device or its memory: no argument's doing
     try:
@@ -93,7 +112,7 @@ def _explained(
     for argument, value in given.items():
         wanted = function.__annotations__.get(argument, "Any")
         better = _problem(f"{owner}: {argument}", str(wanted), value, scope)
-        # Of a value that does not fit an error of our own says more.
+        # For a value out of range the function's own error says more.
         if better is not None and not (is_own and isinstance(better, ValueError)):
             return better
     if is_own or runtime.is_traced():
@@ -111,7 +130,14 @@ def _is_of_shapes(error: RuntimeError) -> bool:
 
 
 def _problem(place: str, wanted: str, value: Any, scope: dict[str, Any]) -> Exception | None:
-    """Returns the error for a value that its annotation does not allow, or None."""
+    """Returns the error for an argument that its annotation does not allow, or None if it does.
+
+    Args:
+        place: begin of the message: function and argument, as in "rope: x".
+        wanted: text of the argument's annotation.
+        value: the argument.
+        scope: globals of the function, in which the annotation's names are looked up.
+    """
     kinds = [kind.strip() for kind in wanted.split(" | ")]
     if value is None and "None" in kinds:
         return None
@@ -143,7 +169,7 @@ def _problem(place: str, wanted: str, value: Any, scope: dict[str, Any]) -> Exce
 
 
 def _class(kind: str, scope: dict[str, Any]) -> Any:
-    """Returns the class that an annotation names, or None if it names none."""
+    """Returns the class that ``kind``, a dotted name, denotes in ``scope``, or None if none."""
     value: Any = None
     for part in kind.split("."):
         value = scope.get(part) if value is None else getattr(value, part, None)

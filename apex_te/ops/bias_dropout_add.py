@@ -1,17 +1,20 @@
 """Bias, dropout and residual addition in one pass.
 
-Randomness: a call draws one int64 from a generator of the device with torch.randint, on the device,
-and the kernel makes the mask from it with Philox4x32-10. Of the ways to reach the generator's state
-this one is right everywhere: torch.manual_seed governs it; the checkpoint's saved state of the
-default generator brings back the same mask; a captured CUDA graph draws anew in each replay (from a
-generator of one's own if graph.register_generator_state(generator) was called before the capture,
-without which PyTorch refuses to draw); compiled code traces it. Reading the state's offset on the
-host and advancing it would save one small launch, but is refused during capture and not traceable;
-philox_cuda_state needs torch's C++ headers.
+Randomness: a call draws one int64, the seed, on the device with ``torch.randint``, and the kernel
+makes the mask from it with Philox4x32-10. This way of using torch's generator works everywhere:
 
-For backward a GPU keeps the 8 bytes and computes the mask again, under the loads: a bit for each
-element would be 1/8 byte to write and to read beside 6 and 4. A CPU, for which the mask is most of
-the work, keeps the bits.
+- ``torch.manual_seed`` determines the mask.
+- Activation checkpointing restores the default generator's state, hence the mask in the recompute.
+- A captured CUDA graph draws a new seed in each replay. For a generator other than the default one
+  ``graph.register_generator_state(generator)`` must be called before the capture.
+- Compiled code traces it.
+
+Reading the offset of the generator's state on the host and advancing it would save one small
+launch, but is refused during capture and not traceable; ``philox_cuda_state`` needs torch's C++
+headers.
+
+For backward a GPU keeps the seed (8 bytes) and computes the mask again, which costs no time while
+the kernel waits for memory. A CPU, for which the mask is most of the work, keeps the mask's bits.
 """
 
 from __future__ import annotations
@@ -45,29 +48,30 @@ def bias_dropout_add(
 ) -> torch.Tensor:
     """Computes residual + dropout(x + bias, p) in float32, rounded once.
 
-    An element is dropped (multiplied by 0, so NaN and infinity show as NaN) with probability q, p
-    to the nearest of 1/65536 to 65535/65536; the others are multiplied by 1 / (1 - q), so that the
-    expectation is exact. p = 0 and training=False draw no random numbers; neither does p = 1, which
-    drops everything. Gradients: x and bias through the same mask, residual's as it comes. bias's is
-    a deterministic sum.
+    An element is dropped (multiplied by 0, so NaN and infinity show as NaN) with probability q,
+    which is p rounded to a multiple of 1/65536, from 1/65536 to 65535/65536. The others are
+    multiplied by 1 / (1 - q), so that the expectation is exact. No random number is drawn for
+    p = 0, for training=False and for p = 1, which drops everything. The gradients of x and bias
+    pass through the mask of the forward pass, bias's as a deterministic sum over rows; residual's
+    gradient is that of the output.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
         bias: [cols] of x's dtype or float32, or None.
         residual: x's shape, of x's dtype or float32; made contiguous if it is not.
         p: probability of an element to be dropped, 0 to 1.
-        training: False is p = 0.
+        training: False has the effect of p = 0.
         seed: one int64 on x's device that determines the mask; drawn unless given.
-        generator: of x's device, to draw from; the device's default one unless given.
-            torch.utils.checkpoint restores only the default one, and none while a CUDA graph is
-            captured: there draw the seed outside of the checkpointed function and pass it.
+        generator: generator of x's device to draw the seed from; the device's default one unless
+            given. ``torch.utils.checkpoint`` restores only the default one, and none while a CUDA
+            graph is captured: there draw the seed outside of the checkpointed function and pass it.
 
     Returns:
         A contiguous tensor of x's shape and residual's dtype.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape or p that does not fit; both seed and generator.
+        ValueError: a shape or p that does not fit, or both ``seed`` and ``generator`` are given.
     """
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"bias_dropout_add: p must be from 0 to 1, got {p}")
@@ -100,19 +104,19 @@ def bias_dropout_add_bwd(
     bias_dtype: torch.dtype | None = None,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of ``bias_dropout_add`` with respect to x and bias; residual's is dout.
+    """Computes ``bias_dropout_add``'s gradients with respect to x and bias; residual's is ``dout``.
 
     Args:
         dout: [..., cols], the gradient of the output, in its dtype; made contiguous if it is not.
-        seed: of the forward call; None for p = 0 and p = 1.
-        p: of the forward call.
-        x_dtype: of dx, which is computed unless it is None.
-        bias_dtype: of dbias, which is computed unless it is None.
-        mask: on the CPU, the bits that the forward call has kept, uint8 [rows, ceil(cols / 8)];
-            computed from seed if it is None.
+        seed: the forward's seed; None for p = 0 and p = 1.
+        p: the forward's p.
+        x_dtype: dtype of dx; None to leave dx out.
+        bias_dtype: dtype of dbias; None to leave dbias out.
+        mask: CPU only: the forward's mask, uint8 [rows, ceil(cols / 8)] with one bit for each
+            element; computed from ``seed`` if it is None.
 
     Returns:
-        dx of dout's shape and dbias [cols], summed in a fixed order; None where not computed.
+        (dx of dout's shape, dbias [cols] summed in a fixed order), with None for one left out.
     """
     dense = _rows(dout)
     rows, cols = dense.shape
@@ -176,7 +180,10 @@ def reference(
     p: float,
     seed: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes the function in plain PyTorch in residual's dtype; the specification."""
+    """Computes ``bias_dropout_add`` in plain PyTorch in residual's dtype; the specification.
+
+    ``seed``, one int64, must be given where 0 < p < 1.
+    """
     y = x.to(residual.dtype)
     if bias is not None:
         y = y + bias.to(residual.dtype)
@@ -190,12 +197,12 @@ def reference(
 
 
 def drop_threshold(p: float) -> int:
-    """Returns how many of 65536 equally likely values drop an element, for 0 < p < 1."""
+    """Returns p for 0 < p < 1 as a number of 65536ths: random 16-bit values below it drop."""
     return min(max(math.floor(p * 65536 + 0.5), 1), 65535)
 
 
 def keep_mask(seed: torch.Tensor, rows: int, cols: int, p: float) -> torch.Tensor:
-    """Returns the mask [rows, cols] on seed's device, True where an element is kept."""
+    """Returns the mask that ``seed`` determines, bool [rows, cols], True for elements to keep."""
     row = torch.arange(rows, device=seed.device)[:, None]
     vec = torch.arange(-(-cols // 8), device=seed.device)
     row, vec = torch.broadcast_tensors(row, vec)
@@ -212,7 +219,15 @@ Words4 = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def philox4x32(counter: Words4, key: tuple[torch.Tensor, torch.Tensor]) -> Words4:
-    """Computes Philox4x32-10 (Salmon et al., SC 2011) of 32-bit words in int64 tensors."""
+    """Computes Philox4x32-10 (Salmon et al., SC 2011) on 32-bit words held in int64 tensors.
+
+    Args:
+        counter: four words, tensors of shapes that broadcast.
+        key: two words, low then high.
+
+    Returns:
+        Four random words, of the broadcast shape.
+    """
     x, y, z, w = counter
     low, high = key
     for _ in range(10):

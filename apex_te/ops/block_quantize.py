@@ -1,4 +1,4 @@
-"""FP8 data of a matrix with one scale for each block of 1x128 or 128x128 elements."""
+"""Casts a matrix to FP8 with one scale for each block of 1x128 or 128x128 elements, and back."""
 
 from __future__ import annotations
 
@@ -21,19 +21,32 @@ _BLOCK = 128
 
 @former_fields(transposed="columnwise", transposed_scale_inv="columnwise_scale_inv")
 class BlockQuantized(NamedTuple):
-    """Result of ``block_quantize``, with None for a copy that was not asked for."""
+    """FP8 data and scale_inv of a matrix [rows, cols]; None for a copy that was not asked for.
 
-    rowwise: torch.Tensor | None  # [rows, cols]
-    rowwise_scale_inv: torch.Tensor | None  # scale_shape(rows, cols)
-    columnwise: torch.Tensor | None  # [cols, rows]
-    columnwise_scale_inv: torch.Tensor | None  # scale_shape(cols, rows)
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        rowwise_scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``.
+        columnwise: FP8 [cols, rows].
+        columnwise_scale_inv: float32 of shape ``scale_shape(cols, rows, block_rows)``.
+    """
+
+    rowwise: torch.Tensor | None
+    rowwise_scale_inv: torch.Tensor | None
+    columnwise: torch.Tensor | None
+    columnwise_scale_inv: torch.Tensor | None
 
 
 def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
-    """Returns the shape of the scales of FP8 data [rows, cols], K along cols, as cuBLASLt reads it.
+    """Returns the shape of the scale_inv tensor of FP8 data [rows, cols], as cuBLASLt reads it.
 
-    1x128: [ceil(cols / 128), rows rounded up to 4]; 128x128: [ceil(rows / 128), ceil(cols / 128)
-    rounded up to 4].
+    Args:
+        rows: rows of the copy, rowwise or columnwise.
+        cols: columns of the copy, the inner dimension K of a product.
+        block_rows: 1 (blocks of 1x128) or 128 (128x128).
+
+    Returns:
+        For 1x128 (ceil(cols / 128), rows rounded up to a multiple of 4), which is the transposed
+        order; for 128x128 (ceil(rows / 128), ceil(cols / 128) rounded up to a multiple of 4).
     """
     blocks = -(-cols // _BLOCK)
     if block_rows == 1:
@@ -56,11 +69,11 @@ def block_quantize(
 ) -> BlockQuantized:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
-    A block's amax below ``eps`` counts as eps; an amax of 0, infinity or NaN gives scale 1, so that
-    NaN stays NaN; an infinity saturates, but makes its block's scale_inv infinite and with it all
-    values of the block; an infinite scale becomes the largest finite value of x's dtype. With
-    1x128 blocks the columnwise copy is quantized from x along the other axis, with scales of its
-    own; with 128x128 blocks its bytes are those of the rowwise copy, transposed.
+    A block's amax below ``eps`` counts as ``eps``. An amax of 0, infinity or NaN gives scale 1, so
+    that NaN stays NaN. An infinity saturates, but makes its block's scale_inv infinite, and with it
+    all values of the block. An infinite scale becomes the largest finite value of x's dtype. With
+    1x128 blocks the blocks of the columnwise copy are 128 elements of a column of x, with scales of
+    their own; with 128x128 blocks the columnwise copy is the transposed rowwise copy.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -70,12 +83,13 @@ def block_quantize(
         columnwise: make [cols, rows] and its scale_inv.
         pow2: round scales down to powers of two.
         eps: smallest amax.
-        amax: one float32 element, becomes max(amax, max |x|); NaN counts as largest.
-        out: written instead of new tensors.
+        amax: one float32 element, becomes max(amax, max |x| of the matrix); NaN counts as largest.
+        out: result of an earlier call to write instead of new tensors; the copies that it has are
+            made, whatever ``rowwise`` and ``columnwise`` say.
 
     Returns:
         FP8 data, and scale_inv in the layout of ``scale_shape``: 1 / scale, infinite where the amax
-        is; places beyond the matrix hold 1. Ragged edges are blocks of what is there.
+        is; places beyond the matrix hold 1. Blocks at the edges of the matrix may be smaller.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -117,11 +131,15 @@ def block_dequantize(
     """Computes the values of FP8 data, each times its block's scale_inv, rounded to nearest even.
 
     Args:
-        fp8_data: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
-        scale_inv: float32 of shape scale_shape(rows, cols, block_rows).
+        fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
+        scale_inv: float32 of shape scale_shape(rows, cols, block_rows), of that copy.
         block_rows: 1 or 128.
-        dtype: float32, float16 or bfloat16, of a new tensor.
-        out: [rows, cols] to write.
+        dtype: dtype of a new tensor: float32, float16 or bfloat16.
+        out: [rows, cols] to write; a new tensor unless given.
+
+    Returns:
+        [rows, cols]: ``out`` or the new tensor. A columnwise copy gives the transpose of the
+        quantized matrix.
 
     Raises:
         TypeError: a dtype that does not match.

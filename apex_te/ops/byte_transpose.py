@@ -1,4 +1,4 @@
-"""The columnwise copy of FP8 data of which only the rowwise copy was sent."""
+"""Transposes FP8 data: the columnwise copy of data of which a rank received the rowwise copy."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ _transpose = bind("byte_transpose", "byte_transpose")
 
 @checked
 def byte_transpose(fp8_data: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the columnwise copy [cols, rows] of a rowwise one: the same bytes, contiguous.
+    """Returns the transpose of a matrix of bytes: the columnwise copy made from a rowwise copy.
 
     Args:
         fp8_data: [rows, cols] of any dtype of one byte (FP8, uint8 for HiF8); made contiguous if it
             is not.
-        out: written instead of a new tensor.
+        out: contiguous [cols, rows] to write, of the dtype of ``fp8_data``; a new tensor unless
+            given.
+
+    Returns:
+        [cols, rows] of the dtype of ``fp8_data``, contiguous.
 
     Raises:
-        TypeError: a dtype of more bytes.
+        TypeError: ``fp8_data`` has a dtype of more than one byte, or ``out`` has another dtype.
         ValueError: a shape or device that does not match.
     """
     dtype, shape = fp8_data.dtype, fp8_data.shape

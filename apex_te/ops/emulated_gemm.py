@@ -1,9 +1,11 @@
-"""Matrix products of formats for which the hardware has no matrix units.
+"""Matrix products of FP8 operands for devices without matrix units for the operands' format.
 
-MXFP8 before sm_100, HiF8, and FP8 on GPUs before sm_89 or, in blocks, other than sm_90.
+The formats: MXFP8 (no matrix units before sm_100), HiF8 (none anywhere), FP8 with one scale for
+each tensor (none before sm_89) and FP8 with a scale for each block (on sm_90 alone).
 
-Operands are decoded to bfloat16, in which their values are exact, and multiplied by torch.mm; on
-the CPU, where products in bfloat16 are slow, and blocks, whose scales may be any, to float32.
+Operands are decoded and multiplied by ``torch.mm``. On a GPU they are decoded to bfloat16, which
+holds their values exactly. They are decoded to float32 on the CPU, where products in bfloat16 are
+slow, and in block scaling, where a value times its scale need not fit in bfloat16.
 """
 
 from __future__ import annotations
@@ -36,17 +38,20 @@ def mx_gemm(
 ) -> torch.Tensor:
     """Computes out[M, N] = a @ b.T + bias of MXFP8 operands as ``mx_quantize`` makes them.
 
-    A value below 2^-126 (the smallest normal number) may be rounded by its decoding.
+    An operand's value below 2^-126, the smallest normal number, may be rounded when it is decoded.
 
     Args:
         a: [M, K] FP8. fprop: x; dgrad: dy; wgrad: dy columnwise.
         b: [N, K] FP8. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
         a_scale: [M, ceil(K / 32)] float8_e8m0fnu.
         b_scale: [N, ceil(K / 32)] float8_e8m0fnu.
-        out: [M, N] to write; a new tensor unless given.
-        out_dtype: of a new tensor.
-        bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
-        accumulate: add to ``out`` instead of overwriting it.
+        out: [M, N] float32, float16 or bfloat16 to write; a new tensor unless given.
+        out_dtype: dtype of the new tensor where ``out`` is not given.
+        bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
+        accumulate: add the result to ``out``, which must be given, instead of overwriting it.
+
+    Returns:
+        The output [M, N]: ``out`` or the new tensor.
 
     Raises:
         TypeError: an argument of another dtype.
@@ -75,10 +80,13 @@ def hif8_gemm(
         b: [N, K] uint8. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
-        out: [M, N] to write; a new tensor unless given.
-        out_dtype: of a new tensor.
-        bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
-        accumulate: add to ``out`` instead of overwriting it.
+        out: [M, N] float32, float16 or bfloat16 to write; a new tensor unless given.
+        out_dtype: dtype of the new tensor where ``out`` is not given.
+        bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
+        accumulate: add the result to ``out``, which must be given, instead of overwriting it.
+
+    Returns:
+        The output [M, N]: ``out`` or the new tensor.
 
     Raises:
         TypeError: an argument of another dtype.
@@ -107,7 +115,11 @@ def emulated_fp8_gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """Computes ``fp8_gemm`` without FP8 matrix units; its arguments, result and errors."""
+    """Computes ``fp8_gemm`` without FP8 matrix units, by decoding the operands.
+
+    Arguments, result and errors are those of ``fp8_gemm.fp8_gemm``, except that there is no GELU
+    and no split accumulator, and that E5M2 times E5M2 is computed.
+    """
     out, bias = _prepare(
         "emulated_fp8_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
     )
@@ -134,7 +146,11 @@ def emulated_block_gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """Computes ``block_scaled_gemm`` without matrix units, in float32; its arguments and errors."""
+    """Computes ``block_scaled_gemm`` without FP8 matrix units, in float32.
+
+    Arguments, result and errors are those of ``fp8_gemm.block_scaled_gemm``, except that E5M2
+    times E5M2 and any two ``block_rows`` are computed.
+    """
     out, bias = _prepare(
         "emulated_block_gemm", a, b, a_scale_inv, b_scale_inv, out, out_dtype, bias, accumulate
     )
@@ -143,7 +159,7 @@ def emulated_block_gemm(
 
 
 def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
-    """Returns the output and the bias in its dtype, after the checks that all formats share."""
+    """Returns (output, converted bias or None), after the checks that all formats share."""
     check_dense(name, a=a, b=b, a_scale=a_scale, b_scale=b_scale, out=out, bias=bias)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -165,7 +181,12 @@ def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
 
 
 def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
-    """Runs the product, which torch sees as one op, so that its rounding stays what it is."""
+    """Runs the product as one registered op, whose rounding a compiler cannot change.
+
+    Args:
+        kind: format of the operands: "mx", "hif8", "fp8", or "block" followed by the block rows of
+            ``a`` and of ``b``, e.g. "block 1 128".
+    """
     if kind == "mx" and torch.compiler.is_compiling():  # inductor knows no float8_e8m0fnu
         a_scale, b_scale = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
     _multiply(kind, a, b, a_scale, b_scale, out, bias, accumulate)

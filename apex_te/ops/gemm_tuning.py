@@ -1,9 +1,9 @@
-"""Choice of cuBLASLt's algorithms by timing the heuristic's proposals; off by default.
+"""Chooses cuBLASLt's algorithm for a product by timing the proposals of its heuristic.
 
-Off by default: the heuristic's first proposal is used, the same in every process. With
-APEX_TE_GEMM_TUNE=1 a product that is not in the table yet is timed at its first call, never under
-graph capture or inside autograd's backward; ``tune`` times the products of given layers ahead. The
-table lives in the user's cache, one file for a GPU and cuBLASLt version.
+It is off by default: then every process uses the heuristic's first proposal. With
+``APEX_TE_GEMM_TUNE=1`` a product without a stored choice is timed at its first call, except during
+capture and inside autograd's backward; ``fp8_gemm.tune`` times the products of given layers ahead.
+Choices are stored in the user's cache, in one file for each GPU model and cuBLASLt version.
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ _tables: dict[int, dict[str, int]] = {}
 
 
 def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> int:
-    """Returns the algorithm for a product: from the table, timed now if possible, else 0.
+    """Returns the number of the algorithm to use for a product.
 
     Args:
-        key: names the product: sizes, dtypes, epilogue, accumulation.
-        device: of the operands.
-        launch: runs the product on scratch outputs with the given algorithm.
+        key: text that identifies the product: sizes, dtypes, epilogue, accumulation.
+        device: device of the operands.
+        launch: runs the product on scratch outputs with the algorithm of a given number; raises
+            NotImplementedError where there is none.
+
+    Returns:
+        A position among the heuristic's proposals: the stored choice, else the fastest by timing,
+        which is then stored. During capture and in backward, where nothing can be timed, it is 0,
+        the first proposal.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     table = _tables.get(index)
@@ -56,7 +62,11 @@ def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> 
 
 
 def _fastest(launch: Callable[[int], None]) -> int:
-    """Returns the algorithm with the least median over rounds in which all take turns."""
+    """Times all algorithms in turn for some rounds and returns the one of the least median time.
+
+    Returns:
+        The number of the algorithm; 0 unless another one is faster by more than ``_GAIN``.
+    """
     usable = []
     for index in range(_MAX_ALGORITHMS):
         try:
@@ -82,7 +92,10 @@ def _fastest(launch: Callable[[int], None]) -> int:
 
 
 def _path(index: int) -> Path:
-    """Returns the table's file below the cache, e.g. gemm/NVIDIA_H200-cublaslt130100.json."""
+    """Returns the file of stored choices for CUDA device ``index``, in the user's cache.
+
+    An example of its name is ``gemm/NVIDIA_H200-cublaslt130100.json``.
+    """
     probe = torch.empty(0, device=torch.device("cuda", index))
     gpu = re.sub(r"[^A-Za-z0-9]+", "_", torch.cuda.get_device_name(index))
     version = _lib.cublaslt_version(probe)
@@ -90,7 +103,7 @@ def _path(index: int) -> Path:
 
 
 def _load(path: Path) -> dict[str, int]:
-    """Returns the stored table; an unreadable or strange file counts as empty."""
+    """Returns the stored choices, algorithm numbers by key; none if the file cannot be used."""
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -105,7 +118,7 @@ def _load(path: Path) -> dict[str, int]:
 
 
 def _store(path: Path, key: str, chosen: int) -> None:
-    """Adds one choice to the file that all processes share."""
+    """Adds the choice for one key to the file, which other processes may write at the same time."""
     cache.make_private(str(path.parent))
     with lock.held(f"{path}.lock", "the GEMM table", env.lock_timeout()):
         table = {**_load(path), key: chosen}

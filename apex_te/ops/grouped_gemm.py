@@ -1,9 +1,14 @@
-"""Products of groups of rows whose sizes only the device knows; nothing waits for the device.
+"""Matrix products of groups of rows, such as an expert's tokens, whose sizes are on the device.
 
-FP8 data is multiplied by kernels of our own on sm_90, E4M3 and E5M2 in any pair; bfloat16 by
-torch's grouped product on sm_90 and sm_100, for which FP8 data is decoded elsewhere. Without either
-every group is multiplied with all rows and a mask keeps its own: right, and as many times
-slower as there are groups.
+The host never waits for the sizes. There are three ways to multiply:
+
+- on sm_90 kernels of the suite multiply FP8 data, E4M3 and E5M2 in any pair;
+- on sm_90 and sm_100 ``torch._grouped_mm`` multiplies bfloat16; FP8 data that the kernels do not
+  take is decoded to bfloat16 first;
+- elsewhere every group is multiplied with all rows, of which those of other groups are masked. The
+  result is the same, but the work grows with the number of groups.
+
+``grouped_quantize.Groups`` holds the places of the groups.
 """
 
 from __future__ import annotations
@@ -35,29 +40,29 @@ _contract = bind("grouped_gemm", "grouped_gemm_contract")
 
 
 def has_grouped_products(device: torch.device) -> bool:
-    """Returns True if torch multiplies groups of bfloat16 rows by their ends on the device."""
+    """Returns True if ``torch._grouped_mm`` multiplies groups of bfloat16 rows on the device."""
     return hasattr(torch, "_grouped_mm") and nvidia_capability(device) in _GROUPED
 
 
 def has_grouped_fp8(device: torch.device) -> bool:
-    """Returns True if a kernel multiplies FP8 data of groups by their ends on the device."""
+    """Returns True if the suite has a kernel for grouped products of FP8 data on the device."""
     return nvidia_capability(device) == _GROUPED_FP8
 
 
 @checked
 def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Computes ``out[r] = b[g] @ a[r]`` of each row r and its group g, and nothing for other rows.
+    """Multiplies each row by the matrix of its group: ``out[r] = b[g] @ a[r]``, row r in group g.
 
     Args:
         a: [rows, K].
-        b: [groups, N, K] of its dtype.
-        groups: of as many rows.
+        b: [groups, N, K] in the dtype of ``a``, a matrix for each group.
+        groups: places of the groups in the rows of ``a``.
 
     Returns:
-        [rows, N] in the dtype of ``a``.
+        [rows, N] in the dtype of ``a``; rows that belong to no group have no defined values.
 
     Raises:
-        ValueError: a shape that does not match, groups of another matrix among them.
+        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
     """
     check_dense("multiply_groups", a=a, b=b, groups=groups.table)
     _check_operands("multiply_groups", a, b, groups)
@@ -68,7 +73,7 @@ def multiply_groups(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.T
     out = a.new_zeros((a.shape[0], b.shape[1]))
     for g in range(groups.num_groups):
         own = (group == g)[:, None]
-        # Of other rows zeros: NaN in one can reach the row before it in a product on the CPU.
+        # Other groups' rows are zeroed: on the CPU a NaN in a row can reach the row before it.
         out = torch.where(own, torch.mm(torch.where(own, a, zero), b[g].t()), out)
     return out
 
@@ -80,20 +85,23 @@ def contract_groups(
     groups: Groups,
     wide: bool = False,
 ) -> torch.Tensor:
-    """Computes ``out[g] = a[:, of g] @ b[of g]`` of groups that lie along the inner dimension.
+    """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
+
+    Group g is at the places i to j of the inner dimension. This is wgrad of a grouped linear layer.
 
     Args:
-        a: [M, rows]; b: [rows, N] of its dtype.
-        groups: of as many rows.
-        wide: give the float32 sums of 16-bit operands. torch's grouped product has none: what it
-            multiplies stays in bfloat16.
+        a: [M, rows].
+        b: [rows, N] in the dtype of ``a``.
+        groups: places of the groups in the inner dimension.
+        wide: return 16-bit operands' sums in float32, not rounded. ``torch._grouped_mm`` cannot:
+            where it multiplies, the result is bfloat16 all the same.
 
     Returns:
-        [groups, M, N] in the dtype of the operands, or float32; without values for a group of size
-        0.
+        [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; the matrix of a
+        group without rows has no defined values.
 
     Raises:
-        ValueError: a shape that does not match, groups of another matrix among them.
+        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
     """
     check_dense("contract_groups", a=a, b=b, groups=groups.table)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
@@ -108,14 +116,14 @@ def contract_groups(
 def _contract_values(
     a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, wide: bool
 ) -> torch.Tensor:
-    """Computes ``contract_groups`` from the end of each group in the inner dimension."""
+    """Computes ``contract_groups`` from ``ends``, the place after each group's last, int32."""
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b, offs=ends)
     group = _group_of_rows(ends, a.shape[1])
     zero = a.new_zeros(())
     parts = []
     for g in range(ends.numel()):
-        own = group == g  # masked, not multiplied by 0: there may be NaN in what is not its own
+        own = group == g  # masked, not multiplied by 0: other groups may have NaN
         x, y = torch.where(own, a, zero), torch.where(own[:, None], b, zero)
         if not wide or a.dtype not in _SHORT:
             parts.append(torch.mm(x, y))
@@ -136,7 +144,10 @@ def _check_operands(name: str, a: torch.Tensor, b: torch.Tensor, groups: Groups)
 
 
 def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Returns True if torch's product takes the operands: rows begin at multiples of 16 bytes."""
+    """Returns True if ``torch._grouped_mm`` takes operands of this device, dtype and shape.
+
+    The rows of both operands and of the result must begin at multiples of 16 bytes.
+    """
     if a.dtype is not torch.bfloat16 or not has_grouped_products(a.device):
         return False
     fixed = (a.shape[0], b.shape[1]) if b.dim() == 2 else b.shape[1:]
@@ -144,7 +155,7 @@ def _has_kernel(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _group_of_rows(ends: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns the group of each of ``rows`` rows, which is ``num_groups`` behind the last."""
+    """Returns the group of each row, int32 [rows]; ``num_groups`` for rows that have no group."""
     at = torch.arange(rows, dtype=torch.int32, device=ends.device)
     return torch.searchsorted(ends, at, right=True, out_int32=True)
 
@@ -158,13 +169,23 @@ def scaled_multiply_groups(
     groups: Groups,
     fast: bool,
 ) -> torch.Tensor:
-    """Computes ``multiply_groups`` of FP8 data, times each scale_inv; bfloat16 [rows, N].
+    """Computes ``multiply_groups`` of FP8 data, times the scale_inv of the row and of the group.
 
     Args:
-        a: [rows, K] FP8; a_scale_inv: float32 [rows].
-        b: [groups, N, K] FP8; b_scale_inv: float32 [groups].
-        fast: sums all in the matrix units, which keep fewer bits than float32; else sums of 128
-            products are added up in float32. Where FP8 data is decoded it makes no difference.
+        a: [rows, K] FP8.
+        a_scale_inv: float32 [rows].
+        b: [groups, N, K] FP8.
+        b_scale_inv: float32 [groups].
+        groups: places of the groups in the rows of ``a``.
+        fast: sum all products in the matrix units, which keep fewer bits than float32. Otherwise
+            sums of 128 products are added up in float32. It makes no difference where FP8 data is
+            decoded.
+
+    Returns:
+        [rows, N] bfloat16; rows that belong to no group have no defined values.
+
+    Raises:
+        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
     """
     check_dense(
         "scaled_multiply_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
@@ -178,7 +199,7 @@ def scaled_multiply_groups(
         return out
     out = multiply_groups(decode(a), decode(b), groups)
     group = _group_of_rows(groups.ends, a.shape[0]).clamp_(max=groups.num_groups - 1)
-    # One factor: two would round the result twice more.
+    # One combined factor: multiplying by two would round the result twice.
     scale_rows(out, a_scale_inv * b_scale_inv[group])
     return out
 
@@ -193,15 +214,24 @@ def scaled_contract_groups(
     fast: bool,
     wide: bool = False,
 ) -> torch.Tensor:
-    """Computes ``contract_groups`` of FP8 data, times each scale_inv; [groups, M, N].
+    """Computes ``contract_groups`` of columnwise FP8 data, times both scale_inv of the group.
 
     Args:
-        a: [M, K] FP8; b: [N, K] FP8; groups begin at multiples of 16 in K and are none empty.
-        a_scale_inv, b_scale_inv: float32 [groups].
-        ends: int32 [groups], the place after each group's last in K.
+        a: [M, K] FP8. In K each group begins at a multiple of 16, and none is empty, as in the
+            columnwise copy of ``quantize_groups``.
+        a_scale_inv: float32 [groups].
+        b: [N, K] FP8, with the groups at the same places of K.
+        b_scale_inv: float32 [groups].
+        ends: int32 [groups], the place in K after each group's last: ``Groups.column_ends``.
         fast: as in ``scaled_multiply_groups``.
-        wide: give float32 sums, else these rounded to bfloat16. Where FP8 data is decoded, as in
-            ``contract_groups``.
+        wide: return the sums in float32, not rounded to bfloat16. Where FP8 data is decoded,
+            ``wide`` has the limits of ``contract_groups``.
+
+    Returns:
+        [groups, M, N] in bfloat16 or float32.
+
+    Raises:
+        TypeError: ``ends`` is not int32 with one dimension.
     """
     check_dense(
         "scaled_contract_groups", a=a, b=b, a_scale_inv=a_scale_inv, b_scale_inv=b_scale_inv,
@@ -217,18 +247,23 @@ def scaled_contract_groups(
         out = torch.empty(shape, dtype=dtype, device=a.device)
         _contract(a, a_scale_inv, b, b_scale_inv, ends, out, not fast)
         return out
-    # torch's kernels trust the ends.
+    # torch's kernels do not check the ends.
     out = _contract_values(decode(a), decode(b).t(), ends.clamp(0, a.shape[1]), wide)
-    # As many rows as keep a GPU busy.
+    # [groups * M] factors, one a row: [groups] alone would not keep a GPU busy.
     factor = (a_scale_inv * b_scale_inv)[:, None].expand(-1, a.shape[0]).contiguous().view(-1)
     scale_rows(out.flatten(0, 1), factor)
     return out
 
 
 def multiplies_codes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Returns True if a kernel multiplies the FP8 data; else it is decoded.
+    """Returns True if the suite's kernel multiplies the FP8 data, False if it must be decoded.
 
-    Their rows have to begin at multiples of 16 bytes, those of the result, too.
+    The kernel needs sm_90, and rows of the operands and of the result that begin at multiples of
+    16 bytes.
+
+    Args:
+        a: FP8 operand whose last dimension is K, as in the two ``scaled_`` products.
+        b: FP8 operand whose last two dimensions are [N, K].
     """
     if a.dtype not in _FP8 or b.dtype not in _FP8 or not has_grouped_fp8(a.device):
         return False

@@ -1,7 +1,7 @@
-"""FP8 data of groups of rows whose sizes only the device knows; nothing waits for the device.
+"""Casts groups of rows, such as each expert's tokens, to FP8, with a scale for each group.
 
-The groups lie one after the other in a matrix of rows; what is left of it behind the last group is
-padding, which no function here reads.
+The numbers of rows are on the device, and the host never waits for them. The groups lie one after
+the other in a matrix; its rows behind the last group are padding, which no function here reads.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "zero_unused",
 ]
 
-ALIGN = 16  # columns of a group in the columnwise copy (csrc/grouped_quantize/grouped_quantize.h)
+ALIGN = 16  # a group's columns in the columnwise copy (csrc/grouped_quantize/grouped_quantize.h)
 
 _offsets = bind("grouped_quantize", "grouped_offsets")
 _quantize = bind("grouped_quantize", "grouped_quantize")
@@ -48,54 +48,70 @@ _scale_rows = bind("grouped_quantize", "grouped_scale_rows")
 
 
 class Groups(NamedTuple):
-    """Places of groups in ``rows`` rows, as ``groups_of`` returns them."""
+    """Places of groups in the rows of a matrix, as ``groups_of`` returns them.
 
-    table: torch.Tensor  # int32 [3 num_groups + 1]: ends, column ends, used, bad
+    Attributes:
+        table: int32 [3 * num_groups + 1] on the device: ``ends``; ``column_ends``; 1 for each group
+            that has rows, else 0; and last 1 if the numbers of rows were invalid.
+        rows: number of rows of the matrix.
+        num_groups: number of groups.
+    """
+
+    table: torch.Tensor
     rows: int
     num_groups: int
 
     @property
     def ends(self) -> torch.Tensor:
-        """Row after each group's last, int32 [num_groups]."""
+        """The row after each group's last, int32 [num_groups]."""
         return self.table[: self.num_groups]
 
     @property
     def column_ends(self) -> torch.Tensor:
-        """Column after each group's last in the columnwise copy, int32 [num_groups]."""
+        """The column after each group's last in the columnwise copy, int32 [num_groups]."""
         return self.table[self.num_groups : 2 * self.num_groups]
 
     @property
     def columns(self) -> int:
-        """Number of columns of the columnwise copy, enough for any groups."""
+        """Number of columns of the columnwise copy, which suffices however the rows are grouped."""
         return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
 
 
 @former_fields(transposed="columnwise")
 class GroupedOutput(NamedTuple):
-    """FP8 data of groups, with None for a copy that was not asked for, and each scale_inv."""
+    """FP8 data of groups and its scale_inv; None for a copy that was not asked for.
+
+    Attributes:
+        rowwise: [rows, cols] of ``quantize_groups``, [groups, rows, cols] of ``quantize_matrices``.
+        columnwise: [cols, ``Groups.columns``] or [groups, cols, rows].
+        scale_inv: float32 [groups].
+        row_scale_inv: float32 [rows], for each row its group's scale_inv; None without a rowwise
+            copy and from ``quantize_matrices``.
+    """
 
     rowwise: torch.Tensor | None
     columnwise: torch.Tensor | None
-    scale_inv: torch.Tensor  # float32 [groups]
-    row_scale_inv: torch.Tensor | None  # float32 [rows], of quantize_groups
+    scale_inv: torch.Tensor
+    row_scale_inv: torch.Tensor | None
 
 
 @checked
 def groups_of(splits: torch.Tensor, rows: int) -> Groups:
     """Returns the places of groups in a matrix of ``rows`` rows.
 
-    Splits that are no such groups, because one is negative or their sum exceeds ``rows``, are seen
-    on the device alone: then no group has rows, every scale_inv is NaN, and ``finish_rows``,
+    Invalid splits, of which one is negative or whose sum exceeds ``rows``, raise nothing, as only
+    the device knows them. With them no group has rows, every scale_inv is NaN, and ``finish_rows``,
     ``zero_unused`` and ``column_sums`` write NaN.
 
     Args:
-        splits: [groups] int32 or int64, the numbers of rows in order; made contiguous if it is not;
-            1 to 1023 groups.
+        splits: int32 or int64 [groups] with 1 to 1023 groups: the number of rows of each group, in
+            order; made contiguous if it is not.
+        rows: number of rows of the matrix.
 
     Raises:
-        TypeError: another dtype.
-        ValueError: another shape.
-        NotImplementedError: another number of groups.
+        TypeError: ``splits`` has another dtype.
+        ValueError: ``splits`` has another number of dimensions.
+        NotImplementedError: ``splits`` has another number of groups.
     """
     count = int(splits.numel())  # torch.jit.trace gives a tensor
     table = splits.new_empty(3 * count + 1, dtype=torch.int32)
@@ -104,7 +120,10 @@ def groups_of(splits: torch.Tensor, rows: int) -> Groups:
 
 
 def check_rows(name: str, rows: int, groups: Groups) -> None:
-    """Raises ValueError unless ``groups`` are of a matrix of ``rows`` rows."""
+    """Raises ValueError unless ``groups`` was made for a matrix of ``rows`` rows.
+
+    ``name`` is the calling function's, for the error.
+    """
     if rows != groups.rows:
         raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
 
@@ -122,20 +141,23 @@ def quantize_groups(
     scale_inv: torch.Tensor | None = None,
     due: torch.Tensor | None = None,
 ) -> GroupedOutput:
-    """Quantizes q = saturating_cast(float(x) * scale[g]), round to nearest even, in one pass.
+    """Quantizes groups of rows in one pass: q = saturating_cast(float(x) * scale[g]) in group g.
+
+    Values are rounded to nearest even.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
-        groups: of as many rows.
+        groups: places of the groups in the rows of x.
         scale: float32 [groups], of any stride.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        rowwise: make [rows, cols]; rows of no group are left without values.
+        rowwise: make [rows, cols]; rows behind the last group have no defined values.
         columnwise: make [cols, groups.columns], in which each group begins at a multiple of 16
-            columns and has 16 at least: zeros where it has no row. What lies behind the
-            last group has no values.
-        amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group), NaN largest.
+            columns and has at least 16, which are zeros where the group has no row. Columns behind
+            the last group have no defined values.
+        amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group); NaN counts
+            as largest.
         scale_inv: float32 [groups] to be used instead of 1 / scale.
-        due: int32 [groups]; only groups that are not 0 are looked at.
+        due: int32 [groups]; groups with 0 are neither read nor written. None: all groups are done.
 
     Raises:
         TypeError: a dtype that does not match.
@@ -172,13 +194,16 @@ def quantize_matrices(
     """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
 
     Args:
-        matrices: [rows, cols] each; made contiguous if they are not.
-        groups: those without rows leave their matrix alone; None: all are quantized.
+        matrices: [rows, cols] each, such as the experts' weights; made contiguous if they are not.
+        groups: if given, only the matrices of groups that have rows are quantized.
         rowwise: make [groups, rows, cols].
         columnwise: make [groups, cols, rows].
         scale, fp8_dtype, amax, scale_inv, due: as in ``quantize_groups``.
-        out: what an earlier call has made, both copies and their scales, to be written instead of
-            new tensors; groups that are not due keep theirs.
+        out: result of an earlier call to write instead of new tensors; matrices that ``due`` leaves
+            out keep their FP8 data and scale_inv.
+
+    Returns:
+        FP8 data of all matrices: ``out`` or new tensors.
     """
     matrices = [matrix.contiguous() for matrix in matrices]
     like, count = matrices[0], len(matrices)
@@ -203,7 +228,17 @@ def quantize_matrices(
 def scales_of(
     amax: torch.Tensor, fp8_dtype: torch.dtype, *, eps: float = 0.0, pow2: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns ``(scale, scale_inv)`` [groups] by ``current_scale``'s rules for float32 amaxes."""
+    """Computes each group's scale from its amax, by the rules of ``current_scale``.
+
+    Args:
+        amax: float32 [groups].
+        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        eps: smallest amax, as in ``current_scale``.
+        pow2: round scales down to powers of two.
+
+    Returns:
+        ``(scale, scale_inv)``, each float32 [groups].
+    """
     scale, scale_inv = torch.empty_like(amax), torch.empty_like(amax)
     _scales(amax, scale, scale_inv, torch.finfo(fp8_dtype).max, eps, pow2)
     return scale, scale_inv
@@ -221,14 +256,17 @@ def first_scales(
     margin: int = 0,
     pow2: bool = False,
 ) -> None:
-    """Writes the scale that delayed scaling takes for an amax to groups that are due and have rows.
+    """Writes the first scales of delayed scaling, from amaxes instead of an amax history.
 
-    These are then due no more. An amax of 0, infinity or NaN leaves the scale.
+    Only groups that are due and have rows get a scale; their ``due`` is set to 0. An amax of 0,
+    infinity or NaN leaves the group's scale as it is.
 
     Args:
         amax: float32 [groups].
-        due: int32 [groups].
-        scale, scale_inv: float32 [groups], of any stride.
+        groups: places of the groups.
+        due: int32 [groups], not 0 for groups without a first scale; written.
+        scale: float32 [groups], of any stride; written.
+        scale_inv: float32 [groups], of any stride; written.
         fp8_max, margin, pow2: as in ``amax_scale_update``.
     """
     _first_scales(amax, groups.table, due, scale, scale_inv, fp8_max, margin, pow2)
@@ -240,12 +278,12 @@ def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = N
     """Adds ``bias`` [groups, cols] to the groups' rows of ``out``, and zeroes rows of no group.
 
     Args:
-        out: [rows, cols], contiguous float32, float16 or bfloat16.
-        groups: the places of groups in ``rows`` rows.
-        bias: of ``out``'s dtype.
+        out: [rows, cols], contiguous float32, float16 or bfloat16; written.
+        groups: places of the groups in the rows of ``out``.
+        bias: [groups, cols] in ``out``'s dtype; None adds nothing.
 
     Raises:
-        ValueError: groups of another number of rows.
+        ValueError: ``groups`` was made for another number of rows.
     """
     check_rows("grouped_finish", out.shape[0], groups)
     _finish(out, groups.table, bias)
@@ -254,14 +292,14 @@ def finish_rows(out: torch.Tensor, groups: Groups, bias: torch.Tensor | None = N
 
 @checked
 def zero_unused(out: torch.Tensor, groups: Groups) -> None:
-    """Zeroes ``out[g]`` of groups without rows; ``out`` is contiguous [groups, ..]."""
+    """Zeroes ``out[g]`` for each group g without rows; ``out`` is contiguous [groups, ...]."""
     _clear(out.flatten(1), groups.table)
     note_written(out)
 
 
 @checked
 def decode(fp8_data: torch.Tensor) -> torch.Tensor:
-    """Returns the values of float8_e4m3fn or float8_e5m2 data of any shape, exact in bfloat16."""
+    """Returns the values, without scale_inv, of FP8 data of any shape in bfloat16; exact."""
     fp8_data = fp8_data.contiguous()
     out = torch.empty_like(fp8_data, dtype=torch.bfloat16)
     _decode(fp8_data.view(-1), out.view(-1))
@@ -270,9 +308,11 @@ def decode(fp8_data: torch.Tensor) -> torch.Tensor:
 
 @checked
 def scale_rows(out: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiplies the rows of ``out`` [rows, ..] by ``factor`` float32 [rows], in float32.
+    """Multiplies each row of ``out`` by its factor, in place and in float32.
 
-    ``out`` is contiguous float32, float16 or bfloat16.
+    Args:
+        out: [rows, ...], contiguous float32, float16 or bfloat16.
+        factor: float32 [rows].
     """
     _scale_rows(out.flatten(1), factor)
     note_written(out)
@@ -286,7 +326,7 @@ def column_sums(x: torch.Tensor, groups: Groups) -> torch.Tensor:
         The sums [groups, cols] in the dtype of ``x``: float32, float16 or bfloat16.
 
     Raises:
-        ValueError: groups of another number of rows.
+        ValueError: ``groups`` was made for another number of rows.
     """
     x = fp8_output.contiguous_matrix("grouped_sum", x)
     check_rows("grouped_sum", x.shape[0], groups)
@@ -296,7 +336,7 @@ def column_sums(x: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 def reference_table(splits: torch.Tensor, rows: int) -> torch.Tensor:
-    """Computes the table of ``groups_of`` in plain Python, on the CPU."""
+    """Computes ``groups_of(splits, rows).table`` in plain Python, as a CPU tensor."""
     counts = splits.tolist()
     bad = min(counts) < 0 or sum(counts) > rows
     if bad:
@@ -311,9 +351,11 @@ def reference_table(splits: torch.Tensor, rows: int) -> torch.Tensor:
 def reference(
     x: torch.Tensor, splits: Sequence[int], scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Returns for each group its FP8 data [rows, cols], the padded columnwise copy, and amax.
+    """Computes ``quantize_groups`` in plain PyTorch with integer rounding; the specification.
 
-    In plain PyTorch with its own integer rounding; the specification of ``quantize_groups``.
+    Returns:
+        For each group (rowwise copy [rows of the group, cols], columnwise copy [cols, columns of
+        the group] padded with zeros, amax as one float32 element).
     """
     results = []
     for part, factor in zip(x[: sum(splits)].split(list(splits)), scale, strict=True):

@@ -1,4 +1,9 @@
-"""Token permutation in plain PyTorch, differentiable: the specification of ``moe_permute``."""
+"""Token permutation in plain PyTorch, differentiable: the specification of ``moe_permute``.
+
+Each token has ``width`` places for copies of it: one for each expert of a mask, or k for expert
+indices. ``rows``, which ``rows_of`` returns and the other functions take, is int64 [tokens, width]:
+for each place the copy's row in the permuted matrix, or -1 where there is no copy.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,18 @@ def rows_of(
     align_size: int = 1,
     num_rows: int | None = None,
 ) -> torch.Tensor:
-    """Returns the row of each copy, int64 [tokens, width]; -1 for one that is not made."""
+    """Returns the row in the permuted matrix that each copy of a token goes to.
+
+    Args:
+        routing_map: [tokens, experts] mask or [tokens, k] expert indices, as in
+            ``moe_permute.make_map``.
+        map_type: "mask" or "index".
+        align_size: each expert's rows begin at a multiple of it.
+        num_rows: number of rows of the permuted matrix; copies that come later are dropped.
+
+    Returns:
+        int64 [tokens, width], width being experts or k; -1 where no copy is made.
+    """
     if map_type == "mask":
         routed = routing_map != 0
         counts = routed.sum(0)
@@ -36,7 +52,17 @@ def rows_of(
 def permute(
     inp: torch.Tensor, rows: torch.Tensor, num_rows: int, probs: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Copies tokens, and probs if they are given, to their rows; other rows are zeros."""
+    """Copies tokens, and their probs if given, to the rows of the permuted matrix.
+
+    Args:
+        inp: [tokens, hidden].
+        rows: [tokens, width], from ``rows_of``.
+        num_rows: number of rows of the results; rows that no copy goes to are zeros.
+        probs: [tokens, width].
+
+    Returns:
+        (permuted tokens [num_rows, hidden], their probs [num_rows] or None without probs).
+    """
     tokens, slots = (rows >= 0).nonzero(as_tuple=True)
     target = rows[tokens, slots]
     out = inp.new_zeros(num_rows, inp.shape[1]).index_put((target,), inp[tokens])
@@ -48,7 +74,16 @@ def permute(
 def unpermute(
     inp: torch.Tensor, rows: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums each token's copies, times their probs, in the dtype of ``inp``."""
+    """Sums each token's copies, times their probs, in the dtype of ``inp``.
+
+    Args:
+        inp: [num_rows, hidden], the permuted matrix.
+        rows: [tokens, width], from ``rows_of``.
+        probs: [tokens, width]; None stands for ones.
+
+    Returns:
+        [tokens, hidden]; zeros for a token without copies.
+    """
     tokens, slots = (rows >= 0).nonzero(as_tuple=True)
     copies = inp[rows[tokens, slots]]
     if probs is not None:
@@ -59,7 +94,16 @@ def unpermute(
 def sort_chunks(
     inp: torch.Tensor, split_sizes: torch.Tensor, sorted_index: torch.Tensor
 ) -> torch.Tensor:
-    """Reorders chunks of rows; rows behind them are zeros."""
+    """Reorders chunks of rows: chunk i of the result is chunk ``sorted_index[i]`` of ``inp``.
+
+    Args:
+        inp: [rows, hidden].
+        split_sizes: [chunks] integers, the number of rows of each chunk.
+        sorted_index: [chunks] integers, each chunk once.
+
+    Returns:
+        [rows, hidden]; rows behind the last chunk are zeros.
+    """
     sizes, order = split_sizes.long(), sorted_index.long()
     chunks = torch.arange(int(sizes.sum()), device=inp.device).split(sizes.tolist())
     sources = torch.cat([sizes.new_empty(0), *(chunks[i] for i in order.tolist())])

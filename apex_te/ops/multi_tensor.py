@@ -1,10 +1,10 @@
-"""One operation over a list of tensors in as few launches as their total allows.
+"""Amax, norm, scale, axpby and quantize over a list of tensors, many tensors in one launch.
 
 A launch takes up to 1,623 tensors (amax, l2norm), 1,159 (scale), 901 (axpby) or 624 (quantize), of
 any sizes and of mixed float32, float16 and bfloat16; empty ones may stand anywhere. Arithmetic is
-in float32. Wherever a list is taken, ``apex_te.runtime.tensor_list(tensors)`` is, too: a prepared
-list, whose conversion costs less. Tensors that are only read may be strided in a plain list; those
-in a prepared list and all that are written must be contiguous.
+in float32. Each list may also be ``apex_te.runtime.tensor_list(tensors)``, a prepared list, which
+costs less to convert at each call. Tensors that are only read may be strided in a plain list; those
+in a prepared list, and all that are written, must be contiguous.
 
 The optimizer steps are in ``multi_tensor_optim``.
 """
@@ -29,23 +29,29 @@ _scale = bind("multi_tensor", "multi_tensor_scale")
 _axpby = bind("multi_tensor", "multi_tensor_axpby")
 _quantize = bind("multi_tensor", "multi_tensor_quantize")
 
-# csrc/multi_tensor/multi_tensor.h: chunks that may leave partial sums, beside one a tensor.
+# Chunks, beside one for each tensor, that may leave partial sums: csrc/multi_tensor/multi_tensor.h.
 _PARTIALS = 16384
 _CHECKS = {"result": -1, "x": 0, "y": 1}
 
 
 def dense(tensors: Tensors) -> Tensors:
-    """Returns a plain list with its tensors made contiguous, or a prepared list as it is."""
+    """Returns the tensors of a plain list made contiguous; returns a prepared list as it is."""
     if not isinstance(tensors, (list, tuple)):
         return tensors
     try:
         return [t.contiguous() for t in tensors]
-    except AttributeError:  # not a tensor: the kernel's own check names it
+    except AttributeError:  # not a tensor: the kernel's check names it
         return tensors
 
 
 def workspace(like: torch.Tensor, count: int, sums: int) -> torch.Tensor:
-    """Returns scratch for a reduction with ``sums`` partial sums a chunk over ``count`` tensors."""
+    """Returns uninitialised float32 scratch for a kernel that reduces a list of tensors.
+
+    Args:
+        like: tensor on the device of the list.
+        count: number of tensors in the list.
+        sums: number of values that the kernel sums: 1 for ``l2norm``, 2 for LAMB's two norms.
+    """
     words = 4 + (2 * sums + 1) * count + sums * (_PARTIALS + count)
     return torch.empty(words, dtype=torch.float32, device=like.device)
 
@@ -59,7 +65,7 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
         out: [len(tensors)] float32, becomes max(out, amax); a new tensor unless given.
 
     Returns:
-        [len(tensors)] float32.
+        [len(tensors)] float32: ``out`` or the new tensor.
 
     Raises:
         TypeError: a dtype that does not match.
@@ -79,7 +85,7 @@ def amax(tensors: Tensors, *, out: torch.Tensor | None = None) -> torch.Tensor:
 def l2norm(
     tensors: Tensors, *, per_tensor: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes the norm over all tensors and, if asked for, of each one, deterministically.
+    """Computes the L2 norm over all tensors and, if asked for, of each one, deterministically.
 
     Squares are added in float32, 2,048 elements or more at a time, these sums in float64: a
     magnitude above 1.8e19 overflows to infinity.
@@ -116,7 +122,7 @@ def scale(
 
     Args:
         inputs: float32, float16 or bfloat16.
-        outputs: of the inputs' shapes; each of any of the three dtypes.
+        outputs: tensors to write, of the inputs' shapes; each of any of the three dtypes.
         factor: a number, or one float32 element on the device, such as 1 / loss scale.
         found_inf: one float32 or int32 element; becomes 1 if a result, as stored, is not finite,
             and is left alone otherwise.
@@ -148,12 +154,13 @@ def axpby(
 
     Args:
         xs: float32, float16 or bfloat16.
-        ys: of xs' shapes; each of any of the three dtypes.
-        outputs: likewise.
-        a: a number.
-        b: a number.
-        check: what must be finite: "result" (as stored), "x" or "y".
-        found_inf: one float32 or int32 element; becomes 1 if a checked value is not finite.
+        ys: tensors of xs' shapes; each of any of the three dtypes.
+        outputs: tensors to write, of xs' shapes; each of any of the three dtypes.
+        a: factor of each x.
+        b: factor of each y.
+        check: the values to check for NaN and infinity: "result" (as stored), "x" or "y".
+        found_inf: one float32 or int32 element; becomes 1 if a checked value is not finite, and is
+            left alone otherwise.
 
     Raises:
         TypeError: a dtype that does not match.
@@ -182,13 +189,15 @@ def quantize(
     Args:
         tensors: float32, float16 or bfloat16, any shapes.
         scales: one float32 element for each tensor.
-        fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, of new outputs.
-        amaxes: one float32 element each, becomes max(amax, max |x|), unscaled; NaN is largest.
-        scale_invs: one float32 element each, receives 1 / scale.
-        outputs: FP8 tensors of the same shapes, of either format; new ones unless given.
+        fp8_dtype: dtype of new outputs, torch.float8_e4m3fn or torch.float8_e5m2.
+        amaxes: one float32 element for each tensor x; becomes max(amax, max |x|), before scaling;
+            NaN counts as largest.
+        scale_invs: one float32 element for each tensor; receives 1 / scale.
+        outputs: FP8 tensors to write, of the tensors' shapes and of either format; new ones unless
+            given.
 
     Returns:
-        The outputs.
+        The FP8 tensors: ``outputs`` or the new ones.
 
     Raises:
         TypeError: a dtype that does not match.
@@ -208,7 +217,14 @@ def quantize(
 
 
 def mark_written(tensors: Tensors, flag: torch.Tensor | None) -> None:
-    """Tells autograd that tensors were overwritten; a compiled region knows it by itself."""
+    """Increments the version counters of overwritten tensors, for autograd.
+
+    In a compiled region, where torch derives writes from the op's schema, it does nothing.
+
+    Args:
+        tensors: list of written tensors.
+        flag: another written tensor, such as ``found_inf``, or None.
+    """
     if not torch.compiler.is_compiling():
         increment_version(tensors)
         if flag is not None:
@@ -216,19 +232,23 @@ def mark_written(tensors: Tensors, flag: torch.Tensor | None) -> None:
 
 
 def reference_amax(tensors: Tensors) -> torch.Tensor:
-    """Computes ``amax`` in plain PyTorch."""
+    """Computes ``amax`` in plain PyTorch: [len(tensors)] float32."""
     return torch.cat([reference_codec.amax_of(t) for t in tensors])
 
 
 def reference_l2norm(tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes (total, norms) in float32, or in float64 for float64 tensors."""
+    """Computes ``l2norm`` in plain PyTorch, in float32 or, for float64 tensors, in float64.
+
+    Returns:
+        (norm over all tensors, a scalar; norm of each tensor, [len(tensors)]).
+    """
     wide = [t if t.dtype is torch.float64 else t.float() for t in tensors]
     norms = torch.stack([torch.linalg.vector_norm(t) for t in wide])
     return torch.linalg.vector_norm(norms), norms
 
 
 def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> torch.Tensor:
-    """Computes a * x + b * y of one pair in float32, or in float64, rounded to x's dtype."""
+    """Computes a * x + b * y in float32, rounded to x's dtype; in float64 for a float64 x."""
     if x.dtype is torch.float64:
         return a * x + b * y
     return (a * x.float() + b * y.float()).to(x.dtype)
@@ -237,5 +257,5 @@ def reference_axpby(x: torch.Tensor, y: torch.Tensor, a: float, b: float) -> tor
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Computes the FP8 data of one tensor with the reference's rounding; the specification."""
+    """Computes ``quantize`` of one tensor with integer rounding; the specification."""
     return reference_codec.encode_fp8(x.float() * scale, fp8_dtype)

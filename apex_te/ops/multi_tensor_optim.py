@@ -1,13 +1,13 @@
 """Optimizer steps over lists of tensors: Adam / AdamW, SGD and LAMB, each in a few launches.
 
 Parameters and gradients are float32, float16 or bfloat16, mixed at will; moments and master weights
-are float32. With a master weight the parameter is only written: it becomes the rounded master.
-Gradients are only read, unless they are to be unscaled in place. A launch takes up to 624
-parameters; empty ones may stand anywhere.
+are float32. A parameter that has a master weight is not read, only overwritten with the updated
+master weight, rounded. Gradients are only read, unless ``unscale_grads`` asks to unscale them in
+place. A launch takes up to 624 parameters; empty ones may stand anywhere.
 
-For a captured graph, what changes from step to step may be a tensor of one element on the device:
-``lr``, ``step``, ``inv_scale`` and ``found_inf``. A ``found_inf`` that is not zero makes the whole
-step a no-op, without the host knowing.
+So that a captured graph can be replayed for every step, the values that change between steps may be
+tensors of one element on the device: ``lr``, ``step``, ``inv_scale`` and ``found_inf``. A
+``found_inf`` that is not zero makes the whole step a no-op; the host does not wait to learn of it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ def _written(*lists: Tensors) -> None:
 
 
 def _wrote_grads(given: Tensors, read: Tensors) -> None:
-    """Hands on unscaled gradients: to those that were read from a dense copy, and to autograd."""
+    """Copies gradients back that were unscaled in a contiguous copy, and tells autograd of it.
+
+    Args:
+        given: the caller's gradients.
+        read: the list that the kernel wrote: ``dense(given)``.
+    """
     if given is not read:
         for grad, copy in zip(given, read, strict=True):
             if copy is not grad:
@@ -72,17 +77,17 @@ def adam(
         exp_avg_sqs: float32, of params' shapes.
         step: the number of this update, 1 for the first; or one float32 or int32 element.
         lr: learning rate; or one float32 element.
-        betas: decay of the two averages, each in [0, 1).
+        betas: decay rates of ``exp_avgs`` and ``exp_avg_sqs``, each in [0, 1).
         eps: added to the denominator.
-        weight_decay: coefficient.
-        adamw: decouple weight decay from the gradient.
+        weight_decay: coefficient of weight decay.
+        adamw: decay the weights directly (AdamW) instead of adding the decay to the gradient (L2).
         bias_correction: divide the averages by 1 - beta**step.
         maximize: follow the gradient up instead of down.
-        masters: float32, of params' shapes.
+        masters: master weights, float32, of params' shapes.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; not zero skips the step.
-        unscale_grads: also write the gradients times ``inv_scale``, if that is given and the step
-            is not skipped.
+        unscale_grads: also overwrite the gradients with the unscaled ones, if ``inv_scale`` is
+            given and the step is not skipped.
 
     Raises:
         TypeError: a dtype that does not match.
@@ -127,19 +132,19 @@ def sgd(
     Args:
         params: float32, float16 or bfloat16; only written where ``masters`` are given.
         grads: of params' shapes; each of any of the three dtypes.
-        momentums: float32, of params' shapes; needed where ``momentum`` is not 0.
+        momentums: momentum buffers, float32, of params' shapes; needed where ``momentum`` is not 0.
         lr: learning rate; or one float32 element.
         momentum: factor of the momentum buffers.
-        dampening: of the gradient that enters them.
+        dampening: the gradient enters the momentum buffers with weight 1 - dampening.
         weight_decay: L2 coefficient.
-        nesterov: look ahead by one momentum step.
-        first_step: start the buffers with the gradient; what they hold is not read.
+        nesterov: use Nesterov momentum.
+        first_step: overwrite the momentum buffers with the gradient, without reading them.
         maximize: follow the gradient up instead of down.
-        masters: float32, of params' shapes.
+        masters: master weights, float32, of params' shapes.
         inv_scale: one float32 element, multiplies every gradient: 1 / loss scale.
         found_inf: one float32 or int32 element; not zero skips the step.
-        unscale_grads: also write the gradients times ``inv_scale``, if that is given and the step
-            is not skipped.
+        unscale_grads: also overwrite the gradients with the unscaled ones, if ``inv_scale`` is
+            given and the step is not skipped.
 
     Raises:
         TypeError: a dtype that does not match.
@@ -185,17 +190,20 @@ def lamb(
 ) -> None:
     """Steps LAMB (arXiv 1904.00962) in place: Adam's update with a rate for each tensor.
 
-    The rate is lr * |param| / |update| where ``weight_decay`` is not 0 or ``nvlamb`` is set, and
-    neither norm is 0; lr elsewhere. Three launches, two more for the norm of the gradients.
+    A tensor's rate is lr * |param| / |update| where ``weight_decay`` is not 0 or ``nvlamb`` is set,
+    and neither norm is 0; it is lr elsewhere. A step is three launches, and two more where the norm
+    of the gradients is computed.
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,
-        masters, inv_scale, found_inf, unscale_grads: as for ``adam``.
+        masters, inv_scale, found_inf, unscale_grads: as in ``adam``.
         adamw: add weight decay to the update instead of the gradient.
-        grad_averaging: the gradient enters exp_avg with weight 1 - betas[0], else 1.
-        nvlamb: apply the trust ratio without weight decay, too.
-        max_grad_norm: clip the gradients' global norm, after ``inv_scale``; 0 does not clip.
-        grad_norm: that norm before ``inv_scale``, one float32 element; computed unless given.
+        grad_averaging: the gradient enters exp_avg with weight 1 - betas[0] instead of 1.
+        nvlamb: apply the trust ratio |param| / |update| without weight decay, too.
+        max_grad_norm: largest global norm of the gradients times ``inv_scale``, to which they are
+            clipped; 0 does not clip.
+        grad_norm: global norm of ``grads`` before ``inv_scale``, one float32 element; computed
+            unless given.
 
     Raises:
         TypeError: a dtype that does not match.
@@ -224,7 +232,7 @@ def lamb(
 
 
 def _wide(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns float32 copies of tensors; float64 stays float64."""
+    """Returns copies of tensors, float64 ones in float64, others in float32."""
     return [t.clone() if t.dtype is torch.float64 else t.float().clone() for t in tensors]
 
 
@@ -242,7 +250,11 @@ def reference_adam(
     adamw: bool = True,
     bias_correction: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (param, exp_avg, exp_avg_sq) after ``adam``, in plain PyTorch."""
+    """Computes ``adam`` for one parameter in plain PyTorch.
+
+    Returns:
+        New tensors (param, exp_avg, exp_avg_sq) after the step.
+    """
     p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
     if adamw:
         p = p * (1 - lr * weight_decay)
@@ -269,7 +281,11 @@ def reference_sgd(
     nesterov: bool = False,
     first_step: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (param, momentum buffer) after ``sgd``, in plain PyTorch."""
+    """Computes ``sgd`` for one parameter in plain PyTorch.
+
+    Returns:
+        New tensors (param, momentum buffer) after the step.
+    """
     p, g, m = _wide(param, grad, buffer)
     g = g + weight_decay * p
     if momentum:
@@ -295,9 +311,12 @@ def reference_lamb(
     nvlamb: bool = False,
     clip: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns (param, exp_avg, exp_avg_sq) after ``lamb``, in plain PyTorch.
+    """Computes ``lamb`` for one parameter in plain PyTorch.
 
-    ``clip`` is what the gradient is multiplied with first.
+    ``clip`` is a factor that the gradient is multiplied by first.
+
+    Returns:
+        New tensors (param, exp_avg, exp_avg_sq) after the step.
     """
     p, g, m, v = _wide(param, grad, exp_avg, exp_avg_sq)
     g = g * clip

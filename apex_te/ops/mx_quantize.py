@@ -21,12 +21,19 @@ _SCALE_DTYPE = torch.float8_e8m0fnu
 
 @former_fields(transposed="columnwise", transposed_scale="columnwise_scale")
 class MXQuantized(NamedTuple):
-    """Result of ``mx_quantize``, with None for a copy that was not asked for."""
+    """MXFP8 data and scales of a matrix [rows, cols]; None for a copy that was not asked for.
 
-    rowwise: torch.Tensor | None  # [rows, cols]
-    rowwise_scale: torch.Tensor | None  # [rows, ceil(cols / 32)] float8_e8m0fnu
-    columnwise: torch.Tensor | None  # [cols, rows]
-    columnwise_scale: torch.Tensor | None  # [cols, ceil(rows / 32)] float8_e8m0fnu
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        rowwise_scale: float8_e8m0fnu [rows, ceil(cols / 32)].
+        columnwise: FP8 [cols, rows].
+        columnwise_scale: float8_e8m0fnu [cols, ceil(rows / 32)].
+    """
+
+    rowwise: torch.Tensor | None
+    rowwise_scale: torch.Tensor | None
+    columnwise: torch.Tensor | None
+    columnwise_scale: torch.Tensor | None
 
 
 @checked
@@ -39,25 +46,28 @@ def mx_quantize(
     rounding: str = "up",
     out: MXQuantized | None = None,
 ) -> MXQuantized:
-    """Quantizes q = saturating_cast(float(x) / 2^e), e of each 32 elements of a row (a column).
+    """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
-    "up": the smallest 2^e with amax / fp8_max <= 2^e (in float32), so that nothing saturates;
-    "floor" (OCP MX v1.0, section 6.3): 2^(floor(log2 amax) - 8) for E4M3, - 15 for E5M2, which
+    A block is 32 elements of a row in the rowwise copy, of a column in the columnwise copy; both
+    copies are quantized from x. ``rounding`` chooses the stored scale 2^e from the block's amax:
+    "up" takes the smallest 2^e with amax / fp8_max <= 2^e (in float32), so that nothing saturates;
+    "floor" (OCP MX v1.0, section 6.3) takes e = floor(log2 amax) - 8 for E4M3, - 15 for E5M2, which
     saturates an amax just below a power of two. A block with a NaN has the scale NaN (0xFF), one
-    with an infinity 2^127 (0xFE), one of zeros 2^-127 (0x00). Both copies are quantized from x.
+    with an infinity 2^127 (0xFE), one of zeros 2^-127 (0x00).
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not. Extents need not
-            be multiples of 32: the last block is of what is there.
+            be multiples of 32: the last block of a row or column may be shorter.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols], blocks along cols, and its scales.
         columnwise: make [cols, rows], blocks along rows of x, and its scales.
         rounding: "up" or "floor".
-        out: written instead of new tensors.
+        out: result of an earlier call to write instead of new tensors; the copies that it has are
+            made, whatever ``rowwise`` and ``columnwise`` say.
 
     Returns:
-        Codes, and scales as float8_e8m0fnu, row-major, one for each block: not the tiled order that
-        the matrix units of sm_100 read.
+        The copies and their scales. Scales are row-major, one for each block; the matrix units of
+        sm_100 read them in a tiled order instead.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -127,10 +137,14 @@ def mx_dequantize(
     """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
 
     Args:
-        fp8_data: [rows, cols] FP8; of either layout: a columnwise copy gives x columnwise.
-        scale: [rows, ceil(cols / 32)] float8_e8m0fnu.
-        dtype: float32, float16 or bfloat16, of a new tensor.
-        out: [rows, cols] to write.
+        fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
+        scale: [rows, ceil(cols / 32)] float8_e8m0fnu, of that copy.
+        dtype: dtype of a new tensor: float32, float16 or bfloat16.
+        out: [rows, cols] to write; a new tensor unless given.
+
+    Returns:
+        [rows, cols]: ``out`` or the new tensor. A columnwise copy gives the transpose of the
+        quantized matrix.
 
     Raises:
         TypeError: a dtype that does not match.

@@ -1,4 +1,4 @@
-"""Shapes, scratch, outputs and the reference that ``layer_norm`` and ``rms_norm`` share."""
+"""Result types, output allocation and reference that ``layer_norm`` and ``rms_norm`` share."""
 
 from __future__ import annotations
 
@@ -11,16 +11,31 @@ from .fp8_output import FP8Output, allocate
 
 
 class NormOutput(NamedTuple):
-    """Results of a forward over the rows of x."""
+    """Results of a norm's forward over the rows of x [rows, cols].
 
-    y: torch.Tensor  # [rows, cols] in x's dtype
-    mean: torch.Tensor | None  # [rows] float32; None for rms_norm
-    rstd: torch.Tensor  # [rows] float32
-    residual_sum: torch.Tensor | None  # [rows, cols]: x + residual, which was normalised
+    Attributes:
+        y: [rows, cols] in x's dtype, the normalised rows.
+        mean: [rows] float32; None for ``rms_norm``.
+        rstd: [rows] float32, 1 / sqrt(variance + eps); ``rms_norm`` has mean(x^2) for the variance.
+        residual_sum: [rows, cols] in x's dtype: x + residual, which was normalised instead of x;
+            None without a residual.
+    """
+
+    y: torch.Tensor
+    mean: torch.Tensor | None
+    rstd: torch.Tensor
+    residual_sum: torch.Tensor | None
 
 
 class NormFP8Output(NamedTuple):
-    """Results of a forward that writes FP8; the fields are those of ``NormOutput``."""
+    """Results of a norm's forward that writes y as FP8.
+
+    Attributes:
+        y: FP8 copies of the normalised rows and their scale_inv.
+        mean: as in ``NormOutput``.
+        rstd: as in ``NormOutput``.
+        residual_sum: as in ``NormOutput``, not in FP8.
+    """
 
     y: FP8Output
     mean: torch.Tensor | None
@@ -29,18 +44,30 @@ class NormFP8Output(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """Results of a backward, with None for a gradient that was not asked for."""
+    """Results of a norm's backward.
 
-    dx: torch.Tensor  # [rows, cols], also the residual's gradient
-    dweight: torch.Tensor | None  # [cols] in the weight's dtype
+    Attributes:
+        dx: [rows, cols], the gradient of x and also of the residual.
+        dweight: [cols] in the weight's dtype; None if not asked for.
+        dbias: [cols] in the weight's dtype; None if not asked for, and for ``rms_norm``.
+    """
+
+    dx: torch.Tensor
+    dweight: torch.Tensor | None
     dbias: torch.Tensor | None
 
 
 def as_rows(op: str, name: str, t: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns ``t`` as contiguous [rows, cols] over its last dimension.
+    """Returns ``t`` as contiguous [rows, cols], cols being the extent of its last dimension.
+
+    Args:
+        op: the op's name, for errors.
+        name: the argument's name, for errors.
+        t: tensor of any number of dimensions but 0.
+        like: tensor whose shape ``t`` must have, if given.
 
     Raises:
-        ValueError: it has no dimension, or not the shape of ``like``.
+        ValueError: ``t`` has no dimension, or not the shape of ``like``.
     """
     if t.dim() == 0:
         raise ValueError(f"{op}: {name} must have at least 1 dimension, got shape []")
@@ -50,12 +77,12 @@ def as_rows(op: str, name: str, t: torch.Tensor, like: torch.Tensor | None = Non
 
 
 def contiguous(t: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns ``t`` contiguous; an object that is no tensor stays, for the op to refuse by name."""
+    """Returns a tensor made contiguous; returns anything else as it is, for the op to refuse."""
     return t.contiguous() if isinstance(t, torch.Tensor) else t
 
 
 def statistic(x: torch.Tensor) -> torch.Tensor:
-    """Returns an uninitialised float32 element for each row of x."""
+    """Returns an uninitialised float32 tensor [rows] for x [rows, cols], on x's device."""
     return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
@@ -67,14 +94,33 @@ def allocate_fp8(
     columnwise: bool,
     scale_inv: torch.Tensor | None,
 ) -> FP8Output:
-    """Returns the FP8 outputs for x's rows, with ``scale_inv`` if it is given."""
+    """Returns uninitialised FP8 outputs for x [rows, cols].
+
+    Args:
+        op: the op's name, for errors.
+        x: the matrix that is normalised.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        rowwise: allocate the rowwise copy.
+        columnwise: allocate the columnwise copy.
+        scale_inv: one float32 element that takes the place of a new one, if given.
+
+    Raises:
+        TypeError: ``fp8_dtype`` is another dtype.
+    """
     rows, cols = x.shape
     out = allocate(op, x, rows, cols, fp8_dtype, rowwise, columnwise)
     return out if scale_inv is None else out._replace(scale_inv=scale_inv)
 
 
 def bwd_workspace(x: torch.Tensor, gradients: int) -> torch.Tensor:
-    """Returns scratch for partial sums of weight gradients (csrc/common/norm/arguments.h)."""
+    """Returns scratch for partial sums of weight gradients, float32 [lines, gradients * cols].
+
+    The number of lines is that of csrc/common/norm/arguments.h.
+
+    Args:
+        x: [rows, cols], the matrix that was normalised.
+        gradients: number of parameters whose gradients are summed: 1 (weight) or 2 (and bias).
+    """
     rows, cols = x.shape
     lines = min(rows, max(min(264, (1 << 21) // max(cols, 1)), 16))
     return x.new_empty((lines, gradients * cols), dtype=torch.float32)
@@ -90,7 +136,19 @@ def reference(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes the formula in float32 or float64; y and the sum are rounded to x's dtype."""
+    """Computes layer norm or RMS norm over x's last dimension in plain PyTorch, differentiably.
+
+    Arithmetic is float32, or float64 for float64; y and the residual sum are rounded to x's dtype.
+
+    Args:
+        x: [..., cols].
+        weight: [cols]; None stands for ones.
+        bias: [cols]; None stands for zeros.
+        eps: added to the variance or the mean square.
+        centre: True for layer norm, which subtracts the mean; False for RMS norm.
+        zero_centered_gamma: multiply by 1 + weight instead of weight.
+        residual: added to x before the norm, if given.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     total = None if residual is None else (x.to(wide) + residual.to(wide)).to(x.dtype)
     values = (x if total is None else total).to(wide)

@@ -1,7 +1,9 @@
-"""Bytes written into the memory of GPUs of the same host, and the sum of what arrived there.
+"""Copies bytes into the memory of other GPUs of the host, and sums what arrived; CUDA only.
 
-A buffer (uint8, in symmetric memory) has a number for each rank, that of the last exchange whose
-bytes of this rank are there, and behind ``HEADER`` bytes a piece of every rank, by rank. CUDA only.
+In an exchange every rank sends as many bytes to its peers; exchanges are numbered. Each rank has a
+buffer, uint8 in symmetric memory, that its peers write. It begins with a uint32 flag for each rank:
+the number of the last exchange in which that rank's bytes arrived whole. Behind ``HEADER`` bytes
+lie the pieces, the bytes that each rank sent, in the order of ranks.
 """
 
 from __future__ import annotations
@@ -29,17 +31,22 @@ def send(
     fork: torch.cuda.Event,
     sent: torch.cuda.Event,
 ) -> None:
-    """Copies ``source`` to the piece of ``rank`` in ``targets``, and sets the flag of its arrival.
+    """Copies ``source`` into the piece of ``rank`` in the peers' buffers, then sets its flag there.
 
-    The copies run on ``stream``, behind what the current stream has now; ``source`` must live until
-    they did. Nothing here waits.
+    The copies run on ``stream``, after the work that the current stream holds at the call.
+    ``source`` must stay allocated until they have run. The host does not wait.
 
     Args:
         source: uint8 [bytes], contiguous.
-        targets: buffers of peers.
-        own: a buffer that gets the bytes, too, unsaid.
-        number: of this exchange, one more than of the one before, modulo 2^32.
-        fork, sent: events that were recorded once; ``sent`` is recorded behind the copies.
+        targets: buffers of the peers.
+        own: the sender's buffer, which gets the bytes without a flag; None to leave it out.
+        rank: the sender, this process.
+        number: number of this exchange: one more than the last one's, modulo 2^32.
+        stream: side stream for the copies.
+        fork: event by which ``stream`` waits for the current stream; recorded at least once before,
+            so that it exists.
+        sent: event that is recorded on ``stream`` behind the copies; recorded before, like
+            ``fork``.
 
     Raises:
         ValueError: a buffer that is too small.
@@ -50,9 +57,16 @@ def send(
 
 
 def await_rank(buffer: torch.Tensor, rank: int, number: int, timeout_ms: int) -> None:
-    """Makes the current stream wait for the piece of ``rank`` in ``buffer``.
+    """Makes the current stream wait until the piece of ``rank`` has arrived in ``buffer``.
 
-    A device-side assert after ``timeout_ms``: the process cannot use the GPU any more.
+    After ``timeout_ms`` without it a device-side assert fails, and the process cannot use the GPU
+    any more.
+
+    Args:
+        buffer: this rank's buffer.
+        rank: the rank that sends the piece.
+        number: number of the exchange to wait for.
+        timeout_ms: time to wait, in milliseconds.
     """
     _lib.peer_await(buffer, rank, number, timeout_ms)
 
@@ -60,15 +74,26 @@ def await_rank(buffer: torch.Tensor, rank: int, number: int, timeout_ms: int) ->
 def sum_pieces(
     buffer: torch.Tensor, ranks: int, rank: int, number: int, timeout_ms: int, out: torch.Tensor
 ) -> None:
-    """Computes in ``out`` the sum of the pieces of all ranks, once those of the others are there.
+    """Writes the sum of all ranks' pieces to ``out``, once the other ranks' pieces have arrived.
+
+    Elements are added in float32 in the order of ranks. A time-out is that of ``await_rank``.
 
     Args:
-        rank: whose piece is not waited for: this one's.
-        out: contiguous float32, float16 or bfloat16, as the pieces; sums are float32, by rank.
+        buffer: this rank's buffer, which holds its own piece, too (``own`` of ``send``).
+        ranks: number of ranks.
+        rank: this rank, whose piece is not waited for.
+        number: number of the exchange.
+        timeout_ms: time to wait, in milliseconds.
+        out: contiguous float32, float16 or bfloat16, as large as a piece and of its dtype.
     """
     _lib.peer_sum(buffer, ranks, rank, number, timeout_ms, out)
 
 
 def join(buffer: torch.Tensor, sent: torch.cuda.Event) -> None:
-    """Makes the current stream wait for an event of ``send``; ``buffer`` names the device."""
+    """Makes the current stream wait for an event that ``send`` recorded.
+
+    Args:
+        buffer: any tensor of uint8 on the device of the stream.
+        sent: the event.
+    """
     _lib.peer_join(buffer, sent.cuda_event)

@@ -12,9 +12,12 @@ def product_into(
 ) -> torch.Tensor:
     """Computes ``a [M, K] @ b [K, N] + bias [N]`` in ``out`` [M, N], or in a new tensor.
 
-    Where a mode sees PyTorch's ops the product is a tensor of its own, which is then copied: a
-    selective checkpoint that saves products gives back what it has saved, and cannot do so with
-    what an op was given to write to.
+    Under a dispatch mode the product is a new tensor, which is then copied to ``out``. Selective
+    activation checkpointing is such a mode: in the recompute it returns the product that it saved
+    instead of running the op, so that an ``out`` argument would never be written.
+
+    Returns:
+        ``out``, or the new tensor if ``out`` is None.
     """
     modes = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack()
     into = None if modes else out

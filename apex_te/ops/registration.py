@@ -1,4 +1,8 @@
-"""Registers the ops' functions with torch.library, which modes and compiled regions call."""
+"""Registers the ops' functions with ``torch.library``.
+
+Plain eager calls go to the C functions directly. Compiled regions, dispatch modes and torch.func's
+transforms call the registered op ``torch.ops.apex_te.<name>``, which they can see.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,18 @@ _library = torch.library.Library("apex_te", "DEF")
 
 
 def register(schema: str, call: Callable[..., Any]) -> Any:
-    """Defines ``apex_te::<op>`` for CPU and CUDA from a schema whose outputs are all arguments.
+    """Defines ``torch.ops.apex_te.<name>`` for CPU and CUDA tensors.
 
-    Such an op returns nothing, so its fake does nothing either; no build is triggered by tracing.
-    Under ``torch.func.vmap`` the op runs once for each sample.
+    The op writes its results into arguments and returns nothing. Its implementation for fake
+    tensors therefore does nothing, and tracing triggers no build. Under ``torch.func.vmap`` the op
+    runs once for each sample.
+
+    Args:
+        schema: torch.library schema that begins with the op's name and ends in ``-> ()``.
+        call: function that is called with the op's arguments.
 
     Returns:
-        ``torch.ops.apex_te.<op>``.
+        The overload packet ``torch.ops.apex_te.<name>``.
     """
     name = schema.partition("(")[0]
     _library.define(schema)
@@ -54,16 +63,20 @@ def register(schema: str, call: Callable[..., Any]) -> Any:
 def bind(
     op: str, name: str, function: Callable[..., None] | None = None, *, without: Sequence[str] = ()
 ) -> Callable[..., None]:
-    """Registers a function of an op and returns what its Python calls.
+    """Registers a C function of an op with ``torch.library`` and returns a callable for it.
 
     Args:
-        op: stem of the op, whose library has the function.
+        op: name of the op, such as "rms_norm", whose library has the function.
         name: name of a function that the op's header declares, or a whole torch.library schema.
-        function: Python function to call in place of the C function.
-        without: parameters of the C function that ``function`` supplies by itself.
+        function: Python function to call in place of the C function, which it calls itself.
+        without: parameters of the C function that ``function`` supplies, and that the registered
+            schema therefore leaves out.
+
+    Returns:
+        A callable that takes the arguments by position and returns None.
 
     Raises:
-        AttributeError: the header declares no such function.
+        AttributeError: the header declares no function of that name.
     """
     schema = name if "(" in name else _schema(name, signature(op, name), without)
     if function is not None:
@@ -72,12 +85,26 @@ def bind(
 
 
 def bind_call(schema: str, function: Callable[..., None]) -> Callable[..., None]:
-    """Registers a Python function that no header declares, as ``bind`` does."""
+    """Registers a Python function by a torch.library schema, for which no header is read.
+
+    Args:
+        schema: torch.library schema that ends in ``-> ()``.
+        function: takes the schema's arguments by position and writes its results into them.
+
+    Returns:
+        A callable that takes the same arguments as ``function`` and returns None.
+    """
     return _bind(schema, SimpleNamespace(**{schema.partition("(")[0]: function}))
 
 
 def _schema(name: str, signature: str, without: Sequence[str] = ()) -> str:
-    """Returns the torch.library schema of a C signature: "out: Tensor!" is "Tensor(a!) out"."""
+    """Returns the torch.library schema of a C signature: "out: Tensor!" becomes "Tensor(a!) out".
+
+    Args:
+        name: name of the function.
+        signature: parameters as the header declares them, "name: type" with commas between.
+        without: names of parameters to leave out.
+    """
     aliases = iter(string.ascii_lowercase)
     arguments = []
     for parameter in signature.split(","):
@@ -89,9 +116,14 @@ def _schema(name: str, signature: str, without: Sequence[str] = ()) -> str:
 
 
 def _bind(schema: str, functions: Any) -> Callable[..., None]:
-    """Returns a callable that goes straight to the function, or through ``torch.ops``.
+    """Registers a function and returns a callable, which calls it directly where that is safe.
 
-    Through ``torch.ops`` go the calls that torch must see: of compiled regions, modes, transforms.
+    Calls in a compiled region, under a dispatch mode, under ``torch.jit.trace`` or under a
+    transform go through ``torch.ops``.
+
+    Args:
+        schema: torch.library schema; the text before its parenthesis names the function.
+        functions: object with the function as an attribute of that name, looked up at each call.
     """
     name = schema.partition("(")[0]
     registered = register(schema, lambda *args: getattr(functions, name)(*args))
@@ -118,7 +150,11 @@ def _bind(schema: str, functions: Any) -> Callable[..., None]:
 
 
 class _Runs(threading.local):
-    """Number of ops that this thread has run, with data or without."""
+    """Counter, for each thread, of registered ops that were run with real or with fake tensors.
+
+    Attributes:
+        count: number of ops run by the current thread.
+    """
 
     count = 0
 
@@ -127,11 +163,16 @@ _runs = _Runs()
 
 
 def _observed(registered: Any, args: tuple[Any, ...]) -> None:
-    """Calls the registered op where a mode of torch sees it.
+    """Calls the registered op where a dispatch mode, a transform or ``torch.jit.trace`` sees it.
+
+    Args:
+        registered: the op, as ``register`` returns it.
+        args: its arguments by position.
 
     Raises:
-        NotImplementedError: a transform would need a derivative that the op does not have, or a
-            mode answered in place of the op.
+        NotImplementedError: a transform would need a derivative that the op does not have,
+            ``torch.jit.trace`` would lose tensors written in a list, or a dispatch mode returned
+            without running the op, so that its outputs were never written.
     """
     name = registered.__name__
     if jit_tracing() and any(_writes_list(a) for a in registered.default._schema.arguments):
@@ -144,7 +185,7 @@ def _observed(registered: Any, args: tuple[Any, ...]) -> None:
 
         transforms.refuse_derivatives(name, args)
     before = _runs.count
-    # A prepared list is none that the schema knows.
+    # The schema knows lists, not the prepared lists of ``tensor_list``.
     registered(*(list(a) if isinstance(a, runtime.core().TensorList) else a for a in args))
     if _runs.count == before and dispatch_modes() and not _without_data(args):
         raise NotImplementedError(
@@ -174,7 +215,13 @@ def _is_fake(t: torch.Tensor) -> bool:
 
 
 def note_written(*tensors: torch.Tensor | None) -> None:
-    """Tells autograd that the caller's tensors were overwritten; torch.compile does so itself."""
+    """Increments the version counters of tensors that an op has overwritten, for autograd.
+
+    Under torch.compile, which derives writes from the op's schema, it does nothing.
+
+    Args:
+        tensors: the written tensors of the caller; None is skipped.
+    """
     given = [t for t in tensors if t is not None]
     if given and not torch.compiler.is_compiling():
         increment_version(given)

@@ -1,4 +1,8 @@
-"""Rules of torch.func's transforms (grad, vjp, vmap, jvp) for ops that write their outputs."""
+"""Runs ops that write into their arguments under torch.func's transforms (grad, vjp, vmap, jvp).
+
+``apply`` runs an ``OpFunction``, which has a derivative; ``run_samples`` is the vmap rule of a
+registered op, which has none; ``refuse_derivatives`` raises where a transform would need one.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,11 @@ def apply(function: Any, args: tuple[Any, ...]) -> Any:
     """Applies an ``OpFunction`` under grad, vjp and vmap, in any order.
 
     Args:
-        function: the class.
-        args: arguments of its forward.
+        function: the subclass of ``OpFunction``.
+        args: arguments of its ``forward``, without ctx.
 
     Returns:
-        What the forward returns.
+        The outputs of its ``forward``: a tensor, or a tuple of tensors and None.
     """
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     rest = tuple(None if isinstance(a, torch.Tensor) else a for a in args)
@@ -33,7 +37,21 @@ def apply(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 class _Call:
-    """Call of a function: its arguments that are no tensors, and its forward's state."""
+    """Record of one call of an ``OpFunction``, which its forward fills and its backward reads.
+
+    Attributes:
+        function: the subclass of ``OpFunction``.
+        rest: the arguments of its forward, with None in place of the tensors.
+        is_tensor: for each argument of the forward, True if it is a tensor.
+        needs: for each argument, True if it needs a gradient: ctx.needs_input_grad.
+        attributes: attributes that the forward set on ctx.
+        has_output: for each output of the forward, True if it is a tensor and not None.
+        has_saved: for each argument of ctx.save_for_backward, True if it is a tensor and not None.
+        is_tuple: True if the forward returned a tuple.
+        outputs: (shape, dtype, device) of each output that is a tensor.
+        materializes: False if the forward called ctx.set_materialize_grads(False).
+        has_grad: in a backward, for each output that is a tensor, True if it got a gradient.
+    """
 
     def __init__(self, function: Any, rest: tuple[Any, ...], is_tensor: tuple[bool, ...]) -> None:
         self.function = function
@@ -58,13 +76,13 @@ class _Call:
         return [next(given) if is_tensor else value for value, is_tensor in pairs]
 
     def copy(self) -> _Call:
-        """Returns this call for one sample of a batch."""
+        """Returns a copy of the record, for one sample of a batch."""
         other = _Call(self.function, self.rest, self.is_tensor)
         vars(other).update(vars(self))
         return other
 
     def adopt(self, other: _Call) -> None:
-        """Takes over the state that the forward of a sample kept, which is the same for all."""
+        """Takes over the record of one sample's call, as all samples fill theirs alike."""
         vars(self).update(vars(other))
 
     def refuse(self, what: str) -> NotImplementedError:
@@ -72,7 +90,12 @@ class _Call:
 
 
 class _Context:
-    """Substitute of autograd's ctx in a forward or a backward that a transform runs."""
+    """Substitute for autograd's ctx in a forward or a backward that a transform runs.
+
+    Attributes:
+        needs_input_grad: as in autograd's ctx.
+        saved_tensors: as in autograd's ctx.
+    """
 
     def __init__(self, call: _Call, saved: tuple[torch.Tensor | None, ...] = ()) -> None:
         vars(self).update(call.attributes)
@@ -114,7 +137,7 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         ctx.call = inputs[0]
-        # They keep their gradient, by which a second derivative comes to be refused.
+        # Saved tensors stay attached to the graph, so that a second derivative reaches _Backward's.
         ctx.save_for_backward(*output[ctx.call.num_outputs :])
         ctx.set_materialize_grads(False)
 
@@ -174,7 +197,18 @@ class _Backward(torch.autograd.Function):
 def _each_sample(
     function: Any, info: Any, in_dims: tuple[Any, ...], call: _Call, tensors: tuple[Any, ...]
 ) -> Any:
-    """Applies a function to each sample and stacks the results: the rule of ``torch.func.vmap``."""
+    """Applies ``_Forward`` or ``_Backward`` to each sample of a batch: its rule for ``vmap``.
+
+    Args:
+        function: ``_Forward`` or ``_Backward``.
+        info: torch's description of the vmap, with ``batch_size``.
+        in_dims: the batch dimension of each argument, of ``call`` first; None for one without.
+        call: record of the call, which becomes that of the last sample.
+        tensors: arguments after ``call``.
+
+    Returns:
+        (results stacked along dimension 0, the dimensions of the batch in them); None for a None.
+    """
     if not info.batch_size:
         raise call.refuse("torch.func.vmap over no samples")
     results = []
@@ -194,20 +228,20 @@ def _each_sample(
 
 
 def _aligned(sample: torch.Tensor) -> torch.Tensor:
-    """Returns a sample, or a copy of one that begins where no tensor of its own would.
+    """Returns a sample of a batch, copied if it does not begin at a multiple of 16 bytes.
 
-    cuBLASLt refuses scales that do not begin at a multiple of 16 bytes.
+    A separately allocated tensor always does, and cuBLASLt refuses other scales.
     """
     t = sample
     while _functorch.is_functorch_wrapped_tensor(t):
         if _functorch.is_batchedtensor(t):
-            return sample  # whose samples the rule of that level takes
+            return sample  # the inner vmap's rule takes its samples and aligns them
         t = _functorch.get_unwrapped(t)
     return sample if t.storage_offset() * t.element_size() % 16 == 0 else sample.clone()
 
 
 def _with_gaps(tensors: tuple[Any, ...], has: tuple[bool, ...]) -> tuple[Any, ...]:
-    """Returns the tensors in their places, with None in the others."""
+    """Returns a tuple with the next of ``tensors`` where ``has`` is True and None elsewhere."""
     given = iter(tensors)
     return tuple(next(given) if is_there else None for is_there in has)
 
@@ -222,10 +256,14 @@ def _requires_grad(t: torch.Tensor) -> bool:
 
 
 def run_samples(op: Any, args: tuple[Any, ...]) -> None:
-    """Runs an op once for each sample: the rule of ``torch.func.vmap``.
+    """Runs a registered op once for each sample of a batch: its rule for ``torch.func.vmap``.
+
+    Args:
+        op: the registered op, ``torch.ops.apex_te.<name>``.
+        args: its arguments; tensors may be batched by the innermost vmap.
 
     Raises:
-        NotImplementedError: the op would write a tensor that has no dimension of samples.
+        NotImplementedError: the op would write a tensor that is not batched.
     """
     interpreter: Any = retrieve_current_functorch_interpreter()
     level = interpreter.level()
@@ -248,7 +286,11 @@ def run_samples(op: Any, args: tuple[Any, ...]) -> None:
 
 
 class _Samples:
-    """Tensor with a dimension of samples, moved to the front."""
+    """Batched tensor of an op's arguments.
+
+    Attributes:
+        value: the tensor with its batch dimension moved to the front.
+    """
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
@@ -280,7 +322,7 @@ def _take(value: Any, i: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -
 
 
 def _tensors(args: tuple[Any, ...]) -> list[torch.Tensor]:
-    """Returns the tensors among some arguments and in their lists."""
+    """Returns the tensors among the arguments and in lists among them."""
     given = [t for a in args for t in (a if _is_list(a) else (a,))]
     return [t for t in given if isinstance(t, torch.Tensor)]
 
@@ -299,22 +341,24 @@ def _has_tangent(t: torch.Tensor) -> bool:
 
 
 def refuse_tangents(name: str, args: tuple[Any, ...]) -> None:
-    """Refuses forward-mode differentiation.
+    """Raises NotImplementedError if one of the arguments has a forward-mode tangent.
 
-    Raises:
-        NotImplementedError: an argument has a tangent.
+    Args:
+        name: the op's name, for the error.
+        args: arguments of the call, tensors, lists of tensors and others.
     """
     if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors(args))):
         raise NotImplementedError(f"{name}: forward-mode differentiation (jvp) is not supported")
 
 
 def refuse_derivatives(name: str, args: tuple[Any, ...]) -> None:
-    """Refuses derivatives of a function that has none.
+    """Raises NotImplementedError if a transform would differentiate an op that has no derivative.
 
-    The ops' own autograd functions call their kernels with tensors that have no derivative.
+    ``OpFunction``s call such ops, too, but with tensors of which no derivative is tracked.
 
-    Raises:
-        NotImplementedError: a transform would differentiate the function.
+    Args:
+        name: the op's name, for the error.
+        args: arguments of the call, tensors, lists of tensors and others.
     """
     refuse_tangents(name, args)
     if torch.is_grad_enabled() and any(map(_is_differentiated, _tensors(args))):

@@ -1,4 +1,4 @@
-"""Weight-gradient products in high precision that add to a given gradient, rounded once."""
+"""Computes wgrad in high precision into a given tensor, optionally added to it, rounded once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def wgrad_gemm(
     """Computes ``out[M, N] = dy[rows, M].T @ x[rows, N]``, plus ``out`` with ``accumulate``.
 
     Products of float16 and bfloat16 are summed in float32, together with ``out``, and rounded once
-    to its dtype: a float32 ``out`` gets sums that were never rounded to 16 bits. Wider operands are
-    multiplied as torch multiplies their dtype.
+    to out's dtype: a float32 ``out`` gets sums that were never rounded to 16 bits. Wider operands
+    are multiplied as torch multiplies their dtype.
 
     Args:
         dy: ``[rows, M]`` in a floating-point dtype, contiguous.
-        x: ``[rows, N]`` of its dtype, contiguous.
+        x: ``[rows, N]`` in dy's dtype, contiguous.
         out: ``[M, N]`` in any floating-point dtype, contiguous; written.
         accumulate: add to ``out`` instead of overwriting it.
 
@@ -36,7 +36,7 @@ def wgrad_gemm(
 
     Raises:
         TypeError: ``dy`` and ``x`` differ in dtype.
-        ValueError: an argument of another shape.
+        ValueError: shapes that do not match.
     """
     check_dense("wgrad_gemm", dy=dy, x=x, out=out)
     if dy.dtype is not x.dtype:
@@ -59,7 +59,7 @@ def _run(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool)
         if not accumulate:
             out.zero_()
         return
-    # cuBLASLt rounds a product to a 16-bit output before it adds what is there.
+    # cuBLASLt rounds a product to a 16-bit output before it adds it to the output.
     once = out.dtype is torch.float32 or (out.dtype is dy.dtype and not accumulate)
     if dy.is_cuda and dy.dtype in _SHORT and once:
         try:
@@ -80,7 +80,7 @@ def _run(dy: torch.Tensor, x: torch.Tensor, out: torch.Tensor, accumulate: bool)
 
 
 def _write(product: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """Puts a product into ``out``; a sum of two dtypes is made in the wider one."""
+    """Copies or adds a product to ``out``; a sum of two dtypes is computed in the wider one."""
     if accumulate:
         out.add_(product)
     else:
