@@ -1,15 +1,21 @@
-"""Agreement between ranks: checks that all ranks of a group are about to do the same.
+"""Agreement between ranks: checks, before other collectives, that all ranks call them alike.
 
-Ranks that differ would pair one collective with another: they would hang, or go on with data that
-was meant for something else. Whatever is compared has a header of ``HEADER`` int32 numbers::
+Without the check, ranks that differ (in the number of tensors, in shapes, in dtypes) would pair one
+collective with another: they would hang, or read data that was meant for something else. Each rank
+describes what it is about to do by a header of ``HEADER`` int32 numbers::
 
     count, TOP - count, digest, TOP - digest, flag
 
-whose element-wise maximum over ranks tells the largest and the smallest count, whether all digests
-are equal, and the largest flag. Two kinds of collectives carry it: a MAX all-reduce of numbers,
-where the header comes first (``header``, ``compared``), and a gather of descriptions, which also
-tells which rank has which value (``check_same``). Their size does not depend on what a rank
-compares, so that ranks that differ still meet in the same collective.
+The element-wise maximum of the headers of all ranks tells the largest and the smallest count,
+whether all digests are equal, and the largest flag. Two kinds of collectives carry headers:
+
+- a MAX all-reduce of numbers that begin with the header: the caller builds it by ``header``, runs
+  the all-reduce, and reads the result by ``compared``;
+- an all-gather of descriptions as text, after which messages can say which rank has which value:
+  ``check_same`` does all of it.
+
+The size of both collectives is the same whatever a rank describes, so that ranks that differ still
+take part in one and the same collective.
 """
 
 from __future__ import annotations
@@ -36,29 +42,36 @@ _SHOWN = 16  # ranks in a message
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks of a group differ: in their FP8 modules, in what a split layer does, in its tokens."""
+    """Ranks of a process group differ where a collective needs them alike.
+
+    They differ, for example, in FP8 modules, in trained parameters, in the arguments of a
+    tensor-parallel layer, or in the dtype of an expert-parallel layer's tokens.
+    """
 
 
 def header(count: int, content: bytes, flag: int = 0) -> list[int]:
-    """Returns the header of one rank.
+    """Returns this rank's header, to be reduced by MAX over ranks and read by ``compared``.
 
     Args:
-        count: number of the things that are compared.
-        content: description of these things; its digest is sent.
-        flag: a number of which the largest is found, not compared.
+        count: number of things (parameters, FP8 modules) that every rank must have as many of.
+        content: description of these things, whose digest (CRC-32) must be equal on all ranks.
+        flag: number that may differ between ranks; all of them learn the largest.
+
+    Returns:
+        ``HEADER`` ints, each of which fits an int32.
     """
     digest = zlib.crc32(content) & TOP
     return [count, TOP - count, digest, TOP - digest, flag]
 
 
 class Comparison(NamedTuple):
-    """The headers of all ranks of a group, compared.
+    """Outcome of comparing the headers of all ranks of a group.
 
     Attributes:
-        least: the smallest count.
-        most: the largest count.
-        same_digest: all ranks sent the same digest.
-        flag: the largest flag.
+        least: the smallest ``count`` that a rank gave to ``header``.
+        most: the largest ``count`` that a rank gave.
+        same_digest: True if the digests of ``content`` are equal on all ranks.
+        flag: the largest ``flag`` that a rank gave.
     """
 
     least: int
@@ -72,7 +85,13 @@ class Comparison(NamedTuple):
         return self.least == self.most and self.same_digest
 
     def error(self, message: str, count: int, hint: str = "") -> RankMismatchError:
-        """Returns the error for ranks that differ; ``count`` is this rank's."""
+        """Returns the error for the caller to raise if the ranks differ.
+
+        Args:
+            message: beginning of the error's message, without a period.
+            count: the ``count`` that this rank gave to ``header``.
+            hint: end of the message, appended as it is.
+        """
         return RankMismatchError(
             f"{message}; this rank has {count}, the ranks have from {self.least} to {self.most}"
             f"{hint}"
@@ -80,7 +99,11 @@ class Comparison(NamedTuple):
 
 
 def compared(numbers: Sequence[int]) -> Comparison:
-    """Compares the headers of all ranks, of which ``numbers`` is the element-wise maximum."""
+    """Compares the headers of all ranks.
+
+    Args:
+        numbers: ``HEADER`` ints, the element-wise maximum of all ranks' headers.
+    """
     most, least, largest, smallest, flag = numbers
     return Comparison(TOP - least, most, largest == TOP - smallest, flag)
 
@@ -93,19 +116,24 @@ def check_same(
     device: torch.device,
     error: Exception | None = None,
 ) -> None:
-    """Checks that ``values`` are the same on all ranks of ``group``; collective, waited for.
+    """Checks that ``values`` are equal on all ranks of ``group``.
+
+    Collective: every rank of ``group`` calls it at the same point. The host waits for the result.
 
     Args:
-        owner: class or function that asks, for messages.
-        group_name: argument that ``group`` was given as, for messages.
+        owner: name of the class or function that makes the check, for messages.
+        group_name: name of the argument by which the user gave ``group``, for messages.
         group: process group; None is the whole world.
-        values: what is compared, by name.
-        device: device of the tensors that the ranks are about to send.
-        error: reason why this rank cannot go on, raised here once the other ranks know of it.
+        values: values to compare, by the names that messages give them. They are compared as text:
+            enums by name, callables by qualified name, others by ``str``.
+        device: device on which the descriptions are gathered; "gloo" gathers them on the CPU.
+        error: exception that this rank found in its arguments, or None. It is raised after the
+            collective, so that the other ranks raise, too, instead of waiting for this one.
 
     Raises:
-        Exception: ``error``, on the rank that has it.
-        RankMismatchError: on every rank, values differ; or on the others, a rank has an error.
+        Exception: ``error``, on the rank that gave it.
+        RankMismatchError: on every rank, if values differ; if some ranks gave an ``error``, on the
+            other ranks.
     """
     if error is not None:
         values = {_REFUSED: f"{type(error).__name__}: {error}"}
@@ -132,7 +160,10 @@ def check_same(
 
 
 def _description(values: Mapping[str, object], has_error: bool) -> bytes:
-    """Returns ``_BYTES`` bytes: the header, then as many lines ``name=value`` as fit."""
+    """Returns this rank's ``_BYTES`` bytes: the header, then as many ``name=value`` lines as fit.
+
+    ``has_error``: the header's flag is 1, so that the other ranks raise.
+    """
     lines = [f"{key}={' '.join(str(_word(value)).split())}" for key, value in values.items()]
     text = "\n".join(lines).encode()
     numbers = header(len(text), text, int(has_error))
@@ -140,14 +171,17 @@ def _description(values: Mapping[str, object], has_error: bool) -> bytes:
 
 
 def _word(value: object) -> object:
-    """Returns a value whose text is the same in each process, as an address is not."""
+    """Returns a stand-in for ``value`` whose ``str`` holds no memory address, hence fits all ranks.
+
+    Enums become their names, callables their qualified names.
+    """
     if isinstance(value, enum.Enum):
         return value.name
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
 
 
 def _gathered(description: bytes, group: Any, device: torch.device) -> list[bytes]:
-    """Gathers the descriptions of all ranks."""
+    """Returns the descriptions of all ranks, by rank in ``group``; the host waits for them."""
     if distributed.get_backend(group) == "gloo":
         device = torch.device("cpu")
     row = torch.frombuffer(bytearray(description), dtype=torch.uint8).to(device)
@@ -157,12 +191,19 @@ def _gathered(description: bytes, group: Any, device: torch.device) -> list[byte
 
 
 def _read(description: bytes) -> dict[str, str]:
+    """Returns the texts of the values in a rank's description, by name."""
     text = description[_HEADER_BYTES:].rstrip(b"\0").decode(errors="replace")
     return {key: value for key, _, value in (line.partition("=") for line in text.split("\n"))}
 
 
 def _by_value(key: str, ranks: list[int], known: list[dict[str, str]]) -> str:
-    """Returns each value of ``key`` and the ranks that have it, for a message."""
+    """Returns text for a message: each value of ``key``, and the ranks that sent it.
+
+    Args:
+        key: name of a value.
+        ranks: global ranks.
+        known: values by name of each of these ranks, in their order, as ``_read`` returns them.
+    """
     found: dict[str, list[int]] = {}
     for rank, values in zip(ranks, known, strict=True):
         if key in values:
@@ -171,6 +212,7 @@ def _by_value(key: str, ranks: list[int], known: list[dict[str, str]]) -> str:
 
 
 def _named(ranks: list[int]) -> str:
+    """Returns text for a message, such as "ranks 0, 1", that names up to ``_SHOWN`` ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     shown = ", ".join(str(rank) for rank in ranks[:_SHOWN])

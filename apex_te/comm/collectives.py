@@ -1,7 +1,9 @@
-"""Collectives on matrices of rows, each started at once and waited for where its result is read.
+"""Collectives on the rows of tensors, started at once and waited for where the result is read.
 
-Backends that only know plain types see FP8 data as bytes. Row ``i`` of rank ``r`` is row
-``r * rows + i`` of a gathered matrix.
+Most functions return a ``Pending``, whose ``wait`` gives the result; in a graph of
+``torch.compile`` they use torch's functional collectives. Tensors of one byte per element, such as
+FP8 data, travel as uint8, because backends do not know FP8 dtypes. Row ``i`` of rank ``r`` is row
+``r * rows + i`` of a gathered tensor, where each rank has ``rows`` rows.
 """
 
 from __future__ import annotations
@@ -40,7 +42,16 @@ def world_size(group: Any) -> int:
 
 
 class Pending:
-    """A result that a collective is still writing."""
+    """Handle of a tensor that a collective is still writing.
+
+    A reader calls ``wait`` for a tensor of its own. To avoid a copy of a shared buffer, it may
+    instead read by ``pieces`` or ``borrow``, and call ``release`` afterwards.
+
+    Args:
+        result: tensor that the collective writes.
+        work: the collective's ``torch.distributed.Work``; None if nothing is to be waited for.
+        keep: tensor that the collective reads, kept alive until ``wait``.
+    """
 
     __slots__ = ("_keep", "_result", "_work")
 
@@ -50,27 +61,40 @@ class Pending:
         self._keep = keep  # what the collective reads
 
     def wait(self) -> torch.Tensor:
-        """Returns the result; on a GPU the current stream waits, not the host."""
+        """Returns the result, for the caller to keep; on a GPU the stream waits, not the host."""
         if self._work is not None:
             self._work.wait()
             self._work = self._keep = None
         return self._result
 
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yields the result's rows as they arrive: their slice of the result, and the rows."""
+        """Yields the result's rows in the order of their arrival; ``release`` must follow.
+
+        Yields:
+            ``(place, rows)``: the slice of the result's first dimension, and the rows there, valid
+            until ``release``.
+        """
         result = self.wait()
         yield slice(0, result.shape[0]), result
 
     def borrow(self) -> torch.Tensor:
-        """Returns the result, to be read until ``release``; ``wait`` returns one to keep."""
+        """Returns the result without a copy, valid until the caller calls ``release``."""
         return self.wait()
 
     def release(self) -> None:
-        """Ends the reading that ``pieces`` or ``borrow`` began."""
+        """Ends the use of tensors from ``pieces`` or ``borrow``; their memory may be reused.
+
+        Work on them that is on the current stream by now still reads the right values.
+        """
 
 
 class _Traced(Pending):
-    """The result of a collective in a graph of ``torch.compile``, its bytes read as ``dtype``."""
+    """Handle of a functional collective's result in a graph of ``torch.compile``.
+
+    Args:
+        result: tensor that the functional collective returned.
+        dtype: dtype to view the result in, where FP8 data travelled as uint8; None for no view.
+    """
 
     __slots__ = ("_dtype",)
 
@@ -84,13 +108,21 @@ class _Traced(Pending):
 
 
 def _name(group: Any) -> str:
-    """Returns the name by which ops in a graph know a group."""
+    """Returns the name of ``group`` (None is the world) that functional collectives take."""
     named: Any = distributed.group.WORLD if group is None else group
     return named.group_name
 
 
 def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
-    """Gathers the rows of all ranks ``[ranks * rows, ..]``; ``x`` is ``[rows, ..]`` on each."""
+    """Begins to gather the rows of all ranks.
+
+    Args:
+        x: ``[rows, ..]``, this rank's rows, of one shape and dtype on all ranks.
+        group: process group; None is the whole world.
+
+    Returns:
+        Handle of ``[ranks * rows, ..]``, ordered by rank.
+    """
     x = x.contiguous()
     if torch.compiler.is_compiling():
         ranks, name = world_size(group), _name(group)
@@ -101,16 +133,19 @@ def all_gather_rows(x: torch.Tensor, group: Any) -> Pending:
 
 
 def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = None) -> Pending:
-    """Sums ``x`` ``[rows, ..]`` over ranks; the result is this rank's ``[rows / ranks, ..]``.
+    """Begins to sum ``x`` over ranks; each rank gets an equal share of the sum's rows.
 
     Args:
-        x: this rank's summand.
+        x: ``[rows, ..]``, this rank's summand.
         group: process group; None is the whole world.
-        out: contiguous tensor for the result. Not used in a graph of ``torch.compile``, where
-            torch 2.11 loses the gradient of a copy.
+        out: contiguous ``[rows / ranks, ..]`` for the result; None allocates it. It is ignored in a
+            graph of ``torch.compile``, where torch 2.11 loses the gradient of a copy.
+
+    Returns:
+        Handle of ``[rows / ranks, ..]``: rank ``r`` gets rows ``r * rows / ranks`` onwards.
 
     Raises:
-        ValueError: rows that the ranks do not divide.
+        ValueError: the number of ranks does not divide ``rows``.
     """
     ranks = world_size(group)
     if x.shape[0] % ranks:
@@ -130,13 +165,16 @@ def reduce_scatter_rows(x: torch.Tensor, group: Any, out: torch.Tensor | None = 
 def all_to_all_rows(
     x: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any
 ) -> Pending:
-    """Exchanges rows between ranks; the result is ``[sum(received), ..]``, ordered by sender.
+    """Begins to send some rows to each rank, and to receive some from each.
 
     Args:
-        x: ``[sum(sent), ..]``, this rank's rows, ordered by receiver.
-        sent: number of rows for each rank, possibly 0.
-        received: number of rows from each rank.
+        x: ``[sum(sent), ..]``, the rows that this rank sends, ordered by receiving rank.
+        sent: number of rows to send to each rank, possibly 0.
+        received: number of rows to receive from each rank, possibly 0.
         group: process group; None is the whole world.
+
+    Returns:
+        Handle of ``[sum(received), ..]``, ordered by sending rank.
     """
     x = x.contiguous()
     if torch.compiler.is_compiling():
@@ -150,17 +188,28 @@ def all_to_all_rows(
 
 
 def all_reduce(x: torch.Tensor, group: Any) -> Pending:
-    """Sums ``x`` over ranks, in place; in a graph of ``torch.compile`` into a new tensor."""
+    """Begins to sum ``x`` over the ranks of ``group``; None is the whole world.
+
+    Returns:
+        Handle of the sum: ``x`` itself, or a new tensor in a graph of ``torch.compile``.
+    """
     if torch.compiler.is_compiling():
         return _Traced(_traced.all_reduce(x, "sum", _name(group)))
     return Pending(x, distributed.all_reduce(x, group=group, async_op=True))
 
 
 def max_over_ranks(amax: torch.Tensor, group: Any) -> torch.Tensor:
-    """Takes the largest ``amax`` (fp32, not negative) over ranks, element by element, in place.
+    """Reduces ``amax`` by maximum over ranks, element by element, in place.
 
-    The bits travel as an int32, which orders as the numbers do, Inf above every number and NaN
-    above Inf: a NaN on one rank reaches all.
+    The bits of the numbers are reduced as int32. These order as non-negative floats do, with Inf
+    above every finite number and NaN above Inf, so that a NaN on one rank reaches all ranks.
+
+    Args:
+        amax: fp32, no element negative; overwritten by the maximum.
+        group: process group; None is the whole world.
+
+    Returns:
+        ``amax``.
     """
     bits = amax.view(torch.int32)
     if torch.compiler.is_compiling():
@@ -171,5 +220,5 @@ def max_over_ranks(amax: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _plain(x: torch.Tensor) -> torch.Tensor:
-    """Returns FP8 data as bytes, other tensors unchanged."""
+    """Returns a uint8 view of a tensor of one byte per element, other tensors unchanged."""
     return x.view(torch.uint8) if x.element_size() == 1 else x

@@ -21,7 +21,13 @@ def is_process_group(value: object) -> bool:
 
 
 def check_process_group(owner: str, name: str, value: object) -> None:
-    """Raises TypeError unless ``value`` is a process group or None."""
+    """Raises TypeError unless ``value`` is a process group or None.
+
+    Args:
+        owner: name of the class or function whose argument it is, for the message.
+        name: name of the argument, for the message.
+        value: the argument.
+    """
     if value is not None and not is_process_group(value):
         raise TypeError(
             f"{owner}: {name} must be a torch.distributed.ProcessGroup, got {type(value).__name__}"
@@ -34,7 +40,11 @@ def ranks_of(group: Any) -> tuple[int, ...]:
 
 
 def pipeline_stage() -> int | None:
-    """Returns this rank's pipeline stage if Megatron runs and knows it, else None."""
+    """Returns this rank's pipeline stage, from 0, as Megatron's ``parallel_state`` gives it.
+
+    None if Megatron is not imported, has not initialised model parallelism, or has no function
+    that tells the stage.
+    """
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None
@@ -43,7 +53,10 @@ def pipeline_stage() -> int | None:
 
 
 def covers(outer: Any, inner: Any) -> bool:
-    """Returns True if every rank of ``inner`` is one of ``outer``; None is the whole world."""
+    """Returns True if every rank of the process group ``inner`` is also one of ``outer``.
+
+    None stands for the whole world. Answers are cached for as long as both groups live.
+    """
     if outer is None or outer is inner:
         return True
     if torch.compiler.is_compiling():
@@ -60,5 +73,6 @@ def covers(outer: Any, inner: Any) -> bool:
 
 
 def _covers(outer: Any, inner: Any) -> bool:
+    """Returns True if every rank of ``inner`` is one of ``outer``, without the cache."""
     ranks = distributed.get_process_group_ranks
     return set(ranks(inner)) <= set(ranks(outer))

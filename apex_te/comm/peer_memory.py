@@ -1,12 +1,15 @@
-"""Exchanges of rows through GPU memory of ranks on one host, piece by piece beside GEMMs.
+"""Gathers and sums of rows by copies between GPUs of one host, overlapped with GEMMs.
 
-The buffers are torch's symmetric memory; the copies run on the GPUs' copy engines, which take no
-multiprocessor from a GEMM, as collectives cut into chunks would. A piece of a gather is multiplied
-while the others travel, and a piece of a reduction travels while the next is computed.
+An exchange is one gather or one sum, and a piece is the rows that one rank contributes to a gather,
+or gets of a sum. Ranks write pieces right into the peers' buffers, which are torch's symmetric
+memory. The copies run on the GPUs' copy engines, which take no multiprocessor from a GEMM, as NCCL
+would. A gathered piece can be multiplied while the others travel, and a piece of a summand travels
+while the next is computed.
 
-Every rank of a group runs the same exchanges in the same order. Each kind has two buffers that
-take turns: a rank writes to a peer's buffer again only after the exchange in between, which the
-peer signals once it has read the first.
+Every rank of a group runs the same exchanges in the same order. Gathers have two buffers that take
+turns, and sums have two others. A rank may write to a peer's buffer for exchange ``n + 2`` once it
+has received the peer's piece of exchange ``n + 1``: the peer sends this after it has read exchange
+``n``.
 """
 
 from __future__ import annotations
@@ -38,10 +41,20 @@ _known: WeakKeyDictionary[Any, PeerMemory | None] = WeakKeyDictionary()
 
 
 def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | None:
-    """Returns the exchange for pieces of ``piece_bytes`` on the device of ``x``, on all ranks.
+    """Returns the ``PeerMemory`` of ``group``, or None if the caller must use a collective.
 
-    None if a collective is to be used. The first call for a group is collective: ranks tell each
-    other whether they are on one host, and whether ``APEX_TE_PEER_MEMORY`` allows it.
+    All ranks get the same answer. The first call for a group is collective: ranks tell each other
+    whether they are on one host, and whether ``APEX_TE_PEER_MEMORY`` allows it. The answer is None
+    for pieces below ``SMALLEST`` bytes, on the CPU, in graphs (CUDA's and ``torch.compile``'s), and
+    for groups that are not of NCCL on one host.
+
+    Args:
+        group: process group; None is the whole world.
+        x: tensor on the device of the exchange; only its device is read.
+        piece_bytes: size of one rank's piece, the same on all ranks.
+
+    Raises:
+        ValueError: on all ranks, ``APEX_TE_PEER_MEMORY`` is no boolean on one of them.
     """
     if not x.is_cuda or piece_bytes < SMALLEST or is_traced():
         return None
@@ -56,6 +69,7 @@ def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | N
 
 
 def _found(group: Any, device: torch.device) -> PeerMemory | None:
+    """Returns a new ``PeerMemory`` if all ranks are on one host and want it; else None."""
     if "nccl" not in distributed.get_backend(group) or torch.version.hip is not None:
         return None
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
@@ -75,16 +89,31 @@ def _found(group: Any, device: torch.device) -> PeerMemory | None:
 
 
 def _told(value: Any, group: Any) -> list[Any]:
-    """Gathers a Python object of every rank."""
+    """Returns ``value`` of every rank, by rank in ``group``; collective."""
     values: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(values, value, group=group)
     return values
 
 
 class PeerMemory:
-    """The symmetric buffers of a group's ranks; given up for good if one rank cannot have them.
+    """Runs the exchanges of one process group, and owns the buffers for them.
 
-    A peer that does not answer within the group's timeout ends the process with a CUDA error.
+    Buffers are allocated when an exchange first needs them or larger ones. If that fails on one
+    rank, all ranks use collectives from then on. If a peer's piece does not arrive within the
+    group's timeout, the process ends with a CUDA error.
+
+    Attributes:
+        device: this rank's GPU.
+        rank: this rank's number in the group.
+        ranks: number of ranks of the group.
+        stream: CUDA stream of the copies to peers.
+        fork: event by which ``stream`` waits for the current stream before a copy.
+        timeout_ms: timeout of the group's collectives, in milliseconds.
+        works: False once buffers could not be had; ``gather`` and ``reduce`` then return None.
+
+    Args:
+        group: process group of NCCL whose ranks are on one host.
+        device: this rank's GPU.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:
@@ -100,14 +129,17 @@ class PeerMemory:
         self._sums = _Turns(self)
 
     def gather(self, x: torch.Tensor, whole: bool) -> Pending | None:
-        """Begins to gather the rows of all ranks of ``x`` ``[rows, ..]``, contiguous.
-
-        Returns None, so that a collective is used, if a gather is under way or a rank has no
-        buffers.
+        """Begins to gather the rows of all ranks.
 
         Args:
-            x: this rank's rows.
-            whole: the matrix of all rows is read, too, not only its pieces.
+            x: contiguous ``[rows, ..]``, this rank's rows, of one shape and dtype on all ranks.
+            whole: the caller reads the gathered tensor as one (``borrow``, ``wait``). False allows
+                ``pieces`` only, and saves the copy of ``x`` into this rank's buffer.
+
+        Returns:
+            Handle of ``[ranks * rows, ..]``, ordered by rank, on which ``wait`` or ``release`` must
+            be called before the next gather. None, on all ranks, if an earlier gather has not ended
+            or a rank has no buffers: the caller then uses a collective.
         """
         buffer = self._gathers.begin(x.nbytes * self.ranks)
         return None if buffer is None else _Gathered(self._gathers, buffer, x, whole)
@@ -115,18 +147,30 @@ class PeerMemory:
     def reduce(
         self, out: torch.Tensor, produce: Callable[[slice, torch.Tensor], Any]
     ) -> Pending | None:
-        """Begins to sum a matrix ``[rows, cols]`` over ranks; returns None as ``gather`` does.
+        """Begins to sum a matrix ``[rows, cols]`` over ranks; each gets a share of the rows.
 
         Args:
-            out: ``[rows / ranks, cols]``, gets this rank's rows of the sum.
-            produce: function that writes some rows of this rank's summand; it is called for the
-                rows of each rank.
+            out: contiguous ``[rows / ranks, cols]``, which gets this rank's rows of the sum.
+            produce: function ``produce(rows, into)`` that computes the slice ``rows`` of this
+                rank's summand and writes it to ``into``, ``[rows / ranks, cols]``. It is called
+                here, once for the rows of each rank, this rank's last.
+
+        Returns:
+            Handle whose ``wait`` returns ``out``. None, on all ranks, if an earlier sum has not
+            ended or a rank has no buffers: the caller then uses a collective.
         """
         buffer = self._sums.begin(out.nbytes * self.ranks)
         return None if buffer is None else _Reduced(self._sums, buffer, out, produce)
 
     def _buffers(self, size: int) -> list[_Buffer] | None:
-        """Returns two symmetric buffers of ``size`` bytes for pieces, or None, on all ranks."""
+        """Allocates two symmetric buffers with ``size`` bytes for the pieces of all ranks.
+
+        Collective; the host waits.
+
+        Returns:
+            The buffers. None on all ranks, with a warning, if one of them could not allocate;
+            ``works`` is then False.
+        """
         from torch.distributed import _symmetric_memory as symmetric
 
         group: Any = self._group()
@@ -161,14 +205,29 @@ def _timeout_ms(group: Any, device: torch.device) -> int:
 
 
 def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Returns an event that has a handle."""
+    """Returns an event that was recorded once, so that its ``cuda_event`` handle exists."""
     event = torch.cuda.Event()
     event.record(stream)
     return event
 
 
 class _Buffer:
-    """A symmetric buffer: this rank's bytes and its peers', beginning with the next rank's."""
+    """Symmetric buffer of all ranks: this rank's memory, and that of its peers mapped here.
+
+    The memory of each rank has ``HEADER`` bytes with arrival counters, then one piece per rank.
+
+    Attributes:
+        own: uint8 ``[HEADER + size]``, this rank's memory, which peers write to.
+        handle: torch's symmetric-memory handle, which keeps the memory of the peers mapped.
+        peers: memory of each peer, as uint8 tensors like ``own``, from the next rank on.
+        sent: event recorded behind this rank's copies to peers.
+        number: number of the exchange that the buffer serves, modulo 2^32.
+
+    Args:
+        own: uint8 ``[HEADER + size]`` from ``symmetric_memory.empty``.
+        handle: what ``symmetric_memory.rendezvous`` returned for ``own``.
+        memory: the ``PeerMemory`` whose ranks and stream are used.
+    """
 
     __slots__ = ("handle", "number", "own", "peers", "sent")
 
@@ -197,7 +256,12 @@ class _Turns:
         self._last_stream: torch.cuda.Stream | None = None
 
     def begin(self, size: int) -> _Buffer | None:
-        """Returns the buffer of the next exchange, of ``size`` bytes; None if there is none."""
+        """Begins an exchange of ``size`` bytes of pieces, those of all ranks together.
+
+        Returns:
+            The buffer to use until ``end``; None if the last exchange has not ended or a rank has
+            no buffers, and the caller must use a collective.
+        """
         memory = self.memory
         if self.busy or not memory.works:
             return None
@@ -215,7 +279,7 @@ class _Turns:
         return buffer
 
     def end(self) -> None:
-        """Ends an exchange; all reads of its buffer are on the current stream."""
+        """Ends an exchange, once all reads of its buffer are on the current stream."""
         self._last_stream = torch.cuda.current_stream()
         self.busy = False
 
@@ -226,7 +290,15 @@ class _Turns:
         targets: Sequence[torch.Tensor],
         own: torch.Tensor | None = None,
     ) -> None:
-        """Copies this rank's ``piece`` to peers, after the work that is on the stream now."""
+        """Starts copies of this rank's ``piece``, behind the work queued on the current stream.
+
+        Args:
+            buffer: buffer that ``begin`` returned.
+            piece: contiguous tensor, alive until the copies are done.
+            targets: memory of the peers that get the piece, from ``buffer.peers``.
+            own: this rank's memory, if the piece is to be copied there, too; no arrival is
+                signalled for that copy.
+        """
         memory = self.memory
         data = piece.view(-1).view(torch.uint8)
         send(
@@ -235,7 +307,14 @@ class _Turns:
 
 
 class _Gathered(Pending):
-    """Rows of all ranks on their way into this rank's buffer."""
+    """Handle of a gather whose pieces arrive in this rank's buffer; starts the copies to peers.
+
+    Args:
+        turns: buffers of gathers, where ``buffer`` was begun.
+        buffer: buffer of this gather.
+        x: contiguous ``[rows, ..]``, this rank's piece.
+        whole: copy ``x`` into this rank's buffer, so that ``borrow`` and ``wait`` work.
+    """
 
     __slots__ = ("_awaited", "_buffer", "_is_whole", "_turns", "_whole")
 
@@ -258,7 +337,11 @@ class _Gathered(Pending):
             yield piece, self._whole[piece]
 
     def _arrivals(self) -> Iterator[int]:
-        """Yields the peers whose pieces were not waited for yet, in the order of arrival."""
+        """Yields the ranks of peers as the current stream waits for their pieces.
+
+        The order is that in which pieces are sent, from the rank before this one downwards. Peers
+        that an earlier iteration waited for are left out.
+        """
         memory, buffer = self._turns.memory, self._buffer
         while self._awaited + 1 < memory.ranks:
             self._awaited += 1
@@ -273,6 +356,7 @@ class _Gathered(Pending):
         return self._whole
 
     def _await_all(self) -> None:
+        """Makes the current stream wait for all peers' pieces and for this rank's copies."""
         for _ in self._arrivals():
             pass
         join(self._buffer.own, self._buffer.sent)
@@ -288,7 +372,17 @@ class _Gathered(Pending):
 
 
 class _Reduced(Pending):
-    """Every rank's part of this rank's rows on their way into its buffer."""
+    """Handle of a sum: each peer's summand of this rank's rows arrives in this rank's buffer.
+
+    Making it computes this rank's summand by ``produce`` and starts the copies to peers; ``wait``
+    adds up the pieces that arrived.
+
+    Args:
+        turns: buffers of sums, where ``buffer`` was begun.
+        buffer: buffer of this sum.
+        like: contiguous ``[rows / ranks, cols]``, which gets the sum.
+        produce: as in ``PeerMemory.reduce``.
+    """
 
     __slots__ = ("_buffer", "_turns")
 

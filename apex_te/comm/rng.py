@@ -1,4 +1,4 @@
-"""Random states by name, so that some draws differ between ranks while the others agree."""
+"""Random number sequences by name, for draws that must differ between ranks, such as dropout's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ __all__ = ["CudaRNGStatesTracker"]
 
 
 class CudaRNGStatesTracker:
-    """Keeps states of the default generator by name and forks into one of them.
+    """Several independent sequences of random numbers in one process, each with a name.
 
-    The generator is the current CUDA device's, or the CPU's without a GPU. Numbers drawn inside
-    ``fork(name)`` come from that name's own sequence and leave the default one as it was. The
-    interface is that of Megatron and TransformerEngine.
+    Random ops inside ``with tracker.fork(name):`` draw from the sequence called ``name``; each
+    block goes on where the last one with this name ended. The default sequence is left as it was.
+    Sequences are stored as states of torch's default generator, that of the current CUDA device,
+    or of the CPU without a GPU. The interface is that of Megatron and TransformerEngine.
     """
 
     def __init__(self) -> None:
@@ -28,11 +29,14 @@ class CudaRNGStatesTracker:
         self._seeds = set()
 
     def get_states(self) -> dict[str, torch.Tensor]:
-        """Returns the states by name, uint8 on the CPU; later draws do not change them."""
+        """Returns the generator state of each sequence by name, for ``set_states``.
+
+        States are uint8 tensors on the CPU, which later draws do not change.
+        """
         return dict(self._states)
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """Replaces all states by those that ``get_states`` returned.
+        """Replaces all sequences by ``states``, which ``get_states`` returned earlier.
 
         Raises:
             TypeError: ``states`` is not a dict of tensors.
@@ -50,7 +54,7 @@ class CudaRNGStatesTracker:
         """Starts a sequence called ``name`` from ``seed``.
 
         Raises:
-            ValueError: a name or a seed that was added before.
+            ValueError: ``name`` or ``seed`` was added before.
         """
         for what, value, known in (("name", name, self._states), ("seed", seed, self._seeds)):
             if value in known:
@@ -64,10 +68,10 @@ class CudaRNGStatesTracker:
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        """Draws from the sequence called ``name`` inside the ``with`` block.
+        """Has random ops inside the ``with`` block draw from the sequence called ``name``.
 
         Raises:
-            ValueError: a name that was not added.
+            ValueError: no sequence called ``name`` was added.
         """
         if name not in self._states:
             raise ValueError(
@@ -84,6 +88,7 @@ class CudaRNGStatesTracker:
 
 
 def _generator() -> torch.Generator:
+    """Returns the current CUDA device's default generator, or the CPU's without a GPU."""
     if not torch.cuda.is_available():
         return torch.default_generator
     torch.cuda.init()
