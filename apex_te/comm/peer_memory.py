@@ -243,7 +243,12 @@ class _Buffer:
 
 
 class _Turns:
-    """The two buffers of one kind of exchange, which take turns."""
+    """The two buffers of one kind of exchange, gathers or sums, which take turns.
+
+    Attributes:
+        memory: the ``PeerMemory`` that owns the buffers.
+        busy: an exchange was begun and has not ended.
+    """
 
     __slots__ = ("_buffers", "_last_stream", "_size", "_turn", "busy", "memory")
 

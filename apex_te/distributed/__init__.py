@@ -1,4 +1,8 @@
-"""Training on several ranks: checkpoints, random states, FSDP2, styles, experts, main_grad."""
+"""Training on several ranks.
+
+Activation checkpoints, random states, FSDP2 with FP8 all-gathers, tensor-parallel styles for
+``parallelize_module``, expert parallelism, sums of ``main_grad``, and state dicts of split models.
+"""
 
 from typing import TYPE_CHECKING
 

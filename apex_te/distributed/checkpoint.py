@@ -1,4 +1,4 @@
-"""Activation checkpointing that also repeats FP8 scales, recipe and tracked random states."""
+"""Activation checkpointing for FP8 modules: the recompute repeats scales, recipe and randomness."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ def checkpoint(
     use_reentrant: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Runs ``function(*args, **kwargs)``, saves only its inputs and runs it again in backward.
+    """Runs ``function(*args, **kwargs)``, saves only its inputs, and recomputes it in backward.
 
-    The second run has the random states (CPU, CUDA, tracker), the torch.autocast and fp8_autocast
-    regions and the FP8 scales of the first, also where scales have moved in between (several
-    microbatches in flight). It records no amaxes: FP8 state is what it is without a checkpoint.
-    The earlier order ``checkpoint(function, distribute_saved_activations, get_cuda_rng_tracker,
-    tp_group, *args)`` still works, with a warning.
+    The recompute has the random states (CPU, CUDA, tracker), the ``torch.autocast`` and
+    ``fp8_autocast`` regions and the FP8 scales of the first run, even if an update has changed the
+    scales in between (several microbatches in flight). It records no amaxes, so that FP8 state is
+    what it would be without a checkpoint. The earlier order ``checkpoint(function,
+    distribute_saved_activations, get_cuda_rng_tracker, tp_group, *args)`` still works, with a
+    warning.
 
     Args:
         function: any callable.
         args: positional arguments of ``function``.
-        distribute_saved_activations: each rank of ``tp_group`` saves only its part of the first
-            tensor among the arguments: one of as many equal 1-D parts as there are ranks (the last
-            padded), which backward gathers. Every rank must have the same tensor, so not with
-            sequence parallelism; for ``use_reentrant=True``.
+        distribute_saved_activations: save the first tensor among the arguments only once per
+            ``tp_group``: it is flattened, each rank saves an equal part, and backward gathers the
+            parts. The tensor must be equal on all ranks, which excludes sequence parallelism.
+            Requires ``tp_group`` and ``use_reentrant=True``.
         get_rng_state_tracker: function that returns a tracker with ``get_states`` and
-            ``set_states``; the earlier name ``get_cuda_rng_tracker`` works, too.
-        tp_group: the tensor-parallel ranks.
-        use_reentrant: as in ``torch.utils.checkpoint.checkpoint``; ``context_fn``,
-            ``determinism_check``, ``debug`` and ``preserve_rng_state`` are passed on to it.
+            ``set_states``, such as a ``CudaRNGStatesTracker``; the earlier name
+            ``get_cuda_rng_tracker`` works, too.
+        tp_group: process group of the tensor-parallel ranks, for ``distribute_saved_activations``.
+        use_reentrant: as in ``torch.utils.checkpoint.checkpoint``. Its arguments ``context_fn``,
+            ``determinism_check``, ``debug`` and ``preserve_rng_state`` can be given, too.
         kwargs: keyword arguments of ``function``.
 
     Returns:
@@ -102,7 +104,18 @@ _OPTIONS = ("context_fn", "determinism_check", "debug", "preserve_rng_state")
 def _distributes(
     function: Any, wanted: bool, group: Any, use_reentrant: bool, args: tuple[Any, ...]
 ) -> bool:
-    """Checks the arguments; returns True if the first tensor is to be saved in parts."""
+    """Checks the arguments of ``checkpoint`` that concern ``distribute_saved_activations``.
+
+    Args:
+        function: the function to checkpoint; modules in it must not be sequence-parallel.
+        wanted: the argument ``distribute_saved_activations``.
+        group: the argument ``tp_group``.
+        use_reentrant: the argument of this name.
+        args: positional and keyword arguments of ``function``.
+
+    Returns:
+        True if the first tensor must be distributed over ``group``; False also for one rank.
+    """
     if not isinstance(wanted, bool):
         raise TypeError(
             f"checkpoint: distribute_saved_activations must be a bool, got {type(wanted).__name__}"
@@ -138,7 +151,10 @@ def _distributes(
 
 
 def _is_earlier_order(args: tuple[Any, ...]) -> bool:
-    """Returns True if ``args`` begin with a flag, a tracker and a group."""
+    """Returns True if ``args`` are of the earlier order: they begin with flag, tracker and group.
+
+    The flag is a bool, the tracker a callable or None, and the group a process group or None.
+    """
     return (
         len(args) > 3
         and isinstance(args[0], bool)
@@ -148,7 +164,22 @@ def _is_earlier_order(args: tuple[Any, ...]) -> bool:
 
 
 class _Repeatable:
-    """A function whose later calls repeat its first one."""
+    """Callable around a function: calls after the first are recomputes, under the same conditions.
+
+    It is made where ``checkpoint`` is called, and stores that place's ``fp8_autocast`` region and
+    tracked random states; FP8 scales are stored after the first call.
+
+    Args:
+        function: the function to checkpoint.
+        keywords: names of the keyword arguments, which ``__call__`` takes as its last positional
+            ones.
+        tracker: object with ``get_states`` and ``set_states``, or None.
+
+    Attributes:
+        parts: hooks that save the first tensor in parts, if it is to be distributed.
+        stack: with ``parts``, the stack that the hooks are entered into after the first call, when
+            torch saves the inputs.
+    """
 
     def __init__(
         self, function: Callable[..., Any], keywords: tuple[str, ...], tracker: Any
@@ -179,7 +210,10 @@ class _Repeatable:
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Puts back region, tracked random states and scales of the first call meanwhile."""
+        """Sets region, tracked random states and scales of the first call inside the block.
+
+        The present ones are restored at the block's end.
+        """
         region, states = local.region, None
         local.region = self.region
         if self.tracker is not None:
@@ -198,7 +232,16 @@ class _Repeatable:
 
 
 class _Scales:
-    """Copies of every forward scale, shared by all checkpoints between two scale updates."""
+    """Snapshot of the forward scales of all FP8 modules, for the recompute to restore.
+
+    Checkpoints between two updates of the scales share one snapshot.
+
+    Attributes:
+        tensors: the modules' ``scale_fwd`` and ``scale_inv_fwd``.
+        versions: version counter of each tensor when it was copied; another one means that the
+            tensor was written to since.
+        copies: a copy of each tensor.
+    """
 
     __slots__ = ("__weakref__", "copies", "tensors", "versions")
 
@@ -212,7 +255,10 @@ class _Scales:
 
     @classmethod
     def now(cls) -> _Scales | None:
-        """Returns the scales of all living modules; None if no module has any."""
+        """Returns a snapshot of the present scales; None if no module has allocated FP8 state.
+
+        The latest snapshot is returned if no scale has changed since.
+        """
         tensors = [
             tensor
             for state in (module.state for module in registry.living())
@@ -228,13 +274,19 @@ class _Scales:
         return latest
 
     def _holds(self, tensors: list[torch.Tensor]) -> bool:
+        """Returns True if the snapshot is of exactly ``tensors`` and none was written to since."""
         return len(tensors) == len(self.tensors) and all(
             new is old and new._version == version
             for new, old, version in zip(tensors, self.tensors, self.versions, strict=True)
         )
 
     def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Puts back scales that have moved; returns each of these with its value of now."""
+        """Writes the copies to the scales that have changed since the snapshot.
+
+        Returns:
+            ``(tensor, value)`` for each changed scale: the scale, and a copy of its value before
+            this call, which the caller writes back after the recompute.
+        """
         moved = []
         with torch.no_grad():
             for tensor, version, copy in zip(self.tensors, self.versions, self.copies, strict=True):

@@ -1,4 +1,7 @@
-"""Expert parallelism: each rank has some of the experts, and tokens travel to them and back."""
+"""Expert parallelism: each rank has some of the experts of a mixture-of-experts layer.
+
+Tokens are sent to the ranks of their experts, and the experts' results are sent back.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +27,15 @@ _COMPARED = (
 
 
 class TokenDispatcher:
-    """Sends tokens to the ranks of their experts, and the experts' results back.
+    """Sends tokens to the ranks of their experts, and the experts' results back to the tokens.
 
         dispatch = dispatcher.dispatch(tokens, probs, routing_map)
         rows = fc2(activation(fc1(dispatch.rows, dispatch.m_splits)), dispatch.m_splits)
         out = dispatch.combine(rows)
 
-    Rank ``r`` of ``group`` has the experts from ``r * num_experts / ranks`` on. Both ways are
-    differentiable in tokens and probs; no token is dropped.
+    Rank ``r`` of ``group`` has ``num_experts / ranks`` experts, from number
+    ``r * num_experts / ranks`` on. ``dispatch`` and ``combine`` are differentiable in tokens, probs
+    and results; no token is dropped.
 
     Args:
         num_experts: number of experts on all ranks, a multiple of the number of ranks.
@@ -41,15 +45,22 @@ class TokenDispatcher:
         exchange: "all_to_all" sends each copy of a token to its expert's rank; tokens and splits
             may be uneven. The host waits for the GPU once, to learn how many rows travel, and
             ``m_splits`` is a list. "all_gather" sends every token to every rank, in buffers sized
-            for the worst case: without a wait after the first call, also in a CUDA graph, and
-            ``m_splits`` is an int32 tensor on the device. Every rank must have the same number of
-            tokens, in each call. It moves ``ranks / experts per token`` times the bytes.
-        max_experts_per_token: sizes the buffers of "all_gather"; None stands for all experts.
-            Copies beyond it may be lost.
+            for the worst case. The host does not wait after the first call, so that calls can be
+            captured in a CUDA graph, and ``m_splits`` is an int32 tensor on the device. The number
+            of tokens must be equal on all ranks and in all calls. Compared with "all_to_all" it
+            moves ``ranks / experts per token`` times the bytes.
+        max_experts_per_token: largest number of experts that a token is routed to, which sizes the
+            buffers of "all_gather"; None stands for ``num_experts``. Tokens that have more experts
+            on one rank may lose some of them.
 
-    Parameters of experts see the tokens of all ranks: their gradients are not to be reduced over
-    ``group``. Delayed scaling reduces amaxes over ``fp8_group``; where that holds ranks of
-    ``group``, the experts in the same place on these ranks share scales.
+    Attributes:
+        ranks: number of ranks of ``group``.
+        local_experts: number of experts on this rank.
+        copies: largest number of experts on one rank that a token is assumed to have.
+
+    The gradients of experts' parameters must not be reduced over ``group``, as they already stem
+    from the tokens of all its ranks. Delayed scaling reduces amaxes over ``fp8_group``: if that
+    contains ranks of ``group``, the ``i``-th local experts of these ranks share scales.
 
     Raises:
         TypeError: an argument of a wrong type.
@@ -101,22 +112,26 @@ class TokenDispatcher:
     def dispatch(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> Dispatch:
-        """Sends ``tokens`` to their experts; collective.
+        """Sends ``tokens`` to the ranks of their experts; collective.
 
         Args:
-            tokens: ``[tokens, hidden]`` float32, float16 or bfloat16.
+            tokens: ``[tokens, hidden]`` float32, float16 or bfloat16, of this rank.
             probs: ``[tokens, num_experts]`` float32 or the dtype of ``tokens``: the weight of each
                 expert's result.
             routing_map: ``[tokens, num_experts]`` bool, True where a token goes to an expert.
 
+        Returns:
+            The rows that this rank's experts are to compute on. Every rank must call ``combine`` of
+            it.
+
         Raises:
-            TypeError: a dtype.
-            ValueError: a shape or, with "all_gather", another number of tokens than in the first
-                call.
-            RankMismatchError: on all ranks, they differ in ``num_experts``, hidden size, dtypes,
-                ``requires_grad`` or, with "all_gather", number of tokens; on the others, a rank
-                raises. With "all_gather" on GPUs, where later calls wait for nothing, in the first
-                call only.
+            TypeError: a dtype that is not among those above.
+            ValueError: a shape that is not as above; with "all_gather", another number of tokens
+                than in the first call.
+            RankMismatchError: on all ranks, if they differ in ``num_experts``, ``exchange``, hidden
+                size, dtypes, ``requires_grad`` or, with "all_gather", number of tokens; on the
+                other ranks, if some raise one of the errors above. With "all_gather" on GPUs only
+                the first call checks this, as the check makes the host wait.
         """
         error = self._refusal(tokens, probs, routing_map)
         if error is not None and self.ranks == 1:
@@ -128,7 +143,7 @@ class TokenDispatcher:
     def _refusal(
         self, tokens: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor
     ) -> Exception | None:
-        """Returns the error for the arguments of this rank; None if they are right."""
+        """Returns the error for this rank's arguments of ``dispatch``; None if they are valid."""
         if tokens.dim() != 2:
             return ValueError(
                 f"TokenDispatcher: tokens must be [tokens, hidden], got {list(tokens.shape)}"
@@ -157,7 +172,17 @@ class TokenDispatcher:
         return None
 
     def _compare(self, tokens: torch.Tensor, probs: torch.Tensor, error: Exception | None) -> None:
-        """Raises on every rank if one has an ``error`` or other tokens; the host waits."""
+        """Checks that the ranks call ``dispatch`` alike; collective, and the host waits.
+
+        Args:
+            tokens: this rank's argument of ``dispatch``.
+            probs: this rank's argument of ``dispatch``.
+            error: error for this rank's arguments, or None.
+
+        Raises:
+            Exception: ``error``, on this rank.
+            RankMismatchError: the ranks differ, or another rank has an error.
+        """
         values: dict[str, object] = {}
         if error is None:
             named = zip(_COMPARED, _kind(tokens, probs), strict=True)
@@ -173,7 +198,10 @@ class TokenDispatcher:
         routing_map: torch.Tensor,
         error: Exception | None,
     ) -> Dispatch:
-        """Dispatches with "all_to_all"."""
+        """Dispatches with "all_to_all": each rank gets only the tokens of its experts.
+
+        ``error``: from ``_refusal``, raised once the other ranks have been told.
+        """
         ranks, local = self.ranks, self.local_experts
         if ranks > 1 and not self._compared:  # the counts would not fit together
             self._compare(tokens, probs, error)
@@ -222,7 +250,10 @@ class TokenDispatcher:
         routing_map: torch.Tensor,
         error: Exception | None,
     ) -> Dispatch:
-        """Dispatches with "all_gather"."""
+        """Dispatches with "all_gather": each rank gets all tokens and picks those of its experts.
+
+        ``error``: from ``_refusal``, raised once the other ranks have been told.
+        """
         # On a GPU the host would wait for the other ranks' values.
         if self.ranks > 1 and not (tokens.is_cuda and (self._compared or _capturing())):
             self._compare(tokens, probs, error)
@@ -254,7 +285,19 @@ class TokenDispatcher:
         return Dispatch(rows, m_splits, combine, self._compare_results)
 
     def _compare_results(self, results: torch.Tensor, error: Exception | None) -> None:
-        """Raises an ``error``; the first time with and without gradients, if any rank has one."""
+        """Checks that the ranks call ``combine`` alike, and raises this rank's ``error``.
+
+        The ranks are compared in this dispatcher's first call with gradients enabled and in its
+        first without; further calls only raise ``error``.
+
+        Args:
+            results: this rank's argument of ``combine``.
+            error: error for ``results``, or None.
+
+        Raises:
+            ValueError: ``error``.
+            RankMismatchError: the ranks differ, or another rank has an error.
+        """
         grad = torch.is_grad_enabled()
         known = self.ranks == 1 or grad in self._combined
         if not known and not (results.is_cuda and _capturing()):
@@ -270,7 +313,11 @@ class TokenDispatcher:
 
 
 def _kind(tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
-    """Returns the values that all ranks need alike, in each call, for collectives to fit."""
+    """Returns the facts about a call's arguments that must be equal on all ranks.
+
+    Returns:
+        Their values in the order of ``_COMPARED``, which names them.
+    """
     grad = torch.is_grad_enabled()
     return (
         tokens.shape[1],
@@ -282,15 +329,19 @@ def _kind(tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
 
 
 def _capturing() -> bool:
+    """Returns True if the current stream is in the capture of a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
 class Dispatch:
-    """Tokens that have reached their experts.
+    """Result of ``TokenDispatcher.dispatch``: the tokens that this rank's experts compute on.
 
     Attributes:
-        rows: ``[rows, hidden]``, ordered by this rank's experts; fillings are zero.
-        m_splits: rows of each expert, fillings included, for ``GroupedLinear``.
+        rows: ``[rows, hidden]``, a row for each pair of a token and one of this rank's experts,
+            ordered by expert. Each expert's rows are followed by zero rows up to a multiple of
+            ``align``.
+        m_splits: number of rows of each of this rank's experts, padding included: the argument of
+            ``GroupedLinear``. A list of ints with "all_to_all", an int32 tensor with "all_gather".
     """
 
     __slots__ = ("_combine", "_compare", "m_splits", "rows")
@@ -302,19 +353,21 @@ class Dispatch:
         self._compare = compare
 
     def combine(self, results: torch.Tensor) -> torch.Tensor:
-        """Returns ``sum(prob * result)`` over each token's experts; collective.
+        """Sends results back and computes ``sum(prob * result)`` over each token's experts.
+
+        Collective: every rank calls it, also one whose experts got no tokens.
 
         Args:
-            results: ``[rows, features]``, the experts' results for ``rows``.
+            results: ``[rows, features]``, the experts' results for the attribute ``rows``.
 
         Returns:
-            ``[tokens, features]``, a row for each token of this rank.
+            ``[tokens, features]``, a row for each token that this rank gave to ``dispatch``.
 
         Raises:
-            ValueError: another number of rows.
-            RankMismatchError: in the first call of a dispatcher with gradients, and the first
-                without: on all ranks, features, dtypes or ``requires_grad`` differ; on the others,
-                a rank raises.
+            ValueError: the number of rows is not that of ``rows``.
+            RankMismatchError: on all ranks, if features, dtypes or ``requires_grad`` differ; on the
+                other ranks, if some raise ``ValueError``. It is checked in the dispatcher's first
+                call with gradients enabled, and in its first without.
         """
         error = None
         if results.dim() != 2 or results.shape[0] != self.rows.shape[0]:
@@ -329,10 +382,18 @@ class Dispatch:
 def _by_expert(
     rows: torch.Tensor, owners: torch.Tensor, counts: list[int], align: int, total: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Orders ``rows`` by the one expert that ``owners`` marks.
+    """Orders rows by expert, and pads each expert's rows with zeros.
+
+    Args:
+        rows: ``[rows, hidden]``, each for one of this rank's experts.
+        owners: bool ``[rows, local_experts]``, True at the expert of each row.
+        counts: number of rows of each of this rank's experts.
+        align: multiple to which each expert's rows are padded.
+        total: number of rows after padding.
 
     Returns:
-        The ordered rows, padded to ``align`` for each expert, and the map for the way back.
+        ``(ordered, ids)``: the padded rows ``[total, hidden]``, and the row map with which
+        ``moe_unpermute`` restores the order of ``rows``.
     """
     if align == 1:
         return moe_permute(rows, owners, total)
@@ -343,7 +404,7 @@ def _by_expert(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Exchange of rows between ranks; the gradient goes the way back."""
+    """Differentiable ``all_to_all_rows``; backward sends the gradient's rows to where they were."""
 
     @staticmethod
     def forward(
@@ -359,7 +420,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _AllGather(torch.autograd.Function):
-    """Gather of the rows of all ranks; this rank's gradient is the sum over ranks."""
+    """Differentiable ``all_gather_rows``; backward is a reduce-scatter of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:
@@ -372,7 +433,7 @@ class _AllGather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Sum over ranks, of which this rank gets its rows; its gradient is that of all rows."""
+    """Differentiable ``reduce_scatter_rows``; backward is an all-gather of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, group: Any) -> torch.Tensor:

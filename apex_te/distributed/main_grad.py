@@ -1,4 +1,4 @@
-"""Sums of gradients over data-parallel ranks: of ``main_grad`` and of ``.grad``."""
+"""Data-parallel reduction of gradients for trainers that accumulate them in ``main_grad``."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ _QUANTUM = 4096  # numbers that the first collective of a group has, and by whic
 
 
 class _Agreed:
-    """Facts that the ranks of a group were found to agree on.
+    """Cache, for one process group, of what earlier calls found its ranks to agree on.
 
     Attributes:
-        capacity: numbers of their collective.
-        sent: by header, the numbers on the device that a rank sends when it has all gradients.
+        capacity: number of int32 elements of the group's first all-reduce in a call, equal on all
+            ranks and so large that it holds the numbers of all models so far.
+        sent: device tensors of the numbers (header, then a 1 for each gradient) that this rank sent
+            in calls in which it had all gradients, by header. A repeated call sends the tensor
+            without a copy from the host.
     """
 
     def __init__(self) -> None:
@@ -41,37 +44,40 @@ _agreed: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
 def reduce_main_grads(
     model: torch.nn.Module | Iterable[torch.Tensor], group: Any = None, *, average: bool = True
 ) -> None:
-    """Averages every gradient of ``model`` over ranks, in place; collective, once a step.
+    """Averages the gradients of all trained parameters over data-parallel ranks, in place.
 
-    For trainers that own ``main_grad`` (``fuse_wgrad_accumulation``): call it after the last
-    backward of a step, before clipping and the optimizer. The gradient of a parameter with
-    ``main_grad`` is reduced there: a gradient that autograd put into ``.grad`` (of a bias, of an
-    embedding tied to the weight) is added to it first, ``.grad`` becomes None and
-    ``grad_added_to_main_grad`` False. Of any other parameter ``.grad`` is reduced; where only some
-    ranks have one, the others count as zeros and get the result.
+    Collective: every rank of ``group`` calls it once a step, after the last backward and before
+    clipping and the optimizer. It is for trainers that own ``main_grad``
+    (``fuse_wgrad_accumulation``). For a parameter with ``main_grad``, that buffer is reduced: a
+    gradient that autograd put into ``.grad`` (of a bias, of an embedding tied to the weight) is
+    added to ``main_grad`` first, ``.grad`` becomes None and ``grad_added_to_main_grad`` False. For
+    any other parameter ``.grad`` is reduced; if only some ranks have one, the other ranks
+    contribute zeros and get the result as their ``.grad``.
 
-    Gradients of 4 MiB and more are reduced where they are, others are copied together; the sums of
-    a group are formed in the order of the parameters, the same in every call. On GPUs the host
-    waits only in the first call for a model and on ranks that lack a gradient; which parameters
-    are trained may change later, on all ranks at once.
+    Gradients of 4 MiB and more are reduced without a copy, smaller ones in buckets, in the order of
+    the parameters. On GPUs the host waits in the first call for a model and, on ranks that lack a
+    gradient, in each call. The set of trained parameters may change between calls, on all ranks at
+    once.
 
-    The sum over tensor-parallel ranks of parameters that carry ``sequence_parallel=True`` is not
-    part of it. The trainer makes that sum once, by this function if it likes:
+    Gradients of parameters that carry ``sequence_parallel=True`` have also to be summed over the
+    tensor-parallel ranks. The trainer does that, once a step; this function can serve:
     ``reduce_main_grads([p for p in model.parameters() if getattr(p, "sequence_parallel", False)],
     tp_group, average=False)``.
 
     Args:
-        model: a module, of which parameters that carry ``allreduce=False``, as expert-parallel ones
-            do in Megatron, are left out; or parameters, all of which are reduced.
-        group: data-parallel ranks, None for the whole world. Every rank has the same parameters.
+        model: a module or parameters. Parameters of a module that carry ``allreduce=False``, as
+            expert-parallel ones do in Megatron, are left out; given parameters are all reduced.
+        group: process group of the data-parallel ranks, all of which have the same parameters;
+            None is the whole world.
         average: divide by the number of ranks, as DistributedDataParallel does; False sums.
 
     Raises:
         TypeError: an argument of a wrong type, or a DTensor that is sharded or replicated over
-            ranks of ``group`` (``fully_shard`` has reduced it).
-        ValueError: a ``main_grad`` of another size or that is not contiguous.
+            ranks of ``group`` (``fully_shard`` has reduced its gradient already).
+        ValueError: a ``main_grad`` whose size is not its parameter's, or that is not contiguous.
         NotImplementedError: a sparse gradient.
-        RankMismatchError: on every rank, their parameters differ; on the others, a rank raises.
+        RankMismatchError: on every rank, if the ranks' trained parameters differ; on the other
+            ranks, if some raise one of the errors for a gradient.
     """
     check_process_group("reduce_main_grads", "group", group)
     if not isinstance(average, bool):
@@ -93,7 +99,7 @@ def reduce_main_grads(
 
 
 def _parameters(model: Any) -> list[torch.Tensor]:
-    """Returns the trained parameters, each once."""
+    """Returns the parameters of the argument ``model`` that require gradients, each once."""
     if isinstance(model, torch.nn.Module):
         given: list[Any] = [p for p in model.parameters() if getattr(p, "allreduce", True)]
     elif isinstance(model, Iterable) and not isinstance(model, torch.Tensor):
@@ -113,7 +119,11 @@ def _parameters(model: Any) -> list[torch.Tensor]:
 
 
 def _gradient(parameter: Any, group: Any) -> torch.Tensor | None:
-    """Returns the tensor with all of the gradient; None if this rank has none."""
+    """Returns the tensor that holds the whole local gradient of ``parameter``.
+
+    That is ``main_grad``, to which ``.grad`` is added here, or ``.grad`` of a parameter without
+    ``main_grad``; None if there is neither. Raises the errors of ``reduce_main_grads``.
+    """
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is not None:
         _check_mesh(mesh, group)
@@ -139,7 +149,7 @@ def _gradient(parameter: Any, group: Any) -> torch.Tensor | None:
 
 
 def _dense(grad: Any) -> torch.Tensor:
-    """Returns ``grad`` or, of a DTensor, its local tensor; raises for a sparse one."""
+    """Returns ``grad``, or the local tensor if it is a DTensor; raises for a sparse gradient."""
     if grad.layout is not torch.strided:
         raise NotImplementedError(
             f"reduce_main_grads: gradients must be dense tensors, got {grad.layout}"
@@ -148,7 +158,7 @@ def _dense(grad: Any) -> torch.Tensor:
 
 
 def _check_mesh(mesh: Any, group: Any) -> None:
-    """Raises TypeError if several ranks of ``group`` share a DTensor over ``mesh``."""
+    """Raises TypeError if the device mesh of a DTensor has two or more ranks of ``group``."""
     ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
     shared = set(ranks) & set(mesh.mesh.flatten().tolist())
     if len(shared) > 1:
@@ -164,12 +174,26 @@ def _complete(
     group: Any,
     error: Exception | None,
 ) -> list[torch.Tensor]:
-    """Returns the gradients that any rank has; zeros take the place of those this rank lacks.
+    """Finds the gradients to reduce: those that at least one rank has, in one order on all ranks.
 
-    Takes one small collective, which also checks that all ranks have the same parameters and that
-    none has an ``error``. It has as many numbers as the ranks agreed on last, ``_QUANTUM`` before
-    they ever did, so that ranks that differ still take part in the same one; further numbers
-    follow once the ranks are known to agree.
+    A small MAX all-reduce tells which gradients any rank has. It also checks that all ranks have
+    the same parameters and that none has an ``error``. Its size is what the ranks last agreed on
+    (``_Agreed.capacity``), so that ranks that differ still take part in the same collective; a
+    second all-reduce carries numbers beyond this size once the ranks are known to agree.
+
+    Args:
+        parameters: this rank's trained parameters.
+        gradients: gradient of each parameter, None where this rank has none. Zeros are put there
+            if another rank has one.
+        group: process group, not None.
+        error: error that this rank found in its gradients, or None.
+
+    Returns:
+        The gradients, without those that no rank has.
+
+    Raises:
+        Exception: ``error``, on this rank.
+        RankMismatchError: the parameters differ, or another rank has an error.
     """
     present = [int(gradient is not None) for gradient in gradients]
     is_usual = all(present) and error is None
@@ -197,7 +221,10 @@ def _complete(
 
 
 def _described(parameters: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> bytes:
-    """Returns sizes, dtypes and presence of main_grad, which must be the same on all ranks."""
+    """Returns text with each parameter's size, gradient dtype, and whether it has a ``main_grad``.
+
+    These must be equal on all ranks.
+    """
     facts = [
         (p.numel(), str(p.dtype if g is None else g.dtype), hasattr(p, "main_grad"))
         for p, g in zip(parameters, gradients, strict=True)
@@ -206,7 +233,11 @@ def _described(parameters: list[torch.Tensor], gradients: list[torch.Tensor | No
 
 
 def _device(parameters: list[torch.Tensor], group: Any) -> torch.device:
-    """Returns the device of the collective; a rank without parameters takes the backend's."""
+    """Returns the device on which the ranks' numbers are reduced.
+
+    That is the first parameter's device, or on a rank without parameters one that the backend of
+    ``group`` can use.
+    """
     if parameters:
         return parameters[0].device
     if distributed.get_backend(group) == "nccl":
@@ -215,7 +246,13 @@ def _device(parameters: list[torch.Tensor], group: Any) -> torch.device:
 
 
 def _check_agreement(numbers: torch.Tensor, count: int, group: Any) -> None:
-    """Raises RankMismatchError if a rank has an error or other parameters."""
+    """Raises RankMismatchError if the ranks differ or one has an error; the host waits.
+
+    Args:
+        numbers: element-wise maximum of all ranks' numbers, which begins with the headers'.
+        count: this rank's number of parameters, for the message.
+        group: process group, not None.
+    """
     found = compared(numbers[:HEADER].tolist())
     ranks = distributed.get_process_group_ranks(group)
     if found.flag:
@@ -234,7 +271,13 @@ def _check_agreement(numbers: torch.Tensor, count: int, group: Any) -> None:
 def _add_zeros(
     parameters: list[torch.Tensor], gradients: list[torch.Tensor | None], anywhere: list[int]
 ) -> None:
-    """Makes zeros as the missing gradients of parameters for which another rank has one."""
+    """Puts zeros, also into ``.grad``, for gradients that only other ranks have.
+
+    Args:
+        parameters: this rank's trained parameters.
+        gradients: gradient of each parameter or None; changed in place.
+        anywhere: for each parameter, 1 if any rank has its gradient, else 0.
+    """
     for i, parameter in enumerate(parameters):
         if gradients[i] is None and anywhere[i]:
             parameter.grad = torch.zeros_like(parameter)
@@ -242,7 +285,7 @@ def _add_zeros(
 
 
 def _reduce(gradients: list[torch.Tensor], group: Any, factor: float) -> None:
-    """Sums ``gradients * factor`` over ranks, in place."""
+    """Replaces each gradient by the sum over ranks of ``gradient * factor``."""
     flying: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
     for bucket in _buckets(gradients):
         if len(flying) == _IN_FLIGHT:
@@ -259,7 +302,13 @@ def _reduce(gradients: list[torch.Tensor], group: Any, factor: float) -> None:
 
 
 def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
-    """Waits for a sum and copies it back to the gradients of ``bucket``."""
+    """Waits for the all-reduce of a bucket and copies the sums to its gradients.
+
+    Args:
+        work: ``torch.distributed.Work`` of the all-reduce.
+        flat: 1-D tensor that was reduced, the gradients one after the other.
+        bucket: gradients to copy to; empty if ``flat`` is the gradient itself.
+    """
     work.wait()  # on a GPU the stream waits, not the host
     if bucket:
         parts = flat.split([gradient.numel() for gradient in bucket])
@@ -268,7 +317,12 @@ def _land(work: Any, flat: torch.Tensor, bucket: list[torch.Tensor]) -> None:
 
 
 def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yields big gradients alone, small ones together by dtype and device, in order."""
+    """Groups gradients for one all-reduce each: the same groups in each call.
+
+    Yields:
+        A gradient of ``_SMALL`` bytes or more alone, or smaller ones of one dtype and device, up
+        to about ``_BUCKET`` bytes together. Empty gradients are left out.
+    """
     open_buckets: dict[tuple, tuple[int, list[torch.Tensor]]] = {}
     for gradient in gradients:
         size = gradient.numel() * gradient.element_size()

@@ -1,4 +1,4 @@
-"""A checkpoint's first tensor, of which each tensor-parallel rank saves only its part."""
+"""Saving a tensor for backward in parts, one on each tensor-parallel rank."""
 
 from __future__ import annotations
 
@@ -12,10 +12,15 @@ __all__ = ["SavedInParts"]
 
 
 class SavedInParts:
-    """Hooks for ``torch.autograd.graph.saved_tensors_hooks``: the first tensor is saved in parts.
+    """Pair of hooks for ``torch.autograd.graph.saved_tensors_hooks``: ``pack`` and ``unpack``.
 
-    It is flattened and split into as many equal 1-D parts as ``group`` has ranks, the last padded;
-    unpacking gathers them. Every rank has the same tensor and unpacks it at the same point.
+    The first tensor that is saved is flattened and split into as many equal parts as ``group`` has
+    ranks, the last one padded with zeros. Each rank saves one part, and ``unpack`` gathers all.
+    Further tensors are saved whole. The first tensor must be equal on all ranks, and all must
+    unpack it at the same point, as the gather is collective.
+
+    Args:
+        group: process group of the tensor-parallel ranks.
     """
 
     def __init__(self, group: Any) -> None:
@@ -23,10 +28,15 @@ class SavedInParts:
         self._is_first = True
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Returns the object to save: a part of the first tensor, other tensors unchanged.
+        """Returns the object that autograd saves for ``tensor``.
+
+        Returns:
+            For the first tensor an object with this rank's part, for ``unpack``; other tensors
+            unchanged.
 
         Raises:
-            NotImplementedError: a tensor subclass, whose memory may not be its elements'.
+            NotImplementedError: the first tensor is of a subclass, whose elements may not lie in
+                its own storage.
         """
         if not self._is_first:
             return tensor
@@ -40,12 +50,21 @@ class SavedInParts:
 
     @staticmethod
     def unpack(saved: Any) -> torch.Tensor:
-        """Returns the whole tensor that ``pack`` was given."""
+        """Returns the tensor that ``pack`` was given; collective for the first one.
+
+        Args:
+            saved: object that ``pack`` returned.
+        """
         return saved.gathered() if type(saved) is _Part else saved
 
 
 class _Part:
-    """This rank's part of a tensor, and the tensor's memory layout."""
+    """Saved form of a tensor: this rank's 1-D part, and the tensor's shape and strides.
+
+    Args:
+        tensor: the whole tensor, equal on all ranks.
+        group: process group whose ranks each keep one part.
+    """
 
     __slots__ = ("_group", "_numel", "_part", "_shape", "_stride")
 
@@ -63,7 +82,7 @@ class _Part:
         self._part[: own.numel()].copy_(own)
 
     def gathered(self) -> torch.Tensor:
-        """Gathers the parts of all ranks; returns the tensor in its former layout."""
+        """Returns the whole tensor, gathered from all ranks, with its former shape and strides."""
         flat = self._part
         if self._numel:
             flat = all_gather_rows(flat, self._group).wait()[: self._numel]

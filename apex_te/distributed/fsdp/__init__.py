@@ -1,4 +1,4 @@
-"""FSDP2 with weights that are gathered as FP8 data."""
+"""FSDP2 (``fully_shard``) with all-gathers that carry weights as FP8 data."""
 
 from .fp8_all_gather import enable_fp8_all_gather
 

@@ -1,11 +1,11 @@
-"""FSDP2 whose all-gathers of weights carry FP8 data: a byte an element, a weight's scale once.
+"""FSDP2 whose all-gathers carry weights as FP8 data, of one byte per element.
 
-The shards stay in high precision. Before a gather each rank casts its own rows with the scale of
-the whole weight; after it the FP8 data are the weight, whose columnwise copy is made locally. With
-delayed scaling, where that scale is the state's, the shard's amax is staged by the forward that
-reads the weight and reduced with all others by the scale update. With a scale that comes from the
-weight itself, the amaxes of all weights are found in one pass and reduced in one collective, at the
-first gather after weights have changed.
+The shards stay in high precision. Before an all-gather each rank casts its rows with the scale of
+the whole weight; the gathered FP8 data are the weight's rowwise copy, of which each rank makes the
+columnwise copy. With delayed scaling the scale is that of the module's FP8 state: the forward that
+reads the weight stages the amax of this rank's rows, which the update reduces over ranks with all
+other amaxes. With current scaling the amaxes of all weights are computed in one pass and reduced in
+one collective, at the first all-gather after weights have changed.
 """
 
 from __future__ import annotations
@@ -28,30 +28,33 @@ __all__ = ["enable_fp8_all_gather"]
 
 
 def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = None) -> None:
-    """Has ``fully_shard`` gather the weights of FP8 GEMMs as FP8 data, a byte an element.
+    """Makes ``fully_shard`` gather the weights of FP8 GEMMs as FP8 data, one byte per element.
 
     Call it once, on the whole model, before ``fully_shard`` and before an optimizer is made.
     Sharded parameters, their gradients and state dicts stay in high precision. ``fp8_autocast``
-    must quantize weights as ``recipe`` does; its GEMMs then get the same FP8 data and scales as
-    from weights gathered in high precision, if it is entered before the sharded modules run.
-    Weights gathered earlier, or kept by FSDP2 over several regions, keep the scales of that gather.
-    Outside ``fp8_autocast`` modules compute with the values of the FP8 data. Weights held in FP8
-    (``fp8_model_init``) travel as FP8 data anyway; copies of a model have to be enabled anew.
+    must quantize weights as ``recipe`` does, and should be entered before the sharded modules run:
+    its GEMMs then get the FP8 data and scales that they would get from weights gathered in high
+    precision. Weights that were gathered before the region, or that FSDP2 keeps over several
+    regions, have the scales of the time of their gather. Outside ``fp8_autocast`` modules compute
+    with the values that the FP8 data represent. Weights held in FP8 (``fp8_model_init``) travel as
+    FP8 data anyway, without this call. A deep copy of a model needs a call of its own.
 
     Args:
-        model: module with FP8 modules.
-        recipe: how weights are quantized, a recipe or its name; default ``DelayedScaling()``.
+        model: module that contains FP8 modules; their weight parameters are replaced.
+        recipe: how weights are quantized, a recipe or its name; None is ``DelayedScaling()``.
             Delayed scaling needs ``reduce_amax=True`` and an ``fp8_group`` with all ranks of a
-            weight's shards; block scaling needs shards of whole 128-row blocks, as many on each
-            rank.
+            weight's shards. Block scaling needs shards of whole 128-row blocks, equally many on
+            each rank.
 
     Raises:
-        TypeError: an argument of a wrong type, or a weight's dtype.
-        ValueError: a model that is sharded or enabled already, or that has no such weight; in
-            forward, an ``fp8_autocast`` with another recipe or a group that is too small.
-        NotImplementedError: MXFP8, whose columnwise copy has to be made of the values; in forward,
-            shards that cut a block, and ``fully_shard(reshard_after_forward=<int>)``, which would
-            shard FP8 data.
+        TypeError: an argument of a wrong type, or a weight that is not float32, float16 or
+            bfloat16.
+        ValueError: a model that is sharded or enabled already, or that has no FP8 module with a
+            weight in high precision; in forward, an ``fp8_autocast`` whose recipe quantizes weights
+            otherwise, or whose ``fp8_group`` lacks ranks that have shards.
+        NotImplementedError: a recipe such as MXFP8, whose columnwise copy cannot be made of FP8
+            data; in forward, shards that cut a block, or
+            ``fully_shard(reshard_after_forward=<int>)``, which would shard FP8 data.
     """
     recipe = chosen_recipe("enable_fp8_all_gather", "recipe", recipe)
     if not isinstance(model, torch.nn.Module):
@@ -83,7 +86,14 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
 def _add_weights(
     gather_set: GatherSet, module: Any, found: dict[torch.Tensor, HookedParam]
 ) -> None:
-    """Adds the weights of a module to ``gather_set`` and ``found``, but for those found already."""
+    """Registers the weight parameters of an FP8 module to be gathered as FP8 data.
+
+    Args:
+        gather_set: set of weights to which a ``GatherUnit`` for each GEMM of the module is added.
+        module: FP8 module, whose ``_modes.gathered`` gets the parameters by name.
+        found: parameters registered so far, each with its ``HookedParam``; extended here. A
+            parameter that is in it already is skipped.
+    """
     block = gather_set.layout.block_rows
     for gemm, names in enumerate(module._gemm_weights()):
         unit = GatherUnit(gather_set, module, gemm)
@@ -105,7 +115,10 @@ def _add_weights(
 
 
 def _parameter(old: torch.Tensor, param: HookedParam) -> torch.nn.Parameter:
-    """Returns ``old`` as a parameter that is gathered as ``param``, with its attributes."""
+    """Returns a parameter to replace ``old``: its values and attributes as a ``ShardedWeight``.
+
+    ``param``: the ``HookedParam`` whose hooks FSDP2 will call for the new parameter.
+    """
     new = torch.nn.Parameter(ShardedWeight.of(old.detach(), param), old.requires_grad)
     for name, value in vars(old).items():
         setattr(new, name, value)
@@ -113,7 +126,12 @@ def _parameter(old: torch.Tensor, param: HookedParam) -> torch.nn.Parameter:
 
 
 def _check(name: str, weight: torch.Tensor) -> None:
-    """Raises for a weight that cannot be gathered as FP8 data."""
+    """Raises the error of ``enable_fp8_all_gather`` for a parameter that it cannot replace.
+
+    Args:
+        name: name of the parameter in its module, for messages.
+        weight: the parameter.
+    """
     if local_of(weight) is not None:
         raise ValueError(
             "enable_fp8_all_gather: model must not be sharded yet (call it before fully_shard), "
@@ -129,12 +147,18 @@ def _check(name: str, weight: torch.Tensor) -> None:
 
 
 class HookedParam(GatheredParam):
-    """A gathered parameter with the steps of FSDP2's hooks, which its ``ShardedWeight`` calls."""
+    """Weight parameter gathered as FP8 data, with the bodies of FSDP2's two all-gather hooks.
+
+    Its ``ShardedWeight`` calls ``payload`` before and ``whole`` after an all-gather.
+    """
 
     _together: GatherGroup | None = None
 
     def renew(self, module: torch.nn.Module) -> None:
-        """Finds the parameter again after it may have been replaced."""
+        """Makes the module's parameter a ``ShardedWeight`` again if torch has replaced it.
+
+        Called after ``module`` was moved, cast or loaded, which also counts as a write.
+        """
         self.changes += 1
         parameter: Any = module._parameters.get(self.name)
         shard = local_of(parameter)
@@ -146,10 +170,19 @@ class HookedParam(GatheredParam):
     def payload(
         self, shard: ShardedWeight, mesh: Any, size: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Makes what FSDP2 gathers of ``shard``.
+        """Quantizes this rank's rows; body of the hook ``fsdp_pre_all_gather``.
+
+        Args:
+            shard: this rank's rows of the parameter, in high precision.
+            mesh: device mesh over which FSDP2 gathers.
+            size: shape ``[rows, cols]`` of the whole parameter.
+            mp_policy: FSDP2's ``MixedPrecisionPolicy``, whose ``param_dtype`` the values are cast
+                to before they are quantized.
 
         Returns:
-            The FP8 data as bytes, with block scaling also the scales; and a context for ``whole``.
+            ``(inputs, context)``: the tensors that FSDP2 gathers, which are the FP8 data as uint8,
+            padded to as many rows on each rank, and with block scaling also ``scale_inv``; and an
+            object that FSDP2 hands to ``whole``.
         """
         ready = self.ready
         if ready is not None:  # made as the first of those that are gathered with it was asked
@@ -171,7 +204,10 @@ class HookedParam(GatheredParam):
         return self._payload_alone(shard.plain(), dtype)
 
     def _meet(self, mesh: Any, size: Any) -> None:
-        """Takes note of the ranks that have shards."""
+        """Stores the mesh, its group and the shape of the first gather, or of one on a new mesh.
+
+        It also finds the parameters that FSDP2 gathers together with this one.
+        """
         check_resharding("enable_fp8_all_gather", self.unit.module())
         self.mesh, self.size, self.ranks = mesh, size, mesh.size()
         self.group = mesh.get_group() if self.ranks > 1 else None
@@ -183,7 +219,12 @@ class HookedParam(GatheredParam):
     def _payload_alone(
         self, x: torch.Tensor, dtype: torch.dtype | None
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Makes the payload of one parameter, in a launch of its own."""
+        """Does what ``payload`` does, for this parameter alone.
+
+        Args:
+            x: this rank's rows as a plain tensor.
+            dtype: dtype to cast ``x`` to before it is quantized; None keeps that of ``x``.
+        """
         self._check_shard(x)
         if dtype is not None and dtype is not x.dtype:
             x = x.to(dtype)
@@ -210,11 +251,17 @@ class HookedParam(GatheredParam):
     def whole(
         self, outputs: tuple[torch.Tensor, ...], context: Any, dtype: torch.dtype, out: Any
     ) -> Any:
-        """Makes the weight [rows, cols] of all ranks' FP8 data, without FSDP2's padding.
+        """Makes the weight from the gathered FP8 data; body of ``fsdp_post_all_gather``.
+
+        Args:
+            outputs: gathered tensors in the order of ``payload``'s ``inputs``.
+            context: object that ``payload`` returned.
+            dtype: nominal dtype of the weight, in which autograd and modules see it.
+            out: weight of an earlier gather, which gets the new FP8 data; None makes a new one.
 
         Returns:
-            None if the weight is written to ``out``; else the weight, and the inner tensors that
-            FSDP2 is to free, of which there are none.
+            None with ``out``; else ``(weight, ())``: an ``FP8Parameter`` ``[rows, cols]`` without
+            FSDP2's padding, and the inner tensors whose memory FSDP2 must manage, none.
         """
         note, scale_inv, size, kept = context
         if len(outputs) > 1:  # with one rank FSDP2 hands over the first only

@@ -1,4 +1,4 @@
-"""Parameters that one all-gather of FSDP2 carries as FP8 data, quantized in one launch."""
+"""Quantization, in one kernel launch, of all parameters that one all-gather of FSDP2 carries."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _ALIGNED = 4  # numbers between values of scale_inv, which GEMMs read at 16 byte
 
 
 def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
-    """Returns the parameters of its ``GatherSet`` that FSDP2 gathers with ``param``, in its order.
+    """Returns the parameters that FSDP2 gathers in one all-gather with ``param``, in its order.
 
-    ``param`` alone if torch does not tell.
+    Parameters of other ``GatherSet``s are left out. The list is ``[param]`` if ``param`` is in no
+    parameter group that torch knows of.
     """
     module = param.unit.module()
     for group in fsdp_groups():
@@ -38,12 +39,17 @@ def params_gathered_with(param: GatheredParam) -> list[GatheredParam]:
 
 
 class GatherGroup:
-    """Parameters whose hooks FSDP2 calls one after the other, before each gather.
+    """Parameters that FSDP2 gathers together and that are quantized in one launch.
 
-    Values of ``scale_inv`` and amaxes are made when a weight or a scale has changed, and serve all
-    gathers until the next change; so no gather makes tensors that two streams use. Their memory
-    belongs to FSDP2's stream of copies, which waits for the stream of GEMMs before it reads what
-    has changed, and so does not write to memory that is still read.
+    FSDP2 calls their hooks one after the other before each gather. The first hook quantizes all of
+    them, the others return what is ready. ``scale_inv`` and amaxes are computed when a weight or a
+    scale has changed, and reused by all gathers until the next change, so that a gather allocates
+    no tensor that two streams use. Their memory belongs to FSDP2's copy stream. This waits for the
+    stream of GEMMs before it reads changed weights, and so never overwrites memory that a GEMM
+    still reads.
+
+    Args:
+        params: the parameters, in the order in which FSDP2 calls their hooks.
     """
 
     def __init__(self, params: list[GatheredParam]) -> None:
@@ -55,13 +61,14 @@ class GatherGroup:
         self._made: tuple[Any, Any] | None = None  # stream, and event at which they are there
 
     def quantize(self, first: torch.Tensor, dtype: torch.dtype | None) -> bool:
-        """Quantizes all parameters, cast to ``dtype``, and leaves the FP8 data in their ``ready``.
-
-        Returns False, and leaves nothing, if each parameter has to be quantized alone.
+        """Quantizes this rank's rows of all parameters, and stores the results as their ``ready``.
 
         Args:
-            first: shard that FSDP2 gathers as the first parameter's.
-            dtype: of the values that are quantized; None keeps that of the shards.
+            first: shard for which FSDP2 called the first parameter's hook.
+            dtype: dtype to which values are cast before they are quantized; None casts nothing.
+
+        Returns:
+            False, with nothing stored, if the caller must quantize each parameter alone.
         """
         shards = self._shards(first)
         if shards is None:
@@ -90,7 +97,11 @@ class GatherGroup:
         return True
 
     def _shards(self, first: torch.Tensor) -> list[ShardedWeight] | None:
-        """Returns this rank's rows of all parameters; None if these cannot be quantized at once."""
+        """Returns this rank's rows of each parameter, and resets all ``ready`` to None.
+
+        None if they cannot be quantized in one launch: a parameter has no rows here or was never
+        gathered, or ``first`` is not the first parameter's shard.
+        """
         shards = []
         for param in self.params:
             param.ready = None
@@ -107,7 +118,18 @@ class GatherGroup:
         dtype: torch.dtype,
         device: torch.device,
     ) -> bool:
-        """Makes scales for what the weights are now; returns False if ``quantizers`` cannot."""
+        """Computes scales and contexts anew, after a weight or a scale has changed.
+
+        Args:
+            quantizers: quantizer of each parameter.
+            amaxes: fp32 ``[1]`` of each whole weight; None with delayed scaling.
+            dtype: dtype of the values that will be quantized.
+            device: device of the shards.
+
+        Returns:
+            False if the scheme cannot quantize several parameters in one launch, or must compute
+            first scales.
+        """
         params = self.params
         of_values = None if amaxes is None else torch.cat(amaxes).to(dtype).float()
         made = quantizers[0].scales_of_rows(quantizers, of_values)
@@ -133,12 +155,15 @@ class GatherGroup:
     def _fp8_data(
         self, values: Sequence[torch.Tensor], dtype: torch.dtype, with_amaxes: bool
     ) -> list[torch.Tensor]:
-        """Casts ``values`` in one launch, to bytes that are padded as FSDP2 expects.
+        """Casts the values of all parameters in one launch.
 
         Args:
-            values: the rows of each parameter.
+            values: this rank's rows ``[rows, cols]`` of each parameter.
             dtype: FP8 dtype.
-            with_amaxes: write amaxes and ``scale_inv`` into the contexts, too.
+            with_amaxes: also write the amax and ``scale_inv`` of each parameter into its context.
+
+        Returns:
+            FP8 data of each parameter as uint8, with FSDP2's padding rows as zeros.
         """
         written: dict[str, Any] = {}
         if with_amaxes:
@@ -155,7 +180,10 @@ class GatherGroup:
         return sent
 
     def _order(self, is_new: bool) -> None:
-        """Has a gather on another stream than that of the first see what that one made."""
+        """Makes the current stream wait for scales that an earlier gather made on another stream.
+
+        ``is_new``: this gather made them, so that later ones on other streams have to wait for it.
+        """
         stream = torch.cuda.current_stream()
         if is_new or self._made is None:
             self._made = (stream, stream.record_event())
@@ -164,13 +192,13 @@ class GatherGroup:
 
 
 def _quantizer(param: GatheredParam, device: torch.device) -> Any:
-    """Returns the quantizer of the weight of ``param``, without its observer."""
+    """Returns the quantizer of the weight of ``param``, unwrapped from an ``ObservedQuantizer``."""
     quantizer = param.unit.quantizer(device)[0]
     return quantizer.inner if type(quantizer) is ObservedQuantizer else quantizer
 
 
 def _cast(shards: list[ShardedWeight], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Returns the values of ``shards`` in ``dtype``, in one buffer."""
+    """Returns the values of each shard in ``dtype``, as views of one new buffer."""
     plain = [shard.plain() for shard in shards]
     flat = torch.empty(sum(x.numel() for x in plain), dtype=dtype, device=plain[0].device)
     pieces = flat.split([x.numel() for x in plain])
@@ -180,9 +208,13 @@ def _cast(shards: list[ShardedWeight], dtype: torch.dtype) -> list[torch.Tensor]
 
 
 def _padding(param: GatheredParam, value: torch.Tensor) -> int:
-    """Returns the rows that FSDP2 gathers beyond those of ``value``.
+    """Returns the number of padding rows that FSDP2 expects behind this rank's rows.
 
-    FSDP2 splits other dimensions evenly.
+    It is 0 for a parameter split by columns, which FSDP2 splits evenly only.
+
+    Args:
+        param: the parameter.
+        value: ``[rows, cols]``, this rank's part.
     """
     if value.shape[1] != param.size[1]:
         return 0
@@ -190,7 +222,10 @@ def _padding(param: GatheredParam, value: torch.Tensor) -> int:
 
 
 def _buffer(param: GatheredParam, value: torch.Tensor) -> torch.Tensor:
-    """Returns bytes for the FP8 data of ``value``, then zeros for FSDP2's padding."""
+    """Returns a uint8 buffer for the FP8 data of ``value``, followed by zeros as FSDP2's padding.
+
+    Its shape is ``[rows + padding, cols]``; the first ``rows`` rows are not initialised.
+    """
     rows, padding = value.shape[0], _padding(param, value)
     buffer = torch.empty(rows + padding, value.shape[1], dtype=torch.uint8, device=value.device)
     if padding:

@@ -1,7 +1,7 @@
-"""Weights that FSDP2 gathers as FP8 data: their shards, quantizers and scales.
+"""Bookkeeping for weights that FSDP2 gathers as FP8 data: shards, quantizers, amaxes and scales.
 
-A ``GatherSet`` holds the weights of one call of ``enable_fp8_all_gather``, a ``GatherUnit`` is the
-weight of one GEMM, and a ``GatheredParam`` is one parameter of it.
+A ``GatherSet`` holds the weights of one call of ``enable_fp8_all_gather``. A ``GatherUnit`` is the
+weight of one GEMM, and a ``GatheredParam`` one of the parameters that make up this weight.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ __all__ = ["GatherSet", "GatherUnit", "GatheredParam"]
 
 
 class GatheredParam:
-    """A parameter that is gathered as FP8 data.
+    """State of one parameter of a module that FSDP2 gathers as FP8 data.
 
     Attributes:
-        unit: the weight that it is all or a part of.
-        name: its name in the unit's module.
-        changes: number of times that torch wrote to it, the same on all ranks.
-        seen: its ``version()`` when the unit's amax was measured.
-        ready: what the next gather sends of it, if that was made with other parameters.
-        size: its shape over all ranks, as the last gather said.
-        mesh: ranks that have its shards, as the last gather said; ``ranks`` is their number.
+        unit: the GEMM's weight, whose rows are this parameter, alone or with others.
+        name: name of the parameter in the unit's module.
+        changes: number of ops that wrote to the parameter, equal on all ranks.
+        seen: ``version()`` of the parameter when the unit's amax was last computed; None before.
+        ready: ``(inputs, context)`` for the next gather, if a ``GatherGroup`` has already quantized
+            the parameter; else None.
+        size: shape ``[rows, cols]`` of the whole parameter; None before the first gather.
+        mesh: device mesh over which the parameter is sharded; None before the first gather.
+        ranks: number of ranks of ``mesh``.
         group: process group of ``mesh``; None for one rank.
     """
 
@@ -50,28 +52,41 @@ class GatheredParam:
         self.group: Any = None
 
     def parameter(self) -> Any:
-        """Returns the parameter that the module has now; None for a module that is gone."""
+        """Returns the module's present parameter of this name; None if the module was deleted."""
         module = self.unit.module()
         return None if module is None else module._parameters.get(self.name)
 
     def shard(self) -> ShardedWeight | None:
-        """Returns this rank's rows; None while the module has all rows."""
+        """Returns this rank's rows in high precision.
+
+        None while FSDP2 has put the gathered parameter into the module.
+        """
         shard = local_of(self.parameter())
         return cast(ShardedWeight, shard) if type(shard) is ShardedWeight else None
 
     def version(self) -> tuple[int, int] | None:
-        """Returns a stamp of this rank's rows that changes when their values do."""
+        """Returns a stamp that changes when this rank's rows are written to.
+
+        ``(changes, version counter of the shard)``; ``seen`` while the module has all rows.
+        """
         shard = self.shard()
         return self.seen if shard is None else (self.changes, shard._version)
 
 
 class GatherUnit:
-    """The weight of one GEMM: the parameters that share its scale.
+    """State of the weight of one GEMM, which consists of parameters that share its scale.
 
     Attributes:
-        amax: of all shards, for schemes that make the scale of it.
-        taken: the pass over amaxes of which the state has made its first scale.
-        scales: version of the state's scales that FSDP2's stream of copies waited for.
+        gather_set: the set that the weight is in.
+        module: weak reference to the FP8 module.
+        gemm: index of the GEMM in the module.
+        params: parameters whose rows, one after the other, are the weight.
+        amax: fp32 ``[1]``, amax of the whole weight on all ranks, where the scale is computed from
+            it; None before it was first computed.
+        taken: value of ``gather_set.passes`` at which delayed scaling computed the weight's first
+            scale from ``amax``; 0 if it has not.
+        scales: version counter of the state's ``scale_fwd`` up to which FSDP2's copy stream is
+            ordered behind writes to it; -1 at first.
     """
 
     def __init__(self, gather_set: GatherSet, module: torch.nn.Module, gemm: int) -> None:
@@ -84,16 +99,18 @@ class GatherUnit:
         self.scales = -1
 
     def is_measured(self) -> bool:
-        """Returns True if ``amax`` is that of the weight's values now."""
+        """Returns True if the weight was not written to since ``amax`` was computed."""
         return self.amax is not None and all(
             param.seen is not None and param.version() == param.seen for param in self.params
         )
 
     def quantizer(self, device: torch.device) -> tuple[Any, bool]:
-        """Finds the quantizer of the weight now.
+        """Finds the quantizer with which the present region quantizes the weight.
 
         Returns:
-            The quantizer, and True if the scale that it makes of an amax is to be kept.
+            ``(quantizer, keep)``: the quantizer, and the argument ``keep`` of ``quantize_rows``:
+            True if a first scale that the cast computes is stored in the module's FP8 state, False
+            if it serves this cast alone, as in a region that records no amaxes.
         """
         gather_set, region = self.gather_set, local.region
         keep = region is None or region.records or not region.in_fp8
@@ -115,10 +132,15 @@ class GatherUnit:
     def quantized(
         self, param: GatheredParam, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Gathered]:
-        """Casts the shard ``x`` of ``param``.
+        """Casts this rank's rows of one parameter with the scale of the whole weight.
+
+        Args:
+            param: one of ``params``.
+            x: this rank's rows of it, ``[rows, cols]``, in the dtype to quantize.
 
         Returns:
-            FP8 data, ``scale_inv``, and the note that the gathered weight carries.
+            ``(fp8_data, scale_inv, origin)``: the rowwise copy, and the ``Gathered`` that the
+            gathered weight carries, for GEMMs to check that they can read it.
         """
         keeps_state = self.gather_set.recipe.keeps_state
         quantizer, keep = self.quantizer(x.device)
@@ -137,7 +159,14 @@ class GatherUnit:
         return fp8_data, scale_inv, self.note(quantizer, own, param.group)
 
     def note(self, quantizer: Any, amax: torch.Tensor | None, group: Any) -> Gathered:
-        """Returns the note that goes with FP8 data of ``quantizer``."""
+        """Returns the origin that a gathered parameter of this weight carries.
+
+        Args:
+            quantizer: quantizer that made the FP8 data.
+            amax: fp32 ``[1]`` of this rank's rows, for delayed scaling to stage in forward; None
+                for other schemes.
+            group: process group of the ranks that have shards; None for one rank.
+        """
         stamp = (id(self), self.gather_set.passes, self.scales)
         return Gathered(quantizer.settings(), self.gather_set.name, amax, group, stamp)
 
@@ -147,11 +176,16 @@ class GatherUnit:
 
 
 class GatherSet:
-    """All weights of one call of ``enable_fp8_all_gather``.
+    """State of all weights of one call of ``enable_fp8_all_gather``.
 
     Attributes:
+        key: hashable key that stands for ``recipe``.
+        recipe: recipe by which weights are quantized.
+        stored: recipe of the ``FP8Parameter``s that gathered weights become.
+        layout: layout of FP8 data and scales of ``stored``.
+        name: name of the recipe in messages.
         units: the weights, in the order of the model.
-        passes: number of passes over the amaxes of the weights.
+        passes: number of times that the amaxes of all weights were computed.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -163,9 +197,10 @@ class GatherSet:
         self.passes = 0
 
     def wait_for_scales(self, unit: GatherUnit) -> None:
-        """Has FSDP2's stream of copies see a scale update that the stream of GEMMs ran.
+        """Orders FSDP2's copy stream, the current one, behind an update of the scales.
 
-        FSDP2 lets it wait as a forward begins; a region may be entered later.
+        FSDP2 orders it behind the stream of GEMMs as a forward begins only, while the region whose
+        entry updates scales may be entered later. Nothing happens if ``unit`` has no new scales.
         """
         if unit.scales == unit._state().scale_fwd._version:
             return
@@ -176,10 +211,12 @@ class GatherSet:
                 other.scales = owner.fp8_state.scale_fwd._version
 
     def amax_of(self, param: GatheredParam, device: torch.device) -> torch.Tensor:
-        """Returns the amax of the whole weight of ``param``; measures all weights if it changed.
+        """Returns the amax, fp32 ``[1]``, of the whole weight that ``param`` is in.
 
-        The ranks decide alike: they count the writes of the same code. Writes to the storage alone
-        show in versions, but not where a rank has no rows; there any weight's version counts.
+        If the weight was written to, the amaxes of all weights are computed first, which is
+        collective. All ranks decide alike whether to do so, as all run the same writes. Version
+        counters also show writes to a shard's storage, but not on a rank without rows of the
+        weight; if there is such a rank, a write to any weight counts.
         """
         unit, ranks = param.unit, 1 if param.group is None else param.group.size()
         rows = -(-param.size[0] // ranks)
@@ -191,7 +228,10 @@ class GatherSet:
         return unit.amax
 
     def _measure(self, param: GatheredParam, device: torch.device) -> None:
-        """Takes one pass over this rank's shards and one collective over the ranks of ``param``."""
+        """Computes the amax of every weight sharded over the mesh of ``param``.
+
+        Takes one launch over this rank's shards and one collective over the ranks of ``param``.
+        """
         mesh = param.parameter().device_mesh
         shards: list[torch.Tensor] = []
         measured: list[tuple[GatherUnit, int, int]] = []

@@ -1,8 +1,8 @@
-"""A weight in high precision whose FSDP2 shards are gathered as FP8 data.
+"""Tensor subclass for weights in high precision that FSDP2 gathers as FP8 data.
 
-Its parameter is a ``ShardedWeight``: an ordinary tensor with a storage that knows how it is to be
-gathered, and passes this on to its shards, moves and casts. FSDP2 sees the two hooks of its
-extension; an optimizer sees the tensor, and results of its arithmetic are plain tensors.
+A ``ShardedWeight`` has a storage of its own, as a plain tensor has, and the two hooks of FSDP2's
+extension for all-gathers. Shards, moves to other devices and casts of it are ``ShardedWeight``s
+with the same hooks; results of all other ops, such as an optimizer's arithmetic, are plain tensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _KEEPING = {
 
 
 class _BeforeGather:
-    """FSDP2's first hook; its fixed signature is fast to read, which FSDP2 does at every gather."""
+    """Callable hook ``fsdp_pre_all_gather`` of a ``ShardedWeight``.
+
+    FSDP2 inspects the hook's signature at every gather, which ``__signature__`` makes fast.
+    """
 
     __slots__ = ("weight",)
 
@@ -47,12 +50,13 @@ class _BeforeGather:
 
 
 class ShardedWeight(torch.Tensor):
-    """A weight, or this rank's rows of it, that FSDP2 gathers with the hooks of its ``source``.
+    """Weight in high precision, whole or this rank's rows, that FSDP2 gathers as FP8 data.
 
-    ``copy.deepcopy`` and pickles of it are plain.
+    ``copy.deepcopy`` and ``pickle`` make plain tensors of it.
 
     Attributes:
-        source: the ``HookedParam``, whose ``changes`` counts the writes to the weight.
+        source: the ``HookedParam`` of the parameter, which quantizes its shards and assembles the
+            gathered weight. Each op that writes to the weight increments ``source.changes``.
     """
 
     source: Any
@@ -61,7 +65,10 @@ class ShardedWeight(torch.Tensor):
 
     @staticmethod
     def of(plain: torch.Tensor, source: Any) -> ShardedWeight:
-        """Returns ``plain`` as a ShardedWeight that shares its storage."""
+        """Returns a ``ShardedWeight`` that shares the storage of ``plain``.
+
+        ``source``: the ``HookedParam`` of the parameter.
+        """
         weight = torch.Tensor._make_subclass(ShardedWeight, plain)
         weight.source = source
         return weight
@@ -85,7 +92,7 @@ class ShardedWeight(torch.Tensor):
         return out
 
     def plain(self) -> torch.Tensor:
-        """Returns the values as a plain tensor that shares storage and version."""
+        """Returns a plain tensor that shares this weight's storage and version counter."""
         with torch._C._DisableTorchDispatch():
             return self.detach()
 
@@ -120,14 +127,29 @@ class ShardedWeight(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Makes the whole weight of the gathered FP8 data; from the second time on in ``out``."""
+        """Makes the whole weight from the gathered FP8 data; FSDP2 calls it after an all-gather.
+
+        Args:
+            all_gather_outputs: gathered tensors, those of ``fsdp_pre_all_gather`` of all ranks.
+            metadata: second object that ``fsdp_pre_all_gather`` returned.
+            param_dtype: nominal dtype of the weight.
+            out: the weight that the first gather returned, to be filled anew; None the first time.
+
+        Returns:
+            ``(weight, ())``; None with ``out``.
+        """
         return self.source.whole(all_gather_outputs, metadata, param_dtype, out)
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
-    """Yields the tensors that an op writes to.
+    """Yields the arguments that an op's schema marks as written to.
 
-    Versions do not tell: those of tensors in DTensor's lists stay as they are.
+    Version counters do not show all writes: ops on DTensor's lists of tensors leave them unchanged.
+
+    Args:
+        func: the ``OpOverload`` that is called.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
     """
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -136,5 +158,5 @@ def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> Iterator[Any]:
 
 
 def local_of(parameter: Any) -> torch.Tensor | None:
-    """Returns the local tensor of a DTensor, else None; does not import torch's DTensor."""
+    """Returns the local tensor of a DTensor, None for other objects; does not import DTensor."""
     return getattr(parameter, "_local_tensor", None)
