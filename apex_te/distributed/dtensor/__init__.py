@@ -1,1 +1,1 @@
-"""Styles that split modules over a device mesh as DTensors."""
+"""Tensor-parallel styles for torch's ``parallelize_module``, with DTensors as parameters."""

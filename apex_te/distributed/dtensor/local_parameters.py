@@ -1,4 +1,4 @@
-"""Modules whose parameters are DTensors and whose forward reads the local tensors."""
+"""Modules whose parameters are DTensors, but whose forward computes on their local tensors."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ def local_parameters(
     summed: Iterable[str],
     stacked: Mapping[str, Exchange] | None = None,
 ) -> None:
-    """Has ``module`` compute on the local tensors of its DTensor parameters from now on.
+    """Makes ``module`` compute on the local tensors of its DTensor parameters.
 
-    The module's class becomes a subclass that puts them in the parameters' place during forward;
-    modules with plain parameters keep their class, and so their time on the host.
+    The module's class is replaced by a subclass, whose forward puts the local tensors in the place
+    of the DTensors while it runs. Modules with plain parameters are not touched, and so pay no
+    host time for this.
 
     Args:
-        module: module with DTensor parameters.
-        summed: names of parameters whose gradient is summed over the mesh, as each rank computes
-            only a summand.
-        stacked: parameters that hold several matrices, placed as ``Shard(0)``, whose rows forward
-            exchanges.
+        module: module of apex_te with DTensor parameters.
+        summed: names of replicated parameters whose gradient must be summed over the mesh, because
+            each rank computes it from its rows or heads only.
+        stacked: by name of a parameter that holds several matrices and is placed as ``Shard(0)``,
+            the exchange by which forward gets this rank's rows of each matrix.
     """
     kind: Any = type(module)
     module.__class__ = _local_class(kind)
@@ -41,7 +42,10 @@ def local_parameters(
 
 @functools.cache
 def _local_class(kind: Any) -> type:
-    """Returns the subclass of ``kind`` on local tensors, of its name for messages and ``repr``."""
+    """Returns a subclass of the module class ``kind`` that computes on local tensors.
+
+    It has the name of ``kind``, so that messages and ``repr`` look alike.
+    """
     # The modules that have both call the second from the first.
     entry = "forward_with_residual" if hasattr(kind, "forward_with_residual") else "forward"
     inner: Callable[..., Any] = getattr(kind, entry)
@@ -78,7 +82,17 @@ def _local_class(kind: Any) -> type:
 def _locals(
     kind: type, parameters: dict[str, Any], summed: set[str], stacked: dict[str, Exchange]
 ) -> dict[str, torch.Tensor | None]:
-    """Returns the parameters that forward reads, by name."""
+    """Returns the tensors that forward reads in place of the parameters, by name.
+
+    Args:
+        kind: class of the module, for messages.
+        parameters: parameters of the module, DTensors, plain or None.
+        summed: names of parameters whose gradient is summed over the mesh.
+        stacked: exchanges of rows by name of a parameter.
+
+    Raises:
+        RuntimeError: a parameter that is still sharded over data-parallel ranks.
+    """
     found: dict[str, torch.Tensor | None] = {}
     for name, parameter in parameters.items():
         if not isinstance(parameter, DTensor):
@@ -99,7 +113,7 @@ def _locals(
 
 
 class _SumGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over the ranks of a group."""
+    """Identity in forward; backward sums the gradient over the ranks of ``group``."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:

@@ -1,14 +1,15 @@
 """Tensor parallelism through torch's ``parallelize_module``: styles for the modules of apex_te.
 
-A style turns a whole module into this rank's part of it. Parameters become DTensors over the mesh,
-so that ``torch.distributed.checkpoint``, state dict functions, ``fully_shard`` over another
-dimension of the mesh and optimizers see global shapes. The module computes on their local tensors
-with its own collectives: gathered rows travel as FP8 data, reductions overlap GEMMs. Inputs and
-outputs are plain tensors, this rank's part.
+A style splits a module in place, so that each rank computes its part. Parameters become DTensors
+over the mesh, so that ``torch.distributed.checkpoint``, state dict functions, ``fully_shard`` over
+another dimension of the mesh and optimizers see global shapes. The module computes on the local
+tensors, and runs its own collectives: gathered rows travel as FP8 data, reductions overlap GEMMs.
+Inputs and outputs are plain tensors that hold this rank's part.
 
-A gradient is a DTensor placed as its parameter is. Gradients that each rank computes from its own
+A gradient is a DTensor with its parameter's placement. Gradients that each rank computes from some
 rows or heads only (of norms, of biases of row-parallel layers) are summed over the mesh in
-backward, so trainers have nothing left to sum: ``sequence_parallel`` is False on every parameter.
+backward. So trainers have none to sum, and the attribute ``sequence_parallel``, which Megatron's
+trainers read, is False on every parameter.
 """
 
 from __future__ import annotations
@@ -34,25 +35,40 @@ from .stacked_rows import Exchange, exchange_of
 
 __all__ = ["ColumnParallel", "LayerParallel", "Replicated", "RowParallel", "SequenceParallel"]
 
-Change = Callable[[], None]
+Change = Callable[[], None]  # one of the steps that change a module, once all checks have passed
 
 
 class _Split(NamedTuple):
-    """The ranks over which a style splits, and its options."""
+    """Arguments of one application of a style.
 
-    owner: str  # name of the style, for messages
+    Attributes:
+        owner: name of the style, for messages.
+        mesh: device mesh of one dimension, over whose ranks modules are split.
+        sequence_parallel: inputs and outputs that are not split by features are split by rows.
+        src_data_rank: rank of the mesh whose values of whole parameters all ranks get; None if
+            each rank keeps its values.
+    """
+
+    owner: str
     mesh: DeviceMesh
     sequence_parallel: bool
     src_data_rank: int | None
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of ``mesh``."""
         return self.mesh.size()
 
 
 class _Style(ParallelStyle):
-    """Base of the styles: their option, and checks before anything is changed."""
+    """Base class of the styles, which checks a module entirely before it changes anything.
+
+    Subclasses define ``_kinds``, the module classes they apply to, and ``_changes``.
+
+    Args:
+        sequence_parallel: inputs and outputs that are not split by features are split by rows:
+            each rank has its part of dimension 0.
+    """
 
     _kinds: ClassVar[tuple[type[torch.nn.Module], ...]]
 
@@ -82,7 +98,10 @@ class _Style(ParallelStyle):
         return module
 
     def _changes(self, module: Any, split: _Split) -> list[Change]:
-        """Checks ``module``; returns functions that change it."""
+        """Checks ``module``, and returns the functions to call, in order, to split it.
+
+        Nothing is changed yet, so that an error leaves the module as it was, on every rank.
+        """
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -90,17 +109,23 @@ class _Style(ParallelStyle):
 
 
 class ColumnParallel(_Style):
-    """Splits the rows of the weight of a ``Linear`` or ``LayerNormLinear`` (``out_features``).
+    """Style that splits the ``out_features`` (rows of the weight) of a linear layer over ranks.
 
-    The input is whole, or with ``sequence_parallel`` this rank's part of dimension 0; the output
-    is this rank's features, as with ``parallel_mode="column"``.
+    It applies to ``Linear`` and ``LayerNormLinear``, and makes them compute as with
+    ``parallel_mode="column"``: the input is the whole tensor, or with ``sequence_parallel`` this
+    rank's part of its dimension 0; the output has this rank's features. All errors are raised
+    before the module is changed.
+
+    Args:
+        sequence_parallel: the input is split along dimension 0; the layer gathers it.
 
     Raises:
-        TypeError: before anything is changed, as all errors: another module.
+        TypeError: a module that is no ``Linear`` or ``LayerNormLinear``.
         ValueError: a mesh of several dimensions, a size that its ranks do not divide, or a module
             that is split already.
-        NotImplementedError: ``fuse_wgrad_accumulation``, ``delay_wgrad_compute``, or parameters
-            that are not plain (``fp8_model_init``, ``enable_fp8_all_gather``).
+        NotImplementedError: a module with ``fuse_wgrad_accumulation`` or ``delay_wgrad_compute``,
+            or whose parameters are no plain ``torch.nn.Parameter``, as after ``fp8_model_init`` or
+            ``enable_fp8_all_gather``.
     """
 
     _kinds = (Linear, LayerNormLinear)
@@ -110,11 +135,14 @@ class ColumnParallel(_Style):
 
 
 class RowParallel(_Style):
-    """Splits the columns of the weight of a ``Linear`` (``in_features``).
+    """Style that splits the ``in_features`` (columns of the weight) of a ``Linear`` over ranks.
 
-    The input is this rank's features; the output is whole, or with ``sequence_parallel`` this
-    rank's part of dimension 0, as with ``parallel_mode="row"``. Errors are those of
-    ``ColumnParallel``.
+    It makes the layer compute as with ``parallel_mode="row"``: the input has this rank's features;
+    the output is the whole sum over ranks, or with ``sequence_parallel`` this rank's part of its
+    dimension 0. Errors are those of ``ColumnParallel``, with ``Linear`` as the only class.
+
+    Args:
+        sequence_parallel: the output is split along dimension 0, by a reduce-scatter.
     """
 
     _kinds = (Linear,)
@@ -124,19 +152,22 @@ class RowParallel(_Style):
 
 
 class LayerParallel(_Style):
-    """Splits a ``LayerNormMLP``, ``MultiheadAttention`` or ``TransformerLayer`` inside.
+    """Style that splits the inner features and heads of a whole layer over ranks.
 
-    Inner features and heads are split; input and output are whole, or with ``sequence_parallel``
-    this rank's part of dimension 0, as with ``set_parallel_mode=True``.
+    It applies to ``LayerNormMLP``, ``MultiheadAttention`` and ``TransformerLayer``, and makes them
+    compute as with ``set_parallel_mode=True``: input and output are whole tensors, or with
+    ``sequence_parallel`` this rank's part of their dimension 0. Errors are those of
+    ``ColumnParallel``, with these classes in place of linear layers.
 
-    Parameters that hold several matrices one after the other (a gated activation's ``fc1_weight``,
-    fused projections with ``qkv_weight_interleaved=False``) are ``Shard(0)``, too, one piece on
-    every rank, as checkpoints, ``fully_shard`` and optimizers need. A rank computes with its rows
-    of each matrix: forward exchanges rows of the weight, backward rows of its gradient, in an
-    all-to-all of at most the bytes of a rank's piece. The exchanged rows are kept until backward,
-    beside the parameter.
+    Some parameters hold several matrices one after the other: a gated activation's ``fc1_weight``,
+    and fused projections with ``qkv_weight_interleaved=False``. They are placed as ``Shard(0)`` of
+    the whole parameter, too, because checkpoints, ``fully_shard`` and optimizers need one
+    contiguous piece on each rank. But a rank computes with its rows of each matrix. So forward
+    exchanges rows of the weight between ranks, and backward rows of its gradient, in an all-to-all
+    of at most the bytes of a rank's piece. The received rows take memory until backward.
 
-    Errors are those of ``ColumnParallel``.
+    Args:
+        sequence_parallel: input and output are split along dimension 0.
     """
 
     _kinds = (LayerNormMLP, MultiheadAttention, TransformerLayer)
@@ -150,10 +181,10 @@ class LayerParallel(_Style):
 
 
 class SequenceParallel(_Style):
-    """Prepares a ``LayerNorm`` or ``RMSNorm`` whose input is this rank's part of dimension 0.
+    """Style for a ``LayerNorm`` or ``RMSNorm`` whose input is this rank's part of dimension 0.
 
-    The parameters stay whole; their gradients are summed over the ranks. Errors are those of
-    ``ColumnParallel``.
+    The parameters become replicated DTensors, whose gradients backward sums over the ranks. Errors
+    are those of ``ColumnParallel``, with these classes in place of linear layers.
     """
 
     _kinds = (NormModule,)
@@ -166,11 +197,12 @@ class SequenceParallel(_Style):
 
 
 class Replicated(_Style):
-    """Leaves a norm, a linear layer or ``LayerNormMLP`` whole, with DTensors as parameters.
+    """Style that keeps a norm, a linear layer or ``LayerNormMLP`` whole, with replicated DTensors.
 
-    Use it for modules with the same input on all ranks: an optimizer that updates several
-    parameters in one call takes DTensors or plain tensors, not both. Errors are those of
-    ``ColumnParallel``.
+    The module's input must be equal on all ranks, as gradients are not summed. The style is of use
+    beside split modules, because an optimizer that updates several parameters in one call accepts
+    DTensors or plain tensors, not both. Errors are those of ``ColumnParallel``, with these classes
+    in place of linear layers.
     """
 
     _kinds = (NormModule, ParallelModule)
@@ -185,12 +217,19 @@ class Replicated(_Style):
 
 
 def _refuse(split: _Split, what: str, wanted: str, got: Any) -> NotImplementedError:
-    """Returns the error for a module that styles do not support."""
+    """Returns the error for a module that styles do not support.
+
+    Args:
+        split: arguments of the style.
+        what: what is not supported, such as a module's option.
+        wanted: what it must be instead.
+        got: what it is.
+    """
     return NotImplementedError(f"{split.owner}: {what} must be {wanted}, got {got}")
 
 
 def _check_parameters(module: torch.nn.Module, split: _Split) -> None:
-    """Raises for parameters that cannot become DTensors."""
+    """Raises if a parameter of ``module`` is a DTensor already or is no plain parameter."""
     name = type(module).__name__
     for key, parameter in module._parameters.items():
         if isinstance(parameter, DTensor):
@@ -209,7 +248,7 @@ def _check_parameters(module: torch.nn.Module, split: _Split) -> None:
 
 
 def _check_gemms(module: ParallelModule, split: _Split) -> None:
-    """Raises for a module that is split already, or cannot be."""
+    """Raises if ``module`` is tensor-parallel already, or has an option that styles exclude."""
     name = type(module).__name__
     mode: Any = getattr(module, "parallel_mode", None) or getattr(
         module, "set_parallel_mode", False
@@ -226,19 +265,21 @@ def _check_gemms(module: ParallelModule, split: _Split) -> None:
 
 
 def _divided(split: _Split, module: torch.nn.Module, name: str, value: int) -> int:
+    """Returns ``value / ranks``; raises ValueError, with ``name``, if the ranks do not divide it."""
     return divided(f"{split.owner}: {type(module).__name__}", name, value, split.ranks)
 
 
 def _linear_changes(
     module: Any, split: _Split, mode: str, matrices: tuple[int, ...] = ()
 ) -> list[Change]:
-    """Checks a linear layer; returns functions that split it.
+    """Checks a linear layer, and returns the functions that split it.
 
     Args:
         module: a ``Linear`` or ``LayerNormLinear``.
-        split: ranks and options.
-        mode: "column" or "row".
-        matrices: rows of each matrix in a weight that holds several; the ranks divide them.
+        split: arguments of the style.
+        mode: "column" or "row", as ``parallel_mode``.
+        matrices: number of rows of each matrix, if the weight holds several one after the other;
+            the ranks divide each.
     """
     _check_gemms(module, split)
     column = mode == "column"
@@ -273,7 +314,16 @@ def _linear_changes(
 
 
 def _stacked(names: Iterable[str], matrices: tuple[int, ...], split: _Split) -> dict[str, Exchange]:
-    """Returns the exchanges of parameters of which a rank's rows are not one piece."""
+    """Returns the exchange of rows for each parameter that holds several matrices.
+
+    Args:
+        names: names of parameters with the same rows: a weight and its bias.
+        matrices: number of rows of each matrix in them.
+        split: arguments of the style.
+
+    Returns:
+        Exchanges by name; empty for one matrix or one rank, where rows need no exchange.
+    """
     if len(matrices) < 2 or split.ranks == 1:
         return {}
     exchange = exchange_of(matrices, split.mesh.get_local_rank(), split.ranks)
@@ -281,6 +331,7 @@ def _stacked(names: Iterable[str], matrices: tuple[int, ...], split: _Split) -> 
 
 
 def _mlp_changes(module: Any, split: _Split) -> list[Change]:
+    """Checks a ``LayerNormMLP``, and returns the functions that split its ``ffn_hidden_size``."""
     _check_gemms(module, split)
     ffn = module.ffn_hidden_size
     _divided(split, module, "ffn_hidden_size", ffn)
@@ -301,6 +352,7 @@ def _mlp_changes(module: Any, split: _Split) -> list[Change]:
 
 
 def _attention_changes(module: Any, split: _Split) -> list[Change]:
+    """Checks a ``MultiheadAttention``, and returns the functions that split its heads."""
     if module.set_parallel_mode:
         raise ValueError(
             f"{split.owner}: MultiheadAttention must be whole before a style is applied, "
@@ -335,6 +387,7 @@ def _attention_changes(module: Any, split: _Split) -> list[Change]:
 
 
 def _layer_changes(layer: Any, split: _Split) -> list[Change]:
+    """Checks a ``TransformerLayer``, and returns the functions that split its parts."""
     changes: list[Change] = []
     for key in ("self_attention", "inter_attention"):
         if key in layer._modules:
@@ -350,7 +403,10 @@ def _layer_changes(layer: Any, split: _Split) -> list[Change]:
 
 
 def _whole_changes(module: Any, split: _Split, summed: bool) -> list[Change]:
-    """Returns the changes of a module that stays whole; ``summed``: its gradients are summed."""
+    """Checks a module, and returns the functions that make its parameters replicated DTensors.
+
+    ``summed``: backward sums the parameters' gradients over the ranks.
+    """
     _check_parameters(module, split)
     names = tuple(module._parameters)
 
@@ -362,6 +418,7 @@ def _whole_changes(module: Any, split: _Split, summed: bool) -> list[Change]:
 
 
 def _make_parallel(module: Any, split: _Split) -> None:
+    """Sets the group and options of a tensor-parallel module; drops cached FP8 weights."""
     module._make_parallel(
         split.mesh.get_group(),
         1,
@@ -375,7 +432,15 @@ def _make_parallel(module: Any, split: _Split) -> None:
 def _distribute(
     module: torch.nn.Module, split: _Split, names: Iterable[str], placement: Placement
 ) -> None:
-    """Replaces parameters by DTensors with the values of ``src_data_rank``, unless it is None."""
+    """Replaces parameters of ``module`` by DTensors.
+
+    Args:
+        module: the module.
+        split: arguments of the style. All ranks get the values of ``src_data_rank``; with None each
+            keeps its values.
+        names: names of the parameters; those that the module lacks are skipped.
+        placement: placement of the DTensors.
+    """
     dim = placement.dim if isinstance(placement, Shard) else None
     for name in names:
         whole = module._parameters.get(name)

@@ -1,10 +1,11 @@
-"""Rows of parameters that hold several matrices one after the other, exchanged between ranks.
+"""Exchange of rows between ranks, for parameters that hold several matrices one after the other.
 
-A rank computes with its rows of each matrix. These are several pieces of the parameter, but the
-placement of a DTensor can name one only (torch's strided placement is private, saves the wrong rows
-through ``torch.distributed.checkpoint`` and is gathered in the wrong order after ``fully_shard``).
-So a rank keeps one piece, ``Shard(0)``, and forward exchanges rows; backward sends the gradient's
-rows back.
+A rank computes with its share of the rows of each matrix. These are several pieces of the
+parameter, but a DTensor's placement can describe one only (torch's strided placement is private,
+saves the wrong rows through ``torch.distributed.checkpoint`` and is gathered in the wrong order
+after ``fully_shard``). So a rank stores one piece of the parameter, ``Shard(0)``. Forward gets the
+rows that the rank computes with from the ranks that store them; backward sends the gradient's rows
+back to these ranks.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ __all__ = ["Exchange", "exchange_of", "rows_of_matrices", "shares_of"]
 
 
 class Exchange(NamedTuple):
-    """The rows that one rank sends, of those it keeps, and receives.
+    """Plan of one rank for the all-to-all that forward runs on its rows of a parameter.
 
     Attributes:
-        pieces: first row and number of rows of each piece, ordered by receiver; None if the rows
-            lie in that order.
-        sent: number of rows to each rank.
-        received: number of rows from each rank, in the order of the parameter.
+        pieces: ``(first, rows)`` of each piece of the stored rows that goes to one rank, ordered by
+            receiving rank: its first row among the stored ones, and its number of rows. None if the
+            stored rows are in that order already, and need not be copied.
+        sent: number of rows sent to each rank.
+        received: number of rows received from each rank; they arrive in the parameter's order.
     """
 
     pieces: tuple[tuple[int, int], ...] | None
@@ -35,12 +37,16 @@ class Exchange(NamedTuple):
 
 
 def shares_of(matrices: tuple[int, ...], rank: int, ranks: int) -> list[tuple[int, int]]:
-    """Returns the first row and the number of rows of ``rank``'s share of each matrix.
+    """Finds the rows of each matrix that ``rank`` computes with.
 
     Args:
-        matrices: rows of each matrix, multiples of ``ranks``, one after the other.
-        rank: rank whose share is asked for.
+        matrices: number of rows of each matrix, multiples of ``ranks``.
+        rank: rank whose rows are to be found.
         ranks: number of ranks.
+
+    Returns:
+        ``(first, rows)`` for each matrix: the first row, counted in the whole parameter, and the
+        number of rows.
     """
     found, top = [], 0
     for rows in matrices:
@@ -51,11 +57,20 @@ def shares_of(matrices: tuple[int, ...], rank: int, ranks: int) -> list[tuple[in
 
 
 def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
-    """Returns the exchange of a parameter; ``matrices`` are as in ``shares_of``."""
+    """Returns the plan of ``rank`` for the rows of a parameter that holds several matrices.
+
+    Args:
+        matrices: number of rows of each matrix, multiples of ``ranks``.
+        rank: rank whose plan is to be made.
+        ranks: number of ranks.
+    """
     kept = sum(matrices) // ranks
 
     def pieces(source: int, receiver: int) -> list[tuple[int, int]]:
-        """Returns rows [first, last) that ``source`` keeps and ``receiver`` computes with."""
+        """Returns the ranges of rows that rank ``source`` stores and ``receiver`` computes with.
+
+        Ranges are ``(first, last)`` in the whole parameter, without ``last``.
+        """
         found = []
         for top, own in shares_of(matrices, receiver, ranks):
             first, last = max(top, source * kept), min(top + own, (source + 1) * kept)
@@ -78,18 +93,24 @@ def exchange_of(matrices: tuple[int, ...], rank: int, ranks: int) -> Exchange:
 
 
 def rows_of_matrices(local: torch.Tensor, exchange: Exchange, group: Any) -> torch.Tensor:
-    """Returns this rank's rows of every matrix; collective, and so is backward.
+    """Returns the rows of each matrix that this rank computes with; collective, as is backward.
 
     Args:
-        local: ``[rows / ranks, ..]``, this rank's piece of the parameter.
-        exchange: from ``exchange_of``.
-        group: the ranks that have the pieces.
+        local: ``[rows / ranks, ..]``, the rows of the parameter that this rank stores.
+        exchange: this rank's plan, from ``exchange_of``.
+        group: process group over which the parameter is sharded.
+
+    Returns:
+        ``[rows / ranks, ..]``: this rank's share of the first matrix, then of the second, and so
+        on.
     """
     rows: torch.Tensor = _RowsOfMatrices.apply(local, exchange, group)
     return rows
 
 
 class _RowsOfMatrices(torch.autograd.Function):
+    """Differentiable all-to-all behind ``rows_of_matrices``."""
+
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, exchange: Exchange, group: Any) -> torch.Tensor:
         ctx.exchange, ctx.group = exchange, group

@@ -4,8 +4,8 @@ The shards stay in high precision. Before an all-gather each rank casts its rows
 the whole weight; the gathered FP8 data are the weight's rowwise copy, of which each rank makes the
 columnwise copy. With delayed scaling the scale is that of the module's FP8 state: the forward that
 reads the weight stages the amax of this rank's rows, which the update reduces over ranks with all
-other amaxes. With current scaling the amaxes of all weights are computed in one pass and reduced in
-one collective, at the first all-gather after weights have changed.
+other amaxes. With current scaling and HiF8 the amaxes of all weights are computed in one pass and
+reduced in one collective, at the first all-gather after weights have changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""State dicts of split models, which any number of ranks can load."""
+"""State dicts of models that ranks split, for checkpoints that any number of ranks can load."""
 
 from .model_and_optimizer import (
     get_model_state_dict,

@@ -1,8 +1,10 @@
-"""FP8 state of split modules in a state dict that all ranks share.
+"""FP8 states of modules that ranks split, in a state dict that is saved once for all ranks.
 
-Ranks that split a GEMM save one state: the largest of their amaxes and the smallest of their
-scales, which is what reduced amaxes give them anyway. Ranks with experts of their own save the
-state of all experts, of which each has its slots.
+Tensor-parallel ranks that split a GEMM save one state for it: the largest of their amaxes and the
+smallest of their scales, which all of them have anyway if their amaxes are reduced. The ranks of an
+expert group save one state with the slots of all experts, each rank the slots of its experts. A
+state is some tensors (``TENSORS``) and a header, an encoded dict with the history's length and
+``first_due``, a bool for each slot: its first scale is still to be computed.
 """
 
 from __future__ import annotations
@@ -26,10 +28,18 @@ _LARGEST = tuple(name for name in TENSORS if name not in _SCALES)
 
 
 def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Equalises, in place, the states in ``values`` that ranks of a group share; collective.
+    """Makes the FP8 states of tensor-parallel modules equal on all ranks of a ``tp_group``.
+
+    Collective.
+
+    Args:
+        owner: name of the public function, for messages.
+        split: layout of the model, from ``split_model``.
+        values: the model's state dict on this rank, whose amaxes and scales are changed in place.
 
     Raises:
-        ValueError: on all ranks, a state is allocated on some of them only.
+        ValueError: on all ranks, if a state is allocated on some of them only, or with another
+            history length.
     """
     groups: list[Any] = []
     for module in split.modules:
@@ -52,7 +62,13 @@ def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
 
 
 def _reduced(tensors: list[torch.Tensor], device: torch.device, reduce: Any) -> None:
-    """Runs ``reduce`` on a flat copy of ``tensors`` and copies its results back."""
+    """Reduces several tensors over ranks in one collective, in place.
+
+    Args:
+        tensors: tensors of one dtype.
+        device: device on which they are reduced.
+        reduce: function that reduces a 1-D tensor over ranks, in place.
+    """
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device)
     reduce(flat)
     sizes = [tensor.numel() for tensor in tensors]
@@ -61,7 +77,12 @@ def _reduced(tensors: list[torch.Tensor], device: torch.device, reduce: Any) -> 
 
 
 def parts_of_states(split: SplitModel) -> dict[str, Parts]:
-    """Returns, by name, the place of this rank's slots in the states of all experts."""
+    """Finds the place of this rank's slots in the FP8 states that hold all experts' slots.
+
+    Returns:
+        By the tensor's name in the model's state dict: which part of the whole it is. Modules
+        without experts of their own are left out.
+    """
     found = {}
     for each in split.modules:
         if each.experts:
@@ -74,10 +95,18 @@ def parts_of_states(split: SplitModel) -> dict[str, Parts]:
 
 
 def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Replaces the headers of experts' states by those of all experts; collective.
+    """Replaces the header of each expert layer's state by one for all experts' slots.
+
+    Collective; to be called before the state dict is saved.
+
+    Args:
+        owner: name of the public function, for messages.
+        split: layout of the model, from ``split_model``.
+        values: the model's state dict on this rank, changed in place.
 
     Raises:
-        ValueError: on all ranks, a state is allocated on some of them only.
+        ValueError: on all ranks, if a state is allocated on some of them only, or with another
+            history length.
     """
     modules = [module for module in split.modules if module.experts]
     if not modules:
@@ -93,10 +122,17 @@ def share_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None
 
 
 def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
-    """Replaces the headers of all experts' states by those of this rank's.
+    """Replaces the header of each expert layer's state by one for this rank's experts' slots.
+
+    It undoes ``share_headers``, and is to be called before the model loads the state dict.
+
+    Args:
+        owner: name of the public function, for messages.
+        split: layout of the model, from ``split_model``.
+        values: loaded state dict, by this rank's names, changed in place.
 
     Raises:
-        ValueError: a header that is not of all experts.
+        ValueError: a header whose slots are not those of all experts.
     """
     for each in split.modules:
         key = _key(each, "header")
@@ -118,13 +154,27 @@ def take_headers(owner: str, split: SplitModel, values: dict[str, Any]) -> None:
 
 
 def _key(module: SplitModule, name: str) -> str:
+    """Returns the key in a state dict of the entry ``name`` of the module's FP8 state."""
     return f"{module.prefix}{STATE_PREFIX}{name}"
 
 
 def _gathered_headers(
     owner: str, modules: list[SplitModule], group: Any, values: dict[str, Any]
 ) -> list[list[dict[str, Any] | None]]:
-    """Returns, by rank, the header of each module's state, None for one that has none."""
+    """Gathers the decoded headers of modules' FP8 states from all ranks of ``group``; collective.
+
+    Args:
+        owner: name of the public function, for messages.
+        modules: modules of which each rank of ``group`` has one in the same place.
+        group: process group.
+        values: the model's state dict on this rank.
+
+    Returns:
+        For each rank a list with the header of each module, None for a state not allocated.
+
+    Raises:
+        ValueError: the ranks differ in which states are allocated, or in a history length.
+    """
     keys = [_key(module, "header") for module in modules]
     own = [decode_header(values[key]) if key in values else None for key in keys]
     every: list[Any] = [None] * world_size(group)

@@ -1,9 +1,9 @@
-"""State dicts for ``torch.distributed.checkpoint`` of models that ``tp_group`` and experts split.
+"""State dicts for ``torch.distributed.checkpoint`` of tensor- and expert-parallel models.
 
-``torch.distributed.checkpoint`` takes plain tensors of one name to be the same on all ranks. But
-modules that split themselves over a ``tp_group`` have this rank's part under the name of the whole,
-and ranks with experts of their own count them from 0. The functions here do what those of
-``torch.distributed.checkpoint.state_dict`` do, for such models and for any others.
+``torch.distributed.checkpoint`` assumes that plain tensors of one name are equal on all ranks. But
+a module that splits itself over a ``tp_group`` has this rank's part under the name of the whole
+parameter, and ranks that have some of the experts number them from 0 each. The functions here stand
+in for those of ``torch.distributed.checkpoint.state_dict``, and work for any other model, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def get_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the state dicts of ``model`` and ``optimizers`` that all ranks share; collective.
+    """Returns state dicts of model and optimizers to save in one checkpoint of all ranks.
+
+    Collective: every rank calls it.
 
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
         torch.distributed.checkpoint.save(state, checkpoint_id=path)  # or load, then:
@@ -51,35 +53,37 @@ def get_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
-    Names and shapes are those of the model on one rank: a checkpoint of some ranks loads on any
-    other number of ranks, and fits the state dicts of the model in one process. Parts are tensors
-    of the whole's shape (``SplitTensor``) that share the memory of model and optimizer.
+    Names and shapes are those of the unsplit model on one rank. So the checkpoint loads on any
+    number of ranks, and into the model in one process. A tensor of which this rank has a part is a
+    ``SplitTensor`` of the whole tensor's shape, which shares memory with the model or optimizer.
 
-    FP8 weights are saved in high precision. The ranks of a split module save one FP8 state: the
+    FP8 weights are saved in high precision. The ranks that split a module save one FP8 state: the
     largest of their amaxes, the smallest of their scales. If amaxes are reduced over these ranks,
-    that is each rank's own state after ``flush_fp8_state()``; with ``reduce_amax=False`` the ranks
-    go on from one scale. ``init_fp8_state`` allocates the state that is to be loaded.
+    that equals each rank's state after ``flush_fp8_state()``; with ``reduce_amax=False`` the ranks'
+    scales differ, and all continue from the smallest. To load, call ``init_fp8_state`` first, as
+    the state dicts contain FP8 state only once it is allocated.
 
     Args:
         model: the model.
-        optimizers: an optimizer of it, or several.
-        expert_group: the ranks over which the experts of every ``GroupedLinear`` are spread: rank r
-            has those from ``r * num_gemms`` on, as with ``TokenDispatcher``, and the numbers in
-            ``weight{i}`` and ``bias{i}`` become those among all. None if every rank has all
-            experts. Required for a model with a ``GroupedLinear`` on several ranks.
+        optimizers: an optimizer of the model, or several.
+        expert_group: process group over which the experts of every ``GroupedLinear`` are spread, or
+            None if every rank has all experts. Rank ``r`` has the experts from ``r * num_gemms``
+            on, as with ``TokenDispatcher``; the state dict numbers ``weight{i}`` and ``bias{i}``
+            accordingly. Required for a model with a ``GroupedLinear`` on several ranks.
         stacked: relative sizes of the matrices that lie one after the other in the rows of a
-            parameter, each of which is split over the ranks, by ``fnmatch`` patterns of names:
-            ``{"*.fc1.weight": (1, 1)}`` for a gate and its factor in a column-parallel ``Linear``.
-            Not needed for a gated ``LayerNormMLP`` and ``MultiheadAttention``.
-        options: as in ``torch.distributed.checkpoint.state_dict``.
+            parameter, if each of these matrices is split over the ranks, by ``fnmatch`` patterns of
+            names: ``{"*.fc1.weight": (1, 1)}`` for a gate and its factor in a column-parallel
+            ``Linear``. Not needed for a gated ``LayerNormMLP`` and ``MultiheadAttention``.
+        options: ``StateDictOptions``, as in ``torch.distributed.checkpoint.state_dict``.
 
     Returns:
-        The model's state dict and the optimizers'.
+        ``(model_state_dict, optim_state_dict)``.
 
     Raises:
         TypeError: an argument of a wrong type.
-        ValueError: a missing ``expert_group`` or ``tp_group``; ``stacked`` that fits no parameter;
-            on all ranks, FP8 state that some of them lack.
+        ValueError: a missing ``expert_group`` or ``tp_group``; a pattern in ``stacked`` that fits
+            no parameter, or sizes that do not divide one; on all ranks, FP8 state that is allocated
+            on some of them only.
         NotImplementedError: ``full_state_dict`` of a split model; optimizer state of a split
             parameter other than ``step`` and tensors of its shape.
     """
@@ -100,16 +104,25 @@ def set_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Loads state dicts that ``get_state_dict`` gave and a checkpoint has filled.
+    """Loads state dicts that ``get_state_dict`` returned and that hold a checkpoint's values.
 
-    State dicts of the model on one rank load, too: each rank keeps its part. Other arguments and
-    errors are those of ``get_state_dict``.
+    State dicts of the model on one rank load, too: each rank takes its part of each tensor.
+    Arguments and errors that are not listed are those of ``get_state_dict``.
+
+    Args:
+        model: the model.
+        optimizers: an optimizer of the model, or several.
+        model_state_dict: the model's state dict.
+        optim_state_dict: the optimizers' state dict.
 
     Returns:
-        The missing and unexpected keys, as ``torch.nn.Module.load_state_dict``.
+        The missing and unexpected keys, as from ``torch.nn.Module.load_state_dict``.
 
     Raises:
-        ValueError: a tensor that is not whole.
+        TypeError: a value for a split parameter that is no plain tensor and not of
+            ``get_state_dict``.
+        ValueError: a plain tensor that has not the whole parameter's size, or a ``SplitTensor``
+            made for another layout of ranks.
         NotImplementedError: ``broadcast_from_rank0`` for a split model.
     """
     shared: dict[str, Any] = {"expert_group": expert_group, "stacked": stacked, "options": options}
@@ -125,7 +138,10 @@ def get_model_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Returns the model's state dict, as ``get_state_dict`` does."""
+    """Returns the model's state dict to save in one checkpoint of all ranks; collective.
+
+    It is the first result of ``get_state_dict``, which describes arguments and errors.
+    """
     owner = "get_model_state_dict"
     split = _split_to_get(owner, model, expert_group, stacked, options)
     values = torch_state_dict.get_model_state_dict(model, options=options)
@@ -149,7 +165,13 @@ def set_model_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> Any:
-    """Loads the model's state dict, as ``set_state_dict`` does."""
+    """Loads a model's state dict from ``get_model_state_dict``, or one of the model on one rank.
+
+    ``get_state_dict`` describes the other arguments, ``set_state_dict`` the errors.
+
+    Returns:
+        The missing and unexpected keys, as from ``torch.nn.Module.load_state_dict``.
+    """
     owner = "set_model_state_dict"
     split = _split_to_set(owner, model, expert_group, stacked, options)
     places, own = parts_of_states(split), _own_names(split)
@@ -171,7 +193,10 @@ def get_optimizer_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Returns the optimizers' state dict, as ``get_state_dict`` does."""
+    """Returns the optimizers' state dict to save in one checkpoint of all ranks; collective.
+
+    It is the second result of ``get_state_dict``, which describes arguments and errors.
+    """
     owner = "get_optimizer_state_dict"
     split = _split_to_get(owner, model, expert_group, stacked, options)
     state: Any = torch_state_dict.get_optimizer_state_dict(model, optimizers, options=options)
@@ -210,7 +235,10 @@ def set_optimizer_state_dict(
     stacked: _Stacked = None,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Loads the optimizers' state dict, as ``set_state_dict`` does."""
+    """Loads a state dict from ``get_optimizer_state_dict``, or one of the model on one rank.
+
+    ``get_state_dict`` describes the other arguments, ``set_state_dict`` the errors.
+    """
     owner = "set_optimizer_state_dict"
     split = _split_to_set(owner, model, expert_group, stacked, options)
 
@@ -233,6 +261,7 @@ def set_optimizer_state_dict(
 def _split_to_get(
     owner: str, model: torch.nn.Module, expert_group: Any, stacked: _Stacked, options: Any
 ) -> SplitModel:
+    """Returns the model's layout; raises for ``full_state_dict`` of a split model."""
     split = split_model(owner, model, expert_group, stacked)
     if split.entries and options is not None and options.full_state_dict:
         raise NotImplementedError(
@@ -246,6 +275,7 @@ def _split_to_get(
 def _split_to_set(
     owner: str, model: torch.nn.Module, expert_group: Any, stacked: _Stacked, options: Any
 ) -> SplitModel:
+    """Returns the model's layout; raises for ``broadcast_from_rank0`` with a split model."""
     split = split_model(owner, model, expert_group, stacked)
     if split.entries and options is not None and options.broadcast_from_rank0:
         raise NotImplementedError(
@@ -255,11 +285,23 @@ def _split_to_set(
 
 
 def _own_names(split: SplitModel) -> dict[str, tuple[str, Entry]]:
+    """Returns the local name and the entry of each split parameter, by its name in a checkpoint."""
     return {entry.name: (name, entry) for name, entry in split.entries.items()}
 
 
 def _own(owner: str, name: str, value: Any, parts: Parts) -> torch.Tensor:
-    """Returns this rank's part of a tensor in a state dict."""
+    """Returns this rank's part of a value in a state dict that is to be loaded.
+
+    Args:
+        owner: name of the public function, for messages.
+        name: name of the value, for messages.
+        value: a ``SplitTensor`` from ``get_state_dict``, or the whole as a plain tensor.
+        parts: place of this rank's part in the whole.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: a plain tensor of another size, or a ``SplitTensor`` with other ``parts``.
+    """
     if isinstance(value, SplitTensor) and value.parts == parts:
         return value.local
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
@@ -284,7 +326,15 @@ def _renamed(
     dropped: set[str],
     change: Callable[[Entry, str, Any], Any],
 ) -> dict[str, Any]:
-    """Returns an optimizer's state dict, nested or flat, with other names and changed values."""
+    """Returns a copy of an optimizer's state dict with parameters renamed and values changed.
+
+    Args:
+        state: nested state dict (``state``, ``param_groups``), or a flattened one.
+        targets: by old name of a parameter, its new name and its entry.
+        dropped: old names of parameters to leave out.
+        change: function ``change(entry, name, value)`` that returns the new value for the state
+            ``value`` called ``name`` (for messages) of the parameter of ``entry``.
+    """
     found: dict[str, Any]
     if "state" in state:
         found = {**state, "state": {}}

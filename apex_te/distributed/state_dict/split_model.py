@@ -1,4 +1,4 @@
-"""The layout of a model that ranks split: parts of parameters, and experts of each rank."""
+"""Layout of a model that ranks split: which parts of parameters and which experts a rank has."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ __all__ = ["Entry", "SplitModel", "SplitModule", "split_model"]
 
 
 class Entry(NamedTuple):
-    """A parameter that other ranks have parts of, or that is one of this rank's experts.
+    """Layout of a parameter that is split over tensor-parallel ranks or belongs to an expert.
 
     Attributes:
-        every: names, in the state dict of all ranks, of the parameters in its place on each rank.
-        name: its own name among these.
+        every: names in a checkpoint of the parameters that have one local name on the ranks of the
+            expert group, by rank; just ``(name,)`` for a parameter of no expert.
+        name: name of this rank's parameter in a checkpoint.
         shape: shape of this rank's part.
-        parts: place of this rank's part in the whole; None for a parameter that is whole.
+        parts: place of this rank's part in the whole; None if this rank has the whole parameter.
     """
 
     every: tuple[str, ...]
@@ -40,13 +41,13 @@ class Entry(NamedTuple):
 
 
 class SplitModule(NamedTuple):
-    """A module with FP8 state whose GEMMs, or experts, ranks share.
+    """Module with FP8 state whose GEMMs or experts are divided among ranks.
 
     Attributes:
-        prefix: its name in a state dict, with a dot after it.
+        prefix: prefix of the module's names in a state dict, with a final dot; "" for the model.
         module: the module.
-        tp_group: ranks that split its GEMMs; None if no ranks do.
-        experts: ranks have experts of their own.
+        tp_group: process group whose ranks split the module's GEMMs; None if none does.
+        experts: True if each rank of the expert group has other experts in this module.
     """
 
     prefix: str
@@ -61,13 +62,14 @@ class SplitModule(NamedTuple):
 
 
 class SplitModel(NamedTuple):
-    """The parameters and FP8 states of a model that ranks share.
+    """Layout of a model: all parameters and FP8 states that are divided among ranks.
 
     Attributes:
-        entries: parameters, by this rank's names.
-        others: names of other ranks' experts.
-        modules: modules whose FP8 state ranks share, in the order of the model.
-        expert_group: ranks over which experts are spread; None if every rank has all.
+        entries: layout of each divided parameter, by its name in this rank's state dict.
+        others: names in a checkpoint of parameters of other ranks' experts.
+        modules: modules whose FP8 state is divided or saved once for several ranks, in the order of
+            the model.
+        expert_group: process group over which experts are spread; None if every rank has all.
     """
 
     entries: dict[str, Entry]
@@ -82,7 +84,19 @@ def split_model(
     expert_group: Any,
     stacked: Mapping[str, Sequence[int]] | None,
 ) -> SplitModel:
-    """Finds what ranks share of ``model``; arguments and errors are those of ``get_state_dict``."""
+    """Finds how ranks split ``model``.
+
+    Args:
+        owner: name of the public function, for messages.
+        model: the model.
+        expert_group: as in ``get_state_dict``; ``...`` if it was not given.
+        stacked: as in ``get_state_dict``.
+
+    Raises:
+        TypeError: an ``expert_group`` of a wrong type.
+        ValueError: as in ``get_state_dict``.
+        NotImplementedError: split parameters or spread experts of unsupported modules.
+    """
     if expert_group is not None and expert_group is not ... and not is_process_group(expert_group):
         raise TypeError(
             f"{owner}: expert_group must be a torch.distributed.ProcessGroup or None, "
@@ -122,7 +136,13 @@ def split_model(
 
 
 class _Patterns:
-    """The argument ``stacked``: relative sizes of matrices, by patterns of parameters' names."""
+    """Checked argument ``stacked`` of ``get_state_dict``, which remembers the patterns that fit.
+
+    Args:
+        owner: name of the public function, for messages.
+        stacked: relative sizes of the matrices in a parameter, by ``fnmatch`` patterns of
+            parameters' names, or None.
+    """
 
     def __init__(self, owner: str, stacked: Mapping[str, Sequence[int]] | None) -> None:
         self._owner = owner
@@ -136,7 +156,13 @@ class _Patterns:
                 )
 
     def sizes(self, name: str, dim: int, default: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns the sizes of the last pattern that fits a parameter split by rows."""
+        """Returns the relative sizes of the matrices in a parameter.
+
+        Args:
+            name: name of the parameter.
+            dim: dimension over which ranks split it; patterns apply to 0 only.
+            default: sizes if no pattern fits; the last pattern that fits is taken.
+        """
         found = default
         for pattern, sizes in self._sizes.items() if dim == 0 else ():
             if fnmatch.fnmatchcase(name, pattern):
@@ -145,7 +171,7 @@ class _Patterns:
         return found
 
     def check_used(self) -> None:
-        """Raises ValueError for patterns that fit no parameter."""
+        """Raises ValueError if a pattern fitted no name in any call of ``sizes``."""
         if self._unused:
             raise ValueError(
                 f"{self._owner}: stacked must name parameters whose rows are split, "
@@ -156,7 +182,19 @@ class _Patterns:
 def _own_parts(
     owner: str, name: str, shape: torch.Size, dim: int, sizes: tuple[int, ...], group: Any
 ) -> Parts:
-    """Returns the place of this rank's part of a parameter with matrices of relative ``sizes``."""
+    """Returns the place of this rank's part in the whole parameter.
+
+    Args:
+        owner: name of the public function, for messages.
+        name: name of the parameter, for messages.
+        shape: shape of this rank's part.
+        dim: dimension over which the ranks of ``group`` split the parameter.
+        sizes: relative sizes of the matrices that lie one after the other in ``dim``.
+        group: process group that splits the parameter.
+
+    Raises:
+        ValueError: the sum of ``sizes`` does not divide this rank's part of ``dim``.
+    """
     length = shape[dim]
     if length % sum(sizes):
         raise ValueError(
@@ -169,7 +207,19 @@ def _own_parts(
 def _add_others(
     owner: str, model: torch.nn.Module, split: SplitModel, known: dict[int, Entry | None]
 ) -> None:
-    """Adds other names of split parameters; raises for one that is tagged as split but unknown."""
+    """Adds entries for further names of divided parameters, such as those of tied weights.
+
+    Args:
+        owner: name of the public function, for messages.
+        model: the model.
+        split: layout found so far, whose ``entries`` are extended.
+        known: by ``id`` of each parameter of apex_te's parallel modules, its entry, or None for one
+            that is not divided.
+
+    Raises:
+        NotImplementedError: a parameter is tagged as split (``tensor_model_parallel``) but its
+            module is not of apex_te, or an expert's parameter is tied to another module's.
+    """
     for raw, parameter in model.named_parameters(remove_duplicate=False):
         entry = known.get(id(parameter))
         says = getattr(parameter, "tensor_model_parallel", False) and id(parameter) not in known
@@ -186,13 +236,27 @@ def _add_others(
 
 
 def _name(model: torch.nn.Module, raw: str) -> str:
-    """Returns the name in torch's state dicts, without the wrappers that torch knows."""
+    """Returns the name of a parameter in torch's state dicts.
+
+    ``raw``: its name among the model's, in which prefixes of wrappers such as DDP's are removed.
+    """
     (name,) = _get_fqns(model, raw)
     return name
 
 
 def _has_own_experts(owner: str, prefix: str, module: Any, expert_group: Any) -> bool:
-    """Returns True if other ranks have other experts; raises if that is not clear."""
+    """Returns True if the ranks of ``expert_group`` have different experts in ``module``.
+
+    Args:
+        owner: name of the public function, for messages.
+        prefix: prefix of the module's names, for messages.
+        module: a parallel module of apex_te.
+        expert_group: process group, None, or ``...`` if the user gave none.
+
+    Raises:
+        ValueError: a ``GroupedLinear`` on several ranks without a clear ``expert_group``.
+        NotImplementedError: experts spread over ranks in a module other than ``GroupedLinear``.
+    """
     if not isinstance(module, GroupedLinear):
         if getattr(module, "_spread", False):
             raise NotImplementedError(
@@ -216,7 +280,18 @@ def _has_own_experts(owner: str, prefix: str, module: Any, expert_group: Any) ->
 def _parallel_modules(
     module: torch.nn.Module, prefix: str, matrices: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]]]]:
-    """Yields name prefix, module, and sizes of the stacked matrices in its parameters."""
+    """Walks over the parallel modules of apex_te below ``module``, under each of their names.
+
+    Args:
+        module: module to begin with.
+        prefix: prefix of its names, with a final dot; "" for the model.
+        matrices: relative sizes of the matrices in the weights of projections that an enclosing
+            ``MultiheadAttention`` fuses, by the projection's prefix.
+
+    Yields:
+        ``(prefix, module, sizes)``: prefix and module, and by its parameter's name the relative
+        sizes of matrices that lie one after the other in the rows.
+    """
     if isinstance(module, ParallelModule):
         sizes: dict[str, tuple[int, ...]] = {}
         if isinstance(module, LayerNormMLP) and is_gated(module.activation):
@@ -232,7 +307,15 @@ def _parallel_modules(
 
 
 def _fused_projections(attention: Any, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Returns relative sizes of queries, keys and values in projections without interleaving."""
+    """Returns relative sizes of query, key and value rows in an attention's fused projections.
+
+    Args:
+        attention: a ``MultiheadAttention``.
+        prefix: prefix of its names, with a final dot.
+
+    Returns:
+        Sizes by the projection's prefix; empty if the rows are interleaved by heads.
+    """
     heads = attention._heads
     if heads.interleaved:
         return {}
@@ -244,10 +327,19 @@ def _fused_projections(attention: Any, prefix: str) -> dict[str, tuple[int, ...]
 
 
 def _split_dims(owner: str, prefix: str, module: Any) -> tuple[dict[str, int], Any]:
-    """Finds the split parameters of a module.
+    """Finds which parameters of a parallel module are split over ranks.
+
+    Args:
+        owner: name of the public function, for messages.
+        prefix: prefix of the module's names, for messages.
+        module: a parallel module of apex_te.
 
     Returns:
-        The split dimension by parameter, and the group of ranks that have the other parts.
+        ``(dims, group)``: the split dimension of each split parameter by name, and the process
+        group of the ranks that have its parts; ``({}, None)`` if none is split.
+
+    Raises:
+        ValueError: the module has a ``tp_size`` above 1, but no ``tp_group``.
     """
     # fully_shard makes new parameters, which do not say how they are split.
     axes = getattr(module, "sharded_axes", None)  # of Megatron's names
@@ -277,7 +369,16 @@ def _split_dims(owner: str, prefix: str, module: Any) -> tuple[dict[str, int], A
 
 
 def _expert_names(module: Any, group: Any) -> dict[str, tuple[str, ...]]:
-    """Returns, for each parameter, its counterparts' names among all experts, by rank."""
+    """Returns the names in a checkpoint of a ``GroupedLinear``'s parameters on each rank.
+
+    Args:
+        module: the ``GroupedLinear``.
+        group: process group over which its experts are spread.
+
+    Returns:
+        By local name (``weight0``), the names without prefix that the parameters of this local name
+        have in a checkpoint, one for each rank of ``group``.
+    """
     gemms, ranks = module.num_gemms, world_size(group)
     return {
         f"{kind}{i}": tuple(f"{kind}{rank * gemms + i}" for rank in range(ranks))

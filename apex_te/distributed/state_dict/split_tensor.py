@@ -1,8 +1,8 @@
-"""A rank's part of a whole tensor, which ``torch.distributed.checkpoint`` saves at its place.
+"""Tensor subclass by which ``torch.distributed.checkpoint`` saves a part at its place in the whole.
 
-A DTensor can name the place of one piece of one dimension. A rank's rows of several stacked
-matrices are several pieces, and a parameter that ``fully_shard`` has divided again has parts of
-these; ``torch.distributed.checkpoint`` takes any number of pieces.
+A DTensor can describe one contiguous piece per rank and dimension. But a rank's rows of a parameter
+that holds several matrices are several pieces, which ``fully_shard`` may divide further.
+``torch.distributed.checkpoint`` itself accepts any number of pieces from a rank.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _KEEPING = {
 
 
 class Parts(NamedTuple):
-    """The place of a rank's part in the whole tensor.
+    """Place of a rank's part of a tensor in the whole tensor.
 
     Attributes:
-        dim: dimension that is split.
-        size: size of the whole in ``dim``.
-        pieces: first index in the part, length, and first index in the whole, of each piece.
+        dim: dimension that is split over ranks.
+        size: size of the whole tensor in ``dim``.
+        pieces: ``(first, length, place)`` of each contiguous piece: its first index in the part,
+            its length, and its first index in the whole, all along ``dim``.
     """
 
     dim: int
@@ -45,11 +46,11 @@ class Parts(NamedTuple):
     pieces: tuple[tuple[int, int, int], ...]
 
     def whole_shape(self, shape: Sequence[int]) -> torch.Size:
-        """Returns the shape of the whole for a part of ``shape``."""
+        """Returns the shape of the whole tensor, given the ``shape`` of the part."""
         return torch.Size((*shape[: self.dim], self.size, *shape[self.dim + 1 :]))
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of a whole plain tensor."""
+        """Returns this rank's part of ``whole``, a plain tensor: a view if it is one piece."""
         found = [whole.narrow(self.dim, first, length) for _, length, first in self.pieces]
         return found[0] if len(found) == 1 else torch.cat(found, self.dim)
 
@@ -57,11 +58,15 @@ class Parts(NamedTuple):
 def parts_of(
     dim: int, length: int, rank: int, ranks: int, matrices: tuple[int, ...] = (1,)
 ) -> Parts:
-    """Returns the parts of rank ``rank``, which has ``length`` elements of dimension ``dim``.
+    """Returns the place of the part of one rank, where all ranks have equal shares.
 
     Args:
-        matrices: relative sizes of the matrices stacked there, of each of which every rank has an
-            equal share; their sum divides ``length``.
+        dim: dimension that is split.
+        length: size of the part in ``dim``.
+        rank: rank that has the part.
+        ranks: number of ranks.
+        matrices: relative sizes of the matrices that lie one after the other in ``dim``, of each of
+            which every rank has an equal share; their sum divides ``length``.
     """
     unit, first, pieces = length // sum(matrices), 0, []
     rows = tuple(size * unit * ranks for size in matrices)
@@ -72,14 +77,16 @@ def parts_of(
 
 
 class SplitTensor(torch.Tensor):
-    """A tensor with the shape of the whole that holds this rank's part.
+    """Tensor of the whole tensor's shape that holds the data of this rank's part only.
 
-    ``torch.distributed.checkpoint`` saves the part at its place, and loads the whole that any
-    number of ranks has saved into the part's own memory. Other ops raise NotImplementedError.
+    ``torch.distributed.checkpoint`` saves the part at its place in the whole, and loads the part
+    from a checkpoint that any number of ranks has saved, into the memory of ``local``. Copies and
+    moves to other devices are supported; other ops raise NotImplementedError.
 
     Attributes:
-        local: the part, plain or a DTensor over other ranks, whose memory is shared.
-        parts: its place in the whole.
+        local: this rank's part: a plain tensor, or a DTensor that ``fully_shard`` has sharded over
+            further ranks.
+        parts: place of ``local`` in the whole.
     """
 
     local: torch.Tensor
@@ -124,7 +131,12 @@ class SplitTensor(torch.Tensor):
     # The protocol of torch.distributed.checkpoint.
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, torch.Tensor]]:
-        """Returns the place of each piece in the whole, and its memory."""
+        """Finds the contiguous pieces of the whole tensor that this rank has.
+
+        Returns:
+            ``(chunk, piece)`` for each: offsets and sizes in the whole, and the piece as a view of
+            ``local``. Empty on a rank without elements.
+        """
         local: Any = self.local
         held, offsets = local, [0] * local.dim()
         if isinstance(local, DTensor):
