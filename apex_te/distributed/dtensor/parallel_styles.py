@@ -265,7 +265,7 @@ def _check_gemms(module: ParallelModule, split: _Split) -> None:
 
 
 def _divided(split: _Split, module: torch.nn.Module, name: str, value: int) -> int:
-    """Returns ``value / ranks``; raises ValueError, with ``name``, if the ranks do not divide it."""
+    """Returns ``value / ranks``; raises ValueError if the ranks do not divide ``name``."""
     return divided(f"{split.owner}: {type(module).__name__}", name, value, split.ranks)
 
 
