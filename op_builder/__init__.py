@@ -1,7 +1,8 @@
-"""Builders of the ops: each module of this folder builds the op of its own name.
+"""Builders of the ops: each module of this folder defines the builder of the op of its own name.
 
-Other packages add ops of their own with ``register``, or as entry points (user_ops.py).
-Importing this package compiles nothing and does not import torch.
+A builder finds an op's compiled library in the caches, or compiles it, and opens it. Other packages
+add ops with ``register``, or as entry points (user_ops.py). Importing this package compiles nothing
+and does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .user_ops import names as _user_names
 def get_builder(name: str) -> OpBuilder:
     """Returns the builder of op ``name``, or of the dispatcher, "apex_te_core".
 
-    Ops of other packages are looked for after the suite's own.
+    The suite's own ops are searched first, then the registered ones, then entry points.
 
     Raises:
         UnknownOpError: no op has this name.
@@ -41,6 +42,7 @@ _suite: dict[str, OpBuilder] = {}
 
 
 def _suite_builder(name: str) -> OpBuilder | None:
+    """Returns the suite's builder of op ``name``, one per process; None for others' ops."""
     if name in _suite:
         return _suite[name]
     if name == DISPATCHER:
@@ -57,7 +59,7 @@ def _suite_builder(name: str) -> OpBuilder | None:
 
 
 def all_builders() -> dict[str, OpBuilder]:
-    """Returns the suite's builders by op name."""
+    """Returns a builder for each op of the suite by op name, without the dispatcher's."""
     return {name: get_builder(name) for name in builder_names()}
 
 

@@ -4,11 +4,11 @@ from .builder import CUDAOpBuilder
 
 
 class ActivationBuilder(CUDAOpBuilder):
-    """GeLU, quick GeLU, ReLU, squared ReLU and SiLU, also straight to FP8."""
+    """Builder of GeLU, quick GeLU, ReLU, squared ReLU and SiLU, also with FP8 output."""
 
     NAME = "activation"
 
     def cxx_args(self) -> list[str]:
-        """Returns flags that keep the kernels vectorized."""
+        """Returns a g++ flag without which the CPU loops are not vectorized."""
         # jump threading would turn clamped arguments into selections of whole results
         return ["-fno-thread-jumps"]

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class AmaxScaleUpdateBuilder(CUDAOpBuilder):
-    """The next step's scales, computed from amax histories."""
+    """Builder of the update, which computes the next step's scales from amax histories."""
 
     NAME = "amax_scale_update"

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class BiasDropoutAddBuilder(CUDAOpBuilder):
-    """Bias, dropout and residual addition in one pass."""
+    """Builder of bias addition, dropout and residual addition in one pass."""
 
     NAME = "bias_dropout_add"

@@ -4,11 +4,11 @@ from .builder import CUDAOpBuilder
 
 
 class BiasGeluBuilder(CUDAOpBuilder):
-    """GeLU of a sum with a bias, and its gradients, also straight to FP8."""
+    """Builder of GeLU of a sum with a bias, and of its gradients, also with FP8 output."""
 
     NAME = "bias_gelu"
 
     def cxx_args(self) -> list[str]:
-        """Returns flags that keep the kernels vectorized."""
+        """Returns a g++ flag without which the CPU loops are not vectorized."""
         # jump threading would turn clamped arguments into selections of whole results
         return ["-fno-thread-jumps"]

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class BlockQuantizeBuilder(CUDAOpBuilder):
-    """Quantization to FP8 in blocks of 1x128 or 128x128, rowwise and columnwise in one pass."""
+    """Builder of the cast to FP8 with block scaling, rowwise and columnwise copy in one pass."""
 
     NAME = "block_quantize"

@@ -1,4 +1,4 @@
-"""Builders: ops that can be looked up, built and opened."""
+"""Base classes of builders, and the register of the ops of other packages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,20 @@ from .spec import DISPATCHER, OpSpec
 
 
 class OpBuilder(OpSpec):
-    """An op that can be built: base of all builders, with what to declare in ``OpSpec``."""
+    """Base of all builders: an op whose libraries can be looked up, compiled and opened.
+
+    A subclass declares the op by the attributes and methods of ``OpSpec``.
+    """
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Returns True if the op has sources and the GPUs in use are new enough for it."""
+        """Returns True if all sources of the op exist and no GPU in use is older than ``min_arch``.
+
+        GPUs in use are those of a process in which torch has initialised CUDA; without, none is
+        checked.
+
+        Args:
+            verbose: prints the reason for False on stderr.
+        """
         reason = ""
         sources = self.sources()
         lost = [source for source in sources if not (self.root / source).is_file()]
@@ -42,40 +52,68 @@ class OpBuilder(OpSpec):
         return not reason
 
     def exports(self) -> pybind.Exports:
-        """Returns the names that an extension defines, read off its sources or ``EXPORTS``."""
+        """Returns the names that the op's pybind11 extension module defines.
+
+        They are ``EXPORTS``, or else read off the sources without compiling them.
+        """
         return pybind.exports(self)
 
     def builder(self) -> OpBuilder:
-        """Returns this object (apex's builders answer so, too)."""
+        """Returns this builder, for code that calls ``builder()`` on apex's builders."""
         return self
 
     def open(self, device: str = "cpu", capability: Capability | None = None) -> OpenedLibrary:
-        """Returns the library for ``device``, looked up and, if need be, built.
+        """Returns the opened library for ``device``, which is compiled if no cache holds it.
+
+        Args:
+            device: "cpu" or "cuda".
+            capability: compute capability of the GPU that the library must run on; by default that
+                of a GPU in use, if there is one.
 
         Raises:
-            BuildError: the library cannot be found or built.
+            BuildError: the library cannot be found or compiled.
         """
         return open_library(self, device, capability)
 
     def find(
         self, device: str = "cpu", capability: Capability | None = None
     ) -> OpenedLibrary | None:
-        """Returns the library if it need not be built, else None."""
+        """Returns the opened library for ``device`` if a cache holds it, else None; never compiles.
+
+        Args:
+            device: "cpu" or "cuda".
+            capability: compute capability of the GPU that the library must run on; by default the
+                library must hold the archs that the environment lists, if it lists any.
+
+        Raises:
+            UnknownOpError: the op has no library for ``device``.
+        """
         self.check_device(device)
         return look_up(self, device, capability)
 
     def load(self, verbose: bool = False) -> ModuleType:
-        """Returns the op's module with its libraries for the devices in use ready.
+        """Returns the op's Python module, its libraries looked up and, if need be, compiled.
 
-        An op outside of the suite is known to ``get_builder`` from then on.
+        The libraries are those for the CPU and, where torch has initialised CUDA, for the GPU. The
+        module is the extension itself for ``BINDING = "pybind11"``, else
+        ``apex_te.compatibility.<op>``. An op outside of the suite is registered, so that
+        ``get_builder`` finds it from then on.
+
+        Args:
+            verbose: shows the compiler commands.
         """
         return self._load(verbose, force=False)
 
     def jit_load(self, verbose: bool = False) -> ModuleType:
-        """Builds even if a library is found, and returns the op's module."""
+        """Compiles the libraries that ``load`` would look up, and returns the op's Python module.
+
+        Args:
+            verbose: shows the compiler commands.
+        """
         return self._load(verbose, force=True)
 
     def _load(self, verbose: bool, force: bool) -> ModuleType:
+        """Does ``load``; with ``force`` compiles even a library that a cache holds."""
         if self.is_outside:
             register(self)
         if self.BINDING == "pybind11":
@@ -86,37 +124,63 @@ class OpBuilder(OpSpec):
         return importlib.import_module(self.absolute_name())
 
     def key(self, device: str) -> str:
-        """Returns the cache key of the library for ``device``."""
+        """Returns the hash under which caches hold the library for ``device``.
+
+        It covers sources, flags and what else the library is made of.
+        """
         return key_of(self, device)
 
     def compile_flags(self, kind: str) -> list[str]:
-        """Returns the base flags and the op's own for one kind of source, "cpu" or "cuda"."""
+        """Returns the suite's base flags and the op's own for compiling one kind of source.
+
+        Args:
+            kind: "cpu" for ``.cpp`` sources, "cuda" for ``.cu`` ones.
+        """
         return library.compile_flags(self, kind)
 
     def key_flags(self, device: str) -> list[str]:
-        """Returns all flags that shape the library, without archs and folders of the system."""
+        """Returns the compiler and linker flags that take part in the cache key of the library.
+
+        GPU archs and include folders outside of the project are left out: archs name the cache
+        entry below the key, and system folders differ between machines.
+        """
         return library.key_flags(self, device)
 
     def compiler_version(self, device: str, archs: Sequence[Arch] = ()) -> str:
-        """Returns the version of the compiler in use; raises ``BuildError`` without one."""
+        """Returns the version text of the compilers that would build the library for ``device``.
+
+        Args:
+            device: "cpu" or "cuda".
+            archs: GPU archs that the compiler must know.
+
+        Raises:
+            BuildError: a compiler is missing or does not know one of ``archs``.
+        """
         return library.compiler_version(self, device, archs)
 
     def build_steps(
         self, device: str, archs: Sequence[Arch], folder: str, output: str
     ) -> list[Step]:
-        """Returns the commands that compile and link the library into ``output``."""
+        """Returns the commands that compile the library and link it; runs none of them.
+
+        Args:
+            device: "cpu" or "cuda".
+            archs: GPU archs to compile for; ignored for a library without GPU code.
+            folder: folder for object files.
+            output: path of the linked library.
+        """
         return library.build_steps(self, device, archs, folder, output)
 
 
 class CPUOpBuilder(OpBuilder):
-    """An op with a CPU library only."""
+    """Base of builders of ops that have a library for the CPU alone."""
 
     INCLUDE_FLAG = "APEX_BUILD_CPP_OPS"
     DEVICES = ("cpu",)
 
 
 class CUDAOpBuilder(OpBuilder):
-    """An op with a CPU and a CUDA library."""
+    """Base of builders of ops that have one library for the CPU and one for GPUs."""
 
     INCLUDE_FLAG = "APEX_BUILD_CUDA_OPS"
     DEVICES: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
@@ -127,35 +191,35 @@ registered: dict[str, OpBuilder] = {}  # ops outside of the suite that this proc
 
 
 def builder_names() -> list[str]:
-    """Returns the names of the suite's ops, found by looking at this folder."""
+    """Returns the sorted names of the suite's ops, which are those of this folder's modules."""
     names = (os.path.splitext(entry) for entry in os.listdir(os.path.dirname(__file__)))
     return sorted(stem for stem, ending in names if ending == ".py" and stem not in _NOT_OPS)
 
 
 def suite_names() -> list[str]:
-    """Returns the names that no op outside of the suite may have."""
+    """Returns the names of the suite's ops and dispatcher, which others' ops must not have."""
     return [*builder_names(), DISPATCHER]
 
 
 def _place(builder: OpBuilder) -> str:
-    """Returns where a builder is defined, as messages name it."""
+    """Returns module, class and file of a builder's definition, as text for messages."""
     cls = type(builder)
     file = getattr(sys.modules.get(cls.__module__), "__file__", None) or "?"
     return f"{cls.__module__}.{cls.__qualname__} ({file})"
 
 
 def register(builder: OpBuilder | type[OpBuilder]) -> OpBuilder:
-    """Makes an op outside of the suite known to ``get_builder`` in this process.
+    """Makes an op of another package known to ``get_builder`` in this process.
 
     Args:
-        builder: a builder, or its class.
+        builder: a builder, or its class, which is then instantiated.
 
     Returns:
         The builder.
 
     Raises:
         UnknownOpError: the builder has no NAME.
-        DuplicateOpError: another builder has its NAME.
+        DuplicateOpError: the suite, or a builder defined elsewhere, has its NAME.
     """
     made = builder() if isinstance(builder, type) else builder
     name = made.NAME

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class ByteTransposeBuilder(CUDAOpBuilder):
-    """Builds the transpose of a matrix of FP8 data."""
+    """Builder of the transpose of a matrix of FP8 data."""
 
     NAME = "byte_transpose"

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class CastTransposeBuilder(CUDAOpBuilder):
-    """Quantization to FP8, rowwise and columnwise in one pass."""
+    """Builder of the cast to FP8 with a given scale, rowwise and columnwise copy in one pass."""
 
     NAME = "cast_transpose"

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class CrossEntropyBuilder(CUDAOpBuilder):
-    """Softmax cross entropy and its gradient from one read of the logits."""
+    """Builder of softmax cross entropy and its gradient from one read of the logits."""
 
     NAME = "cross_entropy"

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class CurrentScaleBuilder(CUDAOpBuilder):
-    """Quantization to FP8 with a scale computed from the tensor itself."""
+    """Builder of the cast to FP8 with current scaling, whose scale comes from the tensor's amax."""
 
     NAME = "current_scale"

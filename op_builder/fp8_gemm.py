@@ -5,10 +5,14 @@ from .jit.backends.library import gpu_backend
 
 
 class Fp8GemmBuilder(CUDAOpBuilder):
-    """FP8 matrix products; the FP8 units it uses exist from arch 8.9 on, which it checks itself."""
+    """Builder of FP8 matrix products.
+
+    ``min_arch`` is that of any op, although GPUs have FP8 units from arch 8.9 on: the op checks the
+    arch when it is called.
+    """
 
     NAME = "fp8_gemm"
 
     def system_include_paths(self, device: str) -> list[str]:
-        """Returns the folders that the header of cuBLASLt or hipBLASLt takes."""
+        """Returns cuBLASLt's include folder, if the compiler does not find the header itself."""
         return gpu_backend().blas_include() if device == "cuda" else []

@@ -7,9 +7,10 @@ from .jit.backends.archs import Capability
 
 
 class GroupedGemmBuilder(CUDAOpBuilder):
-    """FP8 products over groups whose sizes the device knows, on arch 9.0 alone.
+    """Builder of FP8 matrix products over groups of rows, for GPUs of arch 9.0 alone.
 
-    There is no library for the CPU, where FP8 data is dequantized first.
+    The sizes of the groups lie in device memory. There is no library for the CPU, where FP8 data is
+    dequantized first.
     """
 
     NAME = "grouped_gemm"

@@ -4,6 +4,9 @@ from .builder import CUDAOpBuilder
 
 
 class GroupedQuantizeBuilder(CUDAOpBuilder):
-    """Quantization of groups of rows whose sizes only the device knows, with a scale each."""
+    """Builder of the cast to FP8 of groups of rows with a scale for each group.
+
+    The sizes of the groups lie in device memory.
+    """
 
     NAME = "grouped_quantize"

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class Hif8Builder(CUDAOpBuilder):
-    """HiF8: encoding, decoding, and quantization with one scale for the tensor."""
+    """Builder of HiF8 encoding, decoding, and the cast with one scale for the tensor."""
 
     NAME = "hif8"

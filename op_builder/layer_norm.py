@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class LayerNormBuilder(CUDAOpBuilder):
-    """Layer normalisation, also with a residual and straight to FP8."""
+    """Builder of layer normalisation, also with a residual and with FP8 output."""
 
     NAME = "layer_norm"

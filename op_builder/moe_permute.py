@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class MoePermuteBuilder(CUDAOpBuilder):
-    """Rows of tokens permuted to their experts and back."""
+    """Builder of the permutation of tokens' rows to their experts and back."""
 
     NAME = "moe_permute"

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class MultiTensorBuilder(CUDAOpBuilder):
-    """One operation over a list of tensors: reductions, maps and optimizer steps."""
+    """Builder of operations over lists of tensors: reductions, maps and optimizer steps."""
 
     NAME = "multi_tensor"

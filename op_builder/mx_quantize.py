@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class MxQuantizeBuilder(CUDAOpBuilder):
-    """Quantization to MXFP8, rowwise and columnwise in one pass."""
+    """Builder of the cast to MXFP8, rowwise and columnwise copy in one pass."""
 
     NAME = "mx_quantize"

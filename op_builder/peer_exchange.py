@@ -4,7 +4,7 @@ from .builder import CUDAOpBuilder
 
 
 class PeerExchangeBuilder(CUDAOpBuilder):
-    """Bytes written to the memory of other GPUs of a host, and sums of what arrived."""
+    """Builder of copies to the memory of other GPUs of a host, and of sums of what they sent."""
 
     NAME = "peer_exchange"
     DEVICES = ("cuda",)

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class RmsNormBuilder(CUDAOpBuilder):
-    """RMS normalisation, also with a residual and straight to FP8."""
+    """Builder of RMS normalisation, also with a residual and with FP8 output."""
 
     NAME = "rms_norm"

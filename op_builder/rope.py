@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class RopeBuilder(CUDAOpBuilder):
-    """Rotary position embedding."""
+    """Builder of rotary position embedding."""
 
     NAME = "rope"

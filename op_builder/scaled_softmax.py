@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class ScaledSoftmaxBuilder(CUDAOpBuilder):
-    """Softmax of scaled, masked or causal attention scores, and its gradient."""
+    """Builder of the softmax of scaled, masked or causal attention scores, and of its gradient."""
 
     NAME = "scaled_softmax"

@@ -1,6 +1,6 @@
-"""Declaration of an op: its name, sources, flags and functions.
+"""Base class in which an op declares its name, sources, flags and functions.
 
-Nothing here looks up or builds.
+Nothing here looks up or compiles a library.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ _FUNCTION = re.compile(
 
 
 class FunctionSpec(NamedTuple):
-    """Signature text of a function and the devices that offer it."""
+    """A C function of an op as its header declares it with ``APEX_TE_FUNCTION``.
+
+    Attributes:
+        signature: the parameters as text, such as "x: Tensor, y: Tensor!".
+        devices: devices whose library defines the function, "cpu", "cuda" or both.
+    """
 
     signature: str
     devices: tuple[str, ...]
@@ -37,7 +42,11 @@ def without_comments(code: str) -> str:
 
 
 def parse_functions(text: str) -> dict[str, FunctionSpec]:
-    """Returns the ``APEX_TE_FUNCTION`` declarations of a header by name."""
+    """Returns the functions that a header declares with ``APEX_TE_FUNCTION``, by name.
+
+    Args:
+        text: content of the header.
+    """
     found = {}
     for name, literals, device in _FUNCTION.findall(without_comments(text)):
         parts = [literal[1:-1] for literal in re.findall(_LITERAL, literals)]
@@ -49,14 +58,24 @@ def parse_functions(text: str) -> dict[str, FunctionSpec]:
 class OpSpec:
     """Declaration of one op; a subclass sets ``NAME`` and overrides only what differs.
 
-    ``cxx_args``, ``nvcc_args``, ``include_paths`` and ``libraries_args`` return what is *added* to
-    the base flags. ``root`` is the folder that holds ``csrc``: the package, or a checkout. An op
-    outside of the suite sets ``ROOT`` to a folder of its own; the suite's headers are found there,
-    too.
+    ``cxx_args``, ``nvcc_args``, ``hipcc_args``, ``include_paths`` and ``libraries_args`` return
+    what is *added* to the base flags.
 
-    ``BINDING = "pybind11"`` is an extension with a ``PYBIND11_MODULE`` in its sources: one library
-    for all devices, made for the torch at hand. ``EXPORTS`` names what the extension defines where
-    that cannot be read off its sources.
+    Attributes:
+        NAME: name of the op, of its folder in ``csrc`` and of its libraries; "" for a base class.
+        BUILD_VAR: environment variable that asks for the op at install time; by default
+            ``APEX_BUILD_<NAME>``.
+        INCLUDE_FLAG: one of ``INCLUDE_FLAGS``, the group the op belongs to; a pybind11 extension of
+            the CUDA group is compiled with CUDA's headers and linked with torch's CUDA libraries.
+        BINDING: "c" for libraries of plain C functions that the dispatcher opens; "pybind11" for an
+            extension with a ``PYBIND11_MODULE`` in its sources: one library for all devices, made
+            for the installed torch, which Python imports.
+        EXPORTS: names that a pybind11 extension defines, for those that its sources do not show.
+        DEVICES: devices the op has a library for, "cpu" and "cuda"; ("cpu",) for any extension.
+        min_arch: least compute capability of the NVIDIA GPUs the op runs on.
+        ROOT: folder that holds ``csrc``; an op outside of the suite sets it to a folder of its own,
+            and may include the suite's headers, too.
+        root: ``ROOT`` or the constructor's argument, as an absolute path.
     """
 
     NAME: ClassVar[str] = ""
@@ -93,19 +112,24 @@ class OpSpec:
             cls.DEVICES = ("cpu",)  # one library, whatever devices its functions take
 
     def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        """Declares the op with its sources below ``root``, by default below ``ROOT``."""
         self.root = Path(root if root is not None else self.ROOT).resolve()
         self._functions: dict[str, FunctionSpec] | None = None
 
     # Declared by the op's author ------------------------------------------------------------
 
     def absolute_name(self) -> str:
-        """Returns the import name of the module that ``load`` returns."""
+        """Returns the import name of the Python module that the builder's ``load`` returns."""
         if self.BINDING == "pybind11":
             return f"apex_te.{self.NAME}"
         return f"apex_te.compatibility.{self.NAME}"
 
     def sources(self) -> list[str]:
-        """Returns the source files of all devices relative to the root, found by the op's stem."""
+        """Returns the source files of all devices, sorted, as paths relative to ``root``.
+
+        They are the files ``csrc/<op>/<op>_*_cpu.cpp``, ``csrc/<op>/<op>_*_cuda.cu`` and those
+        without a middle part; for an extension all ``.cpp`` and ``.cu`` files of ``csrc/<op>``.
+        """
         try:
             names = sorted(os.listdir(self.root / "csrc" / self.NAME))
         except FileNotFoundError:
@@ -118,35 +142,38 @@ class OpSpec:
         return [f"csrc/{self.NAME}/{name}" for name in mine]
 
     def include_paths(self) -> list[str]:
-        """Returns further include folders of the project, relative to the root."""
+        """Returns include folders beside ``csrc``, relative to ``root``; none by default."""
         return []
 
     def system_include_paths(self, device: str) -> list[str]:
-        """Returns include folders outside the project; asked only when something is compiled."""
+        """Returns include folders outside the project that the library for ``device`` needs.
+
+        By default there are none. A look-up never calls this method.
+        """
         return []
 
     def cxx_args(self) -> list[str]:
-        """Returns flags for the C++ compiler beyond the base ones."""
+        """Returns flags that the op adds to the C++ compiler's base flags; none by default."""
         return []
 
     def nvcc_args(self) -> list[str]:
-        """Returns flags for nvcc beyond the base ones; archs are chosen apart."""
+        """Returns flags that the op adds to nvcc's base flags, without archs; none by default."""
         return []
 
     def hipcc_args(self) -> list[str]:
-        """Returns flags for hipcc, which takes nvcc's place for AMD GPUs, beyond the base ones."""
+        """Returns flags that the op adds to the base flags of hipcc, the compiler for AMD GPUs."""
         return []
 
     def libraries_args(self) -> list[str]:
-        """Returns linker flags beyond the base ones."""
+        """Returns flags that the op adds to the linker's base flags; none by default."""
         return []
 
     def key_extras(self) -> list[str]:
-        """Returns what the library depends on beside sources and flags; nothing for a plain op."""
+        """Returns further texts that take part in the cache key; none by default."""
         return []
 
     def functions(self) -> dict[str, FunctionSpec]:
-        """Returns the op's functions by name, read from ``csrc/<op>/<op>.h``.
+        """Returns the op's C functions by name, read from ``csrc/<op>/<op>.h``.
 
         Raises:
             UnknownOpError: the header does not exist.
@@ -166,22 +193,23 @@ class OpSpec:
 
     @property
     def is_outside(self) -> bool:
-        """True if the op is another package's than the suite's."""
+        """True if another package declares the op, not the suite."""
         return self.root != SUITE
 
     @property
     def suite_root(self) -> str:
-        """Root of the suite for an op outside of it, which finds headers there; "" for others."""
+        """Root of the suite, where another package's op finds headers; "" for the suite's ops."""
         return str(SUITE) if self.is_outside else ""
 
     def _root_hint(self) -> str:
+        """Returns advice on ``ROOT`` for messages about missing files, "" if the op set it."""
         if self.is_outside:
             return ""
         return " (an op outside of the suite sets ROOT to the folder that holds its csrc)"
 
     @property
     def prebuilt_folder(self) -> str:
-        """Folder of an installed package with the libraries made at install time."""
+        """Folder of the installed package in which libraries compiled at install time lie."""
         return str(self.root / "prebuilt")
 
     @property
@@ -190,10 +218,10 @@ class OpSpec:
         return self.BINDING == "c"
 
     def check_device(self, device: str) -> None:
-        """Raises an error if the op has no library for ``device``.
+        """Raises ``UnknownOpError`` if the op has no library for ``device``.
 
         Raises:
-            UnknownOpError: the device is not the op's, or there is no source for it.
+            UnknownOpError: ``device`` is not in ``DEVICES``, or no source is for it.
         """
         if device not in self.DEVICES:
             raise UnknownOpError(
@@ -206,42 +234,52 @@ class OpSpec:
             )
 
     def library_name(self, device: str) -> str:
-        """Returns the file name of the library without ``.so``."""
+        """Returns the file name, without ``.so``, of the library for ``device``."""
         return self.NAME if self.BINDING == "pybind11" else f"{self.NAME}_{device}"
 
     def built_devices(self) -> list[str]:
-        """Returns the devices that the op has a library for: those with sources."""
+        """Returns those of ``DEVICES`` for which the op has sources, and so a library."""
         return [device for device in self.DEVICES if self.device_sources(device)]
 
     def needs_archs(self, device: str) -> bool:
-        """Returns True if the library is made for particular GPU archs."""
+        """Returns True if the library for ``device`` has GPU code, compiled for chosen archs."""
         return "cuda" in self.source_kinds(device)
 
     def specific_archs(self) -> set[Capability]:
-        """Returns archs with files of their own: ``<op>_sm90_cuda.cu`` is for ``sm_90a``."""
+        """Returns the compute capabilities that single sources are written for.
+
+        The source ``<op>_sm90_cuda.cu`` is for (9, 0) and is compiled for the arch-specific target,
+        here ``sm_90a``.
+        """
         archs = [own_arch(source) for source in self.sources()]
         return {(arch.major, arch.minor) for arch in archs if arch is not None}
 
     def device_sources(self, device: str) -> list[str]:
-        """Returns the sources of one device's library; an extension is one library of all."""
+        """Returns the sources of the library for ``device``, relative to ``root``.
+
+        An extension, which is one library for all devices, has all its sources under "cpu".
+        """
         if self.BINDING == "pybind11":
             return self.sources() if device == "cpu" else []
         return [name for name in self.sources() if name.endswith(".cu") == (device == "cuda")]
 
     def source_paths(self, device: str) -> list[str]:
-        """Returns ``device_sources`` with their places."""
+        """Returns the absolute paths of ``device_sources``."""
         return [os.path.join(self.root, source) for source in self.device_sources(device)]
 
     def source_kinds(self, device: str) -> list[str]:
-        """Returns which compilers the library needs: "cpu" for C++, "cuda" for nvcc."""
+        """Returns the kinds of the library's sources: "cpu" for C++, "cuda" for nvcc or hipcc."""
         names = self.device_sources(device)
         return sorted({"cuda" if name.endswith(".cu") else "cpu" for name in names})
 
     def project_includes(self) -> list[str]:
-        """Returns all include folders of the project, relative to the root."""
+        """Returns ``csrc`` and ``include_paths``, relative to ``root``."""
         return ["csrc", *(path for path in self.include_paths() if path != "csrc")]
 
     def include_folders(self) -> list[str]:
-        """Returns ``project_includes`` with their places, then the suite's for an op outside."""
+        """Returns the absolute paths of ``project_includes``.
+
+        For an op outside of the suite the suite's ``csrc`` follows.
+        """
         own = [os.path.join(self.root, path) for path in self.project_includes()]
         return [*own, str(SUITE / "csrc")] if self.is_outside else own

@@ -4,6 +4,6 @@ from .builder import CUDAOpBuilder
 
 
 class SwigluBuilder(CUDAOpBuilder):
-    """The gated activations SwiGLU, GeGLU, ReGLU and GLU."""
+    """Builder of the gated activations SwiGLU, GeGLU, ReGLU and GLU."""
 
     NAME = "swiglu"

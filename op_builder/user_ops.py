@@ -1,7 +1,8 @@
-"""Ops that installed packages name: builders outside of the suite, found as entry points.
+"""Builders that other installed packages declare as entry points.
 
 A package names its builders as entry points of the group ``apex_te.op_builders``, each under its
-op's NAME. They are looked for only when a name is asked for that the suite does not have.
+op's NAME. Entry points are searched only for a name that the suite does not have, and for a list of
+all ops.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ _warned: set[str] = set()
 
 
 def _entry_points() -> dict[str, list[EntryPoint]]:
-    """Returns the group's entry points by name.
+    """Returns the entry points of the group ``apex_te.op_builders`` by name.
 
-    One that is found twice in one distribution counts once.
+    An entry point that a distribution lists twice counts once.
     """
     from importlib.metadata import entry_points
 
@@ -34,16 +35,27 @@ def _entry_points() -> dict[str, list[EntryPoint]]:
 
 
 def _distribution(entry: Any) -> str:
+    """Returns name and version of an entry point's distribution, as text for messages.
+
+    Args:
+        entry: an ``EntryPoint``; Python 3.10's may lack ``dist``.
+    """
     dist = getattr(entry, "dist", None)
     return f"{dist.name} {dist.version}" if dist is not None else "an unknown distribution"
 
 
 def _where(entry: EntryPoint) -> str:
+    """Returns target and distribution of an entry point, as text for messages."""
     return f"{entry.value} of {_distribution(entry)}"
 
 
 def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
-    """Returns the builder of one name; raises ``DuplicateOpError`` or ``UnknownOpError``."""
+    """Imports and registers the builder that entry points name for op ``name``.
+
+    Raises:
+        DuplicateOpError: the suite has an op of the name, or there are two entry points.
+        UnknownOpError: the entry point cannot be imported, or is no ``OpBuilder`` with this NAME.
+    """
     if name in suite_names():
         raise DuplicateOpError(f"{_where(entries[0])}: the suite has an op {name!r} already")
     if len(entries) > 1:
@@ -66,11 +78,13 @@ def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
 
 
 def find(name: str) -> OpBuilder | None:
-    """Returns the builder of an op outside of the suite, None if there is none.
+    """Returns another package's builder of op ``name``, None if there is none.
+
+    Registered builders come first, then entry points.
 
     Raises:
-        DuplicateOpError: two packages name one.
-        UnknownOpError: the package that names it is broken.
+        DuplicateOpError: two packages have an entry point of this name.
+        UnknownOpError: the entry point cannot be imported, or is no builder of this op.
     """
     known = builder_module.registered.get(name)
     if known is not None:
@@ -80,14 +94,14 @@ def find(name: str) -> OpBuilder | None:
 
 
 def names() -> list[str]:
-    """Returns the names of the ops outside of the suite; imports no other package."""
+    """Returns the sorted names of other packages' ops; imports none of those packages."""
     return sorted({*builder_module.registered, *_entry_points()} - set(suite_names()))
 
 
 def builders() -> dict[str, OpBuilder]:
-    """Returns all builders outside of the suite by name.
+    """Returns the builders of all ops of other packages by op name.
 
-    One that is broken is left out with a warning.
+    A builder that cannot be loaded is left out, with one warning per process.
     """
     found = dict(builder_module.registered)
     for name, entries in _entry_points().items():

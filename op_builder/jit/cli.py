@@ -1,7 +1,6 @@
-"""The command line: report, why, list, clean and build.
+"""Command line with the commands report, why, list, clean and build.
 
-``python -m apex_te`` runs it; in a checkout without torch so does
-``python -m op_builder.jit.cli``.
+``python -m apex_te`` runs it; in a checkout without torch so does ``python -m op_builder.jit.cli``.
 """
 
 from __future__ import annotations
@@ -26,11 +25,15 @@ _COMMANDS = {
 
 
 def _module(command: str) -> Any:
+    """Imports the module of a command, which has ``add_arguments(parser)`` and ``run(args)``."""
     return importlib.import_module(f".inspect.{_COMMANDS[command][0]}", __package__)
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with the options of ``command`` alone; other modules stay unimported."""
+    """Returns a parser of all commands, of which only ``command`` has its options.
+
+    The modules of other commands are not imported.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m apex_te", description="What is compiled, where, and why."
     )
@@ -43,7 +46,15 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0 done, 1 something is wrong, 2 a bad request."""
+    """Runs one command and returns the exit status of the process.
+
+    Args:
+        arguments: words of the command line; by default those of ``sys.argv``.
+
+    Returns:
+        0 if it succeeded, 1 if the command found or ended with a problem, 2 for a bad request, 130
+        after Ctrl-C.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)
     args = _parser(command).parse_args(given)

@@ -1,4 +1,4 @@
-"""Environment variables, read in one place."""
+"""Reading of the environment variables that control look-up and compilation."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ def number(name: str, default: int, minimum: int = 1) -> int:
 
 
 def jit_disabled() -> bool:
-    """Returns True if compiling is forbidden."""
+    """Returns True if ``APEX_TE_DISABLE_JIT`` forbids compiling."""
     return boolean("APEX_TE_DISABLE_JIT", False)
 
 
 def jit_verbose() -> bool:
-    """Returns True if the compiler commands are shown."""
+    """Returns True if ``APEX_TE_JIT_VERBOSE`` asks to show the compiler commands."""
     return boolean("APEX_TE_JIT_VERBOSE", False)
 
 
 def jit_retry() -> bool:
-    """Returns True if a stored failure is ignored."""
+    """Returns True if ``APEX_TE_JIT_RETRY`` asks to compile although the same build just failed."""
     return boolean("APEX_TE_JIT_RETRY", False)
 
 
 def sanitizers() -> list[str]:
-    """Returns flags for the sanitizers that ``APEX_TE_SANITIZE`` adds to CPU libraries.
+    """Returns the compiler flags for the sanitizers in ``APEX_TE_SANITIZE``, none if it is unset.
 
     Raises:
         SettingError: a name is neither "address" nor "undefined".
@@ -84,5 +84,5 @@ def sanitizers() -> list[str]:
 
 
 def lock_timeout() -> int:
-    """Returns the seconds to wait for another process that builds the same library."""
+    """Returns ``APEX_TE_LOCK_TIMEOUT``, the seconds to wait for another process's build."""
     return number("APEX_TE_LOCK_TIMEOUT", 1800)

@@ -1,4 +1,4 @@
-"""Errors that a build can end in, one class per situation; all are ``BuildError``."""
+"""Errors of look-up and compilation, one subclass of ``BuildError`` per situation."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ArchError(BuildError, ValueError):
 
 
 class CacheError(BuildError):
-    """A cache folder is not usable or not safe."""
+    """A cache folder or an entry in it cannot be used, or could be written by another user."""
 
 
 class DiskFullError(BuildError):
@@ -72,15 +72,26 @@ class LockTimeoutError(BuildError):
 
 
 class BuildInterruptedError(BuildError):
-    """The compiler was stopped from outside (signal, out of memory); worth another try."""
+    """A build ended without the compiler's verdict on the sources; worth another try.
+
+    Causes are a signal, want of memory, sources that changed meanwhile, and a library that is
+    damaged.
+    """
 
 
 class ReentrantLoadError(BuildError):
-    """Loading a library led to loading the same library again in the same thread."""
+    """Loading a library led, in the same thread, to loading that library once more."""
 
 
 class CompileError(BuildError):
-    """The compiler refused the sources; carries the parts of its message."""
+    """The compiler refused the sources.
+
+    Attributes:
+        first_error: first line of the compiler's own message.
+        command: command line that failed.
+        log: path of the file with the whole output.
+        hint: advice on this kind of error, "" without any.
+    """
 
     def __init__(
         self,
@@ -102,7 +113,11 @@ class PythonNotFoundError(BuildError):
 
 
 class PrebuildError(BuildError):
-    """Libraries that were asked for beforehand could not all be built; ``report`` says which."""
+    """Libraries that were to be compiled before their first use could not all be built.
+
+    Attributes:
+        report: state of each of those libraries; None where there is no report.
+    """
 
     def __init__(self, message: str, report: BuildReport | None = None) -> None:
         super().__init__(message)

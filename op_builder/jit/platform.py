@@ -1,4 +1,4 @@
-"""The GPU platform, the installed torch and the interpreter: facts that keys and archs rest on."""
+"""GPU platform, installed torch and Python's extension suffix, which keys and archs depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from .errors import SettingError
 
 
 class Torch(NamedTuple):
-    """Versions of an installed torch, read off its files; all None where there is none."""
+    """An installed torch as its files describe it; each field is None if it is not known.
+
+    Attributes:
+        path: folder of the package.
+        version: version of torch.
+        cuda: CUDA version torch was built for.
+        hip: HIP version torch was built for.
+    """
 
     path: str | None = None
     version: str | None = None
@@ -23,7 +30,14 @@ class Torch(NamedTuple):
 
 
 class GpuPlatform(NamedTuple):
-    """Name of a GPU platform, and the environment variables that list its archs."""
+    """A maker's GPU platform, CUDA or ROCm.
+
+    Attributes:
+        name: name for messages.
+        arch_variables: environment variables that list archs to compile for, the first set one
+            counts.
+        example: example of such a setting, for messages.
+    """
 
     name: str
     arch_variables: tuple[str, ...]
@@ -44,7 +58,7 @@ ROCM = GpuPlatform(
 
 @functools.cache
 def installed_torch() -> Torch:
-    """Returns the versions of the torch that an import would find; does not import it."""
+    """Returns folder and versions of the torch that an import would find; does not import it."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -59,6 +73,7 @@ def installed_torch() -> Torch:
         text = ""
 
     def value(name: str) -> str | None:
+        """Returns the string that version.py assigns to ``name``, None if it assigns none."""
         found = re.search(rf"""^{name}\b[^=\n]*=\s*['"]([^'"]+)['"]""", text, re.MULTILINE)
         return found[1] if found else None
 
@@ -74,9 +89,9 @@ def torch_hip_version() -> str | None:
 
 
 def is_hip() -> bool:
-    """Returns True if GPU code is for AMD GPUs.
+    """Returns True if GPU code is to be compiled for AMD GPUs.
 
-    ``APEX_TE_GPU_PLATFORM`` decides ("hip" or "cuda"), else the platform of torch.
+    ``APEX_TE_GPU_PLATFORM`` ("hip" or "cuda") decides, else the platform that torch was built for.
 
     Raises:
         SettingError: the variable has another value.
@@ -90,10 +105,13 @@ def is_hip() -> bool:
 
 
 def gpu_platform() -> GpuPlatform:
-    """Returns the platform that GPU code is for."""
+    """Returns the platform to compile GPU code for, ``ROCM`` or ``CUDA``."""
     return ROCM if is_hip() else CUDA
 
 
 def soabi() -> str:
-    """Returns the interpreter's SOABI, read off the suffix of its extension modules."""
+    """Returns the suffix of this Python's extension modules.
+
+    An example is ".cpython-312-x86_64-linux-gnu.so".
+    """
     return importlib.machinery.EXTENSION_SUFFIXES[0]

@@ -1,4 +1,4 @@
-"""Source files of a library and the headers of the project that they include."""
+"""Digests of a library's source files and of the project headers that they include."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ _files: dict[str, tuple[tuple[int, int, int], bytes, tuple[str, ...]]] = {}
 
 
 def _scan(path: str) -> tuple[bytes, tuple[str, ...]] | None:
-    """Returns the digest of a file and the names it includes in quotes; None without the file."""
+    """Reads a source file or header, once for each version of it.
+
+    Returns:
+        SHA-256 digest of the file, and the names in its ``#include "..."`` lines; None instead of
+        both if the file cannot be read.
+    """
     try:
         status = os.stat(path)
     except OSError:
@@ -35,10 +40,14 @@ def _scan(path: str) -> tuple[bytes, tuple[str, ...]] | None:
 
 
 def closure(sources: Iterable[str], include_paths: Sequence[str]) -> dict[str, bytes]:
-    """Returns the digests of the sources and of every project header they include, by path.
+    """Returns the SHA-256 digests of the sources and of every project header they include, by path.
 
-    Headers that headers include count, too. A quoted include that is found nowhere in the project
-    is a system header and is left out.
+    Headers that headers include count, too. A quoted include that is found in no folder of the
+    project is a system header and is left out.
+
+    Args:
+        sources: paths of the sources.
+        include_paths: the project's include folders, searched after the including file's own.
 
     Raises:
         FileNotFoundError: a source does not exist.

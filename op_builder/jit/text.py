@@ -1,4 +1,4 @@
-"""Text of the commands for a terminal: named lines, tables, sizes and spans of time."""
+"""Formatting of the commands' output: named lines, tables, byte counts and durations."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ _INDENT = 11
 
 
 def short(path: str) -> str:
-    """Returns a path with the home folder as ``~``."""
+    """Returns a path with ``~`` in place of the user's home folder."""
     home = os.path.expanduser("~")
     inside = os.path.isabs(home) and home != "/" and path.startswith(home + os.sep)
     return f"~{path[len(home) :]}" if inside else path
 
 
 def field(name: str, text: str) -> Iterator[str]:
-    """Yields a named line, wrapped; a path stays in one piece."""
+    """Yields the lines of ``name`` followed by ``text``, wrapped at ``WIDTH`` and indented.
+
+    A word longer than a line, such as a path, is not broken.
+    """
     yield from textwrap.wrap(
         text,
         WIDTH,
@@ -32,7 +35,7 @@ def field(name: str, text: str) -> Iterator[str]:
 
 
 def age(seconds: float) -> str:
-    """Returns a span of time in one word: "12 s", "3 h", "5 d"."""
+    """Returns a duration in its largest whole unit: "12 s", "3 h", "5 d"."""
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
@@ -40,12 +43,16 @@ def age(seconds: float) -> str:
 
 
 def since(moment: float) -> str:
-    """Returns how long ago a moment was, "" if it is not known."""
+    """Returns the time since ``moment`` in one unit, "" if the moment is 0, unknown.
+
+    Args:
+        moment: seconds since the epoch.
+    """
     return age(time.time() - moment) if moment else ""
 
 
 def size(number: float) -> str:
-    """Returns bytes in three digits: "123 kB", "1.2 MB"."""
+    """Returns a number of bytes as text of two or three digits: "123 kB", "1.2 MB"."""
     units = iter(("B", "kB", "MB", "GB"))
     unit = next(units)
     while number >= 999.5 and unit != "GB":
@@ -54,7 +61,15 @@ def size(number: float) -> str:
 
 
 class Column(NamedTuple):
-    """One column of a table; ``width`` is its least width, and with ``most`` its largest."""
+    """One column of a table.
+
+    Attributes:
+        title: heading.
+        width: least width in characters.
+        most: largest width, beyond which cells are cut; None for no limit.
+        right: aligns cells on the right instead of the left.
+        ending: characters that end a cell that was cut.
+    """
 
     title: str
     width: int = 0
@@ -63,12 +78,12 @@ class Column(NamedTuple):
     ending: str = ""  # put where a cell is cut
 
     def fit(self, cells: Sequence[str]) -> int:
-        """Returns the width that shows ``cells``, within the column's limits."""
+        """Returns the width that shows the title and all ``cells``, within the limits."""
         wanted = max([self.width, len(self.title), *map(len, cells)])
         return wanted if self.most is None else min(wanted, self.most)
 
     def show(self, cell: str, width: int) -> str:
-        """Returns a cell of exactly ``width`` characters."""
+        """Returns a cell padded to ``width`` characters, and cut if the column has a limit."""
         if len(cell) > width and self.most is not None:
             cell = cell[: width - len(self.ending)] + self.ending
         return cell.rjust(width) if self.right else cell.ljust(width)
@@ -77,7 +92,13 @@ class Column(NamedTuple):
 def table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], gap: str = " "
 ) -> Iterator[str]:
-    """Yields the titles and one line for each row."""
+    """Yields the lines of a table: the titles, then one line for each row.
+
+    Args:
+        columns: the columns.
+        rows: cells of each row, one per column.
+        gap: text between columns.
+    """
     widths = [column.fit([row[i] for row in rows]) for i, column in enumerate(columns)]
     for row in ([column.title for column in columns], *rows):
         shown = zip(columns, row, widths, strict=True)
