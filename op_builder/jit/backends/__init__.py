@@ -1,1 +1,1 @@
-"""Compilers and what they are told: C++, CUDA, HIP, pybind11 and the dispatcher."""
+"""Commands, flags and cache-key texts for each compiler and binding."""

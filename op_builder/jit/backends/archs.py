@@ -1,4 +1,4 @@
-"""GPU archs, CUDA's and AMD's: parsing, choice, coverage of a device, nvcc flags."""
+"""GPU archs of NVIDIA and AMD: parsing of lists, choice of those to build for, match with a GPU."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ _NAMES = {
 
 
 class Arch(NamedTuple):
-    """One target: compute capability, ``a`` / ``f`` suffix, and whether PTX goes along.
+    """Target of GPU code; ``str()`` of it is its name in arch lists, such as "9.0a" or "gfx90a".
 
-    An AMD arch has a stepping instead of the suffix: gfx90a is (9, 0, 10).
+    Attributes:
+        major: major compute capability; the first number of an AMD arch.
+        minor: minor compute capability; the second number of an AMD arch.
+        suffix: "a", "f" or "" for NVIDIA; for AMD the stepping, an int: gfx90a is (9, 0, 10).
+        ptx: True to add PTX, which later NVIDIA GPUs compile when they load it.
     """
 
     major: int
@@ -52,7 +56,7 @@ class Arch(NamedTuple):
 
     @property
     def number(self) -> str:
-        """The arch as nvcc writes it, such as ``90a``, or as hipcc does, such as ``gfx90a``."""
+        """Name of the arch in compiler flags: ``90a`` for nvcc, ``gfx90a`` for hipcc."""
         if self.is_amd:
             return str(self)
         return f"{self.major}{self.minor}{self.suffix}"
@@ -76,9 +80,10 @@ class Arch(NamedTuple):
 
 
 def parse_arch(text: str) -> Arch:
-    """Returns one arch such as ``9.0a``, ``8.0+PTX`` or ``gfx90a``.
+    """Returns the arch that a name such as ``9.0a``, ``8.0+PTX`` or ``gfx90a`` stands for.
 
-    Target features of an AMD arch (``gfx90a:xnack-``) are left out: code without runs with any.
+    Target features of an AMD arch, as in ``gfx90a:xnack-``, are dropped: code compiled without them
+    runs with any.
 
     Raises:
         ArchError: the text is no arch.
@@ -96,11 +101,11 @@ def parse_arch(text: str) -> Arch:
 def parse_arch_list(
     text: str, native: Callable[[], Sequence[Capability]] | None = None
 ) -> tuple[Arch, ...]:
-    """Returns the archs of a list separated by ``;``, ``,`` or blanks, sorted by number.
+    """Returns the archs of a list separated by ``;``, ``,`` or blanks, each once and sorted.
 
     Args:
-        text: the list.
-        native: supplies the visible devices for the word "native".
+        text: the list; a word may be an arch, a generation such as "hopper", or "native".
+        native: returns the capabilities of the visible GPUs, which the word "native" stands for.
 
     Raises:
         ArchError: a word is no arch, or one of the other GPU platform.
@@ -130,9 +135,13 @@ def parse_arch_list(
 
 
 def specialise(archs: Iterable[Arch], specific: Iterable[Capability]) -> tuple[Arch, ...]:
-    """Turns a plain arch into its ``a`` form where the op has files for exactly that arch.
+    """Replaces each plain arch by its ``a`` form if the op has a source for exactly that arch.
 
-    The PTX of an ``a`` arch runs nowhere else, so "9.0+PTX" keeps its plain form beside "9.0a".
+    The PTX of an ``a`` arch runs nowhere else, so "9.0+PTX" stays, and "9.0a" is added to it.
+
+    Args:
+        archs: archs to build for.
+        specific: capabilities that the op has sources for, from ``OpSpec.specific_archs``.
     """
     wanted = set(specific)
     result: set[Arch] = set()
@@ -146,12 +155,15 @@ def specialise(archs: Iterable[Arch], specific: Iterable[Capability]) -> tuple[A
 
 
 def covered(archs: Iterable[str], capability: Capability) -> bool:
-    """Returns True if any arch of a manifest's list runs on ``capability``."""
+    """Returns True if code for any of ``archs``, names of a manifest, runs on ``capability``."""
     return any(parse_arch(arch).covers(capability) for arch in archs)
 
 
 def initialised_capabilities() -> list[Capability]:
-    """Returns the capabilities of the GPUs that torch has initialised; never starts CUDA."""
+    """Returns the capabilities of torch's GPUs, none before torch has initialised CUDA.
+
+    This function itself never initialises it.
+    """
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
@@ -160,7 +172,7 @@ def initialised_capabilities() -> list[Capability]:
 
 
 def device_capability(index: int) -> Capability:
-    """Returns the capability of one of torch's devices; starts CUDA or HIP."""
+    """Returns the capability of torch's GPU number ``index``; may initialise CUDA or HIP."""
     import torch
 
     if torch.version.hip is None:
@@ -169,12 +181,13 @@ def device_capability(index: int) -> Capability:
 
 
 def _capability_of(gcn_arch_name: str) -> Capability:
+    """Returns the capability that an AMD arch name such as "gfx90a:sramecc+" stands for."""
     arch = parse_arch(gcn_arch_name)
     return (arch.major, arch.minor, int(arch.suffix))
 
 
 def _kfd_capabilities() -> list[Capability]:
-    """Returns the AMD GPUs that the kernel driver lists; needs no program and no runtime."""
+    """Returns the capabilities of the AMD GPUs that the kernel driver lists; needs no runtime."""
     found: set[Capability] = set()
     for path in glob.glob(os.path.join(KFD_NODES, "*", "properties")):
         try:
@@ -228,7 +241,13 @@ print(json.dumps(answer))
 
 
 def ask_driver() -> dict[str, Any]:
-    """Returns what NVIDIA's driver says: "driver", "cuda", "devices" and the "problem" it has."""
+    """Asks NVIDIA's driver, in a process of its own, for its version and the visible GPUs.
+
+    Returns:
+        "driver" and "cuda", the driver's version and the latest CUDA it runs, or None; "devices", a
+        list of dicts with "name", "memory" in bytes and "arch"; "problem", why there are no
+        devices, or "".
+    """
     answer: dict[str, Any] = {"driver": None, "cuda": None, "problem": "", "devices": []}
     try:
         done = subprocess.run(
@@ -248,7 +267,10 @@ def ask_driver() -> dict[str, Any]:
 
 
 def visible_capabilities() -> list[Capability]:
-    """Returns the capabilities of the visible GPUs; asks the driver if torch does not know them."""
+    """Returns the capabilities of the visible GPUs, sorted, each once.
+
+    Before torch has initialised CUDA, the driver is asked for them.
+    """
     known = initialised_capabilities()
     if known:
         return known
@@ -259,7 +281,11 @@ def visible_capabilities() -> list[Capability]:
 
 
 def named_arch_list() -> tuple[str, str] | None:
-    """Returns the arch list in the environment as (variable, text), or None."""
+    """Returns the arch list that the environment sets.
+
+    Returns:
+        Name and value of the variable; None instead of both if none is set.
+    """
     for variable in gpu_platform().arch_variables:
         text = os.environ.get(variable, "").strip()
         if text:
@@ -268,7 +294,7 @@ def named_arch_list() -> tuple[str, str] | None:
 
 
 def own_arch(source: str) -> Arch | None:
-    """Returns the arch of a file such as ``<op>_sm90_cuda.cu`` (9.0a), None for other files."""
+    """Returns the arch that a source ``<op>_sm90_cuda.cu`` is written for, None for other files."""
     match = _OWN_ARCH.search(source)
     return Arch(int(match[1]), int(match[2]), "a") if match else None
 
@@ -280,13 +306,18 @@ def choose(
     capability: Capability | None,
     named: tuple[str, str] | None = None,
 ) -> tuple[Arch, ...]:
-    """Returns the archs to build ``op`` for.
+    """Returns the archs to build ``op`` for: those of a list, or else of the GPUs.
 
-    They are those of the list ``named`` (its origin, its text), else of the environment's list,
-    else the visible GPUs'.
+    Args:
+        op: name of the op, for messages.
+        min_arch: least capability of an NVIDIA GPU that the op runs on; lower archs are left out.
+        specific: capabilities that the op has sources for, as in ``specialise``.
+        capability: GPU that the result must run on; None if there is no such GPU.
+        named: a list and its source as ``(source, list)``, such as an option's or a variable's
+            name; by default the environment's list, and without one the GPUs.
 
     Raises:
-        ArchError: none can be chosen, or the list does not serve ``capability``.
+        ArchError: no arch can be chosen, or none of the list runs on ``capability``.
     """
     floor = f"{min_arch[0]}.{min_arch[1]}"
     if capability is not None and len(capability) == 2 and capability < min_arch:

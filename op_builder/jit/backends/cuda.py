@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: flags, headers and commands of a library that nvcc makes."""
+"""Compilation for NVIDIA GPUs: flags, headers and commands of a library that nvcc makes."""
 
 from __future__ import annotations
 
@@ -23,20 +23,24 @@ BASE_LIBRARIES = ["-Xlinker=--exclude-libs=ALL", "-ldl"]
 
 
 class Cuda:
-    """Backend of NVIDIA GPUs."""
+    """Backend that compiles ``.cu`` files with nvcc; ``Hip`` has the methods, too.
+
+    Attributes:
+        link_flags: the suite's linker flags for a library with CUDA code.
+    """
 
     link_flags = BASE_LIBRARIES
 
     def compile_flags(self, spec: OpSpec) -> list[str]:
-        """Returns the base flags and those of the op."""
+        """Returns nvcc's base flags and those of the op."""
         return [*BASE_ARGS, *spec.nvcc_args()]
 
     def key_extras(self) -> list[str]:
-        """Returns what a library depends on beside its sources and flags: nothing."""
+        """Returns further texts for the cache key of a library with GPU code; none for CUDA."""
         return []
 
     def compiler_version(self, archs: Sequence[Arch]) -> str:
-        """Returns the versions of nvcc and its host compiler.
+        """Returns the version text of nvcc and of the C++ compiler, separated by a comma.
 
         Raises:
             BuildError: a compiler is missing, or nvcc does not know one of ``archs``.
@@ -45,7 +49,7 @@ class Cuda:
         return f"{toolchain.nvcc_version()}, {toolchain.cxx_version()}"
 
     def blas_include(self) -> list[str]:
-        """Returns the include folders that cuBLASLt's header takes.
+        """Returns the include folder of cuBLASLt's header, none if nvcc finds the header itself.
 
         Raises:
             HeaderNotFoundError: neither the toolkit nor a wheel has the header.
@@ -61,7 +65,19 @@ class Cuda:
         archs: Sequence[Arch],
         folder: str,
     ) -> tuple[list[Step], list[str]]:
-        """Returns the steps that compile the sources ``names``, and the command that links them."""
+        """Returns the commands that compile an op's ``.cu`` sources, without running them.
+
+        Args:
+            spec: the op.
+            names: the sources, relative to ``spec.root``.
+            flags: compiler flags without archs and include folders.
+            system_folders: include folders outside of the project.
+            archs: archs to compile for.
+            folder: folder for object files.
+
+        Returns:
+            One step per source, and the beginning of the command that links their object files.
+        """
         nvcc = [toolchain.find_nvcc().path]
         if os.environ.get("CXX"):
             nvcc.append(f"-ccbin={toolchain.find_cxx()[0]}")
@@ -74,6 +90,7 @@ class Cuda:
 
 
 def _gencodes(source: str, archs: Sequence[Arch]) -> list[str]:
+    """Returns nvcc's arch flags for one source; a source for one arch is compiled for it alone."""
     own = own_arch(source)
     if own is not None:  # its launchers are referred to whatever the archs are
         return own.gencode()

@@ -1,4 +1,4 @@
-"""Declaration of the dispatcher: the one library of the suite that knows Python."""
+"""Declaration of the dispatcher, the suite's one library that is compiled against Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from .pythons import Python
 
 
 class DispatcherSpec(OpSpec):
-    """The dispatcher, made of ``csrc/core/*.cpp`` for the running Python or for ``python``."""
+    """Declaration of the dispatcher, which is made of ``csrc/core/*.cpp``.
+
+    Attributes:
+        python: Python to compile it for; None for the running one.
+    """
 
     NAME = DISPATCHER
     BUILD_VAR = "APEX_BUILD_CPP_OPS"  # whatever is prebuilt, the dispatcher goes along

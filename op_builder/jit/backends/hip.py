@@ -1,4 +1,4 @@
-"""AMD GPUs: flags, headers and commands of a library that hipcc makes of translated copies."""
+"""Compilation for AMD GPUs: hipcc's flags and commands for sources translated from CUDA to HIP."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ BASE_LIBRARIES = ["-Wl,--exclude-libs,ALL", "-ldl"]
 
 
 def runtime_major() -> str:
-    """Returns the major version of HIP's runtime, which a library links.
+    """Returns the major version of the HIP runtime that a library is linked with, as text.
 
-    It is torch's, else that of the installed headers, else "unknown".
+    It is the version torch was built for, else that of the installed headers, else "unknown".
     """
     version = platform.torch_hip_version()
     if version is not None:
@@ -52,20 +52,24 @@ def runtime_major() -> str:
 
 
 class Hip:
-    """Backend of AMD GPUs."""
+    """Backend that compiles ``.cu`` files with hipcc; ``Cuda`` has the methods, too.
+
+    Attributes:
+        link_flags: the suite's linker flags for a library with HIP code.
+    """
 
     link_flags = BASE_LIBRARIES
 
     def compile_flags(self, spec: OpSpec) -> list[str]:
-        """Returns the base flags and those of the op."""
+        """Returns hipcc's base flags and those of the op."""
         return [*BASE_ARGS, *spec.hipcc_args()]
 
     def key_extras(self) -> list[str]:
-        """Returns what a library depends on beside its sources and flags."""
+        """Returns further texts for the cache key: HIP's major version, a digest of ``hipify``."""
         return ["hip", f"runtime {runtime_major()}", f"hipify {hipify.digest()}"]
 
     def compiler_version(self, archs: Sequence[Arch]) -> str:
-        """Returns the versions of hipcc and its clang.
+        """Returns the version text of hipcc and its clang, whatever the archs.
 
         Raises:
             BuildError: there is no hipcc.
@@ -73,7 +77,7 @@ class Hip:
         return toolchain.hipcc_version()
 
     def blas_include(self) -> list[str]:
-        """Returns no folder for hipBLASLt's header: hipcc looks in its own ROCm.
+        """Returns no folder for hipBLASLt's header, which hipcc finds in its own ROCm.
 
         Raises:
             HeaderNotFoundError: that ROCm lacks the header.
@@ -94,9 +98,24 @@ class Hip:
         archs: Sequence[Arch],
         folder: str,
     ) -> tuple[list[Step], list[str]]:
-        """Returns the steps that compile the sources ``names``, and the command that links them.
+        """Returns the commands that compile an op's ``.cu`` sources, without running them.
 
-        What is compiled are copies, which are written under ``folder`` now.
+        The sources are translated to HIP at once, into copies below ``folder``, which the commands
+        compile.
+
+        Args:
+            spec: the op.
+            names: the sources, relative to ``spec.root``.
+            flags: compiler flags without archs and include folders.
+            system_folders: include folders outside of the project.
+            archs: archs to compile for.
+            folder: folder for copies and object files.
+
+        Returns:
+            One step per source, and the beginning of the command that links their object files.
+
+        Raises:
+            BuildError: the op is a pybind11 extension, which includes torch's headers.
         """
         if spec.BINDING == "pybind11":
             raise BuildError(

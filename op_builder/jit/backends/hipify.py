@@ -1,8 +1,8 @@
-"""CUDA sources to HIP: a small, fixed text mapping, and the copies it makes in a build folder.
+"""Translation of CUDA sources to HIP by a fixed table of names, into copies in a build folder.
 
 The suite's sources use a narrow part of the CUDA runtime, so names are mapped one by one and a name
-without a counterpart stays as it is and fails to compile, rather than being guessed. What differs
-in more than its name is guarded in the sources by ``__HIP_PLATFORM_AMD__``. torch's own
+without a counterpart stays as it is and fails to compile, rather than being guessed. Code that
+differs in more than its names is guarded in the sources by ``__HIP_PLATFORM_AMD__``. torch's own
 ``torch.utils.hipify`` is not used: it needs torch, maps far more, and writes beside its input.
 """
 
@@ -63,6 +63,7 @@ _INCLUDE = re.compile(r'(^[ \t]*#[ \t]*include[ \t]*[<"])([^>"\n]+)([>"])', re.M
 
 
 def _word(match: re.Match[str]) -> str:
+    """Returns HIP's counterpart of the CUDA name that ``match`` found, or the name itself."""
     name = match[0]
     if name in NAMES:
         return NAMES[name]
@@ -73,9 +74,9 @@ def _word(match: re.Match[str]) -> str:
 
 
 def translate(text: str) -> str:
-    """Returns a source or header with CUDA's names replaced by HIP's.
+    """Returns the text of a source or header with CUDA's names and headers replaced by HIP's.
 
-    Translating the result again changes nothing.
+    A translated text is returned unchanged.
     """
     pieces, position = [], 0
     for match in _INCLUDE.finditer(text):  # a path is no place for a name's mapping
@@ -89,21 +90,24 @@ def translate(text: str) -> str:
 
 @functools.cache
 def digest() -> str:
-    """Returns a digest of the mapping, for the key of a library made from translated copies."""
+    """Returns a hash of the mapping's tables, part of the cache key of translated libraries."""
     families = [(pattern.pattern, prefix) for pattern, prefix in _PREFIXES]
     text = repr((HEADERS, NAMES, families, _WORD.pattern, _INCLUDE.pattern))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def copied(path: str, folder: str) -> str:
-    """Returns the place under ``folder`` of the copy of ``path``."""
+    """Returns the path below ``folder`` at which ``copies`` puts the copy of the file ``path``."""
     return os.path.join(folder, os.path.abspath(path).lstrip(os.sep))
 
 
 def copies(sources: Iterable[str], include_paths: Sequence[str], folder: str) -> None:
-    """Writes translated copies of ``sources`` and of the project headers they include.
+    """Writes translated copies of ``sources`` and of the project headers that they include.
 
-    The copies lie where ``copied`` says; the originals are only read.
+    Args:
+        sources: paths of the sources, which are only read.
+        include_paths: the project's include folders.
+        folder: folder for the copies, each at the path that ``copied`` returns.
     """
     for path in sorted(closure(sources, include_paths)):
         target = Path(copied(path, folder))

@@ -1,4 +1,4 @@
-"""Flags, key extras, compiler and commands of a library."""
+"""Flags, cache-key texts, compiler versions and build commands of any op's library."""
 
 from __future__ import annotations
 
@@ -31,12 +31,17 @@ _CUDA, _HIP = Cuda(), Hip()
 
 
 def gpu_backend() -> Cuda | Hip:
-    """Returns the backend that compiles ``.cu`` files here."""
+    """Returns the backend that compiles ``.cu`` files, for the platform of ``platform.is_hip``."""
     return _HIP if platform.is_hip() else _CUDA
 
 
 def compile_flags(spec: OpSpec, kind: str) -> list[str]:
-    """Returns the base flags and the op's own for one kind of source, "cpu" or "cuda"."""
+    """Returns the suite's base flags and the op's own for compiling one kind of source.
+
+    Args:
+        spec: the op.
+        kind: "cpu" for ``.cpp`` sources, "cuda" for ``.cu`` ones.
+    """
     if spec.BINDING == "pybind11":
         own = spec.nvcc_args() if kind == "cuda" else [*spec.cxx_args(), *env.sanitizers()]
         return [*pybind.compile_flags(spec, kind), *own]
@@ -46,14 +51,22 @@ def compile_flags(spec: OpSpec, kind: str) -> list[str]:
 
 
 def link_flags(spec: OpSpec, kind: str) -> list[str]:
-    """Returns the op's own linker flags and the base ones."""
+    """Returns the op's own linker flags and then the suite's base ones.
+
+    Args:
+        spec: the op.
+        kind: "cuda" for a library with GPU code, else "cpu".
+    """
     binding = pybind.link_flags(spec) if spec.BINDING == "pybind11" else []
     base = gpu_backend().link_flags if kind == "cuda" else ["-ldl", *env.sanitizers()]
     return [*spec.libraries_args(), *binding, *base]
 
 
 def key_flags(spec: OpSpec, device: str) -> list[str]:
-    """Returns all flags that shape the library, without archs and folders of the system."""
+    """Returns the compiler and linker flags that take part in the library's cache key.
+
+    GPU archs and include folders outside of the project are left out.
+    """
     kinds = spec.source_kinds(device) or ["cpu"]
     flags = [flag for kind in kinds for flag in compile_flags(spec, kind)]
     includes = [f"-I{path}" for path in spec.project_includes()]
@@ -61,24 +74,27 @@ def key_flags(spec: OpSpec, device: str) -> list[str]:
 
 
 def key_extras(spec: OpSpec, device: str) -> list[str]:
-    """Returns what the library depends on beside its sources and flags."""
+    """Returns the texts beside sources and flags that take part in the library's cache key."""
     binding = pybind.key_extras(spec) if spec.BINDING == "pybind11" else []
     gpu = gpu_backend().key_extras() if spec.needs_archs(device) else []
     return [*binding, *spec.key_extras(), *gpu]
 
 
 def system_folders(spec: OpSpec, device: str) -> list[str]:
-    """Returns the include folders outside of the project.
+    """Returns the include folders outside of the project that the library for ``device`` needs.
 
     Raises:
-        HeaderNotFoundError: a header that lies in one of them is missing.
+        HeaderNotFoundError: a header that should lie in one of them is missing.
     """
     binding = pybind.include_paths(spec) if spec.BINDING == "pybind11" else []
     return [*spec.system_include_paths(device), *binding]
 
 
 def compiler_version(spec: OpSpec, device: str, archs: Sequence[Arch] = ()) -> str:
-    """Returns the version of the compilers, and of what else makes a library without being needed.
+    """Returns the version text of the compilers that would build the library for ``device``.
+
+    A manifest records it and a stored failure holds for it alone; it is no part of the cache key.
+    The dispatcher's includes pybind11's version.
 
     Raises:
         BuildError: a compiler is missing, or does not know one of ``archs``.
@@ -91,7 +107,7 @@ def compiler_version(spec: OpSpec, device: str, archs: Sequence[Arch] = ()) -> s
 
 
 def check(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
-    """Raises what a build would raise for want of a program, a header or an arch; runs no build.
+    """Raises the error of a build that lacks a compiler, header, arch or ninja, without building.
 
     Raises:
         BuildError: something is missing.
@@ -104,7 +120,15 @@ def check(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
 def build_steps(
     spec: OpSpec, device: str, archs: Sequence[Arch], folder: str, output: str
 ) -> list[Step]:
-    """Returns the commands that compile a library in ``folder`` and link it into ``output``."""
+    """Returns the commands that compile the library and link it, without running them.
+
+    Args:
+        spec: the op.
+        device: "cpu" or "cuda".
+        archs: archs to compile GPU code for.
+        folder: folder for object files.
+        output: path of the linked library.
+    """
     names = spec.device_sources(device)
     on_gpu = [name for name in names if name.endswith(".cu")]
     others = [name for name in names if not name.endswith(".cu")]

@@ -1,4 +1,4 @@
-"""Extensions that bind themselves with pybind11 and include torch: flags, key extras, exports.
+"""Extensions with a ``PYBIND11_MODULE`` that include torch: flags, cache-key texts, exports.
 
 Such a library links torch and Python, so it is made for the torch and the interpreter at hand and
 keyed by both. It is compiled, cached, locked and reported like every other library, not by torch's
@@ -39,15 +39,24 @@ _MODULE = re.compile(r"\bPYBIND11_MODULE\s*\(\s*(\w+)\s*,\s*(\w+)")
 
 
 class Exports(NamedTuple):
-    """Names that an extension's sources define: functions, and classes or values."""
+    """Names that the sources of a pybind11 extension module define.
 
-    module: str  # the name in PYBIND11_MODULE, "" without one
+    Attributes:
+        module: name in ``PYBIND11_MODULE``, "" if the sources have none.
+        functions: names of functions.
+        values: names of classes, enums, exceptions, submodules and other attributes.
+    """
+
+    module: str
     functions: tuple[str, ...]
     values: tuple[str, ...]
 
 
 def installed_torch(op: str) -> Any:
-    """Imports the torch that an extension is built against.
+    """Returns the module torch, imported, which an extension is compiled against.
+
+    Args:
+        op: name of the op, for the message.
 
     Raises:
         HeaderNotFoundError: torch cannot be imported.
@@ -63,12 +72,12 @@ def installed_torch(op: str) -> Any:
 
 
 def uses_cuda(spec: OpSpec) -> bool:
-    """Returns True for a CUDA extension, told by its group or a ``.cu`` among its sources."""
+    """Returns True for an op of the CUDA group (``INCLUDE_FLAG``) or with a ``.cu`` source."""
     return spec.INCLUDE_FLAG == "APEX_BUILD_CUDA_OPS" or spec.needs_archs("cpu")
 
 
 def key_extras(spec: OpSpec) -> list[str]:
-    """Returns the versions of torch and the interpreter that the library is made for."""
+    """Returns cache-key texts: Python's suffix, torch's version, C++ ABI, CUDA and HIP versions."""
     torch = installed_torch(spec.NAME)
     return [
         soabi(),
@@ -80,7 +89,12 @@ def key_extras(spec: OpSpec) -> list[str]:
 
 
 def compile_flags(spec: OpSpec, kind: str) -> list[str]:
-    """Returns the base flags of one kind of source, without the op's own."""
+    """Returns the base flags for compiling one kind of source, without the op's own.
+
+    Args:
+        spec: the op.
+        kind: "cpu" for ``.cpp`` sources, "cuda" for ``.cu`` ones.
+    """
     abi = int(installed_torch(spec.NAME)._C._GLIBCXX_USE_CXX11_ABI)
     return [
         *(NVCC_ARGS if kind == "cuda" else CXX_ARGS),
@@ -91,7 +105,7 @@ def compile_flags(spec: OpSpec, kind: str) -> list[str]:
 
 
 def link_flags(spec: OpSpec) -> list[str]:
-    """Returns flags for torch's libraries, which the process has loaded before the extension."""
+    """Returns flags that link torch's libraries, with those for CUDA or HIP if the op uses them."""
     torch = installed_torch(spec.NAME)
     names = ["c10", "torch", "torch_cpu", "torch_python"]
     if uses_cuda(spec):
@@ -103,7 +117,7 @@ def link_flags(spec: OpSpec) -> list[str]:
 
 
 def include_paths(spec: OpSpec) -> list[str]:
-    """Returns the folders of torch's, Python's and, for a CUDA extension, CUDA's headers."""
+    """Returns the include folders of torch, of Python and, for a CUDA extension, of CUDA."""
     base = os.path.join(os.path.dirname(installed_torch(spec.NAME).__file__), "include")
     own = os.path.join(base, "torch", "csrc", "api", "include")
     cuda = _cuda_include_paths() if uses_cuda(spec) else []
@@ -111,7 +125,7 @@ def include_paths(spec: OpSpec) -> list[str]:
 
 
 def _cuda_include_paths() -> list[str]:
-    """Returns the toolkit's folders, then those of NVIDIA's wheels, which may have more headers."""
+    """Returns the existing include folders of the CUDA toolkit, then of NVIDIA's wheels."""
     folders: list[str] = []
     try:
         home = toolchain.find_nvcc().home
@@ -127,7 +141,11 @@ def _cuda_include_paths() -> list[str]:
 
 
 def read_exports(texts: Iterable[str]) -> Exports:
-    """Returns what ``PYBIND11_MODULE`` defines in ``texts``, read without compiling."""
+    """Returns the names that ``PYBIND11_MODULE`` defines, read off sources without compiling them.
+
+    Args:
+        texts: contents of the sources.
+    """
     module, functions, values = "", set(), set()
     for text in texts:
         code = without_comments(text)
@@ -143,7 +161,11 @@ def read_exports(texts: Iterable[str]) -> Exports:
 
 
 def exports(spec: OpSpec) -> Exports:
-    """Returns the names of ``EXPORTS``, or else those in the sources, sorted by their kind."""
+    """Returns the names that an op's extension module defines.
+
+    ``EXPORTS`` lists them if it is set; a name counts as a function unless the sources define it as
+    a value. Else all names come from the sources.
+    """
     texts = []
     for source in spec.sources():
         with open(spec.root / source, encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""Pythons that a wheel carries a dispatcher for: finding their headers and ABI names."""
+"""Pythons for which an installation compiles a dispatcher each: their headers and suffixes."""
 
 from __future__ import annotations
 
@@ -27,35 +27,52 @@ print(json.dumps([sys.implementation.name, sys.version_info[0], sys.version_info
 
 
 class Python(NamedTuple):
-    """One Python, with what compiling a dispatcher for it takes."""
+    """A Python to compile a dispatcher for.
 
-    version: str  # as people name it, "3.12" or "3.13t"
-    suffix: str  # of its extension modules
-    include: str  # folder of its Python.h
+    Attributes:
+        version: "3.12", or "3.13t" for a free-threaded Python.
+        suffix: file suffix of its extension modules, such as ".cpython-312-x86_64-linux-gnu.so".
+        include: folder of its ``Python.h``.
+    """
+
+    version: str
+    suffix: str
+    include: str
 
 
 def own() -> Python:
-    """Returns the running Python.
+    """Returns version, suffix and headers of the running Python.
 
     Raises:
-        HeaderNotFoundError: Python's headers are missing.
+        HeaderNotFoundError: its headers are missing.
     """
     return Python(name_of(soabi()), soabi(), toolchain.python_include())
 
 
 def name_of(suffix: str) -> str:
-    """Returns the version that a suffix of extension modules tells."""
+    """Returns the Python version in a suffix of extension modules: "3.13t" for ".cpython-313t-...".
+
+    Without one in the suffix it is the running Python's.
+    """
     found = re.search(r"cpython-3(\d+)(t?)", suffix)
     return f"3.{found[1]}{found[2]}" if found else f"3.{sys.version_info[1]}"
 
 
 def suffix_for(version: str) -> str:
-    """Returns the suffix of another CPython's extension modules on this platform."""
+    """Returns the suffix of extension modules of CPython ``version``, such as "3.13t", here."""
     return _ABI.sub(f"cpython-{version.replace('.', '')}", soabi())
 
 
 def _query(program: str) -> Python:
-    """Asks an interpreter who it is; raises ``PythonNotFoundError`` if it does not serve."""
+    """Returns version, suffix and headers of an interpreter, which it is run for.
+
+    Args:
+        program: path of the interpreter.
+
+    Raises:
+        PythonNotFoundError: it does not run, is too old, no CPython or for another platform.
+        HeaderNotFoundError: its headers are missing.
+    """
     import sysconfig
 
     try:
@@ -82,7 +99,7 @@ def _query(program: str) -> Python:
 
 
 def _programs(version: str) -> list[str]:
-    """Returns interpreters of a version in the usual places: PATH, pyenv, uv, manylinux images."""
+    """Returns paths of interpreters of a version: on PATH, of pyenv, uv and manylinux images."""
     name = f"python{version}"
     tag = "cp" + version.rstrip("t").replace(".", "")
     pyenv = os.environ.get("PYENV_ROOT") or os.path.expanduser("~/.pyenv")
@@ -98,6 +115,11 @@ def _programs(version: str) -> list[str]:
 
 
 def _by_version(version: str) -> Python:
+    """Returns the Python of a version: the running one, another interpreter, or bare headers.
+
+    Raises:
+        PythonNotFoundError: there is none; the message lists the places that were searched.
+    """
     if version == name_of(soabi()):
         return own()
     looked = []
@@ -124,10 +146,13 @@ def _by_version(version: str) -> Python:
 
 
 def find(text: str) -> Python:
-    """Returns the Python that ``text`` names: a version such as 3.12, or the path of a program.
+    """Returns the Python that a part of ``APEX_BUILD_PYTHONS`` names.
+
+    Args:
+        text: a version such as "3.12", or name or path of an interpreter.
 
     Raises:
-        PythonNotFoundError: there is no such Python, or none that serves.
+        PythonNotFoundError: there is no such Python, or it is not usable.
         HeaderNotFoundError: its headers are missing.
         SettingError: the version is too old.
     """
@@ -146,7 +171,7 @@ def find(text: str) -> Python:
 
 
 def named() -> list[Python]:
-    """Returns the Pythons of ``APEX_BUILD_PYTHONS``, each once; by default the running one."""
+    """Returns the Pythons that ``APEX_BUILD_PYTHONS`` lists, by default the running one."""
     texts = [part.strip() for part in re.split("[;,]", os.environ.get(VARIABLE, ""))]
     pythons = [find(text) for text in texts if text] or [own()]
     return list({python.suffix: python for python in pythons}.values())

@@ -1,4 +1,4 @@
-"""Commands of a build graph."""
+"""Compile and link commands as steps of a build graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from ...spec import OpSpec
 
 
 class Step(NamedTuple):
-    """One command of a build graph, with the file it makes and the files it reads."""
+    """One command of a build graph, which ninja runs once the steps that make its inputs are done.
+
+    Attributes:
+        output: path of the file that the command makes.
+        inputs: paths of the files that it needs.
+        command: program and arguments.
+        label: text for progress lines, such as "compiling rms_norm_cpu.cpp".
+    """
 
     output: str
     inputs: tuple[str, ...]
@@ -20,14 +27,21 @@ class Step(NamedTuple):
 
 
 def include_flags(spec: OpSpec, system_folders: Sequence[str]) -> list[str]:
-    """Returns the flags for the project's include folders and for those outside of it."""
+    """Returns ``-I`` flags for the op's include folders, ``-isystem`` ones for the others."""
     own = [f"-I{path}" for path in spec.include_folders()]
     # -isystem: warnings in other people's headers are not ours
     return [*own, *(flag for path in system_folders for flag in ("-isystem", path))]
 
 
 def compile_step(command: Sequence[str], name: str, path: str, folder: str) -> Step:
-    """Returns the step that compiles the source ``name``, which lies at ``path``."""
+    """Returns the step that compiles one source to an object file in ``folder``.
+
+    Args:
+        command: compiler and flags.
+        name: name of the source, from which the object file's is made.
+        path: path of the source.
+        folder: folder for the object file.
+    """
     made = os.path.join(folder, re.sub(r"[^\w.]", "_", name) + ".o")
     line = (*command, "-c", path, "-o", made)
     return Step(made, (path,), line, f"compiling {os.path.basename(name)}")
@@ -36,7 +50,14 @@ def compile_step(command: Sequence[str], name: str, path: str, folder: str) -> S
 def link_step(
     command: Sequence[str], compiled: Sequence[Step], output: str, flags: list[str]
 ) -> Step:
-    """Returns the step that links what the steps ``compiled`` make into ``output``."""
+    """Returns the step that links the outputs of ``compiled`` into the shared library ``output``.
+
+    Args:
+        command: linker and its first arguments.
+        compiled: steps that compile the sources.
+        output: path of the library.
+        flags: arguments behind the object files.
+    """
     objects = tuple(step.output for step in compiled)
     line = (*command, "-shared", "-o", output, *objects, *flags)
     return Step(output, objects, line, f"linking {os.path.basename(output)}")

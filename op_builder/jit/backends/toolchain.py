@@ -1,4 +1,4 @@
-"""Finding compilers, ninja and headers outside the project; used only when something is built."""
+"""Search for compilers, ninja and headers outside the project; a look-up needs none of it."""
 
 from __future__ import annotations
 
@@ -38,14 +38,19 @@ _RELAXED_MATH = re.compile(
 
 
 class Nvcc(NamedTuple):
-    """A CUDA or HIP compiler and the toolkit it belongs to."""
+    """nvcc or hipcc.
+
+    Attributes:
+        path: path of the compiler.
+        home: folder of its toolkit, which holds ``bin`` and ``include``.
+    """
 
     path: str
     home: str
 
 
 def _version(command: list[str]) -> str:
-    """Returns what a command prints, "" where it fails."""
+    """Runs a command and returns its standard output, "" if the command fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
@@ -54,21 +59,24 @@ def _version(command: list[str]) -> str:
 
 
 def _passed_on(flag: str) -> list[str]:
-    """Returns the flags in one word: ``-Xcompiler=-march=native,-O2`` passes two on."""
+    """Splits a flag into those it hands on: ``-Xcompiler=-march=native,-O2`` hands on two."""
     return flag.replace("=-", ",-").split(",")
 
 
 def is_for_this_machine(flag: str) -> bool:
-    """Returns True if a flag makes the compiler use whatever this machine's CPU offers."""
+    """Returns True if a flag is, or hands on, ``-march=native`` or ``-mcpu=native``."""
     return any(_ONE_MACHINE.fullmatch(part) for part in _passed_on(flag))
 
 
 def unfit_flag(words: Sequence[str]) -> str:
-    """Returns the first flag that no shared library may have and why, "" without one.
+    """Returns the first flag of ``words`` that a shared library must not have.
 
     Flags for one kind of CPU and flags that relax floating-point arithmetic are unfit. Such flags
     of a builder are part of the cache key; those that a compiler reads from the environment are
     not, so a library made with them would be loaded by processes that did not ask for them.
+
+    Returns:
+        The flag and the reason in one text for messages; "" if all flags are fit.
     """
     for flag in words:
         if is_for_this_machine(flag):
@@ -82,7 +90,11 @@ def unfit_flag(words: Sequence[str]) -> str:
 
 
 def _words(variable: str) -> list[str]:
-    """Splits an environment variable as a shell does; raises ``SettingError`` for unfit content."""
+    """Splits an environment variable into words as a shell does.
+
+    Raises:
+        SettingError: the variable cannot be split, or a word is an unfit flag.
+    """
     text = os.environ.get(variable, "")
     try:
         words = shlex.split(text)
@@ -96,11 +108,11 @@ def _words(variable: str) -> list[str]:
 
 
 def find_cxx() -> list[str]:
-    """Returns the C++ compiler as a command: ``CXX``, else g++, c++ or clang++.
+    """Returns the C++ compiler as a command: the words of ``CXX``, else g++, c++ or clang++.
 
     Raises:
-        CompilerNotFoundError: there is none.
-        SettingError: ``CXX`` cannot be read or has an unfit flag.
+        CompilerNotFoundError: there is no C++ compiler.
+        SettingError: ``CXX`` cannot be split into words or has an unfit flag.
     """
     named = _words("CXX")
     for command in [named] if named else [["g++"], ["c++"], ["clang++"]]:
@@ -115,16 +127,18 @@ def find_cxx() -> list[str]:
 
 @functools.cache
 def _cxx_version(command: tuple[str, ...]) -> str:
+    """Returns the first line that ``command --version`` prints, "unknown" if it fails."""
     lines = _version([*command, "--version"]).splitlines()
     return lines[0].strip() if lines else "unknown"
 
 
 def cxx_version() -> str:
-    """Returns the first line that the C++ compiler says about itself."""
+    """Returns the first line that the C++ compiler prints for ``--version``."""
     return _cxx_version(tuple(find_cxx()))
 
 
 def _in_home(home: str, program: str) -> Nvcc | None:
+    """Returns the compiler ``bin/<program>`` of the toolkit ``home``, None if it has none."""
     path = os.path.join(home, "bin", program)
     return Nvcc(path, home) if os.access(path, os.X_OK) and os.path.isfile(path) else None
 
@@ -137,15 +151,16 @@ def _find_toolkit(
     missing: Callable[[str], BuildError],
     advice: str,
 ) -> Nvcc:
-    """Returns a GPU compiler: of a named home, on PATH, or in a usual place.
+    """Returns a GPU compiler: of the toolkit that a variable names, on PATH, or in a usual place.
 
     Args:
-        program: name of the compiler.
-        flags: variables with flags that the compiler itself reads.
-        homes: variables that name a toolkit; the first must hold the compiler if it is set.
-        usual: gives the toolkits that are looked into last.
-        missing: makes the error.
-        advice: text of the error where the compiler is found nowhere.
+        program: name of the compiler, "nvcc" or "hipcc".
+        flags: environment variables with flags that the compiler itself reads, which must be fit.
+        homes: environment variables that name a toolkit's folder; if the first is set, that folder
+            must hold the compiler.
+        usual: returns the folders of toolkits that are searched last.
+        missing: class of the error for a compiler that is not found.
+        advice: text of that error.
     """
     for variable in flags:
         _words(variable)
@@ -165,6 +180,7 @@ def _find_toolkit(
 
 
 def _usual_cuda_homes() -> list[str]:
+    """Returns the folders in which CUDA toolkits are usually installed, wheels first."""
     names = ("cu13", "cu12", "cuda_nvcc")
     numbered = sorted(
         glob.glob("/usr/local/cuda-*"),
@@ -183,7 +199,7 @@ def find_nvcc() -> Nvcc:
     """Returns nvcc: of ``CUDA_HOMES``, on PATH, of NVIDIA's wheels or in /usr/local/cuda*.
 
     Raises:
-        NvccNotFoundError: there is none.
+        NvccNotFoundError: there is no nvcc.
         SettingError: a variable that nvcc itself reads has unfit flags.
     """
     return _find_toolkit(
@@ -201,7 +217,7 @@ def find_hipcc() -> Nvcc:
     """Returns hipcc: of ``ROCM_HOMES``, on PATH or in /opt/rocm*.
 
     Raises:
-        HipccNotFoundError: there is none.
+        HipccNotFoundError: there is no hipcc.
         SettingError: a variable that hipcc itself reads has unfit flags.
     """
     return _find_toolkit(
@@ -241,18 +257,27 @@ def nvcc_version() -> str:
 
 
 def nvcc_major() -> int:
-    """Returns the major version of nvcc, 0 if it cannot be told."""
+    """Returns the major version of nvcc, 0 if nvcc does not print one."""
     match = re.search(r"(\d+)\.", nvcc_version())
     return int(match[1]) if match else 0
 
 
 @functools.cache
 def _gpu_codes(path: str) -> frozenset[str]:
+    """Returns the numbers of the archs that nvcc knows, such as "90"; none if it does not tell."""
     return frozenset(re.findall(r"sm_(\d+)", _version([path, "--list-gpu-code"])))
 
 
 def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
-    """Raises ``ArchError`` if nvcc does not know one of ``numbers`` (such as "90a")."""
+    """Checks that nvcc knows GPU archs.
+
+    Args:
+        nvcc: the compiler.
+        numbers: archs as ``Arch.number`` writes them, such as "90a".
+
+    Raises:
+        ArchError: nvcc does not know one of them.
+    """
     known = _gpu_codes(nvcc.path)
     for number in numbers:
         if known and number.rstrip("af") not in known:
@@ -264,10 +289,10 @@ def check_archs(nvcc: Nvcc, numbers: list[str]) -> None:
 
 
 def find_ninja() -> str:
-    """Returns ninja's path: the Python module's binary, else the one on PATH.
+    """Returns the path of ninja: of the Python package ``ninja``, else on PATH.
 
     Raises:
-        NinjaNotFoundError: there is none.
+        NinjaNotFoundError: there is no ninja.
     """
     import sysconfig  # here, because it is slow to import and a look-up does not need it
 
@@ -288,7 +313,7 @@ def find_ninja() -> str:
 
 
 def python_include() -> str:
-    """Returns the folder of ``Python.h``.
+    """Returns the folder of the running Python's ``Python.h``.
 
     Raises:
         HeaderNotFoundError: the header is missing.
@@ -332,10 +357,18 @@ def pybind11_version() -> str:
 
 
 def find_header(header: str, package: str, nvcc: Nvcc) -> list[str]:
-    """Returns include folders for ``header``: none if the toolkit has it, else a wheel's.
+    """Returns the include folder that a header of CUDA's needs on the command line.
+
+    Args:
+        header: file name of the header.
+        package: folder of the header's wheel below ``nvidia``, such as "cublas".
+        nvcc: compiler whose toolkit may have the header.
+
+    Returns:
+        No folder if a toolkit has the header, else that of a wheel.
 
     Raises:
-        HeaderNotFoundError: neither the toolkit nor NVIDIA's wheel ``package`` has it.
+        HeaderNotFoundError: neither a toolkit nor a wheel has the header.
     """
     toolkits = [nvcc.home, *glob.glob(os.path.join(nvcc.home, "targets", "*")), "/usr/local/cuda"]
     if any(os.path.isfile(os.path.join(home, "include", header)) for home in toolkits):

@@ -1,1 +1,1 @@
-"""Finding a library: its key, the cache folders and their entries."""
+"""Look-up of libraries: their keys, the cache folders and the entries in them."""

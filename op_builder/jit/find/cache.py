@@ -1,7 +1,7 @@
-"""Cache folders: which ones there are, if they can be used, and the entries they hold.
+"""Cache folders: the order in which they are searched, checks of their safety, search for an entry.
 
-Layout: ``<cache>/<library>-<key>/<archs>/{manifest.json, <library>.so}``; locks in ``locks``,
-builds in ``tmp``.
+Layout: ``<cache>/<library>-<key>/<archs>/{manifest.json, <library>.so}``, where the innermost
+folder is an entry; lock files in ``<cache>/locks``, folders of running builds in ``<cache>/tmp``.
 """
 
 from __future__ import annotations
@@ -53,13 +53,19 @@ def find(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """Returns the entry of ``location`` that serves, opened; None if there is none.
+    """Returns the opened library of one cache folder that a caller can use, None if there is none.
 
-    An entry serves if it covers ``capability`` where that is given, else if it holds all archs of
-    ``wanted``. A damaged library is passed over with one warning.
+    A damaged library is passed over with one warning.
+
+    Args:
+        location: the cache folder.
+        library: file name of the library without ``.so``.
+        key: the library's cache key.
+        capability: GPU that the library must run on; None if there is no such GPU.
+        wanted: archs that the library must hold if ``capability`` is None.
 
     Raises:
-        CacheError: the folder or an entry must not be used.
+        CacheError: owner or mode of the folder or of an entry is not safe.
     """
     try:
         root = open_folder(location)
@@ -97,15 +103,16 @@ def find(
 
 
 def named_cache() -> str | None:
-    """Returns ``APEX_TE_CACHE_DIR``, or None."""
+    """Returns the user cache that ``APEX_TE_CACHE_DIR`` names, None if it is unset or empty."""
     return os.environ.get("APEX_TE_CACHE_DIR") or None
 
 
 def default_cache() -> str:
-    """Returns the user cache when none is named; a relative or empty XDG_CACHE_HOME is ignored.
+    """Returns the path of the user cache where ``APEX_TE_CACHE_DIR`` does not name one.
 
-    Without a home (none in HOME, none in the user database) it is one that only root can make, and
-    never one relative to the current folder.
+    It lies in ``XDG_CACHE_HOME`` if that is an absolute path, else in ``~/.cache``. For a user
+    without a home folder it is one that only root can make, never one relative to the current
+    folder.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
@@ -115,7 +122,7 @@ def default_cache() -> str:
 
 
 def make_private(path: str) -> None:
-    """Creates a folder of mode 0700 with its parents, if it does not exist."""
+    """Creates a folder and its missing parents with mode 0700; leaves an existing one alone."""
     parent = os.path.dirname(path)
     if parent != path and not os.path.isdir(parent):
         make_private(parent)
@@ -127,10 +134,15 @@ def make_private(path: str) -> None:
 
 
 def prepare(location: Location, *inside: str) -> None:
-    """Makes and checks a cache and the folders in it that are written to.
+    """Creates a cache folder and folders in it if they are missing, and checks that they are safe.
+
+    Args:
+        location: the cache folder.
+        inside: names of folders in it.
 
     Raises:
-        OSError, CacheError: a folder cannot be made or must not be used.
+        OSError: a folder cannot be created.
+        CacheError: the cache is not writable, or owner or mode of a folder is not safe.
     """
     for attempt in range(3):
         try:
@@ -141,6 +153,7 @@ def prepare(location: Location, *inside: str) -> None:
 
 
 def _prepare(location: Location, inside: Sequence[str]) -> None:
+    """Does the work of ``prepare``; raises ``FileNotFoundError`` if a folder vanishes meanwhile."""
     make_private(location.path)
     root = open_folder(location)
     try:
@@ -155,7 +168,10 @@ def _prepare(location: Location, inside: Sequence[str]) -> None:
 
 
 def runtime_cache() -> Location | None:
-    """Returns the folder of the user's session for what finds no other place, if it is safe."""
+    """Returns the cache folder in ``XDG_RUNTIME_DIR``, which stands in for an unusable user cache.
+
+    It is None if the variable is unset or its folder is not safe. The cache folder need not exist.
+    """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if not os.path.isabs(runtime):
         return None
@@ -170,7 +186,18 @@ _fallback: Location | None = None
 
 
 def fall_back(reason: str, *inside: str) -> Location:
-    """Returns a checked folder of the session, else a fresh one of this process; warns once."""
+    """Returns a cache folder to build in instead of the user cache, with one warning per process.
+
+    It is the one in ``XDG_RUNTIME_DIR``, or else a temporary one, which is removed when the process
+    ends.
+
+    Args:
+        reason: the reason why the user cache cannot be used, for the warning.
+        inside: names of folders to create in it.
+
+    Raises:
+        CacheError: a temporary folder would not be safe either.
+    """
     global _fallback
     if _fallback is None:
         chosen = runtime_cache()
@@ -191,6 +218,14 @@ def fall_back(reason: str, *inside: str) -> Location:
 
 
 def _fresh_folder(reason: str) -> str:
+    """Creates a temporary folder that is removed when this process ends.
+
+    Args:
+        reason: the reason why it is needed, for the error.
+
+    Raises:
+        CacheError: another user could replace the folder.
+    """
     import atexit
     import shutil
     import tempfile
@@ -222,7 +257,7 @@ def _fresh_folder(reason: str) -> str:
 
 
 def user_cache() -> Location:
-    """Returns the user cache for looking up."""
+    """Returns the user cache to search, or the folder that replaced it in this process."""
     if _fallback is not None:
         return _fallback
     named = named_cache()
@@ -230,13 +265,17 @@ def user_cache() -> Location:
 
 
 def writable_cache(*inside: str) -> Location:
-    """Returns the user cache for building, with the folders ``inside`` it created and checked.
+    """Returns the user cache to build in, created and checked.
 
-    Another folder takes its place where it cannot be used, unless the user named it.
+    If it cannot be used and the user did not name it, another folder takes its place:
+    ``fall_back``.
+
+    Args:
+        inside: names of folders to create in it.
 
     Raises:
-        CacheError: the folder that the user named cannot be used.
-        OSError: there is no space.
+        CacheError: the folder that ``APEX_TE_CACHE_DIR`` names cannot be used.
+        OSError: no space is left.
     """
     location = user_cache()
     try:
@@ -252,7 +291,10 @@ def writable_cache(*inside: str) -> Location:
 
 
 def locations(package: str) -> Iterator[Location]:
-    """Yields the places where a library is looked up, in order.
+    """Yields the cache folders that a look-up searches, in order.
+
+    They are the libraries installed prebuilt, the user cache, the session's cache in
+    ``XDG_RUNTIME_DIR``, and the folders of ``APEX_TE_CACHE_PATH``.
 
     Args:
         package: folder of the libraries that were installed prebuilt.
@@ -275,10 +317,19 @@ def look_up(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """Returns the first entry that serves; unsafe folders are skipped with one warning each.
+    """Returns the opened library from the first cache folder that has a usable one, else None.
+
+    An unsafe folder is skipped with one warning.
+
+    Args:
+        package: folder of the libraries that were installed prebuilt.
+        library: file name of the library without ``.so``.
+        key: the library's cache key.
+        capability: GPU that the library must run on; None if there is no such GPU.
+        wanted: archs that the library must hold if ``capability`` is None.
 
     Raises:
-        CacheError: the folder named in ``APEX_TE_CACHE_DIR`` is unsafe.
+        CacheError: the folder that ``APEX_TE_CACHE_DIR`` names is unsafe.
     """
     for location in locations(package):
         try:
@@ -302,7 +353,7 @@ def look_up(
 
 
 def is_writable(path: str) -> bool:
-    """Returns True if this user may make files in the folder, or the folder itself."""
+    """Returns True if this user may create files in the folder, or a missing folder itself."""
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK, effective_ids=True):

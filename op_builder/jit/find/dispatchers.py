@@ -1,4 +1,4 @@
-"""Dispatchers that are made for other Pythons than the running one."""
+"""Dispatchers in caches and packages that were compiled for other Pythons than the running one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from .key import key_of
 
 
 def key_for(spec: DispatcherSpec, manifest: dict[str, Any]) -> tuple[str, str]:
-    """Returns the key that a dispatcher for a manifest's Python would have now, and that Python.
+    """Returns the key that an up-to-date dispatcher for the Python of a manifest has.
 
-    Both are "" where the manifest names no Python.
+    Args:
+        spec: the dispatcher.
+        manifest: manifest of a cached dispatcher, from which its Python is read.
+
+    Returns:
+        The key and the Python's version, such as "3.12"; both are "" if the manifest names no
+        Python.
     """
     extras = manifest.get("extras")
     if not (isinstance(extras, list) and len(extras) == 1 and isinstance(extras[0], str)):
@@ -29,7 +35,7 @@ def key_for(spec: DispatcherSpec, manifest: dict[str, Any]) -> tuple[str, str]:
 
 
 def prebuilt_for(spec: DispatcherSpec) -> list[str]:
-    """Returns the Pythons whose up-to-date dispatcher the installed package holds."""
+    """Returns the Python versions for which the installed package has an up-to-date dispatcher."""
     found = set()
     place = Location(spec.prebuilt_folder, False, "prebuilt")
     with contextlib.suppress(CacheError, OSError):
@@ -41,7 +47,10 @@ def prebuilt_for(spec: DispatcherSpec) -> list[str]:
 
 
 def why_missing(spec: OpSpec) -> str:
-    """Returns why a dispatcher is not found although others are prebuilt, "" without a reason."""
+    """Returns the reason why no dispatcher is prebuilt for this Python although others are.
+
+    It is "" if none is prebuilt at all, and for a ``spec`` that is not this Python's dispatcher.
+    """
     if not isinstance(spec, DispatcherSpec) or spec.python is not None:
         return ""
     others = prebuilt_for(spec)

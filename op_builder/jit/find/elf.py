@@ -1,4 +1,4 @@
-"""Check of a shared library by its ELF tables: whole, and for this machine."""
+"""Check by its ELF tables that a shared library is complete and for this kind of CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ _MACHINES = {"x86_64": 62, "aarch64": 183}
 
 
 def _truncation(file_size: int, content: bytes) -> str:
-    """Returns what an ELF shared library lacks, or "" where every part that it names is there."""
+    """Returns the reason why a file is no complete shared library, "" if it is one.
+
+    Args:
+        file_size: bytes of the file.
+        content: the file's content.
+    """
     if len(content) < _HEADER.size or content[:4] != b"\x7fELF":
         return f"it is no ELF file ({file_size} bytes)"
     header = _HEADER.unpack_from(content)
@@ -50,7 +55,7 @@ def _truncation(file_size: int, content: bytes) -> str:
 
 
 def file_problem(path: str) -> str:
-    """Returns why the file is no whole shared library of this machine, or "" if it is one."""
+    """Returns the reason why a file is no complete shared library for this CPU, "" without one."""
     try:
         with open(path, "rb") as file:
             content = file.read()

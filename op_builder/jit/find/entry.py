@@ -1,4 +1,4 @@
-"""Safe opening of what a cache holds: no links, right owner and mode, the published content.
+"""Safe opening of cache entries: no links, safe owner and mode, the content that was published.
 
 Everything is opened relative to a checked folder descriptor, without following links, and a library
 is loaded through the descriptor that was checked.
@@ -27,25 +27,42 @@ CPU_ENTRY = "cpu"
 
 
 class Location(NamedTuple):
-    """A cache folder; ``private`` ones are the user's alone, others may also belong to root."""
+    """A cache folder.
+
+    Attributes:
+        path: absolute path.
+        private: True if everything in it must belong to this user; False if it may belong to root,
+            too.
+        kind: "prebuilt" for an installed package, "cache" for the user's, "extra" for a folder of
+            ``APEX_TE_CACHE_PATH``.
+    """
 
     path: str
     private: bool
-    kind: str  # prebuilt, cache or extra
+    kind: str
 
 
 class OpenedLibrary(NamedTuple):
-    """A checked library; the descriptor stays open for the life of the process."""
+    """A checked library, opened for the dispatcher or Python to load.
+
+    Attributes:
+        fd: file descriptor, open for the life of the process.
+        path: path of the file, for messages.
+        proc_path: path below ``/proc/self/fd`` that loads the opened file, whatever is at ``path``.
+        archs: GPU archs that the library holds; none for one without GPU code.
+        kind: ``kind`` of the cache folder that it lies in.
+        file: device and inode number.
+    """
 
     fd: int
     path: str
     proc_path: str
     archs: tuple[str, ...]
     kind: str
-    file: tuple[int, int]  # device and inode
+    file: tuple[int, int]
 
     def is_open(self) -> bool:
-        """Returns True if the descriptor still is this file: a daemon closes what it inherits."""
+        """Returns True if ``fd`` is still open on this file; a daemon closes what it inherits."""
         try:
             return _identity(self.fd) == self.file
         except OSError:
@@ -53,14 +70,15 @@ class OpenedLibrary(NamedTuple):
 
 
 class Unsafe(CacheError):
-    """A file or folder whose owner or mode lets somebody else write it."""
+    """A file or folder that another user owns or may write, or that is a link."""
 
 
 class Damaged(CacheError):
-    """A library that is not the one its manifest describes."""
+    """A library whose size or checksum is not what its manifest says."""
 
 
 def _identity(fd: int) -> tuple[int, int]:
+    """Returns device and inode number of an opened file."""
     status = os.fstat(fd)
     return status.st_dev, status.st_ino
 
@@ -69,10 +87,15 @@ _files_of_number: dict[int, list[tuple[int, int]]] = {}
 
 
 def _proc_path(fd: int, file: tuple[int, int]) -> str:
-    """Returns a path that opens the descriptor, with a slash more for each earlier file of it.
+    """Returns a path that opens the descriptor and was used for no other file in this process.
 
     dlopen takes a library that it knows under the very same path for the one that is asked for,
-    even if the descriptor was closed since and its number given to another file.
+    even if the descriptor was closed since and its number given to another file. Each further file
+    under one number gets a slash more in its path.
+
+    Args:
+        fd: the descriptor.
+        file: device and inode number of its file.
     """
     files = _files_of_number.setdefault(fd, [])
     if file not in files:
@@ -84,19 +107,19 @@ warned: set[str] = set()
 
 
 def warn_once(text: str) -> None:
-    """Gives a warning once per process."""
+    """Gives a ``RuntimeWarning`` with ``text``, once per process."""
     if text not in warned:
         warned.add(text)
         warnings.warn(f"apex_te: {text}", RuntimeWarning, stacklevel=3)
 
 
 def entry_tag(archs: Iterable[object]) -> str:
-    """Returns the folder name of an entry for ``archs``, "cpu" without any."""
+    """Returns the folder name of an entry: its archs joined, or "cpu" without GPU code."""
     return "_".join(map(str, archs)) or CPU_ENTRY
 
 
 def entry_folder(library: str, key: str) -> str:
-    """Returns the folder name of all entries of one key."""
+    """Returns the name of the folder of one key, which holds an entry for each list of archs."""
     return f"{library}-{key[:24]}"
 
 
@@ -106,8 +129,12 @@ _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..", "
 def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
     """Returns True if a file of this package has no more writers than this module has.
 
-    pip installs with the user's umask: where that is 002, modules and libraries alike belong to a
-    user's own group that may write them. What others may write is never safe.
+    pip installs with the user's umask: with 002, modules and libraries alike belong to a user's own
+    group that may write them. A file that all users may write is never safe.
+
+    Args:
+        status: status of the file.
+        path: path of the file.
     """
     if not path.startswith(_PACKAGE + os.sep) or status.st_mode & 0o002:
         return False
@@ -117,6 +144,14 @@ def _as_safe_as_code(status: os.stat_result, path: str) -> bool:
 
 
 def _check(status: os.stat_result, path: str, private: bool, folder: bool) -> None:
+    """Raises ``Unsafe`` if another user may write a file or folder.
+
+    Args:
+        status: status of the file or folder.
+        path: path for the message.
+        private: refuses what belongs to root, too.
+        folder: expects a folder instead of a regular file.
+    """
     kind = stat.S_ISDIR if folder else stat.S_ISREG
     if not kind(status.st_mode):
         raise Unsafe(f"{path} must be a {'real folder' if folder else 'regular file'}")
@@ -131,11 +166,11 @@ def _check(status: os.stat_result, path: str, private: bool, folder: bool) -> No
 
 
 def open_folder(location: Location) -> int:
-    """Returns the descriptor of a cache folder after the checks.
+    """Checks owner and mode of a cache folder and returns its descriptor.
 
     Raises:
-        FileNotFoundError: it does not exist.
-        CacheError: it must not be used.
+        FileNotFoundError: the folder does not exist.
+        CacheError: it cannot be opened, or owner or mode is not safe.
     """
     try:
         fd = os.open(location.path, _FOLDER)
@@ -161,9 +196,18 @@ def open_folder(location: Location) -> int:
 
 
 def open_inside(parent: int, name: str, path: str, private: bool, folder: bool) -> int:
-    """Returns the descriptor of a checked file or folder of a checked folder.
+    """Checks owner and mode of a file or folder in a checked folder and returns its descriptor.
 
-    The ``path`` is for messages.
+    Args:
+        parent: descriptor of the checked folder.
+        name: name of the file or folder in it.
+        path: full path for messages.
+        private: refuses what belongs to root.
+        folder: opens a folder instead of a file.
+
+    Raises:
+        OSError: it cannot be opened.
+        Unsafe: it is a link, or owner or mode is not safe.
     """
     try:
         fd = os.open(name, _FOLDER if folder else _FILE, dir_fd=parent)
@@ -180,7 +224,18 @@ def open_inside(parent: int, name: str, path: str, private: bool, folder: bool) 
 
 
 def read_text(parent: int, name: str, path: str, private: bool) -> str:
-    """Returns the text of a checked file of a checked folder."""
+    """Returns the text of a file in a checked folder, at most its first MiB.
+
+    Args:
+        parent: descriptor of the checked folder.
+        name: name of the file in it.
+        path: full path for messages.
+        private: refuses a file that belongs to root.
+
+    Raises:
+        OSError: the file cannot be opened.
+        Unsafe: it is a link, or owner or mode is not safe.
+    """
     fd = open_inside(parent, name, path, private, folder=False)
     try:
         return os.read(fd, _LARGEST_TEXT).decode("utf-8", "replace")
@@ -189,7 +244,14 @@ def read_text(parent: int, name: str, path: str, private: bool) -> str:
 
 
 class _Manifest(NamedTuple):
-    """The part of a manifest that a look-up reads."""
+    """Part of a manifest that a look-up reads.
+
+    Attributes:
+        key: the library's whole cache key.
+        archs: names of the GPU archs that the library holds.
+        size: bytes of the library.
+        crc32: checksum of the library.
+    """
 
     key: str
     archs: list[str]
@@ -198,7 +260,11 @@ class _Manifest(NamedTuple):
 
 
 def _parse(text: str) -> _Manifest:
-    """Returns the manifest; raises ``ValueError`` for anything that ``publish`` does not write."""
+    """Returns the parsed text of a manifest.
+
+    Raises:
+        ValueError: the text is not what ``publish`` writes.
+    """
     try:
         data = json.loads(text)
         found = _Manifest(*(data[name] for name in _Manifest._fields))
@@ -211,7 +277,7 @@ def _parse(text: str) -> _Manifest:
 
 
 def _checksum(fd: int, size: int) -> int | None:
-    """Returns the CRC-32 of a file of ``size`` bytes, None if it ends early.
+    """Returns the CRC-32 of the first ``size`` bytes of a file, None if the file is shorter.
 
     A CRC takes a third of a SHA-256's time, and against somebody who can write the library no
     checksum beside it helps. Reading, unlike mapping, cannot crash when the file shrinks meanwhile.
@@ -227,7 +293,11 @@ def _checksum(fd: int, size: int) -> int | None:
 
 
 def _open_library(parent: int, name: str, path: str, private: bool, manifest: _Manifest) -> int:
-    """Returns the descriptor of the library that the manifest describes; raises ``Damaged``."""
+    """Returns the descriptor of a library after comparing it with its manifest.
+
+    Raises:
+        Damaged: size or checksum is not the manifest's.
+    """
     fd = open_inside(parent, name, path, private, folder=False)
     try:
         size = os.fstat(fd).st_size
@@ -250,13 +320,21 @@ def open_entry(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """Returns the library of the entry ``folder`` of the opened folder ``parent``, if it serves.
+    """Returns the opened library of an entry, None if it has another key or lacks a needed arch.
 
-    An entry serves if it covers ``capability`` where that is given, else if it holds all archs of
-    ``wanted``.
+    Args:
+        parent: descriptor of the folder that the entry's folder lies in.
+        folder: path of the entry's folder.
+        location: the cache folder.
+        library: file name of the library without ``.so``.
+        key: the library's cache key.
+        capability: GPU that the library must run on; None if there is no such GPU.
+        wanted: archs that the library must hold if ``capability`` is None.
 
     Raises:
-        Unsafe, Damaged, FileNotFoundError: the entry cannot be used.
+        Unsafe: owner or mode of a file is not safe.
+        Damaged: the library is not what its manifest describes.
+        OSError: a file cannot be opened.
         ValueError: the manifest is broken.
     """
     private = location.private

@@ -1,4 +1,4 @@
-"""Entries of the cache folders, with their manifests and what is wrong with them."""
+"""Lists of the entries in cache folders, with their manifests and problems."""
 
 from __future__ import annotations
 
@@ -18,48 +18,58 @@ FOLDER = re.compile(r"(?P<library>[A-Za-z_]\w*)-(?P<digits>[0-9a-f]{24})")
 
 
 class Entry(NamedTuple):
-    """One published library in a cache."""
+    """One entry of a cache folder: a library and its manifest.
+
+    Attributes:
+        location: the cache folder.
+        folder: name of the folder of the entry's key.
+        tag: name of the entry's folder in it: its archs, or "cpu".
+        library: file name of the library without ``.so``.
+        digits: first 24 digits of the key.
+        manifest: content of the manifest, empty if it cannot be read.
+        problem: reason why a look-up would refuse the entry, "" if it would not.
+    """
 
     location: cache.Location
-    folder: str  # of all entries of the same key
-    tag: str  # its archs, or "cpu"
+    folder: str
+    tag: str
     library: str
     digits: str
-    manifest: dict[str, Any]  # empty if it cannot be read
-    problem: str  # why it would not be loaded, "" if it would
+    manifest: dict[str, Any]
+    problem: str
 
     @property
     def path(self) -> str:
-        """Folder of the entry."""
+        """Path of the entry's folder."""
         return os.path.join(self.location.path, self.folder, self.tag)
 
     @property
     def archs(self) -> tuple[str, ...]:
-        """GPU archs that the entry holds, none for a CPU library."""
+        """Names of the GPU archs that the library holds; none without GPU code."""
         return tuple(str(arch) for arch in self.manifest.get("archs") or ())
 
     @property
     def name(self) -> str:
-        """Library and archs as messages name them."""
+        """Name of the library and its archs, for messages."""
         return f"{self.library} {'+'.join(self.archs)}".strip()
 
     def bytes(self) -> int:
-        """Returns the size of all its files."""
+        """Returns the size of all files of the entry."""
         return tree_bytes(self.path)
 
     def seconds(self) -> float | None:
-        """Returns how long the build took."""
+        """Returns the duration of the build in seconds, None if the manifest does not say."""
         value = self.manifest.get("seconds")
         return float(value) if isinstance(value, (int, float)) else None
 
     def built(self) -> float:
-        """Returns the time of the build, seconds since the epoch; 0 if that is not known."""
+        """Returns the time of the build in seconds since the epoch, 0 if it is not recorded."""
         value = self.manifest.get("time")
         return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def tree_bytes(path: str) -> int:
-    """Returns the size of all files at and below ``path``; links count as themselves."""
+    """Returns the size of a file, or of all files below a folder; links count as themselves."""
     total = 0
     with contextlib.suppress(OSError):
         total += os.lstat(path).st_size if not os.path.isdir(path) else 0
@@ -73,7 +83,15 @@ def tree_bytes(path: str) -> int:
 def _entry(
     parent: int, location: cache.Location, folder: str, tag: str, check: bool
 ) -> Entry | None:
-    """Returns the entry ``tag`` of the opened ``folder``; None for a log or a stored failure."""
+    """Returns the entry ``tag`` of the folder of a key; None if it is a file, such as a log.
+
+    Args:
+        parent: descriptor of the folder of the key.
+        location: the cache folder.
+        folder: name of the folder of the key.
+        tag: name of the entry's folder.
+        check: reads the library, too, to find damage.
+    """
     match = FOLDER.fullmatch(folder)
     assert match is not None
     library, path = match["library"], f"{location.path}/{folder}/{tag}"
@@ -111,16 +129,16 @@ def entries(
     check: bool = True,
     key: str | None = None,
 ) -> list[Entry]:
-    """Returns all entries of a cache, or those of one library or one key; none without the cache.
+    """Returns the entries of a cache folder, none if it does not exist.
 
     Args:
-        location: the cache.
-        library: name of the only library that counts.
-        check: reads the libraries, too, and not the manifests alone.
-        key: name of the only folder that counts.
+        location: the cache folder.
+        library: returns only entries of this library.
+        check: reads the libraries, too, to find damage; else ``problem`` tells only of manifests.
+        key: returns only entries in this folder, ``<library>-<first digits of the key>``.
 
     Raises:
-        CacheError: the folder must not be used.
+        CacheError: owner or mode of the cache folder is not safe.
     """
     try:
         root = open_folder(location)
@@ -151,15 +169,20 @@ def entries(
 
 
 def op_of(entry: Entry) -> str:
-    """Returns the name of the op that the entry is of."""
+    """Returns the name of an entry's op, from the manifest or else from the library's name."""
     known = entry.manifest.get("op")
     return known if isinstance(known, str) else re.sub("_(cpu|cuda)$", "", entry.library)
 
 
 def last_seconds(location: cache.Location, library: str, tag: str) -> float | None:
-    """Returns the seconds that the newest build of a library took, preferring the same archs.
+    """Returns the duration of a library's newest build in seconds, None if no entry records one.
 
-    None if the cache knows of none. It is an estimate for the next build, whatever its sources.
+    It is an estimate for the next build, whatever its sources are.
+
+    Args:
+        location: the cache folder.
+        library: file name of the library without ``.so``.
+        tag: folder name of the archs, whose builds count before those for other archs.
     """
     try:
         found = entries(location, library, check=False)

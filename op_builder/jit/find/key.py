@@ -1,4 +1,7 @@
-"""Content key of a library: what it is made of, not where, when or with what."""
+"""Cache key of a library: a hash of its sources, flags and other ingredients.
+
+Places, times and the compiler's version are no part of it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,12 @@ OP_ABI = 1  # the number in csrc/common/abi/op.h
 
 
 def normalise(flags: Iterable[str], root: str) -> list[str]:
-    """Returns flags without the places they name: the project's root and other absolute paths."""
+    """Returns compiler flags without absolute paths, so that keys do not depend on places.
+
+    Args:
+        flags: the flags.
+        root: the project's root, replaced by "<root>"; other folders become "<system>".
+    """
     result = []
     for flag in flags:
         flag = flag.replace(root, "<root>")
@@ -26,9 +34,10 @@ def normalise(flags: Iterable[str], root: str) -> list[str]:
 
 
 def _named_sources(spec: OpSpec, device: str) -> dict[str, bytes]:
-    """Returns the digests of sources and headers by their names, sorted; names tell no place.
+    """Returns the digests of a library's sources and headers by name, sorted.
 
-    A name is relative to the op's root, or to the suite's where only that holds the file.
+    A name is a path relative to the op's root, or to the suite's for an op that uses the suite's
+    headers; places on the disk do not show.
     """
     root, suite = str(spec.root), spec.suite_root
 
@@ -60,7 +69,12 @@ def key_of(spec: OpSpec, device: str) -> str:
 
 
 def made_of(spec: OpSpec, device: str) -> dict[str, Any]:
-    """Returns what the key of a library is made of beside its flags: for its manifest."""
+    """Returns the parts of a key, beside the flags, that a manifest records.
+
+    Returns:
+        "machine", the architecture of the CPU; "extras", the texts of ``key_extras``; "sources",
+        the first digits of the digest of each source and header by name.
+    """
     sources = _named_sources(spec, device)
     return {
         "machine": os.uname().machine,

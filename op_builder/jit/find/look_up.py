@@ -1,4 +1,4 @@
-"""Look-up of an op's library in the caches, which runs no compiler."""
+"""Look-up of an op's library in the cache folders, without running a compiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from .key import key_of
 
 
 def wanted_archs(spec: OpSpec, device: str, capability: Capability | None) -> tuple[Arch, ...]:
-    """Returns the archs to build a library for, none for one without GPU code."""
+    """Returns the archs to build a library for, none if it has no GPU code.
+
+    Args:
+        spec: the op.
+        device: "cpu" or "cuda".
+        capability: GPU that the library must run on; None if there is no such GPU.
+
+    Raises:
+        ArchError: no arch can be chosen, or the environment's list does not serve ``capability``.
+    """
     if not spec.needs_archs(device):
         return ()
     return choose(spec.NAME, spec.min_arch, spec.specific_archs(), capability)
@@ -21,7 +30,17 @@ def wanted_archs(spec: OpSpec, device: str, capability: Capability | None) -> tu
 def look_up(
     spec: OpSpec, device: str, capability: Capability | None = None
 ) -> OpenedLibrary | None:
-    """Returns the library if it need not be built, else None."""
+    """Returns the opened library for ``device`` if a cache folder holds it, else None.
+
+    Args:
+        spec: the op.
+        device: "cpu" or "cuda".
+        capability: GPU that the library must run on; by default it must hold the archs that the
+            environment lists, if it lists any.
+
+    Raises:
+        CacheError: the folder that ``APEX_TE_CACHE_DIR`` names is unsafe.
+    """
     key = key_of(spec, device)
     library = spec.library_name(device)
     wanted: Sequence[str] = ()
