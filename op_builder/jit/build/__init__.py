@@ -1,1 +1,1 @@
-"""Building a library: locks, the compilers' run, checks and publication."""
+"""Compilation of a library: locks, the run of ninja, checks of the result and its publication."""

@@ -1,4 +1,4 @@
-"""Importing libraries that are extension modules of this interpreter."""
+"""Import of libraries that are extension modules of the running Python."""
 
 from __future__ import annotations
 
@@ -17,7 +17,15 @@ from ..find.entry import OpenedLibrary
 
 
 def import_module(name: str, opened: OpenedLibrary) -> ModuleType:
-    """Imports the opened library as module ``name`` and registers it."""
+    """Imports an opened library as module ``name`` and adds it to ``sys.modules``.
+
+    Args:
+        name: import name of the module.
+        opened: the library.
+
+    Returns:
+        The module of this name in ``sys.modules``: an existing one is not replaced.
+    """
     loader = importlib.machinery.ExtensionFileLoader(name, opened.proc_path)
     found = importlib.util.spec_from_file_location(name, opened.proc_path, loader=loader)
     if found is None:
@@ -32,7 +40,11 @@ _modules: dict[str, tuple[OpSpec, ModuleType]] = {}
 
 
 def _refuse_taken(spec: OpSpec, name: str) -> None:
-    """Raises ``ImportError`` if ``name`` is a module already, which the extension would replace."""
+    """Checks that the import name of an extension is not that of another module.
+
+    Raises:
+        ImportError: a module ``name`` is imported or could be.
+    """
     module = sys.modules.get(name)
     found = None if module is not None else importlib.util.find_spec(name)
     if module is not None or found is not None:
@@ -45,7 +57,10 @@ def _refuse_taken(spec: OpSpec, name: str) -> None:
 
 
 def _capability(spec: OpSpec) -> Capability | None:
-    """Returns a visible GPU, on which the code must run: at import no tensor tells the device."""
+    """Returns the capability of a visible GPU on which a CUDA extension must run, None without one.
+
+    An extension is loaded before any tensor can tell the device.
+    """
     torch = installed_torch(spec.NAME)
     if not spec.needs_archs("cpu") or (torch.version.cuda or torch.version.hip) is None:
         return None
@@ -54,17 +69,17 @@ def _capability(spec: OpSpec) -> Capability | None:
 
 
 def load(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType:
-    """Returns the extension, found or built and imported once.
+    """Returns the extension module of an op, which is looked up or compiled, and imported once.
 
     Args:
-        spec: the op.
-        force: builds and imports it again.
+        spec: the op, with ``BINDING = "pybind11"``.
+        force: compiles and imports it even if it is imported already.
         verbose: shows the compiler commands.
 
     Raises:
-        BuildError: it cannot be found or built.
-        ImportError: it does not import.
-        DuplicateOpError: another op's extension has its name.
+        BuildError: the library cannot be found or built.
+        ImportError: the library cannot be imported, or another module has its import name.
+        DuplicateOpError: another op's extension has its import name.
     """
     from ..build.service import open_library
 
@@ -98,7 +113,7 @@ def load(spec: OpSpec, force: bool = False, verbose: bool = False) -> ModuleType
 
 
 def _forked() -> None:
-    """Gives a child a fresh lock: a fork may copy one that another thread held."""
+    """Gives a forked child an unlocked lock: another thread of the parent may have held it."""
     global _lock
     _lock = threading.RLock()
 

@@ -1,4 +1,8 @@
-"""A compiler's own diagnostic, kept for those who wait or start shortly afterwards."""
+"""Stored compile errors, which spare other processes the attempt to compile refused sources.
+
+A stored error is raised by processes that waited for the failed build and by those that start
+within ``KEPT_SECONDS`` after it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,13 @@ NEXT_TRY = (
 
 
 def store(path: str, error: CompileError, compiler: str) -> None:
-    """Writes the failure beside the entry it belongs to, if the file can be written."""
+    """Writes a compile error to a file in the folder of the library's key; ignores an ``OSError``.
+
+    Args:
+        path: the file.
+        error: the error.
+        compiler: version text of the compiler, for which alone the error holds.
+    """
     record = {
         "message": str(error),
         **{name: getattr(error, name) for name in _PARTS},
@@ -38,7 +48,11 @@ def store(path: str, error: CompileError, compiler: str) -> None:
 
 
 def stamp(path: str) -> tuple[int, int] | None:
-    """Returns a stamp that changes when a failure is stored, whatever the clock does."""
+    """Returns a value that changes whenever an error is stored in ``path``, None without the file.
+
+    Returns:
+        Inode number and time of modification in ns; None if nothing is stored.
+    """
     try:
         status = os.stat(path, follow_symlinks=False)
     except OSError:
@@ -47,7 +61,13 @@ def stamp(path: str) -> tuple[int, int] | None:
 
 
 def recall(path: str, compiler: str, since: float | None) -> CompileError | None:
-    """Returns the stored failure of this compiler, None without one since ``since`` (epoch)."""
+    """Returns the compile error that is stored in a file, or None if none applies.
+
+    Args:
+        path: the file.
+        compiler: version text of the present compiler; an error of another one does not apply.
+        since: seconds since the epoch before which an error does not apply; None for no limit.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, encoding="utf-8") as file:
@@ -62,6 +82,6 @@ def recall(path: str, compiler: str, since: float | None) -> CompileError | None
 
 
 def forget(path: str) -> None:
-    """Drops the stored failure."""
+    """Removes the stored compile error, if there is one."""
     with contextlib.suppress(OSError):
         os.unlink(path)

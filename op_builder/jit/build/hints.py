@@ -1,4 +1,4 @@
-"""Advice on a failed build or load, found by what the compiler or ld.so said.
+"""Advice on a failed build or load, chosen by patterns in the messages of compilers and ld.so.
 
 The patterns are the programs' own words: g++ and ld 12, clang 15 to 20, nvcc 11 to 13, hipcc 5,
 ninja, ld.so. Source lines that a compiler quotes start with a blank and never count.
@@ -18,7 +18,7 @@ _ABOUT_SOURCES = r"\s|\S+?(?::\d+:\d+|\(\d+\)): (?:error|warning|note)\b"
 
 
 def _line(pattern: str) -> re.Pattern[str]:
-    """Returns a pattern for lines that hold ``pattern`` and are not about the sources."""
+    """Returns a pattern that finds ``pattern`` in lines that are not about the sources."""
     return re.compile(rf"^(?!{_ABOUT_SOURCES}).*?(?:{pattern})", _FLAGS)
 
 
@@ -83,6 +83,7 @@ _HEADERS: tuple[tuple[str, str], ...] = (
 
 
 def _memory(_: re.Match[str]) -> str:
+    """Returns advice for a compiler that was killed for want of memory."""
     free = resources.free_memory()
     known = f"; {free >> 20} MiB are free now" if free is not None else ""
     return (
@@ -93,6 +94,7 @@ def _memory(_: re.Match[str]) -> str:
 
 
 def _header(match: re.Match[str]) -> str:
+    """Returns advice for a missing header: the package that it belongs to."""
     name = match["host"] or match["device"]
     for pattern, owner in _HEADERS:
         if re.fullmatch(pattern, name):
@@ -104,6 +106,7 @@ def _header(match: re.Match[str]) -> str:
 
 
 def _gcc(match: re.Match[str]) -> str:
+    """Returns advice for an nvcc that refuses the version of g++."""
     limit = match["limit"]
     return (
         f"nvcc takes g++ up to {limit}: install g++-{limit} and set CXX=g++-{limit}, or use a newer"
@@ -112,6 +115,7 @@ def _gcc(match: re.Match[str]) -> str:
 
 
 def _clang(match: re.Match[str]) -> str:
+    """Returns advice for an nvcc that refuses the version of clang."""
     return (
         f"nvcc takes clang below {match['limit']}: name another host compiler in CXX, such as g++,"
         " or use a newer CUDA toolkit (APEX_TE_CUDA_HOME)"
@@ -119,6 +123,7 @@ def _clang(match: re.Match[str]) -> str:
 
 
 def _arch(match: re.Match[str]) -> str:
+    """Returns advice for a compiler that does not know an arch."""
     if match["hip"]:
         return f"this hipcc does not know {match['hip']}: name another arch, or use a newer ROCm"
     digits = re.sub(r"\D", "", match["cuda"])
@@ -129,12 +134,21 @@ def _arch(match: re.Match[str]) -> str:
 
 
 class _Rule(NamedTuple):
+    """Rule that turns a message of a compiler or of ld.so into advice.
+
+    Attributes:
+        name: name of the kind of problem.
+        pattern: finds the problem in the output.
+        advice: returns the advice from the pattern's match.
+    """
+
     name: str
     pattern: re.Pattern[str]
     advice: Callable[[re.Match[str]], str]
 
 
 def _fixed(text: str) -> Callable[[re.Match[str]], str]:
+    """Returns a function for ``_Rule.advice`` that gives ``text`` whatever the match."""
     return lambda match: text
 
 
@@ -188,6 +202,7 @@ _LOAD_RULES = (
 
 
 def _first(rules: tuple[_Rule, ...], text: str) -> str:
+    """Returns the advice of the first rule whose pattern is found in ``text``, "" if none is."""
     for rule in rules:
         match = rule.pattern.search(text)
         if match is not None:
@@ -196,19 +211,22 @@ def _first(rules: tuple[_Rule, ...], text: str) -> str:
 
 
 def was_stopped(output: str) -> bool:
-    """Returns True if a signal, a crash or want of memory, not the sources, ended the compiler."""
+    """Returns True if the output tells of a signal, a compiler crash or want of memory.
+
+    The sources are then not to blame, and no compile error is stored.
+    """
     return bool(_KILLED.search(output) or _STOPPED.search(output))
 
 
 def building(output: str) -> str:
-    """Returns advice on a compiler's or linker's output, "" where nothing is recognised."""
+    """Returns advice on the output of a failed compiler or linker, "" if there is none for it."""
     return _first(_BUILD_RULES, output)
 
 
 def loading(text: str) -> str:
-    """Returns advice on what dlopen said, "" where nothing is recognised.
+    """Returns advice on the message of a failed dlopen, "" if there is none for it.
 
-    What the CUDA runtime says is explained in csrc/common/gpu/device.h, which hears it.
+    Messages of the CUDA runtime are explained in csrc/common/gpu/device.h.
     """
     return _first(_LOAD_RULES, text)
 
@@ -219,7 +237,13 @@ def is_not_executable(text: str) -> bool:
 
 
 def load_error(what: str, path: str, problem: ImportError) -> ImportError:
-    """Returns the error for a library that the system's loader refuses, with advice."""
+    """Returns the error to raise for a library that dlopen refuses, with advice in its message.
+
+    Args:
+        what: op or module, for the message.
+        path: path of the library.
+        problem: error that the import raised.
+    """
     advice = loading(str(problem))
     hint = f"\n  hint: {advice}" if advice else ""
     return ImportError(f"{what}: {path} cannot be loaded: {problem}{hint}", path=path)

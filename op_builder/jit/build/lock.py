@@ -1,4 +1,7 @@
-"""One build at a time per library: flock, which the kernel releases when the holder dies."""
+"""File locks that let one process at a time build a library.
+
+They are taken with flock, which the kernel releases when the holder dies.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _guard = threading.RLock()  # held while a descriptor gets its lock, so that no 
 
 
 def _forked() -> None:
-    """Closes a child's copies of the parent's locks, which would outlive the parent."""
+    """Closes a forked child's copies of the parent's locks, which would outlive the parent."""
     for fd in _held:
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -40,6 +43,7 @@ os.register_at_fork(before=_guard.acquire, after_in_parent=_guard.release, after
 
 
 def _release(fd: int) -> None:
+    """Unlocks and closes a lock's descriptor; does nothing in a forked child of the holder."""
     with _guard:
         if fd not in _held:
             return  # this is a forked child
@@ -50,6 +54,7 @@ def _release(fd: int) -> None:
 
 
 def _is_named(fd: int, path: str) -> bool:
+    """Returns True if ``path`` still names the file that is open as ``fd``."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
     except OSError as error:
@@ -59,7 +64,18 @@ def _is_named(fd: int, path: str) -> bool:
 
 
 def _try_lock(path: str, locked: list[int]) -> bool:
-    """Locks the file and adds its descriptor to ``locked``; False if somebody else holds it."""
+    """Locks a file, which is created if it is missing, without waiting.
+
+    Args:
+        path: the lock file.
+        locked: list to which the locked descriptor is appended.
+
+    Returns:
+        True if the file is locked, False if another process holds the lock.
+
+    Raises:
+        OSError: the file cannot be opened, or its file system has no locks.
+    """
     for _ in range(_ATTEMPTS):
         with _guard:
             try:
@@ -88,7 +104,12 @@ def _try_lock(path: str, locked: list[int]) -> bool:
 
 
 def holder(path: str, what: str) -> str:
-    """Returns who holds the lock and what it builds, ``what`` where the lock does not say so."""
+    """Returns text about the process that holds a lock and what it builds, for messages.
+
+    Args:
+        path: the lock file, in which the holder has written that text.
+        what: description of the library, added if the text does not have it.
+    """
     text = ""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -100,7 +121,7 @@ def holder(path: str, what: str) -> str:
 
 
 def is_free(path: str) -> bool:
-    """Returns True if nobody builds under this lock now."""
+    """Returns True if no process holds the lock file ``path``; False if locks do not work."""
     locked: list[int] = []
     try:
         return _try_lock(path, locked)
@@ -113,7 +134,13 @@ def is_free(path: str) -> bool:
 
 @contextlib.contextmanager
 def marked(folder: str) -> Iterator[None]:
-    """Shows that the builder of ``folder`` lives; where locks do not work nobody asks."""
+    """Locks a file in a build folder while the block runs, by which others see its builder lives.
+
+    Where file locks do not work the block runs without.
+
+    Args:
+        folder: the build folder.
+    """
     locked: list[int] = []
     try:
         with contextlib.suppress(OSError):
@@ -125,16 +152,26 @@ def marked(folder: str) -> Iterator[None]:
 
 
 def is_abandoned(folder: str) -> bool:
-    """Returns True if the builder of ``folder`` is dead.
+    """Returns True if no living process holds the lock in the build folder, see ``marked``.
 
-    A builder that just begins has no mark yet, but holds its library's lock.
+    A builder that just begins has no such lock yet, but holds its library's lock.
     """
     mark = os.path.join(folder, _MARK)
     return not os.path.lexists(mark) or is_free(mark)
 
 
 def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
-    """Takes the lock, saying whom it waits for."""
+    """Waits until the lock is taken, and says on stderr every 10 s which process holds it.
+
+    Args:
+        path: the lock file.
+        what: description of the library, for messages.
+        timeout: seconds to wait.
+        locked: list to which the locked descriptor is appended.
+
+    Raises:
+        LockTimeoutError: ``timeout`` seconds have passed.
+    """
     start = time.monotonic()
     next_message = MESSAGE_EVERY
     pause = 0.02
@@ -159,7 +196,20 @@ def _wait(path: str, what: str, timeout: float, locked: list[int]) -> None:
 def _wait_elsewhere(
     path: str, problem: OSError, what: str, timeout: float, locked: list[int]
 ) -> None:
-    """Takes a lock of this machine in place of ``path``, whose file system has none."""
+    """Waits for a lock file in ``XDG_RUNTIME_DIR`` in place of one whose file system has no locks.
+
+    Without a usable folder there no lock is taken; either way it warns once.
+
+    Args:
+        path: the lock file that cannot be locked.
+        problem: error of the attempt to lock it.
+        what: description of the library, for messages.
+        timeout: seconds to wait.
+        locked: list to which the locked descriptor is appended, if there is one.
+
+    Raises:
+        LockTimeoutError: ``timeout`` seconds have passed.
+    """
     text = f"file locks do not work in {os.path.dirname(path)} ({problem.strerror})"
     session = cache.runtime_cache()
     try:
@@ -176,10 +226,17 @@ def _wait_elsewhere(
 
 @contextlib.contextmanager
 def held(path: str, what: str, timeout: float, doing: str = "building") -> Iterator[bool]:
-    """Holds the lock file ``path`` while ``doing`` something with ``what``.
+    """Holds the lock file ``path`` while the block runs; waits for another process that holds it.
 
-    Yields True if nobody else can be building. It is False on a file system without locks, where
-    the one rename that publishes an entry still keeps it whole. Waiters say whom they wait for.
+    Args:
+        path: the lock file.
+        what: description of the library, for messages of processes that wait.
+        timeout: seconds to wait.
+        doing: verb for those messages.
+
+    Yields:
+        True if no other process can be building; False on a file system without locks, where two
+        may build, and the one rename that publishes an entry still keeps it whole.
 
     Raises:
         LockTimeoutError: ``timeout`` seconds have passed.

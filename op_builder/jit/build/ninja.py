@@ -1,4 +1,4 @@
-"""Running one build graph with ninja, and telling what went wrong."""
+"""Run of one build graph with ninja, and errors that say why it failed."""
 
 from __future__ import annotations
 
@@ -42,11 +42,21 @@ os.register_at_fork(
 
 
 def _escape(path: str) -> str:
+    """Returns a path as build.ninja writes it."""
     return path.replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 
 def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
-    """Raises ``BuildError`` for a path that ninja or a compiler cannot be told of."""
+    """Refuses paths with characters that ninja, a shell or nvcc cannot handle.
+
+    Args:
+        what: op and device, for the message.
+        folder: folder of the build.
+        steps: commands whose sources' paths are checked, too.
+
+    Raises:
+        BuildError: a path has such a character.
+    """
     sources = [path for step in steps for path in step.inputs if not path.startswith(folder)]
     with_nvcc = any(os.path.basename(step.command[0]) == "nvcc" for step in steps)
     refused = _REFUSED_BY_NVCC if with_nvcc else ""
@@ -61,7 +71,7 @@ def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
 
 
 def write_graph(folder: str, steps: Sequence[Step]) -> None:
-    """Writes ``build.ninja``; every step is one command line."""
+    """Writes the file ``build.ninja`` with one rule for each step into ``folder``."""
     lines = ["rule run", "  command = $cmd", "  description = $label", ""]
     for step in steps:
         inputs = " ".join(_escape(path) for path in step.inputs)
@@ -73,7 +83,14 @@ def write_graph(folder: str, steps: Sequence[Step]) -> None:
 
 
 def first_line(output: str, pattern: re.Pattern[str]) -> str:
-    """Returns the first line that matches and is not ninja's, "" if there is none."""
+    """Returns the first line of ``output`` with a match, shortened to 600 characters.
+
+    Lines of ninja itself do not count. The result is "" without a match.
+
+    Args:
+        output: output of ninja and the compilers.
+        pattern: pattern to search for.
+    """
     for line in output.splitlines():
         if not line.startswith(("ninja:", "FAILED:")) and pattern.search(line):
             line = line.strip()
@@ -84,11 +101,12 @@ def first_line(output: str, pattern: re.Pattern[str]) -> str:
 
 
 def first_error(output: str) -> str:
-    """Returns the first line of a compiler's own message, "" if there is none."""
+    """Returns the first line of ninja's output with an error of a compiler or linker, or ""."""
     return first_line(output, _DIAGNOSTIC)
 
 
 def _failed_command(output: str) -> str:
+    """Returns the first command that ninja says has failed, "" if it names none."""
     lines = iter(output.splitlines())
     for line in lines:
         if line.startswith("FAILED:"):
@@ -97,7 +115,13 @@ def _failed_command(output: str) -> str:
 
 
 def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
-    """Returns the error for a full disk, with the bytes left."""
+    """Returns an error that says how many bytes are free on a full disk.
+
+    Args:
+        what: op and device, for the message.
+        folder: folder on that disk.
+        detail: text of the system's error.
+    """
     free = "an unknown number of"
     with contextlib.suppress(OSError):
         status = os.statvfs(folder)
@@ -111,7 +135,16 @@ def disk_full(what: str, folder: str, detail: str = "") -> DiskFullError:
 
 @contextlib.contextmanager
 def disk_errors(what: str, folder: str) -> Iterator[None]:
-    """Turns the ``OSError`` of a full disk or a refused file into an error that says so."""
+    """Turns the ``OSError`` of a full disk or a refused access in the block into a ``BuildError``.
+
+    Args:
+        what: op and device, for the message.
+        folder: folder that the block writes to.
+
+    Raises:
+        DiskFullError: no space is left.
+        NoPermissionError: a file may not be read or written.
+    """
     try:
         yield
     except OSError as error:
@@ -124,16 +157,21 @@ def disk_errors(what: str, folder: str) -> Iterator[None]:
 
 
 class _Watch:
-    """A shell that stops ninja, and so the compilers, once this process is gone however it ended.
+    """Shell process that stops ninja, and so the compilers, if this process dies in any way.
 
     A process that a signal kills cannot stop them itself, and ninja is in a session of its own. The
     shell reads a pipe whose other end this process holds: it ends with a line when ninja is done,
     without one when this process has died.
+
+    Attributes:
+        process: the shell; None if it could not be started.
+        pipe: writing end of the pipe, -1 once it is closed.
     """
 
     _SCRIPT = 'read -r done || kill -TERM "$1"'
 
     def __init__(self, ninja: int) -> None:
+        """Starts the shell for the ninja with process id ``ninja``."""
         self.process: subprocess.Popen[bytes] | None = None
         reading, self.pipe = os.pipe()
         try:
@@ -151,7 +189,7 @@ class _Watch:
             os.close(reading)
 
     def end(self) -> None:
-        """Lets the shell end: ninja is done."""
+        """Lets the shell end without stopping anything, because ninja is done."""
         if self.process is None or self.pipe < 0:
             return
         _watches.discard(self)
@@ -161,7 +199,7 @@ class _Watch:
         self.process.wait()
 
     def forget(self) -> None:
-        """Closes the pipe's end, which a forked child must not keep open."""
+        """Closes this process's end of the pipe; a forked child must do so at once."""
         pipe, self.pipe = self.pipe, -1
         with contextlib.suppress(OSError):
             os.close(pipe)
@@ -171,6 +209,7 @@ _watches: set[_Watch] = set()
 
 
 def _forked() -> None:
+    """Closes a forked child's ends of the pipes, so that the shells notice the parent's death."""
     for watch in list(_watches):
         watch.forget()
     _watches.clear()
@@ -180,6 +219,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
+    """Ends ninja and its compilers, by force after 5 s."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     try:
@@ -194,7 +234,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 
 def stop_all() -> bool:
-    """Stops every build of this process; returns True if there was any."""
+    """Stops all builds that this process runs; returns True if there was any."""
     running = list(_running)
     for process in running:
         _stop(process)
@@ -202,9 +242,13 @@ def stop_all() -> bool:
 
 
 def _finished(lines: Sequence[str], steps: int) -> bool:
-    """Returns True if ninja says that all is done.
+    """Returns True if ninja's output says that all steps are done and none failed.
 
-    Its exit status is 0 in a program that ignores SIGCHLD or waits itself.
+    Its exit status does not tell: it is 0 in a program that ignores SIGCHLD or waits itself.
+
+    Args:
+        lines: output of ninja.
+        steps: number of steps.
     """
     last = f"[{steps}/{steps}] "
     failed = any(line.startswith("FAILED: ") for line in lines)
@@ -212,7 +256,11 @@ def _finished(lines: Sequence[str], steps: int) -> bool:
 
 
 def _start(command: list[str], folder: str) -> tuple[subprocess.Popen[str], _Watch]:
-    """Starts ninja in ``folder``, and the shell that stops it once this process is gone."""
+    """Starts ninja in ``folder`` and the shell that stops it if this process dies.
+
+    Returns:
+        The process of ninja, whose output is a pipe, and the object that controls the shell.
+    """
     # LC_ALL: messages are searched for "error:"; TMPDIR: a killed build leaves nothing elsewhere
     special = {"LC_ALL": "C", "TMPDIR": folder, "NINJA_STATUS": "[%f/%t] ", "TERM": "dumb"}
     with _starting:
@@ -238,20 +286,20 @@ def run(
     jobs: int | None = None,
     estimate: float | None = None,
 ) -> None:
-    """Runs the graph in ``folder``; the whole output goes to ``log`` when it fails.
+    """Runs build steps with ninja in ``folder``.
 
     Args:
-        what: op and device, as messages name them.
-        folder: where the graph is written and run.
+        what: op and device, for messages.
+        folder: folder for ninja's files.
         steps: the commands.
-        log: file for the output of a failed build.
-        verbose: shows the commands.
-        jobs: compilers at once; by default as many as the machine's limits allow.
-        estimate: seconds it took last time.
+        log: path to which the whole output of a failed build is written.
+        verbose: shows the commands and their output.
+        jobs: number of compilers at once; by default as many as the machine's limits allow.
+        estimate: seconds that the library's last build took, None if that is not known.
 
     Raises:
-        BuildError: ``CompileError`` for the compiler's own refusal; else the error that says what
-            stopped the build.
+        CompileError: the compiler refused the sources.
+        BuildError: ninja is missing, a path is unfit, or the build was stopped for another reason.
     """
     _check_paths(what, folder, steps)
     write_graph(folder, steps)
@@ -285,12 +333,29 @@ def run(
 
 
 def _details(error: str, hint: str, command: str = "", log: str = "", next_try: str = "") -> str:
-    """Returns the compiler's first line and, each on a line of its own, what else is known."""
+    """Returns the text of a build's error: a first line, and indented lines for what is known.
+
+    Args:
+        error: first line.
+        hint: advice.
+        command: command that failed.
+        log: path of the whole output.
+        next_try: the moment from which on the build is tried again.
+    """
     more = {"hint": hint, "command": command, "log": log, "next try": next_try}
     return "\n".join([error, *(f"  {name}: {text}" for name, text in more.items() if text)])
 
 
 def _raise_failure(what: str, folder: str, output: str, code: int, log: str) -> None:
+    """Raises the error that ninja's output tells of, and writes the output to ``log``.
+
+    Args:
+        what: op and device, for the message.
+        folder: folder of the build.
+        output: output of ninja and the compilers.
+        code: exit status of ninja, negative for a signal.
+        log: path for the output.
+    """
     if hints.NO_SPACE.search(output):
         raise disk_full(what, folder)
     with contextlib.suppress(OSError), open(log, "w", encoding="utf-8") as file:

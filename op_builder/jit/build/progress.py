@@ -1,4 +1,4 @@
-"""Progress of a build: live lines on a terminal, one line at its end in a log."""
+"""Progress of builds on stderr: live lines on a terminal, one line at a build's end in a log."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ HEARTBEAT = 60.0
 
 
 def _on_terminal(stream: TextIO | None) -> bool:
+    """Returns True if ``stream`` is a terminal on which lines can be redrawn."""
     with contextlib.suppress(OSError, ValueError):  # a closed stream is none
         return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
     return False
 
 
 class _Screen:
-    """The live lines of all builds of this process, one per build, drawn by one thread."""
+    """Live lines of all builds of this process, one line per build, drawn by one thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,6 +32,7 @@ class _Screen:
         self._wake = threading.Event()
 
     def add(self, build: Progress) -> None:
+        """Adds a build's line; starts the thread for the first build."""
         with self._lock:
             self._builds.append(build)
             if len(self._builds) == 1:
@@ -38,6 +40,7 @@ class _Screen:
                 threading.Thread(target=self._run, args=(self._wake,), daemon=True).start()
 
     def remove(self, build: Progress) -> None:
+        """Removes a build's line; ends the thread after the last build."""
         with self._lock:
             self._builds.remove(build)
             if not self._builds:
@@ -52,11 +55,13 @@ class _Screen:
             self._drawn = len(live)
 
     def _erase(self) -> str:
+        """Returns the control characters that erase the lines drawn last."""
         if not self._drawn:
             return ""
         return "\r" + "\033[A" * (self._drawn - 1) + "\033[J"
 
     def _lines(self) -> list[str]:
+        """Returns the live lines as they are now, cut to the terminal's width."""
         builds = [build for build in self._builds if build.live]
         if not builds:
             return []
@@ -65,6 +70,7 @@ class _Screen:
         return [f"{line}\n" for line in lines[:-1]] + lines[-1:]
 
     def _run(self, wake: threading.Event) -> None:
+        """Draws the lines five times a second until ``wake`` is set; the thread's function."""
         while not wake.wait(_PAUSE):
             with self._lock, contextlib.suppress(OSError, ValueError):
                 if wake.is_set():
@@ -82,7 +88,7 @@ _screen = _Screen()
 
 
 def _forked() -> None:
-    """Gives a child a screen of its own: it has neither the thread nor the builds of its parent."""
+    """Gives a forked child an empty screen: it has neither the parent's thread nor its builds."""
     global _screen
     _screen = _Screen()
 
@@ -91,12 +97,16 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Progress:
-    """One build, told on standard error while the ``with`` block runs.
+    """Context manager that reports one build on stderr while its block runs.
 
     Args:
-        what: op and device.
-        labels: what its steps do, in order.
-        estimate: seconds the same build took last time, None if nobody knows.
+        what: op and device, for the lines.
+        labels: labels of the steps, in order.
+        estimate: seconds that the library's last build took, None if that is not known.
+
+    Attributes:
+        what: op and device, for the lines.
+        live: True if the build's line is redrawn on a terminal; False for a log.
     """
 
     def __init__(self, what: str, labels: list[str], estimate: float | None = None) -> None:
@@ -108,19 +118,19 @@ class Progress:
         self._start = self._told = time.monotonic()
 
     def done(self, label: str) -> None:
-        """Notes that a step has ended."""
+        """Counts the step with this label as done."""
         if label in self._left:
             self._left.remove(label)
 
     def say(self, text: str) -> None:
-        """Writes text between the live lines, such as the compiler's own."""
+        """Writes text, such as the compiler's output, above the live lines."""
         if sys.stderr is not None:
             _screen.say(text, sys.stderr)
 
     def line(self) -> str:
-        """Returns a line that says where the build is.
+        """Returns a line with the build's duration, its present step and the number of steps done.
 
-        Time comes first, since a narrow terminal cuts the end off.
+        The duration comes first, since a narrow terminal cuts the end off.
         """
         seconds = time.monotonic() - self._start
         known = self._estimate
@@ -135,7 +145,7 @@ class Progress:
         return f"apex_te: building {self.what}, {spent}: {step} ({done}/{self._total} done)"
 
     def beat(self) -> None:
-        """Writes a sign of life of a long build into a log."""
+        """Writes the line of a long build into a log, once a minute; nothing on a terminal."""
         if not self.live and time.monotonic() - self._told >= HEARTBEAT:
             self._told = time.monotonic()
             self.say(self.line() + "\n")

@@ -1,4 +1,4 @@
-"""Building into a private folder of the cache and publishing it with one rename."""
+"""Compilation in a private folder of the cache, and publication of the result with one rename."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _ATTEMPTS = 6
 
 
 class Vanished(BuildInterruptedError):
-    """The folder that a build worked in was removed, as a clean-up of the whole cache does."""
+    """The folder of a running build was removed, as a clean-up of the whole cache does."""
 
 
 def _sync(path: str) -> None:
-    """Writes a file through to the disk; a file system that cannot is no failure."""
+    """Writes a file's content through to the disk, if its file system can."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -45,16 +45,23 @@ def _sync(path: str) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Writes a folder's names through; without it a crash costs the entry, not its content."""
+    """Fsyncs a folder, so that files created in it or renamed to it survive a crash.
+
+    Without, a crash can lose a whole entry, but never leaves a broken one. Errors are ignored.
+    """
     with contextlib.suppress(OSError):
         _sync(path)
 
 
 def remove_leftovers(root: str, name: str) -> None:
-    """Removes the build folders of dead builders: nobody holds their library's lock or their own.
+    """Removes the build folders of dead processes from a cache.
 
-    The caller holds the lock ``name``. A folder's own lock decides where a clean-up removed that of
-    its library.
+    A builder is dead if nobody holds its library's lock, or the caller does, and nobody holds the
+    lock in its build folder. The second lock counts where a clean-up removed the first.
+
+    Args:
+        root: path of the cache.
+        name: name of the library lock that the caller holds.
     """
     temporary, locks = os.path.join(root, cache.TEMPORARY), os.path.join(root, cache.LOCKS)
     with contextlib.suppress(OSError):
@@ -66,6 +73,14 @@ def remove_leftovers(root: str, name: str) -> None:
 
 
 def _write_entry(folder: str, request: Request, seconds: float, commands: list[str]) -> None:
+    """Writes the manifest beside a library that was just compiled, and both through to the disk.
+
+    Args:
+        folder: folder of the new entry, which holds the library.
+        request: the library's request.
+        seconds: duration of the build.
+        commands: command lines of the build.
+    """
     library = os.path.join(folder, f"{request.library}.so")
     with open(library, "rb") as file:
         content = file.read()
@@ -95,10 +110,19 @@ def _write_entry(folder: str, request: Request, seconds: float, commands: list[s
 
 
 def _own_copy(folder: str, target: str, request: Request, kind: str) -> OpenedLibrary:
-    """Returns the library just built, opened before its folder moves to ``target``.
+    """Opens a library just compiled, before its entry is renamed to its place.
 
-    Whatever becomes of the entry, through another builder, a clean-up or a network file system's
-    idea of what exists, this process has what it built.
+    Whatever becomes of the published entry, through another builder, a clean-up or a network file
+    system, this process can load what it built.
+
+    Args:
+        folder: build folder, which holds the entry as "entry".
+        target: path to which the entry will be renamed.
+        request: the library's request.
+        kind: kind of the cache folder.
+
+    Returns:
+        The library, with the path it will have below ``target``.
     """
     location = cache.Location(folder, True, kind)
     parent = open_folder(location)
@@ -114,10 +138,20 @@ def _own_copy(folder: str, target: str, request: Request, kind: str) -> OpenedLi
 def _publish(
     entry: str, target: str, folder: str, winner: Callable[[], OpenedLibrary | None]
 ) -> OpenedLibrary | None:
-    """Renames ``entry`` to ``target``, or keeps the valid entry that another builder put there.
+    """Renames the new entry to its place, unless another builder has put a valid one there.
 
-    Anything else in its place is moved away. Where no attempt gets through, only this process has
-    the library, with a warning. Returns the other builder's library, or None.
+    An invalid entry in its place is moved away. If all attempts fail, it warns that only this
+    process has the library.
+
+    Args:
+        entry: path of the new entry.
+        target: path of its place.
+        folder: folder into which an invalid entry is moved.
+        winner: returns the opened library of a valid entry at ``target``, None if there is none.
+
+    Returns:
+        The other builder's library, which the caller uses instead of its own; None if there is
+        none.
     """
     problem = None
     for attempt in range(_ATTEMPTS):
@@ -144,7 +178,17 @@ def _publish(
 
 
 def _compile(request: Request, location: cache.Location, parent: str, folder: str) -> OpenedLibrary:
-    """Makes the entry in ``folder``; returns its library."""
+    """Compiles and checks a library and writes its manifest.
+
+    Args:
+        request: the library's request.
+        location: the cache folder.
+        parent: folder of the library's key, which gets the log of a failed build.
+        folder: folder of the build, in which the entry is made.
+
+    Returns:
+        The opened library.
+    """
     entry = os.path.join(folder, "entry")
     os.mkdir(entry, 0o755)
     os.chmod(entry, 0o755)
@@ -172,13 +216,19 @@ def build(
     name: str,
     winner: Callable[[], OpenedLibrary | None],
 ) -> OpenedLibrary:
-    """Builds the library and publishes it in ``location``; returns it opened.
+    """Compiles a library and publishes it in a cache; the caller holds the library's lock.
 
-    The caller has prepared the folders and holds the lock ``name``; ``winner`` looks for an entry
-    that another builder published all the same.
+    Args:
+        request: the library's request.
+        location: the cache folder, which is prepared.
+        name: name of the library's lock and of the folder of its key.
+        winner: returns the opened library if another builder has published it, else None.
+
+    Returns:
+        The opened library, this process's or the one published first.
 
     Raises:
-        Vanished: the folder was removed meanwhile.
+        Vanished: the build folder was removed meanwhile.
         BuildError: the build failed.
     """
     temporary = os.path.join(location.path, cache.TEMPORARY)

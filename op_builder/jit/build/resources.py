@@ -1,4 +1,4 @@
-"""Limits on compilers that run at once: CPUs, control groups (v1 and v2), memory, MAX_JOBS."""
+"""Number of compilers to run at once, from CPUs, control groups, memory and ``MAX_JOBS``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 def _read(path: str) -> str:
+    """Returns the text of a file, "" if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
@@ -24,13 +25,14 @@ def _read(path: str) -> str:
 
 
 def _number(text: str) -> int | None:
-    """Returns a limit; None for "max", nothing, or what stands for none."""
+    """Returns a limit as a number; None for "max", an empty text or a number for "no limit"."""
     text = text.strip()
     value = int(text) if text.lstrip("-").isdigit() else -1
     return value if 0 <= value < _UNLIMITED else None
 
 
 def _stat(text: str, name: str) -> int:
+    """Returns the number behind ``name`` in lines of "name number", 0 without such a line."""
     for line in text.splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -39,9 +41,11 @@ def _stat(text: str, name: str) -> int:
 
 
 def _mounts() -> Iterator[tuple[str, str, set[str]]]:
-    """Yields (root inside the hierarchy, mount point, controllers) of every cgroup mount.
+    """Yields the control group mounts of this process, from mountinfo of proc(5).
 
-    The controllers of version 2 are {"2"}. Source: proc(5), mountinfo.
+    Yields:
+        The group that is mounted, the mount point, and the controllers, which are {"2"} for version
+        2.
     """
     for line in _read(f"{_SELF}/mountinfo").splitlines():
         own, _, rest = line.partition(" - ")
@@ -52,7 +56,11 @@ def _mounts() -> Iterator[tuple[str, str, set[str]]]:
 
 
 def _groups(controller: str) -> Iterator[str]:
-    """Yields this process's folders for ``controller`` ("2": version 2), its own first."""
+    """Yields the folders of this process's control group and of its parents, innermost first.
+
+    Args:
+        controller: name of a version-1 controller, or "2" for version 2.
+    """
     for line in _read(f"{_SELF}/cgroup").splitlines():
         _, names, path = [*line.split(":", 2), "", ""][:3]
         if controller not in (names.split(",") if names else ["2"]):
@@ -68,6 +76,7 @@ def _groups(controller: str) -> Iterator[str]:
 
 
 def _cpu_limits() -> Iterator[float]:
+    """Yields the number of CPUs that each control group allows."""
     for folder in _groups("2"):
         quota, _, period = _read(f"{folder}/cpu.max").partition(" ")
         if (limit := _number(quota)) is not None:
@@ -79,13 +88,16 @@ def _cpu_limits() -> Iterator[float]:
 
 
 def cpus() -> int:
-    """Returns the CPUs of this process: its affinity, and the quotas of its groups rounded up."""
+    """Returns the number of CPUs that this process may use, at least 1.
+
+    It is the least of the CPU affinity and of the control groups' quotas, which are rounded up.
+    """
     count = float(len(os.sched_getaffinity(0)))
     return max(1, math.ceil(min([count, *_cpu_limits()])))
 
 
 def _memory_limits() -> Iterator[int]:
-    """Yields what each control group still allows; its page cache counts as free."""
+    """Yields the bytes that each control group still allows; its page cache counts as free."""
     for folder in _groups("2"):
         limit = _number(_read(f"{folder}/memory.max"))
         if limit is not None:
@@ -99,7 +111,7 @@ def _memory_limits() -> Iterator[int]:
 
 
 def free_memory() -> int | None:
-    """Returns the bytes a build may take now; None where nothing tells."""
+    """Returns the bytes of memory that are free for a build, None if the system does not tell."""
     known = list(_memory_limits())
     for line in _read(_MEMINFO).splitlines():
         if line.startswith("MemAvailable:"):
@@ -108,7 +120,7 @@ def free_memory() -> int | None:
 
 
 def jobs() -> int:
-    """Returns the least that CPUs, free memory and ``MAX_JOBS`` allow, 1 or more.
+    """Returns the number of compilers that CPUs, free memory and ``MAX_JOBS`` allow, at least 1.
 
     Raises:
         SettingError: ``MAX_JOBS`` is no positive integer.

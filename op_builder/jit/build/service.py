@@ -1,4 +1,4 @@
-"""Opened libraries of a process: looked up, or built under a lock."""
+"""Opened libraries of this process, each looked up or, under a lock, compiled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ from .request import Request
 
 
 class _Turn:
-    """The thread that loads a library now, and the error of the last one that failed."""
+    """State of the loading of one library, shared by the threads that ask for it.
+
+    Attributes:
+        lock: held by the thread that loads the library.
+        owner: identifier of that thread; None if no thread loads it.
+        failures: number of loads that have failed.
+        error: error of the last one, which the threads that waited for it raise, too.
+        asked: capability and ``force`` of the last one that failed; the error holds for them alone.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -38,10 +46,12 @@ _turns: dict[_Identity, _Turn] = {}
 
 
 def _serves(opened: OpenedLibrary, capability: Capability | None) -> bool:
+    """Returns True if an opened library runs on ``capability`` or has no GPU code."""
     return capability is None or not opened.archs or covered(opened.archs, capability)
 
 
 def _disabled(spec: OpSpec, device: str) -> JitDisabledError:
+    """Returns the error for a missing library that ``APEX_TE_DISABLE_JIT`` forbids to compile."""
     command = f"python -m apex_te build --ops {spec.NAME} --device {device}"
     note = why_missing(spec)
     return JitDisabledError(
@@ -63,19 +73,26 @@ def build(
     jobs: int | None = None,
     started: float | None = None,
 ) -> OpenedLibrary:
-    """Builds under the lock, unless another process has just done so.
+    """Compiles and publishes a library, unless a cache holds it once the lock is taken.
 
     Args:
         spec: the op.
-        device: device of the library.
-        capability: GPU that the library must serve.
-        force: builds in any case.
+        device: "cpu" or "cuda".
+        capability: GPU that the library must run on; None if there is no such GPU.
+        force: compiles even if a cache holds the library.
         verbose: shows the compiler commands.
-        location: cache to build in; by default the user's.
-        archs: archs to build for, instead of the environment's and the GPUs'.
-        jobs: compilers at once.
-        started: seconds since the epoch at which the caller began to wait; it takes part in a
-            failure stored since.
+        location: cache folder to build in; by default the user's.
+        archs: archs to compile for; by default the environment's or those of the GPUs.
+        jobs: number of compilers at once; by default as many as the machine's limits allow.
+        started: seconds since the epoch at which the caller began to wait, by default now. A
+            compile error that another process has stored since, or in the minute before, is raised
+            instead of compiling; with ``force`` only one stored since.
+
+    Returns:
+        The opened library.
+
+    Raises:
+        BuildError: the library cannot be built, or compiling is forbidden.
     """
     from .ninja import disk_errors
     from .publish import Vanished
@@ -118,7 +135,24 @@ def _build_in(
     started: float,
     force: bool,
 ) -> OpenedLibrary:
-    """Builds in the cache ``target`` under the lock ``name``; all folders are there."""
+    """Compiles a library in one cache under its lock, unless the cache holds it by then.
+
+    Args:
+        target: the cache folder, in which all needed folders exist.
+        request: the library's request.
+        name: name of the library's lock and of the folder of its key.
+        capability: GPU that the library must run on; None if there is no such GPU.
+        started: seconds since the epoch at which the caller began to wait.
+        force: compiles even if the cache holds the library, or a compile error from before
+            ``started``.
+
+    Returns:
+        The opened library.
+
+    Raises:
+        BuildError: the library cannot be built.
+        CompileError: the compiler refuses the sources, or did so in another process.
+    """
     from . import failure, lock, publish
     from .ninja import disk_errors
 
@@ -159,11 +193,13 @@ def _build_in(
 
 
 def _raise_recalled(error: CompileError | None) -> None:
+    """Raises a stored compile error, if there is one."""
     if error is not None:
         raise error
 
 
 def _kept(identity: _Identity, capability: Capability | None) -> OpenedLibrary | None:
+    """Returns a library that this process has opened and that serves ``capability``, or None."""
     for opened in _opened.get(identity, ()):
         if _serves(opened, capability) and opened.is_open():
             return opened
@@ -178,9 +214,16 @@ def open_library(
     force: bool = False,
     verbose: bool = False,
 ) -> OpenedLibrary:
-    """Returns the library for ``device``, looked up and built if need be; thread-safe.
+    """Returns the opened library for ``device``, looked up and, if need be, compiled; thread-safe.
 
-    Threads that wait for the one that builds get its library, or its error.
+    Threads that wait for the one that loads it get its library, or its error.
+
+    Args:
+        spec: the op.
+        device: "cpu" or "cuda".
+        capability: GPU that the library must run on; by default a GPU in use, if there is one.
+        force: compiles even if a library is opened or cached.
+        verbose: shows the compiler commands.
 
     Raises:
         BuildError: the library cannot be found or built.
@@ -222,7 +265,7 @@ def open_library(
 
 
 def _forked() -> None:
-    """Gives a child fresh locks: a fork may copy those that other threads held."""
+    """Drops a forked child's locks, which other threads of the parent may have held."""
     _turns.clear()
 
 

@@ -1,4 +1,4 @@
-"""Check of a library that was just linked, before it is published: a whole file that loads.
+"""Check, before publication, that a library just linked is complete and can be loaded.
 
 A compiler or a wrapper around it may write half a file and report success. Once published, such a
 library would fail in every process from then on, because its key and checksum are right.
@@ -41,7 +41,15 @@ print("ok")
 
 
 def _load_problem(path: str, expected: list[str]) -> str:
-    """Returns why a process of its own cannot load the library, or "" if it can or cannot start."""
+    """Loads a library in a process of its own and compares the functions' signatures in it.
+
+    Args:
+        path: path of the library.
+        expected: name and signature of each function, one after the other.
+
+    Returns:
+        The reason why it must not be published; "" if it loads, or if no process could be started.
+    """
     if not sys.executable:
         return ""  # an embedded interpreter
     command = [sys.executable, "-I", "-S", "-c", _LOAD, path, *expected]
@@ -67,11 +75,16 @@ def _load_problem(path: str, expected: list[str]) -> str:
 
 
 def problem(spec: OpSpec, device: str, path: str) -> str:
-    """Returns why the library at ``path`` must not be published, or "" if it may.
+    """Returns the reason why a library must not be published, "" if it may be.
 
-    Every library must be a whole file. One that exports plain C functions is loaded, too, and the
-    signatures in it are compared with the header's. Extension modules need a Python or torch of
+    Every library must be a complete file. One that exports plain C functions is loaded, too, and
+    the signatures in it are compared with the header's. Extension modules need a Python or torch of
     their own and are not loaded here.
+
+    Args:
+        spec: the op.
+        device: "cpu" or "cuda".
+        path: path of the library.
     """
     found = file_problem(path)
     if found or not spec.exports_c_functions:
