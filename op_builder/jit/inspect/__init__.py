@@ -1,1 +1,1 @@
-"""The commands that show, explain and remove what is compiled."""
+"""Commands that show, explain, compile and remove libraries."""

@@ -1,4 +1,4 @@
-"""``python -m apex_te build``: libraries into the user's cache before they are needed."""
+"""Command ``python -m apex_te build``: compiles libraries into the user's cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELP = "build op libraries into the user's cache before they are needed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Adds the options of the command ``build`` to its parser."""
     parser.add_argument(
         "--ops", nargs="+", metavar="OP", help="ops to build, such as rms_norm (default: all)"
     )
@@ -35,9 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Builds and prints the table; returns 0 if all is ready, 1 if not, 2 for a bad request.
+    """Compiles the libraries and prints a table of them; progress goes to stderr.
 
-    Progress is told on stderr.
+    Args:
+        args: options, as ``add_arguments`` declares them.
+
+    Returns:
+        Exit status: 0 if all libraries are ready, 1 if a build failed, 2 for a bad request.
     """
     from ... import all_builders, user_builders
     from ..prebuild.targets import Targets
@@ -66,4 +70,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(report: BuildReport, as_json: bool) -> None:
+    """Prints the report as a table or as JSON."""
     print(json.dumps(report.to_dict(), indent=1) if as_json else report, flush=True)

@@ -1,7 +1,7 @@
-"""Removal of compiled libraries from the user's cache: nothing but what this project wrote.
+"""Removal of libraries from the user's caches, and of nothing that this project did not write.
 
-An entry goes under its lock, so that one being built stays, and with one rename, so that nobody
-finds half of it; a process that has loaded it keeps it.
+An entry is removed under its lock, so that one being built stays, and with one rename, so that
+nobody finds half of it; a process that has loaded it keeps it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ _TUNING = "gemm"  # tables of chosen GEMM algorithms, beside the libraries
 
 
 class Removed(NamedTuple):
-    """One thing that was, or would be, removed, or that was left, and the reason."""
+    """One file or folder of a cache that a clean-up removed or left.
+
+    Attributes:
+        path: path of the file or folder.
+        what: name for messages, such as library and archs.
+        bytes: size of all its files, 0 if it was left.
+        reason: reason why it was removed or left.
+        left: True if it was to be removed and is still there.
+    """
 
     path: str
     what: str
@@ -39,15 +47,15 @@ class Removed(NamedTuple):
     left: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the same as plain data."""
+        """Returns the fields as a dict, for JSON."""
         return self._asdict()
 
 
 def folders() -> list[cache.Location]:
-    """Returns the caches that are this user's own; others are not this user's business.
+    """Returns the existing caches that belong to this user: the user cache and the session's.
 
     Raises:
-        CacheError: one of them must not be used.
+        CacheError: owner or mode of one of them is not safe.
     """
     found = [cache.user_cache()]
     session = cache.runtime_cache()
@@ -62,7 +70,12 @@ def folders() -> list[cache.Location]:
 
 
 def strangers(folder: str, library: str) -> list[str]:
-    """Returns the names in the folder of a key that no build put there."""
+    """Returns the paths, in the folder of a key, of files that no build wrote.
+
+    Args:
+        folder: path of the folder of the key.
+        library: file name of the key's library without ``.so``.
+    """
     found = []
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
@@ -84,7 +97,13 @@ def strangers(folder: str, library: str) -> list[str]:
 
 
 class Cleaner:
-    """One run over one cache; with ``dry`` it only says what it would do."""
+    """One clean-up of one cache.
+
+    Attributes:
+        place: the cache.
+        dry: True to remove nothing and only list what would be removed.
+        found: files and folders removed or left so far.
+    """
 
     def __init__(self, place: cache.Location, dry: bool) -> None:
         self.place = place
@@ -92,14 +111,22 @@ class Cleaner:
         self.found: list[Removed] = []
 
     def _path(self, *parts: str) -> str:
+        """Returns the path of a file or folder in the cache."""
         return os.path.join(self.place.path, *parts)
 
     def _note(self, path: str, what: str, reason: str, left: bool = False) -> None:
+        """Adds a file or folder to ``found``."""
         self.found.append(Removed(path, what, 0 if left else tree_bytes(path), reason, left))
 
     @contextlib.contextmanager
     def _locked(self, name: str) -> Iterator[str]:
-        """Holds the lock of ``name``; yields "" if it does, else the reason why not."""
+        """Holds the lock of the library ``name`` while the block runs, if no process builds it.
+
+        With ``dry`` the lock is only probed. A lock file without a library is removed at the end.
+
+        Yields:
+            "" if no process can be building the library, else the reason to leave it alone.
+        """
         path = self._path(cache.LOCKS, name)
         if self.dry:
             free = not os.path.exists(path) or lock.is_free(path)
@@ -120,9 +147,13 @@ class Cleaner:
                     os.unlink(path)
 
     def _remove(self, name: str, path: str) -> None:
-        """Moves a folder out of sight with one rename, then removes it.
+        """Moves a folder into ``tmp`` with one rename and removes it there.
 
-        A next build clears what a killed clean-up leaves.
+        No look-up finds half of it. If the process dies in between, a later build removes the rest.
+
+        Args:
+            name: name of the folder's key, from which that in ``tmp`` is made.
+            path: path of the folder.
         """
         if self.dry:
             return
@@ -132,9 +163,12 @@ class Cleaner:
         shutil.rmtree(aside)
 
     def key(self, folder: str, reason_of: Callable[[Entry], str], unused: str) -> None:
-        """Removes the entries of one key for which ``reason_of`` has a reason.
+        """Removes the entries of one key that there is a reason to remove.
 
-        The reason ``unused`` holds for a folder without entries.
+        Args:
+            folder: name of the folder of the key.
+            reason_of: returns the reason to remove an entry, "" to leave it.
+            unused: reason to remove a folder that holds no entry but logs, "" to leave it.
         """
         path = self._path(folder)
         if os.path.islink(path) or not os.path.isdir(path):
@@ -150,7 +184,11 @@ class Cleaner:
     def _doomed(
         self, folder: str, reason_of: Callable[[Entry], str], unused: str
     ) -> list[tuple[str, str, str]]:
-        """Returns (path, name, reason) of what goes: the whole folder, or single entries."""
+        """Returns the entries of one key that are to be removed; takes the arguments of ``key``.
+
+        Returns:
+            ``(path, name, reason)`` of each; for a folder without entries those of the folder.
+        """
         mine = entries(self.place, key=folder)
         found = [(entry.path, entry.name, reason_of(entry)) for entry in mine]
         if not mine and unused:
@@ -158,11 +196,18 @@ class Cleaner:
         return [item for item in found if item[2]]
 
     def _stranger(self, folder: str) -> str:
+        """Returns the reason to leave the folder of a key, a file that no build wrote, or ""."""
         match = FOLDER.fullmatch(folder)
         found = strangers(self._path(folder), match["library"] if match else "")
         return f"{found[0]} in it is not ours" if found else ""
 
     def _remove_entries(self, folder: str, doomed: list[tuple[str, str, str]]) -> None:
+        """Removes entries of one key, and the whole folder with its logs if no entry remains.
+
+        Args:
+            folder: name of the folder of the key.
+            doomed: ``(path, name, reason)`` of each entry to remove.
+        """
         for path, name, reason in doomed:
             self._note(path, name, reason)
         path = self._path(folder)
@@ -173,7 +218,7 @@ class Cleaner:
             self._remove(folder, gone)
 
     def leftovers(self, oldest: float) -> None:
-        """Removes folders of dead builders that nobody has touched for ``oldest`` seconds."""
+        """Removes folders of builds whose process died, untouched for ``oldest`` seconds."""
         with contextlib.suppress(FileNotFoundError):
             for name in sorted(os.listdir(self._path(cache.TEMPORARY))):
                 path = self._path(cache.TEMPORARY, name)
@@ -189,7 +234,7 @@ class Cleaner:
                         shutil.rmtree(path)
 
     def locks(self) -> None:
-        """Removes lock files of keys that are gone."""
+        """Removes the lock files of keys that have no folder."""
         with contextlib.suppress(FileNotFoundError):
             for name in sorted(os.listdir(self._path(cache.LOCKS))):
                 if FOLDER.fullmatch(name) and not os.path.lexists(self._path(name)):
@@ -197,7 +242,7 @@ class Cleaner:
                         pass  # releasing it removes the file
 
     def tuning(self) -> None:
-        """Removes the tables of GEMM algorithms."""
+        """Removes the tables of tuned GEMM algorithms."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for name in sorted(os.listdir(self._path(_TUNING))):
                 path = self._path(_TUNING, name)
@@ -213,11 +258,20 @@ class Cleaner:
 
 
 def _keys(place: cache.Location) -> list[str]:
+    """Returns the sorted names of the folders of keys in a cache."""
     return [name for name in sorted(os.listdir(place.path)) if FOLDER.fullmatch(name)]
 
 
 def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
-    """Removes every entry, leftover, lock and table."""
+    """Removes all that this project wrote to a cache: entries, leftovers, locks and GEMM tables.
+
+    Args:
+        place: the cache.
+        dry: removes nothing and only lists what would be removed.
+
+    Returns:
+        The files and folders that were removed or left.
+    """
     cleaner = Cleaner(place, dry)
     for folder in _keys(place):
         cleaner.key(folder, lambda entry: "all", "all")
@@ -232,7 +286,16 @@ def remove_all(place: cache.Location, dry: bool = False) -> list[Removed]:
 
 
 def remove_stale(place: cache.Location, now: Current, dry: bool = False) -> list[Removed]:
-    """Removes entries that nothing here would load again, and old leftovers."""
+    """Removes stale entries, as ``Current.stale`` defines them, and leftovers over an hour old.
+
+    Args:
+        place: the cache.
+        now: keys and compilers of up-to-date entries.
+        dry: removes nothing and only lists what would be removed.
+
+    Returns:
+        The files and folders that were removed or left.
+    """
     cleaner = Cleaner(place, dry)
     for folder in _keys(place):
         match = FOLDER.fullmatch(folder)
@@ -247,7 +310,16 @@ def remove_stale(place: cache.Location, now: Current, dry: bool = False) -> list
 
 
 def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> list[Removed]:
-    """Removes the entries of some ops, whatever made them."""
+    """Removes all entries of some ops, up to date or not.
+
+    Args:
+        place: the cache.
+        ops: names of the ops.
+        dry: removes nothing and only lists what would be removed.
+
+    Returns:
+        The files and folders that were removed or left.
+    """
     wanted = set(ops)
     cleaner = Cleaner(place, dry)
     found = {entry.folder: op_of(entry) for entry in entries(place, check=False)}
@@ -261,7 +333,16 @@ def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> 
 
 
 def check_names(ops: Iterable[str], known: Iterable[str], places: Iterable[cache.Location]) -> None:
-    """Raises ``UnknownOpError`` for a name that is neither an op's nor has an entry."""
+    """Checks that each name is that of an op or of an op that has entries.
+
+    Args:
+        ops: names to check.
+        known: names of the ops that are installed.
+        places: caches whose entries count.
+
+    Raises:
+        UnknownOpError: a name is neither.
+    """
     names = set(known) | {op_of(entry) for place in places for entry in entries(place, check=False)}
     for op in ops:
         if op not in names:

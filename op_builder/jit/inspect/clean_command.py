@@ -1,4 +1,4 @@
-"""``python -m apex_te clean``: says what it removes, how many bytes, and what it leaves and why."""
+"""Command ``python -m apex_te clean``: removes libraries and says which, and which it left."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .clean import Removed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Adds the options of the command ``clean`` to its parser."""
     parser.add_argument("ops", nargs="*", metavar="OP", help="all entries of these ops")
     parser.add_argument("--all", action="store_true", help="every entry, and the GEMM tables")
     parser.add_argument(
@@ -27,7 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Cleans; returns 0, 1 if something asked for was left, 2 if the request is not clear."""
+    """Removes the libraries asked for and prints a line for each.
+
+    Args:
+        args: options, as ``add_arguments`` declares them.
+
+    Returns:
+        Exit status: 0 if all were removed, 1 if any was left, 2 if the request is not clear.
+    """
     if sum((bool(args.ops), args.all, args.stale)) != 1:
         print("apex_te: clean: name ops, or one of --all and --stale", file=sys.stderr)
         return 2
@@ -60,6 +67,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: list[Removed], places: list[str], dry: bool) -> None:
+    """Prints the files and folders removed or left, and the sum.
+
+    Args:
+        found: the files and folders.
+        places: paths of the caches.
+        dry: True if nothing was removed.
+    """
     word = "would go" if dry else "removed"
     for item in found:
         if not item.left:

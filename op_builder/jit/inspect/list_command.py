@@ -1,4 +1,4 @@
-"""``python -m apex_te list``: the entries of all cache folders, and which of them are stale."""
+"""Command ``python -m apex_te list``: prints the entries of all cache folders."""
 
 from __future__ import annotations
 
@@ -23,13 +23,20 @@ _COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Adds the options of the command ``list`` to its parser."""
     parser.add_argument("ops", nargs="*", metavar="OP", help="only these ops' entries")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the entries; returns 0, or 1 if a folder must not be used."""
+    """Prints the entries of each cache folder, with a note at those that are stale.
+
+    Args:
+        args: options, as ``add_arguments`` declares them.
+
+    Returns:
+        Exit status: 0, or 1 if a cache folder is unsafe.
+    """
     from ... import all_builders, get_builder, user_builders
 
     core = get_builder("apex_te_core")
@@ -53,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _facts(entry: inventory.Entry, now: stale.Current) -> dict[str, Any]:
+    """Returns the facts of an entry as a dict for JSON."""
     return {
         "op": inventory.op_of(entry),
         "library": entry.library,
@@ -69,6 +77,7 @@ def _facts(entry: inventory.Entry, now: stale.Current) -> dict[str, Any]:
 
 
 def _print(folders: list[dict[str, Any]]) -> None:
+    """Prints the dicts of the cache folders as text."""
     for number, folder in enumerate(folders):
         if number:
             print()
@@ -84,6 +93,7 @@ def _print(folders: list[dict[str, Any]]) -> None:
 
 
 def _cells(entry: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the cells of an entry's row in the table."""
     seconds = f"{entry['seconds']:.1f} s" if entry["seconds"] is not None else ""
     note = "stale" if entry["stale"] else ("other" if entry["use"] else "")
     archs, key = "+".join(entry["archs"]), entry["key"][:8]

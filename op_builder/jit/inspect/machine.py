@@ -1,4 +1,4 @@
-"""Facts for a report about the machine, compilers, torch, GPUs and settings.
+"""Facts for the report about the machine, compilers, torch, GPUs and environment variables.
 
 Nothing here imports torch, initialises CUDA in this process, or writes anything.
 """
@@ -25,10 +25,11 @@ UNREAD = "nothing reads it"
 
 
 def gpus(known: Sequence[str]) -> Facts:
-    """Returns the driver and the visible GPUs; "problem" says why there are none.
+    """Returns the facts of the driver and the visible GPUs, with the keys of ``archs.ask_driver``.
 
     Args:
-        known: archs of the GPUs as the builders see them, which is all that is told of AMD's.
+        known: archs of the visible GPUs, which stand in where NVIDIA's driver names none: for
+            AMD's.
     """
     answer = archs.ask_driver()
     if not answer["devices"] and known:
@@ -37,6 +38,7 @@ def gpus(known: Sequence[str]) -> Facts:
 
 
 def _cpu_name() -> str:
+    """Returns the name of the CPU's model."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
             found = re.search(r"^model name\s*:\s*(.*)$", file.read(), re.MULTILINE)
@@ -46,7 +48,11 @@ def _cpu_name() -> str:
 
 
 def machine() -> Facts:
-    """Returns facts of the computer that builds depend on."""
+    """Returns the facts of the computer that builds depend on, as a dict for JSON.
+
+    "memory_free" is in bytes; "jobs", the number of compilers at once, is None if ``MAX_JOBS`` is
+    bad.
+    """
     libc = "-".join(part for part in platform.libc_ver() if part)
     facts = {
         "system": f"{platform.system()} {platform.release()}",
@@ -64,7 +70,7 @@ def machine() -> Facts:
 
 
 def python() -> Facts:
-    """Returns facts of the running interpreter."""
+    """Returns version, implementation and path of the running Python, as a dict for JSON."""
     return {
         "version": platform.python_version(),
         "implementation": platform.python_implementation(),
@@ -73,11 +79,12 @@ def python() -> Facts:
 
 
 def torch() -> Facts:
-    """Returns the versions of the installed torch and its place, read off its files."""
+    """Returns the fields of ``platform.Torch``, as a dict for JSON."""
     return installed_torch()._asdict()
 
 
 def _cxx() -> tuple[str, str, str]:
+    """Returns command, version and origin of the C++ compiler, as ``_TOOLS`` describes."""
     origin = "CXX" if os.environ.get("CXX", "").strip() else "PATH"
     return " ".join(toolchain.find_cxx()), toolchain.cxx_version(), origin
 
@@ -85,6 +92,14 @@ def _cxx() -> tuple[str, str, str]:
 def _gpu_compiler(
     name: str, found: toolchain.Nvcc, version: str, homes: Sequence[str]
 ) -> tuple[str, str, str]:
+    """Returns path, version and origin of nvcc or hipcc, as ``_TOOLS`` describes.
+
+    Args:
+        name: name of the compiler.
+        found: the compiler.
+        version: its version text.
+        homes: environment variables that name a toolkit's folder.
+    """
     origin = "PATH" if shutil.which(name) == found.path else "the usual places"
     for variable in reversed(homes):
         home = os.environ.get(variable, "").strip(": \t")
@@ -94,16 +109,19 @@ def _gpu_compiler(
 
 
 def _nvcc() -> tuple[str, str, str]:
+    """Returns path, version and origin of nvcc, as ``_TOOLS`` describes."""
     version = toolchain.nvcc_version()
     return _gpu_compiler("nvcc", toolchain.find_nvcc(), version, toolchain.CUDA_HOMES)
 
 
 def _hipcc() -> tuple[str, str, str]:
+    """Returns path, version and origin of hipcc, as ``_TOOLS`` describes."""
     version = toolchain.hipcc_version()
     return _gpu_compiler("hipcc", toolchain.find_hipcc(), version, toolchain.ROCM_HOMES)
 
 
 def _ninja() -> tuple[str, str, str]:
+    """Returns path, version and "" for ninja, as ``_TOOLS`` describes."""
     path = toolchain.find_ninja()
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
@@ -114,6 +132,7 @@ def _ninja() -> tuple[str, str, str]:
 
 
 def _cublaslt() -> tuple[str, str, str]:
+    """Returns the folder of cuBLASLt's header or the toolkit's, as ``_TOOLS`` describes."""
     nvcc = toolchain.find_nvcc()
     folders = toolchain.find_header("cublasLt.h", "cublas", nvcc)
     return (folders[0] if folders else nvcc.home), "", ""
@@ -132,6 +151,7 @@ _TOOLS: dict[str, Callable[[], tuple[str, str, str]]] = {
 
 
 def _for_amd() -> bool:
+    """Returns True if GPU code is for AMD GPUs; False also if ``APEX_TE_GPU_PLATFORM`` is bad."""
     try:
         return is_hip()
     except SettingError:  # the settings say so
@@ -139,9 +159,13 @@ def _for_amd() -> bool:
 
 
 def tools() -> list[Facts]:
-    """Returns what builds need, in the order in which they need it.
+    """Returns the compilers, programs and headers that builds need, in the order of their need.
 
-    A tool that is missing has the error of a build; hipcc is left out where nobody needs it.
+    hipcc is left out if it is missing and GPU code is not for AMD GPUs.
+
+    Returns:
+        A dict for each: "name"; "path", "version" and "origin", the variable or place that led to
+        it, all None if it is missing; "missing", the error that a build would raise, else None.
     """
     found = []
     for name, find in _TOOLS.items():
@@ -157,10 +181,12 @@ def tools() -> list[Facts]:
 
 
 def _boolean(name: str) -> Callable[[], object]:
+    """Returns a function that reads the variable ``name`` as a boolean."""
     return lambda: env.boolean(name, None)
 
 
 def _archs() -> object:
+    """Parses the environment's arch list, with arch 9.0 for the word "native"."""
     named = archs.named_arch_list()
     return archs.parse_arch_list(named[1], lambda: [(9, 0)]) if named else None
 
@@ -201,9 +227,11 @@ _READ: dict[str, Callable[[], object] | None] = {
 
 
 def settings() -> list[Facts]:
-    """Returns the variables that are set and that builds or look-ups read, with their problems.
+    """Returns the variables that are set and that look-ups or builds read, with their problems.
 
-    A variable of the suite's own prefix that nothing reads is probably misspelt, and is named.
+    Returns:
+        A dict for each: "name", "value" and "problem", the error that its value causes or "". For a
+        variable ``APEX_TE_*`` that nothing reads, a likely typo, it is ``UNREAD``.
     """
     found = []
     for name in sorted(os.environ):

@@ -1,7 +1,7 @@
-"""Report on this installation: machine, compilers, GPUs, caches, and the state of every op.
+"""Report on this installation: machine, compilers, GPUs, caches, and the state of every library.
 
-Works without a compiler, a GPU or a writable folder, and changes nothing: no folder is made, torch
-is not imported, CUDA is not initialised in this process.
+It needs no compiler, GPU or writable folder, and changes nothing: no folder is made, torch is not
+imported, CUDA is not initialised in this process.
 """
 
 from __future__ import annotations
@@ -39,15 +39,21 @@ Facts = dict[str, Any]
 
 
 class Here(NamedTuple):
-    """Facts that the state of a library depends on beside its spec, asked once."""
+    """GPUs and archs of this machine, which the state of a library depends on beside its op.
 
-    capabilities: tuple[Capability, ...]  # of the visible GPUs
-    targets: Targets | None  # archs to build for, None if the list in the environment is bad
-    problem: str  # what is wrong with that list
+    Attributes:
+        capabilities: capabilities of the visible GPUs.
+        targets: archs that a build would be for; None if the environment's arch list is bad.
+        problem: error in that list, "" without one.
+    """
+
+    capabilities: tuple[Capability, ...]
+    targets: Targets | None
+    problem: str
 
 
 def here() -> Here:
-    """Returns those facts; asks the driver for the visible GPUs."""
+    """Returns the GPUs and archs of this machine; asks the driver for the visible GPUs."""
     capabilities: tuple[Capability, ...] = ()
     try:
         capabilities = tuple(visible_capabilities())
@@ -59,6 +65,7 @@ def here() -> Here:
 
 
 def _version() -> str:
+    """Returns the version of apex_te, "unknown" without a ``_version.py``."""
     for folder in (SUITE, SUITE / "apex_te"):
         with contextlib.suppress(OSError):
             text = (folder / "_version.py").read_text(encoding="utf-8")
@@ -71,7 +78,17 @@ def _version() -> str:
 def found_entry(
     spec: OpSpec, device: str, capabilities: Sequence[Capability]
 ) -> tuple[str, str] | None:
-    """Returns (kind, folder) of the entry that serves every GPU in use; None if one has none."""
+    """Returns the entry that a process with the visible GPUs would load, None if there is none.
+
+    Args:
+        spec: the op.
+        device: "cpu" or "cuda".
+        capabilities: capabilities of the visible GPUs.
+
+    Returns:
+        Kind of the cache folder and path of the entry's folder; None instead of both if one of the
+        GPUs that are new enough for the op has no library.
+    """
     gpus: Sequence[Capability | None] = [None]
     if spec.needs_archs(device) and capabilities:
         gpus = [gpu for gpu in capabilities if gpu >= spec.min_arch]
@@ -88,7 +105,11 @@ def found_entry(
 
 
 def archs_to_build(spec: OpSpec, device: str, here: Here) -> tuple[Arch, ...]:
-    """Returns the archs that a build would be for; raises ``BuildError``."""
+    """Returns the archs that a build of the library would be for, none without GPU code.
+
+    Raises:
+        BuildError: no arch is known, none runs the op, or the environment's list is bad.
+    """
     if not spec.needs_archs(device):
         return ()
     if here.targets is None:
@@ -97,7 +118,12 @@ def archs_to_build(spec: OpSpec, device: str, here: Here) -> tuple[Arch, ...]:
 
 
 def check_build(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
-    """Raises the error that a build would end with before its first command; makes nothing."""
+    """Raises the error that a build would end with before its first command; changes nothing.
+
+    Raises:
+        BuildError: compiling is forbidden, a program or header is missing, or the cache that
+            ``APEX_TE_CACHE_DIR`` names is not writable.
+    """
     spec.check_device(device)
     if env.jit_disabled():
         raise BuildError("APEX_TE_DISABLE_JIT forbids compiling")
@@ -110,7 +136,16 @@ def check_build(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:
 def recent_failure(
     spec: OpSpec, device: str, archs: Sequence[Arch]
 ) -> tuple[CompileError, float] | None:
-    """Returns a stored failure that a call now would raise, and its age in seconds."""
+    """Returns a stored compile error that a call would raise instead of compiling, or None.
+
+    Args:
+        spec: the op.
+        device: "cpu" or "cuda".
+        archs: archs that a build would be for.
+
+    Returns:
+        The error and its age in seconds; None instead of both if none applies.
+    """
     if env.jit_retry():
         return None
     folder = cache.entry_folder(spec.library_name(device), key_of(spec, device))
@@ -122,7 +157,12 @@ def recent_failure(
 
 
 def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
-    """Returns the state of one library (prebuilt, cached, can build, failed, cannot) and why."""
+    """Returns the facts of one library as a dict for JSON, with its state and the reason for it.
+
+    Returns:
+        "state" is "prebuilt", "cached", "can build", "failed" (a stored compile error) or "cannot".
+        The other facts are those of the entry, or of a build where there is none.
+    """
     facts: Facts = {"op": spec.NAME, "device": device, "state": "", "reason": ""}
     facts.update(key="", path="", archs=[], seconds=None, size=None, built=None, compiler="")
     name = spec.library_name(device)
@@ -150,6 +190,13 @@ def library_facts(spec: OpSpec, device: str, here: Here) -> Facts:
 
 
 def _entry_facts(spec: OpSpec, name: str, folder: str) -> Facts:
+    """Returns what the manifest of an entry says, as a dict for JSON.
+
+    Args:
+        spec: the op.
+        name: file name of the library without ``.so``.
+        folder: path of the entry's folder.
+    """
     for location in cache.locations(spec.prebuilt_folder):
         if os.path.dirname(os.path.dirname(folder)) != location.path:
             continue
@@ -166,6 +213,7 @@ def _entry_facts(spec: OpSpec, name: str, folder: str) -> Facts:
 
 
 def _origin(location: cache.Location) -> str:
+    """Returns the variable or rule that makes look-ups search a cache folder, as text."""
     if location.kind == "prebuilt":
         return "the installed package"
     if location.kind == "extra":
@@ -179,7 +227,7 @@ def _origin(location: cache.Location) -> str:
 
 
 def cache_folder(location: cache.Location) -> Facts:
-    """Returns the state of one cache folder: its owner, contents and problems."""
+    """Returns owner, mode, contents and problem of one cache folder, as a dict for JSON."""
     facts: Facts = {"kind": location.kind, "path": location.path, "from": _origin(location)}
     facts.update(exists=False, owner=None, mode=None, problem="", entries=0, bytes=0)
     facts["writable"] = location.private and cache.is_writable(location.path)
@@ -213,7 +261,11 @@ def cache_folder(location: cache.Location) -> Facts:
 
 
 def collect(builders: Iterable[OpSpec]) -> Facts:
-    """Returns the whole report as plain data."""
+    """Returns the whole report as a dict for JSON.
+
+    Args:
+        builders: ops to report on; the dispatcher is added.
+    """
     core = DispatcherSpec()
     now = here()
     builders = [core, *builders]
@@ -242,7 +294,11 @@ def collect(builders: Iterable[OpSpec]) -> Facts:
 
 
 def is_broken(facts: Facts) -> bool:
-    """Returns True if something is set that a call would refuse."""
+    """Returns True if a variable's value, or the folder that it names, would make calls fail.
+
+    Args:
+        facts: the report.
+    """
     named = any(
         place["from"] == "APEX_TE_CACHE_DIR" and place["problem"] for place in facts["caches"]
     )

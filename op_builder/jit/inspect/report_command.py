@@ -1,4 +1,4 @@
-"""``python -m apex_te report``: the report as text for a terminal, or as JSON."""
+"""Command ``python -m apex_te report``: prints the report as text or as JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ _ORDER = ("prebuilt", "cached", "can build", "failed", "cannot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Adds the options of the command ``report`` to its parser."""
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--paths", action="store_true", help="the path of each op's library, too")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the report; returns 0, or 1 if the settings are such that a call would raise."""
+    """Prints the report.
+
+    Args:
+        args: options, as ``add_arguments`` declares them.
+
+    Returns:
+        Exit status: 0, or 1 if the settings are such that a call would raise an error.
+    """
     from ... import all_builders, user_builders
 
     facts = report.collect([*all_builders().values(), *user_builders().values()])
@@ -33,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _machine(facts: Facts) -> Iterator[str]:
+    """Yields the lines on apex_te, machine, Python and torch."""
     here, python, torch = facts["machine"], facts["python"], facts["torch"]
     yield from field(
         "apex_te", f"{facts['apex_te']['version']} in {short(facts['apex_te']['path'])}"
@@ -57,6 +65,7 @@ def _machine(facts: Facts) -> Iterator[str]:
 
 
 def _gpus(facts: Facts) -> Iterator[str]:
+    """Yields the lines on GPUs, driver and archs."""
     gpus, archs = facts["gpus"], facts["archs"]
     driver = f"driver {gpus['driver'] or 'unknown'} for CUDA {gpus['cuda']}" if gpus["cuda"] else ""
     devices = [
@@ -79,6 +88,7 @@ def _gpus(facts: Facts) -> Iterator[str]:
 
 
 def _tools(facts: Facts) -> Iterator[str]:
+    """Yields a line for each compiler, program and header."""
     for tool in facts["tools"]:
         if tool["missing"]:
             yield from field(tool["name"], f"missing: {tool['missing']}")
@@ -89,6 +99,7 @@ def _tools(facts: Facts) -> Iterator[str]:
 
 
 def _caches(facts: Facts) -> Iterator[str]:
+    """Yields a line for each cache folder."""
     for place in facts["caches"]:
         name = {"cache": "user cache", "extra": "read-only"}.get(place["kind"], place["kind"])
         text = f"{short(place['path'])} ({place['from']}): "
@@ -105,6 +116,7 @@ def _caches(facts: Facts) -> Iterator[str]:
 
 
 def _settings(facts: Facts) -> Iterator[str]:
+    """Yields a line for each environment variable that is set."""
     for index, item in enumerate(facts["settings"]):
         problem = f"  <- {item['problem']}" if item["problem"] else ""
         yield from field("" if index else "settings", f"{item['name']}={item['value']}{problem}")
@@ -113,6 +125,7 @@ def _settings(facts: Facts) -> Iterator[str]:
 
 
 def _libraries(facts: Facts, paths: bool) -> Iterator[str]:
+    """Yields the table of libraries and its summary; with ``paths`` the path below each row."""
     rows = facts["libraries"]
     op = min(24, max(len(row["op"]) for row in rows))
     columns = (
@@ -135,6 +148,7 @@ def _libraries(facts: Facts, paths: bool) -> Iterator[str]:
 
 
 def _cells(row: Facts) -> tuple[str, ...]:
+    """Returns the cells of a library's row."""
     seconds = f"{row['seconds']:.1f}" if row["seconds"] is not None else ""
     shown = size(row["size"]) if row["size"] is not None else ""
     archs = "+".join(row["archs"])
@@ -142,7 +156,7 @@ def _cells(row: Facts) -> tuple[str, ...]:
 
 
 def _summary(rows: list[Facts]) -> Iterator[str]:
-    """Yields how many libraries are in each state, and why some cannot be built."""
+    """Yields the number of libraries in each state, and the reasons why some cannot be built."""
     counts = {state: [row for row in rows if row["state"] == state] for state in _ORDER}
     told = [f"{len(found)} {state}" for state, found in counts.items() if found]
     yield from field("libraries", ", ".join(told))
@@ -159,7 +173,12 @@ def _summary(rows: list[Facts]) -> Iterator[str]:
 
 
 def lines(facts: Facts, paths: bool = False) -> Iterator[str]:
-    """Yields the report for people; only a path may be wider than ``WIDTH``."""
+    """Yields the lines of the report as text; only paths may exceed ``WIDTH``.
+
+    Args:
+        facts: the report.
+        paths: adds the path of each library.
+    """
     yield from _machine(facts)
     yield from _gpus(facts)
     yield ""

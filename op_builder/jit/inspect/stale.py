@@ -1,4 +1,4 @@
-"""Staleness of entries: those that nothing here would load again."""
+"""Search for stale entries: damaged ones, and those of other sources, flags or compilers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from ..find.key import key_of
 
 
 class Current:
-    """Keys and compilers of up-to-date entries of some ops.
+    """Keys and compilers that up-to-date entries have.
 
     Attributes:
-        keys: first digits of the present keys of each library.
-        compilers: compiler that a build would use now, by library.
+        keys: first digits of the up-to-date keys by library; a library that is missing here belongs
+            to an op that is not installed.
+        compilers: version text of the compiler that a build would use, by library.
         machine: architecture of the CPU.
     """
 
@@ -31,18 +32,32 @@ class Current:
         machine: str,
         dispatcher: DispatcherSpec | None = None,
     ) -> None:
+        """Takes the attributes and the dispatcher.
+
+        Args:
+            keys: see the attribute.
+            compilers: see the attribute.
+            machine: see the attribute.
+            dispatcher: dispatcher whose entries for other Pythons are up to date, too; None if they
+                are not to be recognised.
+        """
         self.keys, self.compilers, self.machine = keys, compilers, machine
         self._dispatcher = dispatcher
 
     def _other_python(self, entry: Entry) -> str:
-        """Returns the other Python that an up-to-date dispatcher is for, "" for other entries."""
+        """Returns the version of the other Python that an up-to-date dispatcher is for, else ""."""
         if self._dispatcher is None or entry.library != self._dispatcher.NAME:
             return ""
         key, version = key_for(self._dispatcher, entry.manifest)
         return version if key and key.startswith(entry.digits) else ""
 
     def stale(self, entry: Entry) -> str:
-        """Returns why nothing here would load the entry again, "" if something may."""
+        """Returns the reason why an entry is stale, "" if it is not.
+
+        It is stale if it is damaged, if its sources or flags are not the present ones, or if
+        another compiler than the present one built it; look-ups still load it in the last case.
+        Entries for another kind of CPU and of ops that are not installed are not stale.
+        """
         if entry.problem:
             return entry.problem
         keys = self.keys.get(entry.library)
@@ -57,7 +72,10 @@ class Current:
         return ""
 
     def use(self, entry: Entry) -> str:
-        """Returns what the entry is for where that is not this process's own look-up."""
+        """Returns the use of an entry that this process would not look up, such as "Python 3.12".
+
+        It is "" for an entry that this process looks up and for a stale one.
+        """
         keys = self.keys.get(entry.library)
         if keys is None:
             return "an op that is not installed here"
@@ -69,7 +87,10 @@ class Current:
 
 
 def current(specs: Iterable[OpSpec]) -> Current:
-    """Returns what up-to-date entries of ``specs`` look like; asks the compilers who they are."""
+    """Returns keys and compilers of the up-to-date entries of ``specs``.
+
+    The compilers are run for their versions.
+    """
     keys: dict[str, set[str]] = {}
     compilers: dict[str, str] = {}
     dispatcher = None

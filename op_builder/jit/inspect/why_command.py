@@ -1,4 +1,4 @@
-"""``python -m apex_te why <op>``: an op's key, each step of its look-up, its next call."""
+"""Command ``python -m apex_te why <op>``: explains the look-up of an op's libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
+    """Adds the options of the command ``why`` to its parser."""
     parser.add_argument("op", help="an op such as rms_norm, or the dispatcher, apex_te_core")
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cpu, and cuda where there is an arch"
@@ -32,7 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Explains; returns 0 if the next call finds or builds the libraries, 1 if it would raise."""
+    """Prints key, look-up and next call of each library of an op.
+
+    Args:
+        args: options, as ``add_arguments`` declares them.
+
+    Returns:
+        Exit status: 0 if the next call finds or builds the libraries, 1 if it would raise an error.
+    """
     from ... import get_builder
 
     spec = get_builder(args.op)
@@ -51,7 +58,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
-    """Returns all about one library as plain data."""
+    """Returns the explanation of one library's look-up as a dict for JSON.
+
+    Args:
+        spec: the op.
+        device: "cpu" or "cuda".
+        here: GPUs and archs of this machine.
+
+    Returns:
+        Key and what it is made of, the "steps" of the look-up, one per cache folder, and "next",
+        the outcome of the next call.
+    """
     made = made_of(spec, device)
     facts: Facts = {
         "op": spec.NAME,
@@ -80,7 +97,15 @@ def explain(spec: OpSpec, device: str, here: report.Here) -> Facts:
 def _step(
     place: cache.Location, spec: OpSpec, device: str, here: report.Here, facts: Facts
 ) -> Facts:
-    """Returns what the look-up finds in one folder."""
+    """Returns the entries of a library in one cache folder with verdicts, as a dict for JSON.
+
+    Args:
+        place: the cache folder.
+        spec: the op.
+        device: "cpu" or "cuda".
+        here: GPUs and archs of this machine.
+        facts: key, flags, compiler and archs of the library, from ``explain``.
+    """
     step: Facts = {"kind": place.kind, "path": place.path, "found": [], "problem": ""}
     step["exists"] = os.path.lexists(place.path)
     try:
@@ -105,7 +130,18 @@ def _step(
 def _verdict(
     entry: Entry, spec: OpSpec, device: str, here: report.Here, facts: Facts
 ) -> tuple[str, bool]:
-    """Returns the reason why an entry serves or not, and True if it does."""
+    """Judges if a look-up would use an entry.
+
+    Args:
+        entry: the entry.
+        spec: the op.
+        device: "cpu" or "cuda".
+        here: GPUs and archs of this machine.
+        facts: key, flags, compiler and archs of the library, from ``explain``.
+
+    Returns:
+        The verdict as text, and True if a look-up would use the entry.
+    """
     if not facts["key"].startswith(entry.digits):
         return f"another key: {_difference(entry, spec, facts)}", False
     if entry.problem:
@@ -125,7 +161,7 @@ def _verdict(
 
 
 def _difference(entry: Entry, spec: OpSpec, facts: Facts) -> str:
-    """Returns how the entry's sources and flags differ from the present ones."""
+    """Returns the differences of the entry's sources and flags from the present ones, as text."""
     theirs = entry.manifest
     sources, flags = theirs.get("sources"), [str(flag) for flag in theirs.get("flags") or ()]
     told = _changed_sources(sources, facts["sources"]) if isinstance(sources, dict) else []
@@ -137,6 +173,12 @@ def _difference(entry: Entry, spec: OpSpec, facts: Facts) -> str:
 
 
 def _changed_sources(old: dict[str, str], new: dict[str, str]) -> list[str]:
+    """Returns texts that name changed, new and vanished sources.
+
+    Args:
+        old: digest by name, from the entry's manifest.
+        new: present digest by name.
+    """
     changes = {
         "changed": [name for name in new if name in old and old[name] != new[name]],
         "new": [name for name in new if name not in old],
@@ -150,6 +192,7 @@ def _changed_sources(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 
 def _changed_flags(old: list[str], new: list[str]) -> list[str]:
+    """Returns a text with added and dropped flags in a list; no text if none differ."""
     if not old or old == new:
         return []
     added = " ".join(flag for flag in new if flag not in old)
@@ -158,7 +201,12 @@ def _changed_flags(old: list[str], new: list[str]) -> list[str]:
 
 
 def _next(spec: OpSpec, device: str, here: report.Here) -> Facts:
-    """Returns what a call would do now."""
+    """Returns the outcome of the next call as a dict for JSON.
+
+    Returns:
+        "state" and "archs" of ``library_facts``; "raises", True if the call raises an error;
+        "text", a sentence on what it does.
+    """
     row = report.library_facts(spec, device, here)
     state, where = row["state"], cache.user_cache().path
     raises = state in ("failed", "cannot")
@@ -182,7 +230,11 @@ _STEP = {"prebuilt": "prebuilt", "cache": "user cache", "extra": "read-only"}
 
 
 def lines(facts: Facts) -> Iterator[str]:
-    """Yields the explanation for people; only a path may be wider than ``WIDTH``."""
+    """Yields the lines of an explanation as text; only paths may exceed ``WIDTH``.
+
+    Args:
+        facts: the explanation, from ``explain``.
+    """
     yield f"{facts['op']} ({facts['device']})"
     yield from field("key", facts["key"])
     yield from field("settings", _settings(facts))
@@ -207,11 +259,13 @@ def lines(facts: Facts) -> Iterator[str]:
 
 
 def _settings(facts: Facts) -> str:
+    """Returns CPU architecture, ABI number and further ingredients of the key as one text."""
     told = [facts["machine"], f"op ABI {facts['abi']}", *facts["extras"]]
     return ", ".join(str(item) for item in told)
 
 
 def _entry_lines(place: str, entry: Facts) -> Iterator[str]:
+    """Yields the lines on one entry, whose path is told relative to the cache folder ``place``."""
     ago = since(entry["built"])
     when = f" ({ago} old)" if ago else ""
     yield from field("", f"{os.path.relpath(entry['path'], place)}{when}: {entry['verdict']}")

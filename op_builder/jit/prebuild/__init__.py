@@ -1,1 +1,1 @@
-"""Building libraries before they are needed: at install time or into the user's cache."""
+"""Compilation of libraries before their first use: at install time or into the user's cache."""

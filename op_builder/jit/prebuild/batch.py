@@ -1,4 +1,4 @@
-"""Building many libraries at once, without running more compilers than the machine can take.
+"""Compilation of many libraries at once, with a limit on the compilers that run together.
 
 Each library is a ninja graph of its own, and the compilers of all graphs that run stay within the
 limit: the lock, the stored failure and the publication of a library are those of a build on first
@@ -27,7 +27,14 @@ _STOP_PAUSE = 0.1  # seconds
 
 
 class Wanted(NamedTuple):
-    """One library to build, for ``archs`` if it is made for GPU archs."""
+    """One library to compile.
+
+    Attributes:
+        spec: the op.
+        device: "cpu" or "cuda".
+        archs: GPU archs to compile for; none without GPU code.
+        label: name for reports, by default the op's; set for dispatchers alone.
+    """
 
     spec: OpSpec
     device: str
@@ -36,25 +43,40 @@ class Wanted(NamedTuple):
 
     @property
     def op(self) -> str:
-        """Name that reports show."""
+        """Name of the library in reports."""
         return self.label or self.spec.NAME
 
     def cost(self) -> tuple[bool, int, int]:
-        """Returns a rank of long builds: dispatchers, many archs and sources, much to include."""
+        """Returns an estimate of the build's length, to sort by; the longest has the greatest.
+
+        Returns:
+            True for a dispatcher, the number of compilations, and the bytes of sources and headers.
+        """
         spec = self.spec
         sources = [os.path.join(spec.root, name) for name in spec.device_sources(self.device)]
         read = sum(os.path.getsize(path) for path in closure(sources, spec.include_folders()))
         return bool(self.label), len(self.archs) * len(sources), read
 
     def report(self, state: str, **values: Any) -> LibraryReport:
-        """Returns the row of this library."""
+        """Returns the row of this library in a build's report.
+
+        Args:
+            state: one of ``build_report.STATES``.
+            values: other fields of ``LibraryReport``.
+        """
         archs = tuple(str(arch) for arch in self.archs)
         row = LibraryReport(self.op, self.device, state, archs)
         return row._replace(**values)
 
 
 def manifest_report(wanted: Wanted, state: str, path: str) -> LibraryReport:
-    """Returns the row of a library that lies at ``path``, with what its manifest says."""
+    """Returns the row of a library in a build's report, with the facts of its manifest.
+
+    Args:
+        wanted: the library.
+        state: one of ``build_report.STATES``.
+        path: path of the library; its manifest lies beside it.
+    """
     with open(os.path.join(os.path.dirname(path), cache.MANIFEST), encoding="utf-8") as file:
         manifest = json.load(file)
     return wanted.report(
@@ -69,6 +91,15 @@ def manifest_report(wanted: Wanted, state: str, path: str) -> LibraryReport:
 def _build_one(
     wanted: Wanted, location: Location | None, jobs: int, started: float, verbose: bool
 ) -> LibraryReport:
+    """Compiles one library and returns its row, whose state is "built" or "failed"; raises nothing.
+
+    Args:
+        wanted: the library.
+        location: cache folder to build in; None for the user's.
+        jobs: number of compilers at once.
+        started: seconds since the epoch at which the caller began to wait.
+        verbose: shows the compiler commands.
+    """
     from ..build.service import build
 
     try:
@@ -90,7 +121,7 @@ def _build_one(
 
 
 def _stop(threads: Sequence[threading.Thread]) -> None:
-    """Stops the compilers.
+    """Stops the compilers that the threads of ``build_all`` have started.
 
     A thread that waits for another process's lock is left to die with this process.
     """
@@ -110,14 +141,19 @@ def build_all(
     started: float | None = None,
     verbose: bool = False,
 ) -> BuildReport:
-    """Builds all of ``wanted``, the long ones first; a failure is a row and stops no other.
+    """Compiles all libraries of ``wanted``, those with long builds first.
+
+    A build that fails stops no other.
 
     Args:
         wanted: the libraries.
-        location: cache to build in; None for the user's.
-        jobs: compilers at once.
-        started: seconds since the epoch at which the caller began to wait.
+        location: cache folder to build in; None for the user's.
+        jobs: number of compilers at once, in all builds together.
+        started: seconds since the epoch at which the caller began to wait, by default now.
         verbose: shows the compiler commands.
+
+    Returns:
+        The report, with one row per library in the order of ``wanted``.
     """
     since = time.time() if started is None else started
     begin = time.monotonic()
@@ -128,6 +164,7 @@ def build_all(
     free = jobs
 
     def work(item: Wanted, share: int) -> None:
+        """Compiles one library in a thread and puts its row into ``finished``."""
         finished.put((share, item, _build_one(item, location, share, since, verbose)))
 
     try:
@@ -148,10 +185,17 @@ def build_all(
 
 
 def _fitting(pending: list[Wanted], free: int) -> Iterator[tuple[Wanted, int]]:
-    """Takes from ``pending`` what can start now, with how many compilers each may use.
+    """Removes from ``pending`` the libraries whose builds can start now.
 
     A library gets one compiler while others wait: its sources differ in length, and more would let
     some idle.
+
+    Args:
+        pending: libraries not yet started, in order.
+        free: number of compilers that may be started.
+
+    Yields:
+        A library, and the number of compilers that its build may run.
     """
     while pending and free:
         item = pending.pop(0)

@@ -1,4 +1,4 @@
-"""Report of a prebuild, as an object and as a table."""
+"""Report of a prebuild: the state of each library, as an object, table or JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,19 @@ STATES = ("built", "present", "skipped", "failed")
 
 
 class LibraryReport(NamedTuple):
-    """One library: ``seconds`` is the build's own time, ``reason`` says why it was not built."""
+    """One library of a prebuild.
+
+    Attributes:
+        op: name of the op, or "dispatcher" and a Python version.
+        device: "cpu" or "cuda".
+        state: "built", "present" if it was there already, "skipped" if it was not to be built, or
+            "failed".
+        archs: names of the GPU archs it holds; none without GPU code.
+        seconds: duration of its build, 0 if it is not known.
+        size: bytes of the library, 0 without one.
+        path: path of the library, "" without one.
+        reason: reason why it was skipped or failed, else "".
+    """
 
     op: str
     device: str
@@ -28,23 +40,29 @@ class LibraryReport(NamedTuple):
 
 
 class BuildReport(NamedTuple):
-    """Libraries of a prebuild, the seconds it took, and how many compilers ran at once."""
+    """Result of a prebuild; ``str()`` of it is a table.
+
+    Attributes:
+        libraries: one row per library.
+        seconds: duration of the whole prebuild.
+        jobs: number of compilers that may have run at once.
+    """
 
     libraries: tuple[LibraryReport, ...]
     seconds: float = 0.0
     jobs: int = 1
 
     def of_state(self, *states: str) -> list[LibraryReport]:
-        """Returns the libraries that ended as "built", "present", "skipped" or "failed"."""
+        """Returns the libraries whose state is one of ``states``."""
         return [library for library in self.libraries if library.state in states]
 
     @property
     def ok(self) -> bool:
-        """True if nothing failed."""
+        """True if no library failed."""
         return not self.of_state("failed")
 
     def failures(self) -> str:
-        """Returns what failed and why, one paragraph each."""
+        """Returns the number of failed libraries and the reason of each, as text for an error."""
         failed = self.of_state("failed")
         count = f"{len(failed)} of {len(self.of_state('built', 'present', 'failed'))}"
         lines = []
@@ -54,12 +72,12 @@ class BuildReport(NamedTuple):
         return "\n".join([f"{count} libraries could not be built", *lines])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report in plain types, for JSON."""
+        """Returns the report as a dict of plain types, for JSON."""
         libraries = [library._asdict() for library in self.libraries]
         return {"libraries": libraries, "seconds": round(self.seconds, 3), "jobs": self.jobs}
 
     def __str__(self) -> str:
-        """Returns a line per library, then what was skipped by reason, then the sum."""
+        """Returns a table of the libraries, lines for those skipped, and a line with the totals."""
         shown = self.of_state("built", "present", "failed")
         rows = [_row(library) for library in shown]
         lines = list(table(_COLUMNS, rows, "  ")) if shown else []
@@ -74,6 +92,7 @@ class BuildReport(NamedTuple):
 
 
 def _row(library: LibraryReport) -> tuple[str, ...]:
+    """Returns the cells of a library's row."""
     seconds = f"{library.seconds:.1f}" if library.state == "built" else ""
     archs = " ".join(library.archs) or "-"
     return (
@@ -87,7 +106,7 @@ def _row(library: LibraryReport) -> tuple[str, ...]:
 
 
 def _skipped(libraries: Iterable[LibraryReport]) -> list[str]:
-    """Returns one line per reason and device, with the ops it holds for."""
+    """Returns one line per device and reason, with the ops skipped for that reason."""
     groups: dict[tuple[str, str], list[str]] = {}
     for library in libraries:
         groups.setdefault((library.device, library.reason), []).append(library.op)

@@ -1,4 +1,4 @@
-"""Libraries made at install time: those that the environment asks for."""
+"""Libraries compiled at install time, as ``APEX_BUILD_*`` variables ask for them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,24 @@ def torch_has_cuda() -> bool:
 
 
 def cuda_expected() -> bool:
-    """Returns True if a single op's CUDA library is wanted: by an arch list, a GPU or torch."""
+    """Returns True if there are signs that CUDA libraries will be used on this machine.
+
+    They are an arch list in the environment, a visible GPU, or a torch with CUDA.
+    """
     return named_arch_list() is not None or bool(visible_capabilities()) or torch_has_cuda()
 
 
 def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
-    """Returns the choices of the environment, without the dispatchers.
+    """Returns a decision for each library of the ops, from ``APEX_BUILD_*`` variables.
 
     ``APEX_BUILD_<OP>`` decides for one op; else ``APEX_BUILD_CUDA_OPS`` asks for both libraries of
-    every op and ``APEX_BUILD_CPP_OPS`` for the CPU ones.
+    every op and ``APEX_BUILD_CPP_OPS`` for the CPU ones. The dispatcher is not among them.
+
+    Args:
+        builders: ops by name.
 
     Raises:
-        SettingError: a value is no boolean.
+        SettingError: the value of a variable is no boolean.
     """
     cpp, cuda = env.boolean(CPP_OPS, False), env.boolean(CUDA_OPS, False)
     choices: list[Choice] = []
@@ -68,7 +74,11 @@ def select(builders: Mapping[str, OpSpec]) -> list[Choice]:
 
 
 def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
-    """Returns ``APEX_BUILD_*`` variables that nothing reads, such as a misspelt one."""
+    """Returns the sorted names of ``APEX_BUILD_*`` variables that nothing reads.
+
+    Args:
+        builders: ops by name, whose ``BUILD_VAR`` are read.
+    """
     known = {spec.BUILD_VAR for spec in builders.values()}
     known.update((*GROUPS, pythons.VARIABLE))
     return sorted(
@@ -77,7 +87,11 @@ def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
 
 
 def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ()) -> list[Choice]:
-    """Returns ``select()``, unless a request contradicts itself or would be ignored.
+    """Returns the decisions of ``select`` after checking that no request would be ignored.
+
+    Args:
+        builders: ops by name.
+        arguments: options given to the installation.
 
     Raises:
         SettingError: nothing reads a variable, an option is apex's, or libraries are asked for
@@ -101,11 +115,21 @@ def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ())
 def into_package(
     builders: Mapping[str, OpSpec], choices: Sequence[Choice], target: str
 ) -> BuildReport:
-    """Builds what was chosen into the folder ``target`` of a package, for the Pythons named.
+    """Compiles the wanted libraries, and dispatchers, into a folder of a package.
+
+    There is a dispatcher for each Python that ``APEX_BUILD_PYTHONS`` lists.
+
+    Args:
+        builders: ops by name.
+        choices: decisions of ``check_install``.
+        target: the folder.
+
+    Returns:
+        The report, with the skipped libraries.
 
     Raises:
-        PrebuildError: something failed, or lacks a program, a header or an arch.
-        SettingError: a flag fits this machine alone.
+        PrebuildError: a build failed, or lacks a program, a header or an arch.
+        SettingError: a flag is for this machine's CPU alone.
     """
     wanted, rows = plan(builders, choices, Targets.find())
     wanted = [*dispatchers(pythons.named()), *wanted]
@@ -131,6 +155,11 @@ def into_package(
 
 
 def _check_portable(wanted: Wanted) -> None:
+    """Checks that the flags of a library are for other machines' CPUs, too.
+
+    Raises:
+        SettingError: a flag is for this machine's CPU alone.
+    """
     for flag in library.key_flags(wanted.spec, wanted.device):
         if toolchain.is_for_this_machine(flag):
             raise SettingError(
@@ -140,7 +169,7 @@ def _check_portable(wanted: Wanted) -> None:
 
 
 def _make_readable(target: str) -> None:
-    """Lets everybody read what is installed."""
+    """Gives all users the right to read the files and folders below ``target``."""
     for folder, _, files in os.walk(target):
         os.chmod(folder, 0o755)
         for name in files:

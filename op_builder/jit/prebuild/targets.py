@@ -1,4 +1,4 @@
-"""Libraries to build for a request: ops, devices, archs, dispatchers."""
+"""Libraries to compile for a request: ops, devices, archs and dispatchers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ DEVICES = ("cpu", "cuda")
 
 
 class Choice(NamedTuple):
-    """A library and the decision about it: wanted, insisted on, or the reason it is skipped."""
+    """Decision about one library of a prebuild.
+
+    Attributes:
+        op: name of the op.
+        device: "cpu" or "cuda".
+        wanted: True to compile it, False to skip it.
+        insisted: True if the op was asked for by name, so that it is an error if no arch serves it.
+        reason: reason why it is skipped, "" if it is wanted.
+    """
 
     op: str
     device: str
@@ -35,14 +43,24 @@ class Choice(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """Archs to build for: a list with its origin, or the GPUs that are visible."""
+    """Archs that a prebuild compiles GPU code for.
+
+    Attributes:
+        named: an arch list and its source as ``(source, list)``, such as a variable's name or
+            "arch"; None if there is no list.
+        capabilities: capabilities of the visible GPUs, which count if there is no list.
+    """
 
     named: tuple[str, str] | None
     capabilities: tuple[Capability, ...] = ()
 
     @classmethod
     def find(cls, text: str | None = None) -> Targets:
-        """Returns the archs of ``text``, else the environment's list, else the GPUs."""
+        """Returns the archs of the list ``text``, else of the environment's list, else of the GPUs.
+
+        Raises:
+            ArchError: a word of the list is no arch, or the list is empty.
+        """
         named = ("arch", text) if text is not None else named_arch_list()
         if named is None:
             return cls(None, tuple(visible_capabilities()))
@@ -53,11 +71,15 @@ class Targets(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """True if there is any arch to build for."""
+        """True if there is a list or a visible GPU."""
         return self.named is not None or bool(self.capabilities)
 
     def of(self, spec: OpSpec) -> tuple[Arch, ...]:
-        """Returns the archs of one op; raises ``ArchError`` where none serves."""
+        """Returns the archs to compile the op ``spec`` for.
+
+        Raises:
+            ArchError: no arch is known, or none runs the op.
+        """
         named = self.named
         if named is None and self.capabilities:
             named = ("the visible GPUs", ";".join(str(Arch(*c)) for c in self.capabilities))
@@ -67,13 +89,18 @@ class Targets(NamedTuple):
 def plan(
     builders: Mapping[str, OpSpec], choices: Iterable[Choice], targets: Targets
 ) -> tuple[list[Wanted], list[LibraryReport]]:
-    """Turns choices into libraries to build.
+    """Turns decisions into libraries to compile and rows of those skipped.
+
+    Args:
+        builders: ops by name.
+        choices: the decisions.
+        targets: archs to compile for.
 
     Returns:
-        The libraries to build, and the rows of those that are left out.
+        The libraries to compile, and the report's rows of those that are skipped.
 
     Raises:
-        ArchError: there is no arch to build for, or none that serves an op insisted on.
+        ArchError: no arch is known, or none runs an op that was asked for by name.
     """
     wanted: list[Wanted] = []
     rows: list[LibraryReport] = []
@@ -97,7 +124,10 @@ def plan(
 
 
 def dispatchers(named: Sequence[pythons.Python | None]) -> list[Wanted]:
-    """Returns one dispatcher per Python; None is the running one, whose headers may be missing."""
+    """Returns one dispatcher to compile for each Python; None stands for the running one.
+
+    Unlike a ``Python``, None does not need the headers to be there before the build.
+    """
     wanted = []
     for python in named:
         version = pythons.name_of(python.suffix if python else soabi())

@@ -1,4 +1,4 @@
-"""Libraries made ready before they are used, after the installation: in the user's cache."""
+"""Libraries compiled into the user's cache after the installation and before their first use."""
 
 from __future__ import annotations
 
@@ -23,12 +23,16 @@ _DISPATCHER = "apex_te_core"
 
 
 def check_ops(ops: str | Iterable[str] | None, builders: Mapping[str, OpSpec]) -> list[str]:
-    """Returns the names of ops, each once; None means all.
+    """Returns the names of the ops asked for, each once.
 
     The dispatcher's name is allowed and adds nothing: it goes along with whatever is built.
 
+    Args:
+        ops: one name or several; None for all ops.
+        builders: ops by name.
+
     Raises:
-        UnknownOpError: a name is no op's.
+        UnknownOpError: there is no op of a name.
     """
     if ops is None:
         return sorted(builders)
@@ -47,10 +51,16 @@ def choose_ops(
     device: str | None,
     targets: Targets,
 ) -> list[Choice]:
-    """Returns the libraries of ``ops``; without ``device``, CUDA's only if an arch is known.
+    """Returns a decision for each library of the ops asked for.
+
+    Args:
+        builders: ops by name.
+        ops: one name or several; None for all ops.
+        device: "cpu" or "cuda"; None for both, without GPU libraries if no arch is known.
+        targets: archs to compile for.
 
     Raises:
-        UnknownOpError: a name is no op's.
+        UnknownOpError: there is no op of a name.
         SettingError: the device is neither "cpu" nor "cuda".
     """
     if device is not None and device not in DEVICES:
@@ -68,7 +78,12 @@ def choose_ops(
 
 
 def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
-    """Returns the row of a library that need not be built, None for others."""
+    """Returns the report's row of a library that the caches hold, None if it must be compiled.
+
+    Args:
+        wanted: the library.
+        targets: archs; without a list it is enough that a library runs on each visible GPU.
+    """
     spec, device = wanted.spec, wanted.device
     key, name = key_of(spec, device), spec.library_name(device)
     gpus: Sequence[Capability | None] = [None]
@@ -88,7 +103,13 @@ def _found(wanted: Wanted, targets: Targets) -> LibraryReport | None:
 def _missing(
     wanted: Iterable[Wanted], targets: Targets, rows: dict[Wanted, LibraryReport]
 ) -> list[Wanted]:
-    """Returns those of ``wanted`` that have to be built; the others get their row."""
+    """Returns the libraries that the caches do not hold.
+
+    Args:
+        wanted: the libraries.
+        targets: archs to compile for.
+        rows: report rows, to which those of the libraries found are added.
+    """
     missing = []
     for item in wanted:
         row = _found(item, targets)
@@ -107,13 +128,24 @@ def into_cache(
     jobs: int | None = None,
     verbose: bool = False,
 ) -> BuildReport:
-    """Builds what was chosen, and the dispatcher, where they are neither prebuilt nor cached.
+    """Compiles the wanted libraries and the dispatcher that no cache holds into the user's cache.
 
     One process builds; others that ask meanwhile wait and find its result.
 
+    Args:
+        builders: ops by name.
+        choices: decisions of ``choose_ops``.
+        targets: archs to compile for.
+        jobs: number of compilers at once; by default as many as the machine's limits allow.
+        verbose: shows the compiler commands.
+
+    Returns:
+        The report, with the libraries that were cached or skipped.
+
     Raises:
-        PrebuildError: something failed.
-        JitDisabledError: compiling is forbidden and something is missing.
+        PrebuildError: a build failed.
+        JitDisabledError: compiling is forbidden and a library is missing.
+        SettingError: ``jobs`` is less than 1.
     """
     started, begin = time.time(), time.monotonic()
     if jobs is not None and jobs < 1:
