@@ -1,4 +1,4 @@
-"""Fused optimizers, Adam, AdamW, SGD and LAMB, whose step is a few launches."""
+"""Fused optimizers (Adam, AdamW, SGD and LAMB), which update all parameters in a few launches."""
 
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB

@@ -1,4 +1,4 @@
-"""Base of the fused optimizers: states, master weights, device scalars, saving and loading."""
+"""Base of the fused optimizers: state, master weights, buckets, saving and loading."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ _OPTIONS = ("capturable", "master_weights", "set_grad_none", "_moment_dtypes")
 
 
 class Work(NamedTuple):
-    """Launch of a step: a group, one of its buckets, and that bucket's gradients."""
+    """Bucket that a step updates, with its options and gradients.
+
+    Attributes:
+        group: the parameter group of the bucket, an entry of ``param_groups``.
+        bucket: parameters of the group that one call of an op updates.
+        grads: this rank's gradients, in the order of ``bucket.params``.
+    """
 
     group: dict[str, Any]
     bucket: Bucket
@@ -29,7 +35,10 @@ class Work(NamedTuple):
 
 
 class _Kept:
-    """Carries a tensor through ``Optimizer.load_state_dict``, which would cast a bare one."""
+    """Box around a tensor of a state dict.
+
+    ``torch.optim.Optimizer.load_state_dict`` casts bare tensors to the dtype of the parameter.
+    """
 
     __slots__ = ("tensor",)
 
@@ -38,7 +47,21 @@ class _Kept:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the fused optimizers; ``FusedAdam`` describes the arguments."""
+    """Base of the fused optimizers, which has everything but the update itself.
+
+    A subclass defines ``_update``.
+
+    Args:
+        params: parameters or groups, as for ``FusedAdam``.
+        defaults: options of groups that do not set them, such as ``lr``, by name.
+        capturable, master_weights, master_weight_dtype, set_grad_none: as for ``FusedAdam``.
+        moment_dtypes: float32 or bfloat16 for each moment, by its key in a parameter's state.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: an option of a group is out of range, or FP8 parameters are without master
+            weights.
+    """
 
     # torch.amp.GradScaler leaves unscaling and skipping to step(), so nothing waits for the device.
     _step_supports_amp_scaling = True
@@ -68,13 +91,15 @@ class FusedOptimizer(torch.optim.Optimizer):
     # What each optimizer defines.
 
     def _moments(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns the names of the moments that a group keeps."""
+        """Returns the keys of the moments in the state of each parameter of ``group``."""
         return tuple(self._moment_dtypes)
 
     def _counts_steps(self, group: dict[str, Any]) -> bool:
+        """Returns True if the state of each parameter of ``group`` has a step count."""
         return True
 
     def _check_group(self, group: dict[str, Any]) -> None:
+        """Raises ValueError if an option of ``group`` is out of range."""
         for name in ("lr", "weight_decay", "eps"):
             if name in group and not isinstance(group[name], torch.Tensor):
                 self._at_least_zero(name, group[name])
@@ -83,6 +108,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"{self._name}: betas must be at least 0 and below 1, got {beta}")
 
     def _update(self, work: list[Work], scalars: Scalars) -> None:
+        """Updates every bucket of ``work``, its gradients unscaled by ``scalars``."""
         raise NotImplementedError
 
     # The step.
@@ -94,14 +120,17 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: evaluates the model again and returns the loss.
             grad_scaler: keyword only; a ``torch.amp.GradScaler`` whose scale divides the gradients
                 and whose flag of non-finite ones skips the step, both on the device.
-                ``scaler.step(optimizer)`` does the same. As with torch's fused optimizers the
-                gradients are unscaled afterwards, and left as they are if the step is skipped.
+                ``grad_scaler.step(optimizer)`` has the same effect. As with torch's fused
+                optimizers, a step that is taken leaves the gradients unscaled, and one that is
+                skipped leaves them scaled.
 
         Returns:
-            The result of ``closure``, else None.
+            The result of ``closure``, None without a closure.
 
         Raises:
             NotImplementedError: a gradient is sparse.
+            RuntimeError: a CUDA graph is captured without ``capturable`` or before a step outside
+                the graph, or ``grad_scaler.update()`` was not called since the last step.
             TypeError: an argument is unknown, or a gradient is a DTensor and its parameter is none.
             ValueError: a gradient is on another mesh than its parameter.
         """
@@ -124,7 +153,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drops the gradients or zeroes them, as ``set_grad_none`` says unless given here."""
+        """Drops or zeroes the gradients of parameters and of their master weights.
+
+        Args:
+            set_to_none: True drops, False zeroes; None does what the constructor's
+                ``set_grad_none`` says.
+        """
         to_none = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(to_none)
         for state in self.state.values():
@@ -133,7 +167,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 master.grad = None if to_none else master.grad.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters with options of their own, like ``torch.optim.Optimizer``."""
+        """Adds a parameter group, a dict of ``params`` and options, as ``torch.optim`` does.
+
+        After an error the optimizer has the groups that it had before.
+
+        Raises:
+            TypeError: a parameter has a dtype that is not supported.
+            ValueError: an option is out of range, or FP8 parameters are without master weights.
+        """
         super().add_param_group(param_group)
         try:
             self._prepare_group(self.param_groups[-1])
@@ -142,18 +183,27 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise
 
     def enable_master_weights(self) -> None:
-        """Keeps float32 master weights from now on, made from the present parameters."""
+        """Turns on float32 master weights, as if the constructor had been told to keep them.
+
+        They are made from the parameters at the next step, or earlier by ``master_weight``.
+        """
         self.master_weights = True
         self.renew()
 
     def renew(self) -> None:
-        """Prepares the launches anew; needed once parameters have changed their dtype."""
+        """Drops the prepared buckets, which the next step makes anew.
+
+        It must be called after parameters have changed their dtype.
+        """
         self._plans.clear()
 
     def master_weight(self, param: torch.Tensor) -> torch.Tensor | None:
-        """Returns the float32 master of ``param``, made now if it is due, None if it has none.
+        """Returns the float32 master weight of ``param``, which the first call makes.
 
-        A gradient in the master's ``.grad`` takes the place of the parameter's.
+        If the ``.grad`` of the master weight is set, the step reads that instead of ``param.grad``.
+
+        Returns:
+            The master weight; None for a plain float32 parameter or with ``master_weights=False``.
         """
         if not self.master_weights or not has_master(param):
             return None
@@ -177,6 +227,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{self._name}: {name} must be {names}, got {dtype}")
 
     def _lr(self, group: dict[str, Any], device: torch.device) -> float | torch.Tensor:
+        """Returns the learning rate of ``group``; a tensor is moved to ``device`` as float32."""
         lr = group["lr"]
         if not isinstance(lr, torch.Tensor):
             return lr
@@ -185,13 +236,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _options(
         self, group: dict[str, Any], bucket: Bucket, scalars: Scalars, *names: str
     ) -> dict[str, Any]:
-        """Counts a step of ``bucket`` and returns the options of its launch.
+        """Adds 1 to the step count of ``bucket`` and returns keyword arguments for its op.
 
         Args:
-            group: the bucket's group.
-            bucket: the tensors of the launch.
-            scalars: loss scale and flag of this step.
-            names: options that the launch takes from the group.
+            group: the parameter group of the bucket.
+            bucket: the bucket to be updated.
+            scalars: loss scale and skip flag of this step.
+            names: options of ``group`` that the op takes, too.
+
+        Returns:
+            ``lr``, ``inv_scale``, ``found_inf``, ``unscale_grads`` and ``names``, each with its
+            value.
         """
         inv_scale, found_inf = scalars.on(bucket.device)
         bucket.advance(found_inf)
@@ -206,6 +261,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # Buckets.
 
     def _grad(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Returns the gradient of the master weight if it has one, else that of ``param``."""
         if self.master_weights:
             state = self.state.get(param)
             master = state.get(MASTER) if state else None
@@ -214,7 +270,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         return param.grad
 
     def _buckets(self, index: int, group: dict[str, Any]) -> list[Bucket]:
-        """Returns a group's launches, prepared again only if other parameters have gradients."""
+        """Returns the buckets of the parameters of ``group`` that have a gradient.
+
+        Buckets serve later steps until other parameters have gradients, the group has other
+        moments, or a parameter's memory has moved.
+
+        Args:
+            index: the group's position in ``param_groups``.
+            group: the group.
+
+        Raises:
+            NotImplementedError: a gradient is sparse.
+            RuntimeError: a CUDA graph is captured without ``capturable``, or buckets would have to
+                be made during capture.
+        """
         live = []
         for param in group["params"]:
             grad = self._grad(param)
@@ -253,6 +322,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _prepare(
         self, group: dict[str, Any], live: list[torch.Tensor], names: tuple[str, ...]
     ) -> list[Bucket]:
+        """Makes the buckets of a group, and the state of its parameters where it is missing.
+
+        Args:
+            group: the parameter group.
+            live: parameters of the group that have a gradient.
+            names: keys of the moments in the state.
+        """
         counts = self._counts_steps(group)
         states = [self._state_of(param, names, counts) for param in live]
         holders = Counter(id(state.get(STEP)) for state in self.state.values())
@@ -262,7 +338,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             bucket = Bucket([live[i] for i in indices], kept, names)
             step = bucket.step
             if isinstance(step, torch.Tensor):
-                # Parameters without a gradient stay behind with the tensor that they shared.
+                # Parameters without a gradient keep the old tensor, with the count they stopped at.
                 if holders[id(step)] != len(kept):
                     bucket.set_step(step.clone())
             elif step is not None and self.capturable:
@@ -271,6 +347,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return buckets
 
     def _state_of(self, param: torch.Tensor, names: tuple[str, ...], counts: bool) -> State:
+        """Returns the state of ``param`` after adding the entries that are missing.
+
+        Args:
+            param: the parameter.
+            names: keys of its moments.
+            counts: True if the state needs a step count.
+        """
         state = self.state[param]
         if counts and STEP not in state:
             # torch.optim's SGD counts no steps: a loaded buffer has taken at least one.
@@ -279,13 +362,21 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name not in state:
                 state[name] = new_state(param, self._moment_dtypes[name])
         if self.master_weight(param) is None:
-            state.pop(MASTER, None)  # of a parameter that was 16 bits wide
+            state.pop(MASTER, None)  # the parameter had 16 bits before
         return state
 
     # Options of groups, saving and loading.
 
     def _prepare_group(self, group: dict[str, Any]) -> None:
-        """Checks a group's options and parameters; capturable keeps its rate on the device."""
+        """Fills in missing options of ``group`` and checks options and parameters.
+
+        With ``capturable``, ``group["lr"]`` becomes a float32 tensor on the device.
+
+        Raises:
+            TypeError: a parameter has a dtype that is not supported.
+            ValueError: an option is out of range, a parameter is a partial DTensor, or an FP8
+                parameter is without a master weight.
+        """
         for name, value in self.defaults.items():
             group.setdefault(name, value)
         self._check_group(group)
@@ -320,15 +411,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._prepare_group(group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict; masters and moments keep their own dtypes.
+        """Loads a state dict of this class, or of the same algorithm in ``torch.optim``.
 
-        A moment saved in another dtype is converted to this optimizer's. A missing master weight
-        is made from its parameter. torch.optim's state of the same algorithm loads, too. The state
-        of a DTensor is DTensors; ``torch.distributed.checkpoint.state_dict`` loads whole tensors.
-        After an error the optimizer is as it was.
+        Moments are converted to the dtypes that this optimizer was made with; master weights are
+        float32. A missing master weight is made from its parameter at the next step. The state of a
+        DTensor parameter must be DTensors; ``torch.distributed.checkpoint.state_dict`` loads whole
+        tensors. After an error the optimizer is unchanged.
+
+        Args:
+            state_dict: result of ``state_dict()``.
 
         Raises:
-            TypeError: tensors are DTensors and their parameter is none, or the other way round.
+            TypeError: the state is a DTensor and its parameter is none, or the other way round.
             ValueError: the state is of another shape, mesh or optimizer.
         """
         # The last of the hooks, so that the others see tensors.
@@ -344,7 +438,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             handle.remove()
 
     def _take(self, param: torch.Tensor, kept: State) -> None:
-        """Replaces the loaded state of a parameter by tensors of the right dtype on its device."""
+        """Converts the loaded state of ``param`` to the dtypes of this optimizer, in place.
+
+        Args:
+            param: the parameter, which gives shape, device and placement.
+            kept: its state as loaded, the tensors still in boxes.
+
+        Raises:
+            TypeError: one of ``param`` and a tensor of the state is a DTensor, the other is none.
+            ValueError: the state has a wrong shape or mesh, or is of another optimizer.
+        """
         if "max_exp_avg_sq" in kept:
             raise ValueError(f"{self._name}: state_dict must be without amsgrad, got its state")
         for name in (n for n in self._required_state if n not in kept):
@@ -371,6 +474,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _loaded(
         self, param: torch.Tensor, name: str, value: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
+        """Returns the loaded moment or master weight ``value`` as a new tensor in ``dtype``."""
         if value.shape != param.shape:
             raise ValueError(
                 f"{self._name}: {name} must have shape {list(param.shape)}, got {list(value.shape)}"
@@ -382,6 +486,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Puts the tensors of a state dict in boxes, which torch does not cast (a pre-hook)."""
+
     def kept(values: Any) -> Any:
         if not isinstance(values, dict):
             return values

@@ -1,4 +1,7 @@
-"""Buckets: parameters of one group and device with one step count, updated by one launch."""
+"""Buckets of parameters that one call of an optimizer op updates.
+
+The parameters of a bucket belong to one parameter group, are on one device and share a step count.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,36 @@ from ._sharded import local, placed, with_part
 
 MASTER = "master_param"
 STEP = "step"
-# Elements whose float32 copies are in memory at a time where moments are kept in bfloat16.
+# With bfloat16 moments, the largest number of elements that have float32 copies at a time.
 WIDE_ELEMENTS = 1 << 25
 
+# State of one parameter in an optimizer: the step count, master weight and moments by name.
 State = dict[str, Any]
 
 
 def needs_copy(param: torch.Tensor) -> bool:
-    """Returns True if a parameter has no plain storage (FP8), so that values go in by ``copy_``."""
+    """Returns True if ``param`` is a tensor subclass without plain storage, such as FP8.
+
+    No op can write to such a parameter: its new values go in by ``param.copy_(master)``.
+    """
     return is_traceable_wrapper_subclass(local(param))
 
 
 def has_master(param: torch.Tensor) -> bool:
-    """Returns True if a parameter needs a master weight, as all but plain float32 ones do."""
+    """Returns True if ``param`` is anything but plain float32, so that it needs a master weight."""
     return param.dtype is not torch.float32 or needs_copy(param)
 
 
 def new_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns zeros of the parameter's shape, device, placement and memory format.
+    """Returns zeros for a moment or master weight of ``param``.
 
-    The result is a DTensor for a DTensor, and plain inside.
+    Args:
+        param: the parameter, which gives shape, device and memory format.
+        dtype: dtype of the zeros.
+
+    Returns:
+        A plain tensor; for a DTensor a DTensor with the placements of ``param``, whose local tensor
+        is plain.
     """
     part = local(param)
     if needs_copy(part):
@@ -46,7 +59,11 @@ def new_state(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def new_master(param: torch.Tensor) -> torch.Tensor:
-    """Returns a float32 copy of ``param``, of the value before quantization if that is kept."""
+    """Returns a new master weight of ``param``, a float32 copy of its value.
+
+    An FP8 parameter that still holds the value it was quantized from gives that value, and frees
+    it.
+    """
     part = local(param)
     source: torch.Tensor | None = None
     if hasattr(part, "get_high_precision_init_val"):
@@ -60,7 +77,12 @@ def new_master(param: torch.Tensor) -> torch.Tensor:
 
 
 def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Returns the permutation that makes a tensor contiguous, None if none is needed or helps."""
+    """Returns the order of dimensions in which the memory of ``tensor`` is contiguous.
+
+    Returns:
+        Arguments for ``tensor.permute``; None for a tensor that is contiguous as it is, and for one
+        that no permutation makes contiguous.
+    """
     if tensor.is_contiguous():
         return None
     order = tuple(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
@@ -68,7 +90,16 @@ def dense_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 class Source(NamedTuple):
-    """Source of a parameter's gradient: the master's ``.grad`` or its own."""
+    """A parameter with what it takes to find its gradient at each step.
+
+    Attributes:
+        param: the parameter in the optimizer's ``param_groups``.
+        master: its master weight, whose ``.grad`` takes the place of ``param.grad`` if it is set;
+            None without a master weight.
+        order: permutation of the dimensions that makes the parameter contiguous, applied to the
+            gradient, too; None if the op takes both as they are.
+        is_sharded: True if ``param`` is a DTensor.
+    """
 
     param: torch.Tensor
     master: torch.Tensor | None
@@ -76,7 +107,11 @@ class Source(NamedTuple):
     is_sharded: bool
 
     def grad(self, owner: str) -> torch.Tensor:
-        """Returns this rank's part of the gradient, contiguous; ``owner`` is for messages."""
+        """Returns this rank's part of the gradient, its dimensions permuted by ``order``.
+
+        Args:
+            owner: the optimizer's name, for error messages.
+        """
         grad = self.param.grad
         if self.master is not None and self.master.grad is not None:
             grad = self.master.grad
@@ -87,15 +122,28 @@ class Source(NamedTuple):
 
 
 class Bucket:
-    """Prepared lists of parameters, masters and moments, and the step count they share.
+    """Arguments of an optimizer op for some parameters, prepared once and used at each step.
+
+    The lists ``params``, ``masters`` and each one of ``moments`` have an entry for each parameter,
+    in one order. Entries share memory with the tensors they stand for; those of a DTensor are this
+    rank's part of it.
+
+    Args:
+        params: parameters that ``partition`` puts together.
+        states: the optimizer state of each of ``params``.
+        names: keys of the moments in ``states``.
 
     Attributes:
-        params, masters, moments: lists for the launch; of DTensors this rank's parts.
-        step: a number on the host, a float32 scalar on the device, or None if none is counted.
-        owners: the parameters as the user knows them.
-        sharded: those of them that are DTensors.
-        wrapped: ``(param, master)`` of parameters without plain storage.
-        device: the device of all.
+        params: list of the tensors that the op updates: the parameters, or the master weights of
+            FP8 parameters.
+        masters: list of the master weights that the op updates beside ``params``, or None.
+        moments: a list for each of ``names``.
+        step: the step count, an int or a float32 scalar on the device; None if steps are not
+            counted.
+        owners: the parameters as ``param_groups`` has them.
+        sharded: the DTensors among ``owners``.
+        wrapped: ``(param, master)`` for each FP8 parameter, which ``finish`` copies the master to.
+        device: device of all the tensors.
     """
 
     __slots__ = ("_parts", "_plain", "_sources", "_states", "device", "masters", "moments",
@@ -127,11 +175,12 @@ class Bucket:
         self.moments = [prepared([local(s[name]) for s in states]) for name in names]
 
     def watched(self) -> Iterator[tuple[Callable[[], int], int]]:
-        """Yields checks that tell when the lists are out of date.
+        """Yields checks that tell when the lists no longer view the memory of the parameters.
 
         Yields:
-            ``(function, value)``: the function returns another value once parameters have moved:
-            the address of storage that the lists view, or if DTensors have the same parts.
+            ``(function, value)``: the bucket must be prepared anew once ``function()`` returns
+            anything but ``value``. The function reads the address of a parameter that the lists
+            hold as a permuted view, or compares the local tensors of DTensors.
         """
         for part, source in zip(self._parts, self._sources, strict=True):
             if source.order is not None:
@@ -143,19 +192,31 @@ class Bucket:
         return all(map(operator.is_, map(local, self.owners), self._parts))
 
     def grads(self, owner: str) -> list[torch.Tensor]:
-        """Returns the gradients in the order of the lists; ``owner`` is for messages."""
+        """Returns this rank's gradients, in the order of ``params``.
+
+        Args:
+            owner: the optimizer's name, for error messages.
+        """
         if self._plain:
             return [source.param.grad for source in self._sources]  # type: ignore[misc]
         return [source.grad(owner) for source in self._sources]
 
     def set_step(self, step: int | torch.Tensor) -> None:
-        """Gives every parameter this step count; a tensor is shared."""
+        """Sets the step count of the bucket and, in the optimizer's state, of its parameters.
+
+        A tensor is not copied: all of them share it, so that adding to it in place counts for all.
+        """
         self.step = step
         for state in self._states:
             state[STEP] = step
 
     def advance(self, found_inf: torch.Tensor | None) -> None:
-        """Counts one step, on the device if a flag there says whether the step is taken."""
+        """Adds 1 to the step count unless ``found_inf`` says that the step is skipped.
+
+        Args:
+            found_inf: one element on the device, not 0 if the step is skipped; an int count becomes
+                a tensor, so that nothing waits for it. None if the step is taken in any case.
+        """
         step = self.step
         if step is None:
             return
@@ -169,12 +230,19 @@ class Bucket:
             self.step.add_(found_inf.reshape(()) == 0)
 
     def run(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
-        """Runs an optimizer step of ``ops.multi_tensor_optim`` on the lists, then ``finish``."""
+        """Updates the parameters: ``update``, then ``finish``, which document the arguments."""
         self.update(op, grads, options)
         self.finish()
 
     def update(self, op: Callable[..., None], grads: list[torch.Tensor], options: State) -> None:
-        """Runs an optimizer step on the lists without ``finish``."""
+        """Runs an optimizer op on the lists, leaving FP8 parameters for ``finish``.
+
+        Args:
+            op: a function of ``ops.multi_tensor_optim``; bfloat16 moments reach it as float32
+                copies and are rounded afterwards.
+            grads: result of ``grads()``.
+            options: further keyword arguments of ``op``.
+        """
         moments = [_widened(narrow) for narrow in self.moments]
         op(self.params, grads, *moments, masters=self.masters, **options)
         for narrow, wide in zip(self.moments, moments, strict=True):
@@ -182,7 +250,7 @@ class Bucket:
                 multi_tensor.scale(wide, narrow, 1.0)
 
     def finish(self) -> None:
-        """Copies masters to parameters without plain storage, and tells autograd of new values."""
+        """Copies master weights to FP8 parameters, and tells autograd that DTensors changed."""
         for param, master in self.wrapped:
             param.copy_(master)
         if self.sharded:  # a DTensor counts its versions beside its part's
@@ -190,7 +258,14 @@ class Bucket:
 
 
 def _widened(moments: Any) -> Any:
-    """Returns float32 moments as they are, float32 copies of bfloat16 ones in one allocation."""
+    """Returns a list of moments in float32, for an op to update.
+
+    Args:
+        moments: prepared list of tensors of one dtype, float32 or bfloat16.
+
+    Returns:
+        ``moments`` itself if it is float32, else a list of copies that share one allocation.
+    """
     if moments[0].dtype is torch.float32:
         return moments
     sizes = [-(-m.numel() // 4) * 4 for m in moments]  # 16-byte starts
@@ -204,7 +279,18 @@ def _widened(moments: Any) -> Any:
 def partition(
     params: list[torch.Tensor], states: list[State], names: tuple[str, ...]
 ) -> Iterator[list[int]]:
-    """Yields indices of the parameters that go together: one device, one kind, one step count."""
+    """Splits the parameters of a group into buckets.
+
+    Args:
+        params: parameters that have a gradient.
+        states: the optimizer state of each of ``params``.
+        names: keys of the moments in ``states``.
+
+    Yields:
+        Indices into ``params`` of one bucket: parameters on one device and with one step count, all
+        with master weights or none, all FP8 or none. With bfloat16 moments a bucket of several
+        parameters has at most ``WIDE_ELEMENTS`` elements.
+    """
     together: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
     for i, (param, state) in enumerate(zip(params, states, strict=True)):

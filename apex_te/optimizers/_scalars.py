@@ -1,4 +1,4 @@
-"""Scalars that a step reads on the device: the loss scale, and the flag that skips the step."""
+"""Scalars of a step that stay on the device: the loss scale, and the flag that skips the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from ._sharded import max_over_shards
 
 
 class Scalars:
-    """Inverse of the loss scale and flag that skips a step, on each device that asks."""
+    """Inverse loss scale and skip flag of one step, copied to each device that asks for them.
+
+    Args:
+        grad_scale: the loss scale, a number or a tensor of one element, by which gradients are to
+            be divided; None if they are not scaled.
+        found_inf: a tensor of one element, not 0 if the step is to be skipped; None if it is taken
+            in any case.
+    """
 
     def __init__(self, grad_scale: Any = None, found_inf: torch.Tensor | None = None) -> None:
         inv_scale = None
@@ -26,7 +33,12 @@ class Scalars:
         self._on: dict[torch.device, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
 
     def on(self, device: torch.device) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Returns ``(inv_scale, found_inf)`` on ``device``, each one element or None."""
+        """Returns the scalars on ``device``.
+
+        Returns:
+            ``(inv_scale, found_inf)``: the float32 factor that unscales gradients; the flag, not 0
+            if the step is to be skipped. Both have one element; each is None if there is none.
+        """
         found = self._on.get(device)
         if found is None:
             inv_scale, found_inf = (None if v is None else moved(v, device) for v in self._values)
@@ -35,17 +47,24 @@ class Scalars:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, scaler: Any = None) -> Scalars:
-        """Returns the scalars of a GradScaler, else those in ``grad_scale`` and ``found_inf``.
+        """Returns the scalars for one step of ``optimizer``.
+
+        Args:
+            optimizer: the optimizer that is about to step. Without ``scaler`` its attributes
+                ``grad_scale`` and ``found_inf`` count, which a ``torch.amp.GradScaler`` or ``amp``
+                sets before the step.
+            scaler: the ``torch.amp.GradScaler`` that ``step`` was given, or None. It is asked as
+                its own ``step`` would do, and notes that ``optimizer`` has stepped.
 
         Raises:
-            RuntimeError: it is a second step of the GradScaler before its ``update()``.
+            RuntimeError: ``scaler.update()`` was not called since the last step.
         """
         if scaler is None:
             grad_scale = getattr(optimizer, "grad_scale", None)
             return cls(grad_scale, getattr(optimizer, "found_inf", None))
         if not scaler.is_enabled():
             return cls()
-        # What GradScaler.step does around an optimizer that takes its scale.
+        # This is what GradScaler.step does for an optimizer that takes its scale.
         kept = scaler._per_optimizer_states[id(optimizer)]
         if kept["stage"] is OptState.STEPPED:
             name = type(optimizer).__name__
@@ -58,7 +77,7 @@ class Scalars:
         found_inf = None
         params = [p for group in optimizer.param_groups for p in group["params"]]
         for flag in kept["found_inf_per_device"].values():
-            # torch's is that of the ranks which share the first gradient.
+            # torch reduces the flag over the ranks of the first gradient's mesh only.
             flag = max_over_shards(flag, params)
             if found_inf is not None:
                 flag = found_inf + moved(flag, found_inf.device)

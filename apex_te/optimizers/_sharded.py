@@ -1,4 +1,7 @@
-"""DTensors: this rank's part, tensors placed alike, and sums over their ranks."""
+"""Helpers for DTensors: local tensors, placements, and reductions over the ranks of their meshes.
+
+All of them take plain tensors, too, which every rank has whole.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,24 @@ __all__ = ["ShardSums", "local", "max_over_shards", "placed", "with_part"]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a DTensor, sharing its memory; any other tensor itself."""
+    """Returns the local tensor of a DTensor, which shares its memory; a plain tensor itself."""
     part = getattr(tensor, "_local_tensor", None)
     if part is None:
         return tensor
-    # What a collective is still writing is a wrapper of its own.
+    # A collective that is still writing the local tensor has it in a wrapper with wait().
     return part.wait() if type(part) is not torch.Tensor and hasattr(part, "wait") else part
 
 
 def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Returns ``part`` as the local part of a tensor with the shape and placement of ``tensor``."""
+    """Wraps a local tensor as ``tensor`` is wrapped.
+
+    Args:
+        tensor: DTensor that gives mesh, placements and whole shape, or a plain tensor.
+        part: this rank's part of the new tensor.
+
+    Returns:
+        A DTensor around ``part``; ``part`` itself if ``tensor`` is plain.
+    """
     if not hasattr(tensor, "_local_tensor"):
         return part
     of: Any = tensor
@@ -32,10 +43,16 @@ def with_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def placed(owner: str, what: str, tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor``, placed as ``param`` is.
+    """Returns ``tensor`` with the placements of ``param``.
 
-    A DTensor with other placements, Partial among them, is redistributed (a collective), as torch's
-    ops do it.
+    A DTensor with other placements, Partial among them, is redistributed by collectives, as torch's
+    ops do it; a tensor that is placed alike is returned as it is.
+
+    Args:
+        owner: name of the optimizer or function, for error messages.
+        what: noun for ``tensor`` in error messages, such as ``"gradients"``.
+        tensor: gradient or state of ``param``.
+        param: the parameter.
 
     Raises:
         TypeError: one of the two is a DTensor and the other is not.
@@ -63,7 +80,10 @@ def placed(owner: str, what: str, tensor: torch.Tensor, param: torch.Tensor) -> 
 
 
 def _groups(tensor: torch.Tensor) -> list[Any]:
-    """Returns the groups of ranks that have different parts of ``tensor``."""
+    """Returns the process groups whose ranks hold different parts of ``tensor``.
+
+    There is one for each dimension of the mesh that shards the tensor; none for a plain tensor.
+    """
     spec: Any = getattr(tensor, "_spec", None)
     if spec is None:
         return []
@@ -76,10 +96,17 @@ def _groups(tensor: torch.Tensor) -> list[Any]:
 
 
 def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Reduces ``flag`` (fp32, not negative) by maximum over all ranks with parts of ``params``.
+    """Reduces ``flag`` by maximum over all ranks that hold shards of ``params``.
 
-    The flag is changed in place, by a collective for each dimension of a mesh that shards any of
-    the parameters: these alone decide, so that all ranks run the same collectives.
+    Each process group of ``_groups`` runs one collective, whatever the flag's value is, so that all
+    ranks run the same ones.
+
+    Args:
+        flag: fp32, at least 0; changed in place.
+        params: parameters, DTensors or plain.
+
+    Returns:
+        ``flag``.
     """
     for group in dict.fromkeys(group for param in params for group in _groups(param)):
         max_over_ranks(flag, group)
@@ -87,10 +114,14 @@ def max_over_shards(flag: torch.Tensor, params: Iterable[torch.Tensor]) -> torch
 
 
 class ShardSums:
-    """Sums numbers over ranks, one for each of ``tensors``; numbers of whole tensors stay.
+    """Sums over ranks of numbers that each rank has computed from its local tensors.
+
+    A number that belongs to a sharded DTensor, such as its square sum, is summed over the ranks
+    that hold other shards of it. A number that belongs to a tensor that the rank has whole is left
+    as it is.
 
     Args:
-        tensors: DTensors and others.
+        tensors: the tensors that the numbers belong to, DTensors or plain.
         device: device of the numbers.
     """
 
@@ -106,13 +137,17 @@ class ShardSums:
             self._groups.append((group, index))
 
     def __bool__(self) -> bool:
-        """Returns True if any tensor is split."""
+        """Returns True if any of the tensors is sharded, so that ``add`` runs collectives."""
         return bool(self._groups)
 
     def add(self, values: torch.Tensor) -> torch.Tensor:
-        """Sums ``values``, ``[..., len(tensors)]``, over the ranks in place, and returns them.
+        """Sums numbers over ranks, in place, by one collective for each process group.
 
-        Each dimension of a mesh that shards any of the tensors takes one collective.
+        Args:
+            values: ``[..., len(tensors)]``, this rank's number for each tensor.
+
+        Returns:
+            ``values``.
         """
         for group, index in self._groups:
             if index is None:

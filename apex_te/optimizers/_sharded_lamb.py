@@ -1,4 +1,4 @@
-"""LAMB's step of tensors that are split over ranks, whose norms are those of all parts."""
+"""LAMB for sharded DTensors, whose norms are those of the whole tensors."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ _ALIGNMENT = 4  # float32 elements: 16-byte starts
 
 
 class ShardedLamb:
-    """Steps the same buckets on one device, which have DTensors among their parameters.
+    """LAMB step of buckets on one device that have DTensors among their parameters.
 
-    The op of the plain step applies a ratio to each tensor that it reads whole. Here the op updates
-    the moments and gives the update of a parameter of zeros; norms, collective and ratios are
-    outside the op. Nothing waits for the device. A step needs memory for two float32 copies of this
-    rank's parts.
+    ``multi_tensor_optim.lamb`` scales the update of each tensor by the ratio of its norm to the
+    update's, which it computes from the tensors it is given: a rank's shards. Here it runs on zeros
+    in place of the parameters, with a rate of 1, for the moments and the bare update. Norms, the
+    collective that sums them over ranks, and ratios follow outside the op. Nothing waits for the
+    device. A step needs memory for two float32 copies of this rank's shards.
+
+    Args:
+        buckets: the buckets, at least one.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -34,21 +38,37 @@ class ShardedLamb:
         self._counts = torch.tensor(self._padded).to(device, non_blocking=True)
 
     def __bool__(self) -> bool:
-        """Returns True if any tensor is split; else the plain step is right."""
+        """Returns True if any parameter is sharded; else ``lamb`` can update the buckets itself."""
         return bool(self._sums)
 
     def norm(self, grads: list[torch.Tensor]) -> torch.Tensor:
-        """Returns the norm of all gradients of all buckets, a float32 scalar, by one collective."""
+        """Returns the norm of all gradients together, a float32 scalar on the device.
+
+        Args:
+            grads: this rank's gradients of all buckets, in order.
+        """
         return self._norms(grads).square_().sum().sqrt_().float()
 
     def _norms(self, *lists: Any) -> torch.Tensor:
-        """Returns float64 norms of whole tensors, a row for each list if there are several."""
+        """Returns the norms of whole tensors, of which each rank has its local tensors.
+
+        Args:
+            lists: each one a list with a local tensor for each parameter of all buckets.
+
+        Returns:
+            ``[len(lists), parameters]``, float64; ``[parameters]`` for a single list.
+        """
         found = [multi_tensor.l2norm(tensors, per_tensor=True)[1] for tensors in lists]
         squares = (torch.stack(found) if len(found) > 1 else found[0]).double().square_()
         return self._sums.add(squares).sqrt_()
 
     def step(self, grads: list[list[torch.Tensor]], options: list[dict[str, Any]]) -> None:
-        """Steps every bucket; ``options`` are those of the op."""
+        """Updates the parameters, masters and moments of every bucket.
+
+        Args:
+            grads: this rank's gradients, a list for each bucket.
+            options: keyword arguments of ``multi_tensor_optim.lamb``, a dict for each bucket.
+        """
         like = self.buckets[0].moments[0][0]
         flat = torch.zeros(sum(self._padded), dtype=torch.float32, device=like.device)
         pieces = iter(flat.split(self._padded))
@@ -79,7 +99,15 @@ class ShardedLamb:
 def _direct(
     bucket: Bucket, base: Any, update: list[torch.Tensor], grads: Any, options: dict[str, Any]
 ) -> None:
-    """Updates moments, and writes the update for a rate of 1 to ``update``, which is zeros."""
+    """Updates the moments of ``bucket``, and writes the update for a learning rate of 1.
+
+    Args:
+        bucket: the bucket.
+        base: tensors that weight decay reads: master weights if there are any, else parameters.
+        update: float32 zeros in the shapes of ``base``, which receive the update.
+        grads: this rank's gradients.
+        options: keyword arguments of ``multi_tensor_optim.lamb``.
+    """
     decay = options["weight_decay"]
     chosen = {**options, "lr": 1.0, "weight_decay": 0.0, "nvlamb": False}
     if decay and not options["adamw"]:
@@ -101,13 +129,22 @@ def _direct(
 
 
 def _unscaling(options: dict[str, Any]) -> torch.Tensor:
-    """Returns the factor that unscales gradients; 1 where the step is skipped."""
+    """Returns the factor that unscales gradients, 1 on the device if the step is skipped.
+
+    Args:
+        options: keyword arguments of ``multi_tensor_optim.lamb``.
+    """
     skip, inv_scale = options["found_inf"], options["inv_scale"]
     return inv_scale if skip is None else torch.where(skip.reshape(()) == 0, inv_scale, 1.0)
 
 
 def _factor(options: dict[str, Any], device: torch.device) -> torch.Tensor:
-    """Returns the factor of every gradient, which unscales it and clips the global norm."""
+    """Returns the factor that unscales every gradient and clips the norm of all of them.
+
+    Args:
+        options: keyword arguments of ``multi_tensor_optim.lamb``.
+        device: device of the factor, a float32 scalar.
+    """
     factor = options["inv_scale"]
     if factor is None:
         factor = torch.ones((), dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""Fused Adam and AdamW, whose step is a few launches."""
+"""Fused Adam and AdamW, which update all parameters in a few launches."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ class FusedAdam(FusedOptimizer):
     """Adam with decoupled (AdamW) or L2 weight decay, equal to torch.optim's to fp32 rounding.
 
     Interface and defaults follow apex's and TransformerEngine's FusedAdam. State of each parameter:
-    ``step``, ``exp_avg``, ``exp_avg_sq`` and, with master weights, ``master_param``. Every
-    parameter counts its own steps, as in torch.optim; a step without a gradient does not count.
-    Loading resumes bitwise.
+    ``step``, ``exp_avg``, ``exp_avg_sq`` and, with master weights, ``master_param``. As in
+    torch.optim, a parameter's step count leaves out the steps at which it has no gradient. Training
+    resumed from a loaded state dict is bitwise equal to training that went on.
 
     Args:
         params: parameters or groups, float32, float16 or bfloat16, mixed, on any devices; FP8
             parameters with ``master_weights=True``, each updated by ``param.copy_(master)``.
             Parameters may be DTensors, sharded or replicated over any meshes: a rank updates its
-            own part, bitwise as the whole, and its state is DTensors placed alike. A gradient with
-            other placements is redistributed.
+            local tensor, bitwise as it would be in an update of the whole, and the state is
+            DTensors with the parameter's placements. A gradient with other placements is
+            redistributed.
         lr: learning rate; a number or a tensor of one element.
         bias_correction: divide the moments by ``1 - beta**step``.
         betas: decay of the two moments, each in [0, 1).
         eps: added to the denominator.
         adam_w_mode: decoupled weight decay (AdamW); False adds it to the gradient (Adam).
-        weight_decay: coefficient.
+        weight_decay: coefficient of the weight decay; 0 turns it off.
         amsgrad: not available; True raises NotImplementedError.
         set_grad_none: True makes ``zero_grad()`` drop gradients, False fill them with 0.
         capturable: keep the step count and ``group["lr"]`` as float32 tensors on the device, so
@@ -41,7 +42,7 @@ class FusedAdam(FusedOptimizer):
         master_weights: keep a float32 copy of every 16-bit or FP8 parameter, which the step
             updates; the parameter is the copy's rounded value. Copies are made at the first step:
             load a model's weights before it, or load this optimizer's state with them.
-        master_weight_dtype: torch.float32.
+        master_weight_dtype: must be torch.float32.
         exp_avg_dtype, exp_avg_sq_dtype: torch.float32 or torch.bfloat16, in which the moments are
             kept between steps. The arithmetic is in float32 either way, through float32 copies of
             at most 2**25 elements (or one parameter) at a time; rounding is to nearest. A bfloat16

@@ -1,4 +1,4 @@
-"""Fused LAMB, Adam with a learning rate for each tensor, for large batches."""
+"""Fused LAMB: Adam for large batches, with a learning rate for each tensor."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ class FusedLAMB(FusedOptimizer):
     """LAMB (arXiv 1904.00962): Adam's update, scaled for each tensor by |param| / |update|.
 
     Interface and defaults follow apex's FusedLAMB. State of each parameter: ``step``, ``exp_avg``,
-    ``exp_avg_sq`` and ``master_param``.
+    ``exp_avg_sq`` and, with master weights, ``master_param``.
 
-    DTensors that are split over ranks have the norms of the whole tensors: one collective (for each
-    dimension of the mesh) for all norms of a step, one more for ``max_grad_norm``, and two float32
-    copies of a rank's parts in memory during the step.
+    The norms of sharded DTensors are those of the whole tensors. Their step takes one collective
+    for each dimension of the mesh, one more each for ``max_grad_norm``, and memory for two float32
+    copies of a rank's shards.
 
     Args:
         params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, set_grad_none,
             capturable, master_weights, master_weight_dtype, exp_avg_dtype, exp_avg_sq_dtype: as
             for ``FusedAdam``; the defaults of ``eps`` and ``weight_decay`` are LAMB's.
         grad_averaging: the gradient enters ``exp_avg`` with weight ``1 - betas[0]``, else 1.
-        max_grad_norm: clip the norm of all gradients of all groups together; 0 does not clip.
-        use_nvlamb: scale tensors without weight decay, too.
+        max_grad_norm: clip the norm of all gradients of all groups together to this value; 0 does
+            not clip.
+        use_nvlamb: scale the updates of tensors without weight decay by |param| / |update|, too.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -119,7 +120,16 @@ class FusedLAMB(FusedOptimizer):
                 item.bucket.run(multi_tensor_optim.lamb, item.grads, chosen)
 
     def _sharded_steps(self, device: torch.device, items: list[Work]) -> ShardedLamb | None:
-        """Returns the step of a device's buckets if tensors are split over ranks, else None."""
+        """Returns the object that updates sharded parameters, kept until the buckets change.
+
+        Args:
+            device: device of the buckets.
+            items: all buckets of the step on this device.
+
+        Returns:
+            The object; None if no bucket has a DTensor. A falsy one means that the DTensors are
+            replicated, and the op can update all buckets itself.
+        """
         if not any(item.bucket.sharded for item in items):
             return None
         kept = self._sharded.get(device)
@@ -132,7 +142,14 @@ class FusedLAMB(FusedOptimizer):
         return kept
 
     def _norms(self, by_device: dict[torch.device, list[Work]]) -> dict[torch.device, torch.Tensor]:
-        """Returns the norm of all gradients, before unscaling, on each device."""
+        """Returns the norm of the gradients of all devices together, as they are before unscaling.
+
+        Args:
+            by_device: all buckets of the step.
+
+        Returns:
+            The norm, a float32 scalar, on each of the devices.
+        """
         parts: dict[torch.device, torch.Tensor] = {}
         for device, items in by_device.items():
             grads = [grad for item in items for grad in item.grads]

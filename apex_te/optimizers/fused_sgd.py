@@ -1,4 +1,4 @@
-"""Fused SGD, whose step is a few launches."""
+"""Fused SGD, which updates all parameters in a few launches."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ _BUFFER = "momentum_buffer"
 class FusedSGD(FusedOptimizer):
     """Stochastic gradient descent, equal to ``torch.optim.SGD`` to fp32 rounding.
 
-    State of each parameter: ``momentum_buffer`` with momentum, ``step`` with dampening, and
-    ``master_param``.
+    State of each parameter: ``momentum_buffer`` with momentum, ``step`` with momentum and
+    dampening, ``master_param`` with master weights.
 
     Args:
         params, lr, set_grad_none, capturable, master_weights, master_weight_dtype: as for
             ``FusedAdam``.
-        momentum: factor of the momentum buffers; 0 keeps none.
-        dampening: dampening of the gradient that enters the momentum buffers.
-        weight_decay: L2 coefficient.
+        momentum: factor of the momentum buffer at each step; 0 keeps no buffers.
+        dampening: the gradient enters the momentum buffer with weight ``1 - dampening``, at the
+            first step with weight 1.
+        weight_decay: coefficient of the L2 term that is added to the gradient.
         nesterov: look ahead by one momentum step; needs momentum and no dampening.
-        momentum_dtype: torch.float32 or torch.bfloat16, as ``FusedAdam``'s ``exp_avg_dtype``.
+        momentum_dtype: dtype in which momentum buffers are kept between steps, torch.float32 or
+            torch.bfloat16; ``FusedAdam``'s ``exp_avg_dtype`` says more.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -90,7 +92,7 @@ class FusedSGD(FusedOptimizer):
             if not isinstance(step, torch.Tensor):
                 bucket.run(multi_tensor_optim.sgd, grads, {**options, "first_step": step == 1})
                 continue
-            # Only the device knows whether this is the first: one of two launches does nothing.
+            # Only the device knows whether this step is the first: one of two launches is idle.
             for first_step, other in ((True, step != 1), (False, step == 1)):
                 skip = other if found_inf is None else other | (found_inf.reshape(()) != 0)
                 chosen = {**options, "first_step": first_step, "found_inf": skip.float()}
