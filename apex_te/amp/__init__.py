@@ -2,8 +2,8 @@
 
 Levels, in apex's terms (``amp/levels.py`` has the table): O0 float32, O1 and O4 autocast, O2, O3
 and O5 a 16-bit model, O6 and O7 a bfloat16 model whose layers compute in FP8. torch itself is
-never patched: the model's ``forward`` and the optimizer's ``zero_grad`` and, where needed, ``step``
-are wrapped on the instance.
+never patched: ``amp.initialize`` wraps the model's ``forward`` and the optimizer's ``zero_grad``
+on the instance, and ``step`` of optimizers that read no skip flag on the device.
 """
 
 from .initialize import initialize

@@ -1,4 +1,4 @@
-"""Unscaling of gradients, on their device."""
+"""Division of gradients by the loss scale, on their device."""
 
 from __future__ import annotations
 
@@ -13,20 +13,31 @@ from ..runtime import moved
 
 __all__ = ["Flags", "move_grads", "unscale_grads"]
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]  # (parameter, master weight)
 
 
 class Flags:
-    """Inverse of the loss scale, and for each device a flag, 1 if a gradient is not finite."""
+    """Unscales gradients, and keeps a flag on each device that is 1 if one was not finite.
+
+    Args:
+        inv_scale: inverse loss scale, a float32 scalar; None for gradients that are not scaled,
+            which are not looked at for a flag either.
+    """
 
     def __init__(self, inv_scale: torch.Tensor | None) -> None:
         self._inv_scale = inv_scale
         self._flags: dict[torch.device, torch.Tensor] = {}
 
     def scale(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        """Computes ``output = input / scale`` for each pair; without a scale only casts.
+        """Writes each input, divided by the loss scale, to its output.
 
-        DTensors of a pair are placed alike.
+        Args:
+            inputs: gradients of any floating-point dtypes, dense.
+            outputs: a tensor for each input, in any memory but of its shape; a DTensor with the
+                placements of the input for a DTensor. An output may be the input itself.
+
+        Raises:
+            NotImplementedError: an input is sparse.
         """
         by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for x, out in zip(inputs, outputs, strict=True):
@@ -51,7 +62,15 @@ class Flags:
             multi_tensor.scale(xs, outs, factor, found_inf=self._flags[device])
 
     def combined(self, device: torch.device, params: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Reduces the flags of all devices and ranks that hold ``params`` to one on ``device``."""
+        """Reduces the flags of all devices by maximum, also over ranks with shards of ``params``.
+
+        Args:
+            device: device of the result.
+            params: all parameters of the optimizers.
+
+        Returns:
+            A float32 scalar, 1 if any gradient was not finite.
+        """
         total = torch.zeros((), dtype=torch.float32, device=device)
         for flag in self._flags.values():
             total = torch.maximum(total, moved(flag, device))
@@ -59,7 +78,14 @@ class Flags:
 
 
 def move_grads(pairs: list[Pair], flags: Flags) -> None:
-    """Moves each parameter's gradient, unscaled, to its master, added to a gradient there."""
+    """Moves the gradients of parameters, unscaled, to the ``.grad`` of their master weights.
+
+    A gradient that the master weight has already is added to.
+
+    Args:
+        pairs: ``(parameter, master)``; a parameter without gradient is skipped.
+        flags: divides by the loss scale, and receives the flags.
+    """
     pairs = [(param, master) for param, master in pairs if param.grad is not None]
     grads = [_placed_grad(param) for param, _ in pairs]
     fresh = [torch.empty_like(master) for _, master in pairs]
@@ -70,7 +96,13 @@ def move_grads(pairs: list[Pair], flags: Flags) -> None:
 
 
 def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], flags: Flags) -> None:
-    """Unscales gradients in place and adds earlier, unscaled ones, which ``kept`` has by id."""
+    """Unscales the gradients of parameters in place, and adds those that were set aside.
+
+    Args:
+        params: parameters without master weights.
+        kept: gradients of earlier backwards, not scaled, by ``id`` of the parameter.
+        flags: divides by the loss scale, and receives the flags.
+    """
     grads = []
     for param in params:
         if param.grad is not None:
@@ -87,9 +119,11 @@ def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], fla
 
 
 def _placed_grad(param: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of ``param`` with the placements of ``param``."""
     assert param.grad is not None
     return placed("amp.scale_loss", "gradients", param.grad, param)
 
 
 def _is_dense(grad: torch.Tensor) -> bool:
+    """Returns True if ``grad`` has no gaps in memory, in some order of its dimensions."""
     return grad.is_contiguous() or dense_order(grad) is not None

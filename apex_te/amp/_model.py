@@ -1,4 +1,4 @@
-"""Preparation of a model for a level: forward on the instance, dtype, state dict."""
+"""Preparation of a model for an opt level: its ``forward``, dtypes and state dict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ __all__ = ["prepare_model", "release_model"]
 
 @dataclasses.dataclass(frozen=True)
 class Casts:
-    """Casts and contexts around a forward; None stands for none."""
+    """Casts and contexts around a model's forward.
+
+    Attributes:
+        inputs: dtype that floating-point inputs are cast to, None to leave them.
+        outputs: dtype that floating-point outputs are cast to, None to leave them.
+        autocast: dtype of ``torch.autocast`` around the forward, None for no autocast.
+        recipe: recipe of ``fp8_autocast`` around the forward, None for no FP8; not used with
+            ``autocast``.
+    """
 
     inputs: torch.dtype | None
     outputs: torch.dtype | None
@@ -29,23 +37,37 @@ class Casts:
 
 
 class AmpForward:
-    """Model's ``forward`` with casts around it, which follows the model into copies and pickles."""
+    """Callable that takes the place of ``model.forward`` on the instance, and adds casts.
+
+    A copy or pickle of the model contains one that calls the copy.
+
+    Args:
+        model: the model, its ``forward`` not yet replaced.
+        casts: casts and contexts around the forward.
+
+    Attributes:
+        inner: a ``forward`` that the instance had before, None if its class's is called.
+        probe: a parameter whose device ``torch.autocast`` is for, None for a model without any.
+        handles: handles of hooks, which ``release_model`` removes.
+    """
 
     __slots__ = ("__weakref__", "casts", "handles", "inner", "model", "probe")
 
     def __init__(self, model: torch.nn.Module, casts: Casts) -> None:
         self.model = model
         self.casts = casts
-        # A forward that somebody else had put on the instance.
+        # Another tool may have put a forward on the instance.
         self.inner: Callable[..., Any] | None = model.__dict__.get("forward")
         self.probe = next(model.parameters(), None)
         self.handles: list[Any] = []
 
     @property
     def __signature__(self) -> inspect.Signature:
+        """Returns the signature of the original forward."""
         return inspect.signature(self._forward())
 
     def _forward(self) -> Callable[..., Any]:
+        """Returns the original forward, bound to the model."""
         if self.inner is not None:
             return self.inner
         model = self.model
@@ -72,7 +94,7 @@ class AmpForward:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    """Casts every floating-point tensor in ``values`` to ``dtype``, except FP8 ones."""
+    """Returns nested containers with their floating-point tensors, except FP8, in ``dtype``."""
     return tree_map_only(torch.Tensor, lambda x: _cast_tensor(x, dtype), values)
 
 
@@ -81,7 +103,15 @@ def _cast_tensor(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def prepare_model(model: torch.nn.Module, chosen: Properties) -> torch.nn.Module:
-    """Converts, casts and wraps ``model`` in place as ``chosen`` says, and returns it."""
+    """Converts layers of ``model`` to FP8, casts its parameters and wraps its forward, in place.
+
+    Args:
+        model: the model; preparations of an earlier call are removed first.
+        chosen: properties that say which of these to do.
+
+    Returns:
+        ``model``.
+    """
     release_model(model)
     recipe = None if chosen.make_recipe is None else chosen.make_recipe()
     if recipe is not None:
@@ -104,7 +134,10 @@ def prepare_model(model: torch.nn.Module, chosen: Properties) -> torch.nn.Module
 
 
 def release_model(model: torch.nn.Module) -> None:
-    """Removes what an earlier ``prepare_model`` put around ``model``; its dtype stays."""
+    """Removes the forward and hooks that ``prepare_model`` gave ``model``, if it did.
+
+    Parameters keep their dtypes, and layers their classes.
+    """
     forward = model.__dict__.get("forward")
     if not isinstance(forward, AmpForward):
         return
@@ -117,6 +150,7 @@ def release_model(model: torch.nn.Module) -> None:
 
 
 def _cast_model(model: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool) -> None:
+    """Casts parameters and buffers to ``dtype``; ``keep_batchnorm`` has batch norms in float32."""
     batch_norm = torch.nn.modules.batchnorm._BatchNorm
     for module in model.modules():
         if keep_batchnorm and isinstance(module, batch_norm):
@@ -128,7 +162,7 @@ def _cast_model(model: torch.nn.Module, dtype: torch.dtype, keep_batchnorm: bool
 def _float32_state_dict(
     module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
 ) -> None:
-    """Makes 16-bit parameters and buffers of a state dict float32; FP8 ones stay (a hook)."""
+    """Converts 16-bit entries of a state dict to float32, except FP8 parameters (a post-hook)."""
     for name in (*module._parameters, *module._buffers):
         value = state_dict.get(prefix + name)
         # A Parameter means keep_vars=True, whose caller wants the very object.

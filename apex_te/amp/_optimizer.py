@@ -1,4 +1,4 @@
-"""Preparation of an optimizer: master weights that it lacks, hooks, a step that may be skipped."""
+"""Preparation of an optimizer for amp: master weights, hooks, and a step that can be skipped."""
 
 from __future__ import annotations
 
@@ -17,14 +17,21 @@ __all__ = ["OptimizerAmp", "amp_of", "prepare_optimizer", "release_optimizer"]
 
 
 class OptimizerAmp:
-    """amp's part of an optimizer, which holds it as ``_amp``.
+    """State that amp keeps for one optimizer, in the optimizer's attribute ``_amp``.
+
+    Args:
+        optimizer: the optimizer; hooks are registered with it.
+        master_weights: give the optimizer float32 master weights: apex_te's optimizers make them
+            themselves, in others they replace the parameters in ``param_groups``.
 
     Attributes:
-        pairs: ``(parameter, master)`` of an optimizer that has no masters of its own; the masters
-            stand in its ``param_groups``.
-        scaled: True if the gradients in place are scaled (``delay_unscale``).
-        skips_on_device: True if the optimizer reads ``found_inf`` on the device; the steps of any
-            other one are skipped by the host.
+        pairs: ``(parameter, master)`` for each master weight in ``param_groups``; empty for
+            apex_te's optimizers.
+        scaled: True if the gradients are still multiplied by the loss scale, after a
+            ``scale_loss(delay_unscale=True)``.
+        skips_on_device: True if the optimizer's ``step`` reads ``found_inf`` on the device; for
+            others the host reads it and skips the step.
+        handles: handles of the hooks.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
@@ -32,7 +39,8 @@ class OptimizerAmp:
         self.pairs: list[Pair] = []
         self.scaled = False
         self._versions: list[int] | None = None
-        self._loading: list[tuple[torch.Tensor, Pair]] = []  # masters of a load under way
+        # While a state dict is loaded: its master weights, each with the pair it belongs to.
+        self._loading: list[tuple[torch.Tensor, Pair]] = []
         if isinstance(optimizer, FusedOptimizer):
             optimizer.renew()
             if master_weights:
@@ -54,11 +62,14 @@ class OptimizerAmp:
             ]
 
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Pair], list[torch.Tensor]]:
-        """Tells parameters with a master from those without.
+        """Splits the parameters of ``optimizer`` into those with a master weight and those without.
+
+        Args:
+            optimizer: the optimizer that this state belongs to.
 
         Returns:
-            ``(pairs, own)``: ``(parameter, master)`` where gradients go to a master; parameters
-            that keep their gradients.
+            ``(pairs, own)``: ``(parameter, master)`` for each master weight, which gradients are
+            moved to; parameters without one, whose gradients stay.
         """
         if isinstance(optimizer, FusedOptimizer):
             pairs, own = [], []
@@ -73,7 +84,11 @@ class OptimizerAmp:
         return self.pairs, [p for p in _params(optimizer) if id(p) not in masters]
 
     def refresh(self) -> None:
-        """Renews masters of parameters that were loaded after the masters were made."""
+        """Copies parameters that have changed since the masters were made to their masters.
+
+        So weights may be loaded between ``amp.initialize`` and the first step. Later calls do
+        nothing, until a state dict without all masters is loaded.
+        """
         if self._versions is None:
             return
         with torch.no_grad():
@@ -83,11 +98,19 @@ class OptimizerAmp:
         self._versions = None
 
     def load_later(self, masters: list[tuple[torch.Tensor, Pair]]) -> None:
-        """Keeps masters that were saved until everything else is loaded."""
+        """Keeps master weights of a state dict until ``loaded`` is called.
+
+        Args:
+            masters: ``(saved, (parameter, master))``: a saved tensor and the pair that it is for.
+        """
         self._loading = masters
 
     def loaded(self) -> None:
-        """Sets loaded masters; unless all were saved, they are renewed from parameters."""
+        """Copies the masters given to ``load_later`` to masters and parameters.
+
+        If the state dict had not all masters, the next ``refresh`` copies all of them from the
+        parameters.
+        """
         masters, self._loading = self._loading, []
         with torch.no_grad():
             for saved, (param, master) in masters:
@@ -97,6 +120,7 @@ class OptimizerAmp:
         self._versions = None if complete else [-1] * len(self.pairs)
 
     def _replace_params(self, optimizer: torch.optim.Optimizer) -> None:
+        """Puts new master weights, with the state, in the place of parameters that need them."""
         for group in optimizer.param_groups:
             for i, param in enumerate(group["params"]):
                 if not has_master(param):
@@ -109,7 +133,7 @@ class OptimizerAmp:
         self._versions = [param._version for param, _ in self.pairs]
 
     def restore_params(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the parameters back in place of the masters."""
+        """Puts the parameters, with the state of their masters, back into ``param_groups``."""
         params = {id(master): param for param, master in self.pairs}
         for group in optimizer.param_groups:
             for i, master in enumerate(group["params"]):
@@ -121,12 +145,17 @@ class OptimizerAmp:
 
 
 def amp_of(optimizer: torch.optim.Optimizer) -> OptimizerAmp | None:
-    """Returns amp's part of ``optimizer``, None before ``initialize``."""
+    """Returns amp's state of ``optimizer``, None if ``amp.initialize`` has not prepared it."""
     return optimizer.__dict__.get("_amp")
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) -> None:
-    """Gives ``optimizer`` hooks and, where asked and missing, float32 master weights."""
+    """Makes ``optimizer`` work with ``scale_loss``: hooks, wrapped methods, master weights.
+
+    Args:
+        optimizer: the optimizer; preparations of an earlier call are undone first.
+        master_weights: give 16-bit and FP8 parameters float32 master weights.
+    """
     release_optimizer(optimizer)
     kept = OptimizerAmp(optimizer, master_weights)
     optimizer._amp = kept  # type: ignore[attr-defined]
@@ -153,7 +182,14 @@ def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _wrap(optimizer: torch.optim.Optimizer, name: str, around: Callable[..., Any]) -> None:
-    """Puts ``around(optimizer, inner, ...)`` in place of a bound method, once."""
+    """Replaces a method on the instance, unless an earlier call has done so.
+
+    Args:
+        optimizer: the optimizer.
+        name: the method's name.
+        around: called as ``around(optimizer, inner, *args, **kwargs)`` instead of the method;
+            ``inner`` is the bound original.
+    """
     marker = f"_amp_wraps_{name}"
     if marker in optimizer.__dict__:
         return
@@ -169,7 +205,13 @@ def _wrap(optimizer: torch.optim.Optimizer, name: str, around: Callable[..., Any
 
 
 def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Steps an optimizer that no flag on the device can skip: the host reads the flag."""
+    """Calls ``inner``, the optimizer's own ``step``, unless the flag of ``scale_loss`` is set.
+
+    The host reads the flag, and so waits for the device.
+
+    Raises:
+        RuntimeError: there is a flag and a closure, whose gradients the flag is not about.
+    """
     # torch's optimizers refuse a flag that they cannot use.
     found_inf = self.__dict__.pop("found_inf", None) if amp_of(self) is not None else None
     if found_inf is not None:
@@ -181,7 +223,11 @@ def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Zeroes gradients, drops those of parameters that have masters, and forgets flags."""
+    """Calls ``inner``, the optimizer's own ``zero_grad``, and drops what amp knows of gradients.
+
+    These are the gradients of parameters whose masters stand in ``param_groups``, the flag of
+    gradients that were not finite, and the note that gradients are scaled.
+    """
     inner(*args, **kwargs)
     kept = amp_of(self)
     if kept is not None:
@@ -192,6 +238,11 @@ def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Moves gradients of a backward outside ``scale_loss`` to the masters (a pre-hook).
+
+    Raises:
+        RuntimeError: gradients are still scaled, as ``delay_unscale=True`` has left them.
+    """
     kept = amp_of(optimizer)
     assert kept is not None
     if kept.scaled:
@@ -200,10 +251,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         )
     if kept.pairs:
         kept.refresh()
-        move_grads(kept.pairs, Flags(None))  # of a backward outside scale_loss
+        move_grads(kept.pairs, Flags(None))
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Removes the flags of this step and copies masters to parameters (a post-hook)."""
     _forget_flags(optimizer)
     kept = amp_of(optimizer)
     assert kept is not None
@@ -217,12 +269,18 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _forget_flags(optimizer: torch.optim.Optimizer) -> None:
+    """Removes the attributes that tell ``step`` to skip or unscale."""
     for name in ("found_inf", "grad_scale"):
         optimizer.__dict__.pop(name, None)
 
 
 def _index(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Returns a list of ``(position in a state dict, parameter, master)``."""
+    """Returns the pairs of amp with the numbers that a state dict has for them.
+
+    Returns:
+        A list of ``(number, parameter, master)``: key of the parameter's state in
+        ``optimizer.state_dict()["state"]``, the parameter, its master weight.
+    """
     kept = amp_of(optimizer)
     places = {id(param): i for i, param in enumerate(_params(optimizer))}
     pairs = kept.pairs if kept is not None else []
@@ -230,6 +288,7 @@ def _index(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor, to
 
 
 def _add_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Adds the masters to a state dict as ``master_param`` (a post-hook)."""
     states = dict(state_dict["state"])
     for i, _, master in _index(optimizer):
         states[i] = {**states.get(i, {}), MASTER: master.detach()}
@@ -237,6 +296,7 @@ def _add_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Takes the masters out of a state dict, for ``_set_masters`` (a pre-hook of loading)."""
     states = dict(state_dict["state"])
     found: list[tuple[torch.Tensor, Pair]] = []
     for i, param, master in _index(optimizer):
@@ -262,7 +322,7 @@ def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _set_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Sets the masters once the optimizer's own state was accepted."""
+    """Sets the masters once the optimizer has accepted the rest of the state (a post-hook)."""
     kept = amp_of(optimizer)
     if kept is not None:
         kept.loaded()

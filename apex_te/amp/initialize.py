@@ -1,4 +1,4 @@
-"""Preparation of models and optimizers for mixed precision by one level."""
+"""``amp.initialize``, which prepares models and optimizers for mixed precision by an opt level."""
 
 from __future__ import annotations
 
@@ -34,35 +34,45 @@ def initialize(
     *,
     hysteresis: int = 1,
 ) -> Any:
-    """Makes models and optimizers compute in mixed precision, in place; ``levels`` has the table.
+    """Makes models and optimizers compute in mixed precision, in place.
 
     Call it once, with the models on their device, before wrapping them in DDP, after
     ``fully_shard`` (whose parameters the optimizers have), and before loading a checkpoint. A
-    second call replaces the first; weights keep the dtype that they have, unless the level casts
+    second call undoes the first, except that weights keep their dtypes unless the new level casts
     them.
+
+    ``opt_level`` sets the properties from ``cast_model_type`` to ``cast_model_outputs``, and the
+    FP8 recipe; ``apex_te/amp/levels.py`` has the table. An argument that is not None replaces the
+    level's.
 
     Args:
         models: a module or a list of modules.
         optimizers: an optimizer, a list or None.
-        enabled: False leaves everything as it is, and ``scale_loss`` gives the loss itself.
+        enabled: False undoes an earlier call and prepares nothing; ``scale_loss`` then yields the
+            loss itself.
         opt_level: "O0" to "O7".
         cast_model_type: dtype of parameters, buffers and inputs.
-        patch_torch_functions: run the forward under torch.autocast; only False overrides.
+        patch_torch_functions: run the forward under ``torch.autocast``; False turns off the
+            autocast of O1 and O4, True is an error with any other level.
         keep_batchnorm_fp32: batch norms keep float32 parameters and buffers; "True" and "False"
             count as bools.
-        master_weights: the optimizers update float32 copies of 16-bit parameters: apex_te's
-            optimizers their own, others copies in their ``param_groups``. Both are in the
-            optimizer's state dict as ``master_param``.
+        master_weights: the optimizers update float32 copies of 16-bit parameters. apex_te's
+            optimizers keep the copies in their state; in any other optimizer the copies take the
+            place of the parameters in ``param_groups``. Either has them in its state dict as
+            ``master_param``.
         loss_scale: "dynamic" or a number, which may come as a string.
-        cast_model_outputs: dtype of floating-point outputs; float32 for a model that is cast.
-        num_losses: how many loss scalers to make, for ``scale_loss(loss_id=...)``.
-        verbosity: 1 prints the chosen properties, 0 nothing.
+        cast_model_outputs: dtype of floating-point outputs; None is float32 with a
+            ``cast_model_type``, else leaves them.
+        num_losses: number of loss scalers, among which ``scale_loss(loss_id=...)`` chooses.
+        verbosity: 1 prints the chosen properties on the first rank, 0 nothing.
         min_loss_scale: floor of a dynamic scale; None is 2**-24.
         max_loss_scale: cap of a dynamic scale.
-        hysteresis: non-finite steps in a row from which on a dynamic scale is halved.
+        hysteresis: number of steps in a row with non-finite gradients after which a dynamic scale
+            is halved.
 
     Returns:
-        ``models``, or ``(models, optimizers)`` if optimizers are given, each in the form it came.
+        ``models``, or ``(models, optimizers)`` if optimizers are given: the objects that were
+        passed, in a list if they came in a list or tuple of models.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -113,6 +123,12 @@ def initialize(
 
 
 def _as_models(models: Any) -> list[torch.nn.Module]:
+    """Returns a list of one or several models.
+
+    Raises:
+        TypeError: something else is given.
+        ValueError: a model is wrapped for data parallelism.
+    """
     many = list(models) if isinstance(models, (list, tuple)) else [models]
     for model in many:
         if not isinstance(model, torch.nn.Module):
@@ -142,6 +158,7 @@ def _check_params(models: list[torch.nn.Module], opt_level: str, chosen: Propert
 
 
 def _check_count(name: str, value: Any, minimum: int) -> None:
+    """Raises TypeError or ValueError unless ``value`` is an int of at least ``minimum``."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"amp.initialize: {name} must be an int, got {type(value).__name__}")
     if value < minimum:

@@ -33,7 +33,19 @@ _BOOLS = {"True": True, "False": False}
 
 @dataclasses.dataclass(frozen=True)
 class Properties:
-    """Properties of a level, after overrides, for a model and its optimizers."""
+    """Properties of an opt level, of which a caller of ``amp.initialize`` may have replaced some.
+
+    Attributes:
+        cast_model_type: dtype of the model's parameters, buffers and inputs, None to leave them.
+        patch_torch_functions: True to run the forward under ``torch.autocast``.
+        keep_batchnorm_fp32: True to keep batch norms in float32 if the model is cast.
+        master_weights: True to give optimizers float32 master weights; None counts as False.
+        loss_scale: "dynamic" or a fixed number.
+        autocast_type: dtype of ``torch.autocast``, None for levels without.
+        make_recipe: makes the recipe of ``fp8_autocast`` around the forward, None for levels
+            without FP8.
+        cast_model_outputs: dtype of floating-point outputs, None to leave them.
+    """
 
     cast_model_type: torch.dtype | None
     patch_torch_functions: bool
@@ -67,11 +79,15 @@ LEVELS = {
 
 
 def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
-    """Returns the properties of a level, replaced by those of ``overrides`` that are not None.
+    """Returns the properties of a level after the caller's overrides.
+
+    Args:
+        opt_level: a key of ``LEVELS``.
+        overrides: arguments of ``amp.initialize`` by name; None keeps the level's property.
 
     Raises:
         TypeError: a value has a wrong type.
-        ValueError: the level is unknown, or an override makes no sense with it.
+        ValueError: the level is unknown, or an override contradicts it.
     """
     if not isinstance(opt_level, str):
         raise TypeError(
@@ -108,7 +124,7 @@ def choose(opt_level: str, overrides: dict[str, Any]) -> Properties:
 
 
 def describe(opt_level: str, chosen: Properties) -> str:
-    """Returns a table of the level's own properties and of those chosen."""
+    """Returns a printable table with the level's properties beside those after overrides."""
     level = LEVELS[opt_level]
     rows = [("property", f"{opt_level} has", "chosen")]
     for name in (*_CHECKS, "autocast_type"):
@@ -124,6 +140,7 @@ def describe(opt_level: str, chosen: Properties) -> str:
 
 
 def _dtype(name: str, value: Any) -> torch.dtype:
+    """Returns ``value`` if it is a dtype that models can be cast to, else raises TypeError."""
     if value not in _CAST_TYPES:
         raise TypeError(
             f"amp.initialize: {name} must be torch.float32, torch.float16 or torch.bfloat16, "
@@ -133,6 +150,7 @@ def _dtype(name: str, value: Any) -> torch.dtype:
 
 
 def _bool(name: str, value: Any) -> bool:
+    """Returns a bool or the strings "True" and "False" as a bool; others raise TypeError."""
     if isinstance(value, str) and value in _BOOLS:  # as argparse leaves it
         return _BOOLS[value]
     if not isinstance(value, bool):
@@ -141,6 +159,7 @@ def _bool(name: str, value: Any) -> bool:
 
 
 def _loss_scale(name: str, value: Any) -> float | str:
+    """Returns "dynamic" or a number, which may be a string; others raise ValueError."""
     if value == "dynamic":
         return "dynamic"
     try:

@@ -1,4 +1,4 @@
-"""Loss scaling around a backward, the state of all loss scalers, and ``master_params``."""
+"""``amp.scale_loss`` around a backward, state dicts of all loss scalers, and ``master_params``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,12 @@ _PREFIX = "loss_scaler"
 
 
 class _State:
-    """Global state: the loss scalers of the last ``initialize``, None before it."""
+    """Global state of amp.
+
+    Attributes:
+        scalers: loss scalers of the last ``amp.initialize``, empty after ``enabled=False``; None
+            before any call.
+    """
 
     scalers: list[LossScaler] | None = None
 
@@ -36,22 +41,28 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Gives ``loss.float() * scale``; on exit unscales the gradients and moves the scale.
+    """Context manager for a backward: scales the loss, then unscales gradients and moves the scale.
 
-    Gradients are unscaled in float32, into the master weights' if there are any, else in place, and
-    added to earlier ones. If a gradient is not finite, the next step of all ``optimizers`` is
-    skipped, on the device: ``optimizer.found_inf`` tells the fused optimizers and torch's with
-    ``fused=True``; for others the host reads the flag in ``step``, and waits for the device there.
-    Ranks that have parts of DTensor parameters share the flag, and skip the same steps.
+    On exit, gradients are divided by the scale in float32 and added to those of earlier backwards:
+    in the ``.grad`` of master weights if there are any, else in place. If a gradient is not finite,
+    the next step of all ``optimizers`` is skipped. apex_te's optimizers and torch's with
+    ``fused=True`` read the flag ``optimizer.found_inf`` on the device; for others the host reads it
+    in ``step``, and waits for the device there. Ranks that share DTensor parameters share the flag,
+    and skip the same steps.
 
     Args:
         loss: a float tensor of one element.
-        optimizers: all those whose parameters the loss reaches.
-        loss_id: which of ``num_losses`` scalers to use.
+        optimizers: all optimizers whose parameters get gradients from the loss.
+        loss_id: number of the loss scaler to use, below ``num_losses`` of ``amp.initialize``.
         model: not used, as in apex.
-        delay_unscale: leave the gradients scaled; the next block of the same loss unscales them.
-        delay_overflow_check: leave the scale where it is; the flag counts in the next block of the
-            same loss.
+        delay_unscale: True leaves the gradients scaled, for the next ``scale_loss`` with the same
+            ``loss_id``, which must come before the step, to unscale.
+        delay_overflow_check: True leaves the scale unchanged; the next ``scale_loss`` with the same
+            ``loss_id`` moves it for the gradients of both.
+
+    Yields:
+        The tensor to call ``backward`` on: ``loss.float() * scale``, or ``loss`` after
+        ``amp.initialize(enabled=False)``.
 
     Raises:
         RuntimeError: ``amp.initialize`` was not called, or not given an optimizer.
@@ -87,6 +98,7 @@ def scale_loss(
 
 
 def _params(optimizers: list[torch.optim.Optimizer]) -> Iterator[torch.Tensor]:
+    """Returns an iterator over all tensors in the ``param_groups`` of ``optimizers``."""
     return (p for o in optimizers for g in o.param_groups for p in g["params"])
 
 
@@ -96,7 +108,16 @@ def _enter(
     scaler: LossScaler,
     kept: dict[int, torch.Tensor],
 ) -> None:
-    """Puts earlier, unscaled gradients aside, so that the exit unscales new ones alone."""
+    """Sets gradients of earlier backwards aside, so that only new ones are unscaled on exit.
+
+    Gradients of parameters with master weights move to the ``.grad`` of these.
+
+    Args:
+        optimizer: one of the optimizers of ``scale_loss``.
+        amp: amp's state of the optimizer.
+        scaler: loss scaler of this block.
+        kept: receives the gradients of other parameters, by ``id`` of the parameter.
+    """
     if amp.scaled or (scaler.is_one and not amp.pairs):
         return
     amp.refresh()
@@ -117,8 +138,17 @@ def _unscale(
     kept: dict[int, torch.Tensor],
     flags: Flags,
 ) -> None:
+    """Unscales the gradients of ``optimizer`` and adds those that ``_enter`` set aside.
+
+    Args:
+        optimizer: one of the optimizers of ``scale_loss``.
+        amp: amp's state of the optimizer.
+        scaler: loss scaler of this block.
+        kept: gradients that were set aside, by ``id`` of the parameter.
+        flags: divides by the loss scale, and receives the flags.
+    """
     amp.scaled = False
-    # A fused optimizer reads gradients that need no unscaling where they are.
+    # Gradients that need no unscaling stay where they are: a fused optimizer reads them there.
     if scaler.is_one and not amp.pairs:
         return
     pairs, own = amp.split(optimizer)
@@ -133,7 +163,14 @@ def _report(
     found_inf: torch.Tensor,
     delayed: bool,
 ) -> None:
-    """Hands the flag to the optimizers and to the scaler, which holds it if delayed."""
+    """Hands the flag of non-finite gradients to the optimizers and to the loss scaler.
+
+    Args:
+        scaler: loss scaler of this block.
+        optimizers: optimizers that are to skip their next step if the flag is not 0.
+        found_inf: the flag, a float32 scalar.
+        delayed: True if the scaler is to keep the flag for its next update.
+    """
     for optimizer in optimizers:
         before = getattr(optimizer, "found_inf", None)
         total = found_inf if before is None else torch.maximum(before, found_inf)
@@ -147,6 +184,12 @@ def _report(
 def _arguments(
     loss: Any, optimizers: Any, loss_id: Any, model: Any
 ) -> tuple[LossScaler | None, list[torch.optim.Optimizer]]:
+    """Checks the arguments of ``scale_loss``.
+
+    Returns:
+        ``(scaler, optimizers)``: the loss scaler of ``loss_id``, None if amp is not enabled; the
+        optimizers as a list, empty if amp is not enabled.
+    """
     if state.scalers is None:
         raise RuntimeError("amp.scale_loss: amp.initialize must be called before")
     if not isinstance(loss, torch.Tensor):
@@ -167,8 +210,12 @@ def _arguments(
 def as_optimizers(caller: str, optimizers: Any) -> list[torch.optim.Optimizer]:
     """Returns a list of one or several optimizers.
 
+    Args:
+        caller: name of the function that was given them, for error messages.
+        optimizers: an optimizer, or a list or tuple of optimizers.
+
     Raises:
-        TypeError: something else is given.
+        TypeError: ``optimizers`` is or contains something else.
     """
     many = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     for optimizer in many:
@@ -181,6 +228,7 @@ def as_optimizers(caller: str, optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def _amp(optimizer: torch.optim.Optimizer) -> OptimizerAmp:
+    """Returns amp's state of ``optimizer``, or raises RuntimeError if it has none."""
     amp = amp_of(optimizer)
     if amp is None:
         raise RuntimeError("amp.scale_loss: optimizers must have gone through amp.initialize")
@@ -188,9 +236,10 @@ def _amp(optimizer: torch.optim.Optimizer) -> OptimizerAmp:
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yields the tensors whose ``.grad`` the next step reads, to clip their gradients, say.
+    """Yields the tensors whose ``.grad`` the next step reads, for clipping, say.
 
-    A tensor is the master weight if the gradient went to one, else the parameter.
+    Yields:
+        For each parameter its master weight if the gradient is there, else the parameter.
 
     Raises:
         TypeError: ``optimizer`` is no optimizer.
@@ -203,7 +252,10 @@ def master_params(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def state_dict() -> dict[str, Any]:
-    """Returns ``{"loss_scaler0": {...}, ...}``, the state of every loss scaler as numbers.
+    """Returns the state of every loss scaler, as numbers.
+
+    Returns:
+        ``{"loss_scaler0": {...}, ...}``, each value a ``LossScaler.state_dict()``.
 
     Raises:
         RuntimeError: ``amp.initialize`` was not called.
@@ -212,12 +264,13 @@ def state_dict() -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: dict[str, Any]) -> None:
-    """Loads the state of the loss scalers, in order; another number of scalers is only printed.
+    """Loads the state of the loss scalers, in order.
 
-    After an error all scalers are as they were.
+    If there are more or fewer scalers than were saved, a message is printed and the first ones are
+    loaded. After an error all scalers are unchanged.
 
     Args:
-        state_dict: what ``state_dict()`` returned.
+        state_dict: result of ``amp.state_dict()``.
 
     Raises:
         RuntimeError: there are unknown keys, or ``amp.initialize`` was not called.
@@ -242,6 +295,11 @@ def load_state_dict(state_dict: dict[str, Any]) -> None:
 
 
 def _scalers(function: str) -> list[LossScaler]:
+    """Returns all loss scalers, for the function of amp that is called ``function``.
+
+    Raises:
+        RuntimeError: ``amp.initialize`` was not called.
+    """
     if state.scalers is None:
         raise RuntimeError(f"amp.{function}: amp.initialize must be called before")
     return state.scalers

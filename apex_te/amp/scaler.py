@@ -1,4 +1,4 @@
-"""Loss scale that lives on the device and moves there, without the host waiting."""
+"""Loss scaler whose scale is kept and updated on the device, without the host waiting."""
 
 from __future__ import annotations
 
@@ -12,26 +12,31 @@ __all__ = ["LossScaler"]
 
 _INIT_SCALE = 2.0**16
 _FACTOR = 2.0
-# A scale that went to 0 would make every gradient 0 / 0.
+# With a scale of 0 every gradient would be 0 / 0.
 _LOWEST = 2.0**-24
 
 
 class LossScaler:
-    """Scales a loss and moves the scale as its gradients were finite or not.
+    """Loss scale that is halved when gradients were not finite and doubled when they were for long.
+
+    An update is clean if all gradients were finite. The algorithm is apex.amp's, with the
+    hysteresis of its ``update_scale_hysteresis``. The state is float32 scalars on the device of the
+    last loss: the scale, clean updates since the scale was doubled or an update was not clean
+    (``unskipped``), updates that are not clean to come before the scale is halved (``hysteresis``),
+    and all updates that were not clean (``skipped``). ``loss_scale()``, ``skipped()`` and
+    ``state_dict()`` read them, which waits for the device; no other method waits.
 
     Args:
-        loss_scale: "dynamic", starting at 2**16, or a number that stays.
-        scale_window: clean updates in a row after which the scale doubles.
-        min_loss_scale: the scale never falls below; None is 2**-24.
-        max_loss_scale: the scale never rises above.
-        hysteresis: non-finite updates in a row from which on the scale is halved; a clean one
-            starts the count anew.
+        loss_scale: "dynamic" for a scale that starts at 2**16, or a number that stays.
+        scale_window: number of clean updates in a row after which the scale is doubled.
+        min_loss_scale: lower bound of a dynamic scale; None is 2**-24.
+        max_loss_scale: upper bound of a dynamic scale.
+        hysteresis: number of updates in a row that are not clean from which on each one halves the
+            scale; a clean one starts the count anew.
 
-    The algorithm is apex.amp's, with the hysteresis of its ``update_scale_hysteresis``. The state
-    is float32 scalars on the device of the first loss: the scale, clean updates since the scale
-    moved (``unskipped``), non-finite updates to come before the scale is halved (``hysteresis``)
-    and all non-finite updates (``skipped``). ``loss_scale()``, ``skipped()`` and ``state_dict()``
-    read them, which waits for the device; no other method waits.
+    Attributes:
+        dynamic: True if the scale moves.
+        is_one: True if the scale is 1 and does not move, so that nothing needs unscaling.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -78,7 +83,7 @@ class LossScaler:
         self._held: torch.Tensor | None = None
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns ``loss`` in float32, times the scale; the state moves to the loss's device."""
+        """Returns ``loss.float() * scale``, and moves the state to the device of ``loss``."""
         if self.is_one:
             return loss.float()
         if self._scale.device != loss.device:
@@ -92,12 +97,20 @@ class LossScaler:
         return self._scale.reciprocal()
 
     def hold(self, found_inf: torch.Tensor) -> None:
-        """Keeps a flag for the next ``update``."""
+        """Keeps the flag of a step for the next ``update``, which then counts both as one update.
+
+        Args:
+            found_inf: one element, not 0 if a gradient was not finite.
+        """
         self._held = found_inf if self._held is None else torch.maximum(self._held, found_inf)
 
     @torch.no_grad()
     def update(self, found_inf: torch.Tensor) -> None:
-        """Moves a dynamic scale by a step's flag, which is not 0 if a gradient was not finite."""
+        """Halves, doubles or keeps a dynamic scale; a fixed one stays.
+
+        Args:
+            found_inf: one element, not 0 if a gradient was not finite.
+        """
         if not self.dynamic:
             return
         if self._held is not None:
@@ -117,7 +130,7 @@ class LossScaler:
         self._skipped.add_(found)
 
     def loss_scale(self) -> float:
-        """Returns the present scale; waits for the device."""
+        """Returns the scale; waits for the device."""
         return self._scale.item()
 
     def skipped(self) -> int:
@@ -125,7 +138,12 @@ class LossScaler:
         return int(self._skipped.item())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state as numbers; waits for the device."""
+        """Returns the state as numbers; waits for the device.
+
+        Returns:
+            ``loss_scale``, ``unskipped``, ``hysteresis`` and ``skipped``, which the class
+            describes.
+        """
         return {
             "loss_scale": self.loss_scale(),
             "unskipped": int(self._unskipped.item()),
@@ -134,9 +152,11 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict, in place; apex.amp's, which has two keys only, loads too.
+        """Sets the state from a state dict; after an error the scaler is unchanged.
 
-        After an error the scaler is as it was.
+        Args:
+            state_dict: result of ``state_dict()``, or apex.amp's, which has ``loss_scale`` and
+                ``unskipped`` alone.
 
         Raises:
             RuntimeError: the state dict has other keys.
@@ -146,7 +166,11 @@ class LossScaler:
         self.take(self.checked(state_dict))
 
     def checked(self, state_dict: dict[str, Any]) -> dict[str, float]:
-        """Returns the numbers of a state dict, checked as for ``load_state_dict``."""
+        """Checks a state dict as ``load_state_dict`` does, without loading it.
+
+        Returns:
+            The four numbers by name, defaults added, for ``take``.
+        """
         if not isinstance(state_dict, dict):
             raise TypeError(
                 f"LossScaler: state_dict must be a dict, got {type(state_dict).__name__}"
@@ -167,14 +191,14 @@ class LossScaler:
         if not 0.0 < scale <= torch.finfo(torch.float32).max:
             raise ValueError(f"LossScaler: loss_scale must be above 0 and finite, got {scale}")
         for name in ("unskipped", "hysteresis", "skipped"):
-            # What is left of the hysteresis falls below 0 while non-finite updates go on.
+            # The rest of the hysteresis falls below 0 while updates go on not being clean.
             least = -(2.0**53) if name == "hysteresis" else 0.0
             if not least <= found[name] <= 2.0**53:
                 raise ValueError(f"LossScaler: {name} must be a count, got {found[name]}")
         return found
 
     def take(self, values: dict[str, float]) -> None:
-        """Sets the state to numbers that were checked."""
+        """Sets the state to the numbers that ``checked`` has returned."""
         self._scale.fill_(values["loss_scale"])
         self._unskipped.fill_(values["unskipped"])
         self._remaining.fill_(min(values["hysteresis"], self.hysteresis))
