@@ -1,6 +1,6 @@
-"""Connections to other libraries: their models, checkpoints and names of layers.
+"""Use of apex_te with other libraries: conversion of their models, and of saved state.
 
-``integrations.megatron`` has Megatron's and MindSpeed's layers.
+``integrations.megatron`` has layers with the names and signatures of Megatron's and MindSpeed's.
 """
 
 from .from_torch import from_torch

@@ -1,7 +1,8 @@
-"""State dicts of blocks with joined layers: they have the keys of the original layers.
+"""State dicts of blocks whose layers ``from_torch(fuse=True)`` has joined, in the original keys.
 
-Hooks of the block cut each joined parameter into the original ones when a state dict is made, and
-join these when one is loaded. So files of a fused model are those of the plain model.
+A joined parameter is several original ones, say the weights of the query, key and value
+projections, stacked by rows. Hooks of the block split it when a state dict is made, and stack the
+original ones when a state dict is loaded. So a fused model and a plain one have the same files.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ __all__ = ["JoinedKey", "JoinedState", "PartView", "joined", "original_part"]
 
 
 class JoinedKey(NamedTuple):
-    """A parameter made of others.
+    """Keys of a joined parameter and of the original parameters that it is stacked from.
 
     Attributes:
-        key: the parameter's key.
-        parts: key and rows of each original parameter, stacked in this order.
-        transposed: True if the original parameters are stored ``[in, out]``.
+        key: key of the joined parameter in a state dict.
+        parts: ``(key, rows)`` of each original parameter, in the order in which they are stacked.
+        transposed: True if the original parameters are stored ``[in, out]``, as Conv1D's weights;
+            the joined one is ``[out, in]``.
     """
 
     key: str
@@ -29,34 +31,51 @@ class JoinedKey(NamedTuple):
     transposed: bool = False
 
     def prefixed(self, prefix: str) -> JoinedKey:
-        """Returns this entry with ``prefix`` before each of its keys."""
+        """Returns a copy with ``prefix`` before each of the keys."""
         parts = tuple((prefix + key, rows) for key, rows in self.parts)
         return JoinedKey(prefix + self.key, parts, self.transposed)
 
     def split(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the original parameters as views of the joined one."""
+        """Returns views of a joined parameter ``value``, one for each original parameter."""
         rows = [count for _, count in self.parts]
         return [original_part(part, self.transposed) for part in value.split(rows)]
 
 
 def original_part(part: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Returns rows of a joined parameter as the original parameter is laid out."""
+    """Returns rows of a joined parameter in the layout of the original parameter.
+
+    Args:
+        part: rows of the joined parameter, ``[out, in]`` or ``[out]``.
+        transposed: True if the original parameter is ``[in, out]``.
+
+    Returns:
+        A view of ``part``.
+    """
     return part.t() if transposed else part
 
 
 def joined(values: list[torch.Tensor], transposed: bool) -> torch.Tensor:
-    """Returns ``values`` stacked by rows; ``transposed`` ones are stored ``[in, out]``."""
+    """Returns original parameters, stacked by rows.
+
+    Args:
+        values: weights ``[out, in]`` or biases ``[out]`` with one number of columns.
+        transposed: True if the weights are ``[in, out]`` instead.
+    """
     if len(values) == 1 and not transposed:
         return values[0]
     return torch.cat([value.t() if transposed else value for value in values]).contiguous()
 
 
 class PartView:
-    """Weight and bias of a layer that was joined, as views of the joined parameters.
+    """Weight and bias of one original layer, read as views of the joined parameters.
+
+    Args:
+        module: the layer that has the joined parameters.
 
     Attributes:
-        rows: by attribute, ``(name, start, rows, transposed)``: the joined parameter's name, the
-            part's first row and number of rows, and if it is stored ``[in, out]``.
+        rows: ``(name, start, rows, transposed)`` for ``"weight"`` and ``"bias"``: name of the
+            joined parameter in ``module``, first row and number of rows of the original parameter
+            in it, True if the original parameter is ``[in, out]``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -64,7 +83,14 @@ class PartView:
         self.rows: dict[str, tuple[str, int, int, bool]] = {}
 
     def part(self, attribute: str) -> torch.Tensor | None:
-        """Returns the original parameter ``attribute``, None if the layer has none."""
+        """Returns a view with the values of an original parameter.
+
+        Args:
+            attribute: ``"weight"`` or ``"bias"``.
+
+        Returns:
+            The view, in the original layout; None if the layer had no such parameter.
+        """
         if attribute not in self.rows:
             return None
         name, start, rows, transposed = self.rows[attribute]
@@ -73,21 +99,21 @@ class PartView:
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """Returns the original weight as a view of the joined one."""
+        """Returns the weight of the original layer, a view of the joined weight."""
         return self.part("weight")
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Returns the original bias as a view of the joined one, None without a bias."""
+        """Returns the bias of the original layer, a view of the joined one; None if it had none."""
         return self.part("bias")
 
 
 class JoinedState:
-    """State dict hooks of one block.
+    """State dict hooks of one block, which give and take the keys of the original layers.
 
     Args:
-        entries: the joined parameters, by keys in the block.
-        order: the keys of the block's state dict before anything was joined.
+        entries: the joined parameters; keys are relative to the block.
+        order: keys of the block's state dict before any layer was joined, whose order is kept.
     """
 
     def __init__(self, entries: Iterable[JoinedKey], order: list[str]) -> None:
@@ -96,7 +122,7 @@ class JoinedState:
         self._prefix = ""
 
     def install(self, block: nn.Module) -> None:
-        """Registers the hooks."""
+        """Registers the hooks with ``block``."""
         block.register_state_dict_post_hook(self)
         block.register_load_state_dict_pre_hook(self.before_load)
         block.register_load_state_dict_post_hook(self.after_load)
@@ -104,7 +130,7 @@ class JoinedState:
     def __call__(
         self, block: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
     ) -> None:
-        """Gives ``state_dict`` the original keys, in their order."""
+        """Replaces joined keys of ``state_dict`` by the original ones (a post-hook)."""
         own = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         for entry in self.entries:
             entry = entry.prefixed(prefix)
@@ -128,7 +154,11 @@ class JoinedState:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Joins what ``state_dict`` has of the original keys; joined keys are taken as they are."""
+        """Replaces original keys of ``state_dict`` by joined ones, which torch then loads.
+
+        A pre-hook of ``load_state_dict``; torch describes the arguments. Joined keys that
+        ``state_dict`` has already stay.
+        """
         self._prefix = prefix
         for entry in self.entries:
             own = block.get_parameter(entry.key).detach()
@@ -147,7 +177,7 @@ class JoinedState:
                     value = None
                 values.append(current if value is None else value)
             device = next((v.device for v in values if not v.is_meta), own.device)
-            # Parts that are not there keep their values, those that are have the file's.
+            # Missing original parameters keep the values that the model has.
             if not any(v.is_meta for v in values):
                 values = [v.to(device) for v in values]
             elif not all(v.is_meta for v in values):
@@ -155,18 +185,29 @@ class JoinedState:
             state_dict[entry.key] = _like(own, joined(values, entry.transposed))
 
     def _is_joined(self, entry: JoinedKey, state_dict: dict[str, Any], own: torch.Tensor) -> bool:
-        """Returns True if ``state_dict`` has the joined parameter, as earlier releases saved it."""
+        """Returns True if ``state_dict`` has the joined parameter, as earlier releases saved it.
+
+        Args:
+            entry: the joined parameter, its keys as in ``state_dict``.
+            state_dict: the state dict to be loaded.
+            own: the joined parameter of the model.
+        """
         if entry.key not in state_dict:
             return False
         if entry.key != entry.parts[0][0]:
-            # Where all of both are there, a tool has added the model's own: the joined one.
+            # With all original keys there, too, a tool has added the joined one from the model.
             return not all(key in state_dict for key, _ in entry.parts)
         # GPT-2's c_attn has one name for both: [in, 3 in] originally, [3 in, in] joined.
         shape = getattr(state_dict[entry.key], "shape", None)
         return shape == own.shape and shape != entry.split(own)[0].shape
 
     def after_load(self, block: nn.Module, incompatible: Any) -> None:
-        """Replaces missing joined keys by the original ones in the report of a load."""
+        """Replaces joined keys by the original ones among the missing keys (a post-hook).
+
+        Args:
+            block: the block.
+            incompatible: torch's result of ``load_state_dict``, changed in place.
+        """
         missing: list[str] = incompatible.missing_keys
         for entry in self.entries:
             entry = entry.prefixed(self._prefix)
@@ -176,6 +217,7 @@ class JoinedState:
 
 
 def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:
+    """Returns torch's message for an entry of another shape, or one for an entry without."""
     if not isinstance(value, torch.Tensor):
         return f"{key} must be a tensor, got {type(value).__name__}"
     return (
@@ -185,7 +227,16 @@ def _mismatch(key: str, value: Any, current: torch.Tensor) -> str:
 
 
 def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Returns ``value``, sharded as ``own`` is if that is a DTensor and ``value`` is whole."""
+    """Returns a tensor to be loaded, distributed like the model's parameter.
+
+    Args:
+        own: the model's parameter.
+        value: the whole tensor, or a DTensor, which is returned as it is.
+
+    Returns:
+        ``value`` with the mesh and placements of ``own``; ``value`` itself if ``own`` is no
+        DTensor.
+    """
     if type(own) is torch.Tensor or not torch.distributed.is_available():
         return value
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -196,10 +247,11 @@ def _like(own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _own_storage(part: torch.Tensor) -> torch.Tensor:
-    """Returns ``part`` with a storage of its own in the same memory.
+    """Returns a tensor with the memory of ``part`` and another ``torch.UntypedStorage`` object.
 
-    Tools that write safetensors drop all but one of the tensors that have one storage; a copy
-    would not follow the parameter, as other entries of a state dict do.
+    Tools that write safetensors drop all but one of the tensors that share a storage. A copy would
+    not show later changes of the parameter, as other entries of a state dict do. DTensors, meta and
+    fake tensors, and views that require grad are returned as they are.
     """
     if type(part) is not torch.Tensor or part.is_meta or part.requires_grad:
         return part  # DTensors, fake tensors, and views that keep_vars=True wants differentiable

@@ -1,6 +1,6 @@
-"""Recognises modules that can be replaced: torch's by type, Hugging Face's by name of the class.
+"""Tests of which modules ``from_torch`` can replace: torch's by type, Hugging Face's by class name.
 
-Nothing of ``transformers`` is imported: a module of its models brings its class along.
+``transformers`` is not imported for that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ __all__ = [
     "unsupported",
 ]
 
-# Families whose blocks and norms are Llama's (Qwen2 with biases, Qwen3 with norms of each head).
+# Models whose blocks and norms are as Llama's (Qwen2 with biases, Qwen3 with norms of each head),
+# by the module that defines them.
 _LLAMA_LIKE = {
     f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
     for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -46,7 +47,13 @@ _HOOKS = (
 
 
 def is_class(module: object, path: str, *names: str) -> bool:
-    """Returns True if the class of ``module`` is, by name, one of ``names`` in module ``path``."""
+    """Returns True if the class of ``module`` has a given name and defining Python module.
+
+    Args:
+        module: the object to test.
+        path: dotted name of the Python module that must define the class.
+        names: names that the class may have.
+    """
     kind = type(module)
     return kind.__module__ == path and kind.__name__ in names
 
@@ -57,22 +64,30 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
-    """Returns True if ``module`` is of one of ``kinds``, no subclass, with its class's forward."""
+    """Returns True if ``module`` has one of the classes ``kinds``, and no forward of the instance.
+
+    An instance of a subclass does not count.
+    """
     return type(module) in kinds and "forward" not in vars(module)
 
 
 def hooked(module: nn.Module) -> bool:
-    """Returns True if ``module`` has hooks or a forward that its replacement could not call."""
+    """Returns True if ``module`` has hooks or an instance forward, which joining would lose."""
     return any(getattr(module, name, None) for name in _HOOKS) or "forward" in vars(module)
 
 
 def is_silu(module: object) -> bool:
-    """Returns True for an activation ``x * sigmoid(x)``."""
+    """Returns True if ``module`` is the activation ``x * sigmoid(x)``."""
     return type(module) is nn.SiLU or is_class(module, _ACTIVATIONS, "SiLUActivation")
 
 
 def gelu_or_relu(module: object) -> str | None:
-    """Returns apex_te's name of an activation, None if it has none (the exact GELU, say)."""
+    """Returns the ``activation`` argument of ``LayerNormMLP`` that stands for a GELU or ReLU.
+
+    Returns:
+        ``"gelu"`` (the tanh approximation) or ``"relu"``; None for any other module, such as the
+        exact GELU.
+    """
     if type(module) is nn.ReLU:
         return "relu"
     if is_class(module, _ACTIVATIONS, "NewGELUActivation", "GELUTanh", "FastGELUActivation"):
@@ -83,24 +98,29 @@ def gelu_or_relu(module: object) -> str | None:
 
 
 def norm_eps(module: nn.Module) -> float:
-    """Returns the eps of a norm; ``nn.RMSNorm``'s None is fp32's, in which all dtypes compute."""
+    """Returns the eps of a norm of torch or Hugging Face.
+
+    An eps of None, as ``nn.RMSNorm`` has it, stands for that of fp32, in which apex_te computes
+    norms of all dtypes.
+    """
     eps = getattr(module, "variance_epsilon" if is_llama_norm(module) else "eps")
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 def _is_llama_like(module: object, suffix: str) -> bool:
+    """Returns True for a class of a Llama-like model that is named by family and ``suffix``."""
     kind = type(module)
     family = _LLAMA_LIKE.get(kind.__module__)
     return family is not None and kind.__name__ == family + suffix
 
 
 def is_llama_norm(module: nn.Module) -> bool:
-    """Returns True for the RMS norm of Hugging Face's Llama and of the families like it."""
+    """Returns True for the RMS norm of Hugging Face's Llama, Mistral, Qwen2 or Qwen3."""
     return _is_llama_like(module, "RMSNorm") and "forward" not in vars(module)
 
 
 def is_llama_block(module: nn.Module) -> bool:
-    """Returns True for a block of Hugging Face's Llama or of a family like it."""
+    """Returns True for a block of Hugging Face's Llama, Mistral, Qwen2 or Qwen3."""
     return _is_llama_like(module, "DecoderLayer")
 
 
@@ -110,7 +130,11 @@ def is_gpt2_block(module: nn.Module) -> bool:
 
 
 def unsupported(module: Any) -> str | None:
-    """Returns why a linear layer or norm cannot change its class, None if it can."""
+    """Returns the reason why a linear layer or norm cannot become one of apex_te's.
+
+    Returns:
+        The reason, for the warning of ``from_torch``; None if the layer can be converted.
+    """
     own = vars(module)
     if "_hf_hook" in own:
         return (
@@ -129,6 +153,7 @@ def unsupported(module: Any) -> str | None:
 
 
 def _is_plain_weight(weight: torch.Tensor) -> bool:
+    """Returns False if ``weight`` is quantized by another library, judged by class and dtype."""
     kind = type(weight)
     named = kind in (nn.Parameter, torch.Tensor, FP8Parameter) or kind.__name__ in (
         "DTensor", "FakeTensor", "FunctionalTensor"
@@ -137,5 +162,6 @@ def _is_plain_weight(weight: torch.Tensor) -> bool:
 
 
 def _described(weight: torch.Tensor) -> str:
+    """Returns class and dtype of ``weight``, for messages."""
     kind = type(weight).__name__
     return f"{kind} of {weight.dtype}" if kind != "Parameter" else f"tensor of {weight.dtype}"

@@ -13,19 +13,24 @@ __all__ = ["Selection"]
 
 Choice = Any  # a name, a pattern, a predicate, or several
 
-# Parts of names, outside of blocks, under which models keep what makes their output.
+# Parts of dotted names, outside of blocks, under which models keep the layers of their output.
 _HEADS = frozenset(
     (
         "lm_head", "embed_out", "output_projection", "classifier", "classification_head", "score",
         "qa_outputs", "cls", "head", "heads", "logits", "lm_logits", "predictions", "unembed",
     )
 )  # fmt: skip
-# Names of an output layer where it is the last layer of the whole model.
+# Further names of an output layer, for the last child of the whole model only.
 _LAST = ("output", "fc")
 
 
 class Selection:
-    """Choice of layers that a caller of ``from_torch`` has made.
+    """Choice of the layers that ``from_torch`` converts, by its options and by default.
+
+    Args:
+        model: the model that ``from_torch`` is to convert.
+        include, exclude, keep_first_blocks, keep_last_blocks, min_size, size_multiple: arguments
+            of ``from_torch``.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -60,12 +65,16 @@ class Selection:
         self._defaults = {**_heads(model), **_adapters(model)}
 
     def reason(self, name: str, module: nn.Module, sizes: tuple[int, ...] = ()) -> str | None:
-        """Returns why ``module`` is to stay, None if it is to be converted.
+        """Returns the reason why ``module`` is to stay as it is.
 
         Args:
-            name: the module's name in the model.
+            name: the module's dotted name in the model.
             module: a linear layer or norm.
-            sizes: features of a linear layer; () for a norm, which does not compute in FP8.
+            sizes: input and output features of a linear layer; () for a norm, which only
+                ``include`` and ``exclude`` are about.
+
+        Returns:
+            The reason, for the summary; None if the module is to be converted.
         """
         if any(matches(name, module) for matches in self._exclude):
             return "excluded"
@@ -88,6 +97,20 @@ class Selection:
 def _predicates(
     argument: str, choice: Choice, names: list[str]
 ) -> list[Callable[[str, nn.Module], Any]]:
+    """Turns ``include`` or ``exclude`` of ``from_torch`` into predicates.
+
+    Args:
+        argument: the argument's name, for error messages.
+        choice: a name, a pattern, a predicate, or several of them.
+        names: dotted names of all modules of the model.
+
+    Returns:
+        Functions of a module's name and the module, true for modules that are chosen.
+
+    Raises:
+        TypeError: ``choice`` is or contains something else.
+        ValueError: a pattern matches no module.
+    """
     several = isinstance(choice, Iterable) and not isinstance(choice, str)
     found = []
     for one in choice if several else (choice,):
@@ -104,7 +127,16 @@ def _predicates(
 
 
 def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn.Module], bool]:
-    """Returns a predicate that is True if successive parts of a module's name match ``pattern``."""
+    """Returns a predicate for modules with successive parts of their name that match a pattern.
+
+    Args:
+        argument: name of the argument of ``from_torch``, for error messages.
+        pattern: a name with ``*``, ``?`` and ``[]`` as wildcards.
+        names: dotted names of all modules of the model.
+
+    Raises:
+        ValueError: the pattern matches none of ``names``.
+    """
     fits = re.compile(fnmatch.translate(pattern)).match
 
     def matches(name: str, module: nn.Module | None = None) -> bool:
@@ -118,7 +150,21 @@ def _pattern(argument: str, pattern: str, names: list[str]) -> Callable[[str, nn
 
 
 def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
-    """Returns the first and last blocks of each list of blocks by name, each with the reason."""
+    """Finds the first and last blocks of each list of blocks.
+
+    A list of blocks is a ``ModuleList`` or ``Sequential`` of modules of one class that have
+    children, itself not inside a block.
+
+    Args:
+        model: the model.
+        first, last: number of blocks to take at either end of each list.
+
+    Returns:
+        The reason to keep a block in high precision, by the block's dotted name.
+
+    Raises:
+        ValueError: the model has no list of blocks.
+    """
     if not first and not last:
         return {}
     lists: list[str] = []
@@ -127,7 +173,7 @@ def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
             continue
         if any(name.startswith(f"{outer}.") or not outer for outer in lists):
-            continue  # inside of a block
+            continue  # inside a block
         kinds = {type(child) for child in module}
         if len(kinds) > 1 or not any(module[0].children()):
             continue
@@ -147,7 +193,11 @@ def _outer_blocks(model: nn.Module, first: int, last: int) -> dict[str, str]:
 
 
 def _heads(model: nn.Module) -> dict[int, str]:
-    """Returns linear layers that make the model's output by id, each with the reason."""
+    """Finds the layers that make the model's output.
+
+    Returns:
+        The reason why a layer counts as one, by ``id`` of the layer.
+    """
     found: dict[int, str] = {}
     tied = {id(m.weight): name for name, m in model.named_modules() if isinstance(m, nn.Embedding)}
     size = getattr(getattr(model, "config", None), "vocab_size", None)
@@ -176,7 +226,7 @@ def _heads(model: nn.Module) -> dict[int, str]:
 
 
 def _output_embeddings(module: Any) -> Any:
-    """Returns the layer that a model of Hugging Face names as its output, or None."""
+    """Returns the result of ``get_output_embeddings()``, None if ``module`` does not have it."""
     get = getattr(type(module), "get_output_embeddings", None)
     if get is None:
         return None
@@ -187,7 +237,11 @@ def _output_embeddings(module: Any) -> Any:
 
 
 def _adapters(model: nn.Module) -> dict[int, str]:
-    """Returns the layers that PEFT put beside a model's own by id, each with the reason."""
+    """Finds the layers that PEFT has added to a model.
+
+    Returns:
+        The reason to keep such a layer in high precision, by ``id`` of the layer.
+    """
     found = {}
     for module in model.modules():
         kinds = type(module).__mro__

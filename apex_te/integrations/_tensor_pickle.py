@@ -1,8 +1,8 @@
-"""Reads tensors out of pickles without unpickling: no name is looked up, nothing is called.
+"""Reader of tensors in pickles that does not unpickle: it imports no name and calls nothing.
 
-The opcodes are interpreted here, over a stack of plain values. A global is a pair of strings; what
-a pickle would call becomes a tensor description where it is one of torch's own tensor builders, an
-inert record where it belongs to a library whose objects such files hold, and an error otherwise.
+It interprets the opcodes over a stack of plain values. A name to import becomes a ``Global``, a
+pair of strings. A call of one of torch's own tensor builders becomes a ``Strided``, which describes
+the tensor; a call of something from ``INERT_PACKAGES`` becomes an ``Inert``; any other is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 __all__ = ["TensorPickleError", "read_pickle", "read_saved"]
 
-# Objects of these packages may stand in a file (a recipe, say); they are read as inert records.
+# Packages whose objects a file may contain (a recipe, say); they are read as ``Inert``.
 INERT_PACKAGES = ("transformer_engine", "megatron")
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 DTYPES = {
@@ -36,18 +36,27 @@ DTYPES = {
 
 
 class TensorPickleError(ValueError):
-    """A pickle that holds more than tensors, numbers, text and containers, or is damaged."""
+    """Error for a pickle that is damaged, or that is not only tensors and plain values."""
 
 
 class Global(NamedTuple):
-    """A name that unpickling would import."""
+    """Name that unpickling would import.
+
+    Attributes:
+        module: dotted name of the Python module.
+        name: name in the module.
+    """
 
     module: str
     name: str
 
 
 class Inert:
-    """An object that is not rebuilt."""
+    """Placeholder for an object of another library, whose state is dropped.
+
+    Args:
+        kind: dotted name of the object's class or function.
+    """
 
     __slots__ = ("kind",)
 
@@ -59,7 +68,17 @@ class Inert:
 
 
 class Storage:
-    """Bytes behind tensors, ``numel`` elements of ``dtype``; they may arrive later."""
+    """Storage of tensors in a file, whose bytes follow after the pickle that refers to it.
+
+    Args:
+        dtype: dtype of the elements.
+        key: name of the storage in the file.
+        numel: number of elements.
+
+    Attributes:
+        data: the bytes, None until they are read.
+        values: the elements as a vector on the CPU, None until ``flat`` is called.
+    """
 
     __slots__ = ("data", "dtype", "key", "numel", "values")
 
@@ -71,7 +90,13 @@ class Storage:
         self.values: torch.Tensor | None = None
 
     def flat(self) -> torch.Tensor:
-        """Returns the elements, which tensors share: a file's size bounds what it can ask for."""
+        """Returns the elements as a vector, which is made once and shared by all tensors.
+
+        So the memory that a file can ask for is bounded by its size.
+
+        Raises:
+            TensorPickleError: the bytes were not in the file.
+        """
         if self.data is None:
             raise TensorPickleError("a storage has no bytes")
         if self.values is None:
@@ -80,7 +105,14 @@ class Storage:
 
 
 class Strided(NamedTuple):
-    """A tensor's description."""
+    """Description of a tensor, which is made once the bytes of its storage are read.
+
+    Attributes:
+        storage: the storage that has its elements.
+        offset: position of its first element in the storage.
+        size: its shape.
+        stride: its strides, in elements.
+    """
 
     storage: Storage
     offset: int
@@ -92,10 +124,12 @@ _MARK = Inert("mark")
 
 
 class _Reader:
-    """Interprets one pickle by the tables ``_PUSHES`` and ``_ACTS``.
+    """Interpreter of one pickle, by the tables ``_PUSHES`` and ``_ACTS``.
 
     Attributes:
-        storages: the storages that the pickle's tensors refer to, by key.
+        stack: values that opcodes have pushed and none has taken.
+        memo: values to which later opcodes refer by number.
+        storages: storages that the pickle's tensors refer to, by key.
     """
 
     def __init__(self) -> None:
@@ -104,7 +138,11 @@ class _Reader:
         self.storages: dict[str, Storage] = {}
 
     def read(self, stream: io.BytesIO) -> Any:
-        """Returns the value of the pickle at the position of ``stream``, and moves behind it."""
+        """Reads one pickle from ``stream``, up to its end.
+
+        Returns:
+            Its value, with a ``Strided`` for each tensor.
+        """
         for opcode, argument, _ in pickletools.genops(stream):
             if opcode.name in _PUSHES:
                 self.stack.append(_PUSHES[opcode.name](self, argument))
@@ -118,13 +156,13 @@ class _Reader:
         return value
 
     def popped(self, count: int) -> tuple[Any, ...]:
-        """Takes the last ``count`` values off the stack."""
+        """Takes the last ``count`` values off the stack and returns them, the last one last."""
         items = tuple(self.stack[-count:])
         del self.stack[-count:]
         return items
 
     def since_mark(self) -> list[Any]:
-        """Takes the values above the last mark off the stack, and the mark."""
+        """Takes all down to the last mark off the stack, and returns the values above the mark."""
         stack = self.stack
         for at in range(len(stack) - 1, -1, -1):
             if stack[at] is _MARK:
@@ -134,18 +172,22 @@ class _Reader:
         raise TensorPickleError("a mark is missing")
 
     def memoize(self, place: int) -> None:
-        """Keeps the last value under a number."""
+        """Keeps the last value of the stack in the memo, under the number ``place``."""
         self.memo[place] = self.stack[-1]
 
     def extend(self, items: list[Any]) -> None:
-        """Appends to the list that is the last value."""
+        """Appends ``items`` to the list that is the last value of the stack."""
         target = self.stack[-1]
         if type(target) is not list:
             raise TensorPickleError(f"items must go into a list, got {type(target).__name__}")
         target.extend(items)
 
     def update(self, items: Sequence[Any]) -> None:
-        """Sets keys and values in the dict that is the last value; an inert object drops them."""
+        """Sets items of the dict that is the last value of the stack; an ``Inert`` drops them.
+
+        Args:
+            items: keys and values in turn.
+        """
         target = self.stack[-1]
         if type(target) is dict:
             target.update(_pairs(items))
@@ -153,13 +195,17 @@ class _Reader:
             raise TensorPickleError(f"items must go into a dict, got {type(target).__name__}")
 
     def build(self) -> None:
-        """Drops the state that an inert object would be given."""
+        """Drops the last value of the stack, the state of the ``Inert`` below it."""
         self.stack.pop()
         if not isinstance(self.stack[-1], Inert):
             raise TensorPickleError(f"BUILD must set an inert object, got {_kind(self.stack[-1])}")
 
     def storage(self, description: Any) -> Storage:
-        """Returns the storage of a description ("storage", type, key, location, elements, ...)."""
+        """Returns the storage that a persistent id of ``torch.save`` refers to.
+
+        Args:
+            description: ``("storage", type, key, location, elements, ...)`` if the file is valid.
+        """
         if type(description) is not tuple or len(description) < 5 or description[0] != "storage":
             raise TensorPickleError(f"a reference must be to a storage, got {_kind(description)}")
         kind, key, numel = description[1], description[2], description[4]
@@ -173,7 +219,18 @@ class _Reader:
 
 
 def _call(function: Any, arguments: Any) -> Any:
-    """Returns what a call stands for: a tensor, a storage, a dict or an inert object."""
+    """Returns a stand-in for the result of a call in a pickle, which does not take place.
+
+    Args:
+        function: the ``Global`` to be called if the file is valid.
+        arguments: a tuple of its arguments if the file is valid.
+
+    Returns:
+        A ``Strided``, the content of a nested file, an empty dict or an ``Inert``.
+
+    Raises:
+        TensorPickleError: the function is none that tensor files call.
+    """
     if not isinstance(function, Global) or type(arguments) is not tuple:
         raise TensorPickleError(f"a call must be of a global, got {_kind(function)}")
     if function == ("torch._utils", "_rebuild_tensor_v2"):
@@ -193,7 +250,7 @@ def _call(function: Any, arguments: Any) -> Any:
 
 
 def _allowed(name: Global) -> Global:
-    """Returns ``name``, which must be one that a tensor file may hold."""
+    """Returns ``name`` if a tensor file may contain it, else raises TensorPickleError."""
     module = name.module
     known = (
         name
@@ -212,11 +269,15 @@ def _allowed(name: Global) -> Global:
 
 
 def _pairs(items: Sequence[Any]) -> dict[Any, Any]:
+    """Returns a dict of keys and values that come in turn."""
     return dict(zip(items[::2], items[1::2], strict=True))
 
 
 def _kind(value: Any) -> str:
-    """Returns a short description; containers that share their items could print without end."""
+    """Returns a short text for messages; containers give their type alone.
+
+    The ``repr`` of containers that share items can be of any length.
+    """
     plain = isinstance(value, (Global, Inert, Storage, bool, float, type(None)))
     if plain or (isinstance(value, int) and abs(value) < 1 << 64):
         return repr(value)
@@ -224,18 +285,21 @@ def _kind(value: Any) -> str:
 
 
 def _count(value: Any) -> int:
+    """Returns ``value`` if it is an int of at least 0, else raises TensorPickleError."""
     if type(value) is not int or value < 0:
         raise TensorPickleError(f"a size must be an int of at least 0, got {_kind(value)}")
     return value
 
 
 def _bytes(value: Any) -> bytes:
+    """Returns ``value`` if it is bytes, else raises TensorPickleError."""
     if not isinstance(value, (bytes, bytearray)):
         raise TensorPickleError(f"a storage must be bytes, got {type(value).__name__}")
     return bytes(value)
 
 
 def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
+    """Returns a tensor's description once all its elements are known to be in the storage."""
     if not isinstance(storage, Storage):
         raise TensorPickleError(f"a tensor must have a storage, got {type(storage).__name__}")
     if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
@@ -250,7 +314,11 @@ def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
 
 
 def _legacy(data: bytes) -> Any:
-    """Reads the format before torch.save's zip files: five pickles, then the storages' bytes."""
+    """Returns the value in a ``torch.save`` file of the format before zip files.
+
+    Such a file is five pickles (magic number, version, system, value, storage keys) and then the
+    bytes of the storages.
+    """
     stream = io.BytesIO(data)
     if _Reader().read(stream) != LEGACY_MAGIC:
         raise TensorPickleError("it is not a file of torch.save")
@@ -271,7 +339,7 @@ def _legacy(data: bytes) -> Any:
 
 
 def _zipped(data: bytes) -> Any:
-    """Reads the zip format of torch.save."""
+    """Returns the value in a ``torch.save`` zip file, with ``Strided`` for tensors."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         files = {info.filename: info for info in archive.infolist()}
         (root,) = [name[: -len("data.pkl")] for name in files if name.endswith("/data.pkl")]
@@ -292,6 +360,7 @@ def _zipped(data: bytes) -> Any:
 
 
 def _fill(storage: Storage, data: bytes) -> None:
+    """Gives ``storage`` its bytes, or raises TensorPickleError if their number is wrong."""
     expected = storage.numel * storage.dtype.itemsize
     if len(data) != expected:
         raise TensorPickleError(f"a storage must have {expected} bytes, got {len(data)}")
@@ -299,7 +368,10 @@ def _fill(storage: Storage, data: bytes) -> None:
 
 
 def _resolved(value: Any) -> Any:
-    """Replaces tensor descriptions by tensors: ``value`` itself, or among its items."""
+    """Returns ``value`` with tensors for descriptions, if it is one or a dict or list of them.
+
+    Descriptions in deeper containers stay.
+    """
     if isinstance(value, Strided):
         if 0 in value.size:
             return torch.empty(value.size, dtype=value.storage.dtype)
@@ -316,7 +388,12 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _guarded(parse: Any, data: bytes) -> Any:
-    """Returns ``parse(data)`` with its tensors; every error of a damaged file is of one type."""
+    """Returns the value of a file, turning every error of a damaged one into TensorPickleError.
+
+    Args:
+        parse: function of ``data`` that returns the value with ``Strided`` for tensors.
+        data: the file's bytes.
+    """
     try:
         return _resolved(parse(data))
     except TensorPickleError:
@@ -326,17 +403,27 @@ def _guarded(parse: Any, data: bytes) -> Any:
 
 
 def read_pickle(data: bytes) -> Any:
-    """Returns the value of ``pickle.dumps`` output, tensors on the CPU, foreign objects ``Inert``.
+    """Returns the value in the output of ``pickle.dumps``.
+
+    Args:
+        data: the output.
+
+    Returns:
+        The value: tensors on the CPU, plain values, containers of them, and an ``Inert`` for each
+        object of ``INERT_PACKAGES``. Only a tensor that is the value, or directly in the dict or
+        list that is, comes as a tensor.
 
     Raises:
-        TensorPickleError: it holds anything but tensors, plain values and objects of
-            ``INERT_PACKAGES``.
+        TensorPickleError: the pickle is damaged, or contains anything else.
     """
     return _guarded(lambda raw: _Reader().read(io.BytesIO(raw)), data)
 
 
 def read_saved(data: bytes) -> Any:
-    """Returns the value of ``torch.save`` output of either file format, as ``read_pickle`` does.
+    """Returns the value in a file of ``torch.save``, as ``read_pickle`` does.
+
+    Args:
+        data: the file's bytes, in the zip format or the earlier one.
 
     Raises:
         TensorPickleError: as for ``read_pickle``.
@@ -345,10 +432,12 @@ def read_saved(data: bytes) -> Any:
 
 
 def _named(names: str, handler: Callable[[_Reader, Any], Any]) -> dict[str, Any]:
+    """Returns a table with one handler for several opcodes, whose names spaces separate."""
     return dict.fromkeys(names.split(), handler)
 
 
-# Opcodes that push what the function gives, for the reader and pickletools' decoded argument.
+# Opcodes that push a value: the function's result for the reader and the argument that pickletools
+# has decoded.
 _PUSHES: dict[str, Callable[[_Reader, Any], Any]] = {
     **_named(
         "INT BININT BININT1 BININT2 LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING "
@@ -376,7 +465,7 @@ _PUSHES: dict[str, Callable[[_Reader, Any], Any]] = {
     **_named("REDUCE NEWOBJ", lambda reader, argument: _call(*reader.popped(2))),
     "BINPERSID": lambda reader, argument: reader.storage(reader.stack.pop()),
 }
-# Opcodes that push nothing.
+# Opcodes that push nothing; their functions have the same arguments.
 _ACTS: dict[str, Callable[[_Reader, Any], Any]] = {
     **_named("PROTO FRAME STOP", lambda reader, argument: None),
     **_named("BINPUT LONG_BINPUT PUT", lambda reader, argument: reader.memoize(int(argument))),

@@ -1,4 +1,4 @@
-"""Conv1DLinear: Hugging Face's Conv1D that computes in FP8 inside ``fp8_autocast``."""
+"""``Conv1DLinear``, Hugging Face's Conv1D computed in FP8 inside ``fp8_autocast``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ __all__ = ["Conv1DLinear", "conv1d_linear"]
 class Conv1DLinear(LinearLayer):
     """Hugging Face's Conv1D in FP8: ``y = x @ weight + bias`` with ``weight`` ``[in, out]``.
 
-    The layer computes with the transposed view of that Parameter, so that keys, shapes and
-    gradients stay as they were. FP8 packs the view anew on each call, which costs one more pass
-    over the weight than ``Linear``; ``from_torch(fuse=True)`` stores the weight transposed instead.
+    The layer computes with ``weight.t()``, so that keys, shapes and gradients stay Conv1D's. In FP8
+    each call copies that view to contiguous memory, one more pass over the weight than ``Linear``
+    makes; ``from_torch(fuse=True)`` stores the weight transposed instead.
 
-    Layers that ``from_torch`` makes are Conv1D, too, and no ``torch.nn.Linear``: libraries that
-    read or change a weight (PEFT's merging) tell by that class which dimension is which.
+    A layer that ``from_torch`` converts has a subclass of this class and of Conv1D: libraries that
+    read or change a weight (PEFT's merging) tell by Conv1D which dimension is which.
+
+    Attributes:
+        weight: ``[in_features, out_features]``.
     """
 
     weight: nn.Parameter
@@ -28,14 +31,22 @@ class Conv1DLinear(LinearLayer):
     def forward(  # type: ignore[override]
         self, inp: torch.Tensor, is_first_microbatch: bool | None = None
     ) -> Any:
-        """Applies the layer as ``Linear.forward`` does."""
+        """Applies the layer as ``Linear.forward`` does, with the weight transposed.
+
+        Args:
+            inp: ``[..., in_features]``.
+            is_first_microbatch: as for ``Linear.forward``.
+
+        Returns:
+            ``[..., out_features]``.
+        """
         return super().forward(inp, self.weight.t(), None, is_first_microbatch)
 
-    # Conv1D's own names its two sizes only.
+    # Conv1D's own __repr__ names its two sizes only.
     __repr__ = nn.Module.__repr__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Names the Conv1D class, from which unpickling derives this layer's class again."""
+        """Returns instructions for pickle that derive the layer's class from that of Conv1D."""
         kind = type(self)
         if kind is Conv1DLinear:
             return super().__reduce_ex__(protocol)
@@ -44,7 +55,7 @@ class Conv1DLinear(LinearLayer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if type(self) is Conv1DLinear:  # a pickle from when this was the layer's whole class
+        if type(self) is Conv1DLinear:  # pickled by a release that made no subclass of Conv1D
             try:
                 from transformers.pytorch_utils import Conv1D
             except ImportError:
@@ -56,7 +67,14 @@ _CLASSES: dict[type, type[Conv1DLinear]] = {}
 
 
 def conv1d_linear(base: type[nn.Module]) -> type[Conv1DLinear]:
-    """Returns the class that is both ``Conv1DLinear`` and ``base``, the Conv1D of transformers."""
+    """Returns the subclass of ``Conv1DLinear`` and ``base`` that converted layers have.
+
+    Args:
+        base: the class Conv1D of transformers.
+
+    Returns:
+        The class, which is made once for each ``base``.
+    """
     if base not in _CLASSES:
         namespace = {"__module__": __name__, "__doc__": Conv1DLinear.__doc__}
         _CLASSES[base] = type("Conv1DLinear", (Conv1DLinear, base), namespace)
@@ -64,5 +82,6 @@ def conv1d_linear(base: type[nn.Module]) -> type[Conv1DLinear]:
 
 
 def _new(base: type[nn.Module]) -> Conv1DLinear:
+    """Returns an empty layer, for pickle to fill."""
     kind = conv1d_linear(base)
     return kind.__new__(kind)
