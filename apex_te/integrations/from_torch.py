@@ -1,4 +1,4 @@
-"""Turns a PyTorch model's layers into those of apex_te, in place."""
+"""``from_torch``, which turns a model's layers into those of apex_te, in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 _NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REPLACED = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
 _REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear)
-# What nn.Module itself keeps; a converted module goes on with its own.
+# Attributes that every nn.Module has; a converted module keeps the values it had.
 _KEPT = frozenset(vars(nn.Module()))
 
 
@@ -51,19 +51,19 @@ def from_torch(
     before or after see the same Parameters.
 
     Linear layers that make the model's output stay in high precision: those that
-    ``get_output_embeddings`` gives, that share an embedding's weight, that have an output for each
-    token of the vocabulary, or that have the name of a head (``lm_head``, ``classifier``,
-    ``score``, ...) outside of blocks. PEFT's adapters stay in high precision, too. ``include``
-    converts both.
+    ``get_output_embeddings`` returns, that share an embedding's weight, that have an output for
+    each token of the vocabulary, or that have the name of a head (``lm_head``, ``classifier``,
+    ``score``, ...) outside blocks. PEFT's adapters stay in high precision, too. Layers of either
+    kind are converted if ``include`` names them.
 
-    Some layers cannot be converted, and are named with the reason in one warning: subclasses
-    (whose forward is their own; quantized layers are such), layers whose forward was replaced on
-    the instance (accelerate's hooks do that), parametrized layers, and norms in a dtype other than
-    fp32, fp16 and bf16. ``apex_te.integrations.conversion_summary(model)`` lists what was converted
-    and what was kept, with reasons; the list is logged, too.
+    Some layers cannot be converted, and are named with the reason in one warning: instances of
+    subclasses (they may have another forward; quantized layers are such), layers whose forward was
+    replaced on the instance (accelerate's hooks do that), parametrized layers, and norms in a dtype
+    other than fp32, fp16 and bf16. ``apex_te.integrations.conversion_summary(model)`` lists the
+    layers that were converted and those that were kept, with reasons; the list is logged, too.
 
-    ``save_pretrained`` of the model then writes FP8 state to a file of its own, which
-    ``load_fp8_state`` reads; ``save_pretrained(..., fp8_state=False)`` leaves it out.
+    ``save_pretrained`` of a converted model of Hugging Face writes FP8 state to a separate file,
+    which ``load_fp8_state`` reads; ``save_pretrained(..., fp8_state=False)`` writes none.
 
     Args:
         model: any model or layer.
@@ -78,21 +78,21 @@ def from_torch(
         include: convert only these layers: a name or pattern (``*``, ``?``, ``[]``) that successive
             parts of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several
             of them; None converts all. ``include="*"`` converts output heads and adapters, too.
-        exclude: leave these layers, given in the same forms; goes before ``include``.
+        exclude: leave these layers, named as in ``include``, even if ``include`` names them.
         keep_first_blocks, keep_last_blocks: leave the linear layers of so many blocks at either end
-            of each list of blocks.
-        min_size: leave linear layers with fewer input or output features.
-        size_multiple: leave linear layers with input or output features that are no multiple.
-        optimizer: an optimizer, or several, to check when fusing. Living optimizers of
-            ``torch.optim`` are found without being given.
+            of each list of blocks (a ``ModuleList`` or ``Sequential`` of modules of one class).
+        min_size: leave linear layers with fewer input or output features than this.
+        size_multiple: leave linear layers whose input or output features are no multiple of this.
+        optimizer: an optimizer, or several, that ``fuse=True`` checks for parameters of the model.
+            All existing optimizers of ``torch.optim`` are checked without being given.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a pattern matches nothing, or a number is out of range; ``fuse=True`` once an
-            optimizer holds a parameter of ``model``, which it would go on updating in vain.
+        ValueError: a pattern matches nothing, or a number is out of range; with ``fuse=True``, an
+            optimizer holds a parameter of ``model``, which joining may replace.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"from_torch: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -129,27 +129,27 @@ def from_torch(
 
 
 def _replaceable(module: nn.Module) -> bool:
-    """Returns True if ``module`` is an instance of a class that ``from_torch`` replaces."""
+    """Returns True if ``module`` is a layer that ``from_torch`` may convert and has not yet."""
     if isinstance(module, _REPLACING):
         return False
     return isinstance(module, _REPLACED) or is_conv1d(module) or is_llama_norm(module)
 
 
 def _has_weights(module: nn.Module) -> bool:
-    """Returns True if ``module`` has parameters of its own and no class of apex_te."""
+    """Returns True if ``module`` itself has parameters and its class is none of apex_te's."""
     own = any(p is not None for p in module._parameters.values())
     return own and not type(module).__module__.startswith("apex_te.")
 
 
 def _sizes(module: Any) -> tuple[int, ...]:
-    """Returns the features of a linear layer, () for a norm."""
+    """Returns input and output features of a linear layer, () for a norm."""
     if is_conv1d(module):
         return tuple(module.weight.shape)
     return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
 
 
 def _cannot_convert(module: Any) -> str | None:
-    """Returns why ``module`` cannot become one of apex_te's layers, None if it can."""
+    """Returns the reason why ``module`` cannot become one of apex_te's layers, None if it can."""
     reason = unsupported(module)
     if reason is None and not (is_plain(module, *_REPLACED) or _is_huggingface(module)):
         reason = f"{type(module).__name__} is a subclass"
@@ -161,11 +161,12 @@ def _cannot_convert(module: Any) -> str | None:
 
 
 def _is_huggingface(module: nn.Module) -> bool:
+    """Returns True for a Conv1D or a Llama-like RMS norm of Hugging Face."""
     return is_conv1d(module) or is_llama_norm(module)
 
 
 def _convert(module: Any) -> None:
-    """Changes the class of ``module``, a layer that ``from_torch`` replaces."""
+    """Changes the class of a linear layer or norm to apex_te's."""
     if is_conv1d(module):
         _become(module, conv1d_linear(type(module)), _linear(module, *module.weight.shape))
     elif isinstance(module, nn.Linear):
@@ -179,7 +180,7 @@ def _convert(module: Any) -> None:
 
 
 def _linear(module: Any, in_features: int, out_features: int) -> Linear:
-    """Returns a ``Linear`` without parameters, whose attributes ``module`` takes over."""
+    """Returns a ``Linear`` without parameters, a template for the attributes of ``module``."""
     return Linear(
         in_features,
         out_features,
@@ -190,14 +191,21 @@ def _linear(module: Any, in_features: int, out_features: int) -> Linear:
 
 
 def _become_norm(module: Any, kind: Any, shape: tuple[int, ...]) -> None:
+    """Changes the class of a norm over the last dimensions, of sizes ``shape``, to ``kind``."""
     template = kind(shape, norm_eps(module), device="meta")
     template.elementwise_affine = module.weight is not None
     _become(module, kind, template)
 
 
 def _become(module: nn.Module, kind: type[nn.Module], template: nn.Module) -> None:
-    """Gives ``module`` the class ``kind`` and the attributes of ``template`` beyond nn.Module's."""
+    """Changes the class of ``module``, in place, so that references to it stay valid.
+
+    Args:
+        module: the layer to convert.
+        kind: its new class.
+        template: an instance of ``kind`` or its base, whose attributes ``module`` gets, except
+            those that every ``nn.Module`` has.
+    """
     attributes = vars(module)
     attributes.update({k: v for k, v in vars(template).items() if k not in _KEPT})
-    # Not a new object: whoever holds the module, or a bound method of it, holds the converted one.
     module.__class__ = kind

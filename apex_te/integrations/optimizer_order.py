@@ -1,4 +1,4 @@
-"""Reorders optimizer states saved when ``GroupedLinear`` had all weights before its biases."""
+"""Conversion of optimizer states saved when ``GroupedLinear`` had all weights before its biases."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ __all__ = ["reorder_grouped_linear_state"]
 def reorder_grouped_linear_state(
     state_dict: dict[str, Any], optimizer: torch.optim.Optimizer, model: torch.nn.Module
 ) -> dict[str, Any]:
-    """Returns an earlier version's optimizer state in today's order of parameters.
+    """Reorders an optimizer's state dict of an earlier release, so that today's model can load it.
 
-    Optimizers number states by the order of parameters. Earlier versions registered a
-    ``GroupedLinear`` as weight0, weight1, .., bias0, bias1, ..; now its order is weight0, bias0,
-    weight1, bias1, .., as in Transformer Engine. States by name, and states of layers without
-    biases, need no reordering. Groups of parameters must have been made in the order of
-    ``model.parameters()``.
+    A state dict of ``torch.optim`` numbers states by the order of parameters. Earlier releases
+    registered the parameters of a ``GroupedLinear`` as weight0, weight1, .., bias0, bias1, ..; now
+    their order is weight0, bias0, weight1, bias1, .., as in Transformer Engine. States by name, and
+    states of layers without biases, need no reordering. Groups of parameters must have been made in
+    the order of ``model.parameters()``.
 
     Args:
-        state_dict: an earlier version's ``optimizer.state_dict()``; it is not changed.
+        state_dict: an earlier release's ``optimizer.state_dict()``; it is not changed.
         optimizer: the optimizer that is to load it, over parameters of ``model``.
         model: the model, or the part of it with the ``GroupedLinear`` layers.
+
+    Returns:
+        A state dict for ``optimizer.load_state_dict``, which shares its tensors with
+        ``state_dict``.
 
     Raises:
         ValueError: the groups have other sizes than those of the optimizer.

@@ -1,4 +1,4 @@
-"""FP8 state of Hugging Face's models in a file of its own, beside the plain model's files."""
+"""Saving of Hugging Face's models with the FP8 state in a file apart from the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FP8_STATE_FILE = "fp8_state.safetensors"
 
 
 def _fp8_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the entries ``fp8_state.*`` of the model's state dict."""
+    """Returns the FP8 state of all modules in ``model``, by its keys in the state dict."""
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, FP8Module):
@@ -30,8 +30,9 @@ def save_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Writes the FP8 state of ``model`` (scales, amax histories) to a safetensors file.
 
     Args:
-        model: a model with modules of apex_te. Without FP8 state an older file is removed.
-        path: a directory, where the file is called ``fp8_state.safetensors``, or a file.
+        model: a model with modules of apex_te. If none has FP8 state yet, no file is written, and
+            one that exists is removed.
+        path: the file, or a directory for a file ``fp8_state.safetensors``.
     """
     from safetensors.torch import save_file
 
@@ -49,7 +50,7 @@ def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: the model, converted (and fused) as the saved one was.
-        path: a directory, where the file is called ``fp8_state.safetensors``, or a file.
+        path: the file, or a directory with a file ``fp8_state.safetensors``.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -68,19 +69,24 @@ def load_fp8_state(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def _file(path: str | os.PathLike[str]) -> str:
+    """Returns the path of the file of FP8 state for a path that may be a directory."""
     path = os.fspath(path)
     return os.path.join(path, FP8_STATE_FILE) if os.path.isdir(path) else path
 
 
 class SavePretrained:
-    """Wraps ``save_pretrained`` of a model, to write FP8 state to a file of its own.
+    """Callable in place of a model's ``save_pretrained``, which writes FP8 state to its own file.
 
-    A call takes the arguments of the model's own method, and ``fp8_state``: False writes none. In a
-    folder ``checkpoint-<step>`` of ``transformers.Trainer`` FP8 state is with the weights, too.
+    A call takes the arguments of the class's ``save_pretrained``, and ``fp8_state``: False writes
+    no FP8 state. In a directory ``checkpoint-<step>``, as ``transformers.Trainer`` makes it, FP8
+    state is in the file of the weights, too, since resuming reads only that.
+
+    Args:
+        model: the model of Hugging Face.
     """
 
     def __init__(self, model: Any) -> None:
-        # Copies and pickles of the model bring this along, with the model that they have made.
+        # A copy or pickle of the model contains one of these that saves the copy.
         self.model = model
 
     def __call__(
@@ -120,7 +126,11 @@ class SavePretrained:
 
 
 def save_without_fp8_state(model: nn.Module) -> None:
-    """Makes ``save_pretrained`` of Hugging Face's models in ``model`` keep FP8 state apart."""
+    """Replaces ``save_pretrained`` on the instances of Hugging Face's models in ``model``.
+
+    The files of weights that it writes then have the keys of the plain model; FP8 state is in a
+    file beside them.
+    """
     for module in model.modules():
         known = any(k.__module__ == "transformers.modeling_utils" for k in type(module).__mro__)
         if known and "save_pretrained" not in vars(module):

@@ -1,4 +1,4 @@
-"""Summary of the layers that ``from_torch`` converted and left, with reasons."""
+"""Summary of the layers that ``from_torch`` converted and kept, with reasons."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ATTRIBUTE = "_apex_te_conversion"
 
 
 class Layer(NamedTuple):
-    """A layer that ``from_torch`` converted or left.
+    """Entry of the summary: a layer that ``from_torch`` converted or kept.
 
     Attributes:
-        name: the layer's name in the model.
-        before: its class before.
-        after: its class after, None if it was left.
-        reason: why it was left, None if it was converted.
+        name: the layer's dotted name in the model.
+        before: name of its class before; for a joined layer, names of the layers it is made of.
+        after: name of its class after, None if the layer was kept.
+        reason: reason why the layer was kept, None if it was converted.
     """
 
     name: str
@@ -30,11 +30,14 @@ class Layer(NamedTuple):
 
 
 class ConversionSummary:
-    """Layers that ``from_torch`` converted and left, in the model's order.
+    """Layers that ``from_torch`` converted and kept: joined ones first, then in the model's order.
+
+    Args:
+        layers: an entry for each layer that was converted or kept.
 
     Attributes:
-        converted: a ``Layer`` for each layer that now computes in FP8 or as a fused norm.
-        kept: a ``Layer`` for each layer that was left, with the reason.
+        converted: the entries of layers that became modules of apex_te.
+        kept: the entries of layers that stayed as they were, with the reason.
     """
 
     def __init__(self, layers: Iterable[Layer] = ()) -> None:
@@ -43,7 +46,7 @@ class ConversionSummary:
         self.kept = tuple(layer for layer in layers if layer.after is None)
 
     def __repr__(self) -> str:
-        """Lists the layers; those whose names differ by numbers share a line."""
+        """Returns a list of the layers, in which names that differ only by numbers share a line."""
         lines = [f"ConversionSummary: {len(self.converted)} converted, {len(self.kept)} kept"]
         for title, layers in (("converted", self.converted), ("kept", self.kept)):
             groups: dict[tuple, int] = {}
@@ -60,6 +63,10 @@ class ConversionSummary:
 
 
 def conversion_summary(model: nn.Module) -> ConversionSummary:
-    """Returns the layers that ``from_torch(model)`` converted and kept; none for another model."""
+    """Returns the layers that ``from_torch(model)`` has converted and kept.
+
+    Args:
+        model: the model that was given to ``from_torch``; for any other the summary is empty.
+    """
     found = vars(model).get(ATTRIBUTE)
     return ConversionSummary() if found is None else found
