@@ -80,7 +80,9 @@ class GatherGroup:
             (quantizer, param.unit.scales, param.changes, shard._version)
             for quantizer, param, shard in zip(quantizers, self.params, shards, strict=True)
         ]
-        amaxes = None if keeps_state else [gather_set.amax_of(p, device) for p in self.params]
+        amaxes = None
+        if not keeps_state and quantizers[0].needs_whole_amax():  # blocks have their own
+            amaxes = [gather_set.amax_of(p, device) for p in self.params]
         token += [dtype, gather_set.passes]
         is_new = token != self._token
         if is_new and not self._renew(quantizers, amaxes, dtype or first.dtype, device):
