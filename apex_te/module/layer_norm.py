@@ -20,13 +20,13 @@ class LayerNorm(NormModule, torch.nn.LayerNorm):
         eps: added to the variance.
         hidden_size: another name of ``normalized_shape``.
         sequence_parallel: only sets the attribute of that name on the parameters.
-        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; ``dtype`` is
-            the same.
+        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
+            ``dtype``.
         zero_centered_gamma: gamma is ``1 + weight``, and the weight starts at 0.
         device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
 
-    Its parameters are ``weight`` and ``bias``, both of ``normalized_shape``.
-    Interface and defaults follow TransformerEngine's LayerNorm.
+    Its parameters are ``weight`` and ``bias``, both of ``normalized_shape``. Interface and defaults
+    follow TransformerEngine's LayerNorm.
     """
 
     _PARAMETERS = ("weight", "bias")
@@ -55,10 +55,11 @@ class LayerNorm(NormModule, torch.nn.LayerNorm):
         )
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Normalize ``inp`` [..., *normalized_shape]; gives its shape.
+        """Normalises ``inp`` [..., *normalized_shape]; returns a tensor of its shape.
 
-        ``inp`` is fp32, fp16 or bf16, the dtype of the parameters, or any of these under
-        ``torch.autocast``, whose dtype the output then has.
+        Args:
+            inp: fp32, fp16 or bf16, the dtype of the parameters; or any of these under
+                ``torch.autocast``, whose dtype the output then has.
 
         Raises:
             TypeError: a dtype.

@@ -24,7 +24,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
 
     Args:
         in_features, out_features: sizes; any, multiples of 16 are fastest.
-        eps: added to the variance (the mean square).
+        eps: added to the variance (for RMSNorm, to the mean square).
         bias: learn a bias ``[out_features]``.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         zero_centered_gamma: gamma is ``1 + layer_norm_weight``, which starts at 0.
@@ -33,11 +33,12 @@ class LayerNormLinear(NormedModule, LinearParameters):
         fuse_wgrad_accumulation, init_method, params_dtype, dtype, parameters_split,
             delay_wgrad_compute, name, device: as in ``Linear``.
         sequence_parallel, tp_group, tp_size, get_rng_state_tracker, rng_tracker_name: as in
-            ``Linear``. parallel_mode: None or ``"column"``.
+            ``Linear``.
+        parallel_mode: None or ``"column"``, as in ``Linear``.
 
     Its parameters are ``layer_norm_weight``, ``layer_norm_bias`` ``[in_features]``, ``weight``
-    ``[out_features, in_features]``, ``bias`` ``[out_features]``.
-    Interface and defaults follow TransformerEngine's LayerNormLinear.
+    ``[out_features, in_features]``, ``bias`` ``[out_features]``. Interface and defaults follow
+    TransformerEngine's LayerNormLinear.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         initialize(self)
 
     def reset_parameters(self) -> None:
-        """Set gamma to 1, beta and the bias to 0, the weight by ``init_method`` (N(0, 0.023)).
+        """Sets gamma to 1, beta and the bias to 0, and the weight by ``init_method`` (N(0, 0.023)).
 
         Parameters on the meta device are made first; see ``Linear.reset_parameters``.
         """
@@ -107,11 +108,15 @@ class LayerNormLinear(NormedModule, LinearParameters):
         )
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Apply the layer to ``inp`` [..., in_features]; gives [..., out_features].
+        """Applies the norm and the linear layer.
 
-        dtypes and ``is_first_microbatch`` as in ``Linear.forward``. Returns ``out``,
-        ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with ``return_layernorm_output``,
-        ``(out, bias, norm)`` with both.
+        Args:
+            inp: [..., in_features] of a dtype as in ``Linear.forward``.
+            is_first_microbatch: as in ``Linear.forward``.
+
+        Returns:
+            ``out`` [..., out_features]; ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with
+            ``return_layernorm_output``, ``(out, bias, norm)`` with both.
 
         Raises:
             TypeError: a dtype.
@@ -126,12 +131,18 @@ class LayerNormLinear(NormedModule, LinearParameters):
         is_first_microbatch: bool | None = None,
         return_residual: bool = True,
     ) -> tuple[Any, torch.Tensor | None]:
-        """Applies the layer to ``inp + residual``.
-
-        Returns:
-            ``(out, residual)``: what ``forward`` returns, and the sum (``inp`` without a residual).
+        """Applies the norm and the linear layer to ``inp + residual``.
 
         The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
+
+        Args:
+            inp: as in ``forward``.
+            residual: a tensor of the shape and dtype of ``inp``, or None.
+            is_first_microbatch: as in ``Linear.forward``.
+            return_residual: the caller uses the returned sum; in FP8, False returns None for it.
+
+        Returns:
+            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual).
         """
         weight, bias = self._linear_operands()
         if residual is not None:
@@ -153,7 +164,12 @@ class LayerNormLinear(NormedModule, LinearParameters):
         bias: torch.Tensor | None,
         return_residual: bool,
     ) -> tuple[Any, Any, Any]:
-        """Returns ``(out, norm, residual)``; the last two are None where not asked for."""
+        """Computes the outputs as ``call`` says.
+
+        Returns:
+            ``(out, norm, total)``: the output, the norm's result and the tensor that was
+            normalised; in FP8 the last two are None where not asked for.
+        """
         inp, residual = inp.to(call.dtype), None if residual is None else residual.to(call.dtype)
         if not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)

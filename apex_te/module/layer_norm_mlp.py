@@ -27,7 +27,7 @@ class LayerNormMLP(NormedModule):
     Args:
         hidden_size: features of the input and of the output.
         ffn_hidden_size: features between the two GEMMs; a gated activation makes FC1 twice as wide.
-        eps: added to the variance (the mean square).
+        eps: added to the variance (for RMSNorm, to the mean square).
         bias: learn both biases.
         normalization: ``"LayerNorm"`` or ``"RMSNorm"``.
         activation: ``"gelu"`` (tanh form), ``"qgelu"``, ``"relu"``, ``"srelu"``, ``"silu"``, or
@@ -42,9 +42,9 @@ class LayerNormMLP(NormedModule):
             column-parallel, FC2 row-parallel; of a gated activation a rank has rows of both halves.
         sequence_parallel, tp_group, tp_size, get_rng_state_tracker: as in ``Linear``.
 
-    Its parameters are ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight`` ``[ffn (or 2 ffn),
-    hidden]`` (gate first), ``fc1_bias``, ``fc2_weight`` ``[hidden, ffn]``, ``fc2_bias``.
-    Interface and defaults follow TransformerEngine's LayerNormMLP.
+    Its parameters are ``layer_norm_weight``, ``layer_norm_bias``, ``fc1_weight``
+    ``[ffn (or 2 ffn), hidden]`` (gate first), ``fc1_bias``, ``fc2_weight`` ``[hidden, ffn]``,
+    ``fc2_bias``. Interface and defaults follow TransformerEngine's LayerNormMLP.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class LayerNormMLP(NormedModule):
         initialize(self)
 
     def reset_parameters(self) -> None:
-        """Set gamma to 1, beta and biases to 0, the weights by their methods (N(0, 0.023)).
+        """Sets gamma to 1, beta and biases to 0, and the weights by their methods (N(0, 0.023)).
 
         Parameters on the meta device are made first; see ``Linear.reset_parameters``.
         """
@@ -140,11 +140,15 @@ class LayerNormMLP(NormedModule):
         )
 
     def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """Apply the block to ``inp`` [..., hidden_size]; gives the same shape.
+        """Applies the norm and the MLP.
 
-        dtypes and ``is_first_microbatch`` as in ``Linear.forward``. Returns ``out``,
-        ``(out, bias)`` with ``return_bias``, ``(out, norm)`` with ``return_layernorm_output``,
-        ``(out, bias, norm)`` with both.
+        Args:
+            inp: [..., hidden_size] of a dtype as in ``Linear.forward``.
+            is_first_microbatch: as in ``Linear.forward``.
+
+        Returns:
+            ``out`` in the shape of ``inp``; ``(out, bias)`` with ``return_bias``, ``(out, norm)``
+            with ``return_layernorm_output``, ``(out, bias, norm)`` with both.
 
         Raises:
             TypeError: a dtype.
@@ -159,12 +163,18 @@ class LayerNormMLP(NormedModule):
         is_first_microbatch: bool | None = None,
         return_residual: bool = True,
     ) -> tuple[Any, torch.Tensor | None]:
-        """Applies the block to ``inp + residual``.
-
-        Returns:
-            ``(out, residual)``: what ``forward`` returns, and the sum (``inp`` without a residual).
+        """Applies the norm and the MLP to ``inp + residual``.
 
         The addition, and that of the sum's own gradient in backward, happen in the norm's kernels.
+
+        Args:
+            inp: as in ``forward``.
+            residual: a tensor of the shape and dtype of ``inp``, or None.
+            is_first_microbatch: as in ``Linear.forward``.
+            return_residual: the caller uses the returned sum; in FP8, False returns None for it.
+
+        Returns:
+            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual).
         """
         if residual is not None:
             self._check_residual(inp, residual)
@@ -190,7 +200,12 @@ class LayerNormMLP(NormedModule):
         b2: torch.Tensor | None,
         return_residual: bool,
     ) -> tuple[Any, Any, Any]:
-        """Returns ``(out, norm, residual)``; the last two are None where not asked for."""
+        """Computes the outputs as ``call`` says.
+
+        Returns:
+            ``(out, norm, total)``: the output, the norm's result and the tensor that was
+            normalised; in FP8 the last two are None where not asked for.
+        """
         inp, residual = inp.to(call.dtype), None if residual is None else residual.to(call.dtype)
         if not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)

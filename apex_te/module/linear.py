@@ -17,10 +17,16 @@ __all__ = ["Linear", "LinearLayer", "LinearParameters"]
 
 
 class LinearParameters(ParallelModule):
-    """An FP8 module with ``weight`` [out, in] and ``bias`` [out], whole or in named parts.
+    """FP8 module with a weight [out, in] and a bias [out], each one parameter or several.
 
-    Split over ranks, ``weight`` is [out / ranks, in] (column) or [out, in / ranks] (row), and so
-    are ``in_features`` and ``out_features``.
+    Split over ranks, the weight is [out / ranks, in] (column) or [out, in / ranks] (row).
+
+    Attributes:
+        in_features, out_features: columns and rows of this rank's weight.
+        parallel_mode: ``"column"``, ``"row"`` or None.
+        use_bias: the module has a bias.
+        init_method: fills a new weight in place; None draws from N(0, 0.023).
+        split: names of the parts with the number of rows of each; None for one parameter.
     """
 
     in_features: int
@@ -33,7 +39,17 @@ class LinearParameters(ParallelModule):
     def _make_linear(
         self, parameters_split: Any, dtype: torch.dtype, device: Any, own: bool = True
     ) -> None:
-        """Registers the parameters, with no values yet; none with ``own=False``."""
+        """Registers the parameters of weight and bias, with no values yet.
+
+        Args:
+            parameters_split: as in ``Linear``.
+            dtype, device: of the parameters.
+            own: False registers None for each, for modules that are passed their weights.
+
+        Raises:
+            TypeError: ``parameters_split`` is neither names nor a dict.
+            ValueError: sizes that ranks or parts do not divide, or options that exclude parts.
+        """
         owner = type(self).__name__
         column = self.parallel_mode == "column"
         if column:
@@ -69,7 +85,10 @@ class LinearParameters(ParallelModule):
             self.register_parameter(f"{prefix}bias", bias)
 
     def _split_over_ranks(self, parameters_split: Any) -> Any:
-        """Returns this rank's rows of named parts; names alone share its rows anyway."""
+        """Returns ``parameters_split`` with this rank's rows of each part.
+
+        Names without rows stay as they are: they divide this rank's rows equally.
+        """
         if self.parallel_mode != "column" or not isinstance(parameters_split, dict):
             return parameters_split
         owner = type(self).__name__
@@ -82,7 +101,7 @@ class LinearParameters(ParallelModule):
         return (self.parallel_mode,)
 
     def _linear_names(self, kind: str) -> list[str]:
-        """Returns the names of the parameters that make up ``weight`` or ``bias``."""
+        """Returns the parameter names of the parts of ``kind``, ``"weight"`` or ``"bias"``."""
         return [kind] if self.split is None else [f"{part}_{kind}" for part in self.split]
 
     def _reset_linear(self) -> None:
@@ -96,7 +115,7 @@ class LinearParameters(ParallelModule):
                 torch.nn.init.zeros_(bias)
 
     def _linear_operands(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the module's own weight and bias."""
+        """Returns the module's own weight [out, in] and its bias [out] or None."""
         weight: torch.Tensor | None = self._parameters.get("weight")
         if weight is None:
             weight = self._required("weight")
@@ -106,7 +125,14 @@ class LinearParameters(ParallelModule):
         return weight, self._required("bias") if bias is None else bias
 
     def _required(self, name: str) -> torch.Tensor:
-        """Returns a parameter that is in parts or made by a parametrization; raises if missing."""
+        """Returns the weight or bias from its parts or, made by a parametrization, its attribute.
+
+        Args:
+            name: ``"weight"`` or ``"bias"``.
+
+        Raises:
+            ValueError: the module has none.
+        """
         if self.split is not None:
             return torch.cat([getattr(self, part) for part in self._linear_names(name)])
         value = getattr(self, name, None)
@@ -130,33 +156,36 @@ class LinearLayer(LinearParameters):
     TransformerEngine's: the weight is drawn from N(0, 0.023), the bias is 0.
 
     Args:
-        in_features, out_features: sizes; any, multiples of 16 are fastest.
+        in_features, out_features: sizes of input and output, on all ranks together; any, multiples
+            of 16 are fastest.
         bias: learn a bias ``[out_features]``.
         fuse_wgrad_accumulation: add the weight gradient to ``weight.main_grad`` (preallocated
             ``[out_features, in_features]``, its own dtype) instead of making ``weight.grad``;
             ``is_first_microbatch=True`` overwrites it.
         init_method: fills a new weight in place; default N(0, 0.023). The bias starts at 0.
         return_bias: return ``(y, bias)`` with the bias not added, in the dtype of ``y``.
-        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; ``dtype`` is
-            the same.
+        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
+            ``dtype``.
         skip_weight_param_allocation: own no parameters; ``weight`` (and ``bias``) must then be
             passed to ``forward``.
         parameters_split: names (equal parts) or a dict name -> rows: the weight and the bias are
             then parameters ``<name>_weight``, ``<name>_bias``, joined in each forward.
         delay_wgrad_compute: leave the weight gradient out of backward; ``backward_dw()`` makes it.
-        save_original_input: save the input as it came instead of its FP8 copy, which is made again
-            in backward: less memory where the input is saved by its producer anyway.
+        save_original_input: save the input in high precision for backward instead of its FP8 copy,
+            and cast it again there: less memory where the op that made the input saves it anyway.
         name: names the module in reports.
         device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
         parallel_mode: None, ``"column"`` (the rank has out_features / ranks rows of the weight) or
             ``"row"`` (in_features / ranks columns).
-        tp_group, tp_size: the ranks that the layer is split over, or their number, with
-            ``set_tensor_parallel_group`` to be called before forward.
-        sequence_parallel: dimension 0 of what enters a column-parallel layer, or leaves a
-            row-parallel one, is split over the ranks, too. It is gathered as FP8 data where all
-            ranks have the same scale (delayed scaling reduced over them, tensorwise recipes).
-        get_rng_state_tracker, rng_tracker_name: a tracker, and the name in it of the sequence that
-            new values of split weights are drawn from.
+        tp_group: the ``ProcessGroup`` of the ranks that the layer is split over.
+        tp_size: their number, if ``set_tensor_parallel_group`` is to be called before forward
+            instead.
+        sequence_parallel: dimension 0 of a column-parallel layer's input, or of a row-parallel
+            one's output, is split over the ranks, too. It is gathered as FP8 data where all ranks
+            have the same scale (delayed scaling reduced over them, tensorwise recipes).
+        get_rng_state_tracker: returns a tracker of random states, as Megatron-LM's, in whose
+            ``fork(name)`` new values of split weights are drawn.
+        rng_tracker_name: the name of the random state to fork; None takes the tracker's default.
 
     Its parameters are ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
     Interface and defaults follow TransformerEngine's Linear.
@@ -208,11 +237,11 @@ class LinearLayer(LinearParameters):
             initialize(self)
 
     def reset_parameters(self) -> None:
-        """Fill the weight by ``init_method`` (default N(0, 0.023)) and the bias with 0.
+        """Fills the weight by ``init_method`` (default N(0, 0.023)) and the bias with 0.
 
-        Parameters on the meta device are made on the current one first: the current GPU, or
-        PyTorch's default device where that is no CPU or there is no GPU (``to_empty`` before makes
-        them elsewhere).
+        Parameters on the meta device are first made on PyTorch's default device, or on the current
+        GPU where the default device is the CPU and there is a GPU. A call of ``to_empty`` before
+        makes them elsewhere.
         """
         materialize(self)
         self._reset_linear()
@@ -237,15 +266,21 @@ class LinearLayer(LinearParameters):
         bias: torch.Tensor | None = None,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Apply the layer to ``inp`` [..., in_features]; gives [..., out_features].
+        """Applies the layer to ``inp`` [..., in_features].
 
-        ``inp`` has the dtype of the parameters (fp32, fp16 or bf16 for FP8), or any of these
-        under ``torch.autocast``, whose dtype the output then has (FP8 data are made of the input
-        as it is, without rounding it to that dtype first). ``weight`` and ``bias`` replace the
-        module's own. ``is_first_microbatch``: None quantizes the weight on each call, True
-        keeps its FP8 copies, False reuses them while the weight is unchanged. Writes to
-        ``weight.data`` or through other memory of the weight do not count in its version and are
-        not noticed: call with True or None after them.
+        Args:
+            inp: in the dtype of the parameters (fp32, fp16 or bf16 for FP8), or in any of these
+                under ``torch.autocast``, whose dtype the output then has. FP8 data are made of
+                ``inp`` as it is, without rounding it to that dtype first.
+            weight, bias: replace the module's own.
+            is_first_microbatch: None quantizes the weight on each call, True caches its FP8 copies,
+                False reuses these while the weight is unchanged. Writes to ``weight.data`` or
+                through other memory of the weight do not count in its version and are not noticed:
+                call with True or None after them.
+
+        Returns:
+            ``out`` [..., out_features], or with ``return_bias`` a tuple of it and the bias (empty
+            if there is none).
 
         Raises:
             TypeError: a dtype.
@@ -266,7 +301,19 @@ class LinearLayer(LinearParameters):
     def _operands(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the weight and bias of a call that is given one of them, or both."""
+        """Returns the weight and bias of a call that is given one of them, or both.
+
+        Args:
+            weight: [out, in], or None for the module's own.
+            bias: [out], or None for the module's own.
+
+        Returns:
+            ``(weight, bias)``; the bias is None with ``bias=False``.
+
+        Raises:
+            TypeError: no tensor.
+            ValueError: another shape, or an operand that is missing or not allowed.
+        """
         if weight is None:
             weight = self._parameters.get("weight")
             weight = self._required("weight") if weight is None else weight
@@ -294,6 +341,7 @@ class LinearLayer(LinearParameters):
         return without_autograd(LinearFunction, (inp, weight, bias), call)
 
     def _check_given(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
+        """Checks that ``value``, passed to ``forward`` as ``name``, is a tensor of a shape."""
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Linear: {name} must be a tensor, got {type(value).__name__}")
         if tuple(value.shape) != shape:

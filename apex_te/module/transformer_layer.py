@@ -1,4 +1,4 @@
-"""TransformerLayer: self attention, for decoders cross attention, and an MLP around residuals."""
+"""TransformerLayer: self attention, in decoders cross attention, and an MLP, with residuals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ _Init = Callable[[torch.Tensor], Any] | None
 
 
 class _Blocks(NamedTuple):
-    """Arguments of a layer's blocks: of all of them (``shared``), and of ``attention``."""
+    """Arguments of the modules that a layer is made of.
+
+    Attributes:
+        hidden_size, num_attention_heads, layernorm_epsilon, name: as in ``TransformerLayer``.
+        shared: further arguments of attention and of the MLP.
+        attention: further arguments of attention alone.
+    """
 
     hidden_size: int
     num_attention_heads: int
@@ -38,7 +44,12 @@ class _Blocks(NamedTuple):
     attention: dict[str, Any]
 
     def make_attention(self, key: str, **options: Any) -> MultiheadAttention:
-        """Makes self or cross attention."""
+        """Makes a self or cross attention.
+
+        Args:
+            key: its name in the layer.
+            options: arguments of this ``MultiheadAttention`` alone.
+        """
         return MultiheadAttention(
             self.hidden_size,
             self.num_attention_heads,
@@ -50,7 +61,7 @@ class _Blocks(NamedTuple):
         )
 
     def make_mlp(self, key: str, ffn_hidden_size: int, activation: str) -> LayerNormMLP:
-        """Makes the norm and the MLP."""
+        """Makes the MLP with its norm; ``key`` is its name in the layer."""
         return LayerNormMLP(
             self.hidden_size,
             ffn_hidden_size,
@@ -77,7 +88,7 @@ class _Blocks(NamedTuple):
 
 
 def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) -> None:
-    """Checks the layer's type, and that its branches may be parallel."""
+    """Checks that ``layer_type`` is known, and that parallel branches are possible with it."""
     if layer_type not in ("encoder", "decoder"):
         raise ValueError(f"{_NAME}: layer_type must be 'encoder' or 'decoder', got {layer_type!r}")
     if parallel_attention_mlp and (post_norm or layer_type == "decoder"):
@@ -99,17 +110,20 @@ class TransformerLayer(torch.nn.Module):
     ``layernorm_mlp``, ``layernorm`` (with ``output_layernorm``).
 
     Args:
-        hidden_size, ffn_hidden_size, num_attention_heads, kv_channels, num_gqa_groups: sizes.
-        layernorm_epsilon, normalization, zero_centered_gamma: of every norm.
+        hidden_size, num_attention_heads, kv_channels, num_gqa_groups: as in ``MultiheadAttention``.
+        ffn_hidden_size: as in ``LayerNormMLP``.
+        layernorm_epsilon, normalization, zero_centered_gamma: options of every norm, as in
+            ``LayerNormLinear``.
         hidden_dropout: probability that an element of attention's or the MLP's result is dropped
-            before it is added to the residual. attention_dropout: that of an attention weight.
-        init_method, output_layer_init_method: fill new weights, default N(0, 0.023): of QKV and
-            FC1, and of PROJ and FC2.
+            before it is added to the residual.
+        attention_dropout: probability that an attention weight is dropped.
+        init_method, output_layer_init_method: fill the new weights of QKV and FC1, and of PROJ and
+            FC2; default N(0, 0.023).
         layer_number: position in the model, from 1; names the layer in ``inference_params``.
         self_attn_mask_type, window_size: as in ``DotProductAttention``.
-        enc_dec_attn_mask_type, enc_dec_window_size: the same of a decoder's cross attention; a type
-            of None is ``"padding"`` in calls with ``enc_dec_attn_mask`` or ``cu_seqlens_kv``, else
-            ``"no_mask"``.
+        enc_dec_attn_mask_type, enc_dec_window_size: mask type and window of a decoder's cross
+            attention; a type of None is ``"padding"`` in calls with ``enc_dec_attn_mask`` or
+            ``cu_seqlens_kv``, else ``"no_mask"``.
         apply_query_key_layer_scaling: see ``DotProductAttention``: neutral to the maths, acts only
             with a ``layer_number`` and where scores are stored in fp16.
         attention_softmax_in_fp32: accepted; the softmax always computes in fp32.
@@ -122,16 +136,16 @@ class TransformerLayer(torch.nn.Module):
             while training; the others are divided by 1 - rate.
         fuse_qkv_params, qkv_weight_interleaved, qk_norm_type, qk_norm_eps, qk_norm_before_rope,
             rotary_pos_interleaved: as in ``MultiheadAttention``.
-        bias: linear layers have biases. activation: as in ``LayerNormMLP``.
-        attn_input_format: layout of the hidden states, ``"sbhd"``: [s, b, h], ``"bshd"``:
-            [b, s, h], ``"thd"``: [t, h], packed sequences.
+        bias: linear layers have biases.
+        activation: as in ``LayerNormMLP``.
+        attn_input_format: layout of the hidden states, ``"sbhd"``: [s, b, h], ``"bshd"``: [b, s,
+            h], ``"thd"``: [t, h], packed sequences.
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
         get_rng_state_tracker: returns a tracker in whose ``fork()`` attention dropout draws.
         name: names the module in reports.
-        set_parallel_mode: split heads and ``ffn_hidden_size`` over the ranks of ``tp_group``;
-            sequence_parallel, tp_group, tp_size: as in ``Linear``. With sequence_parallel the
-            hidden states are this rank's part of dimension 0, and hidden dropout draws from the
-            tracker.
+        set_parallel_mode: split heads and ``ffn_hidden_size`` over the ranks of ``tp_group``.
+        sequence_parallel, tp_group, tp_size: as in ``Linear``. With sequence_parallel the hidden
+            states are this rank's part of dimension 0, and hidden dropout draws from the tracker.
 
     Interface, defaults and the order of arguments follow TransformerEngine's TransformerLayer.
     """
@@ -267,14 +281,14 @@ class TransformerLayer(torch.nn.Module):
         number_layer(self, layer_number)
 
     def reset_parameters(self) -> None:
-        """Give all parameters new values, those on the meta device on the current one.
+        """Gives all parameters new values; those on the meta device are made first.
 
         See ``Linear.reset_parameters``.
         """
         reset_children(self)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Name the ranks that the layer is split over; see ``Linear.set_tensor_parallel_group``."""
+        """Sets the ranks that the layer is split over; see ``Linear.set_tensor_parallel_group``."""
         set_group_of_children(self, tp_group)
 
     def forward(
@@ -300,25 +314,27 @@ class TransformerLayer(torch.nn.Module):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
     ) -> torch.Tensor:
-        """Apply the layer; gives the shape of ``hidden_states``.
+        """Applies the layer; returns a tensor of the shape of ``hidden_states``.
 
         Args:
             hidden_states: [s, b, h], [b, s, h] or [t, h], as ``attn_input_format`` says, of the
-                dtype of the parameters; under ``torch.autocast`` of any, and the result has that
-                of autocast.
+                dtype of the parameters; or of any under ``torch.autocast``, whose dtype the result
+                then has.
             attention_mask: bool, True = masked out, read with padding types and ``"arbitrary"``;
                 see ``DotProductAttention.forward``.
-            encoder_output: what a decoder's cross attention reads, in the same layout.
-            enc_dec_attn_mask: padding masks (of decoder tokens, of encoder tokens), each
-                [b, 1, 1, s], or one tensor of the scores, [b, 1, sq, sk]; None hides nothing.
-            enc_dec_attn_mask_type, enc_dec_window_size: replace the module's own.
-            is_first_microbatch: as in ``Linear``.
+            encoder_output: hidden states that a decoder's cross attention reads, in the same
+                layout.
+            enc_dec_attn_mask: padding masks (of decoder tokens, of encoder tokens), each [b, 1, 1,
+                s], or one tensor of the scores, [b, 1, sq, sk]; None hides nothing.
+            enc_dec_attn_mask_type, enc_dec_window_size: replace the module's own in this call.
+            is_first_microbatch: as in ``Linear.forward``.
             rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: of self
                 attention; see ``MultiheadAttention.forward``.
             cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: see
                 ``DotProductAttention.forward``; in a decoder kv are the encoder's tokens.
-            checkpoint_core_attention, inference_params, self_attn_mask_type, window_size: as
-                there.
+            checkpoint_core_attention: see ``DotProductAttention.forward``.
+            inference_params: see ``MultiheadAttention.forward``.
+            self_attn_mask_type, window_size: replace the module's own in this call.
 
         Raises:
             TypeError: a dtype.
@@ -386,9 +402,11 @@ class TransformerLayer(torch.nn.Module):
         return self._finish(self._add(x, bias, residual if norm is None else norm, cu_seqlens_q))
 
     def _drops(self) -> bool:
+        """Returns True if a branch's result may lose elements or samples before it is added."""
         return self.training and (self.hidden_dropout > 0.0 or self.drop_path_rate > 0.0)
 
     def _finish(self, out: torch.Tensor) -> torch.Tensor:
+        """Returns ``out``, normalised with ``output_layernorm``."""
         return self.layernorm(out) if self.output_layernorm else out
 
     def _add(
@@ -398,7 +416,13 @@ class TransformerLayer(torch.nn.Module):
         residual: torch.Tensor,
         cu_seqlens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Returns ``residual + drop_path(dropout(x + bias))``."""
+        """Returns ``residual + drop_path(dropout(x + bias))``.
+
+        Args:
+            x, residual: of one shape.
+            bias: ``[hidden_size]`` or None.
+            cu_seqlens: for thd, the starts of the samples that drop path skips, int32 [n + 1].
+        """
         p = self.hidden_dropout if self.training else 0.0
         if self.training and self.drop_path_rate > 0.0:
             x = x if bias is None else x + bias
@@ -414,13 +438,21 @@ class TransformerLayer(torch.nn.Module):
             return bias_dropout_add(x, bias, residual, p)
 
     def _own_draws(self) -> AbstractContextManager[Any]:
-        """Returns a context to draw in for rows that only this rank has."""
+        """Returns a context to draw dropout in, the tracker's if each rank has other rows."""
         if not self.sequence_parallel or self.get_rng_state_tracker is None:
             return nullcontext()
         return self.get_rng_state_tracker().fork()
 
     def _kept_samples(self, x: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
-        """Returns 0 for samples that skip ``x``, else 1 / (1 - rate), broadcast over ``x``."""
+        """Draws the samples that skip a branch.
+
+        Args:
+            x: the branch's result.
+            cu_seqlens: for thd, the starts of the samples, int32 [n + 1].
+
+        Returns:
+            A factor that broadcasts over ``x``: 0 for samples that skip it, else 1 / (1 - rate).
+        """
         keep = 1.0 - self.drop_path_rate
         layout = self.attn_input_format
         if layout == "thd":
@@ -440,7 +472,16 @@ class TransformerLayer(torch.nn.Module):
 def _unpacked(
     out: Any, module: MultiheadAttention | LayerNormMLP
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Returns ``(result, bias, norm)``: a bias still to be added and a returned norm, or None."""
+    """Returns the parts of what ``module`` returned.
+
+    Args:
+        out: a tensor, or a tuple as of ``LayerNormMLP.forward``.
+        module: the module, which says what the tuple has.
+
+    Returns:
+        ``(result, bias, norm)``: the output, the bias that is still to be added or None, and the
+        norm's result or None.
+    """
     if isinstance(out, torch.Tensor):
         return out, None, None
     bias = out[1] if module.return_bias else None

@@ -37,7 +37,7 @@ class DotProductAttention(torch.nn.Module):
 
     Args:
         num_attention_heads: heads ``h`` of the queries.
-        kv_channels: size of a head, or (of keys, of values).
+        kv_channels: size of a head, or (size of a key head, size of a value head).
         num_gqa_groups: heads ``g`` of keys and values, a divisor of ``h``; None is ``h``.
         attention_dropout: probability that a weight is dropped while training.
         qkv_format: ``"sbhd"``, ``"bshd"`` or ``"thd"`` (packed sequences, ``t`` tokens).
@@ -50,7 +50,7 @@ class DotProductAttention(torch.nn.Module):
             bottom_right types, except with ``"causal"`` and ``"padding_causal"``.
         attention_type: ``"self"`` or ``"cross"``, which takes padding masks of queries and keys.
         layer_number: position in the model, from 1; see ``apply_query_key_layer_scaling``.
-        softmax_scale: None is ``1 / sqrt(size of a key)``.
+        softmax_scale: multiplier of ``q k^T``; None is ``1 / sqrt(size of a key head)``.
         apply_query_key_layer_scaling: with a ``layer_number`` L, keep scores divided by L until the
             softmax, so that fp16 does not overflow. It changes roundings only, and these only where
             scores are stored: the fused kernels keep them in fp32.
@@ -58,7 +58,8 @@ class DotProductAttention(torch.nn.Module):
             around the module must repeat the tracker's states, too: ``apex_te.checkpoint`` with
             this argument, not ``torch.utils.checkpoint``, whose recompute would draw another mask.
         tp_group, tp_size: the ranks, or their number, that heads and groups are split over: the
-            tensors have this rank's. sequence_parallel: accepted; attention sees whole sequences.
+            tensors have this rank's heads.
+        sequence_parallel: accepted without effect; attention sees whole sequences.
 
     Interface and the order of arguments follow TransformerEngine's DotProductAttention.
     """
@@ -148,7 +149,7 @@ class DotProductAttention(torch.nn.Module):
         alibi_slopes: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
     ) -> torch.Tensor:
-        """Attend; gives [.., h * dv] in the layout of the queries.
+        """Attends; returns [..., h * dv] in the layout of the queries.
 
         Args:
             query_layer, key_layer, value_layer: [s, b, h, d], [b, s, h, d] or [t, h, d] of one
@@ -164,12 +165,12 @@ class DotProductAttention(torch.nn.Module):
                 mask or beside one.
             max_seqlen_q, max_seqlen_kv: longest sequences of thd; read from the device unless
                 given.
-            qkv_format, attn_mask_type, window_size: replace the module's own.
+            qkv_format, attn_mask_type, window_size: replace the module's own in this call.
             core_attention_bias_type: ``"no_bias"``, ``"pre_scale_bias"`` (scaled as the scores
                 are), ``"post_scale_bias"`` or ``"alibi"``, which adds ``-slope * |i - j|`` to the
                 scores of query i and key j, counted as by ``window_size``.
             core_attention_bias: broadcasts to [b, h, sq, sk]; differentiable.
-            alibi_slopes: [h] or [b, h], of ``"alibi"``; those of its paper unless given.
+            alibi_slopes: slopes [h] or [b, h] of ``"alibi"``; None takes those of the ALiBi paper.
             checkpoint_core_attention: save only the inputs and attend again in backward, with the
                 same dropout mask, whether a tracker's or not.
 

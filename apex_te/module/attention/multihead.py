@@ -131,15 +131,18 @@ class MultiheadAttention(torch.nn.Module):
     ``q_norm`` and ``k_norm`` where they have parameters.
 
     Args:
-        hidden_size, num_attention_heads, kv_channels: sizes; kv_channels, the size of a head, is
-            ``hidden_size / num_attention_heads`` unless given.
+        hidden_size: features of the input and of the output.
+        num_attention_heads: heads of the queries, on all ranks.
+        kv_channels: size of a head; None is ``hidden_size / num_attention_heads``.
         num_gqa_groups: heads of keys and values; None is ``num_attention_heads``.
         attention_dropout, attn_mask_type, window_size, layer_number, softmax_scale,
             get_rng_state_tracker, apply_query_key_layer_scaling, qkv_format: as in
             ``DotProductAttention``; layer_number also names the layer in ``inference_params``.
         attention_type: ``"self"`` or ``"cross"``, whose keys and values come from
             ``encoder_output``.
-        input_layernorm, normalization, layernorm_epsilon, zero_centered_gamma: the norm in front.
+        input_layernorm: normalise the input first.
+        normalization, layernorm_epsilon, zero_centered_gamma: that norm's options, as in
+            ``LayerNormLinear``.
         return_layernorm_output: also return that norm's result.
         return_bias: return the last projection's bias instead of adding it.
         bias: projections have biases.
@@ -149,13 +152,14 @@ class MultiheadAttention(torch.nn.Module):
             (per head [h, 3, d] without groups); else all queries, all keys, all values.
         qk_norm_type: ``"RMSNorm"``, ``"LayerNorm"`` or ``"L2Normalization"`` of each query and key
             head, with ``qk_norm_eps``; after the rotation, or before with ``qk_norm_before_rope``.
-        rotary_pos_interleaved: pairs of the rotation are neighbours, not halves.
-        init_method, output_layer_init_method: fill new weights, default N(0, 0.023): of the
-            projections to heads, and of the one back.
+        rotary_pos_interleaved: a pair that is rotated is elements (2i, 2i + 1) of a head, not (i, i
+            + c / 2) for c rotated elements.
+        init_method, output_layer_init_method: fill the new weights of the projections to heads, and
+            of the one back; default N(0, 0.023).
         fuse_wgrad_accumulation, params_dtype, device: as in ``Linear``.
         name: names the module in reports.
-        set_parallel_mode: split the heads over the ranks of ``tp_group``; sequence_parallel,
-            tp_group, tp_size: as in ``Linear``.
+        set_parallel_mode: split the heads over the ranks of ``tp_group``.
+        sequence_parallel, tp_group, tp_size: as in ``Linear``.
 
     Interface and the order of arguments follow TransformerEngine's MultiheadAttention.
     """

@@ -224,7 +224,7 @@ def _copy(to: torch.Tensor, x: torch.Tensor) -> None:
 def _slices(
     x: torch.Tensor, y: torch.Tensor, qkv_format: str
 ) -> Sequence[tuple[torch.Tensor, torch.Tensor, str]]:
-    """Returns views of ``x`` and ``y`` with one dimension of heads, not two, as ``rope`` takes them.
+    """Returns views of ``x`` and ``y`` with one dimension of heads, not two, as ``rope`` needs.
 
     Returns:
         ``(x, y, layout)`` of each view.

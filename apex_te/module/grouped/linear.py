@@ -28,23 +28,23 @@ _NAME = "GroupedLinear"
 
 
 class GroupedLinear(ParallelModule):
-    """``y[rows of i] = x[rows of i] @ weight{i}.T + bias{i}`` for ``num_gemms`` groups of rows.
+    """Linear layers of one shape, layer i applied to the i-th group of rows of the input.
 
     Args:
         num_gemms: number of linear layers.
-        in_features, out_features: sizes of each; any, multiples of 16 are fastest.
-        bias: learn a bias ``[out_features]`` for each.
+        in_features, out_features: sizes of each layer; any, multiples of 16 are fastest.
+        bias: learn a bias ``[out_features]`` for each layer.
         fuse_wgrad_accumulation: add each weight gradient to ``weight{i}.main_grad`` (preallocated
             ``[out_features, in_features]``, its own dtype) instead of making ``weight{i}.grad``;
             ``is_first_microbatch=True`` overwrites it.
         init_method: fills a new weight in place; default N(0, 0.023). The biases start at 0.
         return_bias: return ``(y, biases)``, a list, with no bias added, in the dtype of ``y``.
-        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; ``dtype`` is
-            the same.
+        params_dtype: dtype of the parameters, default ``torch.get_default_dtype()``; another name:
+            ``dtype``.
         delay_wgrad_compute: leave the weight gradients out of backward; ``backward_dw()`` makes
             them.
-        save_original_input: save the input as it came instead of its FP8 copies, which are made
-            again in backward.
+        save_original_input: save the input in high precision for backward instead of its FP8
+            copies, and cast it again there.
         name: names the module in reports.
         device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
         parallel_mode: ``"column"`` splits ``out_features`` over the ranks of ``tp_group``,
@@ -220,9 +220,7 @@ class GroupedLinear(ParallelModule):
         return out, [bias.to(out.dtype) for bias in biases]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes for a copy or pickle, without the quantizers that it builds
-        itself.
-        """
+        """Returns the attributes for a copy or pickle, without quantizers."""
         return {**super().__getstate__(), "_group_quantizers": {}}
 
     def _run(
@@ -255,9 +253,7 @@ class GroupedLinear(ParallelModule):
         biases: tuple[torch.Tensor, ...],
         splits: torch.Tensor,
     ) -> torch.Tensor:
-        """Computes the output [..., out_features] for ``splits`` on a GPU, which the host never
-        reads.
-        """
+        """Computes the output [..., out_features] without reading ``splits`` on the host."""
         quantizers, cached = self._quantizers_of_groups(call), None
         if call.is_fp8:
             quantizers = on_device.checked_quantizers(
@@ -327,7 +323,7 @@ def grouped_forward(
 
 
 class GroupedLinearFunction(OpFunction):
-    """Autograd function of all groups' linear layers in FP8: three quantized GEMMs for each group."""
+    """Autograd function of the linear layers in FP8: three quantized GEMMs for each group."""
 
     LABEL = "GroupedLinear"
 

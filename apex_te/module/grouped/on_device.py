@@ -217,9 +217,7 @@ def cached_weights(
 
 
 class GroupsFunction(OpFunction):
-    """Autograd function of all groups' linear layers in FP8, each product one launch for all
-    groups.
-    """
+    """Autograd function of the linear layers of all groups at once in FP8."""
 
     LABEL = "GroupedLinear"
 
@@ -299,7 +297,7 @@ def _backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
 
 
 class HighPrecisionGroupsFunction(OpFunction):
-    """Autograd function of all groups' linear layers in high precision, without quantizing."""
+    """Autograd function of the linear layers of all groups at once in high precision."""
 
     LABEL = "GroupedLinear"
 
@@ -387,7 +385,7 @@ def _stacked(weights: Any, dtype: torch.dtype) -> torch.Tensor:
 def _finished(
     out: torch.Tensor, groups: Groups, dtype: torch.dtype, biases: Tensors = ()
 ) -> torch.Tensor:
-    """Returns a product ``[rows, out]`` in ``dtype``, with biases, and zeros in rows of no group."""
+    """Returns a product [rows, out] in ``dtype``, with biases, and zeros in rows of no group."""
     out = out.to(dtype)
     op.finish_rows(out, groups, _stacked(biases, dtype) if biases else None)
     return out
@@ -396,7 +394,7 @@ def _finished(
 def _high_precision_wgrad(
     ctx: Any, dy: torch.Tensor, x: torch.Tensor, groups: Groups
 ) -> torch.Tensor:
-    """Returns the weight gradients of all groups ``[groups, out, in]``, zeros for an empty group."""
+    """Returns the weight gradients [groups, out, in], which are zeros for an empty group."""
     # What is added to main_grad is not rounded before.
     grads = contract_groups(dy.t(), x.to(dy.dtype), groups, ctx.parameters is not None)
     op.zero_unused(grads, groups)
