@@ -351,6 +351,6 @@ class LinearLayer(LinearParameters):
 
 
 class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
-    """``LinearLayer`` as a ``torch.nn.Linear``."""
+    """``LinearLayer`` as a subclass of ``torch.nn.Linear``, so that tools take it for one."""
 
     __doc__ = LinearLayer.__doc__

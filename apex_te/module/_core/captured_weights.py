@@ -13,7 +13,7 @@ from ...fp8.tensor import QuantizedTensor
 
 __all__ = ["CapturedWeights", "KeptWeight"]
 
-_ALL = -1  # of the GEMMs of a module: one weight that is made of all of them
+_ALL = -1  # in place of the number of a GEMM: the weights of all of them as one
 
 
 class KeptWeight:

@@ -69,7 +69,7 @@ class _FusedCast:
         self.dbias: torch.Tensor | None = None
 
     def scalars(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns three fp32 elements: a zero and two without values."""
+        """Returns three fp32 tensors [1] on the op's device: a zero, and two without values."""
         x = self.x
         new = x.new_empty(2, dtype=torch.float32)
         return x.new_zeros(1, dtype=torch.float32), new[:1], new[1:]

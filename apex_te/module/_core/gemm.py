@@ -35,7 +35,7 @@ __all__ = [
     "start_saved_input",
 ]
 
-SAVED = 4  # tensors that `saved_by` gives
+SAVED = 4  # tensors that `saved_by` returns for a GEMM
 
 Operand = QuantizedTensor | GatheredCodes
 

@@ -41,8 +41,8 @@ class NormOptions(NamedTuple):
     is_rms: bool
     eps: float
     zero_centered_gamma: bool
-    return_norm: bool  # the norm's result, in high precision
-    return_residual: bool  # what was normalised: the input, or the sum with the residual
+    return_norm: bool
+    return_residual: bool
 
 
 def normalized(

@@ -34,7 +34,7 @@ from ...ops.byte_transpose import byte_transpose
 
 __all__ = ["GatheredCodes", "TensorParallel"]
 
-# Gives the product [rows, ..] of some rows: which, and where to write it, if not to a new tensor.
+# Computes the product [rows, ...] of the rows of a slice, into a tensor if one is given.
 Product = Callable[[slice, torch.Tensor | None], torch.Tensor]
 
 

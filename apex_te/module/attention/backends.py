@@ -71,7 +71,7 @@ class Path(NamedTuple):
         reason: why this way was chosen.
     """
 
-    name: str  # "sdpa", "sdpa_cudnn", "varlen", "softmax"
+    name: str
     reason: str
 
 

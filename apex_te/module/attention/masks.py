@@ -37,10 +37,10 @@ class MaskType(NamedTuple):
     """
 
     name: str
-    padding: bool = False  # reads masks of padded tokens
-    causal: bool = False  # hides later keys
-    bottom_right: bool = False  # the last query sees the last key; else the first sees the first
-    arbitrary: bool = False  # reads a mask of any shape
+    padding: bool = False
+    causal: bool = False
+    bottom_right: bool = False
+    arbitrary: bool = False
 
 
 MASK_TYPES = {

@@ -40,7 +40,9 @@ class Packing(NamedTuple):
 
     @property
     def is_self(self) -> bool:
-        """Returns True if queries and keys are the same tokens."""
+        """Returns True if queries and keys are the same tokens, by one ``cu_seqlens`` tensor for
+        both.
+        """
         return self.queries is self.keys
 
 

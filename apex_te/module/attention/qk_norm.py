@@ -1,4 +1,4 @@
-"""Norms of query and key heads."""
+"""Norms of query and key heads, for ``qk_norm_type`` of ``MultiheadAttention``."""
 
 from __future__ import annotations
 

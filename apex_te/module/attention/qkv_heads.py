@@ -65,8 +65,8 @@ class Rotation(NamedTuple):
     queries: torch.Tensor
     keys: torch.Tensor
     interleaved: bool
-    start: int  # position of the first token
-    cu_seqlens: torch.Tensor | None  # of thd
+    start: int
+    cu_seqlens: torch.Tensor | None
 
     def options(self, layout: str) -> dict[str, Any]:
         """Returns the keyword arguments of ``rope``, except the angles, for a qkv_format."""

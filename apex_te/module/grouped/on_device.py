@@ -31,7 +31,7 @@ __all__ = [
 
 MULTIPLE = 16  # of extents, as products of FP8 codes need them
 LARGEST = 1023  # groups of one product
-CACHE = -1  # of a module's FP8 weights: all of them
+CACHE = -1  # in place of the number of a GEMM: the weights of all groups as one
 Tensors = tuple[torch.Tensor, ...]
 
 
