@@ -265,9 +265,7 @@ class ParallelModule(FP8Module):
         return dtype
 
     def _may_compare(self, inp: torch.Tensor) -> bool:
-        """Returns True if this call may compare ranks: it has collectives and gradients, and no
-        capture.
-        """
+        """Returns True if this call has collectives and gradients, and the host may wait."""
         if not torch.is_grad_enabled() or self.tp_group is None or not any(self._split_modes()):
             return False
         return not (inp.is_cuda and torch.cuda.is_current_stream_capturing())

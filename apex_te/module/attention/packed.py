@@ -40,9 +40,7 @@ class Packing(NamedTuple):
 
     @property
     def is_self(self) -> bool:
-        """Returns True if queries and keys are the same tokens, by one ``cu_seqlens`` tensor for
-        both.
-        """
+        """Returns True if queries and keys have one ``cu_seqlens`` tensor, as in self attention."""
         return self.queries is self.keys
 
 
