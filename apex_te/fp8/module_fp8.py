@@ -88,7 +88,7 @@ class ModuleFP8:
         return self.state.num_slots
 
     def forget(self) -> None:
-        """Drops all quantizers, which hold views of the state's tensors; forwards build new ones."""
+        """Drops all quantizers, which hold views of the state's tensors; forwards build others."""
         self._sets: dict[str, QuantizerSets] = {}
         self._active_key = ""
         self._active: QuantizerSets | None = None

@@ -47,7 +47,7 @@ def _load_error(what: str, path: str, problem: ImportError) -> ImportError:
 
 
 def core() -> ModuleType:
-    """Returns the dispatcher, pybind11 module ``apex_te_core``; the first call opens or builds it."""
+    """Returns the dispatcher, module ``apex_te_core``; the first call opens or builds it."""
     global _core
     if _core is None:
         with _lock:

@@ -76,7 +76,7 @@ class _Channel:
         return channel
 
     def store(self, reduced: torch.Tensor) -> None:
-        """Copies a reduced header ``[HEADER]`` int32 to the host, without waiting for the device."""
+        """Copies a reduced header, int32 ``[HEADER]``, to the host; does not wait for it."""
         self._found.copy_(reduced, non_blocking=reduced.is_cuda)
         self._copied = torch.cuda.Event() if reduced.is_cuda else True
         if reduced.is_cuda:
@@ -201,7 +201,7 @@ class RankReduction:
         return said
 
     def _check(self, channel: _Channel, group: Any) -> None:
-        """Raises RankMismatchError if the last header, not read before, shows that modules differ."""
+        """Raises RankMismatchError if the last header, not read before, shows other modules."""
         found = channel.read()
         if found is None or found.agrees:
             return

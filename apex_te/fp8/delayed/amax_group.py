@@ -47,11 +47,11 @@ class AmaxGroup:
         return self.key != "own"
 
     def fingerprint(self) -> int:
-        """Returns a checksum of the ranks, equal on every rank and in every process, to be saved."""
+        """Returns a checksum of the ranks, equal in every process and job, to be saved."""
         return zlib.crc32(repr(self.key).encode())
 
     def covers(self, other: AmaxGroup) -> bool:
-        """Returns True if both reduce and every rank of ``other`` is a rank of this amax group."""
+        """Returns True if ``other`` is this amax group or reduces over a subset of its ranks."""
         return self is other or (self.reduces and other.reduces and covers(self.group, other.group))
 
 
@@ -73,7 +73,7 @@ class AmaxGroups:
 
     @property
     def pending(self) -> int:
-        """Largest number of regions since the last update in any amax group; setting it sets all."""
+        """Largest number of pending regions in any amax group; setting it sets all."""
         return max((group.pending for group in self._groups), default=self._pending)
 
     @pending.setter
@@ -97,7 +97,7 @@ class AmaxGroups:
             group.pending = count  # type: ignore[union-attr]
 
     def any_pending(self) -> bool:
-        """Returns True if an update is pending in an amax group that exists or is yet to be made."""
+        """Returns True if an update is pending, be it in an amax group that is yet to be made."""
         return bool(self._pending or self.waiting())
 
     def waiting(self) -> list[AmaxGroup]:
@@ -122,8 +122,7 @@ class AmaxGroups:
         return found
 
     def reduced_over(self, group: Any) -> list[AmaxGroup]:
-        """Returns the amax groups with pending regions that ``flush_fp8_state(group)`` is to
-        update.
+        """Returns the amax groups, with pending regions, that ``flush_fp8_state(group)`` updates.
 
         Besides that of ``group`` these are the amax group that is not reduced, and those whose
         process group is not known.
@@ -214,7 +213,7 @@ class ScaleSync:
         return self.equal and self.reduced_over(group)
 
     def reduced_over(self, group: Any) -> bool:
-        """Returns True if the next scales are computed from the amaxes of all ranks of ``group``."""
+        """Returns True if the next scales come from the amaxes of all ranks of ``group``."""
         own = self.amax_group
         return own is not None and own.reduces and covers(own.group, group)
 
@@ -224,9 +223,7 @@ class ScaleSync:
         self._find_equal()
 
     def renewed(self) -> None:
-        """Notes that scales and histories were set to their initial values, so are equal
-        everywhere.
-        """
+        """Notes that scales and histories have initial values, which are equal on all ranks."""
         self._where = _EVERYWHERE
         self._find_equal()
 
@@ -256,13 +253,11 @@ class ScaleSync:
         self._find_equal()
 
     def sure_in(self, amax_group: AmaxGroup) -> bool:
-        """Returns True if scales are known to be equal on ``amax_group``'s ranks, not only by a
-        file.
-        """
+        """Returns True if scales are equal on ``amax_group``'s ranks, not only by a file's word."""
         return not isinstance(self._where, int) and self._equal_in(amax_group)
 
     def fingerprint(self) -> int | None:
-        """Returns the fingerprint of the ranks with equal scales, to be saved; None if not known."""
+        """Returns a fingerprint of the ranks with equal scales, to be saved; None if not known."""
         where = self._where
         if isinstance(where, AmaxGroup):
             return where.fingerprint()
@@ -271,9 +266,7 @@ class ScaleSync:
         return where if isinstance(where, int) else None
 
     def _equal_in(self, amax_group: AmaxGroup) -> bool:
-        """Returns True if scales are equal on the ranks of ``amax_group``, by a file's word or
-        known.
-        """
+        """Returns True if scales are equal on ``amax_group``'s ranks, if only by a file's word."""
         where = self._where
         if isinstance(where, AmaxGroup):
             return where.covers(amax_group)

@@ -111,7 +111,7 @@ def _enter(token: torch.Tensor, key: str, group: str | None, may_update: bool) -
 def _follow(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    """Copies the state of the module with number ``handle`` to ``tensors``; op ``follow_region``."""
+    """Copies the state of module number ``handle`` to ``tensors``; op ``follow_region``."""
     module = registry.member(int(handle))
     if module.state.sync.amax_group is not amax_groups.current:
         module.enter(amax_groups.current)
@@ -119,7 +119,7 @@ def _follow(
 
 
 def _note(token: torch.Tensor, handle: torch.Tensor, key: str) -> None:
-    """Has the module with number ``handle`` enter the current amax group; op ``note_region``."""
+    """Has module number ``handle`` enter the current amax group; op ``note_region``."""
     if recipe_named(key).keeps_state and torch._C._current_graph_task_id() == -1:
         registry.member(int(handle)).enter(amax_groups.current)
 
@@ -127,7 +127,7 @@ def _note(token: torch.Tensor, handle: torch.Tensor, key: str) -> None:
 def _leave(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    """Copies ``tensors`` to the state of the module with number ``handle``; op ``leave_region``."""
+    """Copies ``tensors`` to the state of module number ``handle``; op ``leave_region``."""
     _copy(registry.member(int(handle)).staging(key), tensors)
 
 

@@ -57,7 +57,7 @@ class PendingScales:
     """
 
     def __init__(self, modules: Sequence[ModuleFP8], recipe: Recipe) -> None:
-        """Groups the tensors of ``modules``; ``recipe`` as for ``preview_scales``."""
+        """Groups the tensors of ``modules``."""
         self.groups = ScaleGroups()
         # Copies to work on, and what is made of them, by device: targets and sources.
         self._copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
@@ -68,7 +68,7 @@ class PendingScales:
                 self._add(module, recipe)
 
     def _add(self, module: ModuleFP8, recipe: Recipe) -> None:
-        """Takes in the state of ``module``, with copies of its tensors if it can be updated here."""
+        """Takes in a module's state; its scales are copied where an update takes a collective."""
         state = module.state
         chosen = recipe if state.recipe is None else state.recipe
         scale = torch.empty_like(state.scale_fwd)

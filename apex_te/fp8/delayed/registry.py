@@ -88,9 +88,7 @@ class Registry:
         self._lock = threading.RLock()
 
     def add(self, member: Any) -> None:
-        """Gives a new ``ModuleFP8`` its number; it leaves the registry when it is
-        garbage-collected.
-        """
+        """Gives a new ``ModuleFP8`` its number; it is removed when it is garbage-collected."""
         with self._lock:
             key = len(self.sizes)
             self.sizes.append(member.num_slots)

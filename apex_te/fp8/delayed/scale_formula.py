@@ -1,4 +1,4 @@
-"""New scales from amax histories: the formula of delayed scaling, built in or of a user."""
+"""New scales from amax histories: the formula of delayed scaling, built in or a user's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _nonfinite: dict[torch.device, torch.Tensor] = {}
 
 
 def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Returns the number of amaxes that were Inf or NaN at an update, int32 ``[1]``.
+    """Returns the running number of Inf and NaN amaxes found by scale updates, int32 ``[1]``.
 
-    The tensor lives on ``device``, and counts that device's amaxes.
+    Args:
+        device: device whose amaxes are counted, and on which the tensor lives.
     """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -39,14 +40,15 @@ def update_scales(
     recipe: DelayedScaling,
     nonfinite: torch.Tensor | None,
 ) -> None:
-    """Rolls amax histories and sets the scales that they give, in place.
+    """Appends staged amaxes to histories and sets the new scales, in place.
 
     Args:
-        histories: fp32 ``[length, slots]`` each.
-        scales, scale_invs: fp32 ``[slots]``, one for each history.
+        histories: fp32 ``[length, slots]`` each, with the staged amaxes in row 0, which becomes 0.
+        scales, scale_invs: fp32 ``[slots]``, one of each for each history.
         fp8_max: largest value of the element type, for each history.
-        recipe: its margin and the two algorithms.
-        nonfinite: int32 ``[1]`` that counts the staged amaxes that are Inf or NaN; None: no count.
+        recipe: gives the margin and the two algorithms.
+        nonfinite: int32 ``[1]``, to which the number of Inf and NaN amaxes is added; None: not
+            counted.
     """
     algo = recipe.amax_compute_algo
     if isinstance(algo, str) and not recipe.uses_callables:
@@ -67,13 +69,14 @@ def update_scales(
 
 
 class UserUpdate(NamedTuple):
-    """Holds an update of one history by a user's functions that is not written yet.
+    """Named tuple of one history's update by a user's functions, computed but not yet written.
 
     Attributes:
-        history, scale, scale_inv: tensors to write to.
-        last: staged amaxes.
-        new: new scales.
-        keep: True where a scale stays as it is.
+        history: amax history to write, fp32 ``[length, slots]``.
+        scale, scale_inv: tensors to write, fp32 ``[slots]``.
+        last: staged amaxes, fp32 ``[slots]``.
+        new: new scales, fp32 ``[slots]``.
+        keep: bool ``[slots]``, True for a slot whose scale is not to change.
     """
 
     history: torch.Tensor
@@ -92,7 +95,14 @@ class UserUpdate(NamedTuple):
         fp8_max: float,
         recipe: DelayedScaling,
     ) -> UserUpdate:
-        """Returns one history's update, with the user's functions and the guards of the kernel."""
+        """Computes the update of one history, guarded against zero, Inf and NaN as the kernel's is.
+
+        Args:
+            history: fp32 ``[length, slots]``, with the staged amaxes in row 0.
+            scale, scale_inv: fp32 ``[slots]``.
+            fp8_max: largest value of the element type.
+            recipe: has the user's functions.
+        """
         last = history[0].clone()
         algo = recipe.amax_compute_algo
         if callable(algo):
@@ -107,7 +117,12 @@ class UserUpdate(NamedTuple):
         return cls(history, scale, scale_inv, last, new, keep)
 
     def commit(self, nonfinite: torch.Tensor | None) -> None:
-        """Writes the update; ``nonfinite`` as for ``update_scales``."""
+        """Writes the update to the tensors.
+
+        Args:
+            nonfinite: int32 ``[1]``, to which the number of Inf and NaN amaxes is added; None: not
+                counted.
+        """
         history, scale, scale_inv, last, new, keep = self
         finite = torch.isfinite(last)
         if nonfinite is not None:
@@ -123,6 +138,7 @@ class UserUpdate(NamedTuple):
 def _new_scale(
     amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling
 ) -> torch.Tensor:
+    """Returns the scales ``[slots]`` that a recipe gives for ``amax`` ``[slots]``, unguarded."""
     algo = recipe.scaling_factor_compute_algo
     if callable(algo):
         new = algo(amax.clone(), scale.clone(), fp8_max, recipe)
@@ -136,7 +152,12 @@ def _new_scale(
 
 
 def _checked(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
-    """Returns the result of a user's function as ``like`` is; raises where it is unfit."""
+    """Returns a user function's result in the dtype and on the device of ``like``.
+
+    Raises:
+        TypeError: the result is no tensor.
+        ValueError: its shape is not that of ``like``.
+    """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"DelayedScaling: {name} must return a tensor, got {type(value).__name__}")
     if value.shape != like.shape:

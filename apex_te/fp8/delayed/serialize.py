@@ -1,4 +1,4 @@
-"""FP8 state in a state dict: plain tensors and a header, checked before anything is written."""
+"""FP8 state in a state dict: tensors and a header, all checked before any is loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ _SAME, _ROUNDED = 1e-5, 2.0**-6
 
 
 def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> None:
-    """Puts copies of the tensors and the header into ``destination`` under ``prefix``."""
+    """Puts copies of the state's tensors, and its header, into a state dict.
+
+    A state that is not allocated, or on the meta device, adds nothing.
+
+    Args:
+        state: the FP8 state.
+        destination: the state dict.
+        prefix: prefix of the keys.
+    """
     if not state.allocated or state.device.type == "meta":
         return
     for name in TENSORS:
@@ -32,10 +40,11 @@ def save_state(state: FP8State, destination: dict[str, Any], prefix: str) -> Non
 
 
 class LoadedState(NamedTuple):
-    """Entries of a state dict that were found to make a state.
+    """Named tuple of a state dict's checked entries for one FP8 state.
 
     Attributes:
-        tensors: fp32 on the CPU, by name; None where the state dict has none: initial state.
+        tensors: fp32 on the CPU, by the names in ``TENSORS``; None if the state dict has no
+            entries, for which the state gets its initial values.
         header: the checked header; None without tensors.
     """
 
@@ -43,7 +52,12 @@ class LoadedState(NamedTuple):
     header: Header | None = None
 
     def commit(self, module: ModuleFP8, device: torch.device) -> None:
-        """Writes to the state of ``module``, which is allocated on ``device`` if it is not yet."""
+        """Writes the entries to a module's FP8 state.
+
+        Args:
+            module: the ``ModuleFP8``.
+            device: device of the state, on which it is allocated if it is not yet.
+        """
         state, found, header = module.state, self.tensors, self.header
         if found is None or header is None:
             state.reset()
@@ -76,14 +90,21 @@ def read_state(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> LoadedState | None:
-    """Reads and checks the entries of ``tensors`` under ``prefix``; ``module`` stays as it is.
+    """Reads and checks the entries for a module's FP8 state, which is not changed.
 
-    A ``scale_inv`` that was rounded, as in a copy of the state dict in 16 bits, is made again, with
-    a warning.
+    A ``scale_inv`` that was rounded, as in a copy of the state dict in 16 bits, is computed from
+    the scale again, with a warning.
+
+    Args:
+        module: the ``ModuleFP8``.
+        tensors: the state dict.
+        prefix: prefix of the keys.
+        missing_keys: list to which missing keys are added, if others of the state are there.
+        error_msgs: list to which errors are added.
 
     Returns:
-        The entries to commit; None if some are missing (then named in ``missing_keys``) or wrong
-        (then described in ``error_msgs``).
+        The entries, to be committed; None if some are missing or wrong, so that the state must stay
+        as it is.
     """
     found = {name: tensors[prefix + name] for name in NAMES if prefix + name in tensors}
     if not found:
@@ -120,10 +141,18 @@ def load_state(
     missing_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Sets the state of ``module`` from the entries of ``tensors`` under ``prefix``.
+    """Sets a module's FP8 state from the entries of a state dict.
 
     The state is allocated on ``device`` if it is not yet. Without entries it gets initial values.
-    Entries that do not fit are reported in ``error_msgs`` and leave the state as it was.
+    Entries that do not fit are reported and leave the state as it was.
+
+    Args:
+        module: the ``ModuleFP8``.
+        tensors: the state dict.
+        prefix: prefix of the keys.
+        device: device of the state.
+        missing_keys: list to which missing keys are added, if others of the state are there.
+        error_msgs: list to which errors are added.
     """
     loaded = read_state(module, tensors, prefix, missing_keys, error_msgs)
     if loaded is not None:
@@ -131,13 +160,17 @@ def load_state(
 
 
 def _on_meta(module: ModuleFP8) -> bool:
-    """Returns True if the module is on the meta device and can take entries without values."""
+    """Returns True if the module is on the meta device, where entries need no values."""
     device = module.owner_device()
     return device is not None and device.type == "meta"
 
 
 def _on_cpu(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of ``value`` as fp32 on the CPU, made before anything is written."""
+    """Returns a copy of the tensor ``value`` as fp32 on the CPU.
+
+    Raises:
+        ValueError: it cannot be copied; ``name`` is its name in the error.
+    """
     try:
         with torch.inference_mode(False), torch.no_grad():
             return value.detach().to("cpu", torch.float32, copy=True)
@@ -146,7 +179,15 @@ def _on_cpu(name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 def _check_shapes(found: dict[str, Any], gemms: int) -> int:
-    """Returns the history length of a loaded state whose shapes fit together."""
+    """Checks the types and shapes of a state's tensors, and returns the history length.
+
+    Args:
+        found: entries of the state dict by name.
+        gemms: number of GEMMs of the module.
+
+    Raises:
+        ValueError: a tensor has another type or shape, or too many rows.
+    """
     history = found["amax_history_fwd"]
     length = history.shape[0] if isinstance(history, torch.Tensor) and history.dim() else 0
     for name in TENSORS:
@@ -164,7 +205,16 @@ def _check_shapes(found: dict[str, Any], gemms: int) -> int:
 
 
 def _check_values(values: dict[str, torch.Tensor], way: str, prefix: str) -> None:
-    """Raises ValueError for values that no update makes; makes a rounded ``scale_inv`` again."""
+    """Checks one direction's values, and recomputes a ``scale_inv`` that was rounded, in place.
+
+    Args:
+        values: tensors by name.
+        way: "fwd" or "bwd".
+        prefix: prefix of the keys, for the warning.
+
+    Raises:
+        ValueError: a value is one that no update makes.
+    """
     scale, inverse = values[f"scale_{way}"], values[f"scale_inv_{way}"]
     history = values[f"amax_history_{way}"]
     for name, value in ((f"scale_{way}", scale), (f"scale_inv_{way}", inverse)):

@@ -1,4 +1,4 @@
-"""Tensors of delayed scaling: the scales and amax histories of one module."""
+"""FP8State: the tensors of delayed scaling, which are a module's scales and amax histories."""
 
 from __future__ import annotations
 
@@ -45,12 +45,16 @@ class FP8State:
     Attributes:
         scale_fwd, scale_inv_fwd: ``[3 G]``.
         scale_bwd, scale_inv_bwd: ``[2 G]``.
-        amax_history_fwd, amax_history_bwd: ``[L, 3 G]`` and ``[L, 2 G]``. Row 0 is the staging row
-            into which casts write, row 1 the oldest, row ``L - 1`` the newest.
-        pending_scale_fwd: ``[3 G]``, the forward scales that the next update will give; written
-            and read by evaluations only (``preview.py``).
+        amax_history_fwd, amax_history_bwd: ``[L, 3 G]`` and ``[L, 2 G]``. Row 0 is the staging row,
+            into which casts write; row 1 is the oldest amax, row ``L - 1`` the newest.
+        pending_scale_fwd: ``[3 G]``, the forward scales that the next update will give; written and
+            read by evaluations only (``preview.py``).
+        gemms: ``G``.
+        allocated: True once the tensors exist.
+        device: device of the tensors; meta before they exist.
         first_steps: the slots whose first scale is due with ``first_step="current"``.
-        recipe: the recipe of the last forward that keeps state, or None.
+        recipe: recipe to which the values belong, that of the last recording forward; None before
+            it.
         sync: the ranks over which the scales are updated together, and on which they are equal.
     """
 
@@ -72,12 +76,16 @@ class FP8State:
         self.sync = ScaleSync()
 
     def on_replaced(self, drop_views: Callable[[], None]) -> None:
-        """Has the method ``drop_views``, held weakly, called when tensors are replaced."""
+        """Registers a method to be called when tensors are replaced, to drop views of them.
+
+        Args:
+            drop_views: bound method without arguments; its object is held weakly.
+        """
         self._drop_views = weakref.WeakMethod(drop_views)
 
     @property
     def num_slots(self) -> int:
-        """Scales of the module, forward and backward."""
+        """Number of slots, forward and backward."""
         return (FORWARD_SLOTS + BACKWARD_SLOTS) * self.gemms
 
     @property
@@ -87,7 +95,7 @@ class FP8State:
 
     @property
     def header(self) -> torch.Tensor:
-        """Header that a state dict holds beside the tensors: JSON text as uint8."""
+        """Header that a state dict holds beside the tensors, JSON text as uint8."""
         number, pending = self._clock()
         recipe = {} if self.recipe is None else recipe_entries(self.recipe)
         return encode_header(
@@ -103,16 +111,17 @@ class FP8State:
         )
 
     def _clock(self) -> tuple[int | None, int]:
-        """Returns the amax group's number and its pending regions.
+        """Returns the state's amax group and its clock.
 
         Returns:
-            The number, None before any region; regions since the last update.
+            number: number of the amax group; None before the first region.
+            pending: number of regions since its last update.
         """
         group = self.sync.amax_group
         return (None, amax_groups.pending) if group is None else (group.number, group.pending)
 
     def slots(self) -> Slots:
-        """Returns the views of the tensors over which quantizers are built."""
+        """Returns the views of the tensors over which a scheme builds quantizers."""
 
         def forward(i: int) -> Slot:
             scale, inverse = self.scale_fwd[i : i + 1], self.scale_inv_fwd[i : i + 1]
@@ -133,7 +142,12 @@ class FP8State:
         return Slots(gemms, first.due, first.on_device, self.sync, update_scales)
 
     def fit(self, recipe: DelayedScaling, device: torch.device) -> None:
-        """Allocates, resizes or rescales the tensors as ``recipe`` needs them."""
+        """Allocates, resizes or rescales the tensors for a recipe, where needed.
+
+        Args:
+            recipe: recipe of the forward that is to record.
+            device: device on which missing tensors are allocated.
+        """
         if not self.allocated or self.device.type == "meta":
             self.allocate(recipe.amax_history_len, device)
         elif self.history_length != recipe.amax_history_len:
@@ -145,7 +159,12 @@ class FP8State:
         self.recipe = recipe
 
     def allocate(self, length: int, device: torch.device) -> None:
-        """Gives the state its initial values on ``device``: scales 1, histories 0."""
+        """Makes the tensors with initial values, scales 1 and histories 0.
+
+        Args:
+            length: rows of the histories, the staging row included.
+            device: device of the tensors.
+        """
 
         def ones(slots: int) -> torch.Tensor:
             return torch.ones(slots, dtype=torch.float32, device=device)
@@ -167,7 +186,7 @@ class FP8State:
         self._replaced()
 
     def reset(self) -> None:
-        """Restores initial values in place; does nothing where nothing is allocated."""
+        """Restores the initial values in place; does nothing if nothing is allocated."""
         if self.allocated:
             with torch.no_grad():
                 for name in TENSORS:
@@ -177,7 +196,7 @@ class FP8State:
             registry.changed()
 
     def move(self, device: torch.device) -> None:
-        """Moves the tensors to ``device``; across the meta device no values are kept."""
+        """Moves the tensors to ``device``; to or from meta, the values become initial ones."""
         if not self.allocated or device == self.device:
             return
         if device.type == "meta" or self.device.type == "meta":
@@ -205,7 +224,7 @@ class FP8State:
         self._replaced()
 
     def _rescale(self, old: DelayedScaling, new: DelayedScaling) -> None:
-        """Brings scales that were set for ``old`` to the format and the margin of ``new``."""
+        """Adapts scales, computed for the recipe ``old``, to the format and margin of ``new``."""
         if callable(old.scaling_factor_compute_algo) or callable(new.scaling_factor_compute_algo):
             return  # what such a scale depends on is not known; the next update sets it
         margin = 2.0 ** (old.margin - new.margin)
@@ -224,7 +243,7 @@ class FP8State:
                 getattr(self, f"scale_inv_{way}").copy_(torch.reciprocal(scale))
 
     def _replaced(self) -> None:
-        """Has views of the old tensors dropped, after some were replaced."""
+        """Has views of replaced tensors dropped, by ``on_replaced``'s method and the registry."""
         self.device = self.scale_fwd.device
         drop_views = None if self._drop_views is None else self._drop_views()
         if drop_views is not None:
@@ -253,7 +272,7 @@ _warned: set[tuple[int, int]] = set()
 
 
 def warn_resized(old: int, new: int) -> None:
-    """Warns once per pair of lengths that histories change their length."""
+    """Warns, once for each pair of lengths, that histories change their length."""
     if (old, new) not in _warned:
         _warned.add((old, new))
         what = "trimmed" if new < old else "padded"
@@ -261,7 +280,12 @@ def warn_resized(old: int, new: int) -> None:
 
 
 def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns a copy of ``history`` [old, slots] with ``length`` rows: staging and newest kept."""
+    """Returns a copy of an amax history with another length, keeping the newest amaxes.
+
+    Args:
+        history: ``[old length, slots]``; its staging row is kept, too.
+        length: rows of the copy; rows that are added are zero.
+    """
     new = history.new_zeros(length, history.shape[1])
     new[0] = history[0]
     kept = min(history.shape[0], length) - 1

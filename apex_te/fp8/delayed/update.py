@@ -1,7 +1,8 @@
-"""Clock and update of delayed scaling: when scales move, and how those of an amax group do.
+"""Clock and update of delayed scaling: when scales move, and the update of an amax group.
 
-An update all-reduces the staged amaxes over the amax group's ranks (``amax_allreduce``), and sets
-the new scales of all states by one call for each device and kind of recipe (``scale_formula``).
+An update all-reduces the staged amaxes over the amax group's ranks (``amax_allreduce``), and
+computes the new scales of all states by one call for each device and kind of recipe
+(``scale_formula``).
 """
 
 from __future__ import annotations
@@ -40,19 +41,19 @@ _failures: dict[Recipe, UpdateFailure] = {}  # that no region has raised yet
 
 
 def enter_region(recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
-    """Counts a recorded region, after an update if ``recipe.interval`` regions have passed.
+    """Counts a recording region, after an update if ``recipe.interval`` regions have passed.
 
     Args:
-        recipe: the region's.
-        group: its ``fp8_group``.
-        may_update: the region was entered with grad enabled.
+        recipe: the region's recipe.
+        group: the region's ``fp8_group``.
+        may_update: True if the region was entered with grad enabled; only then a due update runs.
 
     Returns:
-        The region's amax group; None for a recipe that keeps no state, which is not counted.
+        The region's amax group; None for a recipe that keeps no state, whose regions do not count.
 
     Raises:
-        Exception: the error of an update of states with this recipe, once; the region is not
-            counted.
+        Exception: an update of states with this recipe failed, here or earlier; raised once, and
+            the region does not count.
     """
     if not recipe.keeps_state:
         return None
@@ -73,10 +74,14 @@ def enter_region(recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
 
 
 def leave_calibration(recipe: Any, amax_group: AmaxGroup) -> None:
-    """Updates on leaving a calibrating region without gradients.
+    """Updates scales on leaving a calibrating region without grad.
 
-    Not where regions with gradients are pending: their backward may be to come, and would find
-    other scales than its forward had.
+    It does nothing if a pending region was entered with grad: backward of that region may still
+    come, and would find other scales than its forward had.
+
+    Args:
+        recipe: the region's recipe.
+        amax_group: the region's amax group.
     """
     with update_lock:
         if amax_group.pending and not amax_group.training:
@@ -85,21 +90,26 @@ def leave_calibration(recipe: Any, amax_group: AmaxGroup) -> None:
 
 
 def update_if_due(recipe: Any, amax_group: AmaxGroup) -> None:
-    """Updates as entering a region of ``recipe`` in ``amax_group`` would."""
+    """Updates the scales of ``amax_group`` if ``recipe.interval`` regions have passed.
+
+    Args:
+        recipe: recipe of the region that is being entered.
+        amax_group: the region's amax group.
+    """
     with update_lock:
         if recipe.keeps_state and amax_group.pending >= recipe.interval:
             _update(recipe, amax_group)
 
 
 def flush_fp8_state(group: Any = None) -> None:
-    """Applies pending scale updates now; collective over the ``fp8_group`` of the regions.
+    """Applies pending scale updates at once; collective over the ``fp8_group`` of the regions.
 
     Scales otherwise move on entering the next ``fp8_autocast``. Call it before saving where all
-    ranks must save the same scales. Does nothing if no region has run since the last update.
+    ranks must save equal scales. It does nothing if no region has run since the last update.
 
     Args:
-        group: update only what ran in regions with this ``fp8_group``; None: all, each over its
-            own.
+        group: update only modules that last ran in regions with this ``fp8_group``; None: all
+            modules, each over the group of its regions.
 
     Raises:
         TypeError: ``group`` is no process group.
@@ -122,7 +132,13 @@ def flush_fp8_state(group: Any = None) -> None:
 
 
 def _update(recipe: Any, amax_group: AmaxGroup) -> None:
-    """Updates the states of ``amax_group``; warns of what fails with another recipe."""
+    """Updates the states of ``amax_group``, and keeps failures for the next region to raise.
+
+    Args:
+        recipe: recipe of the region that is being entered or left, for states that were loaded
+            without one; failures with another recipe cause a warning. None in a flush.
+        amax_group: the amax group.
+    """
     plan = registry.plans.get(amax_group)
     if plan is None:
         plan = registry.plans[amax_group] = UpdatePlan(amax_group, recipe)
@@ -142,17 +158,22 @@ def _update(recipe: Any, amax_group: AmaxGroup) -> None:
 
 
 def _raise_failure(recipe: Recipe) -> None:
+    """Raises the failure that was kept for states with this recipe, if any, and forgets it."""
     failure = _failures.pop(recipe, None) if _failures else None
     if failure is not None:
         raise failure.error()
 
 
 class UpdateFailure(NamedTuple):
-    """Names states whose update failed; their scales stayed, and staged amaxes were dropped.
+    """Named tuple that describes states with one recipe whose update failed.
+
+    Their scales stay as they were, and their staged amaxes are dropped.
 
     Attributes:
-        modules: their descriptions.
-        cause: without traceback, which would keep the callers' models alive.
+        recipe: recipe of the states.
+        modules: descriptions of their modules.
+        syncs: the ``ScaleSync`` of each state.
+        cause: the exception, without its traceback, which would keep the callers' models alive.
         where: file and line that raised.
     """
 
@@ -163,7 +184,11 @@ class UpdateFailure(NamedTuple):
     where: str
 
     def error(self) -> Exception:
-        """Returns the exception to raise, of the cause's type if that is a plain one of Python."""
+        """Returns the exception to raise for these states.
+
+        It has the cause's type if that is TypeError, ValueError or NotImplementedError, else it is
+        a RuntimeError.
+        """
         names = ", ".join(self.modules[:3])
         if len(self.modules) > 3:
             names += f" and {len(self.modules) - 3} more"
@@ -178,10 +203,15 @@ class UpdateFailure(NamedTuple):
 
 
 class UpdatePlan:
-    """Tensors of an amax group's states, grouped once and reused until a module changes."""
+    """Tensors of the states of an amax group, grouped for updates; used until a module changes.
+
+    Args:
+        amax_group: the amax group.
+        recipe: given to states that were loaded without one; None: these are left out.
+    """
 
     def __init__(self, amax_group: AmaxGroup, recipe: Recipe | None) -> None:
-        """Groups the states; ``recipe`` becomes that of states that were loaded without theirs."""
+        """Groups the tensors of all states that are updated with ``amax_group``."""
         self.amax_group = amax_group
         self.groups = ScaleGroups()
         self._staged: list[SlotRange] = []  # whose amaxes are reduced
@@ -200,7 +230,13 @@ class UpdatePlan:
                 self._add(module, state.recipe, starts[module.number])
 
     def _add(self, module: ModuleFP8, recipe: DelayedScaling, start: int) -> None:
-        """Takes in a module whose slots begin at ``start`` among those of the process."""
+        """Takes in the state of a module.
+
+        Args:
+            module: the ``ModuleFP8``.
+            recipe: recipe of its state.
+            start: index of its first slot among the slots of the process.
+        """
         state = module.state
         histories = state.amax_history_fwd, state.amax_history_bwd
         scales = state.scale_fwd, state.scale_bwd
@@ -216,10 +252,10 @@ class UpdatePlan:
         self.groups.of(state.device, recipe).add(module, *slots)
 
     def run(self) -> list[UpdateFailure]:
-        """Reduces amaxes over the group's ranks, if it has several, then updates every slot.
+        """Reduces amaxes over the ranks, if there are several, then updates every slot.
 
         Returns:
-            The failures, each of states with one recipe.
+            The failures, at most one for each group of states with equal recipes.
         """
         amax_group, equalised = self.amax_group, False
         if amax_group.reduces and world_size(amax_group.group) > 1:
@@ -236,7 +272,7 @@ class UpdatePlan:
         return failures
 
     def _reduce(self) -> bool:
-        """All-reduces the staged amaxes; returns True if scales were made equal on all ranks."""
+        """All-reduces staged amaxes; returns True if all ranks' scales were also made equal."""
         group = self.amax_group.group
         if self._reduction is None:
             unsure = any(reduced and not s.sure_in(self.amax_group) for s, reduced in self._syncs)
@@ -248,17 +284,17 @@ class UpdatePlan:
 
 
 def _device_of(group: Any) -> torch.device:
-    """Returns the device on which a rank without FP8 modules takes part in collectives."""
+    """Returns the device for collectives over ``group`` of a rank without FP8 modules."""
     if torch.distributed.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 class ScaleGroups(dict[tuple, "ScaleGroup"]):
-    """Groups of slots, by device and by the arguments of a recipe that an update depends on."""
+    """Dict of ``ScaleGroup`` by device and by what an update depends on in a recipe."""
 
     def of(self, device: torch.device, recipe: DelayedScaling) -> ScaleGroup:
-        """Returns the group of states on ``device`` whose amaxes were staged under ``recipe``."""
+        """Returns the group for states on ``device`` with ``recipe``, made if missing."""
         key: tuple = (device, recipe.margin, recipe.amax_compute_algo)
         key += (recipe.scaling_factor_compute_algo,)
         if recipe.uses_callables:
@@ -269,7 +305,11 @@ class ScaleGroups(dict[tuple, "ScaleGroup"]):
         return group
 
     def run(self, nonfinite: bool) -> list[UpdateFailure]:
-        """Updates all groups, counting ``nonfinite`` amaxes or not; returns the failures."""
+        """Updates all groups, and returns their failures.
+
+        Args:
+            nonfinite: True to count Inf and NaN amaxes in ``nonfinite_count``.
+        """
         found = [
             group.run(nonfinite_count(device) if nonfinite else None)
             for (device, *_), group in self.items()
@@ -278,7 +318,11 @@ class ScaleGroups(dict[tuple, "ScaleGroup"]):
 
 
 class ScaleGroup:
-    """Slots on one device that one call updates, of states with equal recipes."""
+    """Slots of states on one device that one call updates, since their recipes are equal in effect.
+
+    Args:
+        recipe: recipe of the first of the states.
+    """
 
     def __init__(self, recipe: DelayedScaling) -> None:
         self.recipe = recipe
@@ -295,7 +339,13 @@ class ScaleGroup:
     def add(
         self, module: ModuleFP8, *slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
     ) -> None:
-        """Takes in slots of ``module``: each a history, scales, their inverses and ``fp8_max``."""
+        """Takes in slots of ``module``.
+
+        Args:
+            module: the ``ModuleFP8``, held weakly.
+            slots: tuples of a history ``[length, slots]``, scales ``[slots]``, their ``scale_inv``
+                ``[slots]`` and ``fp8_max``.
+        """
         for history, scale, scale_inv, fp8_max in slots:
             self.histories.append(history)
             self.scales.append(scale)
@@ -306,9 +356,14 @@ class ScaleGroup:
         self._owners.append((weakref.ref(module), len(self.histories)))
 
     def run(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
-        """Updates every slot; a state for which that raises keeps its scales, none stops another.
+        """Updates every slot; a state whose update raises keeps its scales and stops no other's.
 
-        ``nonfinite`` is the counter of amaxes that are Inf or NaN, or None.
+        Args:
+            nonfinite: int32 ``[1]``, to which the number of Inf and NaN amaxes is added; None: not
+                counted.
+
+        Returns:
+            The failure of the states whose update raised; None if none did.
         """
         if self.recipe.uses_callables:
             return self._run_each(nonfinite)
@@ -324,7 +379,7 @@ class ScaleGroup:
         return None
 
     def _run_each(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
-        """Updates with a user's functions, state by state, each as a whole or not at all."""
+        """Updates state by state with a user's functions, each state as a whole or not at all."""
         failed: list[int] = []
         cause: Exception | None = None
         with torch.no_grad():
@@ -349,17 +404,21 @@ class ScaleGroup:
         return None if cause is None else self._failure(failed, cause)
 
     def _entries(self, index: int) -> range:
-        """Returns the range of the entries that belong to an owner."""
+        """Returns the indices into ``histories`` and the other lists that an owner's slots have."""
         return range(self._owners[index - 1][1] if index else 0, self._owners[index][1])
 
     def _has_staged(self, index: int) -> bool:
-        """Returns True if a state staged an amax since its update failed; waits for the device."""
+        """Returns True if owner ``index`` has a staged amax; waits for the device.
+
+        True during a capture, where it cannot wait.
+        """
         histories = [self.histories[i] for i in self._entries(index)]
         if histories[0].is_cuda and torch.cuda.is_current_stream_capturing():
             return True
         return any(bool(history[0].any()) for history in histories)
 
     def _succeeded(self, indices: Sequence[int]) -> None:
+        """Clears the mark of an earlier failure from owners whose update succeeded."""
         for index in self._suspects.intersection(indices):
             module = self._owners[index][0]()
             if module is not None:
@@ -367,7 +426,7 @@ class ScaleGroup:
             self._suspects.discard(index)
 
     def _failure(self, failed: Sequence[int], cause: Exception) -> UpdateFailure:
-        """Drops the amaxes that the ``failed`` owners have staged, and returns the failure."""
+        """Drops staged amaxes of the owners ``failed``, marks their modules, returns the failure."""
         modules, syncs = [], []
         for index in failed:
             with torch.no_grad():
@@ -384,7 +443,13 @@ class ScaleGroup:
         return UpdateFailure(self.recipe, modules, syncs, cause, at)
 
     def _lists(self) -> tuple[Sequence[torch.Tensor], ...]:
-        """Returns ``(histories, scales, scale_invs)``, prepared for the kernel's later calls."""
+        """Returns the three lists of tensors, checked in advance for repeated calls of the kernel.
+
+        Returns:
+            histories: fp32 ``[length, slots]`` each.
+            scales: fp32 ``[slots]`` each.
+            scale_invs: fp32 ``[slots]`` each.
+        """
         if torch.compiler.is_compiling():
             return self.histories, self.scales, self.scale_invs
         if self._prepared is None:

@@ -1,4 +1,4 @@
-"""Decoding an FP8Parameter: its values and its columnwise copy, also while tracing."""
+"""Values and columnwise copy of an FP8Parameter, computed from its rowwise data, also in a trace."""
 
 from __future__ import annotations
 
@@ -27,12 +27,18 @@ _library.define(
 
 @functools.cache
 def quantizers_of(recipe: Recipe, device: torch.device) -> GemmQuantizers:
-    """Returns the quantizers of a recipe that keeps no state."""
+    """Returns the quantizers of one GEMM for a recipe that keeps no state, cached."""
     return build_quantizers(recipe, None, 1, device).frozen[0]
 
 
 def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the values ``[rows, cols]`` in float32, float16 or bfloat16."""
+    """Returns the values of a stored weight, ``[rows, cols]``.
+
+    Args:
+        recipe: the weight's recipe.
+        held: its rowwise copy.
+        dtype: float32, float16 or bfloat16.
+    """
     fp8_data = held.rowwise
     assert fp8_data is not None
     if fp8_data.device.type == "meta":
@@ -44,10 +50,15 @@ def values(recipe: Recipe, held: QuantizedTensor, dtype: torch.dtype) -> torch.T
 
 
 def columnwise(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Makes the columnwise copy.
+    """Makes the columnwise copy of a stored weight.
+
+    Args:
+        recipe: the weight's recipe.
+        held: its rowwise copy.
 
     Returns:
-        ``(fp8_data, scale_inv)``: data ``[cols, rows]`` and their ``scale_inv``.
+        fp8_data: ``[cols, rows]``.
+        scale_inv: multipliers of these data.
     """
     fp8_data = held.rowwise
     assert fp8_data is not None
@@ -59,33 +70,39 @@ def columnwise(recipe: Recipe, held: QuantizedTensor) -> tuple[torch.Tensor, tor
 
 @functools.cache
 def _packed(recipe: Recipe) -> str:
+    """Returns a recipe as JSON text, an argument that ops can have."""
     return json.dumps(pack_recipe(recipe))
 
 
 @functools.cache
 def _unpacked(text: str) -> Recipe:
+    """Returns the recipe that ``_packed`` made into JSON text."""
     return unpack_recipe(json.loads(text))
 
 
 def _held(fp8_data: torch.Tensor, scale_inv: torch.Tensor) -> QuantizedTensor:
+    """Returns rowwise data and their scales as a QuantizedTensor."""
     return QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
 
 
 def _values_op(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str, dtype: torch.dtype
 ) -> torch.Tensor:
+    """Runs ``values`` as the op ``fp8_codes_values``."""
     return values(_unpacked(recipe), _held(fp8_data, scale_inv), dtype)
 
 
 def _values_fake(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str, dtype: torch.dtype
 ) -> torch.Tensor:
+    """Returns the result of ``fp8_codes_values`` for fake tensors."""
     return torch.empty_like(fp8_data, dtype=dtype)
 
 
 def _transposed_op(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs ``columnwise`` as the op ``fp8_codes_transposed``."""
     # A scale that serves both copies may not be an op's input and output.
     copy, scale = columnwise(_unpacked(recipe), _held(fp8_data, scale_inv))
     return copy, scale.clone() if scale is scale_inv else scale
@@ -94,6 +111,7 @@ def _transposed_op(
 def _transposed_fake(
     fp8_data: torch.Tensor, scale_inv: torch.Tensor, recipe: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the results of ``fp8_codes_transposed`` for fake tensors."""
     rows, cols = fp8_data.shape
     scale = layout_of(_unpacked(recipe)).scale_inv(cols, rows, fp8_data.device)
     return fp8_data.new_empty((cols, rows)), scale

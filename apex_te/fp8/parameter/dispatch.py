@@ -1,4 +1,4 @@
-"""torch's ops on an FP8Parameter: run on its FP8 data where possible, else on its values."""
+"""Handlers of torch's ops on an FP8Parameter: on its FP8 data where possible, else on its values."""
 
 from __future__ import annotations
 
@@ -44,26 +44,33 @@ _HANDLERS: dict[Any, _Handler] = {}
 
 
 class HeldWeight(GatheredPart, Protocol):
-    """A weight held in FP8, as the handlers of torch's ops see it."""
+    """Protocol of an FP8Parameter, as the handlers of torch's ops need it."""
 
     _writable: bool
     device: torch.device
 
     @classmethod
     def empty(cls, shape: Any, recipe: Any, dtype: Any, device: Any = None) -> Any:
-        """Returns one without values yet."""
+        """Makes a weight with uninitialized FP8 data.
+
+        Args:
+            shape: (rows, cols).
+            recipe: recipe by which its values will be quantized.
+            dtype: nominal dtype, that of the values.
+            device: device of the data.
+        """
 
     def _like(self, held: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns another over ``held``, with the same recipe."""
+        """Returns another weight over the data ``held``, with this one's recipe."""
 
     def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the values as a plain tensor."""
+        """Returns the values as a plain tensor in ``dtype``, default the nominal dtype."""
 
     def _write(self, source: Any) -> None:
-        """Quantizes ``source`` into the weight."""
+        """Quantizes the values of the tensor ``source`` into this weight's data."""
 
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the columnwise data and their scales."""
+        """Returns the columnwise FP8 data ``[cols, rows]`` and their ``scale_inv``."""
 
     def dim(self) -> int:
         """Returns the number of dimensions."""
@@ -73,7 +80,14 @@ class HeldWeight(GatheredPart, Protocol):
 
 
 def dispatch(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs ``func``, some of whose arguments are FP8Parameters (``cls``)."""
+    """Runs an op of torch for ``FP8Parameter.__torch_dispatch__``.
+
+    Args:
+        cls: the class FP8Parameter.
+        func: the op's overload, e.g. ``torch.ops.aten.detach.default``.
+        args: positional arguments, some of which are FP8Parameters.
+        kwargs: keyword arguments.
+    """
     handler = _HANDLERS.get(func)
     if handler is not None:
         return handler(cls, *args, **kwargs)
@@ -85,26 +99,27 @@ def dispatch(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, An
 
 
 def attributes_of(x: HeldWeight) -> dict[str, Any]:
-    """Returns the attributes that others have set on ``x``, such as ``tensor_model_parallel``."""
+    """Returns the attributes that users have set on ``x``, such as ``tensor_model_parallel``."""
     return {key: value for key, value in x.__dict__.items() if key not in _OWN}
 
 
 def _with_attributes(new: HeldWeight, x: HeldWeight) -> Any:
-    """Copies the attributes of ``x`` to ``new``, and returns it.
+    """Copies users' attributes of ``x`` to ``new``, and returns ``new``.
 
-    A module that is moved or converted takes a detached alias of what its parameter becomes.
+    When a module is moved or converted, its parameter takes the data of a converted alias of the
+    parameter; so aliases carry the attributes.
     """
     new.__dict__.update(attributes_of(x))
     return new
 
 
 def cloned(x: HeldWeight) -> QuantizedTensor:
-    """Returns copies of the rowwise data and scales of ``x``."""
+    """Returns a copy of the rowwise data and scales of ``x``."""
     return _changed(x, torch.clone)
 
 
 def _changed(x: HeldWeight, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantizedTensor:
-    """Returns the rowwise data and scales of ``x``, each passed through ``change``."""
+    """Returns the rowwise data and scales of ``x``, each passed through the function ``change``."""
     held = x._held
     assert held.rowwise is not None
     assert held.rowwise_scale_inv is not None
@@ -113,7 +128,7 @@ def _changed(x: HeldWeight, change: Callable[[torch.Tensor], torch.Tensor]) -> Q
 
 
 def _handles(*funcs: Any) -> Callable[[_Handler], _Handler]:
-    """Registers the decorated function as the handler of ``funcs``."""
+    """Returns a decorator that registers a function as the handler of the ops ``funcs``."""
 
     def register(handler: _Handler) -> _Handler:
         for func in funcs:
@@ -124,7 +139,13 @@ def _handles(*funcs: Any) -> Callable[[_Handler], _Handler]:
 
 
 def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs ``func`` on plain values, and quantizes again what it writes to."""
+    """Runs an op on the values of its FP8Parameters, and quantizes what it has written to them.
+
+    Arguments and result are as in ``dispatch``.
+
+    Raises:
+        NotImplementedError: the op would return a view of the values, which are not stored.
+    """
     arguments, returns = func._schema.arguments, func._schema.returns
     writes = any(a.alias_info is not None and a.alias_info.is_write for a in arguments)
     views = not writes and any(r.alias_info is not None for r in returns)
@@ -157,6 +178,7 @@ def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, 
 
 @_handles(_aten.detach.default, _aten.alias.default)
 def _detach(cls: type[HeldWeight], x: HeldWeight) -> Any:
+    """Returns an alias with the same FP8 data and attributes."""
     alias = x._like(x._held, shape=x.shape, writable=x._writable)
     alias._gathered = x._gathered
     return _with_attributes(alias, x)
@@ -164,7 +186,10 @@ def _detach(cls: type[HeldWeight], x: HeldWeight) -> Any:
 
 @_handles(_aten.cat.default)
 def _cat(cls: type[HeldWeight], tensors: Any, dim: int = 0) -> torch.Tensor:
-    """Joins rows of gathered parts to one weight, with which a layer of several parameters runs."""
+    """Concatenates tensors; weights gathered by FSDP2 become one weight without leaving FP8.
+
+    A module with several parameters for one GEMM, such as query, key and value, joins them so.
+    """
     if dim == 0 and all(type(t) is cls for t in tensors):
         whole = joined(tensors)
         if whole is not None:
@@ -176,6 +201,7 @@ def _cat(cls: type[HeldWeight], tensors: Any, dim: int = 0) -> torch.Tensor:
 
 @_handles(_aten.clone.default)
 def _clone(cls: type[HeldWeight], x: HeldWeight, memory_format: Any = None) -> Any:
+    """Returns an FP8Parameter over a copy of the FP8 data."""
     return x._like(cloned(x), shape=x.shape)
 
 
@@ -188,7 +214,7 @@ def _to_copy(
     non_blocking: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """Changes device or nominal dtype; a dtype that cannot be nominal gives plain values."""
+    """Returns a copy with another device or nominal dtype; plain values for other dtypes."""
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if dtype not in DTYPES:
@@ -204,6 +230,7 @@ def _to_copy(
 def _copy_(
     cls: type[HeldWeight], x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
+    """Copies values in place; to an FP8Parameter by quantizing them, from one by decoding."""
     if isinstance(x, cls):
         x._write(source)
         return x
@@ -213,7 +240,7 @@ def _copy_(
 
 @_handles(_aten.view.default, _aten._unsafe_view.default)
 def _view(cls: type[HeldWeight], x: HeldWeight, size: Any) -> Any:
-    """Gives the weight another shape over the same data; a GEMM then takes its values."""
+    """Returns an alias of another shape over the same data; GEMMs then read its values."""
     assert x._held.rowwise is not None
     return x._like(x._held, shape=x._held.rowwise.view(size).shape, writable=x._writable)
 
@@ -222,7 +249,11 @@ def _view(cls: type[HeldWeight], x: HeldWeight, size: Any) -> Any:
 def _as_strided(
     cls: type[HeldWeight], x: HeldWeight, size: Any, stride: Any, storage_offset: int = 0
 ) -> Any:
-    """Returns an alias; for unchanged sizes only, with which FSDP2 ends its gathering."""
+    """Returns an alias if neither sizes nor strides change, as where FSDP2 ends a gather.
+
+    Raises:
+        NotImplementedError: they change.
+    """
     if tuple(size) != x.shape or tuple(stride) != x.stride() or storage_offset:
         raise NotImplementedError(
             f"FP8Parameter: as_strided must keep shape {list(x.shape)} and strides, got "
@@ -232,6 +263,11 @@ def _as_strided(
 
 
 def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
+    """Returns a part of the weight, rows ``start`` to ``stop``, which cannot be written to.
+
+    Raises:
+        NotImplementedError: the rows cut a block that shares a scale.
+    """
     if start == 0 and stop == x.shape[0]:
         return _detach(cls, x)
     held = x._layout.rows(x._held, start, stop) if x._is_matrix else None
@@ -252,6 +288,7 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Any:
+    """Returns an alias for the whole, or a view of rows."""
     length = x.shape[dim]
     start, stop, step = slice(start, end, step).indices(length)
     if (start, stop, step) == (0, length, 1):
@@ -264,6 +301,7 @@ def _slice(
 
 @_handles(_aten.split.Tensor)
 def _split(cls: type[HeldWeight], x: HeldWeight, size: int, dim: int = 0) -> tuple[Any, ...]:
+    """Returns views of ``size`` rows each."""
     _check_rows(x, dim)
     length = x.shape[dim]
     starts = range(0, length, size) if length else (0,)
@@ -274,6 +312,7 @@ def _split(cls: type[HeldWeight], x: HeldWeight, size: int, dim: int = 0) -> tup
 def _split_with_sizes(
     cls: type[HeldWeight], x: HeldWeight, sizes: list[int], dim: int = 0
 ) -> tuple[Any, ...]:
+    """Returns views of as many rows as ``sizes`` says."""
     _check_rows(x, dim)
     parts, start = [], 0
     for size in sizes:
@@ -283,6 +322,7 @@ def _split_with_sizes(
 
 
 def _check_rows(x: HeldWeight, dim: int) -> None:
+    """Raises NotImplementedError unless ``dim`` is the dimension of rows, 0."""
     if dim % x.dim():
         raise NotImplementedError(
             f"FP8Parameter: a part must be of rows (dimension 0), got dimension {dim}; use "
@@ -299,7 +339,11 @@ def _new_zeros(
     device: torch.device | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Makes another of this kind, as FSDP2 makes a shard; plain for what cannot be one."""
+    """Returns zeros as an FP8Parameter, as FSDP2 makes a shard; as a plain tensor if not possible.
+
+    Raises:
+        NotImplementedError: FSDP2's shards would not have equally many rows on each rank.
+    """
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if len(size) != 2 or dtype not in DTYPES:
@@ -327,7 +371,10 @@ def _empty_like(
     device: torch.device | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Makes another of this kind, as a module does that leaves the meta device."""
+    """Returns an uninitialized FP8Parameter, as a module makes one that leaves the meta device.
+
+    A plain tensor where ``dtype`` or the weight's shape does not allow an FP8Parameter.
+    """
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
     if dtype not in DTYPES or not x._is_matrix:
@@ -338,14 +385,17 @@ def _empty_like(
 
 @_handles(_aten.dequantize.self)
 def _dequantize(cls: type[HeldWeight], x: HeldWeight) -> torch.Tensor:
+    """Returns the values as a plain tensor."""
     return x._values()
 
 
 @_handles(torch.ops.apex_te.fp8_parameter_rowwise.default)
 def _rowwise(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
+    """Returns the rowwise FP8 data and their ``scale_inv``; op for compiled code."""
     return x._held.rowwise, x._held.rowwise_scale_inv
 
 
 @_handles(torch.ops.apex_te.fp8_parameter_transposed.default)
 def _transposed(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
+    """Returns the columnwise FP8 data and their ``scale_inv``; op for compiled code."""
     return x._transposed()

@@ -25,15 +25,19 @@ _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class Gathered:
-    """Origin of a weight that was made of gathered FP8 data; aliases of the weight share it.
+    """Record, on a weight that was made of gathered FP8 data, of how these were quantized.
+
+    Aliases of the weight share it.
 
     Attributes:
-        settings: of the quantizer that made the data (``Quantizer.settings``); None where the
-            shards themselves hold the weight in FP8, and nothing else is to be quantized.
-        name: of that quantizer's recipe.
-        amax: fp32 ``[1]``, of this rank's shard, for schemes that stage it; else None.
-        group: the ranks that have the shards, or None where there is one.
-        stamp: equal for parts of one weight that have one scale.
+        settings: ``Quantizer.settings`` of the quantizer that made the data; None if the shards
+            themselves are held in FP8, so that nothing was quantized for the gather.
+        name: description of the recipe, for errors.
+        amax: fp32 ``[1]``, of this rank's shard, to be staged by a forward; None for schemes that
+            stage none.
+        group: process group of the ranks that have the shards; None if it is one rank.
+        stamp: value that is equal for parts that were quantized with one scale, for ``joined``.
+        reader: the quantizer that ``read_by`` last found to have equal settings, or None.
     """
 
     __slots__ = ("amax", "group", "name", "reader", "settings", "stamp")
@@ -54,15 +58,19 @@ class Gathered:
         self.reader: Any = None  # the quantizer that was found to make the same data
 
     def take(self, other: Gathered) -> None:
-        """Takes the values of ``other``, of a later gather."""
+        """Takes over the attributes of ``other``, which belongs to a newer gather."""
         self.settings, self.name, self.amax = other.settings, other.name, other.amax
         self.group, self.stamp = other.group, other.stamp
 
     def read_by(self, quantizers: GemmQuantizers, forward: bool) -> None:
-        """Checks that a GEMM of ``quantizers`` can read the data; a forward stages their amax.
+        """Checks that a GEMM can read the gathered data; a forward also stages the shard's amax.
+
+        Args:
+            quantizers: the GEMM's quantizers.
+            forward: True in a forward.
 
         Raises:
-            ValueError: the quantizer would make other data of the weight.
+            ValueError: the weight quantizer would make other data, as its settings differ.
         """
         if self.settings is None:
             return
@@ -80,7 +88,10 @@ class Gathered:
 
 
 class GatheredPart(Protocol):
-    """A weight held in FP8 of which FSDP2 gathers the shards, or that it has gathered."""
+    """Protocol of an FP8Parameter, as the gathering of shards needs it.
+
+    It is a shard that FSDP2 gathers, or a weight that it has gathered.
+    """
 
     _held: QuantizedTensor
     _recipe: Recipe
@@ -94,9 +105,12 @@ class GatheredPart(Protocol):
 
 
 def fsdp_groups() -> Iterator[Any]:
-    """Yields the parameter groups that FSDP2 gathers at once, of all models.
+    """Yields FSDP2's groups of parameters that are gathered at once, of all models in the process.
 
-    torch has no public way to ask.
+    torch has no public way to list them, so private attributes are read.
+
+    Yields:
+        torch's ``FSDPParamGroup`` objects.
     """
     from torch.distributed import _composable_state
 
@@ -109,11 +123,18 @@ def fsdp_groups() -> Iterator[Any]:
 
 
 def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
-    """Checks, once, that FSDP2 frees or keeps the gathered weights of ``module`` after a forward.
+    """Checks, once for each module, that FSDP2 does not reshard its weights to fewer ranks.
+
+    After a forward FSDP2 frees or keeps the gathered weights, or, if ``reshard_after_forward`` is
+    an int, spreads them over that many ranks; then it would take FP8 data for values. The check
+    comes before anything is gathered, and fails on all ranks.
+
+    Args:
+        owner: class or function to name in the error.
+        module: the module that has the weights; None is not checked.
 
     Raises:
-        NotImplementedError: FSDP2 is to spread them over fewer ranks, where it would take the FP8
-            data for values. On all ranks and before anything is gathered.
+        NotImplementedError: ``reshard_after_forward`` is an int.
     """
     if module is None or module in _checked:
         return
@@ -131,15 +152,24 @@ def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
 def shard_fp8_data(
     shard: GatheredPart, mesh: Any, outer_size: Any, module: Any, mp_policy: Any
 ) -> tuple:
-    """Gives FSDP2 what it gathers of a shard that is held in FP8.
+    """Returns what FSDP2 is to gather of a shard that is held in FP8.
+
+    The first five arguments of ``FP8Parameter.fsdp_pre_all_gather`` are passed on, but the strides.
+
+    Args:
+        shard: this rank's rows.
+        mesh: device mesh of the shards, or None.
+        outer_size: size of the whole weight.
+        module: the module that has the weight.
+        mp_policy: FSDP2's mixed-precision policy, whose ``param_dtype`` becomes the nominal dtype.
 
     Returns:
-        ``((fp8_data, scale_inv), context)``: the data as bytes, their ``scale_inv``, and what
-        ``gathered_fp8_data`` needs besides.
+        tensors: ``(fp8_data, scale_inv)``, the data as uint8.
+        context: ``(recipe, dtype, fp8_dtype)`` for ``gathered_fp8_data``.
 
     Raises:
-        NotImplementedError: on all ranks, for shards that are not rows, as many on each rank and
-            in whole blocks, and for a ``reshard_after_forward`` that is an int.
+        NotImplementedError: on all ranks, if shards are not equally many rows on each rank, or cut
+            a block, or ``reshard_after_forward`` is an int.
     """
     check_resharding("FP8Parameter", module)
     layout, held = shard._layout, shard._held
@@ -163,10 +193,17 @@ def shard_fp8_data(
 def gathered_fp8_data(
     shard: GatheredPart, outputs: tuple[torch.Tensor, ...], context: Any
 ) -> tuple[QuantizedTensor, Recipe, torch.dtype]:
-    """Puts shards that are held in FP8 together.
+    """Makes one weight of the gathered data of shards that are held in FP8.
+
+    Args:
+        shard: this rank's rows.
+        outputs: the gathered ``fp8_data`` and ``scale_inv`` of all shards.
+        context: what ``shard_fp8_data`` returned with them.
 
     Returns:
-        ``(held, recipe, dtype)``: the whole weight's rowwise copy, its recipe and nominal dtype.
+        held: the whole weight's rowwise copy.
+        recipe: its recipe.
+        dtype: its nominal dtype.
     """
     recipe, dtype, fp8_dtype = context
     # With one rank FSDP2 hands over the first tensor only.
@@ -177,7 +214,13 @@ def gathered_fp8_data(
 
 
 def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
-    """Gives the whole ``weight`` of an earlier gather, and its aliases, the data of a new one."""
+    """Gives a weight of an earlier gather, and its aliases, the data of a new gather.
+
+    Args:
+        weight: the gathered FP8Parameter, or a DTensor around it.
+        held: the new rowwise copy.
+        gathered: the new record of how it was quantized.
+    """
     whole: GatheredPart = getattr(weight, "_local_tensor", weight)
     target = whole._held
     target.rowwise, target.rowwise_scale_inv = held.rowwise, held.rowwise_scale_inv
@@ -187,13 +230,22 @@ def replace(weight: Any, held: QuantizedTensor, gathered: Gathered) -> None:
 
 
 def joined(parts: Sequence[GatheredPart]) -> tuple[QuantizedTensor, Gathered] | None:
-    """Joins the rows of gathered ``parts`` to one weight.
+    """Joins the rows of gathered weights into one weight.
+
+    Args:
+        parts: the weights, in the order of their rows.
 
     Returns:
-        ``(held, origin)``: the rowwise copy and its origin; None for parts of several recipes.
+        held: the rowwise copy of all rows.
+        gathered: the record of how they were quantized.
+
+        None in place of the pair if the parts cannot be joined in FP8, as they were not gathered,
+        are shards that are held in FP8, or differ in recipe or dtype; the caller then joins their
+        values.
 
     Raises:
-        NotImplementedError: the scales of the parts differ.
+        NotImplementedError: a part ends inside a block, or the parts were quantized with different
+            scales.
     """
     first = parts[0]
     if any(p._gathered is None or not p._is_matrix for p in parts):

@@ -1,4 +1,4 @@
-"""FP8Parameter: a weight that is held in low precision only."""
+"""FP8Parameter, a weight that is held in FP8 only, and its reading by GEMMs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ __all__ = ["FP8Parameter", "dequantized", "fp8_operands", "record_weight"]
 
 
 class _Initial:
-    """Value before quantization, which all aliases of a parameter share."""
+    """Values before quantization, an object that all aliases of a parameter share.
+
+    Args:
+        wanted: True to keep the values when the parameter is initialized.
+        value: the values on the CPU, or None.
+    """
 
     __slots__ = ("value", "wanted")
 
@@ -34,14 +39,14 @@ class FP8Parameter(torch.Tensor):
     """A weight ``[rows, cols]`` of a high-precision dtype that is held as FP8 data and scales.
 
     To its user it is a tensor of ``dtype`` (float32, float16, bfloat16 or float64), and a
-    ``torch.nn.Parameter`` once wrapped in one; its gradient arrives in that dtype. GEMMs of modules
-    read the FP8 data, all other ops its values. Whatever writes to it (``copy_``, an optimizer's
-    in-place step, ``load_state_dict``) quantizes the new values, from the widest dtype at hand;
-    with delayed scaling, too, by their own amax (rounded to bfloat16, so that loading values that
-    were saved restores the data). Its scales travel with its data.
+    ``torch.nn.Parameter`` once wrapped in one; its gradient has that dtype, too. GEMMs of modules
+    read the FP8 data, all other ops the values. Whatever writes to it (``copy_``, an optimizer's
+    in-place step, ``load_state_dict``) quantizes the new values, from the widest dtype at hand. The
+    scale comes from the new values, with delayed scaling, too; a scale for the whole weight comes
+    from the amax rounded to bfloat16, so that loading values that were saved restores the data.
 
-    The columnwise copy that backward needs is made there from the rowwise one and dropped, or kept
-    while a module's weight cache wants it.
+    The columnwise copy that backward needs is made there from the rowwise one. It is then dropped,
+    or kept while a module's weight cache needs it.
 
     ``float()``, ``half()``, ``bfloat16()``, ``double()`` and ``to(dtype)`` of a
     ``torch.nn.Parameter`` change its nominal dtype, as converting a module does. Called on any
@@ -99,7 +104,14 @@ class FP8Parameter(torch.Tensor):
         device: torch.device | str | int | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> FP8Parameter:
-        """Makes one without values yet, to be quantized by ``recipe``.
+        """Makes a weight with uninitialized data.
+
+        Args:
+            shape: (rows, cols).
+            recipe: recipe of the model, whose ``stored_recipe`` quantizes the weight.
+            dtype: nominal dtype: float32, float16, bfloat16 or float64.
+            device: device of the data.
+            preserve_high_precision_init_val: keep the values that ``initialize`` quantizes.
 
         Raises:
             ValueError: ``shape`` is not that of a matrix.
@@ -119,9 +131,13 @@ class FP8Parameter(torch.Tensor):
         return cls(held, recipe, dtype, _Initial(preserve_high_precision_init_val))
 
     def initialize(self, init_method: Callable[[torch.Tensor], Any]) -> None:
-        """Takes the values that ``init_method`` puts into a plain tensor.
+        """Quantizes initial values into the weight.
 
-        Keeps a copy on the CPU for ``get_high_precision_init_val`` if that was asked for.
+        If that was asked for, a copy of the values is kept on the CPU for
+        ``get_high_precision_init_val``.
+
+        Args:
+            init_method: function that fills the plain tensor ``[rows, cols]`` it is given.
         """
         value = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         init_method(value)
@@ -130,11 +146,11 @@ class FP8Parameter(torch.Tensor):
             self._initial.value = value.cpu()
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """Returns the values before quantization, on the CPU; None unless they were preserved."""
+        """Returns the initial values before quantization, on the CPU; None unless they were kept."""
         return self._initial.value
 
     def clear_high_precision_init_val(self) -> None:
-        """Frees the values before quantization."""
+        """Frees the initial values before quantization."""
         self._initial.value = None
 
     @property
@@ -143,16 +159,21 @@ class FP8Parameter(torch.Tensor):
         return self._recipe
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Returns the values as a plain tensor, default in the own dtype; differentiable."""
+        """Returns the values as a plain tensor; differentiable.
+
+        Args:
+            dtype: dtype of the result; None: that of the parameter.
+        """
         dtype = self.dtype if dtype is None else dtype
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
         return self._values(dtype)
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Returns a tensor of another dtype or device; plain values if this is no parameter.
+        """Returns this weight with another dtype or on another device, as ``torch.Tensor.to`` does.
 
-        A dtype, or a tensor with one, asks for plain values even where the dtype stays.
+        A ``torch.nn.Parameter`` stays an FP8Parameter. Any other FP8Parameter gives plain values if
+        a dtype, or a tensor with one, is passed, even the dtype that it has.
         """
         dtype = kwargs.get("dtype")
         for arg in (*args, kwargs.get("other")):
@@ -182,7 +203,7 @@ class FP8Parameter(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """Alias without autograd history; a tensor assigned to it is quantized into the weight."""
+        """Alias without autograd history; assigning a tensor to it quantizes that into the weight."""
         return super().data
 
     @data.setter
@@ -240,6 +261,7 @@ class FP8Parameter(torch.Tensor):
         return layout_of(self._recipe)
 
     def _transposed(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the columnwise FP8 data ``[cols, rows]`` and their ``scale_inv``."""
         return columnwise(self._recipe, self._held)
 
     def _like(
@@ -249,17 +271,18 @@ class FP8Parameter(torch.Tensor):
         shape: torch.Size | None = None,
         writable: bool = True,
     ) -> FP8Parameter:
-        """Returns another over ``held``, with the same recipe and the same initial values."""
+        """Returns another FP8Parameter over ``held``, with this one's recipe and initial values."""
         dtype = self.dtype if dtype is None else dtype
         return FP8Parameter(held, self._recipe, dtype, self._initial, shape, writable)
 
     def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Returns the values in ``dtype``, default the nominal dtype, not differentiable."""
         dtype = self.dtype if dtype is None else dtype
         kernel = dtype if dtype in KERNEL_DTYPES else torch.float32
         return values(self._recipe, self._held, kernel).to(dtype).view(self.shape)
 
     def _write(self, source: torch.Tensor) -> None:
-        """Quantizes ``source``, or takes over its FP8 data; addresses stay."""
+        """Writes ``source`` to the data in place: quantized, or copied if its FP8 data fit."""
         if not self._writable and self.numel():
             raise NotImplementedError(
                 "FP8Parameter: only a whole weight can be written to, got a part of one"
@@ -286,6 +309,7 @@ class FP8Parameter(torch.Tensor):
             held.columnwise = held.columnwise_scale_inv = None
 
     def _quantized(self, value: torch.Tensor) -> QuantizedTensor:
+        """Returns the rowwise copy of high-precision values, broadcast to the weight's shape."""
         assert self._held.rowwise is not None
         dtype = torch.float32 if value.dtype not in KERNEL_DTYPES else value.dtype
         value = value.to(self.device, dtype).expand(self.shape)
@@ -320,7 +344,12 @@ class FP8Parameter(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Returns the FP8 data of this shard as bytes, and its scales, with a context."""
+        """Returns this shard's FP8 data and scales for FSDP2 to gather; a hook of FSDP2.
+
+        Returns:
+            tensors: ``(fp8_data, scale_inv)``, the data as uint8.
+            context: recipe and dtypes, for ``fsdp_post_all_gather``.
+        """
         return shard_fp8_data(self, mesh, outer_size, module, mp_policy)
 
     def fsdp_post_all_gather(
@@ -331,7 +360,18 @@ class FP8Parameter(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        """Returns the whole weight over the gathered data; given ``out``, writes that instead."""
+        """Makes the whole weight of the gathered data; a hook of FSDP2.
+
+        Args:
+            all_gather_outputs: the gathered ``fp8_data`` and ``scale_inv``.
+            metadata: the context that ``fsdp_pre_all_gather`` returned.
+            param_dtype: dtype of FSDP2's policy, not used: the context has it.
+            out: weight of an earlier gather, which then gets the data; None: make one.
+
+        Returns:
+            The weight and a tuple of the tensors whose memory FSDP2 is to manage; None with
+            ``out``.
+        """
         held, recipe, dtype = gathered_fp8_data(self, all_gather_outputs, metadata)
         if out is not None:
             replace(out, held, Gathered())
@@ -344,11 +384,17 @@ class FP8Parameter(torch.Tensor):
 def fp8_operands(
     weight: FP8Parameter, quantizers: GemmQuantizers, with_columnwise: bool, keep: bool = False
 ) -> QuantizedTensor | None:
-    """Returns the FP8 data of ``weight``; None if the backend of ``quantizers`` cannot read them.
+    """Returns the FP8 copies of a weight for a GEMM.
 
     Args:
+        weight: the weight.
+        quantizers: the GEMM's quantizers, of the region's recipe.
         with_columnwise: return the columnwise copy, too, as backward needs it; False in a forward.
         keep: keep the columnwise copy until the next write to ``weight``.
+
+    Returns:
+        The copies; None if the GEMM's backend cannot read them, for which the caller quantizes the
+        weight's values.
 
     Raises:
         ValueError: FSDP2 gathered data that ``quantizers`` would not have made.
@@ -383,12 +429,12 @@ def fp8_operands(
 
 
 def dequantized(weight: torch.Tensor) -> torch.Tensor:
-    """Returns the values of an FP8Parameter, and any other weight as it is."""
+    """Returns the values of an FP8Parameter; any other weight is returned as it is."""
     return weight.dequantize() if type(weight) is FP8Parameter else weight
 
 
 def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
-    """Stages the amax of ``weight`` without a cast."""
+    """Stages the amax of ``weight`` in ``quantizer``, without a cast, for calibration."""
     gathered = weight._gathered if type(weight) is FP8Parameter else None
     if gathered is None or gathered.settings is None:
         quantizer.record(dequantized(weight).contiguous())
@@ -397,7 +443,7 @@ def record_weight(weight: torch.Tensor, quantizer: Any) -> None:
 
 
 class _Dequantize(OpFunction):
-    """Gives the values of an FP8Parameter; the gradient passes unchanged."""
+    """Autograd function for the values of an FP8Parameter; the gradient passes unchanged."""
 
     LABEL = "FP8Parameter"
 
@@ -419,7 +465,16 @@ def _rebuild(
     initial: tuple,
     attributes: dict[str, Any] | None = None,
 ) -> FP8Parameter:
-    """Rebuilds a pickled parameter from plain values, which ``weights_only=True`` loads, too."""
+    """Rebuilds a pickled FP8Parameter from values that ``torch.load(weights_only=True)`` accepts.
+
+    Args:
+        packed: what ``pack_recipe`` returned.
+        dtype: nominal dtype.
+        tensors: the rowwise data as uint8, and their ``scale_inv``.
+        flags: whether it is a ``torch.nn.Parameter``, and ``requires_grad``.
+        initial: the arguments of ``_Initial``.
+        attributes: attributes that users have set, by name.
+    """
     recipe = unpack_recipe(packed)
     rowwise, scale_inv = tensors
     fp8_data = rowwise.view(quantizers_of(recipe, rowwise.device).weight.dtype)
@@ -430,15 +485,17 @@ def _rebuild(
 
 
 def _is_parameter(x: FP8Parameter) -> bool:
+    """Returns True if ``x`` is a ``torch.nn.Parameter``."""
     return bool(getattr(x, "_is_param", False))
 
 
 def _flags(x: FP8Parameter) -> tuple[bool, bool]:
+    """Returns two bools: whether ``x`` is a ``torch.nn.Parameter``, and its ``requires_grad``."""
     return _is_parameter(x), x.requires_grad
 
 
 def _wrapped(x: Any, is_parameter: bool, requires_grad: bool) -> Any:
-    """Returns ``x``, as a ``torch.nn.Parameter`` if it is to be one."""
+    """Returns ``x`` with ``requires_grad`` set, as a ``torch.nn.Parameter`` if asked for."""
     if is_parameter:
         return torch.nn.Parameter(x, requires_grad)
     return x.requires_grad_(requires_grad)

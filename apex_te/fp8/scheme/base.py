@@ -180,8 +180,7 @@ class Quantizer:
     def scales_of_rows(
         self, quantizers: Sequence[Any], amaxes: torch.Tensor | None
     ) -> tuple[Sequence[torch.Tensor], torch.Tensor | None] | None:
-        """Computes the scales by which ``multi_tensor.quantize`` casts several matrices' rows at
-        once.
+        """Computes scales by which ``multi_tensor.quantize`` casts several matrices' rows at once.
 
         The data are those that ``quantize_rows`` makes of each.
 
@@ -241,7 +240,7 @@ class Quantizer:
         return self._decode(quantized.columnwise, quantized.columnwise_scale_inv, dtype).t()
 
     def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the values of FP8 data, here with a ``scale_inv`` that broadcasts to their shape."""
+        """Returns the values of FP8 data, here with a ``scale_inv`` that broadcasts."""
         return (fp8_data.to(torch.float32) * scale_inv).to(dtype)
 
     def known_scale(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -257,8 +256,7 @@ class Quantizer:
         return None
 
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
-        """Quantizes ``x`` into the copies that an earlier ``quantize`` made, as CUDA graphs need
-        it.
+        """Quantizes ``x`` into the copies that an earlier ``quantize`` made, as a capture needs.
 
         Args:
             x: ``[rows, cols]``.
@@ -522,7 +520,7 @@ class Layout:
         return made.columnwise, made.columnwise_scale_inv
 
     def rows(self, held: QuantizedTensor, start: int, stop: int) -> QuantizedTensor | None:
-        """Returns views of rows ``start`` to ``stop`` and their scales; None if they cut a block."""
+        """Returns views of rows ``start`` to ``stop`` and their scales; None if cutting a block."""
         fp8_data, scale_inv, block = held.rowwise, held.rowwise_scale_inv, self.block_rows
         assert fp8_data is not None
         assert scale_inv is not None
@@ -533,8 +531,7 @@ class Layout:
         return QuantizedTensor(fp8_data[start:stop], scale_inv, None, None, held.dtype)
 
     def joined(self, parts: list[QuantizedTensor]) -> QuantizedTensor | None:
-        """Returns copies of the rows of ``parts`` as one weight; None if a part ends inside a
-        block.
+        """Returns copies of the rows of ``parts`` as one weight; None if a part ends in a block.
 
         Args:
             parts: rowwise copies; where all rows of a weight share a scale, the caller ensures that
@@ -755,9 +752,7 @@ class Scheme:
         raise NotImplementedError
 
     def stored_recipe(self, recipe: Any) -> Recipe:
-        """Returns the recipe that quantizes weights held in FP8 only, in a model run with
-        ``recipe``.
-        """
+        """Returns the recipe that quantizes weights held in FP8 only, given a region's recipe."""
         return recipe
 
 

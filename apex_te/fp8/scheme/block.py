@@ -72,7 +72,7 @@ class BlockQuantizer(Quantizer):
 
 
 class BlockGemm(GemmBackend):
-    """Multiplies block-scaled operands by cuBLASLt's block-scaled GEMMs, or emulates the product."""
+    """Multiplies block-scaled operands by cuBLASLt's block-scaled GEMMs, or emulates these."""
 
     __slots__ = ("native",)
 

@@ -94,9 +94,7 @@ class CurrentScalingQuantizer(Quantizer):
     def produce(
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
-        """Runs the op twice, first for the result's amax alone, which is cheaper than writing the
-        result.
-        """
+        """Runs the op twice, first for its result's amax alone: cheaper than storing the result."""
         if not self.can_fuse(producer):
             return super().produce(producer, rowwise, columnwise)
         dtype = self.dtype

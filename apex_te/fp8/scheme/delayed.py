@@ -391,7 +391,7 @@ class DelayedGroups(GroupQuantizer):
 
 
 def _column(slots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns equidistant views ``[1]`` of one state tensor as one strided view, ``[len(slots)]``."""
+    """Returns equidistant views ``[1]`` of one tensor as one strided view, ``[len(slots)]``."""
     first = slots[0]
     if len(slots) == 1:
         return first

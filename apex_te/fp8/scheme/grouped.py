@@ -134,9 +134,7 @@ class GroupQuantizer:
         """Stages the amaxes of the groups' rows; does nothing for a scheme without state."""
 
     def record_matrices(self, matrices: Sequence[torch.Tensor], groups: Groups) -> None:
-        """Stages the amaxes of the matrices of groups with rows; nothing for a scheme without
-        state.
-        """
+        """Stages the amaxes of the matrices of groups with rows; nothing without a state."""
 
     def scaling(
         self, source: GroupRows | GroupMatrices
