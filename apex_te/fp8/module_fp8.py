@@ -50,7 +50,7 @@ class ModuleFP8:
     update_failed = False
     observer: Callable[[QuantizerSets], QuantizerSets] | None = None
     handle: torch.Tensor
-    # Of code that torch.compile has made: it uses this module; it sets the first scales.
+    # True if code that torch.compile has made uses this module, and if it sets first scales.
     _is_traced = False
     _sets_first_scales = False
 
@@ -196,7 +196,7 @@ class ModuleFP8:
             self._active_key, self._active = key, sets
         return sets
 
-    # Below: code that torch.compile makes.
+    # Methods below serve code that torch.compile makes.
 
     def _prepare(self, key: str, device: str, index: int | None, records: bool) -> bool:
         """Adapts the state while torch.compile traces, which cannot trace the allocations.

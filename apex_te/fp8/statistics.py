@@ -80,7 +80,7 @@ class fp8_statistics:
         self._rings: dict[torch.device, torch.Tensor] = {}
         self._region: Region | None = None
         self._step = -1
-        self._steps: list[int] = []  # of each noted step, in order
+        self._steps: list[int] = []  # number of each recorded step, in order
         self._noting = False
         self._inside = self._was_entered = False
 

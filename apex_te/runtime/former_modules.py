@@ -9,7 +9,7 @@ from types import ModuleType
 
 __all__ = ["find"]
 
-# Without "apex_te."; those that begin with an underscore are here for what pickles name.
+# Present names by former ones, without "apex_te."; private ones stand for pickles that name them.
 _NOW = {
     "arguments": "fp8.arguments",
     "compatibility.loader": "compatibility.finder",

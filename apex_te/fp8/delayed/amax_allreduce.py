@@ -57,7 +57,7 @@ class _Channel:
     def __init__(self, device: torch.device) -> None:
         self.capacity = _QUANTUM
         self.wanted = 0
-        self._copied: Any = None  # event after which the last header is there; None once read
+        self._copied: Any = None  # event of the last header's copy; None once it was read
         with torch.inference_mode(False):
             self._found = torch.empty(HEADER, dtype=torch.int32, pin_memory=device.type == "cuda")
 
@@ -140,7 +140,7 @@ class RankReduction:
             self._buffer[start : start + row.numel()]
             for start, row in zip(starts, self._rows, strict=True)
         ]
-        self._agreed: _Channel | None = None  # whose ranks were found to agree
+        self._agreed: _Channel | None = None  # the channel whose ranks were found to agree
 
     def run(self, group: Any) -> bool:
         """Reduces the staged amaxes over ``group`` by one collective.

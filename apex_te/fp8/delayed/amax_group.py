@@ -69,7 +69,7 @@ class AmaxGroups:
         self.recipe: Recipe | None = None
         self.several = False
         self._groups: list[AmaxGroup] = []
-        self._pending = 0  # where the clocks of amax groups to come begin
+        self._pending = 0  # clock with which new amax groups begin
 
     @property
     def pending(self) -> int:

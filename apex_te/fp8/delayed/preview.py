@@ -62,7 +62,7 @@ class PendingScales:
         # Copies to work on, and what is made of them, by device: targets and sources.
         self._copied: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         self._results: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._local: list[AmaxGroup | None] = []  # of the states that can be updated here
+        self._local: list[AmaxGroup | None] = []  # of states that need no other rank
         for module in modules:
             if module.state.device.type != "meta":
                 self._add(module, recipe)

@@ -214,11 +214,11 @@ class UpdatePlan:
         """Groups the tensors of all states that are updated with ``amax_group``."""
         self.amax_group = amax_group
         self.groups = ScaleGroups()
-        self._staged: list[SlotRange] = []  # whose amaxes are reduced
+        self._staged: list[SlotRange] = []  # slots whose amaxes are reduced
         self._reduction: RankReduction | None = None
-        self._first_steps: list[FirstSteps] = []  # that end with the update
+        self._first_steps: list[FirstSteps] = []  # whose first scales an update sets
         self._syncs: list[tuple[ScaleSync, bool]] = []  # True: the state's amaxes are reduced
-        self._noted = False  # in the syncs, what the update means for them
+        self._noted = False  # True once the syncs know of an update
         starts = [0, *itertools.accumulate(registry.sizes)]
         for module in registry.living():
             state = module.state
@@ -426,7 +426,7 @@ class ScaleGroup:
             self._suspects.discard(index)
 
     def _failure(self, failed: Sequence[int], cause: Exception) -> UpdateFailure:
-        """Drops staged amaxes of the owners ``failed``, marks their modules, returns the failure."""
+        """Drops staged amaxes of owners ``failed``, marks their modules, returns the failure."""
         modules, syncs = [], []
         for index in failed:
             with torch.no_grad():

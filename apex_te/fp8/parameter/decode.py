@@ -1,4 +1,4 @@
-"""Values and columnwise copy of an FP8Parameter, computed from its rowwise data, also in a trace."""
+"""Values and columnwise copy of an FP8Parameter, made from its rowwise data, also in a trace."""
 
 from __future__ import annotations
 

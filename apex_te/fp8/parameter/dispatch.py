@@ -1,4 +1,4 @@
-"""Handlers of torch's ops on an FP8Parameter: on its FP8 data where possible, else on its values."""
+"""Handlers of torch's ops on an FP8Parameter: on FP8 data where possible, else on the values."""
 
 from __future__ import annotations
 

@@ -154,14 +154,13 @@ def shard_fp8_data(
 ) -> tuple:
     """Returns what FSDP2 is to gather of a shard that is held in FP8.
 
-    The first five arguments of ``FP8Parameter.fsdp_pre_all_gather`` are passed on, but the strides.
-
     Args:
         shard: this rank's rows.
         mesh: device mesh of the shards, or None.
         outer_size: size of the whole weight.
         module: the module that has the weight.
-        mp_policy: FSDP2's mixed-precision policy, whose ``param_dtype`` becomes the nominal dtype.
+        mp_policy: FSDP2's mixed-precision policy; its ``param_dtype``, if set, becomes the nominal
+            dtype of the gathered weight.
 
     Returns:
         tensors: ``(fp8_data, scale_inv)``, the data as uint8.

@@ -146,7 +146,7 @@ class FP8Parameter(torch.Tensor):
             self._initial.value = value.cpu()
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """Returns the initial values before quantization, on the CPU; None unless they were kept."""
+        """Returns the initial values before quantization, on the CPU; None if not kept."""
         return self._initial.value
 
     def clear_high_precision_init_val(self) -> None:
@@ -203,7 +203,7 @@ class FP8Parameter(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """Alias without autograd history; assigning a tensor to it quantizes that into the weight."""
+        """Alias without autograd history; a tensor assigned to it is quantized into the weight."""
         return super().data
 
     @data.setter
