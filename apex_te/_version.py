@@ -1,3 +1,3 @@
-"""The version, kept where it can be read without importing anything."""
+"""Version of apex_te, in a file that can be read without importing anything."""
 
 __version__ = "0.1.0"

@@ -22,7 +22,7 @@ _hooks: list[Any] = []
 
 
 def is_enabled() -> bool:
-    """Returns True if ranges are on."""
+    """Returns True if NVTX ranges are on in this process."""
     return bool(_hooks)
 
 

@@ -41,8 +41,8 @@ class Region(Entered):
         in_fp8: True if this region or one around it is enabled or calibrating.
         records: True if modules stage amaxes in this region.
         amax_group: the amax group in whose clock the region counts; None if it does not count, as
-            in evaluation, in a recompute, with a recipe
-            without state, and in traced code, whose graph enters the region by an op.
+            in evaluation, in a recompute, with a recipe without state, and in traced code, whose
+            graph enters the region by an op.
         previewed: True in an evaluation that reads ``FP8State.pending_scale_fwd``, the scales that
             a pending update will give.
         calibrated: the amax group to update when the region is left; None unless it is an outermost

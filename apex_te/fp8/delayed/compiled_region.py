@@ -2,8 +2,8 @@
 
 A graph may work on copies of the tensors it changes, which are written back when it ends. Therefore
 the graph names the tensors of each FP8 state that it uses: after it has entered a region, an op
-copies the state's new scales into them; before the next region is entered, an op copies the staged
-amaxes back. Tensors for gradients need neither: backward reads and writes the state itself.
+copies the state's new scales into them; when it leaves the region, an op copies the staged amaxes
+back. Tensors for gradients need neither: backward reads and writes the state itself.
 """
 
 from __future__ import annotations

@@ -138,7 +138,11 @@ def _recipe(header: dict[str, Any]) -> DelayedScaling | None:
 
 
 def _count(header: dict[str, Any], name: str, limit: int) -> int | None:
-    """Returns an entry that is a count below ``limit``, or None."""
+    """Returns the entry ``name``, a count below ``limit``; None if the header has none.
+
+    Raises:
+        ValueError: the entry is anything else.
+    """
     value = header.get(name)
     if value is not None and not (type(value) is int and 0 <= value < limit):
         raise ValueError(f"{name} must be a count below {limit}, got {value!r}")

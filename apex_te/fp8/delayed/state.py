@@ -53,8 +53,7 @@ class FP8State:
         allocated: True once the tensors exist.
         device: device of the tensors; meta before they exist.
         first_steps: the slots whose first scale is due with ``first_step="current"``.
-        recipe: recipe to which the values belong, that of the last recording forward; None before
-            it.
+        recipe: recipe to which the scales belong; None if no forward or loaded file has set it.
         sync: the ranks over which the scales are updated together, and on which they are equal.
     """
 

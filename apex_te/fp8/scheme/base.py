@@ -368,7 +368,15 @@ class GemmBackend:
         out: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> torch.Tensor:
-        """Returns ``dy [rows, out].T @ x [rows, in]``, added to ``out`` with ``accumulate``."""
+        """Returns ``dy [rows, out].T @ x [rows, in]``, from both columnwise copies.
+
+        Args:
+            dy: gradient of the output.
+            x: input.
+            out_dtype: dtype of the result.
+            out: tensor ``[out, in]`` to write to, or None for a new one.
+            accumulate: add the product to ``out``.
+        """
         return self.multiply(
             WGRAD, dy.columnwise, x.columnwise, dy.columnwise_scale_inv, x.columnwise_scale_inv,
             out=out, out_dtype=out_dtype, accumulate=accumulate,
@@ -645,7 +653,7 @@ class ScaleSharing(Protocol):
     """Protocol of an object that knows which ranks compute a state's scales together."""
 
     def over(self, group: Any) -> bool:
-        """Returns True if the scales are equal on all ranks of ``group``, and will stay so."""
+        """Returns True if all ranks of ``group`` have equal scales, and updates keep them equal."""
 
     def reduced_over(self, group: Any) -> bool:
         """Returns True if the next scales come from the amaxes of all ranks of ``group``."""
