@@ -23,7 +23,20 @@ def run(
     align_size: int | None,
     row_id_map: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The permuted rows and probs, and the row_id_map where none was given."""
+    """Permutes tokens without autograd, by a given map or by a routing map.
+
+    Args:
+        inp: [tokens, hidden].
+        probs: [tokens, width], as in ``moe_permute.permute``.
+        routing_map: as in ``moe_permute.make_map``; not read if ``row_id_map`` is given.
+        rows: number of rows of the permuted matrix.
+        map_type, num_experts, align_size: as in ``moe_permute.make_map``.
+        row_id_map: map to use instead of one made from ``routing_map``.
+
+    Returns:
+        (permuted rows [rows, hidden], permuted probs [rows] or None without probs, the row_id_map
+        that was made or None if one was given).
+    """
     if row_id_map is not None:
         return *_op.permute(inp, row_id_map, rows, probs), None
     out, permuted_probs, made = _op.permute_by(
@@ -34,7 +47,7 @@ def run(
 
 
 class Permute(OpFunction):
-    """Copies of tokens and their probs; with them the row_id_map where none was given."""
+    """Autograd function of ``run``, with its arguments and outputs."""
 
     LABEL = "moe_permute"
 
@@ -83,7 +96,7 @@ class Permute(OpFunction):
 
 
 class Unpermute(OpFunction):
-    """The sum of each token's copies, times their probs where there are any."""
+    """Autograd function of ``moe_permute.unpermute``, with its arguments and output."""
 
     LABEL = "moe_unpermute"
 
@@ -111,7 +124,11 @@ class Unpermute(OpFunction):
 
 
 class SortChunks(OpFunction):
-    """Rows and their probs by a map of chunks, which the gradients go back by."""
+    """Autograd function that reorders chunks of rows and of their probs.
+
+    Its forward takes rows [rows, hidden], probs [rows] or None, and ``split_sizes`` and
+    ``sorted_index`` of ``moe_permute.make_chunk_map``; it returns the reordered rows and probs.
+    """
 
     LABEL = "moe_sort_chunks"
 

@@ -1,4 +1,4 @@
-"""Activation functions of every element, forward and backward, also straight to FP8."""
+"""Elementwise activation functions, forward and backward, also with a fused cast to FP8."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
 def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
     """Applies an activation function to every element, differentiably, in float32 arithmetic.
 
-    NaN gives NaN, in the value and in the gradient. -Inf gives NaN, except 0 for relu and
-    squared_relu; where x is infinite the gradient is NaN, except for relu and squared_relu, whose
-    gradient is 0 where x <= 0, whatever the output's gradient.
+    NaN gives NaN, in the value and in the gradient. -Inf gives NaN, but 0 for relu and
+    squared_relu. The gradient is NaN where x is infinite, except for relu and squared_relu, whose
+    gradient is 0 where x <= 0, whatever the output's gradient is.
 
     Args:
         x: any shape, float32, float16 or bfloat16; made contiguous if it is not.
@@ -36,7 +36,7 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
             "squared_relu" or "silu".
 
     Returns:
-        x's shape and dtype. x is saved for backward.
+        A tensor of x's shape and dtype. Backward needs x, which autograd keeps until then.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -49,7 +49,15 @@ def activation(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 @checked
 def activation_fwd(x: torch.Tensor, kind: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes ``activation`` without autograd, in ``out`` if it is given, which may be x."""
+    """Computes ``activation`` without autograd.
+
+    Args:
+        x, kind: as in ``activation``.
+        out: tensor of x's shape and dtype to write instead of a new one; may be x.
+
+    Returns:
+        ``out`` or the new tensor.
+    """
     number = _number("activation_fwd", kind)
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
@@ -65,10 +73,13 @@ def activation_bwd(
     """Computes the gradient with respect to x, grad_output * f'(x).
 
     Args:
-        grad_output: x's shape and dtype.
-        x: as in the forward.
-        kind: as in the forward.
-        out: written instead of a new tensor; may be ``grad_output``.
+        grad_output: gradient of the output, of x's shape and dtype.
+        x: the input of ``activation``.
+        kind: as in ``activation``.
+        out: tensor of x's shape and dtype to write instead of a new one; may be ``grad_output``.
+
+    Returns:
+        The gradient: ``out`` or the new tensor.
     """
     number = _number("activation_bwd", kind)
     grad_output, x = grad_output.contiguous(), x.contiguous()
@@ -92,18 +103,20 @@ def activation_fwd_fp8(
 ) -> FP8Output:
     """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
 
-    Values are rounded to nearest even, and NaN is kept.
+    Values are rounded to nearest even, and NaN stays NaN.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not. rows is the
-            product of its leading sizes.
-        kind: as for ``activation``.
+            product of its sizes but the last.
+        kind: as in ``activation``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        amax: one float32 element, becomes max(amax, max |f(x)|), unscaled; NaN counts as largest.
-        out: written instead of new tensors; rowwise and columnwise are then ignored.
+        amax: one float32 element, becomes max(amax, max |f(x)|), before scaling; NaN counts as
+            largest.
+        out: result of an earlier call to write instead of new tensors; ``rowwise`` and
+            ``columnwise`` are then ignored.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -130,7 +143,14 @@ def activation_bwd_fp8(
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
-    """Quantizes the gradient of ``activation_bwd``; options as for ``activation_fwd_fp8``."""
+    """Quantizes the float32 gradient that ``activation_bwd`` computes.
+
+    Args:
+        grad_output: gradient of the output, of x's shape and dtype.
+        x, kind, scale, fp8_dtype, rowwise, columnwise, out: as in ``activation_fwd_fp8``.
+        amax: one float32 element, becomes the maximum of itself and of the gradient's magnitudes
+            before scaling; NaN counts as largest.
+    """
     number = _number("activation_bwd_fp8", kind)
     grad_output = as_matrix("activation_bwd_fp8", grad_output)
     x = as_matrix("activation_bwd_fp8", x)
@@ -143,7 +163,11 @@ def activation_bwd_fp8(
 
 
 def as_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns x as a contiguous [rows, cols] whose columns are its last dimension."""
+    """Returns x as contiguous [rows, cols], cols being the extent of its last dimension.
+
+    Raises:
+        ValueError: x has no dimension.
+    """
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got shape []")
     return x.contiguous().view(math.prod(x.shape[:-1]), x.shape[-1])
@@ -157,7 +181,16 @@ def allocate_fp8(
     columnwise: bool,
     out: FP8Output | None,
 ) -> FP8Output:
-    """Returns ``out``, or new FP8 outputs for a matrix of x's shape."""
+    """Returns ``out`` if given, else uninitialised FP8 outputs for the matrix x.
+
+    Args:
+        op: the op's name, for errors.
+        x: [rows, cols].
+        fp8_dtype: float8_e4m3fn or float8_e5m2; others raise TypeError.
+        rowwise: allocate the rowwise copy.
+        columnwise: allocate the columnwise copy.
+        out: outputs that the caller of the op gave, or None.
+    """
     if out is not None:
         fp8_output.check_fp8_dtype(op, fp8_dtype)
         return out
@@ -201,7 +234,10 @@ def reference(x: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def reference_gelu(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
-    """Computes GELU in plain PyTorch; in float64 the tanh form keeps the digits of its tail."""
+    """Computes GELU in plain PyTorch in x's dtype, in tanh form or with erf.
+
+    The tanh form in float64 uses a sigmoid, which is exact for large negative x, too.
+    """
     if is_tanh and x.dtype is torch.float64:
         # (1 + tanh(u)) / 2 = sigmoid(2 u), where 1 + tanh(u) is 0 from u = -19 on.
         return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
@@ -211,7 +247,11 @@ def reference_gelu(x: torch.Tensor, is_tanh: bool) -> torch.Tensor:
 def reference_fp8(
     values: torch.Tensor, scale: torch.Tensor, fp8_dtype: torch.dtype
 ) -> tuple[FP8Output, torch.Tensor]:
-    """Computes the FP8 outputs and the amax that the FP8 functions make of a float64 result."""
+    """Quantizes a result [rows, cols], such as a float64 one, in plain PyTorch.
+
+    Returns:
+        (both FP8 copies with scale_inv, amax as one float32 element).
+    """
     rounded = values.float()
     codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)
     bits = rounded.abs().reshape(-1).view(torch.int32)

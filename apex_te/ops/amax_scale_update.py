@@ -1,4 +1,4 @@
-"""Delayed scaling's update: rolls amax histories and computes new scales, all in one launch."""
+"""Updates delayed scaling: appends staged amaxes to the histories and computes new scales."""
 
 from __future__ import annotations
 
@@ -28,21 +28,24 @@ def amax_scale_update(
 ) -> None:
     """Updates every history, scale and scale_inv in place; one launch per 1,000 histories.
 
-    For each slot, with last = history[0]: a last of 0 or not finite clears staging and changes
-    nothing else (not finite also adds 1 to ``nonfinite_count``). Otherwise amax = max(last,
-    history[1:]) or last, the history rolls by one row and takes last, and
-    scale = fp8_max * 2**-margin / amax, infinity becoming the largest float32.
+    Row 0 of a history holds the staged amaxes. For each slot the staged amax is taken and row 0 set
+    to 0. If it is 0, infinite or NaN, nothing else changes, except that an infinity or NaN adds 1
+    to ``nonfinite_count``. Otherwise the other rows move up by one, the oldest amax drops out, and
+    the staged amax becomes the last row; then scale = fp8_max * 2**-margin / amax, at most the
+    largest float32. ``algo`` chooses this amax: "max" takes the maximum of the staged amax and of
+    the history before the update, "most_recent" the staged amax.
 
     Args:
         histories: [length, slots] float32 each; row 0 is staging, the last row the newest amax.
-            This list and the next two may be prepared ones (``apex_te.runtime.tensor_list``).
-        scales: [slots] float32 each.
-        scale_invs: [slots] float32 each.
+            ``histories``, ``scales`` and ``scale_invs`` may also be prepared lists
+            (``apex_te.runtime.tensor_list``).
+        scales: [slots] float32, one tensor for each history.
+        scale_invs: [slots] float32, one tensor for each history.
         fp8_max: the format's largest value for each history, 448 (E4M3) or 57344 (E5M2).
-        margin: powers of two of headroom.
+        margin: exponent of a power of two that scales are divided by, as headroom.
         algo: "max" or "most_recent".
-        pow2: round the ratio down to a power of two; the scale is 2**127 at most.
-        nonfinite_count: one int32 element.
+        pow2: round fp8_max / amax down to a power of two; the scale is 2**127 at most.
+        nonfinite_count: one int32 element, increased by the number of infinite and NaN amaxes.
 
     Raises:
         TypeError: a dtype that does not match.
@@ -67,7 +70,11 @@ def reference(
     algo: str = "max",
     pow2: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the update of one history in plain PyTorch; returns the new (history, scale)."""
+    """Computes the update of one history [length, slots] in plain PyTorch.
+
+    Returns:
+        New tensors (history [length, slots], scale [slots]).
+    """
     history, scale = history.clone(), scale.clone()
     for slot in range(history.shape[1]):
         column = history[:, slot].clone()

@@ -1,4 +1,4 @@
-"""GELU of x + bias, forward and backward with the bias gradient, also straight to FP8."""
+"""GELU of x + bias, forward and backward with the bias gradient, also with a fused cast to FP8."""
 
 from __future__ import annotations
 
@@ -23,17 +23,27 @@ _TILE_ROWS = 64
 
 
 class BiasGeluGrads(NamedTuple):
-    """Gradients of ``bias_gelu``."""
+    """Gradients of ``bias_gelu``.
+
+    Attributes:
+        input: gradient of x, of its shape and dtype.
+        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+    """
 
     input: torch.Tensor
-    dbias: torch.Tensor | None  # [cols]; None where it was not asked for
+    dbias: torch.Tensor | None
 
 
 class BiasGeluFP8Grads(NamedTuple):
-    """Gradients of ``bias_gelu``, of which the input's is in FP8."""
+    """Gradients of ``bias_gelu``, of which x's is in FP8.
+
+    Attributes:
+        output: FP8 data of x's gradient, as a matrix [rows, cols].
+        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+    """
 
     output: FP8Output
-    dbias: torch.Tensor | None  # [cols] in x's dtype; None where it was not asked for
+    dbias: torch.Tensor | None
 
 
 @checked
@@ -51,7 +61,7 @@ def bias_gelu(
         form: "tanh" or "erf" (exact).
 
     Returns:
-        x's shape and dtype. x and bias are saved for backward.
+        A tensor of x's shape and dtype. Backward needs x and bias, which autograd keeps until then.
 
     Raises:
         TypeError: a dtype that is not listed or differs.
@@ -70,7 +80,15 @@ def bias_gelu_fwd(
     form: str = "tanh",
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``bias_gelu`` without autograd, in ``out`` if it is given, which may be x."""
+    """Computes ``bias_gelu`` without autograd.
+
+    Args:
+        x, bias, form: as in ``bias_gelu``.
+        out: tensor of x's shape and dtype to write instead of a new one; may be x.
+
+    Returns:
+        ``out`` or the new tensor.
+    """
     is_tanh = _is_tanh("bias_gelu_fwd", form)
     x = x.contiguous()
     y = torch.empty_like(x) if out is None else out
@@ -92,10 +110,11 @@ def bias_gelu_bwd(
     """Computes the gradients of ``bias_gelu``: grad_output * gelu'(x + bias) and its column sums.
 
     Args:
-        grad_output: x's shape and dtype.
-        x, bias, form: as in the forward.
-        with_dbias: also return the column sums, added in float32 in a fixed order.
-        out: written instead of a new gradient; may be ``grad_output``.
+        grad_output: gradient of the output, of x's shape and dtype.
+        x, bias, form: as in ``bias_gelu``.
+        with_dbias: also return the column sums, the bias's gradient, added in float32 in a fixed
+            order.
+        out: tensor of x's shape and dtype to write x's gradient to; may be ``grad_output``.
     """
     is_tanh = _is_tanh("bias_gelu_bwd", form)
     grad_output, x = grad_output.contiguous(), x.contiguous()
@@ -123,15 +142,17 @@ def bias_gelu_fwd_fp8(
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not. rows is the
-            product of its leading sizes.
+            product of its sizes but the last.
         bias: [cols] in x's dtype.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         form: "tanh" or "erf" (exact).
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
-        out: written instead of new tensors; rowwise and columnwise are then ignored.
+        amax: one float32 element, becomes max(amax, max |gelu(x + bias)|), before scaling; NaN
+            counts as largest.
+        out: result of an earlier call to write instead of new tensors; ``rowwise`` and
+            ``columnwise`` are then ignored.
 
     Raises:
         TypeError: a dtype that is not listed or differs.
@@ -163,8 +184,13 @@ def bias_gelu_bwd_fp8(
 ) -> BiasGeluFP8Grads:
     """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values.
 
-    Arguments are those of ``bias_gelu_fwd_fp8`` and ``bias_gelu_bwd``; dbias sums the float32
-    gradient.
+    The bias's gradient is the sum of these float32 values.
+
+    Args:
+        grad_output, with_dbias: as in ``bias_gelu_bwd``.
+        x, bias, scale, fp8_dtype, form, rowwise, columnwise, out: as in ``bias_gelu_fwd_fp8``.
+        amax: one float32 element, becomes the maximum of itself and of the magnitudes of x's
+            gradient before scaling; NaN counts as largest.
     """
     is_tanh = _is_tanh("bias_gelu_bwd_fp8", form)
     grad_output = as_matrix("bias_gelu_bwd_fp8", grad_output)

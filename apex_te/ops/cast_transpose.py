@@ -1,4 +1,4 @@
-"""FP8 data of a matrix with a given scale: rowwise, columnwise or both, in one pass."""
+"""Casts a matrix to FP8 with a given scale, to a rowwise copy, a columnwise one or both at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ _TILE_ROWS = 256
 
 @former_fields(transposed="columnwise")
 class CastTransposeOutput(NamedTuple):
-    """Result of ``cast_transpose``, with None for what was not asked for."""
+    """FP8 data of a matrix [rows, cols]; None for what was not asked for.
+
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        columnwise: FP8 [cols, rows].
+        scale_inv: one float32 element.
+        dbias: [cols] in the matrix's dtype, the sums of its columns.
+    """
 
     rowwise: torch.Tensor | None
     columnwise: torch.Tensor | None
@@ -43,7 +50,7 @@ def cast_transpose(
     out_rowwise: torch.Tensor | None = None,
     out_columnwise: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
-    """Quantizes q = saturating_cast(float(x) * scale), round to nearest even, NaN kept.
+    """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
 
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -52,12 +59,13 @@ def cast_transpose(
             fnuz forms.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        amax: one float32 element, becomes max(amax, max |x|), unscaled; NaN counts as largest.
-        scale_inv: one float32 element to receive 1 / scale; a fresh one unless given.
+        amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
+            largest.
+        scale_inv: one float32 element to receive 1 / scale; a new one unless given.
         with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
         noop: one int32 element on the device; non-zero leaves every output unwritten.
-        out_rowwise: written instead of a new tensor.
-        out_columnwise: written instead of a new tensor.
+        out_rowwise: [rows, cols] to write instead of a new tensor.
+        out_columnwise: [cols, rows] to write instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -89,7 +97,10 @@ def reference(
     *,
     amax: torch.Tensor | None = None,
 ) -> CastTransposeOutput:
-    """Computes ``cast_transpose`` in plain PyTorch with integer rounding; the specification."""
+    """Computes ``cast_transpose`` in plain PyTorch with integer rounding; the specification.
+
+    All four results are computed; ``amax`` is updated in place if given.
+    """
     codes = reference_codec.encode_fp8(x.float() * scale, fp8_dtype)
     if amax is not None:
         found = reference_codec.amax_of(x).view(torch.int32)

@@ -1,9 +1,10 @@
-"""Softmax cross entropy; the gradient comes with the loss, or from the logits in backward.
+"""Softmax cross entropy, whose gradient is computed with the loss or later from the logits.
 
-The mean's gradient is made by forward, which has the row, where the dtype has float32's range: the
-incoming gradient is then mostly 1 and nothing is left to do. Else backward makes it from the logits
-and two float32 a row, once it knows the incoming gradient: that of float16 would vanish before a
-loss scale multiplied it, and sums and single losses are mostly multiplied by something.
+With reduction "mean" and float32 or bfloat16 logits the forward pass also computes the gradient of
+the logits while it has them loaded; the incoming gradient is then mostly 1, and backward has
+nothing left to do. Otherwise backward computes the gradient, times the incoming one, from the
+logits and two float32 numbers for each row: float16 gradients would vanish before a loss scale
+multiplied them, and those of sums and single losses are mostly multiplied by something.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ def cross_entropy(
 
     Backward multiplies by the incoming gradient in float32 before it rounds to the dtype of the
     logits, so that a loss scale keeps float16 gradients from vanishing. It reads the logits, which
-    must stay as they are until then. The forward pass makes the gradient of a mean of float32 or
-    bfloat16 logits; backward then touches nothing where the incoming gradient is 1 and may run
-    once. If that gradient overwrites the logits, another factor rounds it a second time.
+    must not be changed before. For a mean of float32 or bfloat16 logits the forward pass computes
+    the gradient; backward then has nothing to do where the incoming gradient is 1, and may run only
+    once. With ``overwrite_logits`` an incoming gradient other than 1 rounds it a second time.
 
     Args:
         logits: [..., V] float32, float16 or bfloat16.
@@ -50,11 +51,11 @@ def cross_entropy(
         ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
         label_smoothing: in [0, 1], share of the target's probability spread over all V.
         reduction: "mean" over rows that are not ignored, "sum" or "none".
-        overwrite_logits: put the gradient into the logits' memory, which hold no logits after the
-            forward pass; backward may run once. torch.compile ignores it.
+        overwrite_logits: write the gradient to the memory of the logits, which are lost; backward
+            may run only once. torch.compile ignores it.
 
     Returns:
-        float32: one element, or with "none" the shape of ``target``.
+        The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
 
     Raises:
         TypeError: a dtype that does not match.
@@ -91,17 +92,20 @@ def cross_entropy_fwd(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Returns the losses [rows] float32, and writes their gradient into ``grad`` if it is given.
+    """Computes the loss of each row, and writes the gradient of the logits if ``grad`` is given.
 
     Args:
         logits: [rows, V] float32, float16 or bfloat16, contiguous.
         target: [rows] int64 or int32, contiguous.
-        grad: like ``logits``, and may be ``logits``.
+        grad: contiguous tensor of the shape and dtype of ``logits`` to write; may be ``logits``.
         stats: [rows, 2] float32, written for ``cross_entropy_bwd``: the largest logit of each row
             and the sum of exp(logit - largest).
         num_valid: one int32 element by which the gradient is divided.
         ignore_index: as in ``cross_entropy``.
         label_smoothing: as in ``cross_entropy``.
+
+    Returns:
+        The losses, float32 [rows].
     """
     loss = logits.new_empty(target.shape, dtype=torch.float32)
     _fwd(logits, target, loss, grad, stats, num_valid, ignore_index, label_smoothing)
@@ -127,16 +131,16 @@ def cross_entropy_bwd(
     Each element is computed in float32 and rounded once.
 
     Args:
-        logits: as in ``cross_entropy_fwd``, which made ``stats`` of them.
+        logits: as in ``cross_entropy_fwd``.
         target: as in ``cross_entropy_fwd``.
-        stats: what ``cross_entropy_fwd`` wrote.
-        grad_output: float32, one element or [rows].
-        grad: like ``logits``, and may be ``logits``.
+        stats: [rows, 2] float32, as ``cross_entropy_fwd`` wrote it for these logits.
+        grad_output: gradient of the losses, float32, one element or [rows].
+        grad: contiguous tensor of the shape and dtype of ``logits`` to write; may be ``logits``.
         num_valid: one int32 element by which the gradient is divided.
         ignore_index: as in ``cross_entropy``.
         label_smoothing: as in ``cross_entropy``.
-        made: ``grad`` is what ``cross_entropy_fwd`` made of the same arguments; it stays as it is
-            where ``grad_output``, one element, is 1.
+        made: True if ``grad`` holds what ``cross_entropy_fwd`` wrote for the same arguments; it is
+            then left as it is if ``grad_output``, one element, is 1.
     """
     _bwd(logits, target, stats, grad_output, grad, num_valid, ignore_index, label_smoothing, made)
     note_written(grad)
@@ -235,7 +239,11 @@ def reference(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes losses and gradients of rows, unreduced, in plain PyTorch in the logits' dtype."""
+    """Computes unreduced losses and their gradients in plain PyTorch in the logits' dtype.
+
+    Returns:
+        (losses [...], gradients of the logits [..., V]).
+    """
     columns = logits.shape[-1]
     log_p = torch.log_softmax(logits, dim=-1)
     ignored = target == ignore_index

@@ -1,4 +1,4 @@
-"""FP8 data of a matrix with a scale computed from it: amax, scale and cast in two launches."""
+"""Casts a matrix to FP8 with a scale computed from its amax, in two launches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ _amax = bind("current_scale", "current_scale_amax")
 
 @former_fields(transposed="columnwise")
 class CurrentScaleOutput(NamedTuple):
-    """Result of ``current_scale``, with None for a copy that was not asked for."""
+    """FP8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        columnwise: FP8 [cols, rows].
+        scale: one float32 element, the scale that was used.
+        scale_inv: one float32 element, 1 / scale, but infinite if the amax is.
+        amax: one float32 element, the amax that gave the scale.
+    """
 
     rowwise: torch.Tensor | None
     columnwise: torch.Tensor | None
@@ -55,18 +63,15 @@ def current_scale(
         columnwise: make [cols, rows].
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
-        amax: one float32 element to use instead of x's own, e.g. the maximum over ranks of what
-            ``tensor_amax`` gave; one launch then.
-        out_rowwise: written instead of a new tensor.
-        out_columnwise: written instead of a new tensor.
-
-    Returns:
-        FP8 data, scale and scale_inv (one float32 element each; 1 / scale, infinite where amax is),
-        and the amax used.
+        amax: one float32 element to use instead of max |x|, e.g. the maximum over ranks of what
+            ``tensor_amax`` gave; it saves one launch.
+        out_rowwise: [rows, cols] to write instead of a new tensor.
+        out_columnwise: [cols, rows] to write instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match, no output, a negative eps.
+        ValueError: a shape or device that does not match, neither copy asked for or given, or a
+            negative eps.
     """
     check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
     x = fp8_output.contiguous_matrix("current_scale", x)
@@ -108,14 +113,16 @@ def scale_of(
     eps: float = 0.0,
     pow2: bool = False,
 ) -> None:
-    """Writes the scale that ``current_scale`` takes for ``amax``, and its inverse.
+    """Writes the scale that ``current_scale`` computes from ``amax``, and scale_inv.
 
     Args:
-        amax, scale, scale_inv: one float32 element each, on one device.
+        amax: one float32 element.
+        scale: one float32 element on the device of ``amax``; written.
+        scale_inv: one float32 element on the device of ``amax``; written.
         fp8_dtype, eps, pow2: as in ``current_scale``.
     """
     check_fp8_dtype("current_scale", fp8_dtype, fnuz=True)
-    # A cast of nothing has no codes to write, but its scale.
+    # The cast of an empty matrix writes the scale alone.
     nothing = amax.new_empty((0, 0))
     codes = amax.new_empty((0, 0), dtype=fp8_dtype)
     _cast(nothing, codes, None, amax, scale, scale_inv, eps, pow2)

@@ -1,4 +1,4 @@
-"""FP8 matrix products with scales per tensor or block: fprop, dgrad, wgrad of a linear layer."""
+"""FP8 matrix products with one scale for each tensor or block: fprop, dgrad and wgrad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKSPACE_BYTES = 32 << 20
 _E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 # cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16.
 _MULTIPLE = 16
-# It reads the scales of 1x128 blocks in 16-byte units along M.
+# cuBLASLt reads the scales of 1x128 blocks in 16-byte units along M.
 _MULTIPLE_OF_M = 4
 _SLICE = 128
 
@@ -49,11 +49,15 @@ def fp8_gemm(
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
         out: [M, N] to write; a new tensor unless given.
-        out_dtype: bfloat16, float16 or float32, of a new tensor.
-        bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
-        gelu: apply GELU (tanh) and return (out, aux), aux being its input.
-        accumulate: add to ``out`` instead of overwriting it.
+        out_dtype: dtype of a new tensor: bfloat16, float16 or float32.
+        bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
+        gelu: apply GELU (tanh form), and return its input, too.
+        accumulate: add the result to ``out``, which must be given, instead of overwriting it.
         use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
+
+    Returns:
+        The output [M, N], ``out`` or a new tensor; with ``gelu`` (output, input of GELU [M, N] in
+        the output's dtype).
 
     Raises:
         TypeError: an argument of another dtype.
@@ -83,13 +87,13 @@ def block_scaled_gemm(
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """Computes out[M, N] = a @ b.T + bias of operands with scales of blocks.
+    """Computes out[M, N] = a @ b.T + bias of operands that ``block_quantize`` has made.
 
-    The sum runs over slices of 128 along K, each (a @ b.T) * a_scale_inv * b_scale_inv.
+    The product is a sum over slices of 128 along K, in each of which it is (a @ b.T) * a_scale_inv
+    * b_scale_inv with the scales of the slice's blocks; slices are summed in float32.
 
-    Operands and scales are what ``block_quantize`` makes. fprop: x 1x128, weight 128x128; dgrad: dy
-    1x128, weight columnwise 128x128; wgrad: dy and x columnwise, both 1x128. The sums of slices are
-    kept in float32.
+    fprop multiplies x (blocks of 1x128) by the weight (128x128), dgrad dy (1x128) by the columnwise
+    weight (128x128), and wgrad the columnwise copies of dy and x (both 1x128).
 
     Args:
         a: [M, K] FP8, contiguous.
@@ -99,9 +103,12 @@ def block_scaled_gemm(
         a_block_rows: 1 (blocks of 1x128) or 128 (128x128).
         b_block_rows: 1 or 128; not both may be 128.
         out: [M, N] to write; a new tensor unless given.
-        out_dtype: bfloat16, float16 or float32, of a new tensor.
-        bias: [N] in out's dtype; for a float32 out it is rounded to bfloat16.
-        accumulate: add to ``out`` instead of overwriting it.
+        out_dtype: dtype of a new tensor: bfloat16, float16 or float32.
+        bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
+        accumulate: add the result to ``out``, which must be given, instead of overwriting it.
+
+    Returns:
+        The output [M, N]: ``out`` or the new tensor.
 
     Raises:
         TypeError: an argument of another dtype.
@@ -119,15 +126,16 @@ def block_scaled_gemm(
 
 
 def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which a product adds its bias: its output's, or bfloat16 for float32.
+    """Returns the dtype of the bias for a product whose output has ``out_dtype``.
 
-    cuBLASLt's FP8 products take no other; the products of all formats follow it.
+    It is ``out_dtype``, but bfloat16 for float32. cuBLASLt's FP8 products take no other dtype, and
+    the products of all formats follow this rule.
     """
     return torch.bfloat16 if out_dtype is torch.float32 else out_dtype
 
 
 def _prepare(name, a, b, out, out_dtype, bias, accumulate):
-    """Returns the output and the bias in its dtype, after the checks that no kernel makes."""
+    """Returns (output, converted bias or None), after the checks that no kernel makes."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
@@ -217,15 +225,16 @@ def tune(
     grad_dtype: torch.dtype = torch.float8_e5m2,
     device: torch.device | str = "cuda",
 ) -> None:
-    """Times cuBLASLt's algorithms for linear layers and uses the fastest from here on.
+    """Times cuBLASLt's algorithms for products of linear layers, and uses the fastest ones later.
 
     Args:
         shapes: (tokens, in_features, out_features) of each layer.
-        dtype: of activations and outputs; wgrad is tuned for it and for accumulation into float32.
+        dtype: dtype of activations and outputs; wgrad is tuned for this dtype and for accumulation
+            into float32.
         grad_dtype: FP8 dtype of output gradients, float8_e5m2 (HYBRID) or float8_e4m3fn.
         device: a CUDA device.
 
-    Later processes take the choice from the cache when APEX_TE_GEMM_TUNE=1 is set.
+    Later processes take the choices from the user's cache if ``APEX_TE_GEMM_TUNE=1`` is set.
     """
     gemm_tuning.is_active = True
     e4m3 = torch.float8_e4m3fn
@@ -249,12 +258,12 @@ def tune(
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns FP8 data with ``rows`` zero rows more and K filled up to what cuBLASLt takes."""
+    """Returns FP8 data with ``rows`` rows of zeros appended and K zero-padded for cuBLASLt."""
     return F.pad(x.view(torch.uint8), (0, -x.shape[1] % _MULTIPLE, 0, rows)).view(x.dtype)
 
 
 def _run_padded(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
-    """Zero-pads K and N to what cuBLASLt takes; a zero adds nothing, so the result is unchanged."""
+    """Runs a product with K and N zero-padded to what cuBLASLt takes; zeros change no result."""
     cols = b.shape[0]
     pad_n = -cols % _MULTIPLE
     wide = out.new_empty((out.shape[0], cols + pad_n))
@@ -314,7 +323,7 @@ def _run_block_cuda(operands, out, bias, blocks, accumulate):
 
 
 def _run_block_padded(operands, out, bias, blocks, accumulate):
-    """Zero-pads all three extents; blocks of zeros add nothing, whatever their scale."""
+    """Runs a block-scaled product with M, N and K zero-padded to what cuBLASLt takes."""
     a, b, a_scale_inv, b_scale_inv = operands
     rows, cols = out.shape
     pad_m, pad_n = -rows % _MULTIPLE, -cols % _MULTIPLE
@@ -349,7 +358,7 @@ def _run_block_cpu(operands, out, bias, blocks, accumulate):
 
 
 def _run_empty(out, bias, aux, accumulate):
-    """Writes a product with K = 0, which is zero, or one without elements."""
+    """Writes the result of a product with K = 0 or without elements: the bias, or zeros."""
     if accumulate or out.numel() == 0:
         return
     value = torch.zeros_like(out) if bias is None else bias.to(out.dtype).expand_as(out)
@@ -367,7 +376,7 @@ def reference(
     *,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes the product [M, N] of the decoded operands in float64."""
+    """Computes ``fp8_gemm`` without GELU, [M, N], from the decoded operands in float64."""
     product = reference_codec.decode_fp8(a).double() @ reference_codec.decode_fp8(b).double().t()
     product = product * (a_scale_inv.double() * b_scale_inv.double())
     return product if bias is None else product + bias.double()

@@ -1,4 +1,4 @@
-"""Outputs of the ops that write FP8, and the checks of their options."""
+"""Result type, allocation and checks that the ops that write FP8 share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..runtime.former_names import former_fields
 from ..runtime.tracing import jit_tracing, transforms_active
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-# What AMD's gfx94x multiply; of the ops that write FP8, those that do nothing else know them.
+# Formats that AMD's gfx94x multiply; ops that only cast know them, fused casts do not.
 FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 # Partial amaxes that a kernel leaves at most (csrc/common/numerics/quantize.h).
@@ -19,15 +19,24 @@ MAX_AMAXES = 1024
 
 @former_fields(transposed="columnwise")
 class FP8Output(NamedTuple):
-    """FP8 data of a matrix, with None for a copy that was not asked for."""
+    """FP8 data of a matrix [rows, cols]; None for a copy that was not asked for.
 
-    rowwise: torch.Tensor | None  # [rows, cols]
-    columnwise: torch.Tensor | None  # [cols, rows]
-    scale_inv: torch.Tensor  # one float32 element
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        columnwise: FP8 [cols, rows].
+        scale_inv: one float32 element.
+    """
+
+    rowwise: torch.Tensor | None
+    columnwise: torch.Tensor | None
+    scale_inv: torch.Tensor
 
 
 def check_fp8_dtype(op: str, fp8_dtype: torch.dtype, fnuz: bool = False) -> None:
-    """Raises TypeError unless ``fp8_dtype`` is float8_e4m3fn or float8_e5m2, or fnuz if allowed."""
+    """Raises TypeError unless ``fp8_dtype`` is float8_e4m3fn or float8_e5m2.
+
+    ``op`` is the op's name for the error; ``fnuz`` allows the fnuz forms of both dtypes, too.
+    """
     if fp8_dtype in FP8_DTYPES or (fnuz and fp8_dtype in FNUZ_DTYPES):
         return
     forms = " or their fnuz forms" if fnuz else ""
@@ -40,7 +49,7 @@ def check_out_dtype(
     rowwise: torch.Tensor | None,
     columnwise: torch.Tensor | None,
 ) -> None:
-    """Raises TypeError unless the outputs that a caller gives have ``fp8_dtype``."""
+    """Raises TypeError unless the given outputs, where not None, have ``fp8_dtype``."""
     for name, out in (("rowwise", rowwise), ("columnwise", columnwise)):
         if out is not None and out.dtype is not fp8_dtype:
             expected, actual = (str(d).removeprefix("torch.") for d in (fp8_dtype, out.dtype))
@@ -48,11 +57,16 @@ def check_out_dtype(
 
 
 def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the bytes of ``t`` as another dtype of one byte.
+    """Returns a view of ``t`` in another dtype of one byte.
+
+    Args:
+        op: the op's name, for errors.
+        t: tensor of a dtype of one byte.
+        dtype: dtype of the view.
 
     Raises:
-        NotImplementedError: TorchScript, which torch.jit.trace records, has no such view, nor have
-            the batches of torch.func.vmap in torch 2.11.
+        NotImplementedError: the call is traced by ``torch.jit.trace``, which has no such view, or
+            runs under ``torch.func.vmap`` in a torch that cannot batch it, such as 2.11.
     """
     if t.dtype is dtype:
         return t
@@ -77,7 +91,16 @@ def allocate(
     rowwise: bool,
     columnwise: bool,
 ) -> FP8Output:
-    """Returns uninitialised outputs on ``like``'s device.
+    """Returns uninitialised outputs for a matrix [rows, cols] on ``like``'s device.
+
+    Args:
+        op: the op's name, for errors.
+        like: tensor on the outputs' device.
+        rows: rows of the matrix.
+        cols: columns of the matrix.
+        fp8_dtype: dtype of the copies.
+        rowwise: allocate the rowwise copy.
+        columnwise: allocate the columnwise copy.
 
     Raises:
         TypeError: ``fp8_dtype`` is neither float8_e4m3fn nor float8_e5m2.
@@ -91,10 +114,10 @@ def allocate(
 
 
 def contiguous_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
-    """Returns ``x``, contiguous.
+    """Returns the matrix ``x``, contiguous; ``op`` is the op's name, for the error.
 
     Raises:
-        ValueError: ``x`` has not two dimensions.
+        ValueError: ``x`` does not have two dimensions.
     """
     if x.dim() != 2:
         raise ValueError(f"{op}: x must have 2 dimensions, got shape {list(x.shape)}")
@@ -102,7 +125,7 @@ def contiguous_matrix(op: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def float_scalars(like: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Returns uninitialised float32 tensors of one element on ``like``'s device."""
+    """Returns ``count`` uninitialised float32 tensors of one element on ``like``'s device."""
     return [like.new_empty(1, dtype=torch.float32) for _ in range(count)]
 
 
@@ -115,7 +138,20 @@ def outputs(
     out_rowwise: torch.Tensor | None,
     out_columnwise: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the given outputs, or new ones for the copies that were asked for.
+    """Returns the tensors for an op's copies of x: given ones, or new ones where asked for.
+
+    Args:
+        op: the op's name, for errors.
+        x: [rows, cols], the matrix that is cast.
+        dtype: dtype of new tensors.
+        rowwise: allocate the rowwise copy unless it is given.
+        columnwise: allocate the columnwise copy unless it is given.
+        out_rowwise: [rows, cols] or None.
+        out_columnwise: [cols, rows] or None.
+
+    Returns:
+        (rowwise copy, columnwise copy), uninitialised where new; None for a copy neither asked for
+        nor given.
 
     Raises:
         ValueError: neither copy was asked for or given.

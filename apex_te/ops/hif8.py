@@ -1,7 +1,8 @@
-"""HiF8 (HiFloat8): encode, decode, and quantize a matrix with one scale.
+"""HiF8 (HiFloat8): encodes, decodes, and quantizes a matrix with one scale.
 
-HiF8 codes are uint8 tensors. A code has 1 to 3 mantissa bits, most near 1: values of 2^-3 to 15
-keep 3. Largest finite value 32768, smallest 2^-22; no negative zero, one NaN (0x80).
+HiF8 data is a uint8 tensor. A value has up to 3 mantissa bits, the more the nearer its magnitude is
+to 1: magnitudes of 2^-3 to 15 have 3. The largest finite value is 32768, the smallest magnitude
+2^-22. There is no negative zero and one NaN (0x80).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from . import fp8_output, reference_codec
 from .argument_errors import checked
 from .registration import bind, note_written
 
-# Where MindSpeed scales amax to: inside the range of 3-bit mantissas, and of 2-bit ones.
+# Values that MindSpeed scales an amax to, in the range of 3-bit mantissas and of 2-bit ones.
 HIF8_15 = 15.0
 HIF8_224 = 224.0
 
@@ -27,10 +28,19 @@ _decode = bind("hif8", "hif8_decode")
 
 @former_fields(transposed="columnwise")
 class HiF8Output(NamedTuple):
-    """HiF8 data of a matrix, with None for a copy that was not asked for."""
+    """HiF8 data of a matrix [rows, cols]; None for a copy that was not asked for.
 
-    rowwise: torch.Tensor | None  # [rows, cols] uint8
-    columnwise: torch.Tensor | None  # [cols, rows] uint8
+    Attributes:
+        rowwise: uint8 [rows, cols].
+        columnwise: uint8 [cols, rows].
+        scale: one float32 element, the scale that was used.
+        scale_inv: one float32 element, 1 / scale.
+        amax: one float32 element, the amax given to ``quantize``, if any, or used by
+            ``quantize_current``.
+    """
+
+    rowwise: torch.Tensor | None
+    columnwise: torch.Tensor | None
     scale: torch.Tensor
     scale_inv: torch.Tensor
     amax: torch.Tensor | None
@@ -42,10 +52,10 @@ def encode(x: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
 
     Args:
         x: any shape, float32, float16 or bfloat16; made contiguous if it is not.
-        saturate: magnitudes of 40960 and above, also infinity, become 32768; else infinity.
+        saturate: make magnitudes of 40960 and above, also infinity, 32768 instead of infinity.
 
     Returns:
-        The same shape, uint8. NaN of either sign is 0x80, magnitudes below 2^-23 are 0x00.
+        uint8 of x's shape. NaN of either sign is 0x80, magnitudes below 2^-23 are 0x00.
     """
     matrix = x.contiguous().reshape(1, -1)
     codes = torch.empty_like(matrix, dtype=torch.uint8)
@@ -61,15 +71,20 @@ def decode(
     scale_inv: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Returns the values of HiF8 data, exact in every dtype.
-
-    With a scale each is value * scale_inv, rounded once.
+    """Returns the values of HiF8 data, exactly, or times a scale_inv, rounded once.
 
     Args:
         fp8_data: any shape, uint8; made contiguous if it is not.
-        dtype: float32, float16 or bfloat16.
-        scale_inv: one float32 element on the device of ``fp8_data``.
-        out: written instead of a new tensor, contiguous and of that shape; its dtype counts.
+        dtype: dtype of a new tensor: float32, float16 or bfloat16.
+        scale_inv: one float32 element on the device of ``fp8_data``; None stands for 1.
+        out: contiguous tensor of the shape of ``fp8_data`` to write instead of a new one, in any of
+            the three dtypes.
+
+    Returns:
+        The values, in the shape of ``fp8_data``: ``out`` or the new tensor.
+
+    Raises:
+        ValueError: ``out`` has another shape or is not contiguous.
     """
     given = out is not None
     if out is None:
@@ -104,14 +119,15 @@ def quantize(
         scale: one float32 element on x's device.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        amax: one float32 element, becomes max(amax, max |x|), unscaled; NaN counts as largest.
-        saturate: see ``encode``.
-        out_rowwise: written instead of a new tensor.
-        out_columnwise: written instead of a new tensor.
+        amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
+            largest.
+        saturate: as in ``encode``.
+        out_rowwise: [rows, cols] to write instead of a new tensor.
+        out_columnwise: [cols, rows] to write instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match, no output.
+        ValueError: a shape or device that does not match, neither copy asked for or given.
     """
     x = fp8_output.contiguous_matrix("hif8_quantize", x)
     given = [t for t in (out_rowwise, out_columnwise, amax) if t is not None]
@@ -152,14 +168,15 @@ def quantize_current(
         columnwise: make [cols, rows].
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
-        amax: one float32 element to use instead of x's own; one launch then.
-        saturate: see ``encode``.
-        out_rowwise: written instead of a new tensor.
-        out_columnwise: written instead of a new tensor.
+        amax: one float32 element to use instead of max |x|, which saves one launch.
+        saturate: as in ``encode``.
+        out_rowwise: [rows, cols] to write instead of a new tensor.
+        out_columnwise: [cols, rows] to write instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape or device that does not match, no output, a target or eps out of range.
+        ValueError: a shape or device that does not match, neither copy asked for or given, or a
+            target or eps out of range.
     """
     x = fp8_output.contiguous_matrix("hif8_current", x)
     given = [t for t in (out_rowwise, out_columnwise) if t is not None]
@@ -178,7 +195,7 @@ def quantize_current(
 
 
 def reference_encode(values: torch.Tensor, *, saturate: bool = True) -> torch.Tensor:
-    """Computes ``encode`` of float32 values in plain PyTorch, ties away from zero."""
+    """Computes ``encode`` of float32 values in plain PyTorch; the specification."""
     table = _values().to(values.device)
     # Positive finite values in order, their codes, and the midpoints between neighbours: a value
     # at a midpoint or above belongs to the upper one.
@@ -200,7 +217,7 @@ def reference_decode(fp8_data: torch.Tensor) -> torch.Tensor:
 def reference_quantize(
     x: torch.Tensor, scale: torch.Tensor, *, saturate: bool = True
 ) -> HiF8Output:
-    """Computes ``quantize`` in plain PyTorch; the specification."""
+    """Computes ``quantize`` in plain PyTorch, with max |x| as the amax; the specification."""
     codes = reference_encode(x.float() * scale, saturate=saturate)
     amax = reference_codec.amax_of(x)
     return HiF8Output(codes, codes.t().contiguous(), scale, 1.0 / scale, amax)
@@ -224,7 +241,7 @@ def reference_quantize_current(
 
 
 def _values() -> torch.Tensor:
-    """Returns the value of each of the 256 codes."""
+    """Returns the values of the bytes 0 to 255, float32 [256]."""
     # (prefix in the 7 bits below the sign, its length, exponent bits)
     zones = [(0b11, 2, 4), (0b10, 2, 3), (0b01, 2, 2), (0b001, 3, 1), (0b0001, 4, 0)]
     values = []

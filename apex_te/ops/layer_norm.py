@@ -1,4 +1,4 @@
-"""Layer normalisation over the last dimension, also with a residual and straight to FP8."""
+"""Layer normalisation over the last dimension, also with a residual and a fused cast to FP8."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def layer_norm(
         bias: [cols] in the weight's dtype; None stands for zeros.
         eps: added to the variance.
         zero_centered_gamma: gamma is 1 + weight instead of weight.
-        residual: x's shape and dtype; x + residual, rounded to that dtype, is normalised instead
-            of x and returned too. Backward, which has only the rounded sum, is then consistent.
+        residual: tensor of x's shape and dtype; x + residual is normalised instead of x, and
+            returned, too. The sum is rounded to x's dtype first, as backward has the rounded sum.
 
     Returns:
         y in x's shape and dtype; with a residual (y, x + residual).
@@ -64,7 +64,15 @@ def layer_norm_fwd(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes ``layer_norm`` of x [rows, cols] without autograd, and backward's statistics."""
+    """Computes ``layer_norm`` of a matrix without autograd.
+
+    Args:
+        x: [rows, cols]; ``residual``, if given, has its shape. Other arguments are as in
+            ``layer_norm``.
+
+    Returns:
+        The output and mean and rstd, which ``layer_norm_bwd`` needs.
+    """
     x = x.contiguous()
     out = NormOutput(
         torch.empty_like(x),
@@ -100,13 +108,15 @@ def layer_norm_fwd_fp8(
     """Quantizes the float32 result y of ``layer_norm_fwd``: q = saturating_cast(y * scale).
 
     Args:
-        x: [rows, cols], as weight, bias, eps, zero_centered_gamma and residual in ``layer_norm``.
+        x: [rows, cols]; ``residual``, if given, has its shape.
+        weight, bias, eps, zero_centered_gamma: as in ``layer_norm``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
-        scale_inv: one float32 element to receive 1 / scale; a fresh one unless given.
+        amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
+            largest.
+        scale_inv: one float32 element to receive 1 / scale; a new one unless given.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -143,13 +153,13 @@ def layer_norm_bwd(
 
     Args:
         dy: [rows, cols], y's gradient.
-        x: [rows, cols], what was normalised: the residual sum where there was a residual.
-        weight: as in the forward.
-        mean: [rows] float32, of the forward.
-        rstd: [rows] float32, of the forward.
-        zero_centered_gamma: as in the forward.
-        d_residual: [rows, cols], the residual sum's own gradient; dx += d_residual.
-        with_dweight: make the weight's gradient, in its dtype (x's where weight is None).
+        x: [rows, cols], the matrix that was normalised: x, or with a residual the residual sum.
+        weight: as in ``layer_norm``.
+        mean: [rows] float32, from ``layer_norm_fwd``.
+        rstd: [rows] float32, from ``layer_norm_fwd``.
+        zero_centered_gamma: as in ``layer_norm``.
+        d_residual: [rows, cols], gradient of the residual sum as an output, to add to dx.
+        with_dweight: make the weight's gradient, in the weight's dtype (x's if weight is None).
         with_dbias: make the bias's gradient, in the weight's dtype.
 
     Raises:

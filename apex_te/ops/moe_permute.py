@@ -1,4 +1,11 @@
-"""Rows of tokens copied to their experts' rows and summed back, by a map made on the device."""
+"""Permutes tokens for a mixture of experts: copies them in the order of experts and sums them back.
+
+A token goes to several experts, each of which gets a copy of its row. The permuted matrix has the
+copies in the order of experts. A map, made on the device, tells the row of each copy. ``width``,
+the most copies that a token can have, is the number of experts for a routing map of type "mask",
+and k for type "index". ``probs``, the weights of the copies, are [tokens, width]; permuted they are
+[rows], one for each row of the permuted matrix.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +32,38 @@ _ANY_ROWS = 2**31 - 1
 
 
 class RowMap(NamedTuple):
-    """Rows that the copies of each token go to: int32 tensors on the device of the routing map."""
+    """Map from tokens to rows of the permuted matrix: int32 tensors on the routing map's device.
 
-    # [tokens + 2, 1 + 2 * width], one column more with padding: csrc/moe_permute/moe_permute.h
+    Attributes:
+        row_id_map: [tokens + 2, 1 + 2 * width], with one column more if experts are padded; opaque,
+            for ``permute``, ``unpermute`` and their backwards. csrc/moe_permute/moe_permute.h has
+            its layout.
+        tokens_per_expert: [experts], number of each expert's rows, without dropped copies.
+        padded_tokens_per_expert: [experts], number of each expert's rows with padding, which equals
+            ``tokens_per_expert`` without padding.
+        pad_offsets: [experts], number of padding rows before each expert's first row; None without
+            padding.
+    """
+
     row_id_map: torch.Tensor
-    tokens_per_expert: torch.Tensor  # [experts], rows that were kept
-    padded_tokens_per_expert: torch.Tensor  # [experts]; the former where nothing is padded
-    pad_offsets: torch.Tensor | None  # [experts], padding rows before each; None without padding
+    tokens_per_expert: torch.Tensor
+    padded_tokens_per_expert: torch.Tensor
+    pad_offsets: torch.Tensor | None
 
 
 class _Routing(NamedTuple):
-    """A routing map as the kernels take it, and what they write about it."""
+    """Arguments of the kernels that make a map from a routing map.
+
+    Attributes:
+        routes: the routing map [tokens, width] in a dtype that the kernels read.
+        workspace: int32 [tiles of tokens, experts] scratch, in which the kernels count.
+        row_id_map: uninitialised, as in ``RowMap``.
+        tokens_per_expert: uninitialised [experts] for indices; None for a mask, whose row_id_map
+            has the counts.
+        num_experts: number of experts.
+        align_size: each expert's rows begin at a multiple of it.
+        is_index: True for type "index", False for "mask".
+    """
 
     routes: torch.Tensor
     workspace: torch.Tensor
@@ -69,17 +97,19 @@ def make_map(
     align_size: int | None = None,
     num_rows: int | None = None,
 ) -> RowMap:
-    """Numbers the copies of tokens by expert, within an expert in the order of tokens.
+    """Makes the map of a permutation: copies in the order of experts, then of tokens.
 
     Args:
-        routing_map: "mask": [tokens, experts] bool, uint8, int8, int32 or int64, not zero where a
-            token goes to an expert. "index": [tokens, k] int32 or int64 experts, negative where
-            there is none.
+        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero where
+            a token goes to an expert; for "index" [tokens, k] int32 or int64 indices of experts,
+            negative where there is none.
         map_type: "mask" or "index".
-        num_experts: of indices, at most 1024; None stands for 1024. An index that is no expert
-            raises on the CPU; the GPU, which is not waited for, makes the token's sum NaN.
-        align_size: each expert's rows begin at a multiple of it; "mask" alone.
-        num_rows: of the permuted matrix; copies that come later are dropped. None: of any size.
+        num_experts: number of experts for "index", at most 1024; None stands for 1024. An index
+            that is no expert raises on the CPU. On a GPU, which the host does not wait for, it
+            makes the token's row NaN in ``unpermute``.
+        align_size: each expert's rows begin at a multiple of it; for "mask" alone.
+        num_rows: number of rows of the permuted matrix; copies that would lie behind them are
+            dropped. None: no copy is dropped.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -102,17 +132,17 @@ def permute(
     num_rows: int,
     probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Copies each token's row, and its probs, to the rows of the map.
+    """Copies each token's row, and its probs, to the rows that the map gives.
 
     Args:
         inp: [tokens, hidden] float32, float16, bfloat16 or any dtype of one byte.
         row_id_map: ``RowMap.row_id_map``.
-        num_rows: of the result; rows that no copy takes are zero.
-        probs: [tokens, width] float32 or the dtype of ``inp``, width being the experts of a mask or
-            the k of indices.
+        num_rows: number of rows of the result; rows that no copy goes to are zeros.
+        probs: [tokens, width] float32 or the dtype of ``inp``; width is the number of experts for a
+            mask and k for indices.
 
     Returns:
-        [num_rows, hidden], and [num_rows] of the probs or None.
+        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None without probs).
     """
     matrix, out, probs, permuted = _outputs(inp, num_rows, probs)
     _rows(matrix, probs, row_id_map, out, permuted)
@@ -130,7 +160,13 @@ def permute_by(
     num_experts: int | None = None,
     align_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, RowMap]:
-    """Computes ``make_map`` and ``permute`` in one call, whose kernels overlap."""
+    """Computes ``make_map`` and then ``permute`` in one call, whose kernels overlap.
+
+    Arguments are those of the two functions; copies behind ``num_rows`` are dropped.
+
+    Returns:
+        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None, the map).
+    """
     routing = _prepare(routing_map, map_type, num_experts, align_size)
     matrix, out, probs, permuted = _outputs(inp, num_rows, probs)
     _fwd(
@@ -146,7 +182,17 @@ def permute_bwd(
     row_id_map: torch.Tensor,
     grad_permuted_probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes the gradients of ``permute``: the sum over each token's copies, and the probs'."""
+    """Computes the gradients of ``permute``.
+
+    Args:
+        grad_permuted: [num_rows, hidden], gradient of the permuted rows.
+        row_id_map: ``RowMap.row_id_map``.
+        grad_permuted_probs: [num_rows], gradient of the permuted probs, if there are any.
+
+    Returns:
+        (gradient of ``inp`` [tokens, hidden], the sum over each token's copies; gradient of probs
+        [tokens, width], or None without ``grad_permuted_probs``).
+    """
     width = (row_id_map.shape[1] - 1) // 2
     tokens = row_id_map.shape[0] - 2
     grad_permuted = grad_permuted.contiguous()
@@ -163,12 +209,14 @@ def permute_bwd(
 def unpermute(
     inp: torch.Tensor, row_id_map: torch.Tensor, probs: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Sums each token's copies, times their probs, in float32 in the order of the map.
+    """Sums each token's copies, times their probs, in float32 and always in one order.
 
     Args:
-        inp: [rows, hidden] float32, float16 or bfloat16.
-        row_id_map: ``RowMap.row_id_map``.
-        probs: [tokens, width] float32 or the dtype of ``inp``.
+        inp: [rows, hidden] float32, float16 or bfloat16: the permuted matrix, as the experts have
+            changed it.
+        row_id_map: ``RowMap.row_id_map`` of the permutation.
+        probs: [tokens, width] float32 or the dtype of ``inp``, factors of the copies; None stands
+            for ones. Width is the number of experts for a mask and k for indices.
 
     Returns:
         [tokens, hidden] in the dtype of ``inp``; zeros for a token without copies.
@@ -187,9 +235,18 @@ def unpermute_bwd(
     row_id_map: torch.Tensor,
     probs: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the gradients of ``unpermute`` with respect to ``inp`` and probs in one pass.
+    """Computes the gradients of ``unpermute`` with probs, in one pass.
 
-    Without probs the gradient of ``inp`` is ``permute`` of that of the output.
+    Without probs the gradient of ``inp`` is ``permute(grad_output, ...)``.
+
+    Args:
+        grad_output: [tokens, hidden].
+        inp: as in ``unpermute``.
+        row_id_map: as in ``unpermute``.
+        probs: as in ``unpermute``, not None.
+
+    Returns:
+        (gradient of ``inp`` [rows, hidden], gradient of ``probs`` [tokens, width]).
     """
     grad_inp, grad_probs = torch.empty_like(inp), torch.empty_like(probs)
     _unpermute_bwd(grad_output.contiguous(), inp, probs, row_id_map, grad_inp, grad_probs)
@@ -200,13 +257,20 @@ def unpermute_bwd(
 def make_chunk_map(
     split_sizes: torch.Tensor, sorted_index: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
-    """Returns the map by which ``sort_chunks`` reorders rows, an opaque int32 [2, num_rows].
+    """Makes the map by which ``sort_chunks`` reorders chunks of rows.
+
+    There are at most 2048 chunks. Values of the arguments that do not fit raise on the CPU. On a
+    GPU, which the host does not wait for, ``sort_chunks`` then writes zeros to rows that get none.
 
     Args:
-        split_sizes: [chunks] int32 or int64 rows of each chunk, at most ``num_rows`` in all.
-        sorted_index: [chunks] int32 or int64: the chunk that comes i-th, each once. What does not
-            fit raises on the CPU; on the GPU, which is not waited for, rows without a chunk are 0.
-        num_rows: of the matrix; at most 2048 chunks.
+        split_sizes: int32 or int64 [chunks], the number of rows of each chunk, at most ``num_rows``
+            in all.
+        sorted_index: int32 or int64 [chunks], the chunk that comes i-th in the result; each chunk
+            stands there once.
+        num_rows: number of rows of the matrix.
+
+    Returns:
+        int32 [2, num_rows], opaque.
     """
     chunk_map = split_sizes.new_empty((2, num_rows), dtype=torch.int32)
     _chunk_map(split_sizes.contiguous(), sorted_index.contiguous(), chunk_map)
@@ -221,10 +285,17 @@ def sort_chunks(
     *,
     is_backward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Reorders rows, and [rows] probs, by the map or back; rows past the chunks are zeros.
+    """Reorders rows, and their probs, by a map of chunks.
 
-    ``inp`` is [rows, hidden] of float32, float16, bfloat16 or any dtype of one byte; ``probs``
-    float32, float16 or bfloat16.
+    Args:
+        inp: [rows, hidden] float32, float16, bfloat16 or any dtype of one byte.
+        chunk_map: from ``make_chunk_map``.
+        probs: [rows] float32, float16 or bfloat16.
+        is_backward: apply the inverse of the map, as backward does to gradients.
+
+    Returns:
+        (reordered rows [rows, hidden], reordered probs [rows] or None); rows behind the last chunk
+        are zeros.
     """
     _check_matrix("sort_chunks", inp)
     matrix = inp.contiguous()
@@ -275,7 +346,7 @@ def _prepare(
 
 
 def _routes(routing_map: torch.Tensor, is_index: bool) -> torch.Tensor:
-    """Returns the routing map in a dtype that the kernels read."""
+    """Returns the routing map [tokens, width] in a dtype that the kernels read."""
     dtype = routing_map.dtype
     if is_index:
         if dtype is torch.int64:  # one too large must not become another expert
@@ -300,7 +371,12 @@ def _check_matrix(op: str, inp: torch.Tensor) -> None:
 def _outputs(
     inp: torch.Tensor, num_rows: int, probs: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Returns the input and its probs as the kernels take them, each followed by its output."""
+    """Checks the input of ``permute`` and allocates its outputs.
+
+    Returns:
+        (input as a contiguous matrix that the kernels take, uninitialised output, contiguous probs
+        or None, uninitialised permuted probs or None).
+    """
     _check_matrix("permute", inp)
     if num_rows < 0:
         raise ValueError(f"moe_permute: num_out_tokens must be at least 0, got {num_rows}")

@@ -1,4 +1,4 @@
-"""FP8 encode and decode in plain PyTorch integer arithmetic, independent of torch's own casts."""
+"""Encodes and decodes FP8 in plain PyTorch integer arithmetic, independently of torch's casts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
     """Rounds float32 values to nearest even in an FP8 format; saturates, NaN becomes 0x7F.
 
+    The rules are those of OCP OFP8 1.0 in saturating mode, for fnuz forms of AMD's CDNA3
+    instruction set.
+
     Args:
         values: any shape, float32.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2, or their fnuz forms, in which NaN
-            becomes 0x80 and what rounds to zero loses its sign.
+            becomes 0x80 and a value that rounds to zero loses its sign.
 
     Returns:
-        The same shape in ``fp8_dtype``. Source: OCP OFP8 1.0, saturating mode; of the fnuz forms
-        AMD's CDNA3 instruction set.
+        FP8 data in ``fp8_dtype``, of the shape of ``values``.
     """
     max_bits, min_normal_bits, shift, bias, magic = _FORMATS[fp8_dtype]
     bits = values.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
@@ -49,10 +51,9 @@ def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
 
 
 def decode_fp8(fp8_data: torch.Tensor) -> torch.Tensor:
-    """Decodes FP8 data to float32, exactly; through a table built from the format's definition.
+    """Decodes FP8 data to float32, exactly, by a table built from the format's definition.
 
-    Args:
-        fp8_data: any shape, a dtype that ``encode_fp8`` takes.
+    ``fp8_data`` has any shape and a dtype that ``encode_fp8`` takes.
     """
     return _table(fp8_data.dtype).to(fp8_data.device)[fp8_data.view(torch.uint8).to(torch.int64)]
 
@@ -91,7 +92,14 @@ def amax_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, target: float, eps: float, pow2: bool) -> torch.Tensor:
-    """Returns target / amax in float32, by the rule of csrc/common/numerics/scaling.h."""
+    """Returns target / amax in float32, by the rules of csrc/common/numerics/scaling.h.
+
+    Args:
+        amax: float32, any shape.
+        target: value that amax is scaled to, such as the format's largest.
+        eps: smallest amax.
+        pow2: round down to a power of two.
+    """
     amax = torch.where(amax < eps, torch.full_like(amax, eps), amax)
     scale = (torch.full_like(amax, target) / amax).clamp(max=_FLOAT_MAX)
     if pow2:
@@ -101,5 +109,5 @@ def scale_of(amax: torch.Tensor, target: float, eps: float, pow2: bool) -> torch
 
 
 def inverse_of(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Returns 1 / scale, infinite where amax is, by the rule of csrc/common/numerics/scaling.h."""
+    """Returns 1 / scale, or infinity where amax is infinite."""
     return torch.where(torch.isinf(amax), torch.inf, 1.0 / scale)

@@ -1,4 +1,4 @@
-"""RMS normalisation over the last dimension, also with a residual and straight to FP8."""
+"""RMS normalisation over the last dimension, also with a residual and a fused cast to FP8."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def rms_norm(
         weight: [cols] in x's dtype or float32; None stands for ones.
         eps: added to the mean square.
         zero_centered_gamma: gamma is 1 + weight instead of weight.
-        residual: x's shape and dtype; x + residual, rounded to that dtype, is normalised instead
-            of x and returned too. Backward, which has only the rounded sum, is then consistent.
+        residual: tensor of x's shape and dtype; x + residual is normalised instead of x, and
+            returned, too. The sum is rounded to x's dtype first, as backward has the rounded sum.
 
     Returns:
         y in x's shape and dtype; with a residual (y, x + residual).
@@ -61,7 +61,15 @@ def rms_norm_fwd(
     zero_centered_gamma: bool = False,
     residual: torch.Tensor | None = None,
 ) -> NormOutput:
-    """Computes ``rms_norm`` of x [rows, cols] without autograd, and backward's statistics."""
+    """Computes ``rms_norm`` of a matrix without autograd.
+
+    Args:
+        x: [rows, cols]; ``residual``, if given, has its shape. Other arguments are as in
+            ``rms_norm``.
+
+    Returns:
+        The output and rstd, which ``rms_norm_bwd`` needs.
+    """
     x = x.contiguous()
     out = NormOutput(
         torch.empty_like(x),
@@ -95,13 +103,15 @@ def rms_norm_fwd_fp8(
     """Quantizes the float32 result y of ``rms_norm_fwd``: q = saturating_cast(y * scale).
 
     Args:
-        x: [rows, cols], as weight, eps, zero_centered_gamma and residual in ``rms_norm``.
+        x: [rows, cols]; ``residual``, if given, has its shape.
+        weight, eps, zero_centered_gamma: as in ``rms_norm``.
         scale: one float32 element on x's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
-        scale_inv: one float32 element to receive 1 / scale; a fresh one unless given.
+        amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
+            largest.
+        scale_inv: one float32 element to receive 1 / scale; a new one unless given.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -135,12 +145,12 @@ def rms_norm_bwd(
 
     Args:
         dy: [rows, cols], y's gradient.
-        x: [rows, cols], what was normalised: the residual sum where there was a residual.
-        weight: as in the forward.
-        rstd: [rows] float32, of the forward.
-        zero_centered_gamma: as in the forward.
-        d_residual: [rows, cols], the residual sum's own gradient; dx += d_residual.
-        with_dweight: make the weight's gradient, in its dtype (x's where weight is None).
+        x: [rows, cols], the matrix that was normalised: x, or with a residual the residual sum.
+        weight: as in ``rms_norm``.
+        rstd: [rows] float32, from ``rms_norm_fwd``.
+        zero_centered_gamma: as in ``rms_norm``.
+        d_residual: [rows, cols], gradient of the residual sum as an output, to add to dx.
+        with_dweight: make the weight's gradient, in the weight's dtype (x's if weight is None).
 
     Raises:
         TypeError: a dtype that is not listed.

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pairs of a head's elements rotated by angles of their position."""
+"""Rotary position embedding: rotates pairs of a head's elements by angles of their position."""
 
 from __future__ import annotations
 
@@ -31,31 +31,35 @@ def rope(
     cu_seqlens: torch.Tensor | None = None,
     inplace: bool = False,
 ) -> torch.Tensor:
-    """Rotates each pair (a, b) to (a cos t - b sin t, b cos t + a sin t), t its position's angle.
+    """Rotates each pair (a, b) by its angle t to (a cos t - b sin t, b cos t + a sin t).
+
+    The angle is ``freqs[position, pair]``, where position is the token's position in its sequence.
 
     Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) where ``interleaved``;
     elements from rotary_dim on are copied. Arithmetic is float32, rounded once; angles of any size
-    are reduced exactly. The gradient of x is the rotation by -t; the angles get none. A position
-    outside the table gives NaN; a thd token of no sequence is rotated by 0.
+    are reduced exactly. The gradient of x is the rotation by -t; the angles get no gradient. A
+    position outside the table gives NaN; a token in "thd" that is in no sequence is rotated by 0.
 
     Args:
         x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or
             [t, h, d] (thd), of any strides but a dense last dimension: views of a fused qkv
             tensor are read where they are.
-        freqs: angles in radians, float32, float16 or bfloat16 [max_seq, c] or [max_seq, 1, 1, c]: a
-            column for each element, of which the first of a pair is read (the other must be equal),
-            or, with c = rotary_dim / 2, for each pair.
-        cos, sin: instead of freqs, of the same layout.
-        layout: "sbhd", "bshd" or "thd".
-        rotary_dim: even, at most d and 8192; c unless given.
+        freqs: angles in radians, float32, float16 or bfloat16 [max_seq, c] or [max_seq, 1, 1, c].
+            With c = rotary_dim / 2 there is a column for each pair; else there is one for each
+            element, where that of a pair's first element is read and the other must be equal.
+        cos, sin: cosines and sines of the angles, to give both instead of ``freqs``, in its shape.
+        layout: "sbhd", "bshd" or "thd", which says what the dimensions of x are.
+        interleaved: pair neighbours, (2i, 2i + 1), instead of (i, i + rotary_dim / 2).
+        rotary_dim: number of a head's elements that are rotated, even, at most d and 8192; c unless
+            given.
         start: position of each sequence's first token.
         starts: int32 or int64 [batch], added to ``start`` for each sequence.
-        cu_seqlens: int32 [batch + 1], ascending, for thd: sequence i is tokens cu_seqlens[i] to
-            cu_seqlens[i + 1]; positions restart in each.
+        cu_seqlens: int32 [batch + 1], ascending, for "thd": sequence i is tokens cu_seqlens[i] to
+            cu_seqlens[i + 1]; positions restart in each sequence.
         inplace: overwrite x.
 
     Returns:
-        A contiguous tensor of x's shape and dtype, or x.
+        A contiguous tensor of x's shape and dtype, or x with ``inplace``.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -80,7 +84,7 @@ def rope(
 
 
 def _table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a table as float32 [max_seq, columns], without dimensions of extent 1 between."""
+    """Returns a table of angles, cosines or sines as float32 [max_seq, c], from either shape."""
     if table is None:
         return None
     if table.requires_grad:
@@ -150,7 +154,7 @@ def reference(
             position = position + added[:, None]
 
     def columns(table: torch.Tensor) -> torch.Tensor:
-        """Returns a table's [rows, 1, pairs] in float64, NaN outside of the table."""
+        """Returns the table's values by position and pair, in float64; NaN outside the table."""
         table = table.reshape(table.shape[0], -1).double()
         if table.shape[1] == dim:
             table = table[:, ::2] if interleaved else table[:, : dim // 2]

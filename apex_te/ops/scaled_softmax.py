@@ -1,4 +1,4 @@
-"""Softmax of scaled attention scores, with a mask or causal, in one pass over memory."""
+"""Softmax of scaled attention scores, optionally masked or causal, in one pass over memory."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ def scaled_softmax(
 ) -> torch.Tensor:
     """Computes softmax(scale * x) over the visible elements of the last dimension, 0 elsewhere.
 
-    Arithmetic is in float32. Hidden elements have no influence, whatever stands there. A row that
-    sees nothing, or only -Inf, gives zeros and a zero gradient, as scaled_dot_product_attention
-    does. A NaN or +Inf (with a negative scale -Inf) that a row sees makes its visible elements
-    NaN, as torch.softmax does.
+    Elements that ``mask`` or ``causal`` hides are not visible and have no influence, not even if
+    they are NaN. Arithmetic is in float32. A row without visible elements, or whose visible
+    elements are all -Inf, gives zeros and a zero gradient, as in ``scaled_dot_product_attention``.
+    A visible NaN or +Inf (with a negative scale -Inf) makes the row's visible elements NaN, as in
+    ``torch.softmax``.
 
     Args:
         x: [B, H, Sq, Sk] or [N, Sq, Sk] float32, float16 or bfloat16; made contiguous if it is not.
-        scale: multiplies x.
-        mask: bool, True = masked out; x's shape, with 1 for any extent that it broadcasts over.
+        scale: number that x is multiplied by.
+        mask: bool, True = hidden; of x's shape, with 1 for any extent that it broadcasts over.
         causal: "upper_left" hides column > row, and needs Sq == Sk; "bottom_right" hides
-            column > row + Sk - Sq. Hidden elements are not read.
+            column > row + Sk - Sq; None hides nothing. Elements hidden by it are not read.
 
     Returns:
-        x's shape and dtype. Only this output is saved for backward.
+        A tensor of x's shape and dtype. Of the tensors autograd keeps only this one for backward.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -59,7 +60,10 @@ def scaled_softmax_fwd(
     causal: str | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``scaled_softmax`` without autograd, in ``out`` if it is given."""
+    """Computes ``scaled_softmax``, whose arguments it takes, without autograd.
+
+    ``out``, of x's shape and dtype, is written and returned if it is given.
+    """
     mode = _causal_mode("scaled_softmax_fwd", causal)
     x = x.contiguous()
     if mask is not None and mask.dim() == x.dim():
@@ -84,14 +88,17 @@ def scaled_softmax_bwd(
 ) -> torch.Tensor:
     """Computes the gradient with respect to x from the output y: scale * y * (dy - sum(dy * y)).
 
-    Where y is 0 the gradient is 0 and dy is not used: no mask is needed.
+    Where y is 0 the gradient is 0 and dy is not used, so that no mask is needed.
 
     Args:
-        dy: gradient of the output; y's shape and dtype.
-        y: what ``scaled_softmax`` returned.
-        scale: as in the forward.
-        causal: as in the forward; hidden elements are not read.
-        out: written instead of a new tensor; may be ``dy``.
+        dy: gradient of the output, of y's shape and dtype.
+        y: output of ``scaled_softmax``.
+        scale: as in ``scaled_softmax``.
+        causal: as in ``scaled_softmax``; elements hidden by it are not read.
+        out: tensor of y's shape and dtype to write instead of a new one; may be ``dy``.
+
+    Returns:
+        The gradient of x: ``out`` or the new tensor.
     """
     mode = _causal_mode("scaled_softmax_bwd", causal)
     dy, y = dy.contiguous(), y.contiguous()

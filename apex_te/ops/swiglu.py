@@ -1,4 +1,4 @@
-"""Gated activations act(gate) * up: SwiGLU, GeGLU, ReGLU and GLU, also straight to FP8."""
+"""Gated activations act(gate) * up: SwiGLU, GeGLU, ReGLU and GLU, also with a fused cast to FP8."""
 
 from __future__ import annotations
 
@@ -27,18 +27,30 @@ _TILE_ROWS = 64
 
 
 class SwigluGrads(NamedTuple):
-    """Gradients of ``swiglu``, with None for those of inputs not given or not asked for."""
+    """Gradients of ``swiglu``.
+
+    Attributes:
+        input: gradient of ``input``, of its shape and dtype.
+        up: gradient of ``up``; None if ``up`` was not given.
+        dbias: [2F] in the input's dtype, the gradients of the gate's and up's biases side by side;
+            None if not asked for.
+    """
 
     input: torch.Tensor
     up: torch.Tensor | None
-    dbias: torch.Tensor | None  # [2F]
+    dbias: torch.Tensor | None
 
 
 class SwigluFP8Grads(NamedTuple):
-    """Gradients of ``swiglu`` in FP8."""
+    """Gradients of ``swiglu``, of which the inputs' are in FP8.
 
-    output: FP8Output  # of the [M, 2F] matrix, gate first
-    dbias: torch.Tensor | None  # [2F]
+    Attributes:
+        output: FP8 data of the gradients of gate and up side by side, a matrix [M, 2F].
+        dbias: [2F] in the input's dtype, as in ``SwigluGrads``, not in FP8.
+    """
+
+    output: FP8Output
+    dbias: torch.Tensor | None
 
 
 @checked
@@ -53,17 +65,19 @@ def swiglu(
     """Computes the gated activation act(gate) * up in float32, differentiable once.
 
     Args:
-        input: gate [..., F], or without ``up`` gate and up in one: [..., 2F], gate first. float32,
-            float16 or bfloat16; rows may be apart, other strides are made contiguous.
-        up: like the gate.
-        bias: added to the input, [2F], or [F] with ``up_bias``; same dtype.
-        up_bias: added to up, [F].
+        input: the gate [..., F]; without ``up`` gate and up side by side, [..., 2F], gate first.
+            float32, float16 or bfloat16. Rows may have gaps between them; other strides are made
+            contiguous.
+        up: [..., F], of the gate's shape and dtype.
+        bias: in the input's dtype: [F] for the gate if ``up_bias`` is given, else [2F] for gate and
+            up.
+        up_bias: [F] for up, in the input's dtype.
         activation: "silu" (SwiGLU), "gelu" (GeGLU, tanh form), "gelu_erf", "relu" (ReGLU) or
             "sigmoid" (GLU).
 
     Returns:
-        [..., F] in the input's dtype. NaN gives NaN; infinities act as in
-        csrc/common/activation/functions.h.
+        [..., F] in the input's dtype. NaN gives NaN; csrc/common/activation/functions.h says what
+        infinities give.
 
     Raises:
         TypeError: a dtype that is not listed or differs.
@@ -83,7 +97,7 @@ def swiglu_fwd(
     *,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """Computes ``swiglu`` without autograd."""
+    """Computes ``swiglu``, whose arguments it takes, without autograd."""
     code = _activation_code("swiglu_fwd", activation)
     matrix, up_matrix = _matrices("swiglu_fwd", input, up)
     rows, cols = _extents(matrix, up_matrix)
@@ -109,12 +123,14 @@ def swiglu_fwd_fp8(
     """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
 
     Args:
-        input, up, bias, up_bias, activation: as in ``swiglu``; M is the product of leading sizes.
+        input, up, bias, up_bias, activation: as in ``swiglu``. M is the product of the input's
+            sizes but the last.
         scale: one float32 element on the input's device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [M, F].
         columnwise: make [F, M].
-        amax: one float32 element, becomes max(amax, max |y|), unscaled; NaN counts as largest.
+        amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
+            largest.
 
     Raises:
         TypeError: the cases of ``swiglu``.
@@ -143,11 +159,13 @@ def swiglu_bwd(
     activation: str = "silu",
     with_dbias: bool = False,
 ) -> SwigluGrads:
-    """Computes the gradients of ``swiglu`` from its output's, [..., F].
+    """Computes the gradients of ``swiglu`` from its output's.
 
     Args:
-        with_dbias: also return the column sums of both halves, [2F] in the input's dtype, added in
-            fp32 in a fixed order. They need no bias to be given.
+        grad_output: [..., F], gradient of the output.
+        input, up, bias, up_bias, activation: as in ``swiglu``.
+        with_dbias: also return the gradients of the biases, which are the column sums of those of
+            gate and up, added in float32 in a fixed order. No bias need be given.
     """
     code = _activation_code("swiglu_bwd", activation)
     matrix, up_matrix = _matrices("swiglu_bwd", input, up)
@@ -178,10 +196,17 @@ def swiglu_bwd_fp8(
     amax: torch.Tensor | None = None,
     with_dbias: bool = False,
 ) -> SwigluFP8Grads:
-    """Quantizes the float32 gradient of the [M, 2F] input, gate first.
+    """Quantizes the float32 gradients of gate and up, side by side in a matrix [M, 2F].
 
-    With ``up`` given the result is still that of both inputs side by side. Arguments as in
-    ``swiglu_bwd`` and ``swiglu_fwd_fp8``; rowwise makes [M, 2F], columnwise [2F, M].
+    The matrix has this form if gate and up are given as two tensors, too.
+
+    Args:
+        grad_output, with_dbias: as in ``swiglu_bwd``.
+        input, up, bias, up_bias, activation, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
+        rowwise: make [M, 2F].
+        columnwise: make [2F, M].
+        amax: one float32 element, becomes the maximum of itself and of the gradients' magnitudes
+            before scaling; NaN counts as largest.
     """
     code = _activation_code("swiglu_bwd_fp8", activation)
     matrix, up_matrix = _matrices("swiglu_bwd_fp8", input, up)
@@ -260,7 +285,11 @@ def reference_bwd(
     *,
     activation: str = "silu",
 ) -> torch.Tensor:
-    """Computes the gradient of the [..., 2F] input in plain PyTorch in the dtype of its inputs."""
+    """Computes the gradients of gate and up in plain PyTorch in the dtype of the inputs.
+
+    Returns:
+        [..., 2F], the gate's gradient first.
+    """
     gate, up = _gate_and_up(input, up, bias, up_bias)
     if activation == "relu":
         dgate = torch.where(gate <= 0, 0.0, grad_output * up * torch.where(gate > 0, 1.0, gate))
@@ -288,7 +317,10 @@ def reference_fp8(
     *,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
-    """Quantizes an exact result or gradient [M, N] in plain PyTorch; the specification."""
+    """Quantizes a result or gradient [M, N], such as a float64 one, in plain PyTorch.
+
+    Both copies are made; ``amax``, one float32 element, is updated in place if given.
+    """
     rounded = values.float()
     codes = reference_codec.encode_fp8(rounded * scale, fp8_dtype)
     if amax is not None and values.numel():
@@ -303,7 +335,7 @@ def _gate_and_up(
     bias: torch.Tensor | None,
     up_bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns gate and up with their biases added."""
+    """Returns (gate, up), each [..., F], with their biases added."""
     if up is not None and bias is not None and up_bias is None:
         bias, up_bias = bias.chunk(2)
     input = input if bias is None else input + bias
@@ -325,7 +357,7 @@ def _activation_code(op: str, activation: str) -> int:
 def _matrices(
     op: str, input: torch.Tensor, up: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the inputs as matrices with contiguous rows, without a copy where strides allow."""
+    """Returns (input, up or None) as matrices with contiguous rows, copied only where needed."""
     if input.dim() == 0:
         raise ValueError(f"{op}: input must have at least 1 dimension, got shape []")
     if up is not None and up.shape != input.shape:
@@ -341,7 +373,7 @@ def _matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _extents(matrix: torch.Tensor, up_matrix: torch.Tensor | None) -> tuple[int, int]:
-    """Returns the extents M and F."""
+    """Returns the extents (M, F) of the result, for an input [M, F] with up or [M, 2F] without."""
     rows, cols = matrix.shape
     return rows, cols // 2 if up_matrix is None else cols
 
@@ -360,7 +392,7 @@ def _grad_matrix(
 def _dbias(
     matrix: torch.Tensor, rows: int, cols: int, with_dbias: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the bias gradient and the workspace of its sums."""
+    """Returns uninitialised (bias gradient [2F], workspace of its sums), or (None, None)."""
     if not with_dbias:
         return None, None
     lines = -(-rows // _TILE_ROWS)
