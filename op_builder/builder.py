@@ -28,7 +28,7 @@ class OpBuilder(OpSpec):
     """
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Returns True if all sources of the op exist and no GPU in use is older than ``min_arch``.
+        """Returns True if the op's sources exist and no GPU in use is older than ``min_arch``.
 
         GPUs in use are those of a process in which torch has initialised CUDA; without, none is
         checked.

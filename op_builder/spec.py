@@ -37,7 +37,7 @@ class FunctionSpec(NamedTuple):
 
 
 def without_comments(code: str) -> str:
-    """Returns C++ code with a blank in place of each comment; string literals stay."""
+    """Replaces each comment in C++ code by a blank; string literals stay."""
     return _COMMENT.sub(lambda match: match[1] or " ", code)
 
 

@@ -13,18 +13,18 @@ class BuildError(RuntimeError):
 
 
 class SettingError(BuildError, ValueError):
-    """An environment variable holds a value that cannot be understood."""
+    """An environment variable or an option has a value that cannot be used."""
 
 
 class UnknownOpError(BuildError, KeyError):
-    """No builder has this name, or the op has no sources for the device."""
+    """No usable builder has this name, or the op lacks a source, its header or the device."""
 
     def __str__(self) -> str:  # KeyError would show the repr of the text
         return str(self.args[0]) if self.args else ""
 
 
 class DuplicateOpError(BuildError, ValueError):
-    """Two builders have the same NAME; the message says where both are."""
+    """Two ops have the same NAME or import name; the message says where both are defined."""
 
 
 class CompilerNotFoundError(BuildError):
@@ -32,11 +32,11 @@ class CompilerNotFoundError(BuildError):
 
 
 class NvccNotFoundError(BuildError):
-    """A CUDA library is needed and there is no nvcc."""
+    """There is no nvcc, which a CUDA library needs."""
 
 
 class HipccNotFoundError(BuildError):
-    """A library for AMD GPUs is needed and there is no hipcc."""
+    """There is no hipcc, which a library for AMD GPUs needs."""
 
 
 class NinjaNotFoundError(BuildError):
@@ -44,11 +44,11 @@ class NinjaNotFoundError(BuildError):
 
 
 class HeaderNotFoundError(BuildError):
-    """A header outside the project (Python.h, pybind11, cuBLASLt) is missing."""
+    """A header outside the project is missing, such as Python's, pybind11's or cuBLASLt's."""
 
 
 class ArchError(BuildError, ValueError):
-    """A CUDA arch is unknown, unsupported, or none can be chosen."""
+    """A GPU arch is unknown or unsupported, or no arch can be chosen to build for."""
 
 
 class CacheError(BuildError):
@@ -56,7 +56,7 @@ class CacheError(BuildError):
 
 
 class DiskFullError(BuildError):
-    """No space is left where a library is built."""
+    """No space is left on the disk on which a library is built."""
 
 
 class NoPermissionError(BuildError):
@@ -68,7 +68,7 @@ class JitDisabledError(BuildError):
 
 
 class LockTimeoutError(BuildError):
-    """Another process held the build lock for too long."""
+    """Another process held a lock for longer than this one was to wait."""
 
 
 class BuildInterruptedError(BuildError):

@@ -233,6 +233,7 @@ def find_hipcc() -> Nvcc:
 
 @functools.cache
 def _hipcc_version(path: str) -> str:
+    """Returns the versions of the hipcc at ``path`` and its clang, "unknown" for one it hides."""
     text = _version(["env", "HIP_PLATFORM=amd", path, "--version"])
     release = re.search(r"HIP version: ([\d.]+)", text)
     clang = re.search(r"clang version ([\d.]+)", text)
@@ -246,6 +247,7 @@ def hipcc_version() -> str:
 
 @functools.cache
 def _nvcc_version(path: str) -> str:
+    """Returns the version of the nvcc at ``path``, "nvcc unknown" if it does not print one."""
     text = _version([path, "--version"])
     release = re.search(r"release (\d+\.\d+), V([\d.]+)", text)
     return f"nvcc {release[2]}" if release else "nvcc unknown"

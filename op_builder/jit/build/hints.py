@@ -232,7 +232,7 @@ def loading(text: str) -> str:
 
 
 def is_not_executable(text: str) -> bool:
-    """Returns True if dlopen failed because the library's file system is mounted noexec."""
+    """Returns True if dlopen's message ``text`` says that the file system is mounted noexec."""
     return bool(_NOT_EXECUTABLE.search(text))
 
 

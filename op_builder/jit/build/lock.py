@@ -1,4 +1,4 @@
-"""File locks that let one process at a time build a library.
+"""File locks that let one process at a time build a library or write a table.
 
 They are taken with flock, which the kernel releases when the holder dies.
 """
@@ -152,9 +152,9 @@ def marked(folder: str) -> Iterator[None]:
 
 
 def is_abandoned(folder: str) -> bool:
-    """Returns True if no living process holds the lock in the build folder, see ``marked``.
+    """Returns True if no living process holds the lock in the build folder ``folder``.
 
-    A builder that just begins has no such lock yet, but holds its library's lock.
+    ``marked`` takes that lock. A builder that just begins does not hold it yet, but its library's.
     """
     mark = os.path.join(folder, _MARK)
     return not os.path.lexists(mark) or is_free(mark)
@@ -230,13 +230,13 @@ def held(path: str, what: str, timeout: float, doing: str = "building") -> Itera
 
     Args:
         path: the lock file.
-        what: description of the library, for messages of processes that wait.
+        what: description of what the lock protects, for messages of processes that wait.
         timeout: seconds to wait.
         doing: verb for those messages.
 
     Yields:
-        True if no other process can be building; False on a file system without locks, where two
-        may build, and the one rename that publishes an entry still keeps it whole.
+        True if no other process can hold the lock; False on a file system without locks, where two
+        processes may build, and the one rename that publishes an entry still keeps it whole.
 
     Raises:
         LockTimeoutError: ``timeout`` seconds have passed.

@@ -47,7 +47,12 @@ class _Screen:
                 self._wake.set()
 
     def say(self, text: str, stream: TextIO) -> None:
-        """Writes whole lines of text above the live ones."""
+        """Writes lines of text above the live lines.
+
+        Args:
+            text: whole lines, each with its line break.
+            stream: standard error.
+        """
         with self._lock, contextlib.suppress(OSError, ValueError):
             live = self._lines()
             stream.write(self._erase() + text + "".join(live))

@@ -224,7 +224,8 @@ def _fresh_folder(reason: str) -> str:
         reason: the reason why it is needed, for the error.
 
     Raises:
-        CacheError: another user could replace the folder.
+        CacheError: there is no place for temporary folders, or another user could replace the
+            folder.
     """
     import atexit
     import shutil
