@@ -37,7 +37,7 @@ class FunctionSpec(NamedTuple):
 
 
 def without_comments(code: str) -> str:
-    """Replaces each comment in C++ code by a blank; string literals stay."""
+    """Returns C++ code with a blank in place of each comment; string literals stay."""
     return _COMMENT.sub(lambda match: match[1] or " ", code)
 
 
@@ -70,7 +70,7 @@ class OpSpec:
         BINDING: "c" for libraries of plain C functions that the dispatcher opens; "pybind11" for an
             extension with a ``PYBIND11_MODULE`` in its sources: one library for all devices, made
             for the installed torch, which Python imports.
-        EXPORTS: names that a pybind11 extension defines, for those that its sources do not show.
+        EXPORTS: all names that a pybind11 extension defines; () to read them off its sources.
         DEVICES: devices the op has a library for, "cpu" and "cuda"; ("cpu",) for any extension.
         min_arch: least compute capability of the NVIDIA GPUs the op runs on.
         ROOT: folder that holds ``csrc``; an op outside of the suite sets it to a folder of its own,

@@ -71,7 +71,7 @@ def _check_paths(what: str, folder: str, steps: Sequence[Step]) -> None:
 
 
 def write_graph(folder: str, steps: Sequence[Step]) -> None:
-    """Writes the file ``build.ninja`` with one rule for each step into ``folder``."""
+    """Writes ``build.ninja`` into ``folder``, with one build statement for each step."""
     lines = ["rule run", "  command = $cmd", "  description = $label", ""]
     for step in steps:
         inputs = " ".join(_escape(path) for path in step.inputs)

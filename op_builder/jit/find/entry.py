@@ -46,7 +46,7 @@ class OpenedLibrary(NamedTuple):
     """A checked library, opened for the dispatcher or Python to load.
 
     Attributes:
-        fd: file descriptor, open for the life of the process.
+        fd: file descriptor, which must stay open if the library is to be loaded.
         path: path of the file, for messages.
         proc_path: path below ``/proc/self/fd`` that loads the opened file, whatever is at ``path``.
         archs: GPU archs that the library holds; none for one without GPU code.
