@@ -1,4 +1,4 @@
-"""Joins the layers of Hugging Face's Llama-like and GPT-2 blocks, and maps the keys of state."""
+"""Fusion of layers in Hugging Face's Llama-like and GPT-2 blocks, and a map of parameter names."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ _JOINED = "_apex_te_joined"
 
 
 class KeyMap:
-    """Translates dicts by parameter names of a model before and after ``from_torch(fuse=True)``.
+    """Translation of dicts between parameter names before and after ``from_torch(fuse=True)``.
 
-    The map is for dicts of gradients, learning rates and the like by ``named_parameters``, and for
-    state dicts that an earlier release saved; today's state dicts have the original keys. Both
-    methods return a new dict; keys that fusing did not touch pass through. FP8 state
-    (``fp8_state.*``) of joined layers has no counterpart in the original model and is left out.
+    The map is for tensors by the names of ``named_parameters()``, such as gradients, and for state
+    dicts that an earlier release saved; today's state dicts have the original keys. Both methods
+    return a new dict, in which all other keys are unchanged. FP8 state (``fp8_state.*``) of joined
+    layers has no counterpart in the original model and is left out there.
+
+    Args:
+        entries: the joined parameters, by keys in the whole model.
     """
 
     def __init__(self, entries: Iterable[JoinedKey]) -> None:
@@ -43,10 +46,13 @@ class KeyMap:
         return f"KeyMap({len(self.entries)} joined: {joined}{more})"
 
     def to_fused(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state dict of the fused model, from one of the original model.
+        """Returns a dict for the fused model, in which original parameters are joined.
+
+        Args:
+            state_dict: tensors by parameter names of the original model.
 
         Raises:
-            ValueError: only some parts of a joined parameter are there.
+            ValueError: some but not all of the parameters that are joined into one are there.
         """
         new = dict(state_dict)
         for entry in self.entries:
@@ -63,10 +69,13 @@ class KeyMap:
         return new
 
     def to_original(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the state dict of the original model, from one of the fused model.
+        """Returns a dict for the original model, in which joined parameters are split.
+
+        Args:
+            state_dict: tensors by parameter names of the fused model.
 
         Raises:
-            ValueError: a joined parameter has another number of rows.
+            ValueError: a joined parameter has another number of rows than the model's.
         """
         new = dict(state_dict)
         for entry in self.entries:
@@ -87,13 +96,27 @@ class KeyMap:
 
 
 def key_map(model: nn.Module) -> KeyMap:
-    """Returns the map of what ``from_torch(model, fuse=True)`` joined, an empty one if nothing."""
+    """Returns the map of the parameters that ``from_torch(model, fuse=True)`` has joined.
+
+    Args:
+        model: the model that was given to ``from_torch``; for any other the map is empty.
+    """
     found = vars(model).get(_ATTRIBUTE)
     return KeyMap(()) if found is None else found
 
 
 def refuse_optimized(model: nn.Module, optimizer: Any) -> None:
-    """Raises ValueError if ``optimizer`` or a living one of torch.optim holds a parameter."""
+    """Raises an error if an optimizer holds a parameter of ``model``, which joining may replace.
+
+    Args:
+        model: the model to be fused.
+        optimizer: an optimizer, several, or None. All existing instances of
+            ``torch.optim.Optimizer`` are checked, too.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``param_groups``.
+        ValueError: an optimizer holds a parameter.
+    """
     given = [] if optimizer is None else optimizer
     given = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in given:
@@ -114,13 +137,23 @@ def refuse_optimized(model: nn.Module, optimizer: Any) -> None:
 
 
 def _living_optimizers() -> list[Any]:
+    """Returns all existing instances of ``torch.optim.Optimizer``."""
     kind = torch.optim.Optimizer
     # By type(): asking an object for its class can run code of lazy modules and proxies.
     return [found for found in gc.get_objects() if issubclass(type(found), kind)]
 
 
 def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | None:
-    """Returns names ``(optimizer, parameter)`` of an optimizer and a parameter in it, or None."""
+    """Searches optimizers for parameters of the model.
+
+    Args:
+        names: the parameters' names, by ``id`` of the parameter.
+        optimizers: objects with ``param_groups``; others are skipped.
+
+    Returns:
+        ``(optimizer, parameter)`` for the first one found: the optimizer's class name and the
+        parameter's name. None if no optimizer holds any.
+    """
     for optimizer in optimizers:
         for group in getattr(optimizer, "param_groups", ()):
             for parameter in group["params"]:
@@ -130,7 +163,12 @@ def _held(names: dict[int, str], optimizers: list[Any]) -> tuple[str, str] | Non
 
 
 class _NotFusable(Exception):
-    """Reason why a block stays as it is; ``chosen`` if the caller wanted it so."""
+    """Raised for layers of a block that cannot be joined.
+
+    Args:
+        reason: the reason, for the summary.
+        chosen: True if an option of ``from_torch`` keeps a layer, so that no warning is needed.
+    """
 
     def __init__(self, reason: str, chosen: bool = False) -> None:
         super().__init__(reason)
@@ -138,7 +176,19 @@ class _NotFusable(Exception):
 
 
 class _Joint:
-    """Joint projection of several layers of a block, run once for all of them."""
+    """Norm with query, key and value projections in one layer, which runs once for all three.
+
+    The block still calls three layers, ``JointPart``; the first one called runs the joint layer,
+    the others fetch their parts of its output.
+
+    Args:
+        linear: the joint layer.
+        rows: output features of each projection.
+
+    Attributes:
+        seen: input for which ``parts`` were computed, None without any.
+        parts: output of each projection, ``[..., rows]``, None once it was fetched.
+    """
 
     __slots__ = ("linear", "parts", "rows", "seen")
 
@@ -148,12 +198,17 @@ class _Joint:
         self.forget()
 
     def forget(self) -> None:
-        """Drops the parts that nobody fetched."""
+        """Drops the outputs that were not fetched."""
         self.seen: torch.Tensor | None = None
         self.parts: list[Any] = [None] * len(self.rows)
 
     def part(self, inp: torch.Tensor, index: int) -> torch.Tensor:
-        """Returns part ``index`` of the projection of ``inp``; each is handed out once."""
+        """Returns the output of one projection, and drops it.
+
+        Args:
+            inp: input of the norm, ``[..., in_features]``.
+            index: number of the projection: 0 query, 1 key, 2 value.
+        """
         if self.seen is not inp or self.parts[index] is None:
             self.parts = list(self.linear(inp).split(self.rows, -1))
             self.seen = inp
@@ -172,27 +227,32 @@ class _Joint:
 
 
 class _Replaced(nn.Module):
-    """Stands where a layer stood whose parameters another one has joined.
+    """Base of modules that take the place of a layer whose parameters were joined into another.
 
     Attributes:
-        view: the parameters that the layer had, as views of the joined ones.
+        view: the layer's original parameters, as views of the joined ones.
     """
 
     view: PartView
 
     @property
     def weight(self) -> torch.Tensor | None:
-        """Returns the original weight as a view of the joined one."""
+        """Returns the weight of the replaced layer, a view of the joined weight."""
         return self.view.weight
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """Returns the original bias as a view of the joined one, None without a bias."""
+        """Returns the bias of the replaced layer, a view of the joined one; None if it had none."""
         return self.view.bias
 
 
 class JointPart(_Replaced):
-    """Stands where a query, key or value projection stood, and gives its part of the joint one."""
+    """Module in the place of a query, key or value projection, which the joint layer computes.
+
+    Args:
+        joint: the joint layer, with the outputs that are yet to be fetched.
+        index: number of this projection: 0 query, 1 key, 2 value.
+    """
 
     def __init__(self, joint: _Joint, index: int) -> None:
         super().__init__()
@@ -201,11 +261,18 @@ class JointPart(_Replaced):
         self.index = index
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Returns the part ``[..., rows]`` of the projection of ``inp``, ``[..., in_features]``."""
+        """Applies the norm before the projection, and the projection.
+
+        Args:
+            inp: ``[..., in_features]``, before the norm.
+
+        Returns:
+            ``[..., out_features]`` of the projection that this module replaces.
+        """
         return self.joint.part(inp, self.index)
 
     def extra_repr(self) -> str:
-        # Adapters quote this when they refuse the layer.
+        # PEFT quotes this when it refuses to add an adapter to the layer.
         return (
             f"part {self.index}, out_features={self.joint.rows[self.index]}; joined with its norm "
             "by from_torch(fuse=True): adapters need fuse=False"
@@ -213,11 +280,15 @@ class JointPart(_Replaced):
 
 
 class JoinedNorm(_Replaced, nn.Identity):
-    """Stands where a norm stood that the next layer applies now."""
+    """Identity in the place of a norm that the joined layer behind it applies."""
 
 
 class LayerNormMLPDropout(LayerNormMLP):
-    """``LayerNormMLP`` followed by the dropout that GPT-2's MLP ends with."""
+    """``LayerNormMLP`` followed by the dropout that GPT-2's MLP ends with.
+
+    Attributes:
+        dropout: the dropout module of the MLP that was joined.
+    """
 
     dropout: nn.Module
 
@@ -226,20 +297,23 @@ class LayerNormMLPDropout(LayerNormMLP):
         return self.dropout(super().forward(inp, is_first_microbatch))
 
 
-# Gives the reason why the caller wants the layer of a name to stay, else None.
+# Function of a layer's name in the model and the layer: the reason why the caller of ``from_torch``
+# wants the layer to stay, None if it may be joined.
 Chosen = Callable[[str, nn.Module], "str | None"]
 
 
 def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[str]]:
-    """Joins the layers of every known block of ``model`` that allow it.
+    """Joins the layers of Hugging Face's blocks in ``model`` where they can be joined, in place.
 
     Args:
         model: any model.
-        chosen: gives the reason why the caller wants the layer of a name to stay, else None.
+        chosen: function of a layer's name in the model and the layer; returns the reason why the
+            caller wants the layer to stay, None if it may be joined.
 
     Returns:
-        ``(layers, left)``: entries of the summary; names of blocks that could not be joined, each
-        with the reason.
+        ``(layers, left)``: entries of the summary for the joined layers and for blocks whose layers
+        were not joined; texts for the warning, each with the name of a block that cannot be joined
+        and the reason.
     """
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     entries: list[JoinedKey] = []
@@ -279,19 +353,40 @@ def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[str
 
 
 class _Source(NamedTuple):
-    """Layers that become one, by the names that they have in the block."""
+    """Norm and linear layers of a block that are to become one layer.
+
+    Attributes:
+        norm_name: the norm's dotted name in the block.
+        norm: the norm.
+        linears: the linear layers, by dotted name in the block.
+        transposed: True if their weights are ``[in, out]``, as in GPT-2.
+    """
 
     norm_name: str
     norm: Any
     linears: dict[str, Any]
-    transposed: bool = False  # GPT-2's weights are [in, out]
+    transposed: bool = False
 
     def parts(self, attribute: str, *names: str) -> list[tuple[str, Any]]:
-        """Returns pairs (key in the block, Parameter) that one Parameter is joined from."""
+        """Returns the Parameters of linear layers that are joined into one.
+
+        Args:
+            attribute: ``"weight"`` or ``"bias"``.
+            names: keys of ``linears``, in the order in which the Parameters are stacked.
+
+        Returns:
+            A list of ``(key, Parameter)``: key in the block's state dict; the Parameter, None for a
+            bias that the layer does not have.
+        """
         return [(f"{name}.{attribute}", getattr(self.linears[name], attribute)) for name in names]
 
     def norm_parts(self) -> dict[str, list[tuple[str, Any]]]:
-        """Returns pairs (key in the block, Parameter) of the norm; Llama's norm has no bias."""
+        """Returns the Parameters of the norm, by the names that they have in the joined layer.
+
+        Returns:
+            By name, a list of one ``(key, Parameter)``: key in the block's state dict; the
+            Parameter, None for the bias of an RMS norm.
+        """
         bias = getattr(self.norm, "bias", None)
         return {
             "layer_norm_weight": [(f"{self.norm_name}.weight", self.norm.weight)],
@@ -299,11 +394,15 @@ class _Source(NamedTuple):
         }
 
 
-# (layers that were joined, path of the joined layer in the block, its entries)
+# (layers that were joined, dotted name of the joined layer in the block, its joined parameters)
 _Step = tuple[_Source, str, list[JoinedKey]]
 
 
 def _llama_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
+    """Joins the input norm and the query, key and value projections of a Llama-like block.
+
+    ``_check`` describes the arguments, ``_placed`` the result.
+    """
     attention = block.self_attn
     names = ("q_proj", "k_proj", "v_proj")
     linears = {f"self_attn.{name}": getattr(attention, name) for name in names}
@@ -318,6 +417,7 @@ def _llama_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen
 
 
 def _gpt2_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
+    """Joins the first norm and ``attn.c_attn`` of a GPT-2 block, as ``_llama_attention`` does."""
     source = _Source("ln_1", block.ln_1, {"attn.c_attn": block.attn.c_attn}, transposed=True)
     _check(source, prefix, uses, chosen)
     module = _layer_norm_linear(source, "LayerNorm", *block.attn.c_attn.weight.shape)
@@ -325,6 +425,7 @@ def _gpt2_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen)
 
 
 def _llama_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
+    """Joins the second norm and the MLP of a Llama-like block, as ``_llama_attention`` does."""
     mlp = block.mlp
     if matching.hooked(mlp) or not matching.is_silu(mlp.act_fn):
         raise _NotFusable(f"mlp.act_fn is {type(mlp.act_fn).__name__}, or mlp has hooks")
@@ -338,6 +439,7 @@ def _llama_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _
 
 
 def _gpt2_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
+    """Joins the second norm and the MLP of a GPT-2 block, as ``_llama_attention`` does."""
     mlp = block.mlp
     activation = matching.gelu_or_relu(mlp.act)
     if matching.hooked(mlp) or activation is None:
@@ -354,15 +456,18 @@ def _gpt2_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _S
 def _placed(
     block: nn.Module, source: _Source, path: str, module: nn.Module, parts: dict[str, tuple]
 ) -> _Step:
-    """Puts ``module``, with its parameters, in the place of the layers of ``source``.
+    """Gives ``module`` its parameters and puts it in the place of the layers of ``source``.
 
     Args:
         block: the block.
-        source: the layers that ``module`` stands for.
-        path: where in the block ``module`` goes.
-        module: the layer, its parameters still on the meta device.
-        parts: names of the linear layers that a weight and bias of ``module`` are joined from, by
-            the prefix of these two.
+        source: the layers that ``module`` replaces.
+        path: dotted name in the block that ``module`` gets.
+        module: the joined layer, its parameters still on the meta device.
+        parts: names of the linear layers that a weight and a bias of ``module`` are joined from,
+            by the prefix of this weight and bias, such as ``"fc1_"``.
+
+    Returns:
+        ``(source, path, entries)``: the first two arguments; keys of the joined parameters.
     """
     linear = {
         f"{prefix}{attribute}": source.parts(attribute, *names)
@@ -378,6 +483,13 @@ def _placed(
 
 
 def _layer_norm_linear(source: _Source, norm: str, inner: int, outer: int) -> LayerNormLinear:
+    """Returns a ``LayerNormLinear`` on the meta device for the layers of ``source``.
+
+    Args:
+        source: layers that give eps, bias, dtype and mode.
+        norm: ``"LayerNorm"`` or ``"RMSNorm"``.
+        inner, outer: input and output features.
+    """
     some = next(iter(source.linears.values()))
     return LayerNormLinear(
         inner, outer, matching.norm_eps(source.norm), some.bias is not None, normalization=norm,
@@ -388,6 +500,15 @@ def _layer_norm_linear(source: _Source, norm: str, inner: int, outer: int) -> La
 def _layer_norm_mlp(
     kind: type[LayerNormMLP], source: _Source, norm: str, activation: str, hidden: int, ffn: int
 ) -> LayerNormMLP:
+    """Returns a ``LayerNormMLP`` on the meta device for the layers of ``source``.
+
+    Args:
+        kind: class of the result.
+        source: layers that give eps, bias, dtype and mode.
+        norm: ``"LayerNorm"`` or ``"RMSNorm"``.
+        activation: as for ``LayerNormMLP``.
+        hidden, ffn: features of the input, and between the two GEMMs.
+    """
     some = next(iter(source.linears.values()))
     return kind(
         hidden, ffn, matching.norm_eps(source.norm), some.bias is not None, normalization=norm,
@@ -396,7 +517,14 @@ def _layer_norm_mlp(
 
 
 def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> None:
-    """Raises ``_NotFusable`` unless one layer can stand for those of ``source``."""
+    """Raises ``_NotFusable`` unless one layer can replace those of ``source``.
+
+    Args:
+        source: layers of a block.
+        prefix: the block's name in the model and a period, or "".
+        uses: number of modules of the model that have a Parameter, by ``id`` of the Parameter.
+        chosen: returns the reason why the caller wants a layer to stay, as for ``fuse_blocks``.
+    """
     norm, linears = source.norm, list(source.linears.values())
     for name, module in {source.norm_name: norm, **source.linears}.items():
         if source.transposed:
@@ -437,10 +565,19 @@ def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> 
 def _fill(
     module: nn.Module, source: _Source, path: str, linear: dict[str, list[tuple[str, Any]]]
 ) -> list[JoinedKey]:
-    """Gives ``module`` its parameters; one made of a single Parameter is that Parameter itself.
+    """Gives the joined layer its parameters.
+
+    A parameter that is made of a single one in the same layout is that Parameter object itself.
+
+    Args:
+        module: the joined layer.
+        source: the layers that it replaces.
+        path: dotted name of ``module`` in the block.
+        linear: ``(key, Parameter)`` of the Parameters that each parameter is joined from, by its
+            name in ``module``.
 
     Returns:
-        The entries of its parameters by keys in the block, where ``module`` is at ``path``.
+        For each parameter of ``module`` the keys in the block's state dict.
     """
     entries = []
     for name, parts in {**source.norm_parts(), **linear}.items():
@@ -462,7 +599,15 @@ def _fill(
 
 
 def _show_originals(block: nn.Module, module: nn.Module, entries: list[JoinedKey]) -> None:
-    """Lets the original names in ``block`` lead to views; tools follow a state dict's keys."""
+    """Makes the original parameters readable under their names, for tools that look up keys.
+
+    So ``block.self_attn.q_proj.weight`` still is a tensor with the values of that weight.
+
+    Args:
+        block: the block.
+        module: the layer with the joined parameters.
+        entries: keys of the joined parameters in the block's state dict.
+    """
     views: dict[str, PartView] = {}
     for entry in entries:
         start = 0
