@@ -1,17 +1,18 @@
-"""Reads the FP8 state that TransformerEngine saves as ``_extra_state``, executing nothing.
+"""Reader of the FP8 state that TransformerEngine saves as ``_extra_state``, which executes nothing.
 
-Its releases save for a module (numbers are fp32; each GEMM has 3 forward slots: input, weight,
-output, and 2 backward slots: grad_output, grad_input; releases 0.x have 2 and 1, without output
-and grad_input):
+A release of TransformerEngine saves this for a module:
 
     2.x       uint8 tensor, a pickled dict with a recipe object; empty where FP8 never ran
     1.x, 0.x  uint8 tensor or io.BytesIO with a torch.save file, a dict without recipe
     0.3       that dict itself
     0.1, 0.2  a list: scale_fwd, amax_history_fwd, scale_bwd, amax_history_bwd, ...
 
-The rows of an amax history are in this package's order already. Slots go by GEMM, except in the
-``GroupedLinear`` of earlier releases, which has the inputs of all GEMMs first, then their weights;
-the columns of the outputs, which measured nothing, tell the two orders apart.
+Scales and amaxes are fp32. Each GEMM has 3 forward slots (input, weight, output) and 2 backward
+slots (grad_output, grad_input); releases 0.x have 2 and 1, without output and grad_input.
+
+The rows of an amax history are in apex_te's order. Slots are sorted by GEMM, except in the
+``GroupedLinear`` of earlier releases, which has the inputs of all GEMMs first, then their weights,
+then their outputs. The slots of outputs, whose amaxes are all 0, tell the two orders apart.
 """
 
 from __future__ import annotations
@@ -36,22 +37,22 @@ KEY = "_extra_state"
 
 
 class TEStateError(ValueError):
-    """An ``_extra_state`` that is not TransformerEngine's, is damaged or does not fit."""
+    """Error for an ``_extra_state`` that is not TransformerEngine's, is damaged or does not fit."""
 
 
 class TEState(NamedTuple):
     """Delayed-scaling state of one module of TransformerEngine, fp32 on the CPU.
 
-    ``L`` is the history length, the staging row 0 included; ``F`` and ``B`` are the forward and
-    backward slots. Amaxes that are not finite, which such histories may hold, are 0 here.
+    ``L`` is the history length, row 0 with the staged amaxes included; ``F`` and ``B`` are the
+    numbers of forward and backward slots. An amax that was saved as Inf or NaN is 0.
 
     Attributes:
-        scale_fwd: ``[F]``.
-        amax_history_fwd: ``[L, F]``.
-        scale_bwd: ``[B]``.
-        amax_history_bwd: ``[L, B]``.
-        pending: True if the staged amaxes await the update at the next forward, as in the releases
-            that kept a global buffer.
+        scale_fwd: ``[F]``, scales of the forward slots.
+        amax_history_fwd: ``[L, F]``, their amax histories.
+        scale_bwd: ``[B]``, scales of the backward slots.
+        amax_history_bwd: ``[L, B]``, their amax histories.
+        pending: True if the staged amaxes are still to be used by an update, before the next
+            forward: in releases with a global buffer of amaxes, as a key of the dict tells.
     """
 
     scale_fwd: torch.Tensor
@@ -62,14 +63,21 @@ class TEState(NamedTuple):
 
 
 def _unfit(name: str, wanted: str, got: object) -> TEStateError:
+    """Returns an error with the message ``"<name> must <wanted>, got <got>"``."""
     return TEStateError(f"read_te_extra_state: {name} must {wanted}, got {got}")
 
 
 def read_te_extra_state(extra_state: Any) -> TEState | None:
-    """Returns the state in an ``_extra_state`` of any release, None if it holds none.
+    """Reads the FP8 state out of an ``_extra_state`` of any release of TransformerEngine.
 
-    Nothing in the object is imported or called. Amaxes that are not finite are dropped, with a
+    Nothing in the object is imported or called. Amaxes that are not finite become 0, with a
     warning.
+
+    Args:
+        extra_state: value of a module's key ``_extra_state`` in a state dict.
+
+    Returns:
+        The state; None if the module had not run in FP8 or its recipe keeps no state.
 
     Raises:
         TypeError: no release saves such an object.
@@ -97,7 +105,7 @@ def read_te_extra_state(extra_state: Any) -> TEState | None:
 
 
 def _decoded(extra_state: Any) -> Any:
-    """Returns the dict, list or None that was saved."""
+    """Returns the dict or list that was saved as ``_extra_state``, None if that is empty."""
     try:
         if isinstance(extra_state, torch.Tensor):
             if extra_state.dtype != torch.uint8 or extra_state.dim() != 1:
@@ -124,14 +132,17 @@ def _decoded(extra_state: Any) -> Any:
 
 
 def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checks and returns the scales and amax history of one direction.
+    """Returns the scales and amax histories of forward or backward, after checks of their values.
 
     Args:
-        saved: the saved dict.
+        saved: dict that TransformerEngine has saved.
         direction: ``"fwd"`` or ``"bwd"``.
 
     Returns:
         ``(scale, history)``, ``[slots]`` and ``[length, slots]``, fp32 on the CPU.
+
+    Raises:
+        TEStateError: a tensor is missing, or has a wrong shape or value.
     """
     scale = _checked_tensor(saved, f"scale_{direction}", 1)
     history = _checked_tensor(saved, f"amax_history_{direction}", 2)
@@ -157,7 +168,16 @@ def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, tor
 
 
 def _checked_tensor(saved: dict[str, Any], name: str, dims: int) -> torch.Tensor:
-    """Returns the entry ``name``, fp32 on the CPU, which must have ``dims`` dimensions."""
+    """Returns a tensor of the saved dict, in fp32 on the CPU.
+
+    Args:
+        saved: dict that TransformerEngine has saved.
+        name: key of the tensor.
+        dims: number of dimensions that it must have.
+
+    Raises:
+        TEStateError: there is no such tensor, or it has a wrong shape.
+    """
     value = saved.get(name)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         raise _unfit(name, "be a floating-point tensor", type(value).__name__)
@@ -174,26 +194,28 @@ def _checked_tensor(saved: dict[str, Any], name: str, dims: int) -> torch.Tensor
 def load_te_extra_state(
     model: torch.nn.Module, state_dict: MutableMapping[str, Any], prefix: str = ""
 ) -> list[str]:
-    """Loads TransformerEngine's FP8 state of ``model`` out of ``state_dict``, which it changes.
+    """Loads TransformerEngine's FP8 state into ``model``, and prepares the rest for loading.
 
-    Every ``<prefix><module>._extra_state`` is taken out of ``state_dict``. If the module has FP8
-    state, scales and amax histories go into that, histories trimmed or padded to the length that
-    the module has already, and the loaded state goes into ``state_dict`` under this package's own
-    keys: ``model.load_state_dict(state_dict)``, strict, then loads everything. Modules whose class
-    saves an extra state of its own keep their key.
+    Every ``<prefix><module>._extra_state`` is taken out of ``state_dict``, except for modules whose
+    class itself saves an extra state. If the module is one of apex_te's FP8 modules, its scales and
+    amax histories are set, histories trimmed or padded to the length that the module already has.
+    The state is also put into ``state_dict`` under apex_te's keys, so that a strict
+    ``model.load_state_dict(state_dict)`` afterwards loads everything.
 
     Args:
         model: a model or one module.
-        state_dict: TransformerEngine's ``state_dict()``, loaded from a file.
-        prefix: prefix of the names of the model's modules in ``state_dict``.
+        state_dict: state dict of a model with TransformerEngine's modules; changed in place.
+        prefix: text before the names of the model's modules in ``state_dict``, such as
+            ``"model."``.
 
     Returns:
-        The names of the modules whose state was found.
+        The names of the modules whose state was set.
 
     Raises:
-        TypeError: as for ``read_te_extra_state``; the message names the key, here and below.
-        TEStateError: as for ``read_te_extra_state``, or a number of slots does not fit the module;
-            ``model`` and ``state_dict`` are then as they were.
+        TypeError: as for ``read_te_extra_state``. The message names the key; ``model`` and
+            ``state_dict`` are unchanged.
+        TEStateError: as for ``read_te_extra_state``, or the number of slots does not fit the
+            module. Message and arguments are as for TypeError.
     """
     modules = dict(model.named_modules())
     read: dict[str, FP8State] = {}
@@ -232,18 +254,31 @@ def load_te_extra_state(
 
 
 def _saves_its_own(module: torch.nn.Module) -> bool:
+    """Returns True if the class of ``module`` defines ``get_extra_state``."""
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
 def _converted(found: TEState, gemms: int) -> FP8State:
-    """Returns ``found`` as the state of a module with ``gemms`` GEMMs; missing slots are added."""
+    """Converts TransformerEngine's state to apex_te's.
+
+    Args:
+        found: the state that was read.
+        gemms: number of GEMMs of the module.
+
+    Returns:
+        State of a module with ``gemms`` GEMMs, on the CPU. Slots that releases 0.x do not have hold
+        no amaxes.
+
+    Raises:
+        TEStateError: the number of slots does not fit.
+    """
     state = FP8State(gemms)
     state.allocate(found.amax_history_fwd.shape[0], torch.device("cpu"))
     by_kind = _goes_by_kind(found.amax_history_fwd, gemms)
     for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
         given_scale: torch.Tensor = getattr(found, f"scale_{direction}")
         given_history: torch.Tensor = getattr(found, f"amax_history_{direction}")
-        # Releases 0.x have one slot less, the last of each GEMM.
+        # Releases 0.x lack the last slot of each GEMM.
         if given_scale.numel() not in (slots * gemms, (slots - 1) * gemms):
             wanted = f"have {slots * gemms} slots for {gemms} GEMM(s), or {(slots - 1) * gemms} in"
             raise _unfit(f"scale_{direction}", f"{wanted} releases 0.x", given_scale.numel())
@@ -256,14 +291,19 @@ def _converted(found: TEState, gemms: int) -> FP8State:
             target.view(*rows, gemms, slots)[..., :present] = given.reshape(*rows, gemms, present)
         scale: torch.Tensor = getattr(state, f"scale_{direction}")
         torch.reciprocal(scale, out=getattr(state, f"scale_inv_{direction}"))
-    # A slot that measured nothing has no scale yet, which first_step="current" then makes.
+    # A slot without an amax has no scale yet; first_step="current" takes it from the first tensor.
     seen = [history.any(0) for history in (state.amax_history_fwd, state.amax_history_bwd)]
     state.first_steps.set((~torch.cat(seen)).tolist())
     return state
 
 
 def _goes_by_kind(history: torch.Tensor, gemms: int) -> bool:
-    """Returns True if the slots of a history ``[length, slots]`` are inputs, weights, outputs."""
+    """Returns True if the slots are sorted by kind (inputs, weights, outputs), not by GEMM.
+
+    Args:
+        history: ``[length, slots]``, amax histories of the forward slots.
+        gemms: number of GEMMs of the module.
+    """
     if gemms == 1 or history.shape[1] != FORWARD_SLOTS * gemms:
         return False
     used = history.any(0)

@@ -1,7 +1,8 @@
-"""Layers by the names and signatures that Megatron and MindSpeed use, over apex_te's modules.
+"""apex_te's modules with the names and signatures that Megatron and MindSpeed use.
 
-Nothing of Megatron or MindSpeed is imported. ``config`` is any object with attributes (a dataclass,
-a SimpleNamespace, Megatron's TransformerConfig); ``_config.DEFAULTS`` lists those that are read.
+Neither Megatron nor MindSpeed is imported. ``config`` is any object with attributes (a dataclass,
+a SimpleNamespace, Megatron's TransformerConfig); ``_config.DEFAULTS`` lists the attributes that are
+read, with their defaults.
 """
 
 from ...module.grouped.padding import Fp8Padding, Fp8Unpadding

@@ -1,4 +1,4 @@
-"""Reader of a Megatron-style ``config``, and of Megatron itself if it is in use."""
+"""Reader of a Megatron-style ``config``, and of Megatron's global state if it is initialised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...recipe import make_recipe
 
 __all__ = ["DEFAULTS", "Layout", "Reader", "refuse"]
 
-# Attributes of ``config`` that are read, each with the value that is taken if it is missing:
+# Attributes of ``config`` that are read, each with its default. The comments say what None means.
 DEFAULTS: dict[str, Any] = {
     "params_dtype": None,  # torch.get_default_dtype()
     "sequence_parallel": False,
@@ -45,18 +45,27 @@ EXPERT_RNG = "expert-parallel-rng"
 
 
 def refuse(owner: str, name: str, wanted: object, got: object) -> NotImplementedError:
-    """Returns the error for an argument whose value is not available."""
+    """Returns the error for an argument that must have another value.
+
+    Args:
+        owner: the layer's class name.
+        name: the argument.
+        wanted: the value that it must have.
+        got: the value that it has.
+    """
     return NotImplementedError(f"{owner}: {name} must be {wanted}, got {got}")
 
 
 class Layout(NamedTuple):
-    """Split of a layer over ranks.
+    """Split of a layer over tensor-parallel ranks.
 
     Attributes:
-        group: the process group, None if it is not known yet.
-        ranks: number of its ranks.
-        explicit: True for a layer of an expert whose collectives the tokens' dispatcher has.
-        allreduce: True if gradients are reduced over the usual data-parallel ranks.
+        group: the process group of these ranks, None if it is to be set before forward.
+        ranks: their number.
+        explicit: True for the layer of an expert that runs no collectives itself, because
+            Megatron's dispatcher of tokens runs them.
+        allreduce: value of the attribute ``allreduce`` of the parameters, which Megatron reads:
+            False if experts are spread over ranks, so that their gradients are reduced over fewer.
     """
 
     group: Any
@@ -66,10 +75,19 @@ class Layout(NamedTuple):
 
 
 class Reader:
-    """Reads ``config`` for one layer.
+    """View of ``config`` for one layer, which adds defaults and checks.
+
+    An attribute that is not listed here is that of ``config``, or its default in ``DEFAULTS``.
+
+    Args:
+        owner: the layer's class name, for error messages.
+        config: any object with attributes.
+
+    Attributes:
+        recipe: the recipe's command-line name, such as ``"delayed"``; None without FP8.
 
     Raises:
-        TypeError: the config has no attributes.
+        TypeError: ``config`` is None, a dict, a string or a number.
         ValueError: the recipe does not have the format.
     """
 
@@ -86,7 +104,7 @@ class Reader:
         return getattr(self.config, name, DEFAULTS[name])
 
     def _checked_recipe(self) -> str | None:
-        """Returns the recipe's command-line name, None if FP8 is off."""
+        """Returns the recipe's command-line name, None if ``config`` does not turn FP8 on."""
         fp8, recipe = _plain(self.fp8), _plain(self.fp8_recipe)
         if not fp8:
             return None
@@ -102,8 +120,14 @@ class Reader:
     def layout(self, tp_group: Any, is_expert: bool) -> Layout:
         """Returns the split of the layer over ranks.
 
-        The group is ``tp_group``, else config's, else that of Megatron's ``parallel_state`` if the
-        program has imported and initialised it, else it must be set before forward.
+        Args:
+            tp_group: the process group. None takes that of ``config``, or else that of Megatron's
+                ``parallel_state`` if the program has initialised it; without any of these it must
+                be set before forward.
+            is_expert: True for the layer of an expert.
+
+        Raises:
+            ValueError: the size in ``config`` is not that of the group.
         """
         group = tp_group
         if group is None:
@@ -128,7 +152,7 @@ class Reader:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device on which parameters are made."""
+        """Returns the device on which parameters are created, by the options of ``config``."""
         if self.init_model_with_meta_device:
             return torch.device("meta")
         if self.use_cpu_initialization or not torch.cuda.is_available():
@@ -138,10 +162,20 @@ class Reader:
     def initializer(
         self, init_method: Any, dim: int, layout: Layout
     ) -> Callable[[torch.Tensor], Any]:
-        """Returns the function that fills a weight split along ``dim``.
+        """Returns the function that fills this rank's shard of a new weight, in place.
 
-        With ``use_cpu_initialization`` a rank takes its part of the whole weight, which all ranks
-        draw alike, in float32.
+        With ``use_cpu_initialization`` all ranks draw the same whole weight in float32, and each
+        keeps its shard.
+
+        Args:
+            init_method: function that fills a tensor; None takes that of ``config``, else
+                N(0, 0.023).
+            dim: dimension along which the weight is split.
+            layout: split of the layer over ranks.
+
+        Raises:
+            TypeError: ``init_method`` is no function.
+            ValueError: a shard is to be cut from a whole weight, and no process group is known.
         """
         if init_method is None:
             init_method = self.init_method
@@ -179,10 +213,11 @@ class Reader:
         return part_of_whole
 
     def tracker(self) -> Callable[[], Any] | None:
-        """Returns a function that gives the random-state tracker of split weights.
+        """Returns a function that returns the tracker of random states for split weights.
 
-        The tracker is config's, else Megatron's if that is in use; None with
-        ``use_cpu_initialization``, whose ranks draw alike.
+        Returns:
+            The function of ``config``, or else Megatron's if its tracker is initialised; None
+            without either, and with ``use_cpu_initialization``, where all ranks draw alike.
         """
         if self.use_cpu_initialization:
             return None
@@ -194,7 +229,12 @@ class Reader:
         return random.get_cuda_rng_tracker
 
     def shared(self, layout: Layout, is_expert: bool) -> dict[str, Any]:
-        """Returns the keyword arguments that the linear modules have in common."""
+        """Returns keyword arguments that all linear modules of apex_te take.
+
+        Args:
+            layout: split of the layer over ranks.
+            is_expert: True for the layer of an expert.
+        """
         ranks = 1 if layout.explicit else layout.ranks
         return {
             "sequence_parallel": bool(self.sequence_parallel) and not layout.explicit,
@@ -209,24 +249,39 @@ class Reader:
         }
 
     def part(self, name: str, value: int, layout: Layout) -> int:
-        """Returns this rank's share of a size that an expert's layer divides itself."""
+        """Returns ``value`` divided by the number of ranks, for an expert's split layer.
+
+        Args:
+            name: the argument that ``value`` was given as, for error messages.
+            value: input or output size of the whole layer.
+            layout: split of the layer over ranks.
+
+        Raises:
+            ValueError: the ranks do not divide ``value``.
+        """
         return divided(self.owner, name, value, layout.ranks)
 
 
 def _leave(weight: torch.Tensor) -> None:
-    """Leaves a new weight as its memory is, for a checkpoint to fill."""
+    """Leaves a new weight uninitialised, for a checkpoint to fill."""
 
 
 def _normal(weight: torch.Tensor) -> None:
+    """Fills a new weight with N(0, 0.023)."""
     torch.nn.init.normal_(weight, 0.0, INIT_STD)
 
 
 def _plain(value: Any) -> Any:
-    """Returns the value of an enum's member (Megatron's recipes are enums), else ``value``."""
+    """Returns the value of an enum's member, such as Megatron's recipes; else ``value`` itself."""
     return getattr(value, "value", value)
 
 
 def _megatron_group(is_expert: bool) -> Any:
+    """Returns the tensor-parallel group of Megatron's ``parallel_state``, None if not initialised.
+
+    Args:
+        is_expert: True for the group of experts.
+    """
     state: Any = sys.modules.get("megatron.core.parallel_state")
     if state is None or not state.model_parallel_is_initialized():
         return None

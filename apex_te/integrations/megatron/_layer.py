@@ -1,4 +1,4 @@
-"""Common part of Megatron's linear layers: two results, attributes, sharded state."""
+"""Base of Megatron's linear layers: results ``(out, bias)``, attributes, sharded state dicts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["MegatronLayer", "check_flags"]
 
 
 def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) -> None:
-    """Checks options that must have one value, and flags that must be bools.
+    """Checks arguments of which only one value is available, and flags.
 
     Args:
-        owner: the layer's name, for messages.
-        required: ``(wanted, got)`` by option.
-        flags: values by name.
+        owner: the layer's class name, for error messages.
+        required: ``(wanted, got)`` by the argument's name.
+        flags: values that must be bools, by the argument's name.
 
     Raises:
         TypeError: a flag is no bool.
-        NotImplementedError: an option has another value.
+        NotImplementedError: an argument of ``required`` has another value than the wanted one.
     """
     for name, value in flags.items():
         if not isinstance(value, bool):
@@ -35,20 +35,30 @@ def check_flags(owner: str, required: dict[str, tuple[Any, Any]], **flags: Any) 
 
 
 class MegatronLayer(torch.nn.Module):
-    """Mixin of layers that return ``(out, bias)`` and know how their parameters are split.
+    """Mixin for linear modules that makes them return ``(out, bias)`` and save sharded state dicts.
 
     Attributes:
-        sharded_axes: the split dimension of each split parameter.
-        is_first_microbatch: set to True by a Megatron-style loop before the first microbatch of a
-            step; read if ``config.disable_parameter_transpose_cache`` is False.
+        sharded_axes: dimension along which a parameter is split over ranks, by the name of the
+            parameter; parameters that every rank has whole are left out.
+        is_first_microbatch: True until the first forward. A Megatron-style loop sets it to True
+            before the first microbatch of a step, so that FP8 weights are cast anew; it counts if
+            ``config.disable_parameter_transpose_cache`` is False.
+        return_bias: True if forward returns a bias that it has not added.
     """
 
     sharded_axes: dict[str, int]
     return_bias: bool
-    _several = False  # True if the offsets of several experts would be needed
+    _several = False  # True for layers with the weights of several experts
 
     def _finish(self, read: Reader, layout: Layout, axes: dict[str, int]) -> None:
-        """Sets attributes of the layer and its parameters, after the module's constructor."""
+        """Sets attributes of the layer and its parameters, after the module's constructor.
+
+        Args:
+            read: the layer's view of ``config``.
+            layout: split of the layer over ranks.
+            axes: dimension along which a parameter is split if there are several ranks, by the
+                name of the parameter.
+        """
         self.is_first_microbatch = True
         self.disable_parameter_transpose_cache = bool(read.disable_parameter_transpose_cache)
         self.sharded_axes = axes if layout.ranks > 1 else {}
@@ -61,7 +71,14 @@ class MegatronLayer(torch.nn.Module):
             parameter.allreduce = layout.allreduce  # type: ignore[attr-defined]
 
     def _first(self, is_first_microbatch: bool | None) -> bool | None:
-        """Returns the flag for this forward, which ends the first microbatch."""
+        """Returns the argument ``is_first_microbatch`` for the module's forward.
+
+        The attribute ``is_first_microbatch`` is used if ``config`` says so and the caller has given
+        no flag, and is False afterwards.
+
+        Args:
+            is_first_microbatch: the flag that the caller has given to forward, or None.
+        """
         if is_first_microbatch is None and not self.disable_parameter_transpose_cache:
             is_first_microbatch = self.is_first_microbatch
         if self.is_first_microbatch:
@@ -69,17 +86,23 @@ class MegatronLayer(torch.nn.Module):
         return is_first_microbatch
 
     def _paired(self, out: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns ``(out, bias)`` for the result of a module, which may be ``out`` alone."""
         return out if self.return_bias else (out, None)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Returns the state dict with the split parameters as parts of whole ones.
+        """Returns a state dict in which split parameters are marked as shards of whole ones.
 
-        In a program that has imported Megatron the parts are its sharded tensors, for
-        ``dist_checkpointing``; else they are DTensors over the tensor-parallel ranks, for
-        ``torch.distributed.checkpoint``. Both share memory with the parameters, so that loading
-        fills these; FP8 state does not, and is loaded by ``load_state_dict``.
+        In a program that has imported Megatron the entries are its sharded tensors, for
+        ``dist_checkpointing``; else split parameters are DTensors over the tensor-parallel ranks,
+        for ``torch.distributed.checkpoint``. Either shares memory with the parameters, so that
+        loading in place fills these; FP8 state does not, and is loaded by ``load_state_dict``.
+
+        Args:
+            prefix: text before each key.
+            sharded_offsets: as Megatron passes them; must be () without Megatron.
+            metadata: as Megatron passes it; the key ``dp_cp_group`` is read, if it is there.
 
         Raises:
             ValueError: ``sharded_offsets`` are given without Megatron, or no group is known.

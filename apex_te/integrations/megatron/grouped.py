@@ -1,4 +1,4 @@
-"""MindSpeed's grouped linear layers (experts)."""
+"""MindSpeed's grouped linear layers, for experts, over ``apex_te.GroupedLinear``."""
 
 from __future__ import annotations
 
@@ -22,27 +22,28 @@ Init = Callable[[torch.Tensor], Any] | None
 
 
 class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
-    """``num_gemms`` linear layers, each over its own rows of the input; no bias.
+    """``num_gemms`` linear layers without bias, each applied to some rows of the input.
 
     Args:
-        num_gemms: layers (local experts).
-        input_size, output_size: sizes of each whole layer.
-        parallel_mode: None, ``"column"`` (a rank has rows of each weight) or ``"row"`` (columns).
-            There is no collective here: the dispatcher of the tokens has them.
-        config: any object; see ``_config.DEFAULTS`` for what is read. ``use_gmm_fp8=False`` keeps
-            the layer in high precision.
+        num_gemms: number of layers, one for each local expert.
+        input_size, output_size: features of each whole layer.
+        parallel_mode: None, ``"column"`` (each weight is split by rows over ranks) or ``"row"`` (by
+            columns). The layer runs no collectives: Megatron's dispatcher of tokens does.
+        config: any object; ``_config.DEFAULTS`` lists the attributes that are read.
+            ``use_gmm_fp8=False`` keeps the layer in high precision.
         init_method: fills new weights in place; None: config's, else N(0, 0.023).
         bias: must be False.
-        skip_bias_add: has no effect.
-        is_expert: True sets ``allreduce=False`` if experts are spread over ranks.
+        skip_bias_add: a bool that has no effect.
+        is_expert: True for experts; with ``config.expert_model_parallel_size`` above 1, weights
+            then have the attribute ``allreduce=False``.
         tp_comm_buffer_name: not used.
-        tp_group: the ranks, as in ``TEColumnParallelLinear``.
+        tp_group: process group over which weights are split, as in ``TEColumnParallelLinear``.
         pg_collection: an object with the groups ``expt_tp`` and ``tp``, of which one is taken if
             ``tp_group`` is None.
 
     Attributes:
-        weight0, weight1, ...: ``[output_size, input_size]``, one for each layer, split by
-            ``parallel_mode``.
+        weight0, weight1, ...: ``[output_size, input_size]``, one for each layer, of which a rank
+            has a shard with ``parallel_mode``.
 
     Raises:
         NotImplementedError: a bias or block scaling is asked for.
@@ -98,13 +99,18 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
     def forward(  # type: ignore[override]
         self, x: torch.Tensor, m_splits: Any, is_first_microbatch: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Applies each layer to its rows of ``x``, which are counted by ``m_splits``.
+        """Applies the first layer to the first rows of ``x``, the second to those that follow, ...
+
+        Args:
+            x: ``[rows, in_features]``.
+            m_splits: number of rows for each layer, as for ``GroupedLinear.forward``.
+            is_first_microbatch: as for ``GroupedLinear.forward``.
 
         Returns:
-            ``(out, None)``.
+            ``(out, None)``: ``out`` is ``[rows, out_features]``; there is no bias.
 
         Raises:
-            NotImplementedError: the region has block scaling.
+            NotImplementedError: the recipe of the region is block scaling.
         """
         first = self._first(is_first_microbatch)
         region = local.region
@@ -120,7 +126,7 @@ class MindSpeedTEGroupedLinear(MegatronLayer, GroupedLinear):
 
 
 class _ParallelGroupedLinear(MindSpeedTEGroupedLinear):
-    """``MindSpeedTEGroupedLinear`` with the parallel mode of its class."""
+    """Base of ``MindSpeedTEGroupedLinear`` classes that fix ``parallel_mode``."""
 
     _mode: str
 

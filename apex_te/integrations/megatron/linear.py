@@ -23,7 +23,7 @@ Init = Callable[[torch.Tensor], Any] | None
 
 
 class _ParallelLinear(MegatronLayer, Linear):
-    """A column- or row-parallel ``Linear`` that returns ``(out, bias or None)``."""
+    """Base of the column- and row-parallel ``Linear``, which return ``(out, bias or None)``."""
 
     def _build(
         self,
@@ -36,6 +36,14 @@ class _ParallelLinear(MegatronLayer, Linear):
         is_expert: bool,
         tp_group: Any,
     ) -> None:
+        """Constructs the layer.
+
+        Args:
+            mode: ``"column"`` or ``"row"``.
+            sizes: ``(input_size, output_size)`` of the whole layer.
+            config, init_method, bias, skip_bias_add, is_expert, tp_group: as for
+                ``TEColumnParallelLinear``.
+        """
         owner = type(self).__name__
         read = Reader(owner, config)
         layout = read.layout(tp_group, is_expert)
@@ -66,8 +74,13 @@ class _ParallelLinear(MegatronLayer, Linear):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Applies the layer.
 
+        Args:
+            x: ``[..., in_features]``.
+            is_first_microbatch: as for ``Linear.forward``.
+
         Returns:
-            ``(out, bias)``: with ``skip_bias_add`` the bias that was not added, else None.
+            ``(out, bias)``: ``out`` is ``[..., out_features]``; with ``skip_bias_add`` the bias,
+            which is not added then, else None.
         """
         first = self._first(is_first_microbatch)
         return self._paired(Linear.forward(self, x, is_first_microbatch=first))
@@ -81,23 +94,26 @@ class TEColumnParallelLinear(_ParallelLinear):
     ``forward`` returns ``(out, bias or None)``.
 
     Args:
-        input_size, output_size: sizes of the whole layer.
+        input_size, output_size: features of the whole layer.
         config: any object; ``_config.DEFAULTS`` lists the attributes that are read.
         init_method: fills a new weight in place; None: config's, else N(0, 0.023).
         gather_output: must be False.
-        bias: learn a bias ``[output_size / ranks]``.
+        bias: learn a bias, of which a rank has ``[output_size / ranks]``.
         skip_bias_add: return the bias instead of adding it.
-        is_expert: the layer of an expert. Split, or with ``config.expert_model_parallel_size``
-            above 1, it has no collectives: the dispatcher of the tokens has them.
+        is_expert: True for the layer of an expert. If it is split, or
+            ``config.expert_model_parallel_size`` is above 1, it runs no collectives: Megatron's
+            dispatcher of tokens does.
         skip_weight_param_allocation: must be False.
         tp_comm_buffer_name: not used.
-        tp_group: the ranks; ``Reader.layout`` says where else they are looked for.
+        tp_group: process group over which the weight is split. None takes that of ``config``, or
+            else that of Megatron's ``parallel_state`` if the program has initialised it; without
+            any of these it must be set before forward.
         stride: must be 1.
 
     Attributes:
-        weight, bias: Parameters with the attributes ``tensor_model_parallel``, ``partition_dim``,
-            ``partition_stride``, ``sequence_parallel`` and ``allreduce`` (False for experts that
-            are spread over ranks).
+        weight, bias: this rank's shards, Parameters with the attributes that Megatron reads:
+            ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``,
+            ``sequence_parallel`` and ``allreduce`` (False for experts that are spread over ranks).
 
     Raises:
         NotImplementedError: an argument has another value than the one it must have.
@@ -141,7 +157,7 @@ class TERowParallelLinear(_ParallelLinear):
     dimension 0; then the bias is added.
 
     Args:
-        input_is_parallel: must be True: the input's features are split.
+        input_is_parallel: must be True: a rank is given its features of the input only.
         bias: learn a bias ``[output_size]``, whole on every rank.
 
     Other arguments, attributes and results are those of ``TEColumnParallelLinear``.
@@ -178,7 +194,7 @@ class TERowParallelLinear(_ParallelLinear):
 
 
 class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
-    """Norm and column-parallel linear layer; in FP8 the norm writes the product's input.
+    """Norm and column-parallel linear layer; in FP8 the norm is a fused cast.
 
     ``config.normalization`` is LayerNorm or RMSNorm, ``config.layernorm_epsilon`` its eps. Other
     arguments, results and errors are those of ``TEColumnParallelLinear``.
@@ -239,12 +255,17 @@ class MindSpeedTELayerNormColumnParallelLinear(MegatronLayer, LayerNormLinear):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Applies norm and linear layer.
 
+        Args:
+            inp: ``[..., input_size]``.
+            is_first_microbatch: as for ``LayerNormLinear.forward``.
+
         Returns:
-            ``(out, bias)``: with ``skip_bias_add`` the bias that was not added, else None.
+            ``(out, bias)``: ``out`` is ``[..., output_size / ranks]``; with ``skip_bias_add`` the
+            bias, which is not added then, else None.
         """
         first = self._first(is_first_microbatch)
         return self._paired(LayerNormLinear.forward(self, inp, first))
 
 
-# Megatron's name of the same layer.
+# Megatron's name for MindSpeed's layer.
 TELayerNormColumnParallelLinear = MindSpeedTELayerNormColumnParallelLinear

@@ -1,4 +1,4 @@
-"""LayerNorm by MindSpeed's name and signature."""
+"""``apex_te.LayerNorm`` with MindSpeed's name and signature."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ __all__ = ["MindSpeedTELayernorm"]
 
 
 class MindSpeedTELayernorm(LayerNorm):
-    """``apex_te.LayerNorm`` whose parameters say whether rows are split (``sequence_parallel``).
+    """``apex_te.LayerNorm`` with MindSpeed's arguments.
 
     Args:
         hidden_size: size of the last dimension.
         eps: added to the variance.
-        sequence_parallel: sets the parameters' attribute of that name.
+        sequence_parallel: True if a rank has only some rows of the input; stored in the attribute
+            ``sequence_parallel`` of the parameters, by which Megatron sums their gradients over
+            ranks.
         zero_centered_gamma: must be False.
-        config: gives ``params_dtype`` and the device.
-        params_dtype, device: as in ``apex_te.LayerNorm``; go before config's.
+        config: any object; its ``params_dtype`` and options of the device are read. None if it is
+            not used.
+        params_dtype, device: as in ``apex_te.LayerNorm``; None takes those of ``config``.
 
     Raises:
         NotImplementedError: ``zero_centered_gamma`` is True.
