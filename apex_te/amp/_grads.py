@@ -33,8 +33,8 @@ class Flags:
 
         Args:
             inputs: gradients of any floating-point dtypes, dense.
-            outputs: a tensor for each input, in any memory but of its shape; a DTensor with the
-                placements of the input for a DTensor. An output may be the input itself.
+            outputs: for each input a tensor of its shape, without gaps in memory, in the dtype to
+                convert to; for a DTensor one with its placements. It may be the input itself.
 
         Raises:
             NotImplementedError: an input is sparse.

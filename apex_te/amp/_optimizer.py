@@ -165,7 +165,7 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer, master_weights: bool) ->
 
 
 def release_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Undoes ``prepare_optimizer``; a fused optimizer keeps its master weights."""
+    """Undoes ``prepare_optimizer``, except for the master weights of apex_te's optimizers."""
     kept = amp_of(optimizer)
     if kept is None:
         return
