@@ -1,4 +1,7 @@
-"""The ops' functions as modules: ``apex_te.compatibility.rope.rope_fwd``; and apex's modules."""
+"""One module for each op with its C functions, e.g. ``apex_te.compatibility.rope.rope_fwd``.
+
+The subpackage ``apex`` has apex's extension modules.
+"""
 
 from apex_te.runtime.lazy import attach_submodules as _attach
 

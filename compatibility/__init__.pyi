@@ -1,4 +1,4 @@
-# For type checkers: the modules of the ops are no files, and this makes each of them Any.
+# For type checkers: the ops' modules are not files, so each of them is typed as Any.
 from typing import Any
 
 def __getattr__(name: str) -> Any: ...

@@ -1,8 +1,8 @@
-"""Modules of the ops' functions, which are found by the ops' names: none of them is a file.
+"""Finds the modules of ``apex_te.compatibility``, one for each op, none of which is a file.
 
-``import apex_te.compatibility.rope`` reads the names off the sources and compiles nothing; the
-first call of a function finds, and if need be builds, the library. Ops of other packages are found,
-too.
+``import apex_te.compatibility.rope`` reads the functions' names from the op's sources and compiles
+nothing; the first call of a function finds, and if need be builds, the library. Ops that other
+packages register are found, too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..op_builder import OpBuilder
 
-# Stands in the package's ``__path__`` for a folder that would hold a module for each op.
+# Entry of the package's ``__path__`` that OpFinder answers, as if it were a folder of modules.
 ENTRY = "<ops of apex_te>"
 
 
 class OpFinder(PathEntryFinder):
-    """Finds and lists the modules of ``ENTRY``."""
+    """Path entry finder of importlib for ``ENTRY``: finds and lists the ops' modules."""
 
     def __init__(self, entry: str) -> None:
         if entry != ENTRY:
@@ -49,7 +49,12 @@ class OpFinder(PathEntryFinder):
 
 
 class OpLoader(Loader):
-    """Fills the module of one op."""
+    """Loader of importlib that fills the module of one op.
+
+    Args:
+        op: name of the op.
+        doc: docstring of the module, that of the op's builder.
+    """
 
     def __init__(self, op: str, doc: str | None) -> None:
         self._op = op
@@ -61,7 +66,10 @@ class OpLoader(Loader):
 
 
 def find_ops(path: list[str]) -> None:
-    """Adds ``ENTRY`` to a package's ``__path__``, behind the files that it has."""
+    """Makes ops importable from a package: appends ``ENTRY`` to its ``__path__``.
+
+    ``path`` is the ``__path__``; modules that are files take precedence.
+    """
     if OpFinder not in sys.path_hooks:
         sys.path_hooks.append(OpFinder)
     if ENTRY not in path:
@@ -71,7 +79,14 @@ def find_ops(path: list[str]) -> None:
 def _define(
     resolve: Callable[[], Callable[..., Any]], name: str, module: str, doc: str
 ) -> Callable[..., Any]:
-    """Returns a function that finds, and if need be builds, the op when it is first called."""
+    """Returns a function that stands for an op's function and resolves it at its first call.
+
+    Args:
+        resolve: returns the op's function; finds, and if need be builds, the library.
+        name: name of the function.
+        module: full name of the module that has it.
+        doc: begin of its docstring.
+    """
     bound: Callable[..., Any] | None = None
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,9 +102,13 @@ def _define(
 
 
 def define_loader(namespace: MutableMapping[str, Any], op: str) -> None:
-    """Fills a module's namespace with what ``op`` defines, read from its sources.
+    """Fills a module's namespace with stand-ins for the names that the sources of ``op`` define.
 
-    Runs no compiler: ``hasattr``, ``dir`` and ``__all__`` know the names without a library.
+    It runs no compiler: ``hasattr``, ``dir`` and ``__all__`` know the names without a library.
+
+    Args:
+        namespace: ``vars`` of the module.
+        op: name of the op.
     """
     from ..op_builder import get_builder
 
@@ -130,10 +149,14 @@ def _define_functions(namespace: MutableMapping[str, Any], builder: OpBuilder) -
 
 
 class _Value:
-    """Substitute of an extension's class or value; the first use of it builds the extension.
+    """Stand-in for a class or value of a pybind11 extension, whose first use builds the extension.
 
-    Calls, attributes and ``isinstance`` reach the real one. After any use of the extension the
-    loader module has the real one itself.
+    Calls, attributes and ``isinstance`` are passed to the real object. Once anything of the
+    extension was used, the op's module has the real object in place of the stand-in.
+
+    Args:
+        resolve: returns the real object.
+        name: name of the object, for ``repr``.
     """
 
     def __init__(self, resolve: Callable[[], Any], name: str) -> None:

@@ -1,9 +1,9 @@
-"""apex's extension modules, by apex's names and signatures, over the suite's ops.
+"""apex's extension modules, with apex's names and signatures, computed by the suite's ops.
 
 ``from apex_te.compatibility.apex import amp_C`` always works; ``import amp_C`` works after
 ``install()`` or, with ``APEX_TE_TOPLEVEL_COMPAT=1``, once ``apex_te`` is imported. Importing a
 module, ``dir`` and ``hasattr`` compile nothing: an op is built by the first call that needs it.
-What is served and where a function differs from apex's: docs/apex.md.
+docs/apex.md lists the functions that are served and their differences from apex's.
 """
 
 from apex_te.runtime.lazy import attach

@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 class _Loader(SourceFileLoader):
-    """Fills a top-level module with the functions of the package's module: the same objects."""
+    """Loader that fills a top-level module, such as ``amp_C``, with this package's functions."""
 
     def exec_module(self, module: ModuleType) -> None:
         source = importlib.import_module(f"{_PACKAGE}.{self.name}")
@@ -43,7 +43,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Finder:
-    """Meta path finder that knows the modules of this package and nothing else."""
+    """Meta path finder for the names in ``NAMES`` at top level."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -60,9 +60,11 @@ _finder = _Finder()
 def install(*, first: bool = False) -> None:
     """Makes ``import amp_C`` and the other names work in this process; nothing is compiled.
 
-    The modules are looked for last, so that an installed apex keeps its own; ``first=True`` looks
-    for them first. A module that is imported already stays what it is in either case. Calling it
-    again moves the finder; ``uninstall`` undoes it.
+    A module that is imported already is not replaced. A second call moves the finder; ``uninstall``
+    undoes it.
+
+    Args:
+        first: prefer these modules to those of an installed apex, which otherwise come first.
     """
     with _lock:
         _remove()
@@ -70,7 +72,7 @@ def install(*, first: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undoes ``install``: the names are no longer found, and modules that came from here go.
+    """Undoes ``install``: removes the finder, and the modules it made from ``sys.modules``.
 
     A real apex's modules are not touched; references that a program holds stay valid.
     """
@@ -86,7 +88,7 @@ def install_from_environment() -> None:
     """Calls ``install`` if ``APEX_TE_TOPLEVEL_COMPAT`` is true.
 
     Raises:
-        SettingError: the variable is no boolean.
+        SettingError: the variable's value is no boolean.
     """
     from apex_te.op_builder.jit import env
 

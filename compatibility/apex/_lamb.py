@@ -1,4 +1,4 @@
-"""LAMB of amp_C: the whole step in the suite's op, the two old stages partly in PyTorch."""
+"""amp_C's LAMB: the step by the suite's op, and the step in two stages, partly by PyTorch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb_python: bool | None = None,
 ) -> None:
-    """Steps LAMB; lists g, p, m, v.
+    """Steps LAMB; lists are g, p, m and v.
 
-    noop_flag is not read; the gradients are left alone.
-
-    ``global_grad_norm``: one float32 element. ``max_grad_norm`` 0 does not clip.
+    ``global_grad_norm`` is one float32 element; ``max_grad_norm`` 0 does not clip. noop_flag is not
+    read, and the gradients are not written.
     """
     adamw = take_mode("multi_tensor_lamb", mode)
     grads, params, m, v = take_lists("multi_tensor_lamb", chunk_size, tensor_lists, "g p m v")
@@ -66,10 +65,11 @@ def multi_tensor_lamb_mp(
     found_inf: torch.Tensor,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Steps LAMB with scalars on the device; lists g, p, m, v, and p's low-precision copy.
+    """Steps LAMB with scalars on the device; lists are g, p, m, v and, optionally, copies of p.
 
-    Norm and limit are those of the scaled gradients. A set noop_flag skips the step; found_inf,
-    which apex's caller has copied there, is not read.
+    The copies are the model's low-precision weights. global_grad_norm and max_grad_norm are those
+    of the gradients before inv_scale. A noop_flag that is not 0 skips the step; found_inf, which
+    apex's caller copies to noop_flag, is not read.
     """
     adamw = take_mode("multi_tensor_lamb_mp", mode)
     lists = take_lists(
@@ -103,9 +103,10 @@ def multi_tensor_lamb_stage1_cuda(
     global_grad_norm: torch.Tensor,
     max_global_grad_norm: float,
 ) -> None:
-    """Computes LAMB's moments and update before the trust ratio; lists g, p, m, v, update.
+    """Computes LAMB's moments and its update without the trust ratio.
 
-    ``step`` counts from 0. Adam's step from zeros makes the direction, PyTorch adds the decay.
+    Lists are g, p, m, v and update, which is written. ``step`` counts from 0. The suite's Adam step
+    on parameters of zeros gives the update's direction, to which PyTorch adds the weight decay.
     """
     grads, params, m, v, updates = take_lists(
         "multi_tensor_lamb_stage1_cuda", chunk_size, tensor_lists, "g p m v update"
@@ -138,9 +139,10 @@ def multi_tensor_lamb_stage2_cuda(
     weight_decay: float,
     use_nvlamb_python: bool | None = None,
 ) -> None:
-    """Computes p -= lr * ratio * update in PyTorch; lists p, update.
+    """Computes p -= lr * ratio * update in PyTorch; lists are p and update.
 
-    The norms are of each tensor."""
+    The ratio is each parameter's norm over its update's norm, both given as [number of tensors].
+    """
     params, updates = take_lists(
         "multi_tensor_lamb_stage2_cuda", chunk_size, tensor_lists, "p update"
     )

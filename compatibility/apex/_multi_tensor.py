@@ -16,9 +16,14 @@ _LOW = frozenset((torch.float16, torch.bfloat16))
 def take_lists(
     op: str, chunk_size: int, tensor_lists: Sequence[Tensors], names: str, optional: str = ""
 ) -> list[Tensors]:
-    """Returns the lists, one for each of ``names``, of which ``optional`` ones may be missing.
+    """Checks the arguments that apex's functions have in common, and returns the lists.
 
-    ``chunk_size`` is apex's work split, which the suite's kernels choose themselves.
+    Args:
+        op: the function's name, for errors.
+        chunk_size: apex's number of elements for a block; the suite's kernels choose their own.
+        tensor_lists: the lists of tensors.
+        names: the names of the lists, with spaces between.
+        optional: description of one more list that may be given; empty if there is none.
 
     Raises:
         ValueError: another number of lists, or a chunk size that is not positive.
@@ -44,7 +49,7 @@ def take_mode(op: str, mode: int) -> bool:
 
 
 def float32(tensors: Tensors) -> Tensors:
-    """Returns the list with float32 copies of its 16-bit tensors, or itself if it has none."""
+    """Returns the list with float32 copies in place of its 16-bit tensors, if it has any."""
     low = [t for t in tensors if _is_low(t)]
     if not low:
         return tensors
@@ -55,19 +60,19 @@ def float32(tensors: Tensors) -> Tensors:
 
 
 def write_back(tensors: Tensors, copies: Tensors) -> None:
-    """Rounds copies that ``float32`` made into the tensors they came from."""
+    """Copies the float32 copies, ``float32(tensors)``, back to the tensors, rounded."""
     if copies is not tensors:
         pairs = [(c, t) for c, t in zip(copies, tensors, strict=True) if c is not t]
         multi_tensor.scale([c for c, _ in pairs], [t for _, t in pairs], 1.0)
 
 
 def _is_low(tensor: object) -> bool:
-    # What is no tensor passes, for the op to refuse by name.
+    # False for an object that is no tensor, which the op refuses by name.
     return isinstance(tensor, torch.Tensor) and tensor.dtype in _LOW
 
 
 def unless_noop(noop_flag: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Returns the device scalar ``factor`` [1], or 1 where ``noop_flag`` is set; nothing waits."""
+    """Returns ``factor`` as a tensor [1], or 1 if ``noop_flag`` is not 0, without a wait."""
     return factor.reshape(1).masked_fill(noop_flag.reshape(1) != 0, 1.0)
 
 

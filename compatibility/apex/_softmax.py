@@ -1,4 +1,4 @@
-"""The two functions of apex's four softmax extensions, made for each of them."""
+"""Makes the functions ``forward`` and ``backward`` of apex's four softmax extensions."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ Functions = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 
 
 def unmasked(module: str, dims: int, causal: str | None = None) -> Functions:
-    """Returns ``(forward, backward)`` of ``module``, whose tensors have ``dims`` dimensions."""
+    """Makes the functions of a softmax module without a mask argument.
+
+    Args:
+        module: full name of the module.
+        dims: number of dimensions of its tensors.
+        causal: as in ``scaled_softmax``.
+
+    Returns:
+        (forward, backward).
+    """
 
     def forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
         """Computes softmax(scale_factor * input) over the last dimension.
 
         scaled_upper_triang_masked_softmax_cuda takes [b * heads, s, s] and gives 0 above the
-        diagonal; scaled_softmax_cuda takes [b, heads, sq, sk]. float32 is taken, too.
+        diagonal; scaled_softmax_cuda takes [b, heads, sq, sk]. Both take float32, too.
         """
         _check_dims(module, "input", input, dims)
         # apex's callers pass the scale as a tensor of one element on the CPU.
@@ -28,15 +37,19 @@ def unmasked(module: str, dims: int, causal: str | None = None) -> Functions:
 
 
 def masked(module: str) -> Functions:
-    """Returns ``(forward, backward)`` of ``module``, whose forward takes a mask."""
+    """Makes ``(forward, backward)`` of ``module``, a full name, whose forward takes a mask."""
 
     def forward(
         input: torch.Tensor, mask: torch.Tensor | None, scale_factor: float
     ) -> torch.Tensor:
-        """Computes softmax over the last dimension of input [b, heads, sq, sk] where mask is not 1.
+        """Computes softmax(scale_factor * input) over the last dimension where mask is not 1.
 
-        ``mask``: [b or 1, 1, sq, sk], bool or uint8, 1 = masked out. A row that is masked out
-        altogether gives zeros.
+        A row that is masked out altogether gives zeros.
+
+        Args:
+            input: [b, heads, sq, sk].
+            mask: [b or 1, 1, sq, sk], bool or uint8, 1 = masked out; None masks nothing.
+            scale_factor: number that the input is multiplied by.
         """
         _check_dims(module, "input", input, 4)
         if mask is not None:
@@ -54,9 +67,9 @@ def _backward(module: str, dims: int, causal: str | None = None) -> Callable[...
     def backward(
         output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
     ) -> torch.Tensor:
-        """Computes the input's gradient from that of the output and the output.
+        """Computes the input's gradient from the output and its gradient, as a new tensor.
 
-        The result is a new tensor: another branch may still read output_grads.
+        ``output_grads`` is not overwritten, as another branch of the graph may still read it.
         """
         _check_dims(module, "output_grads", output_grads, dims)
         _check_dims(module, "softmax_results", softmax_results, dims)
@@ -66,7 +79,7 @@ def _backward(module: str, dims: int, causal: str | None = None) -> Callable[...
 
 
 def _named(function: Callable[..., torch.Tensor], module: str) -> Callable[..., torch.Tensor]:
-    """Returns the function as one that ``module`` defines, which ``pickle`` finds there."""
+    """Sets the function's module, so that ``pickle`` finds it there, and returns it."""
     function.__module__, function.__qualname__ = module, function.__name__
     return function
 

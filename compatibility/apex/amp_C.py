@@ -1,8 +1,10 @@
 """apex's amp_C: operations and optimizer steps over lists of tensors.
 
-``chunk_size`` is checked and not used. ``noop_flag`` is one int32 element on the tensors' device.
-``tensor_lists`` are in apex's order: gradients, parameters, state. Moments of float16 or bfloat16
-are served through float32 copies.
+Arguments that all functions have in common: ``chunk_size`` must be positive and has no effect.
+``noop_flag`` is one int32 element on the tensors' device. ``tensor_lists`` has lists of equal
+length, whose i-th tensors belong together; each function names its lists in order, where g, p, m
+and v are gradients, parameters and first and second moments. Moments of float16 or bfloat16 are
+served through float32 copies.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ _CHECKS = {-1: "result", 0: "x", 1: "y"}
 def multi_tensor_scale(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[Tensors], scale: float
 ) -> None:
-    """Computes out = in * scale; lists in, out.
+    """Computes out = in * scale; lists are in and out.
 
     Sets noop_flag to 1 if a stored result is not finite.
     """
@@ -64,11 +66,10 @@ def multi_tensor_axpby(
     b: float,
     arg_to_check: int,
 ) -> None:
-    """Computes out = a * x + b * y; lists x, y, out.
+    """Computes out = a * x + b * y; lists are x, y and out.
 
-    Sets noop_flag to 1 if a checked value is not finite.
-
-    ``arg_to_check``: 0 checks x, 1 checks y, -1 the stored result.
+    Sets noop_flag to 1 if a checked value is not finite. ``arg_to_check`` selects the checked
+    values: 0 those of x, 1 those of y, -1 the stored result.
     """
     if arg_to_check not in _CHECKS:
         raise ValueError(
@@ -85,7 +86,11 @@ def _norms(
     per_tensor: bool | None,
     factor: float | torch.Tensor = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (total [1], norms [len] or [0]) times ``factor``; one not finite sets the flag."""
+    """Computes L2 norms times ``factor``; one that is not finite sets ``noop_flag`` to 1.
+
+    Returns:
+        (norm over all tensors [1], norm of each tensor [len(tensors)] or [0] if not asked for).
+    """
     if not tensors:
         total = torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
         return total, total.new_zeros(0)
@@ -102,9 +107,13 @@ def multi_tensor_l2norm(
     tensor_lists: list[Tensors],
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (norm of all elements [1], norm of each tensor [len] or [0]), float32.
+    """Computes the L2 norm over one list of tensors.
 
     Sets noop_flag to 1 if a norm is not finite.
+
+    Returns:
+        (norm over all tensors [1], norm of each tensor [number of tensors], or [0] without
+        ``per_tensor_python``), float32.
     """
     (tensors,) = take_lists("multi_tensor_l2norm", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python)
@@ -116,7 +125,7 @@ def multi_tensor_l2norm_mp(
     tensor_lists: list[Tensors],
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes ``multi_tensor_l2norm``; with noop_flag set apex leaves the result undefined."""
+    """Computes ``multi_tensor_l2norm``; apex's result is undefined if noop_flag is not 0."""
     (tensors,) = take_lists("multi_tensor_l2norm_mp", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python)
 
@@ -128,7 +137,11 @@ def multi_tensor_l2norm_scale(
     scale: float,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes out = in * scale, and the norms of in, unscaled; lists in, out."""
+    """Computes out = in * scale; lists are in and out.
+
+    Returns:
+        The norms of in, before scaling, as ``multi_tensor_l2norm`` does.
+    """
     inputs, outputs = take_lists("multi_tensor_l2norm_scale", chunk_size, tensor_lists, "in out")
     norms = _norms(noop_flag, inputs, per_tensor_python)
     multi_tensor.scale(inputs, outputs, float(scale))
@@ -142,7 +155,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the norms of the tensors times inv_scale (one float32 element)."""
+    """Computes ``multi_tensor_l2norm`` of the tensors times inv_scale, one float32 element."""
     (tensors,) = take_lists("multi_tensor_unscale_l2norm", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python, inv_scale.abs())
 
@@ -160,9 +173,9 @@ def multi_tensor_sgd(
     wd_after_momentum: bool,
     scale: float,
 ) -> None:
-    """Steps SGD; lists g, p, momentums, and the low-precision copy of p if there is one.
+    """Steps SGD; lists are g, p, momentum buffers and, if wanted, low-precision copies of p.
 
-    Gradients are multiplied with ``scale``. A set noop_flag skips the step.
+    Gradients are multiplied by ``scale``. A noop_flag that is not 0 skips the step.
     """
     lists = take_lists(
         "multi_tensor_sgd", chunk_size, tensor_lists, "g p momentums", "the model's copy of p"
@@ -204,7 +217,7 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Steps Adam (mode 0) or AdamW (mode 1); lists g, p, m, v; noop_flag is not read."""
+    """Steps Adam (mode 0) or AdamW (mode 1); lists are g, p, m and v; noop_flag is not read."""
     adamw = take_mode("multi_tensor_adam", mode)
     grads, params, m, v = take_lists("multi_tensor_adam", chunk_size, tensor_lists, "g p m v")
     m32, v32 = _multi_tensor.float32(m), _multi_tensor.float32(v)
@@ -233,7 +246,8 @@ def multi_tensor_adam_capturable(
 ) -> None:
     """Steps Adam with lr (float32), step (int32) and inv_scale (float32) on the device.
 
-    The gradients are left unscaled, multiplied with inv_scale. A set noop_flag skips all.
+    Lists are g, p, m and v. The gradients are overwritten with themselves times inv_scale. A
+    noop_flag that is not 0 skips everything.
     """
     take_lists("multi_tensor_adam_capturable", chunk_size, tensor_lists, "g p m v")
     _capturable(
@@ -256,7 +270,7 @@ def multi_tensor_adam_capturable_master(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Steps capturable Adam with float32 master weights; lists g, p, m, v, master."""
+    """Steps ``multi_tensor_adam_capturable`` with a fifth list, the float32 master weights of p."""
     take_lists("multi_tensor_adam_capturable_master", chunk_size, tensor_lists, "g p m v master")
     _capturable(
         "multi_tensor_adam_capturable_master", noop_flag, list(tensor_lists), lr, (beta1, beta2),
@@ -289,10 +303,21 @@ def update_scale_hysteresis(
     growth_interval: int,
     hysteresis: int,
 ) -> torch.Tensor:
-    """Updates a loss scale and its counters in place, without a wait, and returns the scale.
+    """Updates a loss scale and its counters in place on the device, without a wait of the host.
 
-    The scale backs off once ``hysteresis`` steps with an infinity came without one in between that
-    had none, and grows after ``growth_interval`` steps without one.
+    The scale is multiplied by ``backoff_factor`` at each step with an infinity from the
+    ``hysteresis``-th consecutive one on, and by ``growth_factor`` after ``growth_interval``
+    consecutive steps without one.
+
+    Args:
+        current_scale: one element, the loss scale; written.
+        growth_tracker: one element, number of consecutive steps without an infinity; written.
+        hysteresis_tracker: one element, number of steps with an infinity that are left before the
+            scale backs off; written.
+        found_inf: one element, above 0 if this step had an infinity.
+
+    Returns:
+        ``current_scale``.
     """
     is_inf = found_inf > 0
     left = torch.where(is_inf, hysteresis_tracker - 1, hysteresis)

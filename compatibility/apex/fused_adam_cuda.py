@@ -42,10 +42,14 @@ def adam(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """Steps Adam for one tensor in place; p, m, v float32, g divided by grad_scale.
+    """Steps Adam in place for one parameter.
 
     Args:
-        p_copy: receives the new p in its own dtype; an empty tensor asks for none.
+        p: parameter, float32.
+        p_copy: receives the new p, in the dtype of ``p_copy``; an empty tensor asks for no copy.
+        m: first moment, float32.
+        v: second moment, float32.
+        g: gradient, which is divided by grad_scale.
         mode: 1, epsilon outside the square root; 0, inside, is not served.
     """
     for name, t in (("p_copy", p_copy), ("m", m), ("v", v), ("g", g)):
@@ -74,7 +78,7 @@ def adam_mt(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """Steps ``adam`` over lists p, m, v, g and, if wanted, p_copy; noop_flag is not read."""
+    """Steps ``adam`` over the lists p, m, v, g and, if wanted, p_copy; noop_flag is not read."""
     lists = take_lists("fused_adam_cuda.adam_mt", chunk_size, tensor_lists, "p m v g", "p_copy")
     _step(
         "fused_adam_cuda.adam_mt", lists, lr, beta1, beta2, eps, grad_scale, step, mode,

@@ -11,13 +11,21 @@ __all__ = ["backward", "forward"]
 
 
 def forward(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Computes silu(gate) * up of input + bias [rows, 2F], gate first; [rows, F]."""
+    """Computes silu(gate) * up, [rows, F], where input + bias is gate and up side by side.
+
+    Args:
+        input: [rows, 2F], gate first.
+        bias: [2F].
+    """
     _check(input)
     return swiglu_fwd(input, None, bias.contiguous())
 
 
 def backward(grad_output: torch.Tensor, input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Computes the gradient of the input, [rows, 2F]; the bias's is its sum over rows."""
+    """Computes the input's gradient [rows, 2F], whose sum over rows is the bias's gradient.
+
+    ``grad_output`` is [rows, F]; ``input`` and ``bias`` are those of ``forward``.
+    """
     _check(input)
     return swiglu_bwd(grad_output, input, None, bias.contiguous()).input
 

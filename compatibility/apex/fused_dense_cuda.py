@@ -1,4 +1,4 @@
-"""apex's fused_dense_cuda: linear layers with bias and GELU; products through PyTorch."""
+"""apex's fused_dense_cuda: linear layers with bias and GELU, whose products PyTorch computes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def linear_gelu_linear_forward(
     weight2: torch.Tensor,
     bias2: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Returns [gelu(gelu_in), output, gelu_in] of two linear layers with GELU (tanh) between."""
+    """Computes two linear layers with GELU (tanh form) between them.
+
+    Returns:
+        [output of GELU, output, input of GELU], of which backward takes the first and the last.
+    """
     _check_matrices("linear_gelu_linear_forward", input=input, weight1=weight1, weight2=weight2)
     gelu_in = torch.addmm(bias1, input, weight1.t())
     output1 = activation_fwd(gelu_in, "gelu")

@@ -28,7 +28,7 @@ def lamb(
     global_grad_norm: float,
     max_grad_norm: float,
 ) -> None:
-    """Steps ``amp_C.multi_tensor_lamb`` without nvlamb; ``global_grad_norm`` is a number."""
+    """Steps ``amp_C.multi_tensor_lamb`` without nvlamb; ``global_grad_norm`` is a Python number."""
     norm = scalar(float(global_grad_norm), noop_flag)
     multi_tensor_lamb(
         chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, bias_correction,

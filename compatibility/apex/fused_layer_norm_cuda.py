@@ -1,7 +1,9 @@
 """apex's fused_layer_norm_cuda: layer norm and RMS norm over the trailing dimensions.
 
-``invvar`` is 1 / sqrt(variance + epsilon), [rows] float32. A memory-efficient backward gets the
-output instead of the input, and computes in float32 what was normalised.
+``normalized_shape`` is the shape of the trailing dimensions, and rows the product of the sizes of
+the others. ``mean`` and ``invvar``, 1 / sqrt(variance + epsilon), are float32 [rows]; RMS norm has
+the mean square for the variance. A memory-efficient backward gets the output instead of the input,
+and computes the normalised values from it in float32.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Shape = Sequence[int]
 def forward(
     input: torch.Tensor, normalized_shape: Shape, epsilon: float
 ) -> list[torch.Tensor | None]:
-    """Returns [output, mean, invvar] without weights."""
+    """Computes layer norm without weights; returns [output, mean, invvar]."""
     out = layer_norm_fwd(_rows("input", input, normalized_shape), None, None, float(epsilon))
     return [_like(out.y, input), out.mean, out.rstd]
 
@@ -46,7 +48,10 @@ def forward_affine(
     beta: torch.Tensor,
     epsilon: float,
 ) -> list[torch.Tensor | None]:
-    """Returns [output, mean, invvar]; gamma and beta in the input's dtype or float32."""
+    """Computes layer norm with gamma and beta; returns [output, mean, invvar].
+
+    gamma and beta have ``normalized_shape`` and the input's dtype or float32.
+    """
     rows = _rows("input", input, normalized_shape)
     weight = _flat("gamma", gamma, normalized_shape)
     bias = _flat("beta", beta, normalized_shape)
@@ -69,7 +74,7 @@ def forward_affine_mixed_dtypes(
 
 
 def rms_forward(input: torch.Tensor, normalized_shape: Shape, epsilon: float) -> list[torch.Tensor]:
-    """Returns [output, invvar] without weights."""
+    """Computes RMS norm without weights; returns [output, invvar]."""
     out = rms_norm_fwd(_rows("input", input, normalized_shape), None, float(epsilon))
     return [_like(out.y, input), out.rstd]
 
@@ -77,7 +82,7 @@ def rms_forward(input: torch.Tensor, normalized_shape: Shape, epsilon: float) ->
 def rms_forward_affine(
     input: torch.Tensor, normalized_shape: Shape, gamma: torch.Tensor, epsilon: float
 ) -> list[torch.Tensor]:
-    """Returns [output, invvar]; gamma in the input's dtype or float32."""
+    """Computes RMS norm with gamma, in the input's dtype or float32; returns [output, invvar]."""
     rows = _rows("input", input, normalized_shape)
     out = rms_norm_fwd(rows, _flat("gamma", gamma, normalized_shape), float(epsilon))
     return [_like(out.y, input), out.rstd]
@@ -122,12 +127,12 @@ def backward_affine(
 
     Args:
         dout: the output's gradient.
-        mean: the forward's; not read if memory_efficient.
-        invvar: the forward's.
+        mean: from the forward; not read if memory_efficient.
+        invvar: from the forward.
         input_or_output: the output if memory_efficient, else the input; d_input has its dtype.
         normalized_shape, gamma, beta: as in the forward.
-        epsilon: as in the forward; memory_efficient takes a smaller |gamma| for this.
-        memory_efficient: what was normalised is computed as (output - beta) / gamma.
+        epsilon: as in the forward; memory_efficient replaces a smaller |gamma| by epsilon.
+        memory_efficient: compute the normalised values as (output - beta) / gamma.
     """
     return _layer_norm_backward(
         dout, mean, invvar, input_or_output, normalized_shape, gamma, beta, epsilon,
@@ -204,7 +209,7 @@ def _rms_norm_backward(
 def _normalised(
     output: torch.Tensor, gamma: torch.Tensor | None, beta: torch.Tensor | None, epsilon: float
 ) -> torch.Tensor:
-    """Returns (output - beta) / gamma in float32, gamma no nearer to 0 than epsilon."""
+    """Returns (output - beta) / gamma in float32, with |gamma| raised to at least epsilon."""
     x = output.float()
     if beta is not None:
         x = x - beta.float()
@@ -219,7 +224,13 @@ def _results(
     like: torch.Tensor,
     *parameters: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> list[torch.Tensor]:
-    """Returns the gradients in the shapes and dtypes of their tensors."""
+    """Returns gradients in the shapes and dtypes of their tensors, without those that are None.
+
+    Args:
+        dx: the input's gradient.
+        like: tensor of dx's shape and dtype.
+        parameters: (gradient, parameter) of each weight.
+    """
     grads = [_like(dx, like).to(like.dtype)]
     for grad, parameter in parameters:
         if grad is not None and parameter is not None:
@@ -228,7 +239,7 @@ def _results(
 
 
 def _one_dtype(first: torch.Tensor, *others: torch.Tensor | None) -> list:
-    """Returns the tensors if they have one dtype, else as float32; None stays."""
+    """Returns the tensors as they are if they have one dtype, else in float32; None stays None."""
     tensors = [first, *others]
     if all(t is None or t.dtype is first.dtype for t in tensors):
         return tensors

@@ -1,7 +1,8 @@
 """apex's fused_rotary_positional_embedding: rotation of pairs (i, i + d/2).
 
-Angles come as [s, 1, 1, d'] with d' columns, whose second half repeats the first; the first half is
-what is read. Tables of cosines and sines are read in float32.
+``freqs``, ``cos`` and ``sin`` are [s, 1, 1, d'], d' <= d, with a column for each element. The
+second half of the columns must repeat the first, which alone is read. Cosines and sines are
+converted to float32.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ __all__ = [
 def forward(
     input: torch.Tensor, freqs: torch.Tensor, transpose_output: bool = False
 ) -> torch.Tensor:
-    """Rotates input [s, b, h, d] by freqs [s, 1, 1, d'], float32; d' <= d.
+    """Rotates input [s, b, h, d] by the angles freqs [s, 1, 1, d'], float32.
 
-    ``transpose_output``: the result's memory is [b, s, h, d].
+    With ``transpose_output`` the result has the memory layout of [b, s, h, d].
     """
     _check(input, 4, freqs=freqs)
     return _rotate(input, transpose_output, freqs=freqs)
@@ -39,7 +40,7 @@ def forward(
 def backward(
     output_grads: torch.Tensor, freqs: torch.Tensor, transpose_output: bool = False
 ) -> torch.Tensor:
-    """Computes the gradient of ``forward``'s input: the rotation back."""
+    """Computes the gradient of ``forward``'s input: ``output_grads`` rotated by -freqs."""
     _check(output_grads, 4, freqs=freqs)
     return _rotate(output_grads, transpose_output, freqs=-freqs)
 
@@ -64,7 +65,10 @@ def backward_cached(
 
 
 def forward_thd(input: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """Rotates input [tokens, h, d] of packed sequences, which begin at cu_seqlens [batch + 1]."""
+    """Rotates input [tokens, h, d] of packed sequences by freqs [max_seq, 1, 1, d'].
+
+    Sequence i is tokens cu_seqlens[i] to cu_seqlens[i + 1]; cu_seqlens is int32 [batch + 1].
+    """
     _check(input, 3, same_length=False, freqs=freqs)
     with torch.no_grad():
         return rope(input, freqs, layout="thd", cu_seqlens=cu_seqlens)
@@ -86,9 +90,9 @@ def forward_2d(
     cos_w: torch.Tensor,
     sin_w: torch.Tensor,
 ) -> torch.Tensor:
-    """Rotates input [b, H, W, h, d]: half of d by the row, half by the column of its position.
+    """Rotates input [b, H, W, h, d] of images: half of d by the row, the other half by the column.
 
-    The tables are [1, H' >= H, 1, d / 2] and [1, W' >= W, 1, d / 2].
+    The tables of rows are [1, at least H, 1, d / 2], those of columns [1, at least W, 1, d / 2].
     """
     return _rotate_2d(input, cos_h, sin_h.float(), cos_w, sin_w.float())
 
@@ -141,7 +145,7 @@ def _rotate_2d(
     cos_w: torch.Tensor,
     sin_w: torch.Tensor,
 ) -> torch.Tensor:
-    """Rotates twice: by rows, where (column, head) are the heads, and by columns."""
+    """Rotates the first half of d by rows, with W * h as the heads, and the second by columns."""
     if input.dim() != 5 or input.shape[-1] % 4:
         raise ValueError(
             "fused_rotary_positional_embedding: input must have shape [b, H, W, heads, d] with d "

@@ -1,4 +1,4 @@
-"""apex's mlp_cuda: a chain of linear layers, an activation after each; through PyTorch."""
+"""apex's mlp_cuda, computed by PyTorch: a chain of linear layers with an activation after each."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NONE, _RELU, _SIGMOID = range(3)
 
 @torch.no_grad()
 def forward(use_bias: int, activation: int, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Computes x [rows, in] through weights [out, in] and, with use_bias, biases [out].
+    """Computes a chain of linear layers, each with an activation.
 
     Args:
         use_bias: 1 if ``inputs`` has biases.
         activation: 0 none, 1 ReLU, 2 sigmoid; after every layer, the last one too.
-        inputs: x, the weights in order, then the biases in order.
+        inputs: x [rows, in], then the layers' weights [out, in], then their biases [out].
 
     Returns:
-        The output, and the outputs of the layers before in one flat tensor, for ``backward``.
+        [output, outputs of the layers before the last in one flat tensor], for ``backward``.
     """
     x, weights, biases = _split("forward", use_bias, activation, inputs)
     hidden = weights[:-1]
@@ -56,7 +56,7 @@ def backward(
     Args:
         use_bias, activation, inputs: as in ``forward``.
         grad_o: the output's gradient.
-        fprop_outputs: what ``forward`` returned.
+        fprop_outputs: the list that ``forward`` returned.
     """
     x, weights, biases = _split("backward", use_bias, activation, inputs)
     output, reserved = fprop_outputs
@@ -82,7 +82,7 @@ def backward(
 def _split(
     op: str, use_bias: int, activation: int, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Returns x, weights and biases."""
+    """Returns (x, weights, biases) from ``inputs``; biases are empty without ``use_bias``."""
     if activation not in (_NONE, _RELU, _SIGMOID):
         raise ValueError(
             f"mlp_cuda.{op}: activation must be 0 (none), 1 (ReLU) or 2 (sigmoid), "
@@ -98,7 +98,7 @@ def _split(
 def _hidden(
     reserved: torch.Tensor, x: torch.Tensor, weights: Sequence[torch.Tensor], layer: int
 ) -> torch.Tensor:
-    """Returns the place in ``reserved`` of the output of a layer before the last."""
+    """Returns the view of ``reserved``, [rows, out], that holds the output of one layer."""
     rows = x.shape[0]
     begin = rows * sum(w.shape[0] for w in weights[:layer])
     width = weights[layer].shape[0]

@@ -14,18 +14,19 @@ __all__ = ["backward", "forward"]
 def forward(
     input: torch.Tensor, labels: torch.Tensor, smoothing: float, half_to_float: bool
 ) -> list[torch.Tensor]:
-    """Returns [losses, max_log_sum_exp] of logits [rows, classes], both [rows].
+    """Computes the cross entropy of each row.
 
     Args:
-        input: float32, float16 or bfloat16.
-        labels: int64 or int32; -100 gives loss and gradient 0, another label outside the classes
-            raises on the CPU and gives NaN on the GPU.
+        input: logits [rows, classes], float32, float16 or bfloat16.
+        labels: [rows] int64 or int32; -100 gives loss and gradient 0, another label outside the
+            classes raises on the CPU and gives NaN on the GPU.
         smoothing: share of the target's probability spread over all classes.
         half_to_float: with float16 or bfloat16 input, keep max_log_sum_exp in float32.
 
     Returns:
-        float32 losses; log(sum(exp(input))) derived from them, in the input's dtype or float32,
-        NaN where the label is ignored or its logit is not finite. ``backward`` does not read it.
+        [losses, max_log_sum_exp], both [rows]. The losses are float32. max_log_sum_exp is
+        log(sum(exp(input))) in the input's dtype or float32, computed from the losses: NaN where
+        the label is ignored or its logit is not finite. ``backward`` does not read it.
     """
     _check("forward", input, labels)
     if half_to_float and input.dtype not in (torch.float16, torch.bfloat16):
@@ -53,7 +54,13 @@ def backward(
     labels: torch.Tensor,
     smoothing: float,
 ) -> torch.Tensor:
-    """Computes the gradient of the logits, in their dtype, from each loss's."""
+    """Computes the gradient of the logits, in their dtype, from that of the losses.
+
+    Args:
+        grad_loss: [rows].
+        logits, labels, smoothing: as in ``forward``.
+        max_log_sum_exp: not read.
+    """
     _check("backward", logits, labels)
     if grad_loss.shape != labels.shape:
         raise ValueError(
