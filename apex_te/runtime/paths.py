@@ -36,11 +36,18 @@ def extend(package_path: MutableSequence[str]) -> str:
 
 
 class FormerNames:
-    """Import finder of renamed modules, asked after all other finders."""
+    """Import finder of renamed modules.
+
+    Args:
+        prefix: beginning of the full names that are looked up.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         """Returns an import spec for the former name of a module; None for all other names."""
-        if not fullname.startswith("apex_te."):
+        if not fullname.startswith(self.prefix):
             return None
         from . import former_modules  # here, as few programs need it
 
@@ -48,6 +55,11 @@ class FormerNames:
 
 
 def find_former_names() -> None:
-    """Installs ``FormerNames`` in ``sys.meta_path``, once."""
+    """Installs ``FormerNames`` in ``sys.meta_path``, once, behind all other finders.
+
+    Before these only for a package that is gone: an upgraded checkout may have its folder still,
+    empty but for ``__pycache__``, which Python takes for a namespace package.
+    """
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
-        sys.meta_path.append(FormerNames())
+        sys.meta_path.insert(0, FormerNames("apex_te.quantizer"))
+        sys.meta_path.append(FormerNames("apex_te."))

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import operator
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -121,3 +123,16 @@ def test_former_modules_are_the_present_ones() -> None:
         present = importlib.import_module(f"apex_te.{now}")
         assert importlib.import_module(f"apex_te.{former}") is present
         assert present.__name__ == present.__spec__.name == f"apex_te.{now}"
+
+
+def test_folder_of_a_renamed_package_is_no_package(tmp_path: Path) -> None:
+    """A checkout that was upgraded has the old folder with what Python cached in it."""
+    (tmp_path / "quantizer" / "__pycache__").mkdir(parents=True)
+    code = (
+        "import sys, apex_te; apex_te.__path__.insert(0, sys.argv[1])\n"
+        "from apex_te.quantizer.base import Quantizer\n"
+        "import apex_te.quantizer as found; print(found.__name__)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "apex_te.fp8.scheme\n", done.stderr
