@@ -111,7 +111,14 @@ def _enter(token: torch.Tensor, key: str, group: str | None, may_update: bool) -
 def _follow(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    """Copies the state of module number ``handle`` to ``tensors``; op ``follow_region``."""
+    """Copies a module's scales to the tensors that compiled code reads; op ``follow_region``.
+
+    Args:
+        token: orders this op after the op that entered the region; not read.
+        handle: int64 ``[1]`` on the CPU, the module's number in the registry.
+        tensors: targets, in the order of ``ModuleFP8.staging``.
+        key: interned name of the region's recipe.
+    """
     module = registry.member(int(handle))
     if module.state.sync.amax_group is not amax_groups.current:
         module.enter(amax_groups.current)

@@ -31,7 +31,7 @@ class FirstSteps:
         self.on_device = {}
 
     def still_due(self) -> list[bool]:
-        """Returns a bool per slot, True if its first scale is due; waits for the device."""
+        """Returns True for each slot without a first scale yet; waits for the device."""
         due = list(self.due)
         for slots, flags in self.on_device.items():
             if any(due[slot] for slot in slots):

@@ -377,8 +377,8 @@ def _ranks(mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
 
     Args:
         mask: bool [b, 1, 1, s], True = padded.
-        last: [b, 1, 1, 1], of which the last token that is not padded gets the position
-            ``last - 1``.
+        last: [b, 1, 1, 1], for each sequence one more than the position of its last token that
+            is not padded. A padded token has the position of the token before it.
     """
     valid = ~mask
     return valid.cumsum(-1) - valid.sum(-1, keepdim=True) + last - 1

@@ -189,7 +189,7 @@ class _Watch:
             os.close(reading)
 
     def end(self) -> None:
-        """Lets the shell end without stopping anything, because ninja is done."""
+        """Dismisses the watching shell, which would stop ninja if this process died."""
         if self.process is None or self.pipe < 0:
             return
         _watches.discard(self)
