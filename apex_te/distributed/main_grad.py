@@ -249,7 +249,8 @@ def _check_agreement(numbers: torch.Tensor, count: int, group: Any) -> None:
     """Raises RankMismatchError if the ranks differ or one has an error; the host waits.
 
     Args:
-        numbers: element-wise maximum of all ranks' numbers, which begins with the headers'.
+        numbers: int32, the MAX all-reduce of what each rank sends; its first ``HEADER`` numbers are
+            those of ``comm.agreement.header``, by which ``compared`` sees differences and errors.
         count: this rank's number of parameters, for the message.
         group: process group, not None.
     """

@@ -1,1 +1,1 @@
-"""What the generators are made of: names, templates, and the record of what was written."""
+"""Parts of the generators of ops, recipes and modules: names, templates and records of files."""

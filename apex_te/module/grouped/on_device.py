@@ -195,10 +195,11 @@ def cached_weights(
         modes: memory of the module between its calls.
         weights: one ``[out, in]`` for each group.
         quantizers: those of all groups.
-        fill: as ``FP8Call.fill``.
+        fill: ``is_first_microbatch``. True casts all weights and caches the copies; False takes the
+            cached ones, and casts anew where a weight has changed; None caches nothing.
 
     Returns:
-        The copies; None if the call is to cast the weights itself.
+        Rowwise and columnwise copies; None with ``fill=None``, where the caller casts the weights.
     """
     if modes.captured is not None:
         return modes.captured.quantized_matrices(weights, quantizers.weight)
