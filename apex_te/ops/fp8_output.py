@@ -16,6 +16,9 @@ FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 # Partial amaxes that a kernel leaves at most (csrc/common/numerics/quantize.h).
 MAX_AMAXES = 1024
 
+# Products read FP8 data in units of 16 bytes along K (csrc/common/numerics/columnwise.h).
+COLUMNWISE_MULTIPLE = 16
+
 
 @former_fields(transposed="columnwise")
 class FP8Output(NamedTuple):
@@ -82,6 +85,15 @@ def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         ) from error
 
 
+def columnwise_length(rows: int, pad_columnwise: bool) -> int:
+    """Returns the row length of the columnwise copy of a matrix with ``rows`` rows.
+
+    It is ``rows``, with ``pad_columnwise`` rounded up to 16; an op fills the rest with zeros. A
+    product of two padded copies is the weight gradient at every number of rows.
+    """
+    return rows + -rows % COLUMNWISE_MULTIPLE if pad_columnwise else rows
+
+
 def allocate(
     op: str,
     like: torch.Tensor,
@@ -90,6 +102,7 @@ def allocate(
     fp8_dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
+    pad_columnwise: bool = False,
 ) -> FP8Output:
     """Returns uninitialised outputs for a matrix [rows, cols] on ``like``'s device.
 
@@ -101,6 +114,7 @@ def allocate(
         fp8_dtype: dtype of the copies.
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
+        pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
 
     Raises:
         TypeError: ``fp8_dtype`` is neither float8_e4m3fn nor float8_e5m2.
@@ -108,7 +122,9 @@ def allocate(
     check_fp8_dtype(op, fp8_dtype)
     return FP8Output(
         like.new_empty((rows, cols), dtype=fp8_dtype) if rowwise else None,
-        like.new_empty((cols, rows), dtype=fp8_dtype) if columnwise else None,
+        like.new_empty((cols, columnwise_length(rows, pad_columnwise)), dtype=fp8_dtype)
+        if columnwise
+        else None,
         like.new_empty(1, dtype=torch.float32),
     )
 
@@ -137,6 +153,7 @@ def outputs(
     columnwise: bool,
     out_rowwise: torch.Tensor | None,
     out_columnwise: torch.Tensor | None,
+    pad_columnwise: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the tensors for an op's copies of x: given ones, or new ones where asked for.
 
@@ -148,6 +165,7 @@ def outputs(
         columnwise: allocate the columnwise copy unless it is given.
         out_rowwise: [rows, cols] or None.
         out_columnwise: [cols, rows] or None.
+        pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
 
     Returns:
         (rowwise copy, columnwise copy), uninitialised where new; None for a copy neither asked for
@@ -159,7 +177,8 @@ def outputs(
     if rowwise and out_rowwise is None:
         out_rowwise = torch.empty_like(x, dtype=dtype)
     if columnwise and out_columnwise is None:
-        out_columnwise = x.new_empty(x.shape[::-1], dtype=dtype)
+        length = columnwise_length(x.shape[0], pad_columnwise)
+        out_columnwise = x.new_empty((x.shape[1], length), dtype=dtype)
     if out_rowwise is None and out_columnwise is None:
         raise ValueError(f"{op}: rowwise or columnwise must be True, got False for both")
     return out_rowwise, out_columnwise
