@@ -97,16 +97,22 @@ __global__ void __launch_bounds__(32 * kColumnRows) norm_bwd_columns_kernel(cons
   double dweight = 0.0, dbias = 0.0;
   if (c < p.cols) {
     for (int64_t row0 = blockIdx.y * share + part; row0 < end; row0 += kColumnRows * kColumnSteps) {
+      // All loads before the first use, so that they are in flight together.
+      float x[kColumnSteps], dy[kColumnSteps];
+#pragma unroll
+      for (int k = 0; k < kColumnSteps; ++k) {
+        const int64_t row = row0 + k * kColumnRows, at = row * p.cols + c;
+        x[k] = row < end ? to_float(static_cast<const T*>(p.x)[at]) : 0.0f;
+        dy[k] = row < end ? to_float(static_cast<const T*>(p.dy)[at]) : 0.0f;
+      }
       float few_dweight = 0.0f, few_dbias = 0.0f;  // of few rows
 #pragma unroll
       for (int k = 0; k < kColumnSteps; ++k) {
         const int64_t row = row0 + k * kColumnRows;
-        if (row >= end) break;
-        const float x = to_float(static_cast<const T*>(p.x)[row * p.cols + c]);
-        const float dy = to_float(static_cast<const T*>(p.dy)[row * p.cols + c]);
-        const float xhat = (kLayerNorm ? x - p.mean[row] : x) * p.rstd[row];
-        few_dweight = fmaf(dy, xhat, few_dweight);
-        few_dbias += dy;
+        if (row >= end) continue;
+        const float xhat = (kLayerNorm ? x[k] - p.mean[row] : x[k]) * p.rstd[row];
+        few_dweight = fmaf(dy[k], xhat, few_dweight);
+        few_dbias += dy[k];
       }
       dweight += few_dweight;
       dbias += few_dbias;
