@@ -39,7 +39,7 @@ _NOW = {
     "op_builder.jit.user_ops": "op_builder.user_ops",
     "ops.decoded_gemm": "ops.emulated_gemm",
     "quantizer": "fp8.scheme",
-    "quantizer.base": "fp8.scheme.base",
+    "quantizer.base": "fp8.scheme",
     "quantizer.block": "fp8.scheme.block",
     "quantizer.current": "fp8.scheme.current",
     "quantizer.delayed": "fp8.scheme.delayed",

@@ -11,7 +11,7 @@ import torch
 
 from ...recipe import DelayedScaling
 from ..formats import formats_of
-from ..scheme.base import GemmSlots, Slot, Slots
+from ..scheme.slots import GemmSlots, Slot, Slots
 from .amax_group import ScaleSync, amax_groups
 from .first_step import FirstSteps
 from .header import VERSION, encode_header, recipe_entries

@@ -9,7 +9,7 @@ import torch
 
 from ...recipe import Recipe, pack_recipe, unpack_recipe
 from ..scheme import GemmQuantizers, build_quantizers
-from ..scheme.base import layout_of
+from ..scheme.registry import layout_of
 from ..tensor import QuantizedTensor
 
 __all__ = ["columnwise", "quantizers_of", "values"]

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from ..scheme.base import layout_of
+from ..scheme.registry import layout_of
 from ..tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from ...recipe import Recipe
     from ..scheme import GemmQuantizers
-    from ..scheme.base import Layout
+    from ..scheme.stored_layout import Layout
 
 __all__ = [
     "Gathered", "GatheredPart", "check_resharding", "fsdp_groups", "gathered_fp8_data", "joined",

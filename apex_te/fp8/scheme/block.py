@@ -14,7 +14,10 @@ from ...ops.byte_transpose import byte_transpose
 from ...ops.fp8_gemm import block_scaled_gemm
 from ...runtime.gpu_arch import nvidia_capability
 from ..tensor import QuantizedTensor
-from .base import WGRAD, GemmBackend, Layout, Quantizer, Scheme, warn_emulated
+from .base import Quantizer
+from .gemm_backend import WGRAD, GemmBackend, warn_emulated
+from .registry import Scheme
+from .stored_layout import Layout
 
 if TYPE_CHECKING:
     from ...recipe import BlockScaling

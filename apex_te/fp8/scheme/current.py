@@ -15,8 +15,11 @@ from ...ops.fp8_output import FP8_DTYPES
 from ...ops.grouped_quantize import scales_of
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
-from .base import FP8Gemm, FusedCast, Layout, Quantizer, Scheme, shared_scale
+from .base import FusedCast, Quantizer, shared_scale
+from .gemm_backend import FP8Gemm
 from .grouped import GroupMatrices, GroupQuantizer, GroupRows
+from .registry import Scheme
+from .stored_layout import Layout
 
 if TYPE_CHECKING:
     from ...recipe import CurrentScaling

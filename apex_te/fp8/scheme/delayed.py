@@ -21,20 +21,12 @@ from ...ops.grouped_quantize import (
 from ...recipe import CurrentScaling, DelayedScaling
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
-from .base import (
-    FP8Gemm,
-    FusedCast,
-    GemmQuantizers,
-    GemmSlots,
-    Quantizer,
-    QuantizerSets,
-    ScaleSharing,
-    Scheme,
-    Slot,
-    Slots,
-    shared_scale,
-)
+from .base import FusedCast, Quantizer, shared_scale
+from .gemm_backend import FP8Gemm
 from .grouped import GroupMatrices, GroupQuantizer, GroupRows
+from .quantizer_sets import GemmQuantizers, QuantizerSets
+from .registry import Scheme
+from .slots import GemmSlots, ScaleSharing, Slot, Slots
 
 __all__ = ["DelayedGroups", "DelayedScalingQuantizer", "FirstStep"]
 

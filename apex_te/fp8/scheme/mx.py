@@ -9,7 +9,10 @@ import torch
 from ...ops import emulated_gemm
 from ...ops.mx_quantize import mx_dequantize, mx_quantize
 from ..tensor import QuantizedTensor
-from .base import GemmBackend, Layout, Quantizer, Scheme, warn_emulated
+from .base import Quantizer
+from .gemm_backend import GemmBackend, warn_emulated
+from .registry import Scheme
+from .stored_layout import Layout
 
 if TYPE_CHECKING:
     from ...recipe import MXFP8Scaling

@@ -10,7 +10,8 @@ import torch
 
 from ... import runtime
 from ..tensor import QuantizedTensor
-from .base import FusedCast, Quantizer, QuantizerSets
+from .base import FusedCast, Quantizer
+from .quantizer_sets import QuantizerSets
 
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from ...fp8.scheme.base import GroupQuantizers, group_quantizers
+from ...fp8.scheme.quantizer_sets import GroupQuantizers, group_quantizers
 from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction
 from .._core import arguments as _arguments

@@ -10,7 +10,7 @@ from ...ops.cast_transpose import cast_transpose
 from ...ops.fp8_gemm import bias_dtype
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
-from .base import FP8Gemm, Layout, Quantizer, Scheme
+from . import FP8Gemm, Layout, Quantizer, Scheme
 
 __all__ = ["JitRecipeGemm", "JitRecipeQuantizer"]
 

@@ -1,0 +1,197 @@
+"""GEMM backends: which op multiplies operands that one scheme has quantized."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...ops import emulated_gemm, fp8_gemm, grouped_gemm
+from ...runtime.gpu_arch import has_fp8_products
+from ..tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from ...ops.grouped_quantize import Groups
+
+__all__ = ["DGRAD", "FPROP", "WGRAD", "FP8Gemm", "GemmBackend", "warn_emulated"]
+
+FPROP, DGRAD, WGRAD = range(3)
+_warned: set[str] = set()
+
+
+class GemmBackend:
+    """Multiplies operands quantized by one scheme; a subclass defines ``multiply``.
+
+    Args:
+        split: True to keep partial sums in fp32, for (fprop, dgrad, wgrad); ignored by a scheme
+            without that choice.
+        device: the operands' device.
+    """
+
+    __slots__ = ("split",)
+
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+        self.split = split
+
+    def multiply(
+        self,
+        product: int,
+        a: Any,
+        b: Any,
+        a_scale_inv: Any,
+        b_scale_inv: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Returns the product ``a @ b.T``, ``[M, N]``.
+
+        Args:
+            product: FPROP, DGRAD or WGRAD.
+            a: FP8 data ``[M, K]``.
+            b: FP8 data ``[N, K]``.
+            a_scale_inv, b_scale_inv: multipliers of the operands, in the scheme's shape.
+            options: ``out``, ``out_dtype``, ``bias`` and ``accumulate``, as for ``fp8_gemm``.
+        """
+        raise NotImplementedError
+
+    def fprop(
+        self,
+        x: QuantizedTensor,
+        weight: QuantizedTensor,
+        out_dtype: torch.dtype,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns ``x [rows, in] @ weight [out, in].T + bias``, from both rowwise copies."""
+        return self.multiply(
+            FPROP, x.rowwise, weight.rowwise, x.rowwise_scale_inv, weight.rowwise_scale_inv,
+            out=out, out_dtype=out_dtype, bias=bias,
+        )  # fmt: skip
+
+    def dgrad(
+        self,
+        dy: QuantizedTensor,
+        weight: QuantizedTensor,
+        out_dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns ``dy [rows, out] @ weight [out, in]``, from the weight's columnwise copy."""
+        return self.multiply(
+            DGRAD, dy.rowwise, weight.columnwise, dy.rowwise_scale_inv, weight.columnwise_scale_inv,
+            out=out, out_dtype=out_dtype,
+        )  # fmt: skip
+
+    def wgrad(
+        self,
+        dy: QuantizedTensor,
+        x: QuantizedTensor,
+        out_dtype: torch.dtype,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> torch.Tensor:
+        """Returns ``dy [rows, out].T @ x [rows, in]``, from both columnwise copies.
+
+        Args:
+            dy: gradient of the output.
+            x: input.
+            out_dtype: dtype of the result.
+            out: tensor ``[out, in]`` to write to, or None for a new one.
+            accumulate: add the product to ``out``.
+        """
+        return self.multiply(
+            WGRAD, dy.columnwise, x.columnwise, dy.columnwise_scale_inv, x.columnwise_scale_inv,
+            out=out, out_dtype=out_dtype, accumulate=accumulate,
+        )  # fmt: skip
+
+    def multiply_groups(
+        self,
+        product: int,
+        a: Any,
+        b: Any,
+        a_scale_inv: Any,
+        b_scale_inv: Any,
+        groups: Groups,
+    ) -> torch.Tensor:
+        """Returns ``b[g] @ a[r]`` for each row ``r`` of ``a``, of group ``g``: bf16 ``[rows, N]``.
+
+        Args:
+            product: FPROP or DGRAD.
+            a: FP8 data ``[rows, K]``.
+            b: FP8 data ``[groups, N, K]``.
+            a_scale_inv: fp32 ``[rows]``.
+            b_scale_inv: fp32 ``[groups]``.
+            groups: which rows belong to which group, on the device.
+        """
+        raise NotImplementedError
+
+    def contract_groups(
+        self,
+        a: Any,
+        b: Any,
+        a_scale_inv: Any,
+        b_scale_inv: Any,
+        groups: Groups,
+        wide: bool = False,
+    ) -> torch.Tensor:
+        """Returns the wgrad product of each group, ``[groups, M, N]``.
+
+        Args:
+            a: FP8 data ``[M, K]``, columns of a group behind those of the group before.
+            b: FP8 data ``[N, K]``, with the columns of ``a``.
+            a_scale_inv, b_scale_inv: fp32 ``[groups]``.
+            groups: which columns belong to which group, on the device.
+            wide: return fp32, else bf16.
+        """
+        raise NotImplementedError
+
+
+def warn_emulated(what: str, needed: str) -> None:
+    """Warns, once for each ``what``, that products are emulated.
+
+    Args:
+        what: the products, in the plural, e.g. "FP8 matrix products".
+        needed: the hardware that would compute them.
+    """
+    if what not in _warned:
+        _warned.add(what)
+        warnings.warn(
+            f"apex_te: {what} need {needed}; operands are decoded and multiplied in high "
+            "precision: the numbers are those of the recipe, the speed is not",
+            stacklevel=2,
+        )
+
+
+class FP8Gemm(GemmBackend):
+    """Multiplies operands with one scale each by cuBLASLt's FP8 GEMMs, or emulates the product."""
+
+    __slots__ = ("native",)
+
+    def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
+        super().__init__(split, device)
+        self.native = has_fp8_products(device)
+        if not self.native:
+            warn_emulated("FP8 matrix products", "sm_89 or later, or gfx94x or later")
+
+    def multiply(self, product, a, b, a_scale_inv, b_scale_inv, **options):
+        if not self.native:
+            return emulated_gemm.emulated_fp8_gemm(a, b, a_scale_inv, b_scale_inv, **options)
+        return fp8_gemm.fp8_gemm(
+            a, b, a_scale_inv, b_scale_inv, use_split_accumulator=self.split[product], **options
+        )
+
+    def multiply_groups(self, product, a, b, a_scale_inv, b_scale_inv, groups):
+        _check_grouped(a, b)
+        fast = not self.split[product]
+        return grouped_gemm.scaled_multiply_groups(a, a_scale_inv, b, b_scale_inv, groups, fast)
+
+    def contract_groups(self, a, b, a_scale_inv, b_scale_inv, groups, wide=False):
+        _check_grouped(a, b)
+        ends, fast = groups.column_ends, not self.split[WGRAD]
+        return grouped_gemm.scaled_contract_groups(a, a_scale_inv, b, b_scale_inv, ends, fast, wide)
+
+
+def _check_grouped(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Warns if grouped products of ``a`` and ``b`` are emulated."""
+    if not grouped_gemm.multiplies_codes(a, b):
+        what = "FP8 matrix products of groups whose sizes are on the device"
+        warn_emulated(what, "sm_90 and sizes that are multiples of 16")

@@ -1,0 +1,91 @@
+"""Quantizers and GEMM backends of a module's GEMMs, for each kind of forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .gemm_backend import GemmBackend
+
+if TYPE_CHECKING:
+    from .grouped import GroupQuantizer
+
+__all__ = ["GemmQuantizers", "GroupQuantizers", "QuantizerSets", "group_quantizers"]
+
+
+class GemmQuantizers(NamedTuple):
+    """Named tuple of the quantizers of one GEMM's operands, and the backend of its products.
+
+    Attributes:
+        input: quantizer of the input.
+        weight: quantizer of the weight in forward.
+        weight_recast: quantizer that casts the weight again in backward, and stages no amax because
+            the forward has.
+        grad_output: quantizer of the output's gradient.
+        backend: multiplies what the quantizers make.
+        high_precision_wgrad: True if wgrad is computed from unquantized operands.
+    """
+
+    input: Any
+    weight: Any
+    weight_recast: Any
+    grad_output: Any
+    backend: GemmBackend
+    high_precision_wgrad: bool
+
+
+class GroupQuantizers(NamedTuple):
+    """Named tuple like ``GemmQuantizers``, for all GEMMs of a grouped module at once.
+
+    It is used where the sizes of the groups of rows are known to the device only.
+
+    Attributes:
+        input: quantizer of the groups' rows of the input.
+        weight: quantizer of all weights in forward.
+        weight_recast: quantizer of all weights in backward, which stages no amax.
+        grad_output: quantizer of the groups' rows of the output's gradient.
+        backend: multiplies what the quantizers make.
+        high_precision_wgrad: True if wgrad is computed from unquantized operands.
+    """
+
+    input: GroupQuantizer
+    weight: GroupQuantizer
+    weight_recast: GroupQuantizer
+    grad_output: GroupQuantizer
+    backend: GemmBackend
+    high_precision_wgrad: bool
+
+
+class QuantizerSets(NamedTuple):
+    """Named tuple of a module's quantizers for four kinds of forward, one entry for each GEMM.
+
+    Attributes:
+        recording: for training and calibration; every cast stages its amax.
+        recompute: for a recompute of a recorded forward; only gradients stage amaxes.
+        frozen: for evaluation; no cast stages an amax.
+        previewed: for evaluation with an update pending; as ``frozen``, with the scales that the
+            update will give.
+    """
+
+    recording: tuple[GemmQuantizers, ...]
+    recompute: tuple[GemmQuantizers, ...]
+    frozen: tuple[GemmQuantizers, ...]
+    previewed: tuple[GemmQuantizers, ...]
+
+
+def group_quantizers(sets: Sequence[GemmQuantizers]) -> GroupQuantizers | None:
+    """Returns the group quantizers of a grouped module's GEMMs; None if the scheme has none.
+
+    Args:
+        sets: the quantizers of each GEMM, for one kind of forward.
+    """
+    made: dict[str, Any] = {}
+    for role in ("input", "weight", "weight_recast", "grad_output"):
+        quantizers = [getattr(gemm, role) for gemm in sets]
+        made[role] = quantizers[0].grouped(quantizers)
+        if made[role] is None:
+            return None
+    first = sets[0]
+    return GroupQuantizers(
+        **made, backend=first.backend, high_precision_wgrad=first.high_precision_wgrad
+    )

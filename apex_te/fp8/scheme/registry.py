@@ -1,0 +1,141 @@
+"""Registry of schemes: the base class of a scheme, and what a recipe's scheme gives."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from .base import Quantizer
+from .gemm_backend import GemmBackend
+from .quantizer_sets import GemmQuantizers, QuantizerSets
+from .slots import Slots
+from .stored_layout import Layout
+
+if TYPE_CHECKING:
+    from ...recipe import Recipe
+
+__all__ = ["Scheme", "build_quantizers", "layout_of", "scheme_of", "stored_recipe"]
+
+
+class Scheme:
+    """Base class of a scheme, which makes the quantizers of a recipe.
+
+    A scheme's file defines one subclass, which registers itself by its ``name``. A scheme without
+    state defines ``gemm_quantizers``, one with state ``build``.
+
+    Attributes:
+        name: the ``quantizer`` of the recipes that use the scheme, and the name of its file.
+        backend: multiplies what the quantizers make.
+        layout: form of weights held in FP8 only; None where ``stored_recipe`` gives a recipe of
+            another scheme, or such weights are not supported.
+        row_alignment: multiple to which ``Fp8Padding`` fills the rows of a group by default.
+    """
+
+    name: ClassVar[str]
+    backend: ClassVar[type[GemmBackend]]
+    layout: ClassVar[Layout | None] = None
+    row_alignment: ClassVar[int] = 16  # rows that cuBLASLt reads at a time
+
+    def __init_subclass__(cls) -> None:
+        _schemes[cls.name] = cls()
+
+    def build(
+        self, recipe: Any, slots: Slots | None, gemms: int, device: torch.device
+    ) -> QuantizerSets:
+        """Builds the quantizers of a module, here stateless ones that all GEMMs and kinds share.
+
+        Args:
+            recipe: a recipe whose ``quantizer`` is this scheme's name.
+            slots: views of the module's FP8 state; None for a recipe without state.
+            gemms: number of GEMMs of the module.
+            device: the module's device.
+        """
+        inp, weight, grad_output = self.gemm_quantizers(recipe, device)
+        backend = self.backend(recipe.use_split_accumulator, device)
+        override = recipe.override_linear_precision[2]
+        same = (GemmQuantizers(inp, weight, weight, grad_output, backend, override),) * gemms
+        return QuantizerSets(same, same, same, same)
+
+    def gemm_quantizers(
+        self, recipe: Any, device: torch.device
+    ) -> tuple[Quantizer, Quantizer, Quantizer]:
+        """Makes the quantizers of a GEMM, for a scheme without state.
+
+        Returns:
+            input: quantizer of inputs.
+            weight: quantizer of weights.
+            grad_output: quantizer of gradients.
+        """
+        raise NotImplementedError
+
+    def stored_recipe(self, recipe: Any) -> Recipe:
+        """Returns the recipe that quantizes weights held in FP8 only, given a region's recipe."""
+        return recipe
+
+
+_schemes: dict[str, Scheme] = {}
+
+
+def scheme_of(recipe: Recipe) -> Scheme:
+    """Returns the scheme of ``recipe``, importing its file where that has not been needed yet.
+
+    Raises:
+        ValueError: no scheme has the name that the recipe's ``quantizer`` is.
+    """
+    name = recipe.quantizer
+    if name not in _schemes:
+        where = f"{__package__}.{name}"
+        try:
+            importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            if error.name != where:
+                raise
+        if name not in _schemes:
+            raise ValueError(
+                f"{type(recipe).__name__}: quantizer must be the name of a scheme, one of "
+                f"{', '.join(sorted(_schemes))} or a file of {__package__}, got {name!r}"
+            )
+    return _schemes[name]
+
+
+def build_quantizers(
+    recipe: Recipe, slots: Slots | None, gemms: int, device: torch.device
+) -> QuantizerSets:
+    """Builds the quantizers of ``recipe`` for a module.
+
+    Args:
+        recipe: recipe of a region.
+        slots: views of the module's FP8 state; None for a recipe that keeps no state.
+        gemms: number of GEMMs of the module.
+        device: the module's device.
+    """
+    return scheme_of(recipe).build(recipe, slots, gemms, device)
+
+
+def stored_recipe(recipe: Recipe) -> Recipe:
+    """Returns the recipe by which a weight that is held in FP8 only is quantized when written.
+
+    Delayed scaling becomes current scaling: such a weight is written once a step, from its master
+    weight, and is scaled by its amax at that time. Block scaling gets power-of-two scales.
+    """
+    return scheme_of(recipe).stored_recipe(recipe)
+
+
+def layout_of(recipe: Recipe) -> Layout:
+    """Returns the form in which weights are stored that ``recipe`` quantizes.
+
+    Args:
+        recipe: what ``stored_recipe`` returned.
+
+    Raises:
+        NotImplementedError: the scheme stores no weights.
+    """
+    layout = scheme_of(recipe).layout
+    if layout is None:
+        raise NotImplementedError(
+            "FP8Parameter: recipe must have a stored form for weights that are held in FP8 only, "
+            f"got {type(recipe).__name__}"
+        )
+    return layout

@@ -1,0 +1,70 @@
+"""Slots: the views of a module's FP8 state over which a scheme with state builds quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["GemmSlots", "ScaleSharing", "Slot", "Slots"]
+
+
+class ScaleSharing(Protocol):
+    """Protocol of an object that knows which ranks compute a state's scales together."""
+
+    def over(self, group: Any) -> bool:
+        """Returns True if all ranks of ``group`` have equal scales, and updates keep them equal."""
+
+    def reduced_over(self, group: Any) -> bool:
+        """Returns True if the next scales come from the amaxes of all ranks of ``group``."""
+
+
+class Slot(NamedTuple):
+    """Named tuple of the views, fp32 ``[1]``, of what an FP8 state keeps for one tensor of a GEMM.
+
+    Attributes:
+        scale, scale_inv: multiplier to FP8 and its reciprocal.
+        amax: element of the staging row of the amax history; a cast replaces it by its maximum with
+            max |x|.
+        pending_scale: the scale that a pending update will give; None for gradients.
+        number: index of the slot in the module, all forward slots before the backward ones.
+    """
+
+    scale: torch.Tensor
+    scale_inv: torch.Tensor
+    amax: torch.Tensor
+    pending_scale: torch.Tensor | None
+    number: int
+
+
+class GemmSlots(NamedTuple):
+    """Named tuple of the slots of a GEMM's three quantized tensors in forward and backward."""
+
+    input: Slot
+    weight: Slot
+    grad_output: Slot
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Views of a module's FP8 state, over which a scheme with state builds quantizers.
+
+    Attributes:
+        gemms: one entry for each GEMM of the module.
+        first_due: a bool for each slot, True while its first scale has still to be computed from
+            data (``first_step="current"``).
+        first_on_device: int32 flags ``[len(key)]`` by a tuple of slot numbers, for groups of rows
+            of which only the device knows whether they are empty; non-zero while the slot's first
+            scale is due.
+        sync: knows the ranks that compute the scales together.
+        update_scales: ``scale_formula.update_scales``, which computes scales by the recipe's
+            formula: ``(histories, scales, scale_invs, fp8_max, recipe, nonfinite_count)``.
+    """
+
+    gemms: tuple[GemmSlots, ...]
+    first_due: list[bool]
+    first_on_device: dict[tuple[int, ...], torch.Tensor]
+    sync: ScaleSharing
+    update_scales: Callable[..., None]

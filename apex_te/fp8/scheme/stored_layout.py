@@ -1,0 +1,106 @@
+"""Forms in which weights that are held in FP8 only are stored."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from ..tensor import QuantizedTensor
+
+__all__ = ["Layout"]
+
+
+class Layout:
+    """Form in which a scheme stores a weight ``[rows, cols]`` in FP8 only: rowwise data and scales.
+
+    The weight's values are those of its rowwise data. Quantizing these values again, from any dtype
+    in which they were read, gives data and scales of equal values: a weight that is saved as values
+    and loaded is unchanged.
+
+    Attributes:
+        name: name of the form, for messages.
+        block_rows: number of rows that share a scale; 0 if all do.
+        exact: True if columnwise data made from the rowwise data equal those made from the
+            high-precision values.
+        decoded: dtype that represents the values exactly, from which columnwise data are made.
+    """
+
+    name: ClassVar[str]
+    block_rows: ClassVar[int]
+    exact: ClassVar[bool] = True
+    decoded: ClassVar[torch.dtype] = torch.float32
+
+    def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
+        """Returns an uninitialized ``scale_inv`` for a weight ``[rows, cols]``."""
+        raise NotImplementedError
+
+    def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
+        """Returns the rowwise copy of ``x`` ``[rows, cols]``.
+
+        Args:
+            quantizer: the scheme's quantizer of weights.
+            x: high-precision values.
+        """
+        return quantizer.quantize(x, True, False)[0]
+
+    def columnwise(
+        self, quantizer: Any, held: QuantizedTensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Makes the columnwise copy of a stored weight, here by quantizing its values again.
+
+        Args:
+            quantizer: the scheme's quantizer of weights.
+            held: the weight's rowwise copy.
+
+        Returns:
+            fp8_data: ``[cols, rows]``.
+            scale_inv: multipliers of these data.
+        """
+        made = quantizer.quantize(quantizer.dequantize(held, self.decoded), False, True)[0]
+        assert made.columnwise is not None
+        assert made.columnwise_scale_inv is not None
+        return made.columnwise, made.columnwise_scale_inv
+
+    def rows(self, held: QuantizedTensor, start: int, stop: int) -> QuantizedTensor | None:
+        """Returns views of rows ``start`` to ``stop`` and their scales; None if cutting a block."""
+        fp8_data, scale_inv, block = held.rowwise, held.rowwise_scale_inv, self.block_rows
+        assert fp8_data is not None
+        assert scale_inv is not None
+        if block:
+            if start % block or (stop % block and stop != fp8_data.shape[0]):
+                return None
+            scale_inv = scale_inv[start // block : -(-stop // block)]
+        return QuantizedTensor(fp8_data[start:stop], scale_inv, None, None, held.dtype)
+
+    def joined(self, parts: list[QuantizedTensor]) -> QuantizedTensor | None:
+        """Returns copies of the rows of ``parts`` as one weight; None if a part ends in a block.
+
+        Args:
+            parts: rowwise copies; where all rows of a weight share a scale, the caller ensures that
+                all parts have that scale.
+        """
+        dtype = parts[0].dtype
+        fp8_data: list[torch.Tensor] = []
+        scales: list[torch.Tensor] = []
+        for part in parts:
+            assert part.rowwise is not None
+            assert part.rowwise_scale_inv is not None
+            if self.block_rows and fp8_data and fp8_data[-1].shape[0] % self.block_rows:
+                return None
+            fp8_data.append(part.rowwise.view(torch.uint8))
+            scales.append(part.rowwise_scale_inv)
+        scale_inv = torch.cat(scales) if self.block_rows else scales[0]
+        return QuantizedTensor(torch.cat(fp8_data).view(dtype), scale_inv, None, None, dtype)
+
+    def gathered(
+        self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
+    ) -> QuantizedTensor:
+        """Returns the weight made of all ranks' shards.
+
+        Args:
+            fp8_data: ``[rows, cols]``, the shards' data.
+            scale_inv: the shards' scales, one after the other.
+            dtype: element type of the data.
+        """
+        return QuantizedTensor(fp8_data, scale_inv, None, None, dtype)
