@@ -14,8 +14,8 @@ from ...ops.byte_transpose import byte_transpose
 from ...ops.fp8_gemm import block_scaled_gemm
 from ...runtime.gpu_arch import nvidia_capability
 from ..tensor import QuantizedTensor
-from .base import Quantizer
 from .gemm_backend import WGRAD, GemmBackend, warn_emulated
+from .quantizer import Quantizer
 from .registry import Scheme
 from .stored_layout import Layout
 

@@ -15,9 +15,9 @@ from ...ops.fp8_output import FP8_DTYPES
 from ...ops.grouped_quantize import scales_of
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
-from .base import FusedCast, Quantizer, shared_scale
 from .gemm_backend import FP8Gemm
 from .grouped import GroupMatrices, GroupQuantizer, GroupRows
+from .quantizer import FusedCast, Quantizer, shared_scale
 from .registry import Scheme
 from .stored_layout import Layout
 

@@ -21,9 +21,9 @@ from ...ops.grouped_quantize import (
 from ...recipe import CurrentScaling, DelayedScaling
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
-from .base import FusedCast, Quantizer, shared_scale
 from .gemm_backend import FP8Gemm
 from .grouped import GroupMatrices, GroupQuantizer, GroupRows
+from .quantizer import FusedCast, Quantizer, shared_scale
 from .quantizer_sets import GemmQuantizers, QuantizerSets
 from .registry import Scheme
 from .slots import GemmSlots, ScaleSharing, Slot, Slots

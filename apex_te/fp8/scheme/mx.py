@@ -9,8 +9,8 @@ import torch
 from ...ops import emulated_gemm
 from ...ops.mx_quantize import mx_dequantize, mx_quantize
 from ..tensor import QuantizedTensor
-from .base import Quantizer
 from .gemm_backend import GemmBackend, warn_emulated
+from .quantizer import Quantizer
 from .registry import Scheme
 from .stored_layout import Layout
 

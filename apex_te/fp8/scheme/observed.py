@@ -10,7 +10,7 @@ import torch
 
 from ... import runtime
 from ..tensor import QuantizedTensor
-from .base import FusedCast, Quantizer
+from .quantizer import FusedCast, Quantizer
 from .quantizer_sets import QuantizerSets
 
 if TYPE_CHECKING:

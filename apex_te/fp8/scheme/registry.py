@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from .base import Quantizer
 from .gemm_backend import GemmBackend
+from .quantizer import Quantizer
 from .quantizer_sets import GemmQuantizers, QuantizerSets
 from .slots import Slots
 from .stored_layout import Layout

@@ -53,7 +53,7 @@ def activate(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 class _FusedCast:
-    """Base of the fused casts of this file, which follow ``fp8.scheme.base.FusedCast``.
+    """Base of the fused casts of this file, which follow ``fp8.scheme.quantizer.FusedCast``.
 
     Args:
         x: the op's input ``[rows, ...]``.

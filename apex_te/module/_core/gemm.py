@@ -11,7 +11,7 @@ import torch
 from ...comm.collectives import Pending
 from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
 from ...fp8.scheme import GemmQuantizers
-from ...fp8.scheme.base import FusedCast
+from ...fp8.scheme.quantizer import FusedCast
 from ...fp8.tensor import QuantizedTensor
 from .tensor_parallel import GatheredCodes, TensorParallel
 

@@ -105,7 +105,7 @@ def test_generated_files_are_formatted(tmp_path: Path, name: str) -> None:
         ("print", "must not be a word of Python"),
         ("x" * (LONGEST + 1), f"must have at most {LONGEST} characters"),
         ("block", "there is a scheme 'block' already: apex_te/fp8/scheme/block.py"),
-        ("base", "there is a scheme 'base' already"),
+        ("quantizer", "there is a scheme 'quantizer' already"),
         ("blockwise", "there is a recipe 'blockwise' already: apex_te/recipe/__init__.py"),
         ("make_recipe", "apex_te/recipe/__init__.py uses the name 'make_recipe'"),
         ("fields", "apex_te/recipe/__init__.py uses the name 'fields'"),
