@@ -12,8 +12,8 @@ from torch.nn import functional
 from ..fp8.delayed.registry import number_layer
 from ..ops.bias_dropout_add import bias_dropout_add
 from ._core.arguments import autocast_dtype, checked_eps, checked_groups
-from ._core.materialize import reset_children
-from ._core.parallel import checked_tp_size, set_group_of_children
+from ._core.composite import CompositeModule
+from ._core.parallel import checked_tp_size
 from .attention.inference_params import InferenceParams
 from .attention.masks import Mask
 from .attention.multihead import MultiheadAttention, residual_of
@@ -98,7 +98,7 @@ def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) 
         )
 
 
-class TransformerLayer(torch.nn.Module):
+class TransformerLayer(CompositeModule):
     """One layer of a Transformer, in FP8 inside an enabled ``fp8_autocast`` region.
 
     GPT: the defaults. BERT: ``apply_residual_connection_post_layernorm`` and ``output_layernorm``:
@@ -279,17 +279,6 @@ class TransformerLayer(torch.nn.Module):
         if output_layernorm:
             self.layernorm = config.make_norm(self.sequence_parallel)
         number_layer(self, layer_number)
-
-    def reset_parameters(self) -> None:
-        """Gives all parameters new values; those on the meta device are made first.
-
-        See ``Linear.reset_parameters``.
-        """
-        reset_children(self)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Sets the ranks that the layer is split over; see ``Linear.set_tensor_parallel_group``."""
-        set_group_of_children(self, tp_group)
 
     def forward(
         self,

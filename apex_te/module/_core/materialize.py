@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["initialize", "materialize", "reset_children"]
+__all__ = ["initialize", "materialize"]
 
 
 def initialize(module: torch.nn.Module) -> None:
@@ -26,14 +26,6 @@ def materialize(module: torch.nn.Module) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
     if device.type != "meta":
         module.to_empty(device=device, recurse=False)
-
-
-def reset_children(module: torch.nn.Module) -> None:
-    """Calls ``reset_parameters`` of each child module that has it."""
-    for child in module.children():
-        reset = getattr(child, "reset_parameters", None)
-        if reset is not None:
-            reset()
 
 
 def _is_on_meta(module: torch.nn.Module) -> bool:

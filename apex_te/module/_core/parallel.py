@@ -21,7 +21,6 @@ __all__ = [
     "checked_mode",
     "checked_tp_size",
     "divided",
-    "set_group_of_children",
     "tag",
 ]
 
@@ -112,14 +111,6 @@ def tag(parameter: torch.Tensor | None, dim: int | None, sequence_parallel: bool
 
 
 _TAGS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
-
-
-def set_group_of_children(module: torch.nn.Module, tp_group: Any) -> None:
-    """Calls ``set_tensor_parallel_group(tp_group)`` of each child module that has it."""
-    for child in module.children():
-        set_group: Any = getattr(child, "set_tensor_parallel_group", None)
-        if set_group is not None:
-            set_group(tp_group)
 
 
 class _Group:

@@ -10,8 +10,8 @@ import torch
 from ...fp8.delayed.registry import number_layer
 from ...ops.rope import rope
 from .._core.arguments import check_count, checked_eps, checked_groups
-from .._core.materialize import reset_children
-from .._core.parallel import checked_tp_size, divided, set_group_of_children
+from .._core.composite import CompositeModule
+from .._core.parallel import checked_tp_size, divided
 from ..layer_norm_linear import LayerNormLinear
 from ..linear import Linear
 from .alibi import standard_slopes
@@ -123,7 +123,7 @@ def _checked_head_size(hidden_size: Any, heads: int, kv_channels: Any) -> int:
     return hidden_size // heads
 
 
-class MultiheadAttention(torch.nn.Module):
+class MultiheadAttention(CompositeModule):
     """Projections to heads, attention and the projection back.
 
     Submodules (prefixes of the state dict): ``layernorm_qkv`` (with ``input_layernorm``) or
@@ -276,17 +276,6 @@ class MultiheadAttention(torch.nn.Module):
         self.register_module("k_norm", k_norm)
         self.proj = config.from_heads(return_bias)
         number_layer(self, layer_number)
-
-    def reset_parameters(self) -> None:
-        """Gives all parameters new values; those on the meta device are made first.
-
-        See ``Linear.reset_parameters``.
-        """
-        reset_children(self)
-
-    def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Sets the ranks over which heads are split; see ``Linear.set_tensor_parallel_group``."""
-        set_group_of_children(self, tp_group)
 
     def forward(
         self,
