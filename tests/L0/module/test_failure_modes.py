@@ -71,10 +71,10 @@ def train(module, recipe, steps=3, rows=16, **options):
 def test_microbatches_equal_one_batch(device, name, recipe):
     """With scales that do not depend on how rows are grouped, neither does the result."""
     chosen = RECIPES[recipe]
-    if recipe == "delayed":
+    if chosen.keeps_state:
         chosen = dataclasses.replace(chosen, first_step="scale_one", interval=4)
     whole = build(name, device)
-    if recipe == "delayed":  # scales that fit, then none moves for four regions
+    if chosen.keeps_state:  # scales that fit, then none moves for four regions
         train(whole, chosen, 4)
         flush_fp8_state()
     parts = copy.deepcopy(whole)
@@ -304,7 +304,7 @@ def test_nan_and_inf_are_not_hidden(device, recipe, value, where):
     if math.isnan(value):
         assert shown
     counted = nonfinite_count(device).item() - count
-    assert counted == (1 if recipe.startswith("delayed") else 0)
+    assert counted == (1 if RECIPES[recipe].keeps_state else 0)
     role = {"x": "input", "weight": "weight", "dy": "grad_output"}[where]
     noted = statistics.to_dict()[f"Linear.{role}"]["nonfinite"]
     assert noted == [1]
