@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,8 @@ class OptimizerAmp:
         self.skips_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         self.pairs: list[Pair] = []
         self.scaled = False
-        self._versions: list[int] | None = None
+        # Of each pair: None, or the parameter's version at which its master was made of it.
+        self._versions: list[int | None] | None = None
         # While a state dict is loaded: its master weights, each with the pair it belongs to.
         self._loading: list[tuple[torch.Tensor, Pair]] = []
         if isinstance(optimizer, FusedOptimizer):
@@ -87,13 +89,13 @@ class OptimizerAmp:
         """Copies parameters that have changed since the masters were made to their masters.
 
         So weights may be loaded between ``amp.initialize`` and the first step. Later calls do
-        nothing, until a state dict without all masters is loaded.
+        nothing, until a state dict that lacks masters is loaded.
         """
         if self._versions is None:
             return
         with torch.no_grad():
             for (param, master), version in zip(self.pairs, self._versions, strict=True):
-                if param._version != version:
+                if version is not None and param._version != version:
                     master.copy_(param.detach())
         self._versions = None
 
@@ -105,19 +107,25 @@ class OptimizerAmp:
         """
         self._loading = masters
 
-    def loaded(self) -> None:
+    def loaded(self) -> list[int]:
         """Copies the masters given to ``load_later`` to masters and parameters.
 
-        If the state dict had not all masters, the next ``refresh`` copies all of them from the
-        parameters.
+        The next ``refresh`` makes those that were not given from their parameters.
+
+        Returns:
+            The indices in ``pairs`` of the masters that were not given.
         """
         masters, self._loading = self._loading, []
         with torch.no_grad():
             for saved, (param, master) in masters:
                 master.copy_(saved)
                 param.copy_(master)
-        complete = len(masters) == len(self.pairs)
-        self._versions = None if complete else [-1] * len(self.pairs)
+        given = {id(master) for _, (_, master) in masters}
+        missing = [i for i, (_, master) in enumerate(self.pairs) if id(master) not in given]
+        self._versions = None
+        if missing:
+            self._versions = [None if id(master) in given else -1 for _, master in self.pairs]
+        return missing
 
     def _replace_params(self, optimizer: torch.optim.Optimizer) -> None:
         """Puts new master weights, with the state, in the place of parameters that need them."""
@@ -322,7 +330,19 @@ def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _set_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Sets the masters once the optimizer has accepted the rest of the state (a post-hook)."""
+    """Sets the masters once the optimizer has accepted the rest of the state (a post-hook).
+
+    A state dict that has some of them loads with a warning. One without any is as plain an
+    optimizer saves it, and loads without.
+    """
     kept = amp_of(optimizer)
-    if kept is not None:
-        kept.loaded()
+    missing = kept.loaded() if kept is not None else []
+    if kept is None or not 0 < len(missing) < len(kept.pairs):
+        return
+    index = _index(optimizer)
+    numbers = ", ".join(str(index[i][0]) for i in missing)
+    warnings.warn(
+        f"amp: the state dict of {type(optimizer).__name__} has no {MASTER} for parameters "
+        f"{numbers}; the next step makes these master weights from the parameters",
+        stacklevel=2,
+    )

@@ -1,6 +1,7 @@
 """scale_loss: unscaled gradients, skipped steps, delays, several losses."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -296,6 +297,31 @@ def test_rejects():
     saved["state"][0]["master_param"].fill_(5.0)
     optimizer.load_state_dict(saved)
     assert optimizer.state_dict()["state"][0]["master_param"].eq(5).all()
+
+
+@pytest.mark.parametrize("name", ["torch", "torch_fused", "torch_sgd"])
+def test_only_missing_master_weights_are_made_anew(device, name):
+    model, optimizer = prepared(name, "O2", device)
+    train(model, optimizer, 2, device=device)
+    saved = copy.deepcopy(optimizer.state_dict())
+    masters = [s["master_param"].clone() for s in saved["state"].values() if "master_param" in s]
+    assert [torch.equal(m, m.half().float()) for m in masters[:3]] == [False] * 3
+    lacking = [i for i, s in saved["state"].items() if "master_param" in s][1]
+    del saved["state"][lacking]["master_param"]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        optimizer.load_state_dict(saved)
+    assert [str(w.message) for w in warned] == [
+        f"amp: the state dict of {type(optimizer).__name__} has no master_param for parameters "
+        f"{lacking}; the next step makes these master weights from the parameters"
+    ]
+    # A step without gradients writes no weight; it makes the master weight that is missing.
+    optimizer.zero_grad()
+    optimizer.step()
+    states = optimizer.state_dict()["state"].values()
+    found = [s["master_param"] for s in states if "master_param" in s]
+    for i, (now, was) in enumerate(zip(found, masters, strict=True)):
+        assert torch.equal(now, was.half().float() if i == 1 else was), i
 
 
 @needs_cuda
