@@ -118,7 +118,7 @@ def moe_permute_and_pad_with_probs(
         num_out_tokens: number of rows of the result, at least all rows with padding, a multiple of
             ``align_size``: ``tokens * k + experts * (align_size - 1)`` rounded up always suffices.
             None: exactly the rows with padding. The host then waits for the GPU once and checks
-            ``tokens_per_expert``, unless these are on the host and ``inp`` is not.
+            ``tokens_per_expert``, unless these are on the host and ``inp`` is on a GPU.
 
     Returns:
         permuted: [num_out_tokens, hidden].
@@ -143,11 +143,13 @@ def moe_permute_and_pad_with_probs(
         )
     row_id_map = None
     if num_out_tokens in (None, -1):
-        if tokens_per_expert.device == inp.device:
-            row_id_map, num_out_tokens = _counted(routing_map, tokens_per_expert, align_size)
-        else:
+        if tokens_per_expert.device.type == "cpu" and inp.is_cuda:
             counts = tokens_per_expert.tolist()
             num_out_tokens = sum([-(-count // align_size) * align_size for count in counts])
+        else:
+            _check_has_values(tokens_per_expert, inp)
+            counted = tokens_per_expert.to(routing_map.device)
+            row_id_map, num_out_tokens = _counted(routing_map, counted, align_size)
     out, permuted_probs, row_id_map = _permuted(
         inp, probs, routing_map, num_out_tokens, "mask", None, align_size, row_id_map
     )
@@ -336,6 +338,14 @@ def _check_counts(tokens_per_expert: torch.Tensor, experts: int) -> None:
         raise ValueError(
             f"moe_permute_and_pad_with_probs: tokens_per_expert must have shape [{experts}], "
             f"got {list(tokens_per_expert.shape)}"
+        )
+
+
+def _check_has_values(tokens_per_expert: torch.Tensor, inp: torch.Tensor) -> None:
+    if tokens_per_expert.is_meta and not inp.is_meta:
+        raise ValueError(
+            "moe_permute_and_pad_with_probs: tokens_per_expert must be on a device that holds "
+            "values where num_out_tokens is None, got meta"
         )
 
 

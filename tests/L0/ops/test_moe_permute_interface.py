@@ -282,12 +282,53 @@ def test_errors_of_permute(device):
         moe.moe_permute_and_pad_with_probs(x, probs, mask, counts[:2], 16)
     with pytest.raises(ValueError, match=r"tokens_per_expert must be the counts of routing_map"):
         moe.moe_permute_and_pad_with_probs(x, probs, mask, counts + 1, 16)
+    with pytest.raises(ValueError, match=r"tokens_per_expert must be on a device that holds"):
+        moe.moe_permute_and_pad_with_probs(x, probs, mask, counts.to("meta"), 16)
     codes = x.to(torch.float8_e4m3fn).requires_grad_()
     with pytest.raises(TypeError, match=r"inp must have dtype float32, float16 or bfloat16 to hav"):
         moe.moe_permute(codes, mask, 18)
     if device.type == "cpu":
         with pytest.raises(ValueError, match=r"routing_map must hold experts below 2, got 2"):
             moe.moe_permute(x, index + 2, map_type="index", num_experts=2)
+
+
+class OnAGPU(torch.Tensor):
+    """A tensor that says it is on a GPU, with its values on the host."""
+
+    @staticmethod
+    def __new__(cls, values):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=values.dtype, device="cuda:0"
+        )
+        made.values = values
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args = [a.values if isinstance(a, cls) else a for a in args]
+        return func(*args, **(kwargs or {}))
+
+
+def test_counts_on_a_gpu_are_checked_for_tokens_on_the_host():
+    x, probs = torch.randn(6, 4), torch.rand(6, 3)
+    mask = torch.ones(6, 3, dtype=torch.bool)
+    expected = moe.moe_permute_and_pad_with_probs(x, probs, mask, mask.sum(0), 16)
+    found = moe.moe_permute_and_pad_with_probs(x, probs, mask, OnAGPU(mask.sum(0)), 16)
+    for i in (0, 1, 3, 4):  # the map has entries that nothing reads
+        assert_same_bits(found[i], expected[i])
+    with pytest.raises(ValueError, match=r"tokens_per_expert must be the counts of routing_map"):
+        moe.moe_permute_and_pad_with_probs(x, probs, mask, OnAGPU(mask.sum(0) + 1), 16)
+
+
+@needs_cuda
+@pytest.mark.cuda
+def test_counts_on_the_gpu_and_tokens_on_the_host():
+    x, probs = torch.randn(6, 4), torch.rand(6, 3)
+    mask = torch.ones(6, 3, dtype=torch.bool)
+    counts = mask.sum(0).cuda()
+    assert moe.moe_permute_and_pad_with_probs(x, probs, mask, counts, 16)[0].shape == (48, 4)
+    with pytest.raises(ValueError, match=r"tokens_per_expert must be the counts of routing_map"):
+        moe.moe_permute_and_pad_with_probs(x, probs, mask, counts + 1, 16)
 
 
 def test_errors_of_unpermute(device):
