@@ -184,8 +184,8 @@ def quantize_matrices(
     fp8_dtype: torch.dtype,
     *,
     groups: Groups | None = None,
-    rowwise: bool = True,
-    columnwise: bool = True,
+    rowwise: bool | None = None,
+    columnwise: bool | None = None,
     amax: torch.Tensor | None = None,
     scale_inv: torch.Tensor | None = None,
     due: torch.Tensor | None = None,
@@ -196,25 +196,34 @@ def quantize_matrices(
     Args:
         matrices: [rows, cols] each, such as the experts' weights; made contiguous if they are not.
         groups: if given, only the matrices of groups that have rows are quantized.
-        rowwise: make [groups, rows, cols].
-        columnwise: make [groups, cols, rows].
+        rowwise: make [groups, rows, cols]; None: True, or with ``out`` what that has.
+        columnwise: make [groups, cols, rows]; None as for ``rowwise``.
         scale, fp8_dtype, amax, scale_inv, due: as in ``quantize_groups``.
         out: result of an earlier call to write instead of new tensors; matrices that ``due`` leaves
             out keep their FP8 data and scale_inv.
 
     Returns:
         FP8 data of all matrices: ``out`` or new tensors.
+
+    Raises:
+        TypeError: a dtype that does not match.
+        ValueError: a shape or device that does not match, or ``rowwise``, ``columnwise`` or
+            ``scale_inv`` that are not those of ``out``.
     """
     matrices = [matrix.contiguous() for matrix in matrices]
     like, count = matrices[0], len(matrices)
     given = scale_inv is not None
     if out is None:
-        row = like.new_empty((count, *like.shape), dtype=fp8_dtype) if rowwise else None
-        col = like.new_empty((count, *like.shape[::-1]), dtype=fp8_dtype) if columnwise else None
+        row = col = None
+        if rowwise is not False:
+            row = like.new_empty((count, *like.shape), dtype=fp8_dtype)
+        if columnwise is not False:
+            col = like.new_empty((count, *like.shape[::-1]), dtype=fp8_dtype)
         if scale_inv is None:
             scale_inv = like.new_empty(count, dtype=torch.float32)
         out = GroupedOutput(row, col, scale_inv, None)
     else:
+        _check_out(out, rowwise, columnwise, scale_inv)
         note_written(out.rowwise, out.columnwise, out.scale_inv)
     table = None if groups is None else groups.table
     _quantize_matrices(
@@ -222,6 +231,29 @@ def quantize_matrices(
     )
     note_written(amax)
     return out
+
+
+def _check_out(
+    out: GroupedOutput,
+    rowwise: bool | None,
+    columnwise: bool | None,
+    scale_inv: torch.Tensor | None,
+) -> None:
+    """Raises ValueError if an argument asks for something else than ``out`` has."""
+    for name, wanted, copy in (
+        ("rowwise", rowwise, out.rowwise),
+        ("columnwise", columnwise, out.columnwise),
+    ):
+        if wanted is not None and wanted != (copy is not None):
+            raise ValueError(
+                f"grouped_quantize.quantize_matrices: {name} must be {copy is not None} or None "
+                f"for an out {'with' if copy is not None else 'without'} that copy, got {wanted}"
+            )
+    if scale_inv is not None and scale_inv is not out.scale_inv:
+        raise ValueError(
+            "grouped_quantize.quantize_matrices: scale_inv must be out.scale_inv or None where out "
+            "is given, got another tensor"
+        )
 
 
 @checked

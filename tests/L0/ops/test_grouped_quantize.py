@@ -263,6 +263,21 @@ def test_rejects_groups_and_matrices():
         op.groups_of(torch.zeros(2, dtype=torch.int32), 2**31 - 2)
     with pytest.raises(ValueError, match=r"matrices\[1\] must have shape \[2, 2\]"):
         op.quantize_matrices([torch.zeros(2, 2), torch.zeros(2, 3)], torch.ones(2), FP8[0])
+    one = [torch.randn(4, 8)], torch.ones(1), FP8[0]
+    out = op.quantize_matrices(*one, columnwise=False)
+    before = out.rowwise.clone()
+    for name, value, message in (
+        ("rowwise", False, "rowwise must be True or None for an out with that copy, got False"),
+        ("columnwise", True, "columnwise must be False or None for an out without that copy, got"),
+        ("scale_inv", torch.ones(1), "scale_inv must be out.scale_inv or None where out is given"),
+    ):
+        with pytest.raises(ValueError, match=f"quantize_matrices: {message}"):
+            op.quantize_matrices([torch.ones(4, 8)], *one[1:], out=out, **{name: value})
+    assert_same_bits(out.rowwise, before)
+    for options in ({}, {"rowwise": True}, {"columnwise": False}, {"scale_inv": out.scale_inv}):
+        out.rowwise.view(torch.uint8).fill_(1)
+        assert op.quantize_matrices(*one, out=out, **options) is out
+        assert_same_bits(out.rowwise, before)
     with pytest.raises(ValueError, match="table must have shape"):
         op.finish_rows(torch.zeros(4, 2), op.Groups(torch.zeros(6, dtype=torch.int32), 4, 2))
 
