@@ -183,6 +183,8 @@ def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
         raise TypeError(f"{name}: out must have dtype float32, float16 or bfloat16, got {actual}")
     if bias is not None and list(bias.shape) != shape[1:]:
         raise ValueError(f"{name}: bias must have shape {shape[1:]}, got {list(bias.shape)}")
+    if bias is not None and bias.is_complex():
+        raise TypeError(f"{name}: bias must have a real dtype, got {bias.dtype}")
     bias = None if bias is None else bias.to(bias_dtype(dtype))
     return (a.new_empty(shape, dtype=dtype) if out is None else out), bias
 

@@ -106,6 +106,10 @@ def test_rejects(gemm, operand):
         gemm(a, b, sa, sb, out_dtype=torch.int32)
     with pytest.raises(ValueError, match=r"bias must have shape \[8\], got \[3\]"):
         gemm(a, b, sa, sb, bias=torch.zeros(3))
+    compiled = torch.compile(gemm, backend="eager")
+    for function in (gemm, compiled):
+        with pytest.raises(TypeError, match=r"bias must have a real dtype, got torch\.complex64"):
+            function(a, b, sa, sb, bias=torch.zeros(8, dtype=torch.complex64))
 
 
 def test_hif8_rejects_a_scale_of_rows():
