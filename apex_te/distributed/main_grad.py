@@ -29,13 +29,13 @@ class _Agreed:
         capacity: number of int32 elements of the group's first all-reduce in a call, equal on all
             ranks and so large that it holds the numbers of all models so far.
         sent: device tensors of the numbers (header, then a 1 for each gradient) that this rank sent
-            in calls in which it had all gradients, by header. A repeated call sends the tensor
-            without a copy from the host.
+            in calls in which it had all gradients, by device and header. A repeated call sends the
+            tensor without a copy from the host.
     """
 
     def __init__(self) -> None:
         self.capacity = _QUANTUM
-        self.sent: dict[tuple[int, ...], torch.Tensor] = {}
+        self.sent: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
 
 
 _agreed: weakref.WeakKeyDictionary[Any, _Agreed] = weakref.WeakKeyDictionary()
@@ -199,10 +199,11 @@ def _complete(
     is_usual = all(present) and error is None
     own = header(len(parameters), _described(parameters, gradients), int(error is not None))
     agreed = _agreed.setdefault(group, _Agreed())
-    sent = agreed.sent.get(tuple(own)) if is_usual else None
+    key = (_device(parameters, group), tuple(own))
+    sent = agreed.sent.get(key) if is_usual else None
     is_known = sent is not None
     if sent is None:
-        sent = torch.tensor([*own, *present], dtype=torch.int32).to(_device(parameters, group))
+        sent = torch.tensor([*own, *present], dtype=torch.int32).to(key[0])
     used, first = sent.numel(), agreed.capacity
     numbers = sent.new_zeros(max(first, -(-used // _QUANTUM) * _QUANTUM))
     numbers[:used] = sent
@@ -215,7 +216,7 @@ def _complete(
             distributed.all_reduce(numbers[first:], op=distributed.ReduceOp.MAX, group=group)
             agreed.capacity = numbers.numel()
         if is_usual:
-            agreed.sent[tuple(own)] = sent
+            agreed.sent[key] = sent
         _add_zeros(parameters, gradients, numbers[HEADER:used].tolist())
     return [gradient for gradient in gradients if gradient is not None]
 

@@ -1,5 +1,7 @@
 """main_grad on several ranks against one rank with all rows, and who has to reduce it."""
 
+import contextlib
+
 import pytest
 import torch
 from schemes import chosen
@@ -201,6 +203,33 @@ def _without_waiting(rank):
 @pytest.mark.cuda
 def test_no_synchronisation(two_gpus):
     assert two_gpus.run(_without_waiting) == [[[3.0], [3.0]]] * 2
+
+
+def _on_two_devices(rank):
+    """Devices of the numbers that two models with one header send, one on each device."""
+    group, reduced = distributed.group.WORLD, []
+    check, reduce = implementation._check_agreement, distributed.all_reduce
+    implementation._agreed.pop(group, None)
+    implementation._check_agreement = lambda *args: None
+
+    def recorded(tensor, **options):
+        reduced.append(tensor.device.type)
+        return None if tensor.is_meta else reduce(tensor, **options)
+
+    distributed.all_reduce = recorded
+    try:
+        for device in ("cpu", "meta", "cpu"):
+            gradients = [torch.zeros(3, device=device)]
+            with contextlib.suppress(NotImplementedError):  # numbers of the meta device are none
+                implementation._complete(gradients, list(gradients), group, None)
+    finally:
+        implementation._check_agreement, distributed.all_reduce = check, reduce
+        implementation._agreed.pop(group, None)
+    return reduced
+
+
+def test_numbers_are_sent_from_the_gradients_device(two_ranks):
+    assert two_ranks.run(_on_two_devices) == [["cpu", "meta", "cpu"]] * 2
 
 
 def _partly(rank):
