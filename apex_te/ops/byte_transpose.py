@@ -5,24 +5,27 @@ from __future__ import annotations
 import torch
 
 from .argument_errors import checked
-from .fp8_output import reinterpreted
+from .fp8_output import columnwise_length, reinterpreted
 from .registration import bind, note_written
 
 _transpose = bind("byte_transpose", "byte_transpose")
 
 
 @checked
-def byte_transpose(fp8_data: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+def byte_transpose(
+    fp8_data: torch.Tensor, *, pad_columnwise: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Returns the transpose of a matrix of bytes: the columnwise copy made from a rowwise copy.
 
     Args:
         fp8_data: [rows, cols] of any dtype of one byte (FP8, uint8 for HiF8); made contiguous if it
             is not.
-        out: contiguous [cols, rows] to write, of the dtype of ``fp8_data``; a new tensor unless
-            given.
+        pad_columnwise: make [cols, rows rounded up to 16], with zero bytes behind the last row.
+        out: contiguous [cols, rows], padded or not, to write, of the dtype of ``fp8_data``; a new
+            tensor unless given.
 
     Returns:
-        [cols, rows] of the dtype of ``fp8_data``, contiguous.
+        [cols, rows] or its padded form, of the dtype of ``fp8_data``, contiguous.
 
     Raises:
         TypeError: ``fp8_data`` has a dtype of more than one byte, or ``out`` has another dtype.
@@ -37,7 +40,7 @@ def byte_transpose(fp8_data: torch.Tensor, *, out: torch.Tensor | None = None) -
         )
     given = out is not None
     if out is None:
-        out = fp8_data.new_empty(shape[::-1])
+        out = fp8_data.new_empty((shape[1], columnwise_length(shape[0], pad_columnwise)))
     elif out.dtype != dtype:
         raise TypeError(f"byte_transpose: out must have dtype {dtype}, got {out.dtype}")
     source, target = (reinterpreted("byte_transpose", t, torch.uint8) for t in (fp8_data, out))

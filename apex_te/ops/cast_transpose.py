@@ -24,7 +24,7 @@ class CastTransposeOutput(NamedTuple):
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        columnwise: FP8 [cols, rows].
+        columnwise: FP8 [cols, rows], or padded as asked for.
         scale_inv: one float32 element.
         dbias: [cols] in the matrix's dtype, the sums of its columns.
     """
@@ -43,6 +43,7 @@ def cast_transpose(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
     scale_inv: torch.Tensor | None = None,
     with_dbias: bool = False,
@@ -59,13 +60,14 @@ def cast_transpose(
             fnuz forms.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
         with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
         noop: one int32 element on the device; non-zero leaves every output unwritten.
         out_rowwise: [rows, cols] to write instead of a new tensor.
-        out_columnwise: [cols, rows] to write instead of a new tensor.
+        out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -78,7 +80,8 @@ def cast_transpose(
     if rowwise and out_rowwise is None:
         out_rowwise = torch.empty_like(x, dtype=fp8_dtype)
     if columnwise and out_columnwise is None:
-        out_columnwise = x.new_empty((cols, rows), dtype=fp8_dtype)
+        length = fp8_output.columnwise_length(rows, pad_columnwise)
+        out_columnwise = x.new_empty((cols, length), dtype=fp8_dtype)
     if scale_inv is None:
         scale_inv = torch.empty_like(scale)
     dbias = partial_sums = None

@@ -23,7 +23,7 @@ class CurrentScaleOutput(NamedTuple):
 
     Attributes:
         rowwise: FP8 [rows, cols].
-        columnwise: FP8 [cols, rows].
+        columnwise: FP8 [cols, rows], or padded as asked for.
         scale: one float32 element, the scale that was used.
         scale_inv: one float32 element, 1 / scale, but infinite if the amax is.
         amax: one float32 element, the amax that gave the scale.
@@ -43,6 +43,7 @@ def current_scale(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     eps: float = 0.0,
     pow2: bool = False,
     amax: torch.Tensor | None = None,
@@ -61,12 +62,13 @@ def current_scale(
             fnuz forms.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, e.g. the maximum over ranks of what
             ``tensor_amax`` gave; it saves one launch.
         out_rowwise: [rows, cols] to write instead of a new tensor.
-        out_columnwise: [cols, rows] to write instead of a new tensor.
+        out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -77,7 +79,14 @@ def current_scale(
     x = fp8_output.contiguous_matrix("current_scale", x)
     given = [t for t in (out_rowwise, out_columnwise) if t is not None]
     row, col = fp8_output.outputs(
-        "current_scale", x, fp8_dtype, rowwise, columnwise, out_rowwise, out_columnwise
+        "current_scale",
+        x,
+        fp8_dtype,
+        rowwise,
+        columnwise,
+        out_rowwise,
+        out_columnwise,
+        pad_columnwise,
     )
     if amax is None:
         amax, scale, scale_inv = fp8_output.float_scalars(x, 3)

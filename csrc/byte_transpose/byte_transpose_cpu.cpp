@@ -15,8 +15,10 @@ APEX_TE_DEFINE(byte_transpose) {
   const bool streamed = p.rows * p.cols >= kStreamedBytes;
   parallel_for((p.rows + kTile - 1) / kTile * col_tiles, [&](int64_t i) {
     const int64_t row0 = i / col_tiles * kTile, col0 = i % col_tiles * kTile;
-    transpose_bytes(p.codes + row0 * p.cols + col0, p.cols, std::min(kTile, p.rows - row0),
-                    std::min(kTile, p.cols - col0), p.out + col0 * p.rows + row0, p.rows, streamed);
+    const int64_t rows = std::min(kTile, p.rows - row0), cols = std::min(kTile, p.cols - col0);
+    uint8_t* out = p.out + col0 * p.ld;
+    transpose_bytes(p.codes + row0 * p.cols + col0, p.cols, rows, cols, out + row0, p.ld, streamed);
+    if (row0 + rows == p.rows) zero_padding(out, cols, p.rows, p.ld);
     if (streamed) finish_stream();
   });
 }

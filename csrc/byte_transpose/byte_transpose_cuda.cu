@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 2) byte_transpose_kernel(const
   }
   Tile::stage_columns(codes, tile);
   __syncthreads();
-  Tile::store_columns<kAligned>(p.out, p.rows, at, tile);
+  Tile::store_columns<kAligned>(p.out, p.ld, at, tile);
 }
 
 }  // namespace
@@ -49,9 +49,8 @@ APEX_TE_DEFINE(byte_transpose) {
   if (tiles > 0x7FFFFFFF)
     fail(kApexTeUnsupported, "byte_transpose: codes must have fewer than 2^46 elements");
   const DeviceGuard guard(args.device_id());
-  const auto kernel = fp8_tile_aligned(p.rows, p.cols, p.codes, p.out)
-                          ? byte_transpose_kernel<true>
-                          : byte_transpose_kernel<false>;
+  const auto kernel = fp8_tile_aligned(p.ld, p.cols, p.codes, p.out) ? byte_transpose_kernel<true>
+                                                                     : byte_transpose_kernel<false>;
   kernel<<<static_cast<unsigned>(tiles), Tile::kThreads, 0,
            static_cast<cudaStream_t>(args.stream())>>>(p);
   check_cuda(cudaGetLastError(), "byte_transpose");

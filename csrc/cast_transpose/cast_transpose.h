@@ -5,6 +5,7 @@
 // output unwritten.
 #pragma once
 
+#include "common/numerics/columnwise.h"
 #include "common/numerics/fp8_formats.h"
 
 // dbias adds 8 rows, two such sums, the 16 pairs of 256 rows (one line of the workspace), and the
@@ -26,6 +27,7 @@ struct CastTranspose {
   DType fp8;  // kOther when only amax, scale_inv or dbias is wanted
   const float* scale;
   uint8_t *rowwise, *columnwise;
+  int64_t ld;  // row length of columnwise, which may be padded
   float *amax, *scale_inv, *workspace;
   TensorView dbias;
   const int32_t* noop;
@@ -42,7 +44,7 @@ inline CastTranspose check_cast_transpose(Args& args) {
   const TensorView columnwise = args.optional_tensor();
   p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kOther;
   if (rowwise) rowwise.has_dtype(kFP8DTypes).has_shape({p.rows, p.cols}).is_dense();
-  if (columnwise) columnwise.has_dtype(kFP8DTypes).has_shape({p.cols, p.rows}).is_dense();
+  p.ld = columnwise ? check_columnwise(columnwise.has_dtype(kFP8DTypes), p.cols, p.rows) : p.rows;
   if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
   p.rowwise = rowwise.data<uint8_t>();
   p.columnwise = columnwise.data<uint8_t>();

@@ -48,7 +48,7 @@ APEX_TE_TARGET_AVX2 void sum_tile_avx2(const CastTranspose& p, int64_t row0, int
 template <typename T>
 void cast_all(const CastTranspose& p) {
   const float scale = *p.scale;
-  const Quantize q{p.x, p.rows, p.cols, p.fp8, p.rowwise, p.columnwise};
+  const Quantize q{p.x, p.rows, p.cols, p.fp8, p.rowwise, p.columnwise, p.ld};
   const auto encode = fp8_row_encoder<T>(p.fp8, scale);
   uint32_t amax;
   if (p.dbias) {

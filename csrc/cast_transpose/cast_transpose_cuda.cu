@@ -28,6 +28,7 @@ struct Params {
   int64_t rows, cols;
   const float* scale;
   uint8_t *rowwise, *columnwise;
+  int64_t ld;  // row length of columnwise
   float *amax, *scale_inv, *workspace;
   const int32_t* noop;
 };
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kTileThreads, 2) cast_transpose_tile_kernel(co
   }
   stage_amax(amax_bits(T{}, amax), warp_amaxes);
   __syncthreads();
-  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
+  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.ld, at, tile);
   if (kDbias && at.row0 < p.rows && threadIdx.x < kTileCols && at.col0 + threadIdx.x < p.cols) {
     float sum = 0.0f;
 #pragma unroll
@@ -144,8 +145,7 @@ void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
     const int64_t tiles = row_tiles * ((p.cols + kTileCols - 1) / kTileCols);
     if (tiles > 0x7FFFFFFF)
       fail(kApexTeUnsupported, "cast_transpose: x must have fewer than 2^46 elements");
-    const bool aligned = in_aligned && is_aligned(p.rowwise, 8) && is_aligned(p.columnwise, 16) &&
-                         (p.rows % 16 == 0 || !p.columnwise);
+    const bool aligned = in_aligned && fp8_tile_aligned(p.ld, p.cols, p.rowwise, p.columnwise);
     const auto kernel = c.dbias ? (aligned ? cast_transpose_tile_kernel<T, Format, true, true>
                                            : cast_transpose_tile_kernel<T, Format, false, true>)
                                 : (aligned ? cast_transpose_tile_kernel<T, Format, true, false>
@@ -171,8 +171,8 @@ APEX_TE_DEFINE(cast_transpose) {
   using namespace apex_te;
   const CastTranspose c = check_cast_transpose(args);
   const DeviceGuard guard(args.device_id());
-  const Params p{c.x.data<void>(), c.rows, c.cols,      c.scale,     c.rowwise,
-                 c.columnwise,     c.amax, c.scale_inv, c.workspace, c.noop};
+  const Params p{c.x.data<void>(), c.rows,      c.cols,      c.scale, c.rowwise, c.columnwise, c.ld,
+                 c.amax,           c.scale_inv, c.workspace, c.noop};
   const auto stream = static_cast<cudaStream_t>(args.stream());
   with_dtype(c.x.dtype(), [&](auto zero) { launch_format<decltype(zero)>(c, p, stream); });
 }

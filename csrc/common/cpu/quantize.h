@@ -62,11 +62,11 @@ struct QuantizeScratch {
   alignas(kLineBytes) uint8_t codes[kQuantizePartRows * kQuantizeTileCols];
 };
 
-// One tile of a matrix to the outputs that are not null.
+// One tile of a matrix to the outputs that are not null. ld: row length of columnwise.
 template <typename T, typename EncodeRow>
 APEX_TE_INLINE uint32_t quantize_tile(const T* x, int64_t rows, int64_t cols, int64_t row0,
                                       int64_t col0, uint8_t* rowwise, uint8_t* columnwise,
-                                      bool streamed, const EncodeRow& encode_row) {
+                                      int64_t ld, bool streamed, const EncodeRow& encode_row) {
   uint8_t* const codes = thread_scratch<QuantizeScratch>().codes;
   const int64_t end = std::min(rows, row0 + kQuantizeTileRows);
   const int64_t tile_cols = std::min(kQuantizeTileCols, cols - col0);
@@ -85,9 +85,10 @@ APEX_TE_INLINE uint32_t quantize_tile(const T* x, int64_t rows, int64_t cols, in
         std::copy_n(row_codes, tile_cols, rowwise + at);
     }
     if (columnwise)
-      transpose_bytes(codes, kQuantizeTileCols, part_rows, tile_cols,
-                      columnwise + col0 * rows + part, rows, streamed);
+      transpose_bytes(codes, kQuantizeTileCols, part_rows, tile_cols, columnwise + col0 * ld + part,
+                      ld, streamed);
   }
+  if (columnwise && end == rows) zero_padding(columnwise + col0 * ld, tile_cols, rows, ld);
   if (streamed) finish_stream();
   return amax;
 }
@@ -103,8 +104,8 @@ uint32_t quantize_tiles(const Quantize& q, const EncodeRow& encode_row, const Fi
   parallel_for(row_tiles * col_tiles, [&](int64_t i) {
     const int64_t row0 = i / col_tiles * kQuantizeTileRows;
     const int64_t col0 = i % col_tiles * kQuantizeTileCols;
-    fold_amax(amax, quantize_tile(x, q.rows, q.cols, row0, col0, q.rowwise, q.columnwise, streamed,
-                                  encode_row));
+    fold_amax(amax, quantize_tile(x, q.rows, q.cols, row0, col0, q.rowwise, q.columnwise, q.ld,
+                                  streamed, encode_row));
     finish(row0, col0);
   });
   return amax.load();

@@ -180,6 +180,13 @@ APEX_TE_ONCE inline void transpose_bytes(const uint8_t* in, int64_t in_ld, int64
       out[c * out_ld + r] = in[r * in_ld + c];
 }
 
+// Zeroes what lies behind `rows` bytes in each of `cols` rows that are `ld` bytes long: the padding
+// of a columnwise copy (common/numerics/columnwise.h).
+inline void zero_padding(uint8_t* columnwise, int64_t cols, int64_t rows, int64_t ld) {
+  if (rows == ld) return;
+  for (int64_t c = 0; c < cols; ++c) std::fill_n(columnwise + c * ld + rows, ld - rows, uint8_t{0});
+}
+
 // Folds a chunk's amax (bits) into a total that several threads share.
 inline void fold_amax(std::atomic<uint32_t>& total, uint32_t found) {
   uint32_t seen = total.load(std::memory_order_relaxed);

@@ -140,24 +140,30 @@ struct FP8Tile {
       tile[chunk_of(lane * kVec + c, group)] = make_uint2(low[c], high[c]);
   }
 
-  // The shared tile to the columnwise output, whose rows are `ld` (the matrix's rows) bytes long.
-  // kAligned: out is aligned to 16 bytes and ld and the matrix's rows are multiples of 16. `thread`
-  // is one of kThreads.
+  // The shared tile to the columnwise output, whose rows are `ld` bytes long: the matrix's rows, or
+  // more with padding (common/numerics/columnwise.h), which becomes zeros whatever the tile holds
+  // there. kAligned: out is aligned to 16 bytes and ld is a multiple of 16. `thread` is one of
+  // kThreads.
   template <bool kAligned>
   static __device__ __forceinline__ void store_columns(uint8_t* out, int64_t ld, const Place& at,
                                                        const uint2* tile,
                                                        int thread = threadIdx.x) {
     constexpr int kParts = kTileRows / 16;
     const int part = thread % kParts;
+    // Rows of the part that exist; behind them are zeros.
+    const int rows =
+        static_cast<int>(at.rows - at.row0 < kTileRows ? at.rows - at.row0 : kTileRows);
+    const int present = rows - part * 16;
 #pragma unroll
     for (int c = thread / kParts; c < kTileCols; c += kThreads / kParts) {
       if (at.col0 + c >= at.cols) break;
-      const uint4 bytes = column_part(tile, c, part);
+      uint4 bytes = column_part(tile, c, part);
+      if (present < 16) bytes = first_bytes(bytes, present);
       uint8_t* p = out + (at.col0 + c) * ld + at.row0 + part * 16;
       if (kAligned) {
-        if (at.row0 + part * 16 < at.rows) *reinterpret_cast<uint4*>(p) = bytes;
+        if (present > 0) *reinterpret_cast<uint4*>(p) = bytes;
       } else {
-        const int64_t n = at.rows - at.row0 - part * 16;
+        const int64_t n = ld - at.row0 - part * 16;
         store_codes_partial(p, make_uint2(bytes.x, bytes.y), n);
         store_codes_partial(p + 8, make_uint2(bytes.z, bytes.w), n - 8);
       }
@@ -165,6 +171,11 @@ struct FP8Tile {
   }
 
  private:
+  static __device__ __forceinline__ uint4 first_bytes(uint4 bytes, int64_t n) {
+    const uint2 low = first_codes(make_uint2(bytes.x, bytes.y), n);
+    const uint2 high = first_codes(make_uint2(bytes.z, bytes.w), n - 8);
+    return make_uint4(low.x, low.y, high.x, high.y);
+  }
   // Rows 16 part to 16 part + 15 of a column of the shared tile.
   static __device__ __forceinline__ uint4 column_part(const uint2* tile, int col, int part) {
     const int swizzle = swizzle_of(col);
@@ -179,11 +190,12 @@ struct FP8Tile {
   }
 };
 
-// Both extents and all pointers of an FP8 producer allow the vector accesses of FP8Tile.
-inline bool fp8_tile_aligned(int64_t rows, int64_t cols, const uint8_t* rowwise,
+// Row lengths and all pointers of an FP8 producer allow the vector accesses of FP8Tile. ld: of the
+// columnwise copy's rows.
+inline bool fp8_tile_aligned(int64_t ld, int64_t cols, const uint8_t* rowwise,
                              const uint8_t* columnwise) {
   return cols % kVec == 0 && is_aligned(rowwise, 8) &&
-         (!columnwise || (rows % 16 == 0 && is_aligned(columnwise, 16)));
+         (!columnwise || (ld % 16 == 0 && is_aligned(columnwise, 16)));
 }
 
 }  // namespace apex_te

@@ -81,6 +81,7 @@ struct QuantizeParams {
   const void* x;
   int64_t rows, cols;
   uint8_t *rowwise, *columnwise;
+  int64_t ld;  // row length of columnwise
 };
 
 template <typename Encoder, typename T>
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4 ? 1 : 2)
   }
   if (Source::kFoldAmax) stage_amax(amax_bits(T{}, amax), warps);
   if (kTile || Source::kFoldAmax) __syncthreads();
-  if (kTile) QuantizeTile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
+  if (kTile) QuantizeTile::store_columns<kAligned>(p.columnwise, p.ld, at, tile);
   source.finish(seen, amax, warps);
 }
 
@@ -200,12 +201,12 @@ CurrentScale launch_current_scale(const Call& p, cudaStream_t stream) {
 template <typename T, typename Encoder, typename Source>
 void launch_quantize(const Quantize& q, const Source& source, const Encoder& encoder,
                      cudaStream_t stream) {
-  const QuantizeParams p{q.x.data<void>(), q.rows, q.cols, q.rowwise, q.columnwise};
+  const QuantizeParams p{q.x.data<void>(), q.rows, q.cols, q.rowwise, q.columnwise, q.ld};
   int64_t blocks;
   void (*kernel)(QuantizeParams, Source, Encoder);
   if (p.columnwise && p.rows && p.cols) {
     const bool aligned =
-        is_aligned(p.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
+        is_aligned(p.x, 16) && fp8_tile_aligned(p.ld, p.cols, p.rowwise, p.columnwise);
     blocks = QuantizeTile::num_tiles(p.rows, p.cols);
     kernel = aligned ? quantize_kernel<T, Encoder, Source, true, true>
                      : quantize_kernel<T, Encoder, Source, true, false>;

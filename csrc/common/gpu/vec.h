@@ -116,6 +116,15 @@ __device__ __forceinline__ void store_codes_partial(uint8_t* out, uint2 codes, i
     if (c < n) out[c] = static_cast<uint8_t>((c < 4 ? codes.x : codes.y) >> 8 * (c % 4));
 }
 
+// The first n of 8 codes, zeros behind them.
+__device__ __forceinline__ uint2 first_codes(uint2 codes, int64_t n) {
+  if (n >= kVec) return codes;
+  if (n <= 0) return make_uint2(0u, 0u);
+  const uint64_t kept = (uint64_t{1} << 8 * n) - 1;
+  return make_uint2(codes.x & static_cast<uint32_t>(kept),
+                    codes.y & static_cast<uint32_t>(kept >> 32));
+}
+
 // 8 values that need no scaling any more.
 template <typename Format>
 __device__ __forceinline__ uint2 encode_values(const float* values) {

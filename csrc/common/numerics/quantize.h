@@ -1,7 +1,7 @@
 // Arguments of quantizers with one scale for the tensor: the matrix and its FP8 data.
 #pragma once
 
-#include "common/abi/op.h"
+#include "common/numerics/columnwise.h"
 
 namespace apex_te {
 
@@ -13,6 +13,7 @@ struct Quantize {
   int64_t rows, cols;
   DType codes;  // dtype of the outputs
   uint8_t *rowwise, *columnwise;
+  int64_t ld;  // row length of columnwise, which may be padded
 };
 
 inline TensorView check_quantize_input(const TensorView& x) {
@@ -29,7 +30,7 @@ inline Quantize check_quantize(Args& args, const TensorView& x,
   const TensorView rowwise = args.optional_tensor();
   const TensorView columnwise = args.optional_tensor();
   if (rowwise) rowwise.has_dtype(code_dtypes).has_shape({p.rows, p.cols}).is_dense();
-  if (columnwise) columnwise.has_dtype(code_dtypes).has_shape({p.cols, p.rows}).is_dense();
+  p.ld = columnwise ? check_columnwise(columnwise.has_dtype(code_dtypes), p.cols, p.rows) : p.rows;
   if (rowwise && columnwise) columnwise.has_dtype({rowwise.dtype()});
   if (!rowwise && !columnwise)
     fail(kApexTeValueError, "%s: rowwise or columnwise must be given, got None for both",
