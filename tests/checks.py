@@ -1,4 +1,4 @@
-"""Comparisons shared by the ops' tests: error bounds, FP8 codes, storage layouts, graphs."""
+"""Comparisons shared by the ops' tests: error bounds, FP8 data, storage layouts, graphs."""
 
 import atexit
 import functools

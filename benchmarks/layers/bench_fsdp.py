@@ -1,4 +1,4 @@
-"""Llama-3-8B layers under FSDP2 whose all-gathers carry FP8 codes, against bfloat16 gathers.
+"""Llama-3-8B layers under FSDP2 whose all-gathers carry FP8 data, against bfloat16 gathers.
 
 `torchrun --nproc_per_node 2 benchmarks/layers/bench_fsdp.py`: LAYERS decoder layers, each sharded
 by `fully_shard`, 4096 tokens a rank, whole training steps (forward, backward, AdamW) in FP8, with

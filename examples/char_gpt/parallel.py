@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp", type=int, default=1, help="ranks that split every layer; the others split the data")
     add("--sequence-parallel", action="store_true", help="with --tp: split the context between")
     add("--fsdp", action="store_true", help="shard parameters over the data-parallel ranks")
-    add("--fp8-all-gather", action="store_true", help="with --fsdp: gather weights as FP8 codes")
+    add("--fp8-all-gather", action="store_true", help="with --fsdp: gather weights as FP8 data")
 
 
 def launched() -> bool:

@@ -65,7 +65,7 @@ def enable_fp8_all_gather(model: torch.nn.Module, recipe: Recipe | str | None = 
     if not gather_set.layout.exact:
         raise NotImplementedError(
             "enable_fp8_all_gather: recipe must be one whose columnwise weights can be made of "
-            f"their codes, got {gather_set.name}"
+            f"their FP8 data, got {gather_set.name}"
         )
     found: dict[torch.Tensor, HookedParam] = {}  # a parameter of several modules is one
     for module in model.modules():

@@ -144,7 +144,7 @@ def check_resharding(owner: str, module: torch.nn.Module | None) -> None:
         ):
             raise NotImplementedError(
                 f"{owner}: reshard_after_forward of fully_shard must be a bool where weights are "
-                "gathered as codes, got an int"
+                "gathered as FP8 data, got an int"
             )
     _checked.add(module)
 

@@ -226,7 +226,7 @@ class FP8Parameter(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return (
             f"FP8Parameter(shape={list(self.shape)}, dtype={self.dtype}, device={self.device}, "
-            f"codes={self._held.dtype}, {self._layout.name})"
+            f"fp8_data={self._held.dtype}, {self._layout.name})"
         )
 
     # The protocol of torch's wrapper subclasses.

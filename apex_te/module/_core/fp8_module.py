@@ -40,7 +40,7 @@ def _say_cache_is_off() -> None:
     """Warns, once, that FSDP2 leaves no weight whose FP8 copies could be cached."""
     warnings.warn(
         "apex_te: is_first_microbatch keeps no FP8 weights under fully_shard, which frees the "
-        "weights they are made of; apex_te.distributed.enable_fp8_all_gather gathers FP8 codes",
+        "weights they are made of; apex_te.distributed.enable_fp8_all_gather gathers FP8 data",
         stacklevel=4,
     )
 

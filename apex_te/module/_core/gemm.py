@@ -13,7 +13,7 @@ from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
 from ...fp8.scheme import GemmQuantizers
 from ...fp8.scheme.quantizer import FusedCast
 from ...fp8.tensor import QuantizedTensor
-from .tensor_parallel import GatheredCodes, TensorParallel
+from .tensor_parallel import GatheredRows, TensorParallel
 
 __all__ = [
     "FP8Call",
@@ -37,7 +37,7 @@ __all__ = [
 
 SAVED = 4  # tensors that `saved_by` returns for a GEMM
 
-Operand = QuantizedTensor | GatheredCodes
+Operand = QuantizedTensor | GatheredRows
 
 
 class GemmOptions(NamedTuple):

@@ -32,7 +32,7 @@ from ...fp8.scheme.quantizer import FusedCast, Quantizer
 from ...fp8.tensor import QuantizedTensor
 from ...ops.byte_transpose import byte_transpose
 
-__all__ = ["GatheredCodes", "TensorParallel"]
+__all__ = ["GatheredRows", "TensorParallel"]
 
 # Computes the product [rows, ...] of the rows of a slice, into a tensor if one is given.
 Product = Callable[[slice, torch.Tensor | None], torch.Tensor]
@@ -166,7 +166,7 @@ class TensorParallel:
 
     def gathered_input(
         self, quantizer: Quantizer, shared: Quantizer | None, source: torch.Tensor | FusedCast
-    ) -> tuple[QuantizedTensor | GatheredCodes, QuantizedTensor | None]:
+    ) -> tuple[QuantizedTensor | GatheredRows, QuantizedTensor | None]:
         """Quantizes the input's rows of all ranks.
 
         Args:
@@ -189,7 +189,7 @@ class TensorParallel:
             local = shared.quantize(source, True, False)[0]
         else:
             local = shared.produce(source, True, False)
-        return self._codes(local, True, False), local
+        return self._gathering(local, True, False), local
 
     def quantized_gradient(
         self,
@@ -198,7 +198,7 @@ class TensorParallel:
         rowwise: bool,
         columnwise: bool,
         need_bias: bool,
-    ) -> tuple[QuantizedTensor | GatheredCodes, torch.Tensor | None]:
+    ) -> tuple[QuantizedTensor | GatheredRows, torch.Tensor | None]:
         """Quantizes the output gradient's rows of all ranks.
 
         Args:
@@ -215,15 +215,15 @@ class TensorParallel:
         shared = quantizer.shared(self.group)
         if shared is not None:
             local, grad_bias = shared.quantize(dy, True, False, need_bias)
-            return self._codes(local, rowwise, columnwise), grad_bias
+            return self._gathering(local, rowwise, columnwise), grad_bias
         gathered = self.gathered_rows(dy)
         quantized = quantizer.quantize(gathered.borrow(), rowwise, columnwise)[0]
         gathered.release()
         return quantized, dy.sum(0) if need_bias else None
 
-    def _codes(
+    def _gathering(
         self, local: QuantizedTensor, rowwise: bool, columnwise: bool
-    ) -> QuantizedTensor | GatheredCodes:
+    ) -> QuantizedTensor | GatheredRows:
         """Begins to gather all ranks' rows of a matrix that was quantized with one scale.
 
         Args:
@@ -235,17 +235,17 @@ class TensorParallel:
             The rows on their way, or in a graph of torch.compile the gathered matrix.
         """
         assert local.rowwise is not None
-        gathered = GatheredCodes(
+        gathered = GatheredRows(
             self.gathered_rows(local.rowwise, columnwise), local, self.ranks, columnwise
         )
         return gathered.arrived(rowwise) if torch.compiler.is_compiling() else gathered
 
 
-class GatheredCodes:
+class GatheredRows:
     """Quantized operand whose rows, all of one scale, are on their way from the ranks.
 
     Args:
-        codes: the gathering of all ranks' FP8 data.
+        fp8_data: the gathering of all ranks' FP8 data.
         local: the rowwise copy of this rank's rows.
         ranks: the number of ranks.
         columnwise: after the products of the rows the columnwise copy will be asked for.
@@ -254,13 +254,13 @@ class GatheredCodes:
         rows: the number of rows of all ranks.
     """
 
-    __slots__ = ("_codes", "_local", "_transposed", "rows")
+    __slots__ = ("_fp8_data", "_local", "_transposed", "rows")
 
     def __init__(
-        self, codes: Pending, local: QuantizedTensor, ranks: int, columnwise: bool
+        self, fp8_data: Pending, local: QuantizedTensor, ranks: int, columnwise: bool
     ) -> None:
         assert local.rowwise is not None
-        self._codes = codes
+        self._fp8_data = fp8_data
         self._local = local
         self._transposed = columnwise
         self.rows = local.rowwise.shape[0] * ranks
@@ -278,11 +278,11 @@ class GatheredCodes:
             ``out``.
         """
         local = self._local
-        for rows, codes in self._codes.pieces():
-            piece = QuantizedTensor(codes, local.rowwise_scale_inv, None, None, local.dtype)
+        for rows, fp8_data in self._fp8_data.pieces():
+            piece = QuantizedTensor(fp8_data, local.rowwise_scale_inv, None, None, local.dtype)
             product(piece, out[rows])
         if not self._transposed:
-            self._codes.release()
+            self._fp8_data.release()
         return out
 
     def arrived(self, rowwise: bool) -> QuantizedTensor:
@@ -293,9 +293,9 @@ class GatheredCodes:
         """
         local = self._local
         scale_inv = local.rowwise_scale_inv
-        codes = self._codes.borrow()
-        columnwise = byte_transpose(codes) if self._transposed else None
-        self._codes.release()
+        fp8_data = self._fp8_data.borrow()
+        columnwise = byte_transpose(fp8_data) if self._transposed else None
+        self._fp8_data.release()
         return QuantizedTensor(
-            codes if rowwise else None, scale_inv, columnwise, scale_inv, local.dtype
+            fp8_data if rowwise else None, scale_inv, columnwise, scale_inv, local.dtype
         )

@@ -12,7 +12,7 @@ from ...fp8.tensor import QuantizedTensor
 from ...ops.byte_transpose import byte_transpose
 from ...ops.wgrad_gemm import wgrad_gemm
 from .gemm import GemmOptions, GemmPlan, Operand, saves_values
-from .tensor_parallel import GatheredCodes
+from .tensor_parallel import GatheredRows
 
 __all__ = ["dummy_gradient", "main_grad_of", "plain_weight_gradient", "weight_gradient"]
 
@@ -40,7 +40,7 @@ def weight_gradient(
         The gradient for autograd. If it went into ``main_grad`` or is delayed: None, or the
         stand-in of ``dummy_gradient``.
     """
-    operand = quantized.arrived(False) if isinstance(quantized, GatheredCodes) else quantized
+    operand = quantized.arrived(False) if isinstance(quantized, GatheredRows) else quantized
     return _now_or_later(
         plan.parameter, plan.options, lambda: _weight_gradient(plan, saved, dy, operand, gathered)
     )

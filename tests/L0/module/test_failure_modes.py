@@ -172,7 +172,7 @@ def test_amax_is_that_of_the_tensor_that_is_cast(device, dtype):
 
 
 def test_amax_under_torch_autocast_is_of_what_is_cast():
-    """FP8 codes are made from the widest values at hand, not from rounded ones."""
+    """FP8 data are made from the widest values at hand, not from rounded ones."""
     module, x = Linear(32, 48), torch.randn(8, 32)
     with torch.autocast("cpu", torch.bfloat16), fp8_autocast(True, SCALES_MOVE):
         module(x)

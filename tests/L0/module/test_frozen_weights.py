@@ -92,7 +92,7 @@ def is_weight(name):
 
 
 def saved_codes(model, x, recipe, **kwargs):
-    """The output, and the bytes of FP8 codes and of all that is saved for backward."""
+    """The output, and the bytes of FP8 data and of all that is saved for backward."""
     sizes = {"codes": 0, "all": 0}
     own = {p.data_ptr() for p in model.parameters()}
 

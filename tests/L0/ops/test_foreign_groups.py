@@ -122,7 +122,7 @@ def test_forged_tables(device, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
 @pytest.mark.parametrize("wide", [False, True])
 def test_forged_ends_of_products(wide):
-    """The kernels of FP8 codes cut ends to the matrix."""
+    """The kernels of FP8 data cut ends to the matrix."""
     ones = torch.ones(2, device="cuda")
     codes = torch.ones(32, ROWS, device="cuda").to(E4M3)
     for values in forged():

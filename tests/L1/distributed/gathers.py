@@ -1,4 +1,4 @@
-"""Models under FSDP2, whose gathers carry FP8 codes or not, and what their collectives carry."""
+"""Models under FSDP2, whose gathers carry FP8 data or not, and what their collectives carry."""
 
 from contextlib import contextmanager
 from itertools import pairwise

@@ -97,7 +97,7 @@ def against_one_rank(rank, ranks, device, dtype, exchange, topk, align, recipe, 
             torch.testing.assert_close(
                 value, wanted, rtol=1.3e-6, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
             )
-        elif wanted.any():  # roundings differ; so do FP8 codes of what was rounded
+        elif wanted.any():  # roundings differ; so do FP8 data of what was rounded
             ratio = decibels(value, wanted)
             assert ratio > (40 if recipe is None else 20), f"{name}: {ratio:.1f} dB"
     return [p.grad.abs().sum().item() for p in layers[0].parameters()]

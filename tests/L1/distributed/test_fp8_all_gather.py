@@ -1,4 +1,4 @@
-"""FSDP2 whose all-gathers carry FP8 codes against one that gathers in high precision."""
+"""FSDP2 whose all-gathers carry FP8 data against one that gathers in high precision."""
 
 import os
 

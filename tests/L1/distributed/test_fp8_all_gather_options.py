@@ -64,7 +64,7 @@ def steps(rank, model, scaling, count=4, features=16, watched=None):
 
 
 def _layers(rank, name, kind):
-    """Of two groups of two weights each: gathered as codes against gathered as values."""
+    """Of two groups of two weights each: gathered as FP8 data against gathered as values."""
     scaling, results = RECIPES[name], []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if kind == "policy" else None
     middle = 19 if kind == "uneven" else 32
@@ -243,7 +243,7 @@ def test_resharding_to_some_ranks(four_ranks):
 
 
 def _offloaded(rank, name, device, pinned):
-    """Losses and weights with shards on the CPU, gathered as codes and as values, and without."""
+    """Losses and weights with shards on the CPU, gathered as FP8 data, as values, and without."""
     scaling, found = RECIPES[name], []
     device = f"cuda:{rank}" if device == "cuda" else device
     policy = CPUOffloadPolicy(pin_memory=pinned)

@@ -250,7 +250,7 @@ def _fsdp(rank, kind, device="cpu", dtype=torch.float32):
 
 @pytest.mark.parametrize("kind", ["plain", "gathered", "held"])
 def test_fully_shard(ranks, kind):
-    """Also of weights that are gathered as FP8 codes or held in FP8."""
+    """Also of weights that are gathered as FP8 data or held in FP8."""
     for found in ranks.run(_fsdp, kind):
         assert min(found) > 100, found
 

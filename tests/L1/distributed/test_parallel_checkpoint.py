@@ -331,7 +331,7 @@ def test_layers_cut_of_one(two_ranks, name):
 
 
 def _fp8_weights(rank, path, save):
-    """Weights that are FP8 codes: values as they were saved, with scales of other parts."""
+    """Weights that are FP8 data: values as they were saved, with scales of other parts."""
     group = distributed.group.WORLD
     torch.manual_seed(rank)
     with fp8_model_init(recipe=RECIPE):

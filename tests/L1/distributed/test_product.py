@@ -1,7 +1,7 @@
 """Every layout of ranks for a column- and a row-parallel Linear against one rank.
 
 Layouts: tensor-parallel ranks x sequence parallelism x what the other ranks are (replicas under
-DistributedDataParallel, FSDP2, FSDP2 whose gathers carry FP8 codes) x recipe.
+DistributedDataParallel, FSDP2, FSDP2 whose gathers carry FP8 data) x recipe.
 """
 
 import itertools

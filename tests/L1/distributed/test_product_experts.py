@@ -1,7 +1,7 @@
 """Every layout of ranks for experts, several steps of training, against one rank that has them all.
 
 Layouts: expert-parallel ranks x what the other ranks are (replicas under DistributedDataParallel,
-FSDP2, FSDP2 whose gathers carry FP8 codes) x exchange x recipe; and experts over some ranks, whose
+FSDP2, FSDP2 whose gathers carry FP8 data) x exchange x recipe; and experts over some ranks, whose
 weights, with those of a layer before them, are split over the others.
 """
 
