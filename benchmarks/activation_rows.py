@@ -1,4 +1,4 @@
-"""What bench_activation and bench_bias_gelu share: tensors of a shape, peers, and the run.
+"""Shared parts of bench_activation and bench_bias_gelu: tensors of a shape, peers, and the run.
 
 Bytes counted for an element in bf16: forward 4 (read x, write y), to FP8 3 rowwise and 4 in both
 layouts (2 read, 1 + 1 written); backward 6 (read dy and x, write dx), to FP8 in both layouts 6

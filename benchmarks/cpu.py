@@ -3,10 +3,10 @@
     python benchmarks/cpu.py            # all functions, two to three minutes; results/cpu.json
     python benchmarks/cpu.py rope mx    # those with one of these words in their names; prints only
 
-`over formula` is the formula's time over ours. The formula is a fused torch op where there is one,
-else a few lines of PyTorch in the same dtype; of a backward, autograd's pass through it. Casts and
-quantizers also give GB/s over the fewest bytes that must move, and the fraction of what a copy_ of
-512 MB reads and writes in that time. Each time is the best of many calls that take turns.
+``over formula`` is the formula's time over ours. The formula is a fused torch op where there is
+one, else a few lines of PyTorch in the same dtype; of a backward, autograd's pass through it. Casts
+and quantizers also give GB/s over the fewest bytes that must move, and the fraction of what a copy_
+of 512 MB reads and writes in that time. Each time is the best of many calls that take turns.
 """
 
 from __future__ import annotations

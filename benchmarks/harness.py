@@ -35,7 +35,7 @@ def _run(*command: str) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on."""
+    """Returns what a figure depends on: date, commit, versions and the GPU."""
     info = {
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("APEX_TE_COMMIT") or _run("git", "rev-parse", "--short", "HEAD"),
@@ -49,7 +49,7 @@ def environment() -> dict[str, Any]:
 
 
 def _smi(query: str) -> str:
-    """What nvidia-smi says of the first GPU."""
+    """Returns the answer of nvidia-smi to ``query`` for the first GPU."""
     told = _run("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
     return told.partition("\n")[0]
 
@@ -88,7 +88,7 @@ def kernel_us(
 ) -> dict[str, float]:
     """Median, p10 and p90 of the GPU time of one call, cold L2, in microseconds.
 
-    `prepare` runs before each call, untimed: it restores what a call consumes.
+    ``prepare`` runs before each call, untimed: it restores what a call consumes.
     """
     times = []
     for i in range(warmup + repeats):
@@ -102,7 +102,7 @@ def kernel_us(
 def paired_us(
     calls: list[Callable[[], Any]], repeats: int = 20, warmup: int = 3
 ) -> list[dict[str, float]]:
-    """The same for several contenders that take turns."""
+    """Times several calls that take turns, each as ``kernel_us`` does."""
     for call in calls:
         for _ in range(warmup):
             call()
@@ -132,7 +132,7 @@ def host_us(call: Callable[[], Any], calls: int = 200, rounds: int = 7, warmup: 
 
 
 def copy_us(num_bytes: int) -> dict[str, float]:
-    """Tensor.copy_ that reads and writes `num_bytes` in total: the ceiling for that size."""
+    """Tensor.copy_ that reads and writes ``num_bytes`` in total: the ceiling for that size."""
     source = torch.empty(num_bytes // 2, dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
     return kernel_us(lambda: target.copy_(source))
@@ -185,7 +185,7 @@ def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def graph_us(call: Callable[[], Any], calls: int = 100) -> float:
-    """Time of one call inside a replayed CUDA graph of `calls`, warm L2, in microseconds."""
+    """Time of one call inside a replayed CUDA graph of ``calls``, warm L2, in microseconds."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""What bench_layer_norm and bench_rms_norm measure: every function of a norm, with its peers.
+"""Measurements of bench_layer_norm and bench_rms_norm: each function of a norm, with its peers.
 
 What did not help on an H200 (16384 x 4096, bf16, TB/s over the floor's bytes):
 

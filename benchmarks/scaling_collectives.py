@@ -1,4 +1,4 @@
-"""What the ranks of a training step send each other: collectives, counts and bytes.
+"""Collectives, counts and bytes that the ranks of a training step send each other.
 
 Follows the code of the modules, of FSDP2 and of TokenDispatcher ("all_to_all");
 tests/L1/distributed/test_scaling_model.py counts what those really send. ``scaling_model.py`` makes
@@ -83,7 +83,7 @@ class Model:
         }
 
     def flops(self) -> dict[str, float]:
-        """Of one product of each GEMM, and of attention's forward, for all tokens of a microbatch.
+        """Operations of a product of each GEMM and of attention's forward, for a microbatch.
 
         Masked scores are not counted.
         """
@@ -97,7 +97,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Layout:
-    """How ranks split the work; neighbours share a tensor-parallel group.
+    """Split of the work over ranks; neighbours share a tensor-parallel group.
 
     Args:
         shard: data-parallel ranks over which FSDP2 shards; 1: none. What is left of the ranks are
@@ -146,12 +146,12 @@ class Recipe:
 
     @property
     def code_bytes(self) -> int:
-        """Of an element of gathered rows: codes travel where all ranks have the same scale."""
+        """Bytes of an element of gathered rows: FP8 data where all ranks have the same scale."""
         return 1 if self.scaling in ("delayed", "tensorwise") else self.value_bytes
 
 
 def tensor_parallel(model: Model, layout: Layout, recipe: Recipe) -> list[Collective]:
-    """Of one layer; with experts, of its attention."""
+    """Lists the collectives of one tensor-parallel layer; with experts, of its attention."""
     if layout.tp == 1:
         return []
     group = layout.group(layout.tp, 1)
@@ -208,7 +208,7 @@ def sharded(
     shard: int,
     root: bool = False,
 ) -> list[Collective]:
-    """Of one unit of FSDP2, of parameters sharded by rows over ranks ``stride`` apart.
+    """Lists the collectives of an FSDP2 unit, sharded by rows over ranks ``stride`` apart.
 
     The root keeps its weights for backward, and nothing runs beside its collectives.
     """
@@ -234,9 +234,9 @@ def sharded(
 
 
 def exchanged(model: Model, layout: Layout, recipe: Recipe) -> list[Collective]:
-    """Of a layer's tokens: to their experts and back, values; and how many go where.
+    """Lists the exchanges of a layer's tokens: how many go where, values to experts and back.
 
-    The latter with a word for each rank, by which ranks that differ learn that they do.
+    The counts have a word for each rank, by which ranks that differ learn that they do.
     """
     if layout.ep == 1:
         return []
@@ -286,5 +286,5 @@ def step_collectives(model: Model, layout: Layout, recipe: Recipe) -> list[Colle
 
 
 def amax_bytes(gemms: int) -> int:
-    """Of the one collective of delayed scaling for so many FP8 GEMMs in the process."""
+    """Bytes of delayed scaling's one collective for so many FP8 GEMMs in the process."""
     return 4 * QUANTUM * -(-(HEADER + SLOTS * gemms) // QUANTUM)

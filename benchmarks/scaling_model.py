@@ -1,4 +1,4 @@
-"""How long the collectives of a training step take, and how much of that is not hidden.
+"""Model of the time that a training step's collectives take, and how much of it is not hidden.
 
     python benchmarks/scaling_model.py --table              # docs/scaling.md, between its marks
     python benchmarks/scaling_model.py --check              # predicted beside measured times
@@ -70,7 +70,7 @@ class Machine:
 
     @classmethod
     def measured(cls, path: Path = RESULTS) -> Machine:
-        """What bench_scaling.py wrote to ``path``."""
+        """Reads the rows that bench_scaling.py wrote to ``path``."""
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} is missing: torchrun --nproc_per_node 4 benchmarks/layers/bench_scaling.py"
@@ -79,7 +79,7 @@ class Machine:
 
     @cached_property
     def links(self) -> dict[tuple[str, int], Link]:
-        """By collective and number of ranks."""
+        """Links by collective and number of ranks."""
         points: dict[tuple[str, int], list[tuple[float, float]]] = {}
         for row in self.rows:
             if "collective" in row:
@@ -89,12 +89,12 @@ class Machine:
         return {key: fitted(found) for key, found in points.items()}
 
     def link(self, op: str, ranks: int) -> Link:
-        """As measured with the nearest number of ranks."""
+        """Returns the link that was measured with the number of ranks nearest to ``ranks``."""
         measured = [n for name, n in self.links if name == op]
         return self.links[op, min(measured, key=lambda n: abs(n - ranks))]
 
     def milliseconds(self, c: Collective) -> float:
-        """Of one collective with nothing beside it."""
+        """Milliseconds of one collective with nothing beside it."""
         ranks, local = c.group
         if ranks == 1:
             return 0.0
@@ -142,7 +142,7 @@ class Machine:
 
     @cached_property
     def slowdown(self) -> float:
-        """What computation loses in a millisecond of communication beside it.
+        """Milliseconds that computation loses in one of communication beside it.
 
         NCCL's kernels take multiprocessors and memory bandwidth. The least squares of what measured
         steps waited for beyond the prediction without it.
@@ -211,7 +211,7 @@ def lines(rows: Sequence[Sequence[str]]) -> str:
 
 
 def counts(found: Sequence[Collective]) -> str:
-    """How many of each kind, in the order of ``OPS``."""
+    """Number of collectives of each kind, in the order of ``OPS``."""
     return " / ".join(str(sum(c.op == op for c in found)) for op in OPS)
 
 
@@ -253,7 +253,7 @@ def links(machine: Machine) -> str:
 
 
 def measured_case(row: dict[str, Any]) -> tuple[Model, Layout, Recipe]:
-    """What bench_scaling.py measured in ``row``."""
+    """Returns the case that bench_scaling.py measured in ``row``."""
     model = replace(
         MODELS["Llama-3-8B"], sequence=row["tokens"], batch=row["batch"], layers=row["layers"]
     )

@@ -1,7 +1,11 @@
-"""Checks the docstrings of apex_te, op_builder and compatibility against the rules of style.
+"""Checks the repository's docstrings, except those of tests, against the rules of style.
 
-    python scripts/check_docstrings.py [PATH ...]     # default: the three packages
+    python scripts/check_docstrings.py [PATH ...]     # default: packages, scripts, benchmarks
     python scripts/check_docstrings.py --shrink       # drop files that are clean from the list
+
+In apex_te, op_builder and compatibility each public name needs a docstring, in scripts and
+benchmarks each module. The docstrings that other names of scripts and benchmarks have follow the
+same rules.
 
 The words come from docs/glossary.md, the rules from CONTRIBUTING.md. Files named in
 ``scripts/docstrings_todo.txt`` are not yet clean. The list may only get shorter: a file in it that
@@ -18,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("apex_te", "op_builder", "compatibility")
+PROGRAMS = ("scripts", "benchmarks")
 TODO = ROOT / "scripts" / "docstrings_todo.txt"
 GLOSSARY = ROOT / "docs" / "glossary.md"
 
@@ -166,7 +171,7 @@ def _definitions(node: ast.AST, parent: Definition) -> Iterator[tuple[Definition
 
 
 def source_findings(
-    source: str, words: dict[str, str], classes: Classes
+    source: str, words: dict[str, str], classes: Classes, is_program: bool = False
 ) -> Iterator[tuple[int, str, str]]:
     """Yields what is wrong in a Python source.
 
@@ -174,6 +179,7 @@ def source_findings(
         source: the text of the file.
         words: refused phrases in lower case, each with its preferred term.
         classes: classes of all files, from which methods inherit docstrings.
+        is_program: only the module must have a docstring.
 
     Yields:
         ``(line, name, finding)``; ``name`` is the definition's, or ``"module"``.
@@ -186,7 +192,7 @@ def source_findings(
         if text:
             for finding in docstring_findings(text, words):
                 yield line, name, finding
-        elif _needs_docstring(node, parent, classes):
+        elif node is tree or (not is_program and _needs_docstring(node, parent, classes)):
             yield line, name, "docstring is missing"
 
 
@@ -213,11 +219,13 @@ def main(arguments: list[str]) -> int:
     """Prints each finding and returns the exit status, 1 if there is any."""
     named = [Path(path).resolve() for path in arguments if not path.startswith("-")]
     packages = [ROOT / package for package in PACKAGES]
+    programs = [ROOT / folder for folder in PROGRAMS]
     words, classes = glossary(), Classes(path.read_text() for path in _files(packages))
-    findings = {
-        path.relative_to(ROOT).as_posix(): list(source_findings(path.read_text(), words, classes))
-        for path in _files(named or packages)
-    }
+    findings = {}
+    for path in _files(named or [*packages, *programs]):
+        where = path.relative_to(ROOT).as_posix()
+        is_program = where.split("/")[0] in PROGRAMS
+        findings[where] = list(source_findings(path.read_text(), words, classes, is_program))
     unclean = [path for path, found in findings.items() if found]
     if "--shrink" in arguments and not named:
         _shrink(unclean)

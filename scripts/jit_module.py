@@ -90,7 +90,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def plan(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    """Name and files of what was asked for, asking for what was not given. Raises Refusal."""
+    """Returns name and files of what was asked for, asking for what was not given.
+
+    Raises:
+        Refusal: what was given cannot be made.
+    """
     if options.name is None and options.yes:
         raise Refusal("a name must be given with --yes")
     name: str = options.name or ask(NAME, "a name")

@@ -63,7 +63,7 @@ def run(code: str, *arguments: str, **environment: str) -> float:
 
 
 def devices() -> tuple[str, ...]:
-    """Those for which a library can be compiled here."""
+    """Returns the devices for which a library can be compiled here."""
     try:
         find_nvcc()
     except BuildError:
@@ -72,7 +72,7 @@ def devices() -> tuple[str, ...]:
 
 
 def ops_of(device: str) -> list[str]:
-    """Those that have a library for it."""
+    """Returns the ops that have a library for ``device``."""
     return [name for name, builder in all_builders().items() if device in builder.DEVICES]
 
 

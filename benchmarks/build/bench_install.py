@@ -2,8 +2,8 @@
 
     python benchmarks/build/bench_install.py [--parts plain cpu cuda wheel torch]
 
-`pip install` runs in a process of its own, without build isolation and dependencies, into an empty
-folder. CPU seconds are those of all its processes. CUDA rows where nvcc is found.
+``pip install`` runs in a process of its own, without build isolation and dependencies, into an
+empty folder. CPU seconds are those of all its processes. CUDA rows where nvcc is found.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def compile_cpu_seconds(builder: OpBuilder, device: str, arch: str, folder: Path
 
 
 def torch_rows(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The same kernels as plain C libraries and through torch/extension.h."""
+    """Compiles ops as plain C libraries and through torch/extension.h; returns a row for each."""
     rows = []
     for op in COMPARED:
         for device in options.devices:

@@ -1,7 +1,7 @@
 """Llama-3-8B layers under FSDP2 whose all-gathers carry FP8 data, against bfloat16 gathers.
 
-`torchrun --nproc_per_node 2 benchmarks/layers/bench_fsdp.py`: LAYERS decoder layers, each sharded
-by `fully_shard`, 4096 tokens a rank, whole training steps (forward, backward, AdamW) in FP8, with
+``torchrun --nproc_per_node 2 benchmarks/layers/bench_fsdp.py``: LAYERS decoder layers, each sharded
+by ``fully_shard``, 4096 tokens a rank, whole training steps (forward, backward, AdamW) in FP8, with
 delayed and with tensorwise scaling. Payload is counted at the collective: what a rank gathers in
 one step. The same seeds and data for both; 20 losses are compared bit for bit, with PyTorch's
 deterministic algorithms. Times are those of the slowest rank, without them: of a step that begins
@@ -129,7 +129,7 @@ IN_A_ROW = 5
 
 
 def measured(runs: dict[str, Callable[[], Any]], repeats: int = 12) -> dict[str, dict[str, float]]:
-    """Of each run, all taking turns, median times of the slowest rank."""
+    """Returns median times of the slowest rank for each run; the runs take turns."""
     times: dict[str, dict[str, list[float]]] = {}
     for name, run in runs.items():
         for _ in range(4):

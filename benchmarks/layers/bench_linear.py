@@ -1,5 +1,7 @@
-"""FP8 Linear (delayed scaling) against nn.Linear in bf16: GPU time of a large layer, host time of a
-small one. Forward and backward; weights are quantized in every step; no gradient accumulation.
+"""FP8 Linear against bf16 nn.Linear: GPU time of a large layer, host time of a small one.
+
+Forward and backward with delayed scaling; weights are quantized in every step; no gradient
+accumulation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """NCCL's collectives, and what of them a Llama-3-8B layer waits for, on 2 and 4 GPUs.
 
-`torchrun --nproc_per_node 4 benchmarks/layers/bench_scaling.py`: all_gather, reduce_scatter,
+``torchrun --nproc_per_node 4 benchmarks/layers/bench_scaling.py``: all_gather, reduce_scatter,
 all_reduce and all_to_all over 64 KB to 256 MB; the layer split by tensor and sequence parallelism,
 and LAYERS of them sharded by FSDP2, forward + backward of 2 x 4096 tokens (FSDP2: on each GPU).
 With 4 GPUs groups of 2 are measured, too, both at a time. Exposed communication is the step's time

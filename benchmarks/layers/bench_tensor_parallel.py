@@ -1,6 +1,6 @@
 """A Llama-3-8B layer in FP8 (delayed scaling) on several GPUs against the same layer on one.
 
-`torchrun --nproc_per_node 2 benchmarks/layers/bench_tensor_parallel.py`: tensor parallelism with
+``torchrun --nproc_per_node 2 benchmarks/layers/bench_tensor_parallel.py``: tensor parallelism with
 sequence parallelism, 2 x 4096 tokens, forward + backward, the configuration of
 bench_transformer.py. Exposed communication is the step's time minus that of the same step whose
 collectives are copies on the device. "collectives ms" is the step without peers' memory: whole

@@ -1,13 +1,13 @@
 """A whole Transformer layer, forward + backward: Llama-3-8B's and GPT's shape, 2 x 4096 tokens.
 
 One configuration for time and memory: eager, no CUDA graph, cold L2, median, bf16 parameters,
-`is_first_microbatch=None` (weights are quantized in every step), dropout 0, `.grad` set to None in
-each step, the region's entry inside the timed part, no rotary embedding. PyTorch's own layers run
-beside ours (bf16, eager and compiled, cuDNN attention). Each stack is timed twice: by itself, one
-after the other, as `triton.testing.do_bench` does; and taking turns with all others, step by step,
-where the bf16 stacks' heat lowers the clock of all. Besides: delayed scaling with cached weights
-(`is_first_microbatch=False`) and as a CUDA graph; peak memory of one step alone on the GPU; host
-time to issue a step of a tiny layer (2 x 16 tokens).
+``is_first_microbatch=None`` (weights are quantized in every step), dropout 0, ``.grad`` set to None
+in each step, the region's entry inside the timed part, no rotary embedding. PyTorch's own layers
+run beside ours (bf16, eager and compiled, cuDNN attention). Each stack is timed twice: by itself,
+one after the other, as ``triton.testing.do_bench`` does; and taking turns with all others, step by
+step, where the bf16 stacks' heat lowers the clock of all. Besides: delayed scaling with cached
+weights (``is_first_microbatch=False``) and as a CUDA graph; peak memory of one step alone on the
+GPU; host time to issue a step of a tiny layer (2 x 16 tokens).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def layer(hidden: int, ffn: int, heads: int, groups: int, llama: bool) -> torch.
 
 
 class Plain(torch.nn.Module):
-    """The same layer of PyTorch's own modules."""
+    """Transformer layer of PyTorch's own modules, of the shape of the FP8 layer that is timed."""
 
     def __init__(self, hidden: int, ffn: int, heads: int, groups: int, llama: bool) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def fall(results: Sequence[report.Result]) -> dict[str, float]:
 def failures(
     rows: Sequence[dict[str, Any]], falls: dict[str, float], tolerance: float
 ) -> list[str]:
-    """What does not hold, in words."""
+    """Returns a sentence for each expectation of the runs that does not hold."""
     failed = []
     for row in rows[1:]:
         if not abs(row["ratio"] - 1) <= tolerance:

@@ -2,7 +2,7 @@
 
 Bytes counted: 4 an element for bf16 to both outputs (read 2, write 1 + 1), 3 for rowwise only, 2
 for the amaxes alone; of the weights the same. The peer runs cast_transpose for each group, whose
-sizes the host knows; its transposed copies do not lie in one matrix, as grouped products need them.
+sizes the host knows; its columnwise copies do not lie in one matrix, as grouped products need them.
 
 Amaxes alone take the same tiles (75% of a copy of the bytes read), where the other kernels of
 amaxes go through rows as one long vector: a group's rows would have to be found for each part.
@@ -49,7 +49,7 @@ def of_rows(x: torch.Tensor, splits: list[int], rowwise: bool, columnwise: bool)
 
 
 def of_matrices(shape: tuple[int, int], rowwise: bool, columnwise: bool) -> list[Callable]:
-    """The same of a weight of this shape for each group."""
+    """Returns the calls that quantize a weight of this shape for each group."""
     weights = [torch.randn(shape, device="cuda").bfloat16() for _ in range(8)]
     scale, amax = torch.ones(8, device="cuda"), torch.zeros(8, device="cuda")
 

@@ -1,6 +1,6 @@
 """moe_permute: bandwidth over each function's fewest bytes, against PyTorch eager and compiled.
 
-Bytes counted, with `row` = hidden * element size and k copies a token:
+Bytes counted, with ``row`` = hidden * element size and k copies a token:
     permute             tokens * row * (1 + k): each token read once, its copies written
     unpermute           tokens * row * (k + 1), and so permute's gradient
     unpermute_bwd       tokens * row * (1 + 2k): gradient and copies read, k gradients written;

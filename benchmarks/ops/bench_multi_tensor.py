@@ -128,7 +128,7 @@ def optimizers(count: int, shape: tuple[int, ...]) -> dict[str, tuple[int, Any, 
 
 
 def unscale(count: int, shape: tuple[int, ...], name: str) -> dict[str, Any]:
-    """`scale` in place of float32 gradients, against what torch's GradScaler calls."""
+    """``scale`` in place of float32 gradients, against what torch's GradScaler calls."""
     xs = random_list(count, shape, torch.float32)
     prepared = tensor_list(xs)
     flag, one = torch.zeros(1, device="cuda"), torch.ones(1, device="cuda")

@@ -1,4 +1,4 @@
-"""Which names and sources an op may have."""
+"""Checks of the names and sources that an op may have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VARIABLES = {*INCLUDE_FLAGS, "APEX_BUILD_PYTHONS"}
 
 
 class Refusal(Exception):
-    """What was asked for cannot be done; the text says why and what to do instead."""
+    """Error of a request that cannot be met; its text says why and what to do instead."""
 
 
 def _python_module(name: str, root: Path) -> str:

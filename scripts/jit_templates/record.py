@@ -80,7 +80,11 @@ def _read(name: str, root: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def check_removal(name: str, root: Path, force: bool) -> list[str]:
-    """Files that a removal deletes. Raises Refusal if one was changed, unless ``force``."""
+    """Returns the files that a removal deletes.
+
+    Raises:
+        Refusal: a file was changed, and ``force`` is False.
+    """
     files, _ = _read(name, root)
     there = [where for where in files if (root / where).is_file()]
     changed = [where for where in there if _digest((root / where).read_bytes()) != files[where]]

@@ -116,6 +116,14 @@ def test_public_names_need_a_docstring(
     assert list(linter.source_findings(source, {}, linter.Classes([source]))) == expected
 
 
+def test_programs_need_a_docstring_of_the_module_alone(linter: ModuleType) -> None:
+    source = 'def f(): pass\ndef g():\n  """What it does."""\n'
+    found = list(linter.source_findings(source, {}, linter.Classes([]), is_program=True))
+    assert [finding[:2] for finding in found] == [(1, "module"), (2, "g")]
+    assert found[0][2] == "docstring is missing"
+    assert "opens with 'What'" in found[1][2]
+
+
 def test_the_list_of_unclean_files_only_shrinks(
     linter: ModuleType,
     tmp_path: Path,
@@ -129,6 +137,13 @@ def test_the_list_of_unclean_files_only_shrinks(
     todo = tmp_path / "todo.txt"
     monkeypatch.setattr(linter, "ROOT", tmp_path)
     monkeypatch.setattr(linter, "PACKAGES", ("pkg",))
+    monkeypatch.setattr(linter, "PROGRAMS", ("tools",))
+    tool = tmp_path / "tools" / "tool.py"
+    tool.parent.mkdir()
+    tool.write_text('"""Which it is."""\n\n\ndef main():\n    pass\n')
+    assert linter.main([]) == 1
+    assert "tools/tool.py:1: module: summary opens" in capsys.readouterr().out
+    tool.write_text('"""Prints."""\n\n\ndef main():\n    pass\n')
     monkeypatch.setattr(linter, "TODO", todo)
     assert linter.main([]) == 1
     assert "pkg/unclean.py:1: module: summary opens" in capsys.readouterr().out

@@ -47,7 +47,7 @@ class JitRecipeQuantizer(Quantizer):
         return (*super().settings(), self.eps)
 
     def _quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the FP8 data of ``x`` ``[rows, cols]`` and the inverse scales ``[rows, 1]``."""
+        """Returns the FP8 data of ``x`` ``[rows, cols]`` and ``scale_inv`` ``[rows, 1]``."""
         values = x.float()
         amax = values.new_zeros(values.shape[0], 1)
         if values.numel():
