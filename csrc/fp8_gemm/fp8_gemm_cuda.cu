@@ -3,6 +3,7 @@
 // A plan keeps the descriptors and one algorithm of the heuristic's list (the first unless tuned),
 // so that a call sets a few pointers and launches. cuBLAS is column-major: it computes out^T = b .
 // a^T, so its A is b.
+#include <algorithm>
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
@@ -240,6 +241,16 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
   return plan;
 }
 
+// What the heuristic may use. With few rows and room for partial sums it splits K, which took up to
+// 1.17 times as long on an H200 as what it proposes for 1 MiB
+// (benchmarks/ops/bench_skinny_gemm.py).
+int64_t workspace_bytes(const Fp8Gemm& g) {
+  constexpr int64_t kFewRows = 256, kFewRowsBytes = 1 << 20;
+  const int64_t given = g.workspace ? g.workspace.numel() : 0;
+  const bool few = g.m <= kFewRows && !g.k_is_outer && g.a_block_rows == 0;
+  return few ? std::min(given, kFewRowsBytes) : given;
+}
+
 // Descriptors are shared and hold a call's pointers, so a call owns them until it has launched.
 void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   static std::mutex mutex;
@@ -249,7 +260,7 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   key.m = g.m;
   key.n = g.n;
   key.k = g.k;
-  key.workspace_bytes = g.workspace ? g.workspace.numel() : 0;
+  key.workspace_bytes = workspace_bytes(g);
   key.device = device;
   key.a_type = static_cast<int32_t>(g.a.dtype());
   key.b_type = static_cast<int32_t>(g.b.dtype());
