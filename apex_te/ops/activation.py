@@ -98,6 +98,7 @@ def activation_fwd_fp8(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
@@ -113,10 +114,12 @@ def activation_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
+        pad_columnwise: make it [cols, rows rounded up to 16] instead, zeros behind the last row, as
+            a product over the rows needs it.
         amax: one float32 element, becomes max(amax, max |f(x)|), before scaling; NaN counts as
             largest.
-        out: result of an earlier call to write instead of new tensors; ``rowwise`` and
-            ``columnwise`` are then ignored.
+        out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``
+            and ``pad_columnwise`` are then ignored.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -124,7 +127,9 @@ def activation_fwd_fp8(
     """
     number = _number("activation_fwd_fp8", kind)
     x = as_matrix("activation_fwd_fp8", x)
-    result = allocate_fp8("activation_fwd_fp8", x, fp8_dtype, rowwise, columnwise, out)
+    result = allocate_fp8(
+        "activation_fwd_fp8", x, fp8_dtype, rowwise, columnwise, pad_columnwise, out
+    )
     _fwd_fp8(x, scale, result.rowwise, result.columnwise, amax, result.scale_inv, number)
     note_written(amax, *(out or ()))
     return result
@@ -140,6 +145,7 @@ def activation_bwd_fp8(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
@@ -147,14 +153,17 @@ def activation_bwd_fp8(
 
     Args:
         grad_output: gradient of the output, of x's shape and dtype.
-        x, kind, scale, fp8_dtype, rowwise, columnwise, out: as in ``activation_fwd_fp8``.
+        x, kind, scale, fp8_dtype, rowwise, columnwise, pad_columnwise, out: as in
+            ``activation_fwd_fp8``.
         amax: one float32 element, becomes the maximum of itself and of the gradient's magnitudes
             before scaling; NaN counts as largest.
     """
     number = _number("activation_bwd_fp8", kind)
     grad_output = as_matrix("activation_bwd_fp8", grad_output)
     x = as_matrix("activation_bwd_fp8", x)
-    result = allocate_fp8("activation_bwd_fp8", x, fp8_dtype, rowwise, columnwise, out)
+    result = allocate_fp8(
+        "activation_bwd_fp8", x, fp8_dtype, rowwise, columnwise, pad_columnwise, out
+    )
     _bwd_fp8(
         grad_output, x, scale, result.rowwise, result.columnwise, amax, result.scale_inv, number
     )
@@ -179,6 +188,7 @@ def allocate_fp8(
     fp8_dtype: torch.dtype,
     rowwise: bool,
     columnwise: bool,
+    pad_columnwise: bool,
     out: FP8Output | None,
 ) -> FP8Output:
     """Returns ``out`` if given, else uninitialised FP8 outputs for the matrix x.
@@ -189,12 +199,15 @@ def allocate_fp8(
         fp8_dtype: float8_e4m3fn or float8_e5m2; others raise TypeError.
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
+        pad_columnwise: pad it as ``fp8_output.columnwise_length`` says.
         out: outputs that the caller of the op gave, or None.
     """
     if out is not None:
         fp8_output.check_fp8_dtype(op, fp8_dtype)
         return out
-    return fp8_output.allocate(op, x, x.shape[0], x.shape[1], fp8_dtype, rowwise, columnwise)
+    return fp8_output.allocate(
+        op, x, x.shape[0], x.shape[1], fp8_dtype, rowwise, columnwise, pad_columnwise
+    )
 
 
 def _number(op: str, kind: str) -> int:

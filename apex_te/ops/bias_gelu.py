@@ -135,6 +135,7 @@ def bias_gelu_fwd_fp8(
     form: str = "tanh",
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
     out: FP8Output | None = None,
 ) -> FP8Output:
@@ -149,10 +150,12 @@ def bias_gelu_fwd_fp8(
         form: "tanh" or "erf" (exact).
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
+        pad_columnwise: make it [cols, rows rounded up to 16] instead, zeros behind the last row, as
+            a product over the rows needs it.
         amax: one float32 element, becomes max(amax, max |gelu(x + bias)|), before scaling; NaN
             counts as largest.
-        out: result of an earlier call to write instead of new tensors; ``rowwise`` and
-            ``columnwise`` are then ignored.
+        out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``
+            and ``pad_columnwise`` are then ignored.
 
     Raises:
         TypeError: a dtype that is not listed or differs.
@@ -160,7 +163,9 @@ def bias_gelu_fwd_fp8(
     """
     is_tanh = _is_tanh("bias_gelu_fwd_fp8", form)
     x = as_matrix("bias_gelu_fwd_fp8", x)
-    result = allocate_fp8("bias_gelu_fwd_fp8", x, fp8_dtype, rowwise, columnwise, out)
+    result = allocate_fp8(
+        "bias_gelu_fwd_fp8", x, fp8_dtype, rowwise, columnwise, pad_columnwise, out
+    )
     outputs = (result.rowwise, result.columnwise, amax, result.scale_inv)
     _fwd_fp8(x, _dense(bias), scale, *outputs, is_tanh)
     note_written(amax, *(out or ()))
@@ -178,6 +183,7 @@ def bias_gelu_bwd_fp8(
     form: str = "tanh",
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
     with_dbias: bool = False,
     out: FP8Output | None = None,
@@ -188,14 +194,17 @@ def bias_gelu_bwd_fp8(
 
     Args:
         grad_output, with_dbias: as in ``bias_gelu_bwd``.
-        x, bias, scale, fp8_dtype, form, rowwise, columnwise, out: as in ``bias_gelu_fwd_fp8``.
+        x, bias, scale, fp8_dtype, form, rowwise, columnwise, pad_columnwise, out: as in
+            ``bias_gelu_fwd_fp8``.
         amax: one float32 element, becomes the maximum of itself and of the magnitudes of x's
             gradient before scaling; NaN counts as largest.
     """
     is_tanh = _is_tanh("bias_gelu_bwd_fp8", form)
     grad_output = as_matrix("bias_gelu_bwd_fp8", grad_output)
     x = as_matrix("bias_gelu_bwd_fp8", x)
-    result = allocate_fp8("bias_gelu_bwd_fp8", x, fp8_dtype, rowwise, columnwise, out)
+    result = allocate_fp8(
+        "bias_gelu_bwd_fp8", x, fp8_dtype, rowwise, columnwise, pad_columnwise, out
+    )
     dbias, workspace = _dbias(x) if with_dbias else (None, None)
     outputs = (result.rowwise, result.columnwise, amax, result.scale_inv)
     _bwd_fp8(grad_output, x, _dense(bias), scale, *outputs, dbias, workspace, is_tanh)

@@ -118,6 +118,7 @@ def swiglu_fwd_fp8(
     activation: str = "silu",
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
 ) -> FP8Output:
     """Quantizes the float32 result y of ``swiglu``: q = saturating_cast(y * scale).
@@ -129,6 +130,8 @@ def swiglu_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [M, F].
         columnwise: make [F, M].
+        pad_columnwise: make it [F, M rounded up to 16] instead, zeros behind the last row, as
+            a product over the rows needs it.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
 
@@ -139,7 +142,9 @@ def swiglu_fwd_fp8(
     code = _activation_code("swiglu_fwd_fp8", activation)
     matrix, up_matrix = _matrices("swiglu_fwd_fp8", input, up)
     rows, cols = _extents(matrix, up_matrix)
-    out = allocate("swiglu_fwd_fp8", matrix, rows, cols, fp8_dtype, rowwise, columnwise)
+    out = allocate(
+        "swiglu_fwd_fp8", matrix, rows, cols, fp8_dtype, rowwise, columnwise, pad_columnwise
+    )
     _fwd_fp8(
         matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.columnwise, amax, out.scale_inv,
         code,
@@ -193,6 +198,7 @@ def swiglu_bwd_fp8(
     activation: str = "silu",
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
     with_dbias: bool = False,
 ) -> SwigluFP8Grads:
@@ -205,6 +211,8 @@ def swiglu_bwd_fp8(
         input, up, bias, up_bias, activation, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
         rowwise: make [M, 2F].
         columnwise: make [2F, M].
+        pad_columnwise: make it [2F, M rounded up to 16] instead, zeros behind the last row, as
+            a product over the rows needs it.
         amax: one float32 element, becomes the maximum of itself and of the gradients' magnitudes
             before scaling; NaN counts as largest.
     """
@@ -212,7 +220,9 @@ def swiglu_bwd_fp8(
     matrix, up_matrix = _matrices("swiglu_bwd_fp8", input, up)
     rows, cols = _extents(matrix, up_matrix)
     grad_matrix = _grad_matrix("swiglu_bwd_fp8", grad_output, input, cols)
-    out = allocate("swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, columnwise)
+    out = allocate(
+        "swiglu_bwd_fp8", matrix, rows, 2 * cols, fp8_dtype, rowwise, columnwise, pad_columnwise
+    )
     dbias, workspace = _dbias(matrix, rows, cols, with_dbias)
     _bwd_fp8(
         grad_matrix, matrix, up_matrix, bias, up_bias, scale, out.rowwise, out.columnwise, amax,

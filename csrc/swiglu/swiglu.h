@@ -6,11 +6,13 @@
 // matrices; rows are contiguous and may be apart. bias is added to it first: [2F], or [F] with an
 // up_bias of [F]. The gradient to FP8 is that of the [M, 2F] matrix in either case.
 // FP8: q = satcast_rne(y * scale) from the fp32 result y; amax becomes max(amax, max |y|) with NaN
-// above infinity, scale_inv 1 / scale. dbias is the column sums of the fp32 gradient, [2F].
+// above infinity, scale_inv 1 / scale. The columnwise copy may be padded with zeros
+// (common/numerics/columnwise.h). dbias is the column sums of the fp32 gradient, [2F].
 #pragma once
 
 #include "common/abi/op.h"
 #include "common/activation/functions.h"
+#include "common/numerics/columnwise.h"
 
 // Rows that one line of the workspace of dbias sums.
 constexpr int64_t kSwigluTileRows = 64;
@@ -65,6 +67,7 @@ struct Swiglu {
   DType fp8;        // kOther without FP8 outputs
   const float* scale;
   uint8_t *rowwise, *columnwise;
+  int64_t columnwise_ld;  // length of its rows: `rows` or more
   float *amax, *scale_inv;
   void* dbias;
   float* workspace;
@@ -129,8 +132,10 @@ inline void check_swiglu_fp8(Args& args, Swiglu& p, int64_t rows, int64_t cols) 
   const TensorView columnwise = args.optional_tensor();
   p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kE4M3;
   if (rowwise) rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({rows, cols}).is_dense();
-  if (columnwise)
-    columnwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({cols, rows}).is_dense();
+  if (columnwise) {
+    columnwise.has_dtype({DType::kE4M3, DType::kE5M2});
+    p.columnwise_ld = check_columnwise(columnwise, cols, rows);
+  }
   if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
   p.rowwise = rowwise.data<uint8_t>();
   p.columnwise = columnwise.data<uint8_t>();

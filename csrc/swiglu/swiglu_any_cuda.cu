@@ -107,11 +107,12 @@ __global__ void __launch_bounds__(kThreads) swiglu_any_kernel(const Swiglu p) {
   stage_amax(amax, warp_amaxes);
   __syncthreads();
   const int64_t rows = p.rows - row0 < kTile ? p.rows - row0 : kTile;
-  if (p.columnwise && c < rows)
+  if (p.columnwise && row0 + c < p.columnwise_ld)
     for (int i = group; i < kHalves * kTile; i += kGroups) {
       const int h = i / kTile, from = i % kTile;
       if (col0 + from < p.cols)
-        p.columnwise[(h * p.cols + col0 + from) * p.rows + row0 + c] = codes[h][from][c];
+        p.columnwise[(h * p.cols + col0 + from) * p.columnwise_ld + row0 + c] =
+            c < rows ? codes[h][from][c] : uint8_t{0};
     }
   if (p.dbias && rows > 0 && group < kHalves && col < p.cols) {
     float sum = 0.0f;

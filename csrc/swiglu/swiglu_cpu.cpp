@@ -143,9 +143,11 @@ APEX_TE_INLINE uint32_t tile(const Swiglu& p, RowLoop loop, int64_t row0, int64_
     }
   }
   for (int h = 0; h < halves; ++h) {
-    if (p.columnwise)
-      transpose_bytes(codes[h], kTileCols, rows, cols,
-                      p.columnwise + (h * p.cols + col0) * p.rows + row0, p.rows);
+    if (p.columnwise) {
+      uint8_t* columns = p.columnwise + (h * p.cols + col0) * p.columnwise_ld;
+      transpose_bytes(codes[h], kTileCols, rows, cols, columns + row0, p.columnwise_ld);
+      if (row0 + rows == p.rows) zero_padding(columns, cols, p.rows, p.columnwise_ld);
+    }
     if (p.dbias)
       std::copy_n(sums[h], cols, p.workspace + (row0 / kTileRows * 2 + h) * p.cols + col0);
   }

@@ -44,13 +44,13 @@ __device__ __forceinline__ Words4 load_bias(const void* bias, int64_t col, int64
   return bias && col < cols ? load_vec(static_cast<const BFloat16*>(bias) + col) : Words4{};
 }
 
-// The columnwise store; rows that are no multiple of 16 go byte by byte.
-__device__ __forceinline__ void store_columns(uint8_t* out, int64_t rows, const Tile::Place& at,
+// The columnwise store; columns whose length is no multiple of 16 go byte by byte.
+__device__ __forceinline__ void store_columns(uint8_t* out, int64_t ld, const Tile::Place& at,
                                               const uint2* tile, int thread) {
-  if (rows % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
-    Tile::store_columns<true>(out, rows, at, tile, thread);
+  if (ld % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0) {
+    Tile::store_columns<true>(out, ld, at, tile, thread);
   } else {
-    Tile::store_columns<false>(out, rows, at, tile, thread);
+    Tile::store_columns<false>(out, ld, at, tile, thread);
   }
 }
 
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(Tile::kThreads, kBlocks) swiglu_fwd_tile_kerne
   if (p.columnwise) Tile::stage_columns(codes, tile);
   stage_amax(amax, warp_amaxes);
   __syncthreads();
-  if (p.columnwise) store_columns(p.columnwise, p.rows, at, tile, threadIdx.x);
+  if (p.columnwise) store_columns(p.columnwise, p.columnwise_ld, at, tile, threadIdx.x);
   finish_amax<Tile::kThreads>(p.amax, seen, warp_amaxes);
   if (blockIdx.x == 0 && block_row() == 0 && threadIdx.x == 0 && p.scale_inv)
     *p.scale_inv = 1.0f / scale;
@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks) swiglu_bwd_tile_kerne
   __syncthreads();
   if (p.columnwise) {
     const int half = threadIdx.x / Tile::kThreads;
-    store_columns(p.columnwise + half * p.cols * p.rows, p.rows, at, tiles[half],
+    store_columns(p.columnwise + half * p.cols * p.columnwise_ld, p.columnwise_ld, at, tiles[half],
                   threadIdx.x % Tile::kThreads);
   }
   if (p.dbias) {

@@ -73,8 +73,9 @@ __global__ void __launch_bounds__(kAnyThreads)
   if (p.columnwise) {
     for (int k = threadIdx.x; k < kAnyRows * kAnyCols; k += kAnyThreads) {
       const int r = k % kAnyRows, column = k / kAnyRows;
-      if (row0 + r < p.rows && col0 + column < p.cols)
-        p.columnwise[(col0 + column) * p.rows + row0 + r] = tile[r][column];
+      if (row0 + r < p.columnwise_ld && col0 + column < p.cols)
+        p.columnwise[(col0 + column) * p.columnwise_ld + row0 + r] =
+            row0 + r < p.rows ? tile[r][column] : uint8_t{0};
     }
   }
   if (p.dbias && row0 < p.rows && group == 0 && col < p.cols) {

@@ -2,12 +2,14 @@
 // input's dtype or straight to FP8.
 //
 // FP8: q = satcast_rne(result * scale) from the fp32 result; amax becomes max(amax, max |result|)
-// with NaN above infinity, scale_inv 1 / scale. dbias is the column sums of the fp32 dx, added in
-// an order that the shape fixes.
+// with NaN above infinity, scale_inv 1 / scale. The columnwise copy may be padded with zeros
+// (common/numerics/columnwise.h). dbias is the column sums of the fp32 dx, added in an order that
+// the shape fixes.
 #pragma once
 
 #include "common/abi/op.h"
 #include "common/activation/functions.h"
+#include "common/numerics/columnwise.h"
 
 namespace apex_te {
 
@@ -26,6 +28,7 @@ struct ActivationOp {
   DType fp8;  // kOther without FP8 outputs
   const float* scale;
   uint8_t *rowwise, *columnwise;
+  int64_t columnwise_ld;  // length of its rows: `rows` or more
   float *amax, *scale_inv;
 };
 
@@ -67,8 +70,10 @@ inline void check_activation_fp8(Args& args, ActivationOp& p) {
   p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kE4M3;
   if (rowwise)
     rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.rows, p.cols}).is_dense();
-  if (columnwise)
-    columnwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
+  if (columnwise) {
+    columnwise.has_dtype({DType::kE4M3, DType::kE5M2});
+    p.columnwise_ld = check_columnwise(columnwise, p.cols, p.rows);
+  }
   if (rowwise && columnwise) columnwise.has_dtype({p.fp8});
   p.rowwise = rowwise.data<uint8_t>();
   p.columnwise = columnwise.data<uint8_t>();

@@ -206,8 +206,11 @@ APEX_TE_INLINE uint32_t activation_tile(const ActivationOp& p, ActivationRow row
       amax = std::max(amax, encode_row<E4M3>(values, cols, scale, to));
     if (p.columnwise && p.rowwise) std::copy_n(to, cols, p.rowwise + i);
   }
-  if (p.columnwise)
-    transpose_bytes(codes, 128, rows, cols, p.columnwise + col0 * p.rows + row0, p.rows);
+  if (p.columnwise) {
+    uint8_t* columns = p.columnwise + col0 * p.columnwise_ld;
+    transpose_bytes(codes, 128, rows, cols, columns + row0, p.columnwise_ld);
+    if (row0 + rows == p.rows) zero_padding(columns, cols, p.rows, p.columnwise_ld);
+  }
   if (p.dbias) std::copy_n(sums[0], cols, p.workspace + row0 / kActivationTileRows * p.cols + col0);
   return amax;
 }

@@ -106,10 +106,10 @@ __global__ void __launch_bounds__(ActivationTile<kBwd>::kThreads, kActivationTil
   if (kFP8) stage_amax(amax, warp_amaxes);
   __syncthreads();
   if (kFP8 && p.columnwise) {
-    if (p.rows % 16 == 0 && reinterpret_cast<uintptr_t>(p.columnwise) % 16 == 0)
-      Tile::template store_columns<true>(p.columnwise, p.rows, at, tile);
+    if (p.columnwise_ld % 16 == 0 && reinterpret_cast<uintptr_t>(p.columnwise) % 16 == 0)
+      Tile::template store_columns<true>(p.columnwise, p.columnwise_ld, at, tile);
     else
-      Tile::template store_columns<false>(p.columnwise, p.rows, at, tile);
+      Tile::template store_columns<false>(p.columnwise, p.columnwise_ld, at, tile);
   }
   if (kDbias && at.row0 < p.rows) store_column_sums<Tile>(p, at, sums);
   if (!kFP8) return;
