@@ -93,6 +93,7 @@ def allocate_fp8(
     rowwise: bool,
     columnwise: bool,
     scale_inv: torch.Tensor | None,
+    pad_columnwise: bool,
 ) -> FP8Output:
     """Returns uninitialised FP8 outputs for x [rows, cols].
 
@@ -103,12 +104,13 @@ def allocate_fp8(
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
         scale_inv: one float32 element that takes the place of a new one, if given.
+        pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
 
     Raises:
         TypeError: ``fp8_dtype`` is another dtype.
     """
     rows, cols = x.shape
-    out = allocate(op, x, rows, cols, fp8_dtype, rowwise, columnwise)
+    out = allocate(op, x, rows, cols, fp8_dtype, rowwise, columnwise, pad_columnwise)
     return out if scale_inv is None else out._replace(scale_inv=scale_inv)
 
 

@@ -95,6 +95,7 @@ def rms_norm_fwd_fp8(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
     scale_inv: torch.Tensor | None = None,
     zero_centered_gamma: bool = False,
@@ -109,6 +110,7 @@ def rms_norm_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
         scale_inv: one float32 element to receive 1 / scale; a new one unless given.
@@ -118,7 +120,9 @@ def rms_norm_fwd_fp8(
         ValueError: a shape or device that does not match.
     """
     x = x.contiguous()
-    y = norm_common.allocate_fp8("rms_norm", x, fp8_dtype, rowwise, columnwise, scale_inv)
+    y = norm_common.allocate_fp8(
+        "rms_norm", x, fp8_dtype, rowwise, columnwise, scale_inv, pad_columnwise
+    )
     rstd = norm_common.statistic(x)
     total = None if residual is None else torch.empty_like(x)
     weight, residual = norm_common.contiguous(weight), norm_common.contiguous(residual)

@@ -9,7 +9,7 @@
 
 #include <algorithm>
 
-#include "common/abi/op.h"
+#include "common/numerics/columnwise.h"
 
 namespace apex_te {
 
@@ -30,6 +30,7 @@ struct NormFwd {
   DType fp8;  // kOther where y is wanted in x's dtype
   const float* scale;
   uint8_t *rowwise, *columnwise;
+  int64_t ld;  // row length of columnwise, which may be padded
   float *amax, *scale_inv;
 };
 
@@ -112,7 +113,8 @@ NormFwd check_norm_fwd(Args& args, bool to_fp8) {
     if (rowwise) rowwise.has_dtype({DType::kE4M3, DType::kE5M2});
     if (columnwise) columnwise.has_dtype({DType::kE4M3, DType::kE5M2});
     p.rowwise = norm::like(rowwise, p.fp8, p.rows, p.cols).data<uint8_t>();
-    p.columnwise = norm::like(columnwise, p.fp8, p.cols, p.rows).data<uint8_t>();
+    p.ld = columnwise ? check_columnwise(columnwise.has_dtype({p.fp8}), p.cols, p.rows) : p.rows;
+    p.columnwise = columnwise.data<uint8_t>();
     p.amax = norm::scalar(args.optional_tensor());
     p.scale_inv = norm::scalar(args.optional_tensor());
   } else {

@@ -176,7 +176,10 @@ APEX_TE_INLINE uint32_t fwd_rows(const NormFwd& p, const FloatParams& params, in
                                                  : encode_row<E4M3>(values.get(), n, *p.scale, to);
     amax = std::max(amax, found);
   }
-  if (p.columnwise) transpose_bytes(codes, n, end - begin, n, p.columnwise + begin, p.rows);
+  if (p.columnwise) {
+    transpose_bytes(codes, n, end - begin, n, p.columnwise + begin, p.ld);
+    if (end == p.rows) zero_padding(p.columnwise, n, p.rows, p.ld);
+  }
   return amax;
 }
 

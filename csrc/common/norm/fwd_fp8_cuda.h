@@ -47,14 +47,14 @@ __global__ void __launch_bounds__(FP8Tile<128>::kThreads) norm_fp8_tile_kernel(c
   if (p.rowwise) Tile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
   Tile::stage_columns(codes, tile);
   __syncthreads();
-  Tile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
+  Tile::store_columns<kAligned>(p.columnwise, p.ld, at, tile);
   finish_fp8(p, amax, seen);
 }
 
 template <typename T, bool kLayerNorm>
 void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t stream) {
   const bool aligned =
-      norm_fwd_aligned(p) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
+      norm_fwd_aligned(p) && fp8_tile_aligned(p.ld, p.cols, p.rowwise, p.columnwise);
   if (!p.rows || !p.cols) return launch_norm_fwd_rows<T, kLayerNorm>(p, op, device, stream);
   if constexpr (kHasCountedBarriers) {
     // Tiles for less than half of the multiprocessors take longer than two kernels with more
@@ -75,7 +75,7 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
   const int64_t blocks = FP8Tile<128>::num_tiles(p.rows, p.cols);
   check_grid(blocks, op);
   const bool tiles_aligned =
-      is_aligned(tiles.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
+      is_aligned(tiles.x, 16) && fp8_tile_aligned(p.ld, p.cols, p.rowwise, p.columnwise);
   const auto kernel = tiles_aligned ? norm_fp8_tile_kernel<T, kLayerNorm, true>
                                     : norm_fp8_tile_kernel<T, kLayerNorm, false>;
   kernel<<<static_cast<unsigned>(blocks), FP8Tile<128>::kThreads, 0, stream>>>(tiles);

@@ -34,25 +34,30 @@ struct RingShape {
 __host__ __device__ inline int tile_pitch(int block_vecs) { return (block_vecs | 1) * kVec; }
 
 // A tile of codes to the columnwise output: a thread turns 8 x 8 codes, and the lanes that lie
-// below each other store all rows of a column together.
+// below each other store all rows of a column together. The output's rows are `ld` bytes long, with
+// zeros behind the last of `rows`.
 __device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_rows, int pitch,
-                                           int vecs, uint8_t* out, int64_t rows, int64_t row0) {
+                                           int vecs, uint8_t* out, int64_t rows, int64_t ld,
+                                           int64_t row0) {
   const int height = tile_rows / 8, width = 32 / height;
   const int lane = threadIdx.x % 32, down = lane / width;
-  if (row0 + down * 8 >= rows) return;
+  if (row0 + down * 8 >= ld) return;
+  const int64_t present = rows - row0 - down * 8;
   for (int v = threadIdx.x / 32 * width + lane % width; v < vecs; v += blockDim.x / height) {
     uint2 codes[8];
 #pragma unroll
     for (int r = 0; r < 8; ++r)
-      codes[r] = *reinterpret_cast<const uint2*>(tile + (down * 8 + r) * pitch + v * kVec);
+      codes[r] = r < present
+                     ? *reinterpret_cast<const uint2*>(tile + (down * 8 + r) * pitch + v * kVec)
+                     : make_uint2(0u, 0u);
     uint32_t low[kVec], high[kVec];  // of column c: rows 0-3 and 4-7
     transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, low);
     transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, low + 4);
     transpose4(codes[4].x, codes[5].x, codes[6].x, codes[7].x, high);
     transpose4(codes[4].y, codes[5].y, codes[6].y, codes[7].y, high + 4);
-    uint8_t* to = out + static_cast<int64_t>(v) * kVec * rows + row0 + down * 8;
+    uint8_t* to = out + static_cast<int64_t>(v) * kVec * ld + row0 + down * 8;
 #pragma unroll
-    for (int c = 0; c < kVec; ++c, to += rows)
+    for (int c = 0; c < kVec; ++c, to += ld)
       *reinterpret_cast<uint2*>(to) = make_uint2(low[c], high[c]);
   }
 }
@@ -383,7 +388,7 @@ __global__ void __launch_bounds__(kRingThreads, 1)
       __syncthreads();
       store_tile(memory.tile, rows.tile_rows, memory.pitch,
                  static_cast<int>(min(at.total_vecs - block_col, int64_t{at.block_vecs})),
-                 p.columnwise + block_col * kVec * p.rows, p.rows, base);
+                 p.columnwise + block_col * kVec * p.ld, p.rows, p.ld, base);
       __syncthreads();
     }
   }
