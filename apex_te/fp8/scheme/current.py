@@ -35,12 +35,21 @@ class CurrentScalingQuantizer(Quantizer):
         pow2: round the scale down to a power of two.
         eps: lower bound of the amax from which the scale is computed.
         group: process group over which the amax is reduced by maximum; None: not reduced.
+        pad_columnwise: pad columnwise copies for weight gradients.
     """
 
-    __slots__ = ("eps", "group", "pow2")
+    __slots__ = ("eps", "group", "pad_columnwise", "pow2")
 
-    def __init__(self, dtype: torch.dtype, pow2: bool, eps: float, group: Any = None) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        pow2: bool,
+        eps: float,
+        group: Any = None,
+        pad_columnwise: bool = False,
+    ) -> None:
         self.dtype = dtype
+        self.pad_columnwise = pad_columnwise
         self.pow2 = pow2
         self.eps = eps
         self.group = group
@@ -54,8 +63,8 @@ class CurrentScalingQuantizer(Quantizer):
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         amax = None if self.group is None else max_over_ranks(tensor_amax(x), self.group)
         out = current_scale(
-            x, self.dtype, rowwise=rowwise, columnwise=columnwise, eps=self.eps, pow2=self.pow2,
-            amax=amax,
+            x, self.dtype, rowwise=rowwise, columnwise=columnwise,
+            pad_columnwise=self.pad_columnwise, eps=self.eps, pow2=self.pow2, amax=amax,
         )  # fmt: skip
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
 
@@ -107,7 +116,7 @@ class CurrentScalingQuantizer(Quantizer):
         if self.group is not None:
             max_over_ranks(amax, self.group)
         scale_of(amax, dtype, scale, scale_inv, eps=self.eps, pow2=self.pow2)
-        out = producer.fp8(scale, dtype, rowwise, columnwise, None)
+        out = producer.fp8(scale, dtype, rowwise, columnwise, None, self.pad_columnwise)
         # The op's own inverse of the scale does not show an infinite amax.
         return QuantizedTensor(out.rowwise, scale_inv, out.columnwise, scale_inv, dtype)
 
@@ -115,7 +124,7 @@ class CurrentScalingQuantizer(Quantizer):
         return CurrentGroups(quantizers) if self.dtype in FP8_DTYPES else None
 
     def shared(self, group: Any) -> CurrentScalingQuantizer:
-        return CurrentScalingQuantizer(self.dtype, self.pow2, self.eps, group)
+        return CurrentScalingQuantizer(self.dtype, self.pow2, self.eps, group, self.pad_columnwise)
 
 
 class CurrentGroups(GroupQuantizer):
@@ -200,6 +209,12 @@ class CurrentScheme(Scheme):
         self, recipe: CurrentScaling, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
         formats = formats_of(recipe.fp8_format, device)
-        forward = CurrentScalingQuantizer(formats.fwd_dtype, recipe.pow2, recipe.eps)
-        backward = CurrentScalingQuantizer(formats.bwd_dtype, recipe.pow2, recipe.eps)
-        return forward, forward, backward
+
+        def quantizer(dtype: torch.dtype, pad: bool) -> CurrentScalingQuantizer:
+            return CurrentScalingQuantizer(dtype, recipe.pow2, recipe.eps, pad_columnwise=pad)
+
+        return (
+            quantizer(formats.fwd_dtype, True),
+            quantizer(formats.fwd_dtype, False),
+            quantizer(formats.bwd_dtype, True),
+        )

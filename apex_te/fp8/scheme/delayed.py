@@ -123,9 +123,10 @@ class DelayedScalingQuantizer(Quantizer):
         first: computes the slot's first scale from data; None if that starts at 1, or is not to be
             computed here.
         sync: knows the ranks whose amaxes give the scale; None if amaxes are not reduced.
+        pad_columnwise: pad columnwise copies for weight gradients.
     """
 
-    __slots__ = ("amax", "first", "scale", "sync")
+    __slots__ = ("amax", "first", "pad_columnwise", "scale", "sync")
 
     def __init__(
         self,
@@ -134,12 +135,14 @@ class DelayedScalingQuantizer(Quantizer):
         amax: torch.Tensor | None = None,
         first: FirstStep | None = None,
         sync: ScaleSharing | None = None,
+        pad_columnwise: bool = False,
     ) -> None:
         self.dtype = dtype
         self.scale = scale
         self.amax = amax
         self.first = first
         self.sync = sync
+        self.pad_columnwise = pad_columnwise
 
     def quantize(
         self,
@@ -158,6 +161,7 @@ class DelayedScalingQuantizer(Quantizer):
             dtype,
             rowwise=rowwise,
             columnwise=columnwise,
+            pad_columnwise=self.pad_columnwise,
             amax=self.amax,
             with_dbias=with_dbias,
         )
@@ -239,14 +243,17 @@ class DelayedScalingQuantizer(Quantizer):
         first, scale, dtype = self.first, self.scale, self.dtype
         if first is not None and first.due[first.index] and producer.x.numel():
             first.run(lambda amax: producer.fp8(scale, dtype, False, False, amax))
-        return shared_scale(producer.fp8(scale, dtype, rowwise, columnwise, self.amax), dtype)
+        out = producer.fp8(scale, dtype, rowwise, columnwise, self.amax, self.pad_columnwise)
+        return shared_scale(out, dtype)
 
     def shared(self, group: Any) -> DelayedScalingQuantizer | None:
         sync = self.sync
         if sync is None or not sync.over(group):
             return None
         first = None if self.first is None else self.first.over(group)
-        return DelayedScalingQuantizer(self.dtype, self.scale, self.amax, first, sync)
+        return DelayedScalingQuantizer(
+            self.dtype, self.scale, self.amax, first, sync, self.pad_columnwise
+        )
 
     def grouped(self, quantizers: Sequence[Any]) -> GroupQuantizer | None:
         return DelayedGroups(quantizers) if self.dtype in FP8_DTYPES else None
@@ -275,7 +282,10 @@ class DelayedScalingQuantizer(Quantizer):
 
     def requantize(self, x: torch.Tensor, snapshot: torch.Tensor | None) -> QuantizedTensor:
         assert snapshot is not None
-        return DelayedScalingQuantizer(self.dtype, snapshot).quantize(x, False, True)[0]
+        quantizer = DelayedScalingQuantizer(
+            self.dtype, snapshot, pad_columnwise=self.pad_columnwise
+        )
+        return quantizer.quantize(x, False, True)[0]
 
     def _measure(self, x: torch.Tensor, amax: torch.Tensor) -> None:
         """Replaces ``amax`` by its maximum with the amax of ``x``."""
@@ -417,22 +427,27 @@ def _build_gemm(
     forward = (formats.fwd_dtype, formats.max_fwd)
     sync = slots.sync if recipe.reduce_amax else None
 
-    def recording(dtype: torch.dtype, fp8_max: float, slot: Slot) -> DelayedScalingQuantizer:
+    def recording(
+        dtype: torch.dtype, fp8_max: float, slot: Slot, pad: bool
+    ) -> DelayedScalingQuantizer:
         with_first = recipe.first_step == "current"
         first = FirstStep(slots, slot, fp8_max, recipe) if with_first else None
-        return DelayedScalingQuantizer(dtype, slot.scale, slot.amax, first, sync)
+        return DelayedScalingQuantizer(dtype, slot.scale, slot.amax, first, sync, pad)
 
-    def reading(dtype: torch.dtype, scale: torch.Tensor | None) -> DelayedScalingQuantizer:
+    def reading(
+        dtype: torch.dtype, scale: torch.Tensor | None, pad: bool
+    ) -> DelayedScalingQuantizer:
         assert scale is not None
-        return DelayedScalingQuantizer(dtype, scale, sync=sync)
+        return DelayedScalingQuantizer(dtype, scale, sync=sync, pad_columnwise=pad)
 
-    inp, weight = recording(*forward, gemm.input), recording(*forward, gemm.weight)
-    inp_frozen = reading(formats.fwd_dtype, gemm.input.scale)
-    weight_frozen = reading(formats.fwd_dtype, gemm.weight.scale)
-    inp_later = reading(formats.fwd_dtype, gemm.input.pending_scale)
-    weight_later = reading(formats.fwd_dtype, gemm.weight.pending_scale)
-    grad = recording(formats.bwd_dtype, formats.max_bwd, gemm.grad_output)
-    grad_frozen = reading(formats.bwd_dtype, gemm.grad_output.scale)
+    # Rows of a weight are contracted over in dgrad, with a gradient that is not padded.
+    inp, weight = recording(*forward, gemm.input, True), recording(*forward, gemm.weight, False)
+    inp_frozen = reading(formats.fwd_dtype, gemm.input.scale, True)
+    weight_frozen = reading(formats.fwd_dtype, gemm.weight.scale, False)
+    inp_later = reading(formats.fwd_dtype, gemm.input.pending_scale, True)
+    weight_later = reading(formats.fwd_dtype, gemm.weight.pending_scale, False)
+    grad = recording(formats.bwd_dtype, formats.max_bwd, gemm.grad_output, True)
+    grad_frozen = reading(formats.bwd_dtype, gemm.grad_output.scale, True)
     rest = (backend, recipe.override_linear_precision[2])
     return (
         GemmQuantizers(inp, weight, weight_frozen, grad, *rest),

@@ -56,10 +56,11 @@ class ObservedQuantizer(Quantizer):
         note: called with the tensor, its quantized copies and the quantizer that made them.
     """
 
-    __slots__ = ("inner", "note", "twin")
+    __slots__ = ("inner", "note", "pad_columnwise", "twin")
 
     def __init__(self, inner: Quantizer, twin: Quantizer, note: Note) -> None:
         self.dtype = inner.dtype
+        self.pad_columnwise = inner.pad_columnwise
         self.inner = inner
         self.twin = twin
         self.note = note
@@ -194,16 +195,19 @@ def measure(
     if fp8_data is None or scale_inv is None or x.numel() == 0:
         return None
     largest, one, mask = _FORMATS[fp8_data.dtype]
+    cols = x.shape[1]  # a padded columnwise copy has more
     with torch.no_grad():
         magnitude = x.detach().float().abs()
         finite = torch.isfinite(magnitude)
         magnitude = magnitude.masked_fill(~finite, 0.0)
         inverse = _elementwise(fp8_data, scale_inv, quantizer, one)
+        if inverse.dim() == 2:
+            inverse = inverse[:, :cols]
         # Where an infinity made it infinite the scale is 1.
         inverse = inverse.masked_fill(torch.isinf(inverse), 1.0)
         saturated = magnitude > inverse * (largest * _ROUNDINGS)
         nonzero = magnitude > 0
-        underflowed = (fp8_data.view(torch.uint8) & mask == 0) & nonzero
+        underflowed = (fp8_data.view(torch.uint8)[:, :cols] & mask == 0) & nonzero
         # A block's scale is NaN where the block has one.
         usable = torch.isfinite(inverse)
         smallest = inverse.masked_fill(~usable, float("inf")).amin()

@@ -45,6 +45,7 @@ class FusedCast(Protocol):
         rowwise: bool,
         columnwise: bool,
         amax: torch.Tensor | None,
+        pad_columnwise: bool = False,
     ) -> FP8Output:
         """Returns the result ``[rows, cols]`` quantized with one scale.
 
@@ -53,6 +54,7 @@ class FusedCast(Protocol):
             dtype: FP8 dtype of the data.
             rowwise, columnwise: the copies to write; with neither the op only computes the amax.
             amax: fp32 ``[1]``, replaced by its maximum with the result's amax; None: not computed.
+            pad_columnwise: pad the columnwise copy with zeros to a multiple of 16 rows.
         """
 
 
@@ -61,11 +63,14 @@ class Quantizer:
 
     Attributes:
         dtype: element type of the FP8 data; ``torch.uint8`` for HiF8.
+        pad_columnwise: columnwise copies ``[cols, rows]`` are padded with zeros to a multiple of 16
+            rows, as weight gradients want them, which contract over the rows.
     """
 
     __slots__ = ("dtype",)
 
     dtype: torch.dtype
+    pad_columnwise = False
 
     def quantize(
         self,
@@ -198,7 +203,10 @@ class Quantizer:
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from a copy that it has."""
+        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from a copy that it has.
+
+        Rows of zeros follow where it has a padded columnwise copy only.
+        """
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)
         if quantized.columnwise is None:

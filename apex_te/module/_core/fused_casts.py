@@ -133,11 +133,13 @@ class NormForward(_FusedCast):
         rowwise: bool,
         columnwise: bool,
         amax: torch.Tensor | None,
+        pad_columnwise: bool = False,
     ) -> FP8Output:
         """Returns the FP8 copies of the normalised rows; see ``FusedCast.fp8``."""
         options: dict[str, Any] = {
             "rowwise": rowwise,
             "columnwise": columnwise,
+            "pad_columnwise": pad_columnwise,
             "amax": amax,
             "zero_centered_gamma": self.zero_centered_gamma,
             "residual": self.residual,
@@ -219,9 +221,15 @@ class ActivationForward(_FusedCast):
         rowwise: bool,
         columnwise: bool,
         amax: torch.Tensor | None,
+        pad_columnwise: bool = False,
     ) -> FP8Output:
         """Returns the FP8 copies of the activation; see ``FusedCast.fp8``."""
-        options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax}
+        options: dict[str, Any] = {
+            "rowwise": rowwise,
+            "columnwise": columnwise,
+            "pad_columnwise": pad_columnwise,
+            "amax": amax,
+        }
         if self.name in GATED:
             gate = GATED[self.name]
             return swiglu.swiglu_fwd_fp8(self.x, None, scale, dtype, activation=gate, **options)
@@ -267,9 +275,15 @@ class ActivationBackward(_FusedCast):
         rowwise: bool,
         columnwise: bool,
         amax: torch.Tensor | None,
+        pad_columnwise: bool = False,
     ) -> FP8Output:
         """Returns the FP8 copies of the gradient; see ``FusedCast.fp8``."""
-        options: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise, "amax": amax}
+        options: dict[str, Any] = {
+            "rowwise": rowwise,
+            "columnwise": columnwise,
+            "pad_columnwise": pad_columnwise,
+            "amax": amax,
+        }
         if self.name not in GATED and self.name != "gelu":
             kind = PLAIN[self.name]
             return activation.activation_bwd_fp8(self.dy, self.x, kind, scale, dtype, **options)

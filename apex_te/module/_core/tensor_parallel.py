@@ -189,7 +189,7 @@ class TensorParallel:
             local = shared.quantize(source, True, False)[0]
         else:
             local = shared.produce(source, True, False)
-        return self._gathering(local, True, False), local
+        return self._gathering(local, True, False, False), local
 
     def quantized_gradient(
         self,
@@ -215,14 +215,15 @@ class TensorParallel:
         shared = quantizer.shared(self.group)
         if shared is not None:
             local, grad_bias = shared.quantize(dy, True, False, need_bias)
-            return self._gathering(local, rowwise, columnwise), grad_bias
+            pad = quantizer.pad_columnwise
+            return self._gathering(local, rowwise, columnwise, pad), grad_bias
         gathered = self.gathered_rows(dy)
         quantized = quantizer.quantize(gathered.borrow(), rowwise, columnwise)[0]
         gathered.release()
         return quantized, dy.sum(0) if need_bias else None
 
     def _gathering(
-        self, local: QuantizedTensor, rowwise: bool, columnwise: bool
+        self, local: QuantizedTensor, rowwise: bool, columnwise: bool, pad_columnwise: bool
     ) -> QuantizedTensor | GatheredRows:
         """Begins to gather all ranks' rows of a matrix that was quantized with one scale.
 
@@ -230,14 +231,16 @@ class TensorParallel:
             local: the rowwise copy of this rank's rows; only its FP8 data travel, a byte for each
                 element.
             rowwise, columnwise: the copies that are wanted of the gathered matrix.
+            pad_columnwise: pad the columnwise copy for the weight gradient.
 
         Returns:
             The rows on their way, or in a graph of torch.compile the gathered matrix.
         """
         assert local.rowwise is not None
         gathered = GatheredRows(
-            self.gathered_rows(local.rowwise, columnwise), local, self.ranks, columnwise
-        )
+            self.gathered_rows(local.rowwise, columnwise), local, self.ranks, columnwise,
+            pad_columnwise,
+        )  # fmt: skip
         return gathered.arrived(rowwise) if torch.compiler.is_compiling() else gathered
 
 
@@ -249,20 +252,27 @@ class GatheredRows:
         local: the rowwise copy of this rank's rows.
         ranks: the number of ranks.
         columnwise: after the products of the rows the columnwise copy will be asked for.
+        pad_columnwise: pad that copy for the weight gradient.
 
     Attributes:
         rows: the number of rows of all ranks.
     """
 
-    __slots__ = ("_fp8_data", "_local", "_transposed", "rows")
+    __slots__ = ("_fp8_data", "_local", "_pad", "_transposed", "rows")
 
     def __init__(
-        self, fp8_data: Pending, local: QuantizedTensor, ranks: int, columnwise: bool
+        self,
+        fp8_data: Pending,
+        local: QuantizedTensor,
+        ranks: int,
+        columnwise: bool,
+        pad_columnwise: bool,
     ) -> None:
         assert local.rowwise is not None
         self._fp8_data = fp8_data
         self._local = local
         self._transposed = columnwise
+        self._pad = pad_columnwise
         self.rows = local.rowwise.shape[0] * ranks
 
     def multiplied(
@@ -294,7 +304,9 @@ class GatheredRows:
         local = self._local
         scale_inv = local.rowwise_scale_inv
         fp8_data = self._fp8_data.borrow()
-        columnwise = byte_transpose(fp8_data) if self._transposed else None
+        columnwise = None
+        if self._transposed:
+            columnwise = byte_transpose(fp8_data, pad_columnwise=self._pad)
         self._fp8_data.release()
         return QuantizedTensor(
             fp8_data if rowwise else None, scale_inv, columnwise, scale_inv, local.dtype

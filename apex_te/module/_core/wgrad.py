@@ -127,7 +127,9 @@ def _of_rows(
     if saves_values(plan):
         inp = quantizers.input.requantize(x, x_scale)
     else:
-        columnwise = byte_transpose(x) if rowwise else x
+        columnwise = x
+        if rowwise:
+            columnwise = byte_transpose(x, pad_columnwise=quantizers.input.pad_columnwise)
         inp = QuantizedTensor(None, None, columnwise, x_scale, quantizers.input.dtype)
     if options.accumulate is None:
         return quantizers.backend.wgrad(quantized, inp, plan.weight_dtype)
