@@ -10,13 +10,17 @@ import torch.nn.functional as F
 from ..runtime.former_names import former_fields
 from . import reference_codec
 from .argument_errors import checked
-from .fp8_output import check_fp8_dtype, check_out_dtype
+from .fp8_output import check_fp8_dtype, check_out_dtype, columnwise_length
 from .registration import bind
 
 _quantize = bind("block_quantize", "block_quantize")
 _dequantize = bind("block_quantize", "block_dequantize")
 
 _BLOCK = 128
+
+# cuBLASLt reads the scales of blocks of 1x128 in units of 16 bytes along the rows, and therefore
+# multiplies so many rows at a time.
+ROW_MULTIPLE = 4
 
 
 @former_fields(transposed="columnwise", transposed_scale_inv="columnwise_scale_inv")
@@ -26,7 +30,7 @@ class BlockQuantized(NamedTuple):
     Attributes:
         rowwise: FP8 [rows, cols].
         rowwise_scale_inv: float32 of shape ``scale_shape(rows, cols, block_rows)``.
-        columnwise: FP8 [cols, rows].
+        columnwise: FP8 [cols, rows], or padded as asked for.
         columnwise_scale_inv: float32 of shape ``scale_shape(cols, rows, block_rows)``.
     """
 
@@ -50,7 +54,7 @@ def scale_shape(rows: int, cols: int, block_rows: int) -> tuple[int, int]:
     """
     blocks = -(-cols // _BLOCK)
     if block_rows == 1:
-        return blocks, -(-rows // 4) * 4
+        return blocks, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     return -(-rows // _BLOCK), -(-blocks // 4) * 4
 
 
@@ -62,6 +66,7 @@ def block_quantize(
     block_rows: int = 1,
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     pow2: bool = True,
     eps: float = 0.0,
     amax: torch.Tensor | None = None,
@@ -75,12 +80,17 @@ def block_quantize(
     1x128 blocks the blocks of the columnwise copy are 128 elements of a column of x, with scales of
     their own; with 128x128 blocks the columnwise copy is the transposed rowwise copy.
 
+    A new rowwise copy in blocks of 1x128 is the beginning of a storage that holds its rows rounded
+    up to 4, those behind the last being zeros: ``block_scaled_gemm`` then needs no copy of it.
+
     Args:
         x: [rows, cols] float32, float16 or bfloat16; made contiguous if it is not.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         block_rows: 1 (blocks of 1x128) or 128 (128x128).
         rowwise: make [rows, cols] and its scale_inv.
         columnwise: make [cols, rows] and its scale_inv.
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row; its
+            scale_inv is the same.
         pow2: round scales down to powers of two.
         eps: smallest amax.
         amax: one float32 element, becomes max(amax, max |x| of the matrix); NaN counts as largest.
@@ -103,20 +113,33 @@ def block_quantize(
     elif not (rowwise or columnwise or amax is not None):
         raise ValueError("block_quantize: rowwise, columnwise or amax must be asked for")
     else:
-        rows, cols = x.shape
-
-        def pair(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-            return (
-                x.new_empty((rows, cols), dtype=fp8_dtype),
-                x.new_empty(scale_shape(rows, cols, block_rows), dtype=torch.float32),
-            )
-
-        out = BlockQuantized(
-            *(pair(rows, cols) if rowwise else (None, None)),
-            *(pair(cols, rows) if columnwise else (None, None)),
-        )
+        out = _allocate(x, fp8_dtype, block_rows, rowwise, columnwise, pad_columnwise)
     _quantize(x.contiguous(), *out, amax, block_rows, eps, pow2)
+    if out.rowwise is not None and out.rowwise.shape[0] != x.shape[0]:
+        out = out._replace(rowwise=out.rowwise[: x.shape[0]])
     return out
+
+
+def _allocate(
+    x: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    block_rows: int,
+    rowwise: bool,
+    columnwise: bool,
+    pad_columnwise: bool,
+) -> BlockQuantized:
+    """Returns uninitialised outputs, of which the rowwise copy has the rows that products read."""
+    rows, cols = x.shape
+    row_data = row_scales = column_data = column_scales = None
+    if rowwise:
+        stored = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE if block_rows == 1 else rows
+        row_data = x.new_empty((stored, cols), dtype=fp8_dtype)
+        row_scales = x.new_empty(scale_shape(rows, cols, block_rows), dtype=torch.float32)
+    if columnwise:
+        length = columnwise_length(rows, pad_columnwise)
+        column_data = x.new_empty((cols, length), dtype=fp8_dtype)
+        column_scales = x.new_empty(scale_shape(cols, rows, block_rows), dtype=torch.float32)
+    return BlockQuantized(row_data, row_scales, column_data, column_scales)
 
 
 @checked

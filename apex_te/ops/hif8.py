@@ -32,7 +32,7 @@ class HiF8Output(NamedTuple):
 
     Attributes:
         rowwise: uint8 [rows, cols].
-        columnwise: uint8 [cols, rows].
+        columnwise: uint8 [cols, rows], or padded as asked for.
         scale: one float32 element, the scale that was used.
         scale_inv: one float32 element, 1 / scale.
         amax: one float32 element, the amax given to ``quantize``, if any, or used by
@@ -107,6 +107,7 @@ def quantize(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     amax: torch.Tensor | None = None,
     saturate: bool = True,
     out_rowwise: torch.Tensor | None = None,
@@ -119,11 +120,12 @@ def quantize(
         scale: one float32 element on x's device.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
         amax: one float32 element, becomes max(amax, max |x|), before scaling; NaN counts as
             largest.
         saturate: as in ``encode``.
         out_rowwise: [rows, cols] to write instead of a new tensor.
-        out_columnwise: [cols, rows] to write instead of a new tensor.
+        out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -132,7 +134,14 @@ def quantize(
     x = fp8_output.contiguous_matrix("hif8_quantize", x)
     given = [t for t in (out_rowwise, out_columnwise, amax) if t is not None]
     row, col = fp8_output.outputs(
-        "hif8_quantize", x, torch.uint8, rowwise, columnwise, out_rowwise, out_columnwise
+        "hif8_quantize",
+        x,
+        torch.uint8,
+        rowwise,
+        columnwise,
+        out_rowwise,
+        out_columnwise,
+        pad_columnwise,
     )
     (scale_inv,) = fp8_output.float_scalars(x, 1)
     _quantize(x, scale, row, col, amax, scale_inv, saturate)
@@ -147,6 +156,7 @@ def quantize_current(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     eps: float = 0.0,
     pow2: bool = False,
     amax: torch.Tensor | None = None,
@@ -166,12 +176,13 @@ def quantize_current(
             gradients.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row.
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|, which saves one launch.
         saturate: as in ``encode``.
         out_rowwise: [rows, cols] to write instead of a new tensor.
-        out_columnwise: [cols, rows] to write instead of a new tensor.
+        out_columnwise: [cols, rows], padded or not, to write instead of a new tensor.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -181,7 +192,14 @@ def quantize_current(
     x = fp8_output.contiguous_matrix("hif8_current", x)
     given = [t for t in (out_rowwise, out_columnwise) if t is not None]
     row, col = fp8_output.outputs(
-        "hif8_current", x, torch.uint8, rowwise, columnwise, out_rowwise, out_columnwise
+        "hif8_current",
+        x,
+        torch.uint8,
+        rowwise,
+        columnwise,
+        out_rowwise,
+        out_columnwise,
+        pad_columnwise,
     )
     if amax is None:
         amax, scale, scale_inv = fp8_output.float_scalars(x, 3)

@@ -11,7 +11,7 @@ from .. import runtime
 from ..runtime.former_names import former_fields
 from . import reference_codec
 from .argument_errors import checked
-from .fp8_output import check_fp8_dtype, check_out_dtype
+from .fp8_output import check_fp8_dtype, check_out_dtype, columnwise_length
 from .registration import bind
 
 _lib = runtime.ops("mx_quantize")
@@ -26,7 +26,7 @@ class MXQuantized(NamedTuple):
     Attributes:
         rowwise: FP8 [rows, cols].
         rowwise_scale: float8_e8m0fnu [rows, ceil(cols / 32)].
-        columnwise: FP8 [cols, rows].
+        columnwise: FP8 [cols, rows], or padded as asked for.
         columnwise_scale: float8_e8m0fnu [cols, ceil(rows / 32)].
     """
 
@@ -43,6 +43,7 @@ def mx_quantize(
     *,
     rowwise: bool = True,
     columnwise: bool = True,
+    pad_columnwise: bool = False,
     rounding: str = "up",
     out: MXQuantized | None = None,
 ) -> MXQuantized:
@@ -61,6 +62,8 @@ def mx_quantize(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols], blocks along cols, and its scales.
         columnwise: make [cols, rows], blocks along rows of x, and its scales.
+        pad_columnwise: make [cols, rows rounded up to 16], with zeros behind the last row; its
+            scales are the same.
         rounding: "up" or "floor".
         out: result of an earlier call to write instead of new tensors; the copies that it has are
             made, whatever ``rowwise`` and ``columnwise`` say.
@@ -89,15 +92,16 @@ def mx_quantize(
         # Ops of a compiled region see scales as bytes: inductor knows no float8_e8m0fnu.
         scale_dtype = torch.uint8 if torch.compiler.is_compiling() else _SCALE_DTYPE
 
-        def pair(rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def pair(rows: int, cols: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
             return (
-                x.new_empty((rows, cols), dtype=fp8_dtype),
+                x.new_empty((rows, length), dtype=fp8_dtype),
                 x.new_empty((rows, -(-cols // _BLOCK)), dtype=scale_dtype),
             )
 
+        length = columnwise_length(rows, pad_columnwise)
         out = MXQuantized(
-            *(pair(rows, cols) if rowwise else (None, None)),
-            *(pair(cols, rows) if columnwise else (None, None)),
+            *(pair(rows, cols, cols) if rowwise else (None, None)),
+            *(pair(cols, rows, length) if columnwise else (None, None)),
         )
     x, use_floor = x.contiguous(), rounding == "floor"
     if not torch.compiler.is_compiling():

@@ -5,9 +5,14 @@
 // transposed: with 1 x 128 blocks it has its own scales, over 128 rows of x; with 128 x 128 blocks
 // it is the rowwise copy transposed. Scales lie as common/numerics/block_scale.h has it; a block
 // beyond the matrix counts as one of zeros: its scale_inv is 1.
+//
+// The columnwise copy may be padded (common/numerics/columnwise.h). The rowwise copy of 1 x 128
+// blocks may have as many rows as its scales, a multiple of 4, of which those beyond the matrix
+// become zeros: cuBLASLt multiplies that many.
 #pragma once
 
 #include "common/numerics/block_scale.h"
+#include "common/numerics/columnwise.h"
 #include "common/numerics/scaling.h"
 
 APEX_TE_FUNCTION(block_quantize,
@@ -28,10 +33,21 @@ struct BlockQuantize {
   int64_t rows, cols;
   DType fp8;  // kOther when only amax is wanted
   uint8_t *rowwise, *columnwise;
+  int64_t rowwise_rows, columnwise_ld;  // rows of rowwise, row length of columnwise
   float *rowwise_scale_inv, *columnwise_scale_inv, *amax;
   int64_t block_rows;
   ScaleRule rule;
 };
+
+// Checks the rowwise copy and returns how many rows it has.
+inline int64_t check_rowwise(const TensorView& rowwise, int64_t rows, int64_t cols,
+                             int64_t block_rows) {
+  const bool is_padded =
+      block_rows == 1 && rowwise.ndim() == 2 && rowwise.size(0) == padded_to_4(rows);
+  if (is_padded) rows = padded_to_4(rows);
+  rowwise.has_shape({rows, cols}).is_dense();
+  return rows;
+}
 
 inline BlockQuantize check_block_quantize(Args& args) {
   BlockQuantize p;
@@ -52,12 +68,15 @@ inline BlockQuantize check_block_quantize(Args& args) {
   if (!rowwise != !rowwise_scales || !columnwise != !transposed_scales)
     fail(kApexTeValueError, "%s: each of rowwise and columnwise must be given with its scale_inv",
          args.name());
+  p.rowwise_rows = p.columnwise_ld = p.rows;
   if (rowwise) {
-    rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.rows, p.cols}).is_dense();
+    rowwise.has_dtype({DType::kE4M3, DType::kE5M2});
+    p.rowwise_rows = check_rowwise(rowwise, p.rows, p.cols, p.block_rows);
     check_block_scales(rowwise_scales, p.rows, p.cols, p.block_rows);
   }
   if (columnwise) {
-    columnwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
+    columnwise.has_dtype({DType::kE4M3, DType::kE5M2});
+    p.columnwise_ld = check_columnwise(columnwise, p.cols, p.rows);
     check_block_scales(transposed_scales, p.cols, p.rows, p.block_rows);
   }
   if (rowwise && columnwise) columnwise.has_dtype({p.fp8});

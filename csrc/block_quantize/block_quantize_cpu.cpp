@@ -35,8 +35,8 @@ int64_t col_tiles_of(const BlockQuantize& p) { return (p.cols + kTileCols - 1) /
 // Destinations of the FP8 data of the tile's columns from c0 on.
 PanelCodes codes_of(const BlockQuantize& p, const Tile& t, int64_t c0) {
   return {p.rowwise ? p.rowwise + t.row0 * p.cols + t.col0 + c0 : nullptr, p.cols,
-          p.columnwise ? p.columnwise + (t.col0 + c0) * p.rows + t.row0 : nullptr, p.rows,
-          p.rows * p.cols >= kStreamedBytes};
+          p.columnwise ? p.columnwise + (t.col0 + c0) * p.columnwise_ld + t.row0 : nullptr,
+          p.columnwise_ld, p.rows * p.cols >= kStreamedBytes};
 }
 
 // scales[i] of amaxes[i] and scale_inv[i].
@@ -152,7 +152,7 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Encoder<T
   for (int64_t r = 0; r < t.rows; ++r) {
     if (p.columnwise && !streamed)
       for (int64_t c = r; c < t.cols; c += kBlock)
-        prefetch_row(p.columnwise + (t.col0 + c) * p.rows + t.row0, t.rows);
+        prefetch_row(p.columnwise + (t.col0 + c) * p.columnwise_ld + t.row0, t.rows);
     uint8_t* row = codes + r * kTileCols;
     encoder.blocks(t.row<T>(p, r), t.cols, scales, {amax < kBoundBits, p.rule.pow2}, row);
     if (!p.rowwise) continue;
@@ -163,8 +163,8 @@ APEX_TE_INLINE uint32_t quantize_128x128(const BlockQuantize& p, const Encoder<T
       std::copy_n(row, t.cols, out);
   }
   if (p.columnwise)
-    transpose_bytes(codes, kTileCols, t.rows, t.cols, p.columnwise + t.col0 * p.rows + t.row0,
-                    p.rows, streamed);
+    transpose_bytes(codes, kTileCols, t.rows, t.cols,
+                    p.columnwise + t.col0 * p.columnwise_ld + t.row0, p.columnwise_ld, streamed);
   if (streamed) finish_stream();
   return amax;
 }
@@ -214,6 +214,8 @@ void quantize_all(const BlockQuantize& p) {
   parallel_for(row_blocks * strips, [&](int64_t i) {
     fold_amax(amax, quantize(p, encoder, i / strips, i % strips * kStripTiles));
   });
+  if (p.columnwise) zero_padding(p.columnwise, p.cols, p.rows, p.columnwise_ld);
+  if (p.rowwise) std::fill_n(p.rowwise + p.rows * p.cols, (p.rowwise_rows - p.rows) * p.cols, 0);
   if (p.block_rows == 1) {
     fill_padding(p.rowwise_scale_inv, col_blocks, p.rows);
     fill_padding(p.columnwise_scale_inv, row_blocks, p.cols);

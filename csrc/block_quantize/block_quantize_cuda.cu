@@ -30,6 +30,7 @@ struct Params {
   const void* x;
   int64_t rows, cols;
   uint8_t *rowwise, *columnwise;
+  int64_t rowwise_rows, columnwise_ld;
   float *rowwise_scale_inv, *columnwise_scale_inv, *amax;
   ScaleRule rule;
 };
@@ -52,18 +53,20 @@ __device__ __forceinline__ void load_tile(const Params& p, const Tile::Place& at
 template <bool kAligned>
 __device__ __forceinline__ void store_tile_rows(const Params& p, const Tile::Place& at,
                                                 bool is_whole, const uint2* codes) {
-  is_whole ? Tile::store_rows_whole(p.rowwise, p.cols, at, codes)
-           : Tile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
+  if (is_whole) return Tile::store_rows_whole(p.rowwise, p.cols, at, codes);
+  Tile::Place stored = at;
+  stored.rows = p.rowwise_rows;  // the matrix has zeros beyond its own
+  Tile::store_rows<kAligned>(p.rowwise, p.cols, stored, codes);
 }
 template <bool kAligned>
 __device__ __forceinline__ void store_tile_columns(const Params& p, const Tile::Place& at,
                                                    bool is_whole, const uint2* tile) {
-  is_whole ? Tile::store_columns_whole(p.columnwise, p.rows, at, tile)
-           : Tile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
+  is_whole ? Tile::store_columns_whole(p.columnwise, p.columnwise_ld, at, tile)
+           : Tile::store_columns<kAligned>(p.columnwise, p.columnwise_ld, at, tile);
 }
 
-// kAligned: x, the outputs and both extents allow vector accesses without a bounds check inside a
-// vector. Otherwise every access is checked and done by element.
+// kAligned: x, the outputs and their row lengths allow vector accesses without a bounds check
+// inside a vector. Otherwise every access is checked and done by element.
 template <typename T, typename Format, bool kAligned>
 __global__ void __launch_bounds__(kThreads, kBlocks1x128<T>) block_1x128_kernel(const Params p) {
   using M = Magnitude<T>;
@@ -203,7 +206,7 @@ template <typename T, typename Format>
 void launch(const BlockQuantize& c, const Params& p, cudaStream_t stream) {
   if (c.rows == 0 || c.cols == 0) return;
   const bool aligned =
-      is_aligned(p.x, 16) && fp8_tile_aligned(c.rows, c.cols, p.rowwise, p.columnwise);
+      is_aligned(p.x, 16) && fp8_tile_aligned(c.columnwise_ld, c.cols, p.rowwise, p.columnwise);
   const auto kernel =
       c.block_rows == 1
           ? (aligned ? block_1x128_kernel<T, Format, true> : block_1x128_kernel<T, Format, false>)
@@ -225,9 +228,9 @@ APEX_TE_DEFINE(block_quantize) {
   using namespace apex_te;
   const BlockQuantize c = check_block_quantize(args);
   const DeviceGuard guard(args.device_id());
-  const Params p{
-      c.x.data<void>(),       c.rows, c.cols, c.rowwise, c.columnwise, c.rowwise_scale_inv,
-      c.columnwise_scale_inv, c.amax, c.rule};
+  const Params p{c.x.data<void>(),       c.rows,         c.cols,          c.rowwise,
+                 c.columnwise,           c.rowwise_rows, c.columnwise_ld, c.rowwise_scale_inv,
+                 c.columnwise_scale_inv, c.amax,         c.rule};
   const auto stream = static_cast<cudaStream_t>(args.stream());
   with_dtype(c.x.dtype(), [&](auto zero) { launch_format<decltype(zero)>(c, p, stream); });
 }

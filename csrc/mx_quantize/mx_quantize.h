@@ -3,11 +3,12 @@
 // A block's scale code e stands for 2^(e - 127), 0xFF for NaN; q = satcast_rne(float(x) *
 // 2^(127 - e)). Scales lie plainly: of codes [rows, cols] with blocks along cols,
 // [rows, ceil(cols / 32)]. The columnwise copy is the quantization of x transposed, from high
-// precision: codes [cols, rows], scales [cols, ceil(rows / 32)]. A last block may be short.
+// precision: codes [cols, rows], which may be padded (common/numerics/columnwise.h), scales
+// [cols, ceil(rows / 32)]. A last block may be short.
 #pragma once
 
-#include "common/abi/op.h"
 #include "common/numerics/codec.h"
+#include "common/numerics/columnwise.h"
 
 APEX_TE_FUNCTION(mx_quantize,
                  "x: Tensor, rowwise: Tensor!?, rowwise_scale: Tensor!?, columnwise: Tensor!?, "
@@ -54,6 +55,7 @@ struct MxQuantize {
   int64_t rows, cols;
   DType fp8;
   uint8_t *rowwise, *rowwise_scale, *columnwise, *columnwise_scale;
+  int64_t columnwise_ld;  // row length of columnwise
   bool use_floor;
 };
 
@@ -76,12 +78,14 @@ inline MxQuantize check_mx_quantize(Args& args) {
     fail(kApexTeValueError, "%s: each of rowwise and columnwise must be given with its scale",
          args.name());
   p.fp8 = rowwise ? rowwise.dtype() : columnwise ? columnwise.dtype() : DType::kOther;
+  p.columnwise_ld = p.rows;
   if (rowwise) {
     rowwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.rows, p.cols}).is_dense();
     check_mx_scale(rowwise_scale, p.rows, p.cols);
   }
   if (columnwise) {
-    columnwise.has_dtype({DType::kE4M3, DType::kE5M2}).has_shape({p.cols, p.rows}).is_dense();
+    columnwise.has_dtype({DType::kE4M3, DType::kE5M2});
+    p.columnwise_ld = check_columnwise(columnwise, p.cols, p.rows);
     check_mx_scale(columnwise_scale, p.cols, p.rows);
   }
   if (rowwise && columnwise) columnwise.has_dtype({p.fp8});

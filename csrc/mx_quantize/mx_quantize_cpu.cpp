@@ -131,9 +131,10 @@ APEX_TE_INLINE void quantize_tile(const MxQuantize& p, const Encoder<T>& encoder
       else
         for (int64_t c = 0; c < panel; ++c) memcpy(scale + c * ld, lines[c], mx_blocks(rows));
     }
-    const PanelCodes out = {p.rowwise ? p.rowwise + row0 * p.cols + col0 + c0 : nullptr, p.cols,
-                            p.columnwise ? p.columnwise + (col0 + c0) * p.rows + row0 : nullptr,
-                            p.rows, streamed};
+    const PanelCodes out = {
+        p.rowwise ? p.rowwise + row0 * p.cols + col0 + c0 : nullptr, p.cols,
+        p.columnwise ? p.columnwise + (col0 + c0) * p.columnwise_ld + row0 : nullptr,
+        p.columnwise_ld, streamed};
     encoder.panel(panels + c0 * kTileRows, rows, panel, multipliers + c0 / kMxBlock, kColBlocks,
                   column_multipliers, kMxBlock, {range.is_bounded(), true, range.is_regular()}, out,
                   is_last ? nullptr : x + kTileCols + c0, p.cols);
@@ -169,6 +170,7 @@ void quantize_all(const MxQuantize& p) {
   parallel_for((p.rows + kTileRows - 1) / kTileRows * strips, [&](int64_t i) {
     quantize(p, encoder, i / strips * kTileRows, i % strips * kStripCols);
   });
+  if (p.columnwise) zero_padding(p.columnwise, p.cols, p.rows, p.columnwise_ld);
 }
 
 template <typename T>

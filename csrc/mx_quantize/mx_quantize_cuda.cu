@@ -28,8 +28,9 @@ struct Params {
   const void* x;
   int64_t rows, cols;
   uint8_t *rowwise, *rowwise_scale, *columnwise, *columnwise_scale;
+  int64_t columnwise_ld;
   bool use_floor;
-  bool in_tiles;  // scales leave by store_scale_groups
+  bool in_tiles;  // scales of whole tiles leave by store_scale_groups
 };
 
 // Scale codes of the 8 rows (columns) of a patch from its magnitudes and those of the 3 lanes at
@@ -75,14 +76,14 @@ __device__ __forceinline__ void store_scales(uint8_t* out, int64_t num_blocks, i
 // Scales that a warp stores as whole 32 bytes of L2 cache: the codes of 8 lines, [kBlocks][8], at
 // the tile's turn of the memory of these 8 lines, where order_scales_kernel will order them.
 constexpr int kGroupLines = 8, kGroupBytes = kGroupLines * kBlocks;
-__device__ __forceinline__ void store_scale_groups(uint8_t* out, int64_t cols, int64_t line,
+__device__ __forceinline__ void store_scale_groups(uint8_t* out, int64_t num_blocks, int64_t line,
                                                    int64_t col, const uint8_t* tile) {
   const int group = threadIdx.x % 32 / 2, half = threadIdx.x % 2;
   const uint8_t* from = tile + 2 * half * kTileSide + group * kGroupLines;
   const uint2 low = *reinterpret_cast<const uint2*>(from);
   const uint2 high = *reinterpret_cast<const uint2*>(from + kTileSide);
-  uint8_t* to = out + (line + group * kGroupLines) * (cols / kMxBlock) +
-                col / kTileSide * kGroupBytes + half * 16;
+  uint8_t* to =
+      out + (line + group * kGroupLines) * num_blocks + col / kTileSide * kGroupBytes + half * 16;
   *reinterpret_cast<uint4*>(to) = make_uint4(low.x, low.y, high.x, high.y);
 }
 
@@ -131,20 +132,25 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSM<T>) mx_quantize_kernel(
     Tile::stage_columns(codes, tile, lane, group);
   }
   __syncthreads();
-  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.rows, at, tile);
+  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.columnwise_ld, at, tile);
   const int i = threadIdx.x % kTileSide;
-  if (p.in_tiles) {
-    if (threadIdx.x < 32 && p.rowwise)
-      store_scale_groups(p.rowwise_scale, p.cols, at.row0, at.col0, scales[0]);
-    else if (threadIdx.x >= 32 && threadIdx.x < 64 && p.columnwise)
-      store_scale_groups(p.columnwise_scale, p.rows, at.col0, at.row0, scales[1]);
-  } else if (threadIdx.x < kTileSide) {
-    if (p.rowwise && at.row0 + i < p.rows)
-      store_scales(p.rowwise_scale, (p.cols + kMxBlock - 1) / kMxBlock, at.row0 + i,
-                   at.col0 / kMxBlock, &scales[0][i]);
-  } else if (p.columnwise && at.col0 + i < p.cols) {
-    store_scales(p.columnwise_scale, (p.rows + kMxBlock - 1) / kMxBlock, at.col0 + i,
-                 at.row0 / kMxBlock, &scales[1][i]);
+  const int64_t row_blocks = (p.cols + kMxBlock - 1) / kMxBlock;
+  const int64_t col_blocks = (p.rows + kMxBlock - 1) / kMxBlock;
+  // A last tile with fewer rows has no groups of 8 rows, but all of its columns.
+  if (p.in_tiles && threadIdx.x < 64) {
+    if (threadIdx.x >= 32) {
+      if (p.columnwise)
+        store_scale_groups(p.columnwise_scale, col_blocks, at.col0, at.row0, scales[1]);
+    } else if (p.rowwise && at.row0 + kTileSide <= p.rows) {
+      store_scale_groups(p.rowwise_scale, row_blocks, at.row0, at.col0, scales[0]);
+    }
+  }
+  if (threadIdx.x < kTileSide) {
+    const bool in_groups = p.in_tiles && at.row0 + kTileSide <= p.rows;
+    if (p.rowwise && !in_groups && at.row0 + i < p.rows)
+      store_scales(p.rowwise_scale, row_blocks, at.row0 + i, at.col0 / kMxBlock, &scales[0][i]);
+  } else if (p.columnwise && !p.in_tiles && at.col0 + i < p.cols) {
+    store_scales(p.columnwise_scale, col_blocks, at.col0 + i, at.row0 / kMxBlock, &scales[1][i]);
   }
 }
 
@@ -190,20 +196,21 @@ __global__ void __launch_bounds__(kOrderThreads) order_scales_kernel(const Order
   }
 }
 
-// Scales had better go to their lines at once in small matrices and where they are not whole 16
-// bytes of whole tiles.
+// Scales had better go to their lines at once in small matrices and where these are not whole 16
+// bytes of tiles; the last block of a column may be short.
 inline bool orders_scales(const Params& p) {
-  constexpr int64_t kFewTiles = 2048, kSide = 4 * kTileSide, kMostCols = 1 << 18;
-  return p.rows % kSide == 0 && p.cols % kSide == 0 && p.rows <= kMostCols && p.cols <= kMostCols &&
-         is_aligned(p.rowwise_scale, 16) && is_aligned(p.columnwise_scale, 16) &&
-         p.rows / kTileSide * (p.cols / kTileSide) >= kFewTiles;
+  constexpr int64_t kFewTiles = 2048, kMostCols = 1 << 18;
+  const int64_t row_tiles = mx_blocks(p.rows) / kBlocks, col_tiles = p.cols / kTileSide;
+  return mx_blocks(p.rows) % 16 == 0 && p.cols % (16 * kMxBlock) == 0 && p.rows <= kMostCols &&
+         p.cols <= kMostCols && is_aligned(p.rowwise_scale, 16) &&
+         is_aligned(p.columnwise_scale, 16) && row_tiles * col_tiles >= kFewTiles;
 }
 void launch_order(const Params& p, cudaStream_t stream) {
   Order order = {};
   int bytes = 0;
-  const auto add = [&](int k, uint8_t* scales, int64_t lines, int64_t cols) {
+  const auto add = [&](int k, uint8_t* scales, int64_t lines, int64_t num_blocks) {
     if (!scales) return;
-    const int tiles = static_cast<int>(cols / kTileSide), group = tiles * kGroupBytes;
+    const int tiles = static_cast<int>(num_blocks / kBlocks), group = tiles * kGroupBytes;
     order.scales[k] = scales;
     order.tiles[k] = tiles;
     order.groups[k] = group < kOrderBytes ? kOrderBytes / group : 1;
@@ -211,8 +218,8 @@ void launch_order(const Params& p, cudaStream_t stream) {
     order.blocks[k] = (order.all_groups[k] + order.groups[k] - 1) / order.groups[k];
     bytes = max(bytes, order.groups[k] * tiles * (kGroupBytes + 4));
   };
-  add(0, p.rowwise ? p.rowwise_scale : nullptr, p.rows, p.cols);
-  add(1, p.columnwise ? p.columnwise_scale : nullptr, p.cols, p.rows);
+  add(0, p.rowwise ? p.rowwise_scale : nullptr, p.rows / kTileSide * kTileSide, mx_blocks(p.cols));
+  add(1, p.columnwise ? p.columnwise_scale : nullptr, p.cols, mx_blocks(p.rows));
   check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(order_scales_kernel),
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "cudaFuncSetAttribute");
@@ -225,7 +232,7 @@ void launch(Params p, cudaStream_t stream) {
   if (p.rows == 0 || p.cols == 0) return;
   p.in_tiles = orders_scales(p);
   const bool aligned =
-      is_aligned(p.x, 16) && fp8_tile_aligned(p.rows, p.cols, p.rowwise, p.columnwise);
+      is_aligned(p.x, 16) && fp8_tile_aligned(p.columnwise_ld, p.cols, p.rowwise, p.columnwise);
   const auto kernel =
       aligned ? mx_quantize_kernel<T, Format, true> : mx_quantize_kernel<T, Format, false>;
   kernel<<<Tile::grid(p.rows, p.cols, "mx_quantize"), kThreads, 0, stream>>>(p);
@@ -255,8 +262,9 @@ APEX_TE_DEFINE(mx_quantize) {
   const MxQuantize c = check_mx_quantize(args);
   if (c.fp8 == DType::kOther) return;
   const DeviceGuard guard(args.device_id());
-  const Params p{c.x.data<void>(),   c.rows,      c.cols, c.rowwise, c.rowwise_scale, c.columnwise,
-                 c.columnwise_scale, c.use_floor, false};
+  const Params p{
+      c.x.data<void>(),   c.rows,          c.cols,      c.rowwise, c.rowwise_scale, c.columnwise,
+      c.columnwise_scale, c.columnwise_ld, c.use_floor, false};
   const auto stream = static_cast<cudaStream_t>(args.stream());
   with_dtype(c.x.dtype(), [&](auto zero) { launch_format<decltype(zero)>(c.fp8, p, stream); });
 }

@@ -1,0 +1,200 @@
+"""Padded copies of the block, MX and HiF8 casts: the unpadded reference, and zeros behind it."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import (
+    DTYPES,
+    assert_portable_gives_same_bits,
+    assert_runs_in_graph_and_on_stream,
+    assert_same_bits,
+    codes,
+    needs_cuda,
+)
+
+from apex_te.ops import block_quantize as blocks
+from apex_te.ops import fp8_output, hif8
+from apex_te.ops import mx_quantize as mx
+from apex_te.ops.block_quantize import block_quantize
+from apex_te.ops.mx_quantize import mx_quantize
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+ROWS = [1, 15, 16, 17, 33, 129, 254, 255, 257]
+NAN, INF = float("nan"), float("inf")
+
+
+def _hif8(x, **options):
+    return hif8.quantize_current(x, **options)
+
+
+def _hif8_given(x, **options):
+    return hif8.quantize(x, torch.full((1,), 3.7, device=x.device), **options)
+
+
+def _hif8_reference(x):
+    return hif8.reference_quantize(x, torch.full((1,), 3.7))
+
+
+CASTS = {
+    "block 1x128": (block_quantize, blocks.reference, {"fp8_dtype": E4M3, "block_rows": 1}),
+    "block 128x128": (block_quantize, blocks.reference, {"fp8_dtype": E5M2, "block_rows": 128}),
+    "block of any scale": (block_quantize, blocks.reference, {"fp8_dtype": E4M3, "pow2": False}),
+    "mx": (mx_quantize, mx.reference, {"fp8_dtype": E4M3}),
+    "mx floor": (mx_quantize, mx.reference, {"fp8_dtype": E5M2, "rounding": "floor"}),
+    "hif8": (_hif8, hif8.reference_quantize_current, {}),
+    "hif8 of a scale": (_hif8_given, _hif8_reference, {}),
+}  # fmt: skip
+
+
+def expected_of(reference, x, options):
+    """The tensors of the unpadded reference by name, the columnwise copy followed by zeros."""
+    made = reference(x, **options)._asdict()
+    made.pop("amax", None)
+    column = made["columnwise"]
+    made["columnwise"] = F.pad(codes(column), (0, -x.shape[0] % 16)).view(column.dtype)
+    return made
+
+
+def assert_is(actual, expected, without=()):
+    for name, tensor in expected.items():
+        if any(name.startswith(layout) for layout in without):
+            assert getattr(actual, name) is None
+        else:
+            assert getattr(actual, name).shape == tensor.shape
+            assert_same_bits(getattr(actual, name), tensor)
+
+
+@pytest.mark.parametrize("cols", [8, 131, 264])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("cast", CASTS)
+def test_padding_is_zeros_and_the_rest_unchanged(device, poison, cast, rows, cols):
+    run, reference, options = CASTS[cast]
+    x = (torch.randn(rows, cols) * 30).to(DTYPES[rows % 3])
+    expected = expected_of(reference, x, options)
+    x = x.to(device)
+    assert_is(run(x, pad_columnwise=True, **options), expected)
+    column = run(x, rowwise=False, pad_columnwise=True, **options)
+    assert_is(column, expected, ["rowwise"])
+    row = run(x, columnwise=False, pad_columnwise=True, **options)
+    assert_is(row, expected, ["columnwise"])
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -1e30])
+@pytest.mark.parametrize("rows", [17, 129, 250])
+@pytest.mark.parametrize("cast", CASTS)
+def test_padding_is_zeros_beside_any_value(device, poison, cast, rows, value):
+    run, reference, options = CASTS[cast]
+    x = torch.randn(rows, 72)
+    x[-1, 5] = x[0, 70] = value
+    expected = expected_of(reference, x, options)
+    assert_is(run(x.to(device), pad_columnwise=True, **options), expected)
+
+
+@pytest.mark.parametrize("scale", [NAN, INF, 0.0])
+def test_padding_is_zeros_at_any_scale(device, poison, scale):
+    x = torch.randn(250, 136, device=device)
+    out = hif8.quantize(x, torch.full((1,), scale, device=device), pad_columnwise=True)
+    assert not out.columnwise[:, 250:].any()
+
+
+@pytest.mark.parametrize("cast", CASTS)
+def test_misaligned_matrices(device, poison, cast):
+    run, reference, options = CASTS[cast]
+    flat = torch.randn(1 + 130 * 136).bfloat16()
+    expected = expected_of(reference, flat[1:].view(130, 136), options)
+    out = run(flat.to(device)[1:].view(130, 136), pad_columnwise=True, **options)
+    assert_is(out, expected)
+
+
+@pytest.mark.parametrize("cast", ["block 1x128", "block 128x128", "mx"])
+def test_given_outputs_may_be_padded(device, cast):
+    run, _, options = CASTS[cast]
+    x = torch.randn(130, 136, device=device)
+    out = run(x, pad_columnwise=True, **options)
+    for tensor in out:
+        tensor.view(torch.uint8).fill_(0x55)
+    again = run(x, out=out, **options)
+    assert again.columnwise is out.columnwise
+    assert_same_bits(out, run(x, pad_columnwise=True, **options))
+    wrong = out._replace(columnwise=out.columnwise[:, :140].contiguous())
+    with pytest.raises(ValueError, match=r"columnwise must have shape \[136, 130\]"):
+        run(x, out=wrong, **options)
+
+
+def test_given_outputs_of_hif8_may_be_padded(device):
+    x = torch.randn(130, 136, device=device)
+    out = torch.full((136, 144), 0x55, dtype=torch.uint8, device=device)
+    assert hif8.quantize_current(x, out_columnwise=out).columnwise is out
+    assert_same_bits([out], [hif8.quantize_current(x, pad_columnwise=True).columnwise])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 126, 127, 129, 254])
+def test_rows_behind_a_rowwise_copy_of_1x128_blocks_are_zeros(device, poison, rows):
+    for cols in (256, 131):
+        out = block_quantize(torch.randn(rows, cols, device=device), E4M3)
+        stored = -(-rows // 4) * 4
+        assert out.rowwise.shape == (rows, cols)
+        assert out.rowwise.untyped_storage().nbytes() == stored * cols
+        behind = codes(out.rowwise).as_strided((stored - rows, cols), (cols, 1), rows * cols)
+        assert not behind.any()
+
+
+def test_compile(device):
+    for run, _, options in CASTS.values():
+        x = torch.randn(50, 136, device=device)
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def compiled(x, run=run, options=options):
+            return run(x, pad_columnwise=True, **options).columnwise
+
+        assert_same_bits([compiled(x)], [run(x, pad_columnwise=True, **options).columnwise])
+        assert compiled(x).shape == (136, fp8_output.columnwise_length(50, True))
+
+
+def test_portable_gives_same_bits():
+    assert_portable_gives_same_bits(
+        """
+import torch
+from apex_te.ops.block_quantize import block_quantize
+from apex_te.ops.hif8 import quantize_current
+from apex_te.ops.mx_quantize import mx_quantize
+def run():
+    for rows in (1, 17, 250):
+        x = torch.randn(rows, 136).bfloat16()
+        for block_rows in (1, 128):
+            options = {"block_rows": block_rows, "pad_columnwise": True}
+            yield from block_quantize(x, torch.float8_e4m3fn, **options)
+        yield from mx_quantize(x, pad_columnwise=True)
+        yield quantize_current(x, pad_columnwise=True).columnwise
+"""
+    )
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize("cast", CASTS)
+def test_graph_and_stream(cast):
+    run, _, options = CASTS[cast]
+    x = torch.randn(510, 520, device="cuda").bfloat16()
+    assert_runs_in_graph_and_on_stream(
+        lambda x: [t for t in run(x, pad_columnwise=True, **options) if t is not None], [x]
+    )
+
+
+@pytest.mark.cuda
+@needs_cuda
+@pytest.mark.parametrize(
+    "shape", [(16383, 2048), (16370, 2048), (8190, 3584), (4095, 8192)], ids=str
+)
+def test_scales_of_large_mx_matrices(poison, shape):
+    """They leave in two steps, although the last tile of a column is short."""
+    x = (4 * torch.randn(shape, device="cuda")).exp().bfloat16()
+    parts = [mx_quantize(rows) for rows in x.split(2048)]
+    joined = [
+        torch.cat([part[i].view(torch.uint8) for part in parts], dim=i // 2) for i in range(4)
+    ]
+    joined[2] = F.pad(joined[2], (0, -shape[0] % 16))
+    for options in ({}, {"rowwise": False}, {"columnwise": False}):
+        made = mx_quantize(x, pad_columnwise=True, **options)
+        for out, expected in zip(made, joined, strict=True):
+            assert out is None or torch.equal(out.view(torch.uint8), expected)
