@@ -8,8 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from .. import runtime
+from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
 from . import gemm_tuning, product_count, reference_codec
 from .argument_errors import checked
+from .block_quantize import ROW_MULTIPLE
 from .cast_transpose import cast_transpose
 from .registration import bind, note_written
 
@@ -20,8 +22,6 @@ WORKSPACE_BYTES = 32 << 20
 _E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 # cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16.
 _MULTIPLE = 16
-# cuBLASLt reads the scales of 1x128 blocks in 16-byte units along M.
-_MULTIPLE_OF_M = 4
 _SLICE = 128
 
 
@@ -95,6 +95,10 @@ def block_scaled_gemm(
     fprop multiplies x (blocks of 1x128) by the weight (128x128), dgrad dy (1x128) by the columnwise
     weight (128x128), and wgrad the columnwise copies of dy and x (both 1x128).
 
+    cuBLASLt multiplies M rounded up to 4 rows. That takes no copies where the storage of ``a`` goes
+    on for so many rows, as the one that ``block_quantize`` makes does, and ``out`` is not given or
+    has them, too.
+
     Args:
         a: [M, K] FP8, contiguous.
         b: [N, K] FP8, contiguous.
@@ -115,14 +119,25 @@ def block_scaled_gemm(
         ValueError: an argument of another shape or device.
         NotImplementedError: E5M2 x E5M2, 128x128 x 128x128, or a GPU other than sm_90.
     """
-    is_given = out is not None
-    out, bias = _prepare("block_scaled_gemm", a, b, out, out_dtype, bias, accumulate)
+    rows, is_given = a.shape[0], out is not None
+    spare = 0 if is_given or torch.compiler.is_compiling() else -rows % ROW_MULTIPLE
+    out, bias = _prepare("block_scaled_gemm", a, b, out, out_dtype, bias, accumulate, spare)
     _multiply_blocks(
         a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate
     )
     if is_given:
         note_written(out)
-    return out
+    return _first_rows(out, rows) if spare else out
+
+
+def _first_rows(out: torch.Tensor, rows: int) -> torch.Tensor:
+    """Returns ``rows`` rows of a new tensor in its memory, by resizing it where that is possible.
+
+    It is then no view: autograd refuses to change a view made in a Function in place.
+    """
+    if transforms_active() or dispatch_modes() or jit_tracing():
+        return out[:rows].clone()
+    return out.resize_(rows, out.shape[1])
 
 
 def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
@@ -134,8 +149,11 @@ def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if out_dtype is torch.float32 else out_dtype
 
 
-def _prepare(name, a, b, out, out_dtype, bias, accumulate):
-    """Returns (output, converted bias or None), after the checks that no kernel makes."""
+def _prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
+    """Returns (output, converted bias or None), after the checks that no kernel makes.
+
+    A new output has ``spare`` more rows than ``a``.
+    """
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
@@ -148,7 +166,7 @@ def _prepare(name, a, b, out, out_dtype, bias, accumulate):
     if out is None:
         if accumulate:
             raise ValueError(f"{name}: out must be given with accumulate, got None")
-        out = a.new_empty((rows, cols), dtype=out_dtype)
+        out = a.new_empty((rows + spare, cols), dtype=out_dtype)
     elif out.shape != (rows, cols):
         raise ValueError(f"{name}: out must have shape {[rows, cols]}, got {list(out.shape)}")
     if bias is not None:
@@ -293,17 +311,20 @@ def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate):
 
 
 def _run_block(a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate):
+    """Runs a block-scaled product; ``out`` may have M rounded up to ``ROW_MULTIPLE`` rows."""
     product_count.add()
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
     if a.shape[1] == 0 or out.numel() == 0:
         _run_empty(out, bias, None, accumulate)
     elif not a.is_cuda:
-        _run_block_cpu(operands, out, bias, blocks, accumulate)
-    elif (a.shape[1] | b.shape[0]) % _MULTIPLE or a.shape[0] % _MULTIPLE_OF_M or (
+        _run_block_cpu(operands, out[: a.shape[0]], bias, blocks, accumulate)
+    elif (a.shape[1] | b.shape[0]) % _MULTIPLE or (
         a.data_ptr() | b.data_ptr() | out.data_ptr() | a_scale_inv.data_ptr()
         | b_scale_inv.data_ptr()
     ) % _MULTIPLE:  # fmt: skip
-        _run_block_padded(operands, out, bias, blocks, accumulate)
+        _run_block_padded(operands, out[: a.shape[0]], bias, blocks, accumulate)
+    elif a.shape[0] % ROW_MULTIPLE:
+        _run_block_rows(operands, out, bias, blocks, accumulate)
     else:
         _run_block_cuda(operands, out, bias, blocks, accumulate)
 
@@ -320,6 +341,31 @@ def _run_block_cuda(operands, out, bias, blocks, accumulate):
             key, out.device, lambda index: launch(index, torch.empty_like(out))
         )
     launch(index)
+
+
+def _run_block_rows(operands, out, bias, blocks, accumulate):
+    """Runs a product with M rounded up to what cuBLASLt takes, of which the first M rows count.
+
+    Rows behind the last of ``a`` only reach those behind the last of the product. They are whatever
+    its storage has there, or zeros in a copy where it ends before.
+    """
+    a, b, a_scale_inv, b_scale_inv = operands
+    rows, k = a.shape
+    stored = rows + -rows % ROW_MULTIPLE
+    room = a.untyped_storage().nbytes() - a.storage_offset()  # elements of one byte
+    if a.is_contiguous() and room >= stored * k:
+        a = a.as_strided((stored, k), (k, 1))
+    else:
+        a = F.pad(a.view(torch.uint8), (0, 0, 0, stored - rows)).view(a.dtype)
+    operands = a, b, a_scale_inv, b_scale_inv  # which are laid out for ``stored`` rows
+    if out.shape[0] == stored:
+        _run_block_cuda(operands, out, bias, blocks, accumulate)
+        return
+    whole = out.new_empty((stored, out.shape[1]))
+    if accumulate:
+        whole[:rows].copy_(out)
+    _run_block_cuda(operands, whole, bias, blocks, accumulate)
+    out.copy_(whole[:rows])
 
 
 def _run_block_padded(operands, out, bias, blocks, accumulate):

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from ...ops import emulated_gemm
-from ...ops.block_quantize import block_dequantize, block_quantize, scale_shape
+from ...ops.block_quantize import ROW_MULTIPLE, block_dequantize, block_quantize, scale_shape
 from ...ops.byte_transpose import byte_transpose
 from ...ops.fp8_gemm import block_scaled_gemm
 from ...runtime.gpu_arch import nvidia_capability
@@ -78,6 +78,8 @@ class BlockGemm(GemmBackend):
     """Multiplies block-scaled operands by cuBLASLt's block-scaled GEMMs, or emulates these."""
 
     __slots__ = ("native",)
+
+    row_multiple = ROW_MULTIPLE
 
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         super().__init__(split, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -27,9 +27,15 @@ class GemmBackend:
         split: True to keep partial sums in fp32, for (fprop, dgrad, wgrad); ignored by a scheme
             without that choice.
         device: the operands' device.
+
+    Attributes:
+        row_multiple: multiple to which fprop and dgrad round the number of rows that they compute.
+            They make room for these in a new output, and a given one costs a copy.
     """
 
     __slots__ = ("split",)
+
+    row_multiple: ClassVar[int] = 1
 
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         self.split = split

@@ -11,6 +11,7 @@ import torch
 from ...comm.collectives import Pending
 from ...fp8.parameter.parameter import FP8Parameter, dequantized, fp8_operands
 from ...fp8.scheme import GemmQuantizers
+from ...fp8.scheme.gemm_backend import GemmBackend
 from ...fp8.scheme.quantizer import FusedCast
 from ...fp8.tensor import QuantizedTensor
 from .tensor_parallel import GatheredRows, TensorParallel
@@ -216,13 +217,18 @@ def shaped_product(
     if parallel is None:
         if len(shape) == 2:
             return multiply(quantizers, x, weight, cached, bias, dtype)
-        out = torch.empty(*shape[:-1], features, dtype=dtype, device=weight.device)
+        out_shape = (*shape[:-1], features)
+    else:
+        out_shape = parallel.output_shape(shape, features)
+    is_whole = parallel is None or parallel.column
+    if is_whole and _computes_more_rows(quantizers.backend, x):
+        # The product makes room for them; resizing keeps it and makes no view.
+        return multiply(quantizers, x, weight, cached, bias, dtype).resize_(out_shape)
+    out = torch.empty(out_shape, dtype=dtype, device=weight.device)
+    if is_whole:
         multiply(quantizers, x, weight, cached, bias, dtype, _flat(out))
         return out
-    out = torch.empty(parallel.output_shape(shape, features), dtype=dtype, device=weight.device)
-    if parallel.column:
-        multiply(quantizers, x, weight, cached, bias, dtype, _flat(out))
-        return out
+    assert parallel is not None
     assert isinstance(x, QuantizedTensor)
     assert x.rowwise is not None
     if cached is None:
@@ -233,6 +239,14 @@ def shaped_product(
 
     out = parallel.reduced_output(product, x.rowwise.shape[0], out, has_one_scale(x))
     return plus_bias(out, bias)
+
+
+def _computes_more_rows(backend: GemmBackend, x: Operand) -> bool:
+    """Returns True if a product computes more rows than ``x`` has, to a multiple it works in."""
+    if not isinstance(x, QuantizedTensor) or torch.compiler.is_compiling():
+        return False
+    assert x.rowwise is not None
+    return x.rowwise.shape[0] % backend.row_multiple != 0
 
 
 def plus_bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

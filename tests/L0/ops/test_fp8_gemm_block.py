@@ -14,7 +14,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 MODES = [(1, 128), (1, 1), (128, 1)]
 SHAPES = [
     (16, 16, 128), (144, 272, 384), (1, 16, 32), (7, 5, 3), (130, 250, 257), (64, 144, 144),
-    (20, 272, 400),
+    (20, 272, 400), (129, 48, 256), (254, 272, 400), (255, 16, 128),
 ]  # fmt: skip
 
 
@@ -87,6 +87,69 @@ def test_three_products_of_a_linear_layer(device):
     assert sqnr(x @ w.t(), y) >= 25
     assert sqnr(dy @ w, dx) >= 25
     assert sqnr(2 * dy.t() @ x, total) >= 25
+
+
+@pytest.fixture
+def in_fours(device, monkeypatch):
+    """Has the CPU, too, compute rows in fours, as cuBLASLt does."""
+    if device.type == "cpu":
+        monkeypatch.setattr(op, "_run_block_cuda", op._run_block_cpu)
+        monkeypatch.setattr(op, "_run_block_cpu", op._run_block_rows)
+
+
+def products(calls, monkeypatch):
+    """Appends rows and address of a and of out of each of cuBLASLt's products to `calls`."""
+    run = op._run_block_cuda
+
+    def counted(operands, out, *rest):
+        calls.append((operands[0].shape[0], operands[0].data_ptr(), out.shape[0], out.data_ptr()))
+        run(operands, out, *rest)
+
+    monkeypatch.setattr(op, "_run_block_cuda", counted)
+
+
+@pytest.mark.parametrize("rows", [1, 15, 17, 33, 129, 254, 255, 257])
+def test_rows_that_are_no_multiple_of_4(device, poison, in_fours, monkeypatch, rows):
+    x = torch.randn(rows, 256, device=device)
+    stored = -(-rows // 4) * 4
+    wanted = block_quantize(torch.cat([x, x.new_zeros(stored - rows, 256)]), E4M3)
+    a = block_quantize(x, E4M3)
+    b = block_quantize(torch.randn(48, 256, device=device), E4M3, block_rows=128)
+    bias = torch.randn(48, device=device)
+    operands = (a.rowwise, b.rowwise, a.rowwise_scale_inv, b.rowwise_scale_inv)
+    of_wanted = (wanted.rowwise, b.rowwise, wanted.rowwise_scale_inv, b.rowwise_scale_inv)
+    expected = block_scaled_gemm(*of_wanted, bias=bias)[:rows]
+    calls = []
+    products(calls, monkeypatch)
+    monkeypatch.setattr(op.F, "pad", None)  # no copy of an operand
+    out = block_scaled_gemm(*operands, bias=bias)
+    assert_same_bits(out, expected)
+    assert out.shape == (rows, 48)
+    assert out._base is None
+    if device.type == "cuda":
+        assert calls == [(stored, a.rowwise.data_ptr(), stored, out.data_ptr())]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_given_output_of_rows_that_are_no_multiple_of_4(device, in_fours, accumulate):
+    """Rows of a larger matrix: those behind keep their values."""
+    a, sa, exact_a = operand(129, 256, E4M3, 1, device)
+    b, sb, exact_b = operand(48, 256, E4M3, 128, device)
+    whole = torch.ones(140, 48, device=device)
+    block_scaled_gemm(a, b, sa, sb, out=whole[:129], accumulate=accumulate)
+    assert whole[129:].eq(1).all()
+    assert sqnr(exact_a @ exact_b.t() + accumulate, whole[:129]) >= 60
+
+
+@pytest.mark.parametrize("first", [0, 4, 125])
+def test_some_rows_of_a_matrix(device, in_fours, first):
+    """The rows behind them are in the operand's storage, but not in the product."""
+    codes, _, _ = operand(140, 256, E4M3, 1, device)
+    codes[first + 15 :].view(torch.uint8).fill_(0x7F)  # NaN
+    b, sb, exact_b = operand(48, 256, E4M3, 128, device)
+    part = codes[first : first + 15]
+    out = block_scaled_gemm(part, b, torch.ones(2, 16, device=device), sb)
+    assert sqnr(part.cpu().double() @ exact_b.t(), out) >= 48
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 16), (16, 0, 16), (16, 32, 0)], ids=str)
