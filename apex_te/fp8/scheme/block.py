@@ -36,15 +36,24 @@ class BlockQuantizer(Quantizer):
             columnwise copy lie along the other axis.
         pow2: round scales down to powers of two.
         eps: lower bound of the amax from which a block's scale is computed.
+        pad_columnwise: pad columnwise copies for weight gradients.
     """
 
-    __slots__ = ("block_rows", "eps", "pow2")
+    __slots__ = ("block_rows", "eps", "pad_columnwise", "pow2")
 
-    def __init__(self, dtype: torch.dtype, block_rows: int, pow2: bool, eps: float) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        block_rows: int,
+        pow2: bool,
+        eps: float,
+        pad_columnwise: bool = False,
+    ) -> None:
         self.dtype = dtype
         self.block_rows = block_rows
         self.pow2 = pow2
         self.eps = eps
+        self.pad_columnwise = pad_columnwise
 
     def quantize(
         self,
@@ -55,7 +64,7 @@ class BlockQuantizer(Quantizer):
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         out = block_quantize(
             x, self.dtype, block_rows=self.block_rows, rowwise=rowwise, columnwise=columnwise,
-            pow2=self.pow2, eps=self.eps,
+            pad_columnwise=self.pad_columnwise, pow2=self.pow2, eps=self.eps,
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
 
@@ -125,9 +134,10 @@ class BlockScheme(Scheme):
         self, recipe: BlockScaling, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
         formats, options = recipe.fp8_format.value, (recipe.pow2, recipe.eps)
-        inp = BlockQuantizer(formats.fwd_dtype, 1, *options)
+        inp = BlockQuantizer(formats.fwd_dtype, 1, *options, pad_columnwise=True)
         weight = BlockQuantizer(formats.fwd_dtype, _BLOCK, *options)
-        return inp, weight, BlockQuantizer(formats.bwd_dtype, 1, *options)
+        grad_output = BlockQuantizer(formats.bwd_dtype, 1, *options, pad_columnwise=True)
+        return inp, weight, grad_output
 
     def stored_recipe(self, recipe: BlockScaling) -> BlockScaling:
         return dataclasses.replace(recipe, pow2=True)

@@ -32,12 +32,20 @@ class HiF8Quantizer(CurrentScalingQuantizer):
         pow2: round the scale down to a power of two.
         eps: lower bound of the amax from which the scale is computed.
         group: process group over which the amax is reduced by maximum; None: not reduced.
+        pad_columnwise: pad columnwise copies for weight gradients.
     """
 
     __slots__ = ("target",)
 
-    def __init__(self, target: float, pow2: bool, eps: float, group: Any = None) -> None:
-        super().__init__(torch.uint8, pow2, eps, group)
+    def __init__(
+        self,
+        target: float,
+        pow2: bool,
+        eps: float,
+        group: Any = None,
+        pad_columnwise: bool = False,
+    ) -> None:
+        super().__init__(torch.uint8, pow2, eps, group, pad_columnwise)
         self.target = target
 
     def quantize(
@@ -49,8 +57,8 @@ class HiF8Quantizer(CurrentScalingQuantizer):
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         amax = None if self.group is None else max_over_ranks(tensor_amax(x), self.group)
         out = hif8.quantize_current(
-            x, self.target, rowwise=rowwise, columnwise=columnwise, eps=self.eps, pow2=self.pow2,
-            amax=amax,
+            x, self.target, rowwise=rowwise, columnwise=columnwise,
+            pad_columnwise=self.pad_columnwise, eps=self.eps, pow2=self.pow2, amax=amax,
         )  # fmt: skip
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
 
@@ -63,7 +71,7 @@ class HiF8Quantizer(CurrentScalingQuantizer):
         )
 
     def shared(self, group: Any) -> HiF8Quantizer:
-        return HiF8Quantizer(self.target, self.pow2, self.eps, group)
+        return HiF8Quantizer(self.target, self.pow2, self.eps, group, self.pad_columnwise)
 
     def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
         return hif8.decode(fp8_data, dtype, scale_inv=scale_inv)
@@ -102,6 +110,12 @@ class HiF8Scheme(Scheme):
         self, recipe: CurrentScaling, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
         formats = recipe.fp8_format.value
-        forward = HiF8Quantizer(formats.max_fwd, recipe.pow2, recipe.eps)
-        backward = HiF8Quantizer(formats.max_bwd, recipe.pow2, recipe.eps)
-        return forward, forward, backward
+
+        def quantizer(target: float, pad: bool) -> HiF8Quantizer:
+            return HiF8Quantizer(target, recipe.pow2, recipe.eps, pad_columnwise=pad)
+
+        return (
+            quantizer(formats.max_fwd, True),
+            quantizer(formats.max_fwd, False),
+            quantizer(formats.max_bwd, True),
+        )

@@ -28,13 +28,15 @@ class MXQuantizer(Quantizer):
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rounding: how the scale's exponent is rounded, ``"up"`` or ``"floor"``.
+        pad_columnwise: pad columnwise copies for weight gradients.
     """
 
-    __slots__ = ("rounding",)
+    __slots__ = ("pad_columnwise", "rounding")
 
-    def __init__(self, dtype: torch.dtype, rounding: str) -> None:
+    def __init__(self, dtype: torch.dtype, rounding: str, pad_columnwise: bool = False) -> None:
         self.dtype = dtype
         self.rounding = rounding
+        self.pad_columnwise = pad_columnwise
 
     def quantize(
         self,
@@ -44,8 +46,9 @@ class MXQuantizer(Quantizer):
         with_dbias: bool = False,
     ) -> tuple[QuantizedTensor, torch.Tensor | None]:
         out = mx_quantize(
-            x, self.dtype, rowwise=rowwise, columnwise=columnwise, rounding=self.rounding
-        )
+            x, self.dtype, rowwise=rowwise, columnwise=columnwise,
+            pad_columnwise=self.pad_columnwise, rounding=self.rounding,
+        )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
 
     def _decode(self, fp8_data: torch.Tensor, scale_inv: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -91,5 +94,7 @@ class MXScheme(Scheme):
         self, recipe: MXFP8Scaling, device: torch.device
     ) -> tuple[Quantizer, Quantizer, Quantizer]:
         formats = recipe.fp8_format.value
-        forward = MXQuantizer(formats.fwd_dtype, recipe.rounding)
-        return forward, forward, MXQuantizer(formats.bwd_dtype, recipe.rounding)
+        inp = MXQuantizer(formats.fwd_dtype, recipe.rounding, pad_columnwise=True)
+        weight = MXQuantizer(formats.fwd_dtype, recipe.rounding)
+        grad_output = MXQuantizer(formats.bwd_dtype, recipe.rounding, pad_columnwise=True)
+        return inp, weight, grad_output
