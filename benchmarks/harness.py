@@ -211,9 +211,11 @@ def terabytes_per_second(num_bytes: int, microseconds: float) -> float:
     return num_bytes / microseconds / 1e6
 
 
-def report(name: str, rows: list[dict[str, Any]], **extra: Any) -> None:
-    """Prints a table and writes benchmarks/results/<name>.json, or below $OUT where it is set."""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
+def report(
+    name: str, rows: list[dict[str, Any]], hidden: tuple[str, ...] = (), **extra: Any
+) -> None:
+    """Prints a table of the rows without the keys in ``hidden``, and saves all as ``save`` does."""
+    keys = list(dict.fromkeys(key for row in rows for key in row if key not in hidden))
     table = [keys] + [
         [
             f"{row.get(k, ''):.4g}" if isinstance(row.get(k), float) else str(row.get(k, ""))
@@ -222,10 +224,16 @@ def report(name: str, rows: list[dict[str, Any]], **extra: Any) -> None:
         for row in rows
     ]
     widths = [max(len(line[i]) for line in table) for i in range(len(keys))]
-    info = environment()
-    print(f"\n{name}: " + ", ".join(f"{k} {v}" for k, v in {**info, **extra}.items()))
+    told = {**environment(), **extra}
+    print(f"\n{name}: " + ", ".join(f"{k} {v}" for k, v in told.items()))
     for line in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+    save(name, rows, **extra)
+
+
+def save(name: str, rows: list[dict[str, Any]], **extra: Any) -> None:
+    """Writes benchmarks/results/<name>.json, or below $OUT where it is set."""
+    info = environment()
     folder = Path(os.environ.get("OUT") or Path(__file__).resolve().parent / "results")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"environment": info, **extra, "rows": rows}, indent=1)

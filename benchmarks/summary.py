@@ -21,6 +21,22 @@ LAYERS = "transformer"  # the results file of whole layers
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 
+# Columns of the layers' table: name in the results file, format.
+LAYER_COLUMNS = {
+    "ms": ".2f", "ms in turns": ".2f", "ms sustained": ".2f", "J": ".2f", "W": ".0f",
+    "SM MHz": ".0f", "throttle": "", "products ms": ".2f", "attention ms": ".2f", "rest ms": ".2f",
+    "peak GiB": ".2f", "peak GiB above": ".2f", "per token": ".3f", "per token in turns": ".3f",
+    "per token sustained": ".3f",
+}  # fmt: skip
+LAYER_NAMES = ("Llama-3-8B", "GPT")
+OUR_AND_THEIR_LAYERS = ("apex_te", "Transformer Engine")
+LAYER_STACKS = {  # how a results file names a stack, or begins to: how the README does
+    "torch bf16": "PyTorch",
+    "torch bf16 compiled": "`torch.compile`",
+    "apex_te": "apex_te",
+    "Transformer Engine": "Transformer Engine",
+}
+
 # Functions that docs/performance.md shows of an op with many: its first ones. ops.md has all.
 MAIN_FUNCTIONS = {
     "activation": 5,
@@ -102,18 +118,64 @@ def source_line(results: dict[str, dict[str, Any]]) -> str:
 
 
 def layers_table(data: dict[str, Any]) -> str:
-    """Returns a Markdown table with one row for each layer and stack."""
+    """Returns a Markdown table with one row for each layer and stack, of the figures measured."""
+    rows = data["rows"]
+    keys = [key for key in LAYER_COLUMNS if any(row.get(key) is not None for row in rows)]
     lines = [
         f"{source_line({LAYERS: data})}:",
         "",
-        "| layer | stack | measure | ms | ms in turns | peak GiB |",
-        "|---|---|---|---|---|---|",
+        f"| layer | stack | measure | {' | '.join(keys)} |",
+        "|---" * (3 + len(keys)) + "|",
     ]
-    for row in data["rows"]:
-        figures = (row.get(key) for key in ("ms", "ms in turns", "peak GiB"))
+    for row in rows:
         cells = [row["layer"], row["stack"], row["measure"]]
-        cells += ["" if figure is None else f"{figure:.2f}" for figure in figures]
+        for key in keys:
+            figure = row.get(key)
+            cells.append("" if figure is None else format(figure, LAYER_COLUMNS[key]))
         lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def layers_by_recipe(data: dict[str, Any]) -> str:
+    """Returns a Markdown table with one row for each layer and precision, stacks side by side.
+
+    It shows milliseconds of a step that is timed by itself and, of stacks whose energy was
+    measured, joules of a step under sustained load.
+    """
+    rows = [row for row in data["rows"] if row["layer"] in LAYER_NAMES]
+    found = {(row["layer"], row["stack"]): row for row in rows}
+    precisions = [
+        stack.removeprefix("apex_te ")
+        for stack in dict.fromkeys(row["stack"] for row in rows)
+        if stack.startswith("apex_te ") and "," not in stack
+    ]
+
+    def stack_of(column: str, precision: str) -> str:
+        return f"{column} {precision}" if column in OUR_AND_THEIR_LAYERS else column
+
+    columns = [
+        (f"{title} J" if unit == "J" else title, column, unit)
+        for unit in ("ms", "J")
+        for column, title in LAYER_STACKS.items()
+        if (unit == "ms" or column in OUR_AND_THEIR_LAYERS)
+        and any(unit in row for row in rows if row["stack"].startswith(column))
+    ]
+    has_energy = any(unit == "J" for _, _, unit in columns)
+    # Without spaces beside the bars: they would count as words of a README that is to be short.
+    lines = [
+        f"Milliseconds{', and joules under sustained load' if has_energy else ''}:",
+        "",
+        f"|layer|recipe|{'|'.join(title for title, _, _ in columns)}|",
+        "|---" * (2 + len(columns)) + "|",
+    ]
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        for precision in precisions:
+            cells = [layer, precision]
+            for _, column, unit in columns:
+                fits = column in OUR_AND_THEIR_LAYERS or precision == "bf16"
+                row = found.get((layer, stack_of(column, precision)), {}) if fits else {}
+                cells.append(f"{row[unit]:.2f}" if unit in row else "")
+            lines.append(f"|{'|'.join(cells)}|")
     return "\n".join(lines)
 
 
@@ -128,7 +190,7 @@ def _layer_times() -> dict[str, float]:
 
 
 def headline() -> str:
-    """Returns the README's three figures as a Markdown list, each with machine, torch and date."""
+    """Returns the README's three figures, with machine, torch and date, and its layer table."""
     times = _layer_times()
     fp8, bf16 = times["apex_te delayed"], times["torch bf16"]
     compiled = times["torch bf16 compiled"]
@@ -138,9 +200,8 @@ def headline() -> str:
     sources = [source_line({"": data}) for data in (_result(LAYERS), training, install)]
     lines = [
         f"- **{bf16 / fp8:.2f}x** the speed of PyTorch in bf16 ({compiled / fp8:.2f}x that of "
-        f"`torch.compile`): a Llama-3-8B layer, 2 x 4096 tokens, forward and backward, takes "
-        f"{fp8:.2f} ms with FP8 (delayed scaling), {bf16:.2f} ms and {compiled:.2f} ms "
-        f"without. {sources[0]}.",
+        f"`torch.compile`): a Llama-3-8B layer, 2 x 4096 tokens, forward and backward, with FP8 "
+        f"(delayed scaling). {sources[0]}.",
         f"- **{losses['delayed']['ratio']:.3f}** of bf16's validation loss after "
         f"{training['settings']['steps']:,} steps of a small GPT, mean of "
         f"{len(training['seeds'])} seeds; bf16's own seeds differ by "
@@ -148,7 +209,8 @@ def headline() -> str:
         f"- **{seconds:.1f} s** for `pip install .`, which compiles nothing. 2 x86-64 cores, "
         f"{sources[2]}.",
     ]
-    return "\n".join(textwrap.fill(line, 100, subsequent_indent="  ") for line in lines)
+    bullets = [textwrap.fill(line, 100, subsequent_indent="  ") for line in lines]
+    return "\n".join([*bullets, "", layers_by_recipe(_result(LAYERS))])
 
 
 def replaced(document: str, part: str, text: str) -> str:

@@ -1,206 +1,314 @@
-"""A whole Transformer layer, forward + backward: Llama-3-8B's and GPT's shape, 2 x 4096 tokens.
+"""A whole Transformer layer, forward + backward: Llama-3-8B's and GPT's shape.
 
-One configuration for time and memory: eager, no CUDA graph, cold L2, median, bf16 parameters,
-``is_first_microbatch=None`` (weights are quantized in every step), dropout 0, ``.grad`` set to None
-in each step, the region's entry inside the timed part, no rotary embedding. PyTorch's own layers
-run beside ours (bf16, eager and compiled, cuDNN attention). Each stack is timed twice: by itself,
-one after the other, as ``triton.testing.do_bench`` does; and taking turns with all others, step by
-step, where the bf16 stacks' heat lowers the clock of all. Besides: delayed scaling with cached
-weights (``is_first_microbatch=False``) and as a CUDA graph; peak memory of one step alone on the
-GPU; host time to issue a step of a tiny layer (2 x 16 tokens).
+One configuration for time and memory: eager, no CUDA graph, bf16 parameters,
+``is_first_microbatch=None`` (weights are quantized in every step), dropout 0, ``.grad`` set to None in
+each step, the region's entry inside the timed part, no rotary embedding. PyTorch's own layers run
+beside ours (bf16, eager and compiled, cuDNN attention), and Transformer Engine's where it can be
+imported. Each stack is timed three times: cold L2, median, by itself, one after the other, as
+``triton.testing.do_bench`` does ("ms"); the same, taking turns with all others step by step ("ms in
+turns"); and in blocks of steps back to back, which take turns after 2 s of load, where the board is
+at its power limit ("ms sustained", with power, energy of a step, SM clock and throttle reasons of
+the same blocks). "products", "attention" and "rest" are the kernels' own times in a warm loop.
+
+Besides: delayed scaling with cached weights (``is_first_microbatch=False``) and as a CUDA graph;
+other numbers of tokens, with the time of a token over that of the first size ("per token"), each
+recipe's sizes taking turns; peak memory of one step alone on the GPU, and what of it is above what
+was allocated before the step (parameters, input and output gradient, but no gradients of
+parameters); host time to issue a step of a tiny layer (2 x 16 tokens).
+
+    python benchmarks/layers/bench_transformer.py                    # all
+    python benchmarks/layers/bench_transformer.py --model llama --recipes delayed,blockwise \\
+        --tokens 2x4096,2x4095,3x2731 --peers te --no-host
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
+import kernel_families
+import transformer_stacks as stacks
+from sustained import sustained
+from transformer_stacks import RECIPES, SHAPES
 
 import apex_te
-from apex_te import recipe
 
-BATCH, TOKENS = 2, 4096
-DTYPE = torch.bfloat16
-RECIPES: dict[str, recipe.Recipe | None] = {
-    "bf16": None,
-    "delayed": recipe.DelayedScaling(),
-    "tensorwise": recipe.CurrentScaling(),
-    "blockwise": recipe.BlockScaling(),
-}
-SHAPES: dict[str, dict[str, Any]] = {
-    "Llama-3-8B": {"hidden": 4096, "ffn": 14336, "heads": 32, "groups": 8, "llama": True},
-    "GPT": {"hidden": 4096, "ffn": 16384, "heads": 32, "groups": 32, "llama": False},
-}
+MODELS = {"llama": "Llama-3-8B", "gpt": "GPT"}
+PEERS = ("torch", "compiled", "te")
+TOKENS = "2x4096,2x4095,3x2731"
 TINY = {"hidden": 256, "ffn": 512, "heads": 4, "groups": 4}
+GPU, HOST = "GPU, forward + backward", "host, forward + backward"
+Step = Callable[[], None]
+Rows = dict[str, dict[str, Any]]  # by stack
 
 
-def layer(hidden: int, ffn: int, heads: int, groups: int, llama: bool) -> torch.nn.Module:
-    """Our layer; Llama: RMSNorm, SwiGLU, no bias, grouped queries."""
-    torch.manual_seed(0)
-    return apex_te.TransformerLayer(
-        hidden,
-        ffn,
-        heads,
-        num_gqa_groups=groups,
-        normalization="RMSNorm" if llama else "LayerNorm",
-        activation="swiglu" if llama else "gelu",
-        bias=not llama,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        fuse_qkv_params=True,
-        attn_input_format="bshd",
-        params_dtype=DTYPE,
-        device="cuda",
+def arguments() -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
 
+    def names(known: Any) -> Callable[[str], list[str]]:
+        def split(text: str) -> list[str]:
+            chosen = [part for part in text.split(",") if part and part != "none"]
+            unknown = set(chosen) - set(known)
+            if unknown:
+                raise argparse.ArgumentTypeError(f"must be of {', '.join(known)}, got {unknown}")
+            return chosen
 
-class Plain(torch.nn.Module):
-    """Transformer layer of PyTorch's own modules, of the shape of the FP8 layer that is timed."""
+        return split
 
-    def __init__(self, hidden: int, ffn: int, heads: int, groups: int, llama: bool) -> None:
-        super().__init__()
-        norm = torch.nn.RMSNorm if llama else torch.nn.LayerNorm
-        bias, size = not llama, hidden // heads
-        self.split = (heads * size, groups * size, groups * size)
-        self.size, self.grouped, self.llama = size, heads != groups, llama
-        self.norm1, self.norm2 = norm(hidden, 1e-5), norm(hidden, 1e-5)
-        self.qkv = torch.nn.Linear(hidden, sum(self.split), bias)
-        self.proj = torch.nn.Linear(hidden, hidden, bias)
-        self.fc1 = torch.nn.Linear(hidden, ffn * (2 if llama else 1), bias)
-        self.fc2 = torch.nn.Linear(ffn, hidden, bias)
+    def sizes(text: str) -> list[tuple[int, int]]:
+        return [(int(b), int(t)) for b, t in (part.split("x") for part in text.split(","))]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.norm1(x)).split(self.split, -1)
-        q, k, v = (p.unflatten(-1, (-1, self.size)).transpose(1, 2) for p in parts)
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
-        x = x + self.proj(out.transpose(1, 2).flatten(-2))
-        hidden = self.fc1(self.norm2(x))
-        if self.llama:
-            gate, up = hidden.chunk(2, -1)
-            return x + self.fc2(F.silu(gate) * up)
-        return x + self.fc2(F.gelu(hidden, approximate="tanh"))
+    parser.add_argument("--model", type=names(MODELS), default=[*MODELS], help="llama,gpt")
+    parser.add_argument("--recipes", type=names(RECIPES), default=[*RECIPES], help="of ours and TE")
+    parser.add_argument("--tokens", type=sizes, default=sizes(TOKENS), help=f"default {TOKENS}")
+    parser.add_argument("--peers", type=names(PEERS), default=[*PEERS], help="none, or of these")
+    parser.add_argument("--rounds", type=int, default=3, help="blocks of each stack under load")
+    parser.add_argument("--block", type=float, default=0.6, help="seconds of a block")
+    parser.add_argument("--peer-tokens", action="store_true", help="other tokens of TE, too")
+    parser.add_argument("--kernels", action="store_true", help="print times by kernel name")
+    parser.add_argument("--no-host", action="store_true", help="leave the tiny layers out")
+    return parser.parse_args()
 
 
-def step(
-    module: torch.nn.Module,
-    scaling: recipe.Recipe | None,
-    batch: int = BATCH,
-    tokens: int = TOKENS,
-    hidden: int = 4096,
-    **options: Any,
-) -> Callable[[], None]:
-    """One forward and backward."""
-    x = torch.randn(batch, tokens, hidden, device="cuda", dtype=DTYPE, requires_grad=True)
-    dy = torch.randn_like(x)
-    parameters = list(module.parameters())
+class Bench:
+    """The measurements of one model.
 
-    def run() -> None:
-        x.grad = None
-        for parameter in parameters:
-            parameter.grad = None
-        with apex_te.fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling):
-            y = module(x, **options)
-        y.backward(dy)
+    Args:
+        model: a name of ``SHAPES``.
+        options: the command line's.
+        te: Transformer Engine's package for torch, or None.
+    """
 
-    return run
+    def __init__(self, model: str, options: argparse.Namespace, te: Any) -> None:
+        self.model, self.options = model, options
+        self.shape = shape = SHAPES[model]
+        self.first, *self.others = options.tokens
+        # By stack: what makes its layer, and the context of its forward.
+        self.layers: dict[str, tuple[Callable[[], torch.nn.Module], stacks.Autocast]] = {}
+        for key in options.recipes:
+            ours = stacks.our_autocast(RECIPES[key])
+            self.layers[f"apex_te {key}"] = (lambda: stacks.layer(**shape), ours)
+            theirs = None if te is None else stacks.their_autocast(te, key)
+            if theirs is not None:
+                make = (lambda: stacks.their_layer(te, **shape), theirs)
+                self.layers[f"{stacks.TRANSFORMER_ENGINE} {key}"] = make
 
+    def size(self, tokens: tuple[int, int]) -> tuple[int, int, int]:
+        """Returns batch, tokens, hidden size."""
+        return (*tokens, self.shape["hidden"])
 
-def cached(module: torch.nn.Module, scaling: recipe.Recipe) -> Callable[[], None]:
-    """Steps after a first microbatch, whose FP8 weights they use."""
-    step(module, scaling, is_first_microbatch=True)()
-    return step(module, scaling, is_first_microbatch=False)
-
-
-def graphed(shape: dict[str, Any], scaling: recipe.Recipe) -> Callable[[], None]:
-    """The step with forward and backward as CUDA graphs."""
-    x = torch.randn(BATCH, TOKENS, 4096, device="cuda", dtype=DTYPE, requires_grad=True)
-    module = apex_te.make_graphed_callables(
-        layer(**shape), (x,), fp8_enabled=True, fp8_recipe=scaling
-    )
-    return step(module, scaling)
-
-
-def peak_gib(shape: dict[str, Any], scaling: recipe.Recipe | None) -> float:
-    """Peak memory of one step with nothing else on the GPU, parameters and gradients included."""
-    run = step(layer(**shape), scaling)
-    run()
-    run()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**30
-
-
-def measure(name: str, shape: dict[str, Any]) -> list[dict[str, Any]]:
-    peaks = {key: peak_gib(shape, scaling) for key, scaling in RECIPES.items()}
-    gc.collect()
-    plain = Plain(**shape).to("cuda", DTYPE)
-    calls = {
-        "torch bf16": step(plain, None),
-        "torch bf16 compiled": step(torch.compile(plain), None),
-        **{f"apex_te {key}": step(layer(**shape), value) for key, value in RECIPES.items()},
-    }
-    delayed = RECIPES["delayed"]
-    assert delayed is not None
-    calls["apex_te delayed, cached weights"] = cached(layer(**shape), delayed)
-    calls["apex_te delayed, CUDA graph"] = graphed(shape, delayed)
-    turns = harness.paired_us([*calls.values()], repeats=25, warmup=6)
-    rows = []
-    for (key, call), turn in zip(calls.items(), turns, strict=True):
-        milliseconds = {k: v / 1e3 for k, v in harness.kernel_us(call, 25).items()}
-        rows.append(
-            {
-                "layer": name,
-                "measure": "GPU, forward + backward",
-                "stack": key,
-                "ms": milliseconds["us"],
-                "p10 ms": milliseconds["p10"],
-                "p90 ms": milliseconds["p90"],
-                "ms in turns": turn["us"] / 1e3,
-                "peak GiB": peaks.get(key.removeprefix("apex_te ")),
+    def peaks(self) -> Rows:
+        """Returns each stack's peak memory of one step, without what other stacks hold."""
+        found = {}
+        for name, (make, autocast) in self.layers.items():
+            others = torch.cuda.memory_allocated()
+            module = make()
+            run = stacks.step(module, autocast, self.size(self.first))
+            run()
+            run()
+            for parameter in module.parameters():
+                parameter.grad = None
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            run()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+            found[name] = {
+                "peak GiB": (peak - others) / 2**30,
+                "peak GiB above": (peak - before) / 2**30,
             }
+            del module, run
+            gc.collect()
+        return found
+
+    def plain(self) -> dict[str, Step]:
+        """Returns the steps of PyTorch's layers."""
+        size, none = self.size(self.first), stacks.our_autocast(None)
+        plain = stacks.Plain(**self.shape).to("cuda", stacks.DTYPE)
+        steps = {}
+        if "torch" in self.options.peers:
+            steps["torch bf16"] = stacks.step(plain, none, size)
+        if "compiled" in self.options.peers:
+            steps["torch bf16 compiled"] = stacks.step(torch.compile(plain), none, size)
+        return steps
+
+    def variants(self) -> dict[str, Step]:
+        """Returns the steps of delayed scaling with cached weights and as a CUDA graph."""
+        delayed = RECIPES["delayed"]
+        if "delayed" not in self.options.recipes or delayed is None:
+            return {}
+        size, region = self.size(self.first), stacks.our_autocast(delayed)
+        module = stacks.layer(**self.shape)
+        # Makes the FP8 weights that the timed steps use.
+        stacks.step(module, region, size, is_first_microbatch=True)()
+        x = torch.randn(*size, device="cuda", dtype=stacks.DTYPE, requires_grad=True)
+        graphed = apex_te.make_graphed_callables(
+            stacks.layer(**self.shape), (x,), fp8_enabled=True, fp8_recipe=delayed
         )
-    return rows
+        cached = stacks.step(module, region, size, is_first_microbatch=False)
+        return {
+            "apex_te delayed, cached weights": cached,
+            "apex_te delayed, CUDA graph": stacks.step(graphed, region, size),
+        }
+
+    def main_rows(self) -> list[dict[str, Any]]:
+        """Returns the rows of the first number of tokens, one for each stack."""
+        begin = time.perf_counter()
+        peaks = self.peaks()
+        steps = self.plain()
+        for name, (make, autocast) in self.layers.items():
+            steps[name] = stacks.step(make(), autocast, self.size(self.first))
+        steps |= self.variants()
+        cold = cold_times(steps, repeats=25)
+        warm = sustained(steps, self.options.rounds, self.options.block)
+        kernels = families(steps, self.options.kernels)
+        print(f"{self.model}: {time.perf_counter() - begin:.0f} s", flush=True)
+        return [
+            {
+                "layer": self.model,
+                "measure": GPU,
+                "stack": name,
+                **cold[name],
+                **peaks.get(name, {}),
+                **warm[name],
+                **kernels[name],
+            }
+            for name in steps
+        ]
+
+    def token_rows(self) -> list[dict[str, Any]]:
+        """Returns the rows of the other numbers of tokens, for each of our stacks."""
+        rows = []
+        begin = time.perf_counter()
+        for name, (make, autocast) in self.layers.items():
+            if not self.options.peer_tokens and not name.startswith("apex_te"):
+                continue
+            module = make()
+            sizes = {size: f"{size[0]} x {size[1]}" for size in self.options.tokens}
+            steps = {
+                text: stacks.step(module, autocast, self.size(size)) for size, text in sizes.items()
+            }
+            cold = cold_times(steps, repeats=15)
+            warm = sustained(steps, 2, self.options.block / 2, warmup_s=0.5)
+            first = sizes[self.first]
+            for size in self.others:
+                text = sizes[size]
+                row = {"layer": f"{self.model}, {text} tokens", "measure": GPU, "stack": name}
+                row |= cold[text] | warm[text]
+                of_token = (self.first[0] * self.first[1]) / (size[0] * size[1])
+                for key in ("ms", "ms in turns", "ms sustained"):
+                    ratio = row[key] / ({**cold[first], **warm[first]}[key]) * of_token
+                    row[key.replace("ms", "per token")] = ratio
+                rows.append(row)
+            del module, steps
+            gc.collect()
+        print(f"{self.model}, tokens: {time.perf_counter() - begin:.0f} s", flush=True)
+        return rows
 
 
-def host(llama: bool) -> list[dict[str, Any]]:
+def cold_times(steps: dict[str, Step], repeats: int) -> Rows:
+    """Returns each step's milliseconds with a cold L2, by itself and taking turns with the others.
+
+    Args:
+        steps: by stack.
+        repeats: timed steps of each, after a few that are not.
+    """
+    turns = harness.paired_us([*steps.values()], repeats=repeats, warmup=6)
+    found = {}
+    for (name, step), turn in zip(steps.items(), turns, strict=True):
+        alone = harness.kernel_us(step, repeats)
+        found[name] = {
+            "ms": alone["us"] / 1e3,
+            "p10 ms": alone["p10"] / 1e3,
+            "p90 ms": alone["p90"] / 1e3,
+            "ms in turns": turn["us"] / 1e3,
+        }
+    return found
+
+
+def families(steps: dict[str, Step], by_name: bool) -> Rows:
+    """Returns the milliseconds of each stack's kernels by family, and prints the largest ones.
+
+    Args:
+        steps: by stack; each is profiled in a loop of its own that follows the last one at once.
+        by_name: print the times of single kernels.
+    """
+    found = {}
+    for name, step in steps.items():
+        durations = kernel_families.kernel_ms(step)
+        sums = kernel_families.by_family(durations)
+        found[name] = {f"{family} ms": sum_ms for family, sum_ms in sums.items()}
+        if by_name:
+            print(f"\n{name}, kernels of one step, ms:")
+            for kernel, ms in sorted(durations.items(), key=lambda item: -item[1])[:25]:
+                print(f"  {ms:7.3f}  {kernel_families.family(kernel):9}  {kernel[:90]}")
+    return found
+
+
+def host_rows(llama: bool, options: argparse.Namespace, te: Any) -> list[dict[str, Any]]:
+    """Returns the rows of host time of a tiny layer, one for each stack."""
     shape = {**TINY, "llama": llama}
-    size = {"batch": 2, "tokens": 16, "hidden": TINY["hidden"]}
-    calls = {
-        "torch bf16": step(Plain(**shape).to("cuda", DTYPE), None, **size),
-        **{f"apex_te {k}": step(layer(**shape), value, **size) for k, value in RECIPES.items()},
-    }
+    size = (2, 16, TINY["hidden"])
+    none = stacks.our_autocast(None)
+    plain = stacks.Plain(**shape).to("cuda", stacks.DTYPE)
+    steps = {"torch bf16": stacks.step(plain, none, size)} if "torch" in options.peers else {}
+    for key in options.recipes:
+        ours = stacks.our_autocast(RECIPES[key])
+        steps[f"apex_te {key}"] = stacks.step(stacks.layer(**shape), ours, size)
+        theirs = None if te is None else stacks.their_autocast(te, key)
+        if theirs is not None:
+            module = stacks.their_layer(te, **shape)
+            steps[f"{stacks.TRANSFORMER_ENGINE} {key}"] = stacks.step(module, theirs, size)
     return [
         {
             "layer": f"tiny {'Llama' if llama else 'GPT'}, 2 x 16 tokens",
-            "measure": "host, forward + backward",
-            "stack": key,
-            "ms": harness.host_us(call, calls=50) / 1e3,
+            "measure": HOST,
+            "stack": name,
+            "ms": harness.host_us(step, calls=50) / 1e3,
         }
-        for key, call in calls.items()
+        for name, step in steps.items()
     ]
 
 
 def main() -> None:
+    options = arguments()
+    te = stacks.transformer_engine() if "te" in options.peers else None
     clock = harness.sm_clock_mhz()
     rows = []
-    for name, shape in SHAPES.items():
-        rows += measure(name, shape)
+    for key in options.model:
+        bench = Bench(MODELS[key], options, te)
+        rows += bench.main_rows()
+        gc.collect()
+        if bench.others:
+            rows += bench.token_rows()
         gc.collect()
         torch.cuda.empty_cache()
-    rows += host(True) + host(False)
-    harness.report("transformer", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+    if not options.no_host:
+        for key in options.model:
+            rows += host_rows(key == "llama", options, te)
+    extra = {"transformer_engine": te_version()} if te is not None else {}
+    extra["sm_clock_mhz"] = f"{clock} to {harness.sm_clock_mhz()}"
+    harness.report("transformer", rows, hidden=("measure", "p10 ms", "p90 ms"), **extra)
+
+
+def te_version() -> str:
+    """Returns Transformer Engine's version."""
+    import transformer_engine
+
+    return str(getattr(transformer_engine, "__version__", "unknown"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+"""GPU time of a step by families of kernels, from CUPTI inside a loop that keeps the board warm."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+
+WARM_STEPS, STEPS = 40, 5
+# The first that fits a kernel's name; cuDNN's attention has "sdpa" in it.
+FAMILIES = {
+    "attention": re.compile(r"sdpa|fmha|flash|attention|softmax_lse|dot_do_o|convert_dq", re.I),
+    "products": re.compile(r"gemm|nvjet|xmma|cutlass|wgmma|splitk|cublas", re.I),
+}
+REST = "rest"
+
+
+def family(kernel: str) -> str:
+    """Returns the family of a kernel's name: ``"attention"``, ``"products"`` or ``"rest"``."""
+    return next((name for name, fits in FAMILIES.items() if fits.search(kernel)), REST)
+
+
+def by_family(durations: dict[str, float]) -> dict[str, float]:
+    """Returns the sums of kernels' times by family; the argument has them by kernel name."""
+    sums = dict.fromkeys((*FAMILIES, REST), 0.0)
+    for kernel, time in durations.items():
+        sums[family(kernel)] += time
+    return sums
+
+
+def _is_range(event: Any) -> bool:
+    """Returns True for a named range of kernels, which the profiler lists beside them."""
+    return event.key.startswith("ProfilerStep") or getattr(event, "is_user_annotation", False)
+
+
+def kernel_ms(call: Callable[[], Any]) -> dict[str, float]:
+    """Returns the GPU milliseconds of one step by kernel name, memory copies and sets included.
+
+    The step runs ``WARM_STEPS`` times with CUPTI on before the ``STEPS`` that count.
+    """
+    sums: dict[str, float] = {}
+
+    def add(profiled: Any) -> None:
+        for event in profiled.key_averages():
+            if event.device_type is DeviceType.CUDA and not _is_range(event):
+                sums[event.key] = sums.get(event.key, 0.0) + event.device_time_total
+
+    steps = schedule(wait=0, warmup=WARM_STEPS, active=STEPS, repeat=1)
+    with profile(activities=[ProfilerActivity.CUDA], schedule=steps, on_trace_ready=add) as run:
+        for k in range(WARM_STEPS + STEPS):
+            call()
+            if k + 1 in (WARM_STEPS, WARM_STEPS + STEPS):
+                torch.cuda.synchronize()  # kernels of other steps must not run among these
+            run.step()
+    return {kernel: total / STEPS / 1e3 for kernel, total in sums.items()}

@@ -1,0 +1,95 @@
+"""Time and energy of a step under sustained load, for contenders that take turns in blocks.
+
+A board at its power limit runs slower than a cool one, and who is measured second looks slower. So
+all contenders first warm the board together, then run in blocks of steps back to back, in
+alternating order. A block's first part, in which clocks settle, is not counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from power import PowerMeter, Span
+
+WARMUP_S = 2.0
+BLOCK_S = 0.8
+ROUNDS = 3
+_SETTLING = 0.25  # part of a block
+
+
+class _Contender:
+    """A step with what its blocks have measured."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self.call = call
+        self.ms = 1.0  # of one step, roughly
+        self.steps = 0
+        self.elapsed_ms = 0.0
+        self.spans: list[Span] = []
+
+    def run(self, steps: int) -> float:
+        """Runs steps back to back; returns their GPU time in milliseconds."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(steps):
+            self.call()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    def block(self, seconds: float, counted: bool) -> None:
+        """Runs steps for about so many seconds."""
+        settling = max(1, round(_SETTLING * seconds * 1e3 / self.ms))
+        self.run(settling)
+        steps = max(3, round((1 - _SETTLING) * seconds * 1e3 / self.ms))
+        begin = time.perf_counter()
+        elapsed = self.run(steps)
+        self.ms = elapsed / steps
+        if counted:
+            self.spans.append(Span(begin, time.perf_counter()))
+            self.steps += steps
+            self.elapsed_ms += elapsed
+
+
+def sustained(
+    calls: dict[str, Callable[[], Any]],
+    rounds: int = ROUNDS,
+    block_s: float = BLOCK_S,
+    warmup_s: float = WARMUP_S,
+) -> dict[str, dict[str, Any]]:
+    """Measures steps under sustained load.
+
+    Args:
+        calls: a step for each contender's name.
+        rounds: blocks of each contender.
+        block_s: length of a block in seconds.
+        warmup_s: length of the load before the first block that counts.
+
+    Returns:
+        For each name ``ms sustained`` and, where NVML can be read, ``W``, ``J`` of one step,
+        ``SM MHz`` and ``throttle``.
+    """
+    contenders = {name: _Contender(call) for name, call in calls.items()}
+    for contender in contenders.values():
+        contender.run(2)
+        contender.ms = contender.run(3) / 3
+    end = time.perf_counter() + warmup_s
+    while time.perf_counter() < end:
+        for contender in contenders.values():
+            contender.block(min(0.2, warmup_s / 2), counted=False)
+    with PowerMeter() as meter:
+        for k in range(rounds):
+            order = [*contenders.values()]
+            for contender in order if k % 2 == 0 else reversed(order):
+                contender.block(block_s, counted=True)
+    found = {}
+    for name, contender in contenders.items():
+        milliseconds = contender.elapsed_ms / contender.steps
+        row = {"ms sustained": milliseconds, **meter.figures(contender.spans)}
+        if "W" in row:
+            row["J"] = row["W"] * milliseconds / 1e3
+        found[name] = row
+    return found

@@ -1,0 +1,122 @@
+"""The benchmarks' own arithmetic: energy of a span, kernel families, tables of layers."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+import kernel_families
+import power
+import summary
+
+CAP, THERMAL = 0x4, 0x20
+
+
+def sample(time, joules=None, watts=None, mhz=None, reasons=None):
+    return power.Sample(time, joules, watts, mhz, reasons)
+
+
+def test_energy_counts_between_the_counters_moves():
+    # 600 W; the counter moves every 0.1 s, while power says what was a second ago.
+    span = [sample(i * 0.02, 60.0 * (i // 5), 100.0) for i in range(53)]
+    assert power.mean_watts([span]) == pytest.approx(600.0)
+    other = [sample(9 + i * 0.02, 40.0 * (i // 5), 100.0) for i in range(53)]
+    assert power.mean_watts([span, other]) == pytest.approx(500.0)
+
+
+def test_power_is_the_samples_mean_without_an_energy_counter():
+    assert power.mean_watts([[sample(0, None, 500.0), sample(1, None, 700.0)]]) == 600.0
+    still = [sample(0, 5.0, 500.0), sample(1, 5.0, 700.0)]
+    assert power.mean_watts([still]) == 600.0
+    assert power.mean_watts([[], [sample(0)]]) is None
+
+
+def test_figures_name_reasons_and_leave_out_what_is_unknown():
+    span = [sample(i, None, None, 1500 + i, CAP | (THERMAL if i == 0 else 0)) for i in range(4)]
+    told = {"SM MHz": 1501, "throttle": "power cap 100%, thermal 25%"}
+    assert power.figures([span]) == told
+    assert power.figures([[sample(0, reasons=0)]]) == {"throttle": "none"}
+    assert power.figures([]) == {}
+
+
+def test_a_meter_reads_only_inside_its_spans():
+    times = iter(range(10**6))
+
+    def read():
+        return sample(float(next(times)), mhz=1000)
+
+    with power.PowerMeter(read) as meter:
+        while len(meter.samples) < 5:
+            pass
+    assert meter.figures([power.Span(1.0, 3.0)]) == {"SM MHz": 1000}
+    assert meter.figures([power.Span(-2.0, -1.0)]) == {}
+
+
+def test_without_nvml_there_are_no_figures(monkeypatch, capsys):
+    def missing():
+        raise OSError("libnvidia-ml.so.1: no such file")
+
+    monkeypatch.setattr(power, "Nvml", missing)
+    with power.PowerMeter() as meter:
+        pass
+    assert meter.figures([power.Span(0.0, 1e12)]) == {}
+    assert "no such file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("kernel", "family"),
+    [
+        ("nvjet_qqtst_256x128_128x4_2x1_v_bz_coopA_TNT", "products"),
+        ("sm90_xmma_gemm_e4m3bf16_e4m3f32_f32_tn_n_tilesize64x128x128", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16>", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128", "attention"),
+        ("void cudnn::fusion::compute_dot_do_o_specialized<true>", "attention"),
+        ("void apex_te::cast_transpose_kernel<__nv_bfloat16>", "rest"),
+        ("Memset (Device)", "rest"),
+    ],
+)
+def test_kernels_have_families(kernel, family):
+    assert kernel_families.family(kernel) == family
+    assert kernel_families.by_family({kernel: 2.0})[family] == 2.0
+
+
+def layers(**theirs):
+    environment = {"gpu": "G", "driver": "1", "torch": "2", "date": "2026-01-01"}
+    rows = [
+        {"stack": "torch bf16", "ms": 20.0, "J": 14.0},
+        {"stack": "apex_te bf16", "ms": 19.0, "J": 13.0, "ms sustained": 18.5},
+        {"stack": "apex_te delayed", "ms": 12.0, "J": 8.0},
+        {"stack": "apex_te delayed, CUDA graph", "ms": 11.5},
+        {"stack": "Transformer Engine delayed", "ms": 12.5, **theirs},
+    ]
+    rows = [{"layer": "GPT", "measure": "GPU", **row} for row in rows]
+    rows.append({**rows[2], "layer": "GPT, 2 x 31 tokens", "per token": 1.25})
+    return {"environment": environment, "rows": rows}
+
+
+def test_layers_by_recipe_stand_side_by_side():
+    lines = summary.layers_by_recipe(layers(J=8.5)).splitlines()
+    assert lines[0] == "Milliseconds, and joules under sustained load:"
+    stacks = "PyTorch|apex_te|Transformer Engine|apex_te J|Transformer Engine J"
+    assert f"|layer|recipe|{stacks}|" in lines
+    assert "|GPT|bf16|20.00|19.00||13.00||" in lines
+    assert "|GPT|delayed||12.00|12.50|8.00|8.50|" in lines
+    assert not any("31" in line or "graph" in line for line in lines)
+
+
+def test_layers_without_energy_have_no_column_of_it():
+    data = layers()
+    for row in data["rows"]:
+        row.pop("J", None)
+    text = summary.layers_by_recipe(data)
+    assert " J|" not in text
+    assert text.startswith("Milliseconds:")
+
+
+def test_every_layer_row_shows_what_was_measured():
+    lines = summary.layers_table(layers()).splitlines()
+    assert "| layer | stack | measure | ms | ms sustained | J | per token |" in lines
+    assert "| GPT | apex_te bf16 | GPU | 19.00 | 18.50 | 13.00 |  |" in lines
+    assert "| GPT, 2 x 31 tokens | apex_te delayed | GPU | 12.00 |  | 8.00 | 1.250 |" in lines
