@@ -242,6 +242,7 @@ def tune(
     dtype: torch.dtype = torch.bfloat16,
     grad_dtype: torch.dtype = torch.float8_e5m2,
     device: torch.device | str = "cuda",
+    block_seconds: float = 0.3,
 ) -> None:
     """Times cuBLASLt's algorithms for products of linear layers, and uses the fastest ones later.
 
@@ -251,9 +252,13 @@ def tune(
             into float32.
         grad_dtype: FP8 dtype of output gradients, float8_e5m2 (HYBRID) or float8_e4m3fn.
         device: a CUDA device.
+        block_seconds: how long an algorithm runs in each of its turns under load; a product takes
+            about 15 times as long.
 
     Later processes take the choices from the user's cache if ``APEX_TE_GEMM_TUNE=1`` is set.
     """
+    if not block_seconds > 0.0:
+        raise ValueError(f"tune: block_seconds must be above 0, got {block_seconds}")
     gemm_tuning.is_active = True
     e4m3 = torch.float8_e4m3fn
     one = torch.ones(1, device=device)
@@ -264,15 +269,19 @@ def tune(
         cast_transpose(x, one * 64, fp8, columnwise=False, out_rowwise=fp8_data)
         return fp8_data
 
-    for tokens, inputs, outputs in shapes:
-        x, w = operand(tokens, inputs, e4m3), operand(outputs, inputs, e4m3)
-        fp8_gemm(x, w, one, one, out_dtype=dtype)
-        dy, wt = operand(tokens, outputs, grad_dtype), operand(inputs, outputs, e4m3)
-        fp8_gemm(dy, wt, one, one, out_dtype=dtype, use_split_accumulator=True)
-        dyt, xt = operand(outputs, tokens, grad_dtype), operand(inputs, tokens, e4m3)
-        fp8_gemm(dyt, xt, one, one, out_dtype=dtype, use_split_accumulator=True)
-        total = torch.zeros(outputs, inputs, device=device)
-        fp8_gemm(dyt, xt, one, one, out=total, accumulate=True, use_split_accumulator=True)
+    usual, gemm_tuning.block_seconds = gemm_tuning.block_seconds, block_seconds
+    try:
+        for tokens, inputs, outputs in shapes:
+            x, w = operand(tokens, inputs, e4m3), operand(outputs, inputs, e4m3)
+            fp8_gemm(x, w, one, one, out_dtype=dtype)
+            dy, wt = operand(tokens, outputs, grad_dtype), operand(inputs, outputs, e4m3)
+            fp8_gemm(dy, wt, one, one, out_dtype=dtype, use_split_accumulator=True)
+            dyt, xt = operand(outputs, tokens, grad_dtype), operand(inputs, tokens, e4m3)
+            fp8_gemm(dyt, xt, one, one, out_dtype=dtype, use_split_accumulator=True)
+            total = torch.zeros(outputs, inputs, device=device)
+            fp8_gemm(dyt, xt, one, one, out=total, accumulate=True, use_split_accumulator=True)
+    finally:
+        gemm_tuning.block_seconds = usual
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:

@@ -158,6 +158,69 @@ def test_tuning_table_survives_and_ignores_nonsense(tmp_path):
     assert gemm_tuning._load(path) == {}
 
 
+class WarmingGpu:
+    """A clock that launches advance: by ``cool`` ms at first, by ``hot`` ms once it is loaded."""
+
+    def __init__(self, monkeypatch, cool, hot):
+        self.cool, self.hot = cool, hot
+        self.now, self.launched = 0.0, []  # seconds; (algorithm, is hot)
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.time = gpu.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, end):
+                return (end.time - self.time) * 1e3
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(gemm_tuning.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(gemm_tuning, "_loaded_at", float("-inf"))
+
+    def launch(self, index):
+        if index >= len(self.cool):
+            raise NotImplementedError
+        is_hot = self.now > 0.5
+        self.launched.append((index, is_hot))
+        self.now += (self.hot if is_hot else self.cool)[index] / 1e3
+
+
+def test_algorithms_are_chosen_under_load(monkeypatch):
+    gpu = WarmingGpu(monkeypatch, cool=[1.1, 1.0, 1.05, 2.0], hot=[1.35, 1.3, 1.2, 2.5])
+    assert gemm_tuning._fastest(gpu.launch) == 2
+    assert (3, True) not in gpu.launched  # too slow from the start
+    assert gpu.now < 2.0
+    first = gpu.now
+    assert gemm_tuning._fastest(gpu.launch) == 2  # the GPU is warm: it need not be loaded first
+    assert gpu.now - first < 1.2
+
+
+def test_an_algorithm_that_gains_nothing_under_load_is_not_chosen(monkeypatch):
+    gpu = WarmingGpu(monkeypatch, cool=[1.1, 1.0], hot=[1.3, 1.295])
+    assert gemm_tuning._fastest(gpu.launch) == 0
+
+
+def test_short_products_are_chosen_on_a_cool_gpu(monkeypatch):
+    gpu = WarmingGpu(monkeypatch, cool=[0.04, 0.03], hot=[0.03, 0.04])
+    assert gemm_tuning._fastest(gpu.launch) == 1
+    assert len(gpu.launched) < 20
+
+
+def test_no_algorithm_is_the_first(monkeypatch):
+    assert gemm_tuning._fastest(WarmingGpu(monkeypatch, [], []).launch) == 0
+
+
+def test_tune_refuses_blocks_of_no_length():
+    with pytest.raises(ValueError, match="tune: block_seconds must be above 0, got 0"):
+        op.tune([], block_seconds=0)
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
 def test_tuned_product_is_right_and_remembered(tmp_path, monkeypatch):
