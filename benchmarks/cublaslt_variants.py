@@ -43,7 +43,7 @@ class _Proposal(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Options:
-    """What a caller of cuBLASLt chooses besides operands.
+    """Choices of a caller of cuBLASLt besides operands.
 
     Attributes:
         workspace: bytes that an algorithm may use.

@@ -1,10 +1,10 @@
 """A whole Transformer layer, forward + backward: Llama-3-8B's and GPT's shape.
 
 One configuration for time and memory: eager, no CUDA graph, bf16 parameters,
-``is_first_microbatch=None`` (weights are quantized in every step), dropout 0, ``.grad`` set to None in
-each step, the region's entry inside the timed part, no rotary embedding. PyTorch's own layers run
-beside ours (bf16, eager and compiled, cuDNN attention), and Transformer Engine's where it can be
-imported. Each stack is timed three times: cold L2, median, by itself, one after the other, as
+``is_first_microbatch=None`` (weights are quantized in every step), dropout 0, ``.grad`` set to None
+in each step, the region's entry inside the timed part, no rotary embedding. PyTorch's own layers
+run beside ours (bf16, eager and compiled, cuDNN attention), and Transformer Engine's where it can
+be imported. Each stack is timed three times: cold L2, median, by itself, one after the other, as
 ``triton.testing.do_bench`` does ("ms"); the same, taking turns with all others step by step ("ms in
 turns"); and in blocks of steps back to back, which take turns after 2 s of load, where the board is
 at its power limit ("ms sustained", with power, energy of a step, SM clock and throttle reasons of
