@@ -51,6 +51,19 @@ struct FP8Tile {
       row = row0 + group * kRows;
       col = col0 + lane * kVec;
     }
+    // The same place for code that follows a barrier: what is computed again there need not stay in
+    // registers until then.
+    __device__ __forceinline__ Place again() const {
+      int row_tile = static_cast<int>(row0 / kTileRows),
+          col_tile = static_cast<int>(col0 / kTileCols);
+      asm volatile("" : "+r"(row_tile), "+r"(col_tile));
+      Place place = *this;
+      place.row0 = static_cast<int64_t>(row_tile) * kTileRows;
+      place.col0 = static_cast<int64_t>(col_tile) * kTileCols;
+      place.row = place.row0 + threadIdx.x / kLanes * kRows;
+      place.col = place.col0 + threadIdx.x % kLanes * kVec;
+      return place;
+    }
     __device__ bool is_whole() const {
       return row0 + kTileRows <= rows && col0 + kTileCols <= cols;
     }

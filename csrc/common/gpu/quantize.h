@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4 ? 1 : 2)
   }
   if (Source::kFoldAmax) stage_amax(amax_bits(T{}, amax), warps);
   if (kTile || Source::kFoldAmax) __syncthreads();
-  if (kTile) QuantizeTile::store_columns<kAligned>(p.columnwise, p.ld, at, tile);
+  if (kTile) QuantizeTile::store_columns<kAligned>(p.columnwise, p.ld, at.again(), tile);
   source.finish(seen, amax, warps);
 }
 
