@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import moe_permute as _op
-from .op_function import OpFunction
+from .op_function import OpFunction, once_differentiable
 
 _SUMMED = (torch.float32, torch.float16, torch.bfloat16)
 

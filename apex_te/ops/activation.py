@@ -10,7 +10,7 @@ import torch
 from . import fp8_output, reference_codec
 from .argument_errors import checked
 from .fp8_output import FP8Output
-from .op_function import OpFunction, needs_autograd
+from .op_function import OpFunction, needs_autograd, once_differentiable
 from .registration import bind, note_written
 
 _fwd = bind("activation", "activation_fwd")
@@ -227,7 +227,7 @@ class _Activation(OpFunction):
         return activation_fwd(x, kind)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
         (x,) = ctx.saved_tensors
         return activation_bwd(grad_output, x, ctx.kind), None

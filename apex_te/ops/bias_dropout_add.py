@@ -22,10 +22,9 @@ from __future__ import annotations
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .argument_errors import checked
-from .op_function import OpFunction
+from .op_function import OpFunction, once_differentiable
 from .registration import bind
 
 # Rows that one line of the bias-gradient workspace sums (bias_dropout_add.h).

@@ -10,7 +10,7 @@ import torch
 from .activation import allocate_fp8, as_matrix, reference_gelu
 from .argument_errors import checked
 from .fp8_output import FP8Output
-from .op_function import OpFunction, needs_autograd
+from .op_function import OpFunction, needs_autograd, once_differentiable
 from .registration import bind, note_written
 
 _fwd = bind("bias_gelu", "bias_gelu_fwd")
@@ -239,7 +239,7 @@ class _BiasGelu(OpFunction):
         return bias_gelu_fwd(x, bias, form=form)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, bias = ctx.saved_tensors
         grads = bias_gelu_bwd(

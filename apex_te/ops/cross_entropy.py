@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .argument_errors import checked
-from .op_function import OpFunction
+from .op_function import OpFunction, once_differentiable
 from .registration import bind, note_written
 
 _fwd = bind("cross_entropy", "cross_entropy_fwd")
@@ -204,7 +204,7 @@ class _CrossEntropy(OpFunction):
         return total
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = grad_output.reshape(-1).contiguous()
         # A second backward would find what this one writes over: autograd sees it and refuses.

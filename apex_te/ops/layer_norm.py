@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from . import norm_common
 from .argument_errors import checked
 from .norm_common import NormFP8Output, NormGradients, NormOutput
-from .op_function import OpFunction
+from .op_function import OpFunction, once_differentiable
 from .registration import bind, note_written
 
 _fwd = bind("layer_norm", "layer_norm_fwd")

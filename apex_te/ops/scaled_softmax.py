@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from .argument_errors import checked
-from .op_function import OpFunction, needs_autograd
+from .op_function import OpFunction, needs_autograd, once_differentiable
 from .registration import bind, note_written
 
 _fwd = bind("scaled_softmax", "scaled_softmax_fwd")
@@ -129,7 +129,7 @@ class _ScaledSoftmax(OpFunction):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (y,) = ctx.saved_tensors
         return scaled_softmax_bwd(grad_output, y, ctx.scale, causal=ctx.causal), None, None, None

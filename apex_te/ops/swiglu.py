@@ -11,7 +11,7 @@ import torch
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import FP8Output, allocate
-from .op_function import OpFunction, needs_autograd
+from .op_function import OpFunction, needs_autograd, once_differentiable
 from .registration import bind, note_written
 
 _fwd = bind("swiglu", "swiglu_fwd")
@@ -249,7 +249,7 @@ class _Swiglu(OpFunction):
         return swiglu_fwd(input, up, bias, up_bias, activation=activation)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, up, bias, up_bias = ctx.saved_tensors
         with_dbias = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]

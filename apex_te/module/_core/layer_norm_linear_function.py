@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...fp8.tensor import QuantizedTensor
-from ...ops.op_function import OpFunction
+from ...ops.op_function import OpFunction, once_differentiable
 from . import gemm as _gemm
 from .fused_casts import NormForward, norm_backward
 from .gemm import SAVED, FP8Call, GemmPlan, Operand, as_matrix, quantized_input, saves_values

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ...ops.op_function import OpFunction
+from ...ops.op_function import OpFunction, once_differentiable
 from . import gemm as _gemm
 from .fused_casts import ActivationBackward, ActivationForward, NormForward
 from .gemm import SAVED, FP8Call, as_matrix

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...comm.collectives import Pending
-from ...ops.op_function import OpFunction
+from ...ops.op_function import OpFunction, once_differentiable
 from ...ops.product_into import product_into
 from . import gemm as _gemm
 from .gemm import FP8Call, GemmOptions, as_matrix

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from ...ops.op_function import OpFunction
+from ...ops.op_function import OpFunction, once_differentiable
 from ...ops.rope import _LAYOUTS, _bwd, _fwd, _table, rope
 
 __all__ = ["HeadLayout", "Rotation", "rotation_of", "split_heads"]

@@ -7,12 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from ...fp8.scheme.quantizer_sets import GroupQuantizers, group_quantizers
 from ...fp8.tensor import QuantizedTensor
-from ...ops.op_function import OpFunction
+from ...ops.op_function import OpFunction, once_differentiable
 from .._core import arguments as _arguments
 from .._core import gemm as _gemm
 from .._core.gemm import SAVED, FP8Call, as_matrix

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ...fp8.autocast import get_fp8_recipe
 from ...fp8.parameter.parameter import FP8Parameter
@@ -14,7 +13,7 @@ from ...fp8.scheme.quantizer_sets import GroupQuantizers
 from ...ops import grouped_quantize as op
 from ...ops.grouped_gemm import contract_groups, multiply_groups
 from ...ops.grouped_quantize import GroupedOutput, Groups
-from ...ops.op_function import OpFunction
+from ...ops.op_function import OpFunction, once_differentiable
 from .._core.fp8_module import FP8Module, Modes
 from .._core.gemm import FP8Call, GemmOptions
 from .._core.linear_function import take_saved, without_autocast, without_autograd
