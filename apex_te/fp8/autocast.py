@@ -170,9 +170,10 @@ class fp8_autocast:
             names: the constructor's names for ``recipe`` and ``group``, for errors.
         """
         owner = type(self).__name__
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
+        if not isinstance(enabled, bool) or not isinstance(calibrating, bool):
+            name = "enabled" if not isinstance(enabled, bool) else "calibrating"
+            value: Any = calibrating if isinstance(enabled, bool) else enabled
+            raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
         self.recipe = chosen_recipe(owner, names[0], recipe)
         if group is not None and not is_process_group(group):
             raise TypeError(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ._core import arguments as _arguments
 from ._core.gemm import FP8Call
@@ -288,6 +289,8 @@ class LinearLayer(LinearParameters):
         """
         if weight is None and bias is None:
             weight, bias = self._linear_operands()
+            if is_first_microbatch is None and self._is_plain_linear(inp, weight, bias):
+                return functional.linear(inp, weight, bias)
         else:
             weight, bias = self._operands(weight, bias)
         applied = None if self.return_bias else bias
@@ -297,6 +300,21 @@ class LinearLayer(LinearParameters):
         if not self.return_bias:
             return out
         return out, out.new_empty(0) if bias is None else bias.to(out.dtype)
+
+    def _is_plain_linear(
+        self, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> bool:
+        """Returns True if a call is no more than ``functional.linear(inp, weight, bias)``."""
+        dtype = weight.dtype
+        return (
+            type(weight) is torch.nn.Parameter
+            and inp.dtype is dtype
+            and (bias is None or bias.dtype is dtype)
+            and not self.return_bias
+            and inp.dim() > 0
+            and inp.shape[-1] == self.in_features
+            and self._is_plain()
+        )
 
     def _operands(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None

@@ -43,8 +43,12 @@ def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
     """
     if not entered:
         return None
-    own = next((link for link in reversed(entered) if link.holder is holder), entered[-1])
-    entered.remove(own)
+    own = entered[-1]
+    if own.holder is holder:
+        entered.pop()
+    else:
+        own = next((link for link in reversed(entered) if link.holder is holder), own)
+        entered.remove(own)
     innermost = own.holder.get(name)
     if innermost is own:
         own.holder[name] = own.outer

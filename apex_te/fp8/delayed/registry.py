@@ -19,6 +19,8 @@ __all__ = ["Registry", "intern", "label_of", "number_layer", "recipe_named", "re
 
 _interned: dict[Recipe, tuple[str, Recipe]] = {}
 _by_key: dict[str, Recipe] = {}
+# The recipe object last asked for with its name, because hashing a recipe takes a while.
+_last: tuple[Recipe, tuple[str, Recipe]] | None = None
 
 
 def intern(recipe: Recipe) -> tuple[str, Recipe]:
@@ -28,11 +30,16 @@ def intern(recipe: Recipe) -> tuple[str, Recipe]:
         key: the name, such as "recipe0".
         recipe: the first of the equal recipes.
     """
+    global _last
+    last = _last
+    if last is not None and last[0] is recipe:
+        return last[1]
     found = _interned.get(recipe)
     if found is None:
         key = f"recipe{len(_interned)}"
         found = _interned[recipe] = (key, recipe)
         _by_key[key] = recipe
+    _last = (recipe, found)
     return found
 
 

@@ -59,8 +59,8 @@ def enter_region(recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
         return None
     with update_lock:
         amax_group = amax_groups.enter(recipe, group)
-        if may_update:
-            update_if_due(recipe, amax_group)
+        if may_update and amax_group.pending >= recipe.interval:
+            _update(recipe, amax_group)
         _raise_failure(recipe)
         # Where none is pending, what was trained before is done.
         amax_group.training = may_update or (amax_group.training and amax_group.pending > 0)
@@ -144,6 +144,8 @@ def _update(recipe: Any, amax_group: AmaxGroup) -> None:
         plan = registry.plans[amax_group] = UpdatePlan(amax_group, recipe)
     failures = plan.run()
     amax_group.pending = 0
+    if not failures:
+        return
     for failure in failures:
         _failures[failure.recipe] = failure
         if recipe is not None and failure.recipe != recipe:
@@ -151,10 +153,9 @@ def _update(recipe: Any, amax_group: AmaxGroup) -> None:
             warnings.warn(
                 f"{failure.error()}; the next region with that recipe raises this",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=4,
             )
-    if failures:
-        registry.changed()
+    registry.changed()
 
 
 def _raise_failure(recipe: Recipe) -> None:

@@ -152,6 +152,23 @@ class FP8Module(torch.nn.Module):
         call = self.prepare(dtype, parameters[0].device, weights, is_first_microbatch)
         return self._run(call, inp, *args)
 
+    def _is_plain(self) -> bool:
+        """Returns True if a call is known to need neither FP8 nor any option of the module.
+
+        Asked before ``_call``, which would find the same in many more steps.
+        """
+        if torch.compiler.is_compiling():  # must not come to depend on earlier calls
+            return False
+        region = local.region
+        return (
+            (region is None or not (region.enabled or region.calibrating))
+            and self._modes.recompute is None
+            and self.tp_size == 1
+            and not self.fuse_wgrad_accumulation
+            and not self.delay_wgrad_compute
+            and not torch._C._is_any_autocast_enabled()
+        )
+
     def prepare(
         self,
         dtype: torch.dtype,
