@@ -15,7 +15,8 @@ def workspace(device: torch.device, num_bytes: int) -> torch.Tensor:
     partial sums.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
-    key = (index, torch.cuda.current_stream(index).cuda_stream)
+    # Not torch.cuda.current_stream, which makes a Python object for each product.
+    key = (index, torch._C._cuda_getCurrentRawStream(index))
     buffer = _buffers.get(key)
     if buffer is None or buffer.numel() < num_bytes:
         buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
