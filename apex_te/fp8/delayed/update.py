@@ -259,7 +259,7 @@ class UpdatePlan:
             The failures, at most one for each group of states with equal recipes.
         """
         amax_group, equalised = self.amax_group, False
-        if amax_group.reduces and world_size(amax_group.group) > 1:
+        if world_size(amax_group.group) > 1 and amax_group.reduces:
             equalised = self._reduce()
         failures = self.groups.run(nonfinite=True)
         for first_steps in self._first_steps:
@@ -268,8 +268,9 @@ class UpdatePlan:
             for sync, reduced in self._syncs:
                 sync.updated(amax_group, reduced, equalised)
             self._noted = True
-        for sync in (sync for failure in failures for sync in failure.syncs):
-            sync.loaded(None)  # other ranks may have moved theirs
+        for failure in failures:
+            for sync in failure.syncs:
+                sync.loaded(None)  # other ranks may have moved theirs
         return failures
 
     def _reduce(self) -> bool:
@@ -302,7 +303,7 @@ class ScaleGroups(dict[tuple, "ScaleGroup"]):
             key += (recipe,)
         group = self.get(key)
         if group is None:
-            group = self[key] = ScaleGroup(recipe)
+            group = self[key] = ScaleGroup(recipe, nonfinite_count(device))
         return group
 
     def run(self, nonfinite: bool) -> list[UpdateFailure]:
@@ -311,11 +312,12 @@ class ScaleGroups(dict[tuple, "ScaleGroup"]):
         Args:
             nonfinite: True to count Inf and NaN amaxes in ``nonfinite_count``.
         """
-        found = [
-            group.run(nonfinite_count(device) if nonfinite else None)
-            for (device, *_), group in self.items()
-        ]
-        return [failure for failure in found if failure is not None]
+        failures = []
+        for group in self.values():
+            failure = group.run(group.nonfinite if nonfinite else None)
+            if failure is not None:
+                failures.append(failure)
+        return failures
 
 
 class ScaleGroup:
@@ -323,10 +325,13 @@ class ScaleGroup:
 
     Args:
         recipe: recipe of the first of the states.
+        nonfinite: the device's count of Inf and NaN amaxes, int32 ``[1]``.
     """
 
-    def __init__(self, recipe: DelayedScaling) -> None:
+    def __init__(self, recipe: DelayedScaling, nonfinite: torch.Tensor) -> None:
         self.recipe = recipe
+        self.nonfinite = nonfinite
+        self._uses_callables = recipe.uses_callables
         self.histories: list[torch.Tensor] = []
         self.scales: list[torch.Tensor] = []
         self.scale_invs: list[torch.Tensor] = []
@@ -366,7 +371,7 @@ class ScaleGroup:
         Returns:
             The failure of the states whose update raised; None if none did.
         """
-        if self.recipe.uses_callables:
+        if self._uses_callables:
             return self._run_each(nonfinite)
         everyone = range(len(self._owners))
         if self._suspects and not any(map(self._has_staged, everyone)):
@@ -376,7 +381,8 @@ class ScaleGroup:
             update_scales(histories, scales, scale_invs, self.fp8_max, self.recipe, nonfinite)
         except Exception as error:
             return self._failure(everyone, error)
-        self._succeeded(everyone)
+        if self._suspects:
+            self._succeeded(everyone)
         return None
 
     def _run_each(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
