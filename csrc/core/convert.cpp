@@ -40,12 +40,19 @@ bool refuse(PyObject* type, const CallState& state, int index, int item, const c
   return false;
 }
 
-namespace {
-
-// A type whose tensors are described without running Python code.
 bool is_plain(PyObject* object) {
   return Py_TYPE(object) == g_tensor_type || Py_TYPE(object) == g_parameter_type;
 }
+
+bool is_negated(PyObject* object, const DLTensor& view) {
+  if (view.dtype.code != kDLFloat) return false;
+  PyObject* neg = PyObject_CallOneArg(g_is_neg, object);
+  if (!neg) return true;
+  Py_DECREF(neg);
+  return neg == Py_True;
+}
+
+namespace {
 
 bool is_tensor(PyObject* object) {
   return is_plain(object) || PyType_IsSubtype(Py_TYPE(object), g_tensor_type);
@@ -101,16 +108,10 @@ bool convert_tensor(CallState& state, PyObject* object, DLTensor* out, int index
                   std::string("a ") + Py_TYPE(object)->tp_name + " without data (fake or wrapper)");
   }
 device:
-  // A neg view carries its sign in a bit DLPack does not know; only the
-  // types that are parts of a complex one can have it.
-  if (out->dtype.code == kDLFloat) {
-    PyObject* neg = PyObject_CallOneArg(g_is_neg, object);
-    if (!neg) return false;
-    const bool is_neg = neg == Py_True;
-    Py_DECREF(neg);
-    if (is_neg)
-      return refuse(PyExc_TypeError, state, index, item, "be resolved (call resolve_neg())",
-                    "a neg view");
+  if (is_negated(object, *out)) {
+    if (PyErr_Occurred()) return false;
+    return refuse(PyExc_TypeError, state, index, item, "be resolved (call resolve_neg())",
+                  "a neg view");
   }
   return agree_on_device(state, out->device, index, item);
 }

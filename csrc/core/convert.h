@@ -63,6 +63,13 @@ bool convert_all(CallState& state, PyObject* const* args, Py_ssize_t positional,
 // the interpreter ends a daemon thread that is in a kernel.
 void release(CallState& state);
 
+// A type whose tensors are described without running Python code.
+bool is_plain(PyObject* object);
+
+// A neg view carries its sign in a bit DLPack does not know; only the types that are parts of a
+// complex one can have it. True with a Python error set where that cannot be told.
+bool is_negated(PyObject* object, const DLTensor& view);
+
 // torch's exchange table, once load_exchange_api() (function.h) has read it.
 const DLPackExchangeAPI* exchange_api();
 

@@ -8,7 +8,19 @@
 #include "core/convert.h"
 
 namespace apex_te {
+
+PyObject* raise(const ApexTeCall& call) {
+  PyObject* type = PyExc_RuntimeError;
+  if (call.error_kind == kApexTeTypeError) type = PyExc_TypeError;
+  if (call.error_kind == kApexTeValueError) type = PyExc_ValueError;
+  if (call.error_kind == kApexTeUnsupported) type = PyExc_NotImplementedError;
+  PyErr_SetString(type, call.error);
+  return nullptr;
+}
+
 namespace {
+
+PyTypeObject* g_type = nullptr;
 
 // First call on a device type: the resolver builds or opens the library and returns an address.
 bool resolve(FunctionObject* self, Target target, int device_id) {
@@ -23,15 +35,6 @@ bool resolve(FunctionObject* self, Target target, int device_id) {
     return false;
   }
   return true;
-}
-
-PyObject* raise(const ApexTeCall& call) {
-  PyObject* type = PyExc_RuntimeError;
-  if (call.error_kind == kApexTeTypeError) type = PyExc_TypeError;
-  if (call.error_kind == kApexTeValueError) type = PyExc_ValueError;
-  if (call.error_kind == kApexTeUnsupported) type = PyExc_NotImplementedError;
-  PyErr_SetString(type, call.error);
-  return nullptr;
 }
 
 // The call, or, before its device's library is known, the search for that. `is_resolved`: false
@@ -157,7 +160,10 @@ PyTypeObject* function_type() {
   type.tp_dealloc = function_dealloc;
   type.tp_repr = function_repr;
   type.tp_members = function_members;
-  return PyType_Ready(&type) == 0 ? &type : nullptr;
+  if (PyType_Ready(&type) == 0) g_type = &type;
+  return g_type;
 }
+
+bool is_function(PyObject* object) { return Py_TYPE(object) == g_type; }
 
 }  // namespace apex_te

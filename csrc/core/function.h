@@ -3,10 +3,17 @@
 
 #include <Python.h>
 
+#include "common/abi/op.h"
+
 namespace apex_te {
 
 // Creates the Function type; nullptr with a Python error set on failure.
 PyTypeObject* function_type();
+
+bool is_function(PyObject* object);
+
+// Raises the error that a C function has left in its call; returns nullptr.
+PyObject* raise(const ApexTeCall& call);
 
 // Reads torch.Tensor.__dlpack_c_exchange_api__ once; false with a Python error set on failure.
 bool load_exchange_api();

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/function.h"
+#include "core/program.h"
 #include "core/tensor_list.h"
 
 namespace py = pybind11;
@@ -41,6 +42,9 @@ PYBIND11_MODULE(apex_te_core, m) {
   PyTypeObject* list = apex_te::tensor_list_type();
   if (!list) throw py::error_already_set();
   m.add_object("TensorList", reinterpret_cast<PyObject*>(list));
+  PyTypeObject* program = apex_te::program_type();
+  if (!program) throw py::error_already_set();
+  m.add_object("Program", reinterpret_cast<PyObject*>(program));
   m.def("open_library", &open_library, py::arg("path"), "dlopen; returns the handle.");
   m.def("symbol", &symbol, py::arg("handle"), py::arg("name"), "dlsym; 0 where it is absent.");
   m.def(
