@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ._core import arguments as _arguments
+from ._core.context import without_autograd
 from ._core.gemm import FP8Call
 from ._core.layer_norm_linear_function import LayerNormLinearFunction
-from ._core.linear_function import without_autograd
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import checked_mode

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ._core import arguments as _arguments
+from ._core.context import without_autograd
 from ._core.fused_casts import ACTIVATIONS, activate, is_gated
 from ._core.gemm import FP8Call
 from ._core.layer_norm_mlp_function import LayerNormMLPFunction
-from ._core.linear_function import without_autograd
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import divided, tag

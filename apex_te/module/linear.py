@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 
 from ._core import arguments as _arguments
+from ._core.context import without_autograd
 from ._core.gemm import FP8Call
-from ._core.linear_function import LinearFunction, without_autograd
+from ._core.linear_function import LinearFunction
 from ._core.materialize import initialize, materialize
 from ._core.parallel import ParallelModule, checked_mode, divided, tag
 
@@ -307,13 +308,13 @@ class LinearLayer(LinearParameters):
         """Returns True if a call is no more than ``functional.linear(inp, weight, bias)``."""
         dtype = weight.dtype
         return (
-            type(weight) is torch.nn.Parameter
+            self._is_plain()
+            and type(weight) is torch.nn.Parameter
             and inp.dtype is dtype
             and (bias is None or bias.dtype is dtype)
             and not self.return_bias
             and inp.dim() > 0
             and inp.shape[-1] == self.in_features
-            and self._is_plain()
         )
 
     def _operands(

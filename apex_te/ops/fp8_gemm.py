@@ -13,7 +13,7 @@ from . import gemm_tuning, product_count, reference_codec
 from .argument_errors import checked
 from .block_quantize import ROW_MULTIPLE
 from .cast_transpose import cast_transpose
-from .registration import bind, note_written
+from .registration import WORKSPACE, Launch, bind, note_written
 
 _lib = runtime.ops("fp8_gemm")
 
@@ -182,14 +182,28 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_a
         _run_empty(out, bias, aux, accumulate)
     elif not a.is_cuda:
         _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate)
-    elif (a.shape[1] | b.shape[0]) % _MULTIPLE or (
-        a.data_ptr() | b.data_ptr() | out.data_ptr()
-    ) % _MULTIPLE:
+    elif not _is_taken(a, b, out):
         _run_padded(
             a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator
         )
     else:
         _run_cuda(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator)
+
+
+def _is_taken(a, b, out) -> bool:
+    """Returns True if cuBLASLt takes the operands as they are."""
+    addresses = a.data_ptr() | b.data_ptr() | out.data_ptr()
+    return not ((a.shape[1] | b.shape[0]) % _MULTIPLE or addresses % _MULTIPLE)
+
+
+def _launch(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
+    """Returns the one call that ``_run`` makes, if it makes one and picks no algorithm."""
+    if not a.is_cuda or gemm_tuning.is_active or aux is not None or not _is_taken(a, b, out):
+        return None
+    if a.shape[1] == 0 or out.numel() == 0:
+        return None
+    operands, options = (a, b, a_scale_inv, b_scale_inv), (accumulate, use_split_accumulator, 0)
+    return Launch(_lib.fp8_gemm, (*operands, out, bias, None, WORKSPACE, *options), 1)
 
 
 def _run_cuda(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
@@ -327,15 +341,32 @@ def _run_block(a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_
         _run_empty(out, bias, None, accumulate)
     elif not a.is_cuda:
         _run_block_cpu(operands, out[: a.shape[0]], bias, blocks, accumulate)
-    elif (a.shape[1] | b.shape[0]) % _MULTIPLE or (
-        a.data_ptr() | b.data_ptr() | out.data_ptr() | a_scale_inv.data_ptr()
-        | b_scale_inv.data_ptr()
-    ) % _MULTIPLE:  # fmt: skip
+    elif not _blocks_are_taken(operands, out):
         _run_block_padded(operands, out[: a.shape[0]], bias, blocks, accumulate)
     elif a.shape[0] % ROW_MULTIPLE:
         _run_block_rows(operands, out, bias, blocks, accumulate)
     else:
         _run_block_cuda(operands, out, bias, blocks, accumulate)
+
+
+def _blocks_are_taken(operands, out) -> bool:
+    """Returns True if cuBLASLt takes the operands and their scales, but for the number of rows."""
+    a, b, a_scale_inv, b_scale_inv = operands
+    scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
+    return _is_taken(a, b, out) and not scales % _MULTIPLE
+
+
+def _launch_block(
+    a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate
+):
+    """Returns the one call that ``_run_block`` makes, if it makes one and picks no algorithm."""
+    operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
+    if not a.is_cuda or gemm_tuning.is_active or not _blocks_are_taken(operands, out):
+        return None
+    if a.shape[1] == 0 or out.numel() == 0 or a.shape[0] % ROW_MULTIPLE:
+        return None
+    options = (*blocks, accumulate, 0)
+    return Launch(_lib.fp8_gemm_block, (*operands, out, bias, WORKSPACE, *options), 1)
 
 
 def _run_block_cuda(operands, out, bias, blocks, accumulate):
@@ -437,7 +468,11 @@ def reference(
     return product if bias is None else product + bias.double()
 
 
-_multiply = bind("fp8_gemm", "fp8_gemm", _run, without=("workspace", "algorithm"))
+_multiply = bind("fp8_gemm", "fp8_gemm", _run, without=("workspace", "algorithm"), launch=_launch)
 _multiply_blocks = bind(
-    "fp8_gemm", "fp8_gemm_block", _run_block, without=("workspace", "algorithm")
+    "fp8_gemm",
+    "fp8_gemm_block",
+    _run_block,
+    without=("workspace", "algorithm"),
+    launch=_launch_block,
 )

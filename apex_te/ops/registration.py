@@ -10,7 +10,7 @@ import string
 import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -21,6 +21,41 @@ from ..runtime.dispatcher import signature
 from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
 
 _library = torch.library.Library("apex_te", "DEF")
+
+
+class Launch(NamedTuple):
+    """One call of a C function that has the effect of a registered op.
+
+    Attributes:
+        function: the callable of ``runtime.function``.
+        args: its arguments; ``WORKSPACE`` stands for scratch memory of the current stream.
+        products: matrix products of quantized operands that it counts for.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    products: int
+
+
+WORKSPACE = object()
+_launches: dict[str, Callable[..., Launch | None]] = {}
+_functions: dict[str, Any] = {}
+
+
+def launch_of(name: str, args: Sequence[Any]) -> Launch | None:
+    """Returns the call of a C function that a registered op comes down to; None if it is not one.
+
+    Args:
+        name: the op, without its namespace.
+        args: its arguments by position.
+    """
+    launch = _launches.get(name)
+    return None if launch is None else launch(*args)
+
+
+def function_of(name: str) -> Callable[..., None]:
+    """Returns the function that runs a registered op in plain eager mode."""
+    return getattr(_functions[name], name)
 
 
 def register(schema: str, call: Callable[..., Any]) -> Any:
@@ -61,7 +96,12 @@ def register(schema: str, call: Callable[..., Any]) -> Any:
 
 
 def bind(
-    op: str, name: str, function: Callable[..., None] | None = None, *, without: Sequence[str] = ()
+    op: str,
+    name: str,
+    function: Callable[..., None] | None = None,
+    *,
+    without: Sequence[str] = (),
+    launch: Callable[..., Launch | None] | None = None,
 ) -> Callable[..., None]:
     """Registers a C function of an op with ``torch.library`` and returns a callable for it.
 
@@ -71,6 +111,8 @@ def bind(
         function: Python function to call in place of the C function, which it calls itself.
         without: parameters of the C function that ``function`` supplies, and that the registered
             schema therefore leaves out.
+        launch: function that returns the ``Launch`` for the arguments of ``function``, or None
+            where ``function`` does more than launch one kernel.
 
     Returns:
         A callable that takes the arguments by position and returns None.
@@ -79,8 +121,12 @@ def bind(
         AttributeError: the header declares no function of that name.
     """
     schema = name if "(" in name else _schema(name, signature(op, name), without)
+    short = schema.partition("(")[0]
     if function is not None:
+        if launch is not None:
+            _launches[short] = launch
         return bind_call(schema, function)
+    _launches[short] = lambda *args: Launch(runtime.function(op, short), args, 0)
     return _bind(schema, runtime.ops(op))
 
 
@@ -127,6 +173,7 @@ def _bind(schema: str, functions: Any) -> Callable[..., None]:
     """
     name = schema.partition("(")[0]
     registered = register(schema, lambda *args: getattr(functions, name)(*args))
+    _functions[name] = functions
 
     def call(*args: Any) -> None:
         if torch.compiler.is_compiling():

@@ -15,7 +15,7 @@ from ...ops.fp8_gemm import block_scaled_gemm
 from ...runtime.gpu_arch import nvidia_capability
 from ..tensor import QuantizedTensor
 from .gemm_backend import WGRAD, GemmBackend, warn_emulated
-from .quantizer import Quantizer
+from .quantizer import Quantizer, Repeatable
 from .registry import Scheme
 from .stored_layout import Layout
 
@@ -67,6 +67,9 @@ class BlockQuantizer(Quantizer):
             pad_columnwise=self.pad_columnwise, pow2=self.pow2, eps=self.eps,
         )  # fmt: skip
         return QuantizedTensor(*out, self.dtype), x.sum(0) if with_dbias else None
+
+    def repeatable(self) -> Repeatable:
+        return Repeatable((), None)
 
     def settings(self) -> tuple:
         return (*super().settings(), self.block_rows, self.pow2, self.eps)

@@ -17,7 +17,7 @@ from ..formats import formats_of
 from ..tensor import QuantizedTensor
 from .gemm_backend import FP8Gemm
 from .grouped import GroupMatrices, GroupQuantizer, GroupRows
-from .quantizer import FusedCast, Quantizer, shared_scale
+from .quantizer import FusedCast, Quantizer, Repeatable, shared_scale
 from .registry import Scheme
 from .stored_layout import Layout
 
@@ -67,6 +67,9 @@ class CurrentScalingQuantizer(Quantizer):
             pad_columnwise=self.pad_columnwise, eps=self.eps, pow2=self.pow2, amax=amax,
         )  # fmt: skip
         return shared_scale(out, self.dtype), x.sum(0) if with_dbias else None
+
+    def repeatable(self) -> Repeatable | None:
+        return Repeatable((), None) if self.group is None else None
 
     def settings(self) -> tuple:
         return (*super().settings(), self.pow2, self.eps)

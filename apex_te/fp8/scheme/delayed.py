@@ -23,7 +23,7 @@ from ..formats import formats_of
 from ..tensor import QuantizedTensor
 from .gemm_backend import FP8Gemm
 from .grouped import GroupMatrices, GroupQuantizer, GroupRows
-from .quantizer import FusedCast, Quantizer, shared_scale
+from .quantizer import FusedCast, Quantizer, Repeatable, shared_scale
 from .quantizer_sets import GemmQuantizers, QuantizerSets
 from .registry import Scheme
 from .slots import GemmSlots, ScaleSharing, Slot, Slots
@@ -167,6 +167,11 @@ class DelayedScalingQuantizer(Quantizer):
         )
         scale_inv = out[2]
         return QuantizedTensor(out[0], scale_inv, out[1], scale_inv, dtype), out[3]
+
+    def repeatable(self) -> Repeatable:
+        first = self.first
+        tensors = (self.scale,) if self.amax is None else (self.scale, self.amax)
+        return Repeatable(tensors, None if first is None else (first.due, first.index))
 
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
         # One launch writes the FP8 data, their inverse scale and the amax, or none of them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -13,7 +13,7 @@ from ..tensor import QuantizedTensor
 if TYPE_CHECKING:
     from .grouped import GroupQuantizer
 
-__all__ = ["FusedCast", "Quantizer", "shared_scale"]
+__all__ = ["FusedCast", "Quantizer", "Repeatable", "shared_scale"]
 
 
 class FusedCast(Protocol):
@@ -56,6 +56,19 @@ class FusedCast(Protocol):
             amax: fp32 ``[1]``, replaced by its maximum with the result's amax; None: not computed.
             pad_columnwise: pad the columnwise copy with zeros to a multiple of 16 rows.
         """
+
+
+class Repeatable(NamedTuple):
+    """Named tuple of what casts depend on besides their arguments, if always the same ops run.
+
+    Attributes:
+        tensors: tensors of the FP8 state that casts read or write.
+        due: a list of flags and an index: while that flag is True, the next cast first computes its
+            scale. None if no cast does.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    due: tuple[list[bool], int] | None
 
 
 class Quantizer:
@@ -116,6 +129,14 @@ class Quantizer:
 
         Rows that several ranks quantize with it can be gathered as FP8 data. None for a scheme
         without such a scale: the caller then gathers values in high precision.
+        """
+        return None
+
+    def repeatable(self) -> Repeatable | None:
+        """Returns what a repetition of this quantizer's casts must know.
+
+        None, the default, for casts that do more than call ops on their arguments and on tensors of
+        an FP8 state, so that the calls of one forward do not say what the next has to do.
         """
         return None
 

@@ -22,8 +22,10 @@ from ...fp8.tensor import QuantizedTensor
 from ...runtime.tracing import refuse_state
 from .arguments import autocast_dtype
 from .captured_weights import CapturedWeights
+from .context import is_autocast
 from .gemm import FP8Call, GemmOptions, as_matrix
-from .linear_function import HighPrecisionLinearFunction, is_autocast
+from .linear_function import HighPrecisionLinearFunction
+from .programs import Programs, programs_of
 
 if TYPE_CHECKING:
     from ...fp8.scheme import GemmQuantizers
@@ -57,6 +59,7 @@ class Modes:
             of ``weight_cache``; else None.
         gathered: by name, ``HookedParam`` objects of the parameters that FSDP2 gathers as FP8 data;
             ``renew(module)`` makes one follow a parameter that was moved or loaded.
+        programs: ``Programs`` by the id of the quantizers that they hold.
         in_ddp: the last call that was no recompute ran under DistributedDataParallel.
         recompute: quantizers for a recompute of the last call that recorded amaxes; None after a
             call that used no quantizers.
@@ -68,8 +71,8 @@ class Modes:
     """
 
     __slots__ = (
-        "captured", "gathered", "in_ddp", "recompute", "recompute_fp8", "weight_cache",
-        "wgrad_store",
+        "captured", "gathered", "in_ddp", "programs", "recompute", "recompute_fp8",
+        "weight_cache", "wgrad_store",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -80,6 +83,7 @@ class Modes:
         self.weight_cache: dict[int, tuple[tuple, QuantizedTensor]] = {}
         self.wgrad_store: list[Callable[[], None]] = []
         self.gathered: dict[str, Any] = {}
+        self.programs: dict[int, Programs] = {}
 
 
 class FP8Module(torch.nn.Module):
@@ -161,8 +165,8 @@ class FP8Module(torch.nn.Module):
             return False
         region = local.region
         return (
-            (region is None or not (region.enabled or region.calibrating))
-            and self._modes.recompute is None
+            self._modes.recompute is None
+            and (region is None or not (region.enabled or region.calibrating))
             and self.tp_size == 1
             and not self.fuse_wgrad_accumulation
             and not self.delay_wgrad_compute
@@ -185,16 +189,32 @@ class FP8Module(torch.nn.Module):
             is_first_microbatch: as in ``Linear.forward``.
         """
         options = self._options(is_first_microbatch)
+        sets, is_fp8, recomputed = self._select(device)
+        programs = None
+        if is_fp8 and options is _DEFAULTS and is_first_microbatch is None and self.tp_size == 1:
+            assert sets is not None
+            programs = self._programs(sets)
+            if programs is not None and dtype in programs.calls:
+                return programs.calls[dtype]
         gemms = len(weights) or 1
         each = (options,) * gemms if self.tp_size == 1 else self._split_options(options, gemms)
-        sets, is_fp8, recomputed = self._select(device)
         # A recompute repeats the forward that filled the cache.
         fill = False if is_first_microbatch and recomputed else is_first_microbatch
         cached: tuple[QuantizedTensor | None, ...] = (None,) * gemms
         if is_fp8 and (fill is not None or self._modes.captured is not None):
             assert sets is not None
             cached = self._cached_weights(weights, sets, fill)
-        return FP8Call(dtype, is_fp8, sets, cached, each, fill)
+        call = FP8Call(dtype, is_fp8, sets, cached, each, fill, programs)
+        if programs is not None:
+            programs.calls[dtype] = call
+        return call
+
+    def _programs(self, quantizers: tuple[GemmQuantizers, ...]) -> Programs | None:
+        """Returns the programs for a call with default options; None if it must do without."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        modes = self._modes
+        return None if modes.captured is not None else programs_of(modes.programs, quantizers)
 
     def _run(self, call: FP8Call, inp: torch.Tensor, *args: Any) -> Any:
         """Computes the module's output as ``call`` says; each module defines it."""
@@ -490,6 +510,7 @@ class FP8Module(torch.nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)
         self._modes.weight_cache.clear()
+        self._modes.programs.clear()
         for source in self._modes.gathered.values():
             source.renew(self)
         fp8, state = self._fp8, self._fp8.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,9 @@ from ...fp8.scheme.gemm_backend import GemmBackend
 from ...fp8.scheme.quantizer import FusedCast
 from ...fp8.tensor import QuantizedTensor
 from .tensor_parallel import GatheredRows, TensorParallel
+
+if TYPE_CHECKING:
+    from .programs import Programs
 
 __all__ = [
     "FP8Call",
@@ -77,6 +80,7 @@ class FP8Call(NamedTuple):
         options: one for each GEMM.
         fill: what the call does to a cache of FP8 weights: None uses none, True casts all weights
             anew into the cache, False only those that changed since they were cast.
+        programs: what may run the call's ops; None if they are to be called one by one.
     """
 
     dtype: torch.dtype
@@ -85,6 +89,7 @@ class FP8Call(NamedTuple):
     cached: tuple[QuantizedTensor | None, ...]
     options: tuple[GemmOptions, ...]
     fill: bool | None
+    programs: Programs | None = None
 
 
 class GemmPlan(NamedTuple):

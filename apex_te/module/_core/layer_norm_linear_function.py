@@ -9,9 +9,10 @@ import torch
 from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction, once_differentiable
 from . import gemm as _gemm
+from .context import take_saved, without_autocast
 from .fused_casts import NormForward, norm_backward
 from .gemm import SAVED, FP8Call, GemmPlan, Operand, as_matrix, quantized_input, saves_values
-from .linear_function import take_saved, without_autocast
+from .programs import repeatable
 from .wgrad import weight_gradient
 
 __all__ = [
@@ -139,29 +140,11 @@ class LayerNormLinearFunction(OpFunction):
         norm_options: NormOptions,
         call: FP8Call,
     ) -> tuple[torch.Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        need_norm = needs[0] or needs[1] or needs[2] or needs[3]
-        plan, cached = _gemm.gemm_plan(call, 0, weight, need_norm, needs[4]), call.cached[0]
-        rest = None if residual is None else as_matrix(residual)
-        norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
-        quantized, part, y = normalized(norm, plan, norm_options)
-        out = _gemm.shaped_product(plan, quantized, weight, cached, bias, inp.dtype, inp.shape)
-        norm_saved = saved_norm(norm) if need_norm else (None,) * 4
-        ctx.save_for_backward(*_gemm.saved_by(plan, y, part, weight, cached), *norm_saved)
-        ctx.set_materialize_grads(False)
-        ctx.plan, ctx.norm = plan, norm_options
-        ctx.needs_norm = (needs[2], needs[3])
-        ctx.bias_dtype = bias.dtype if bias is not None and needs[5] else None
-        ctx.has_residual = residual is not None
-        ctx.input_shape, ctx.input_dtype = inp.shape, inp.dtype
-        ctx.output_shape = out.shape
-        ctx.device_type = inp.device.type
-        returned = None
-        if norm_options.return_norm and y is not None:
-            # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
-            returned = y.view(inp.shape)
-        total = residual_output(inp, norm) if norm_options.return_residual else None
-        return out, returned, total
+        tensors = (inp, residual, norm_weight, norm_bias, weight, bias)
+        if call.programs is None:
+            return _forward(ctx, *tensors, norm_options, call)
+        key = (ctx.needs_input_grad, inp.dtype, inp.shape, norm_options)
+        return call.programs.forward(ctx, _forward, tensors, (norm_options, call), key)
 
     @staticmethod
     @once_differentiable
@@ -169,6 +152,43 @@ class LayerNormLinearFunction(OpFunction):
         return without_autocast(_backward, ctx, *grads)
 
 
+def _forward(
+    ctx: Any,
+    inp: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_options: NormOptions,
+    call: FP8Call,
+) -> tuple[torch.Tensor | None, ...]:
+    needs = ctx.needs_input_grad
+    need_norm = needs[0] or needs[1] or needs[2] or needs[3]
+    plan, cached = _gemm.gemm_plan(call, 0, weight, need_norm, needs[4]), call.cached[0]
+    rest = None if residual is None else as_matrix(residual)
+    norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
+    quantized, part, y = normalized(norm, plan, norm_options)
+    out = _gemm.shaped_product(plan, quantized, weight, cached, bias, inp.dtype, inp.shape)
+    norm_saved = saved_norm(norm) if need_norm else (None,) * 4
+    ctx.save_for_backward(*_gemm.saved_by(plan, y, part, weight, cached), *norm_saved)
+    ctx.set_materialize_grads(False)
+    ctx.plan, ctx.norm, ctx.programs = plan, norm_options, None
+    ctx.needs_norm = (needs[2], needs[3])
+    ctx.bias_dtype = bias.dtype if bias is not None and needs[5] else None
+    ctx.has_residual = residual is not None
+    ctx.input_shape, ctx.input_dtype = inp.shape, inp.dtype
+    ctx.output_shape = out.shape
+    ctx.device_type = inp.device.type
+    returned = None
+    if norm_options.return_norm and y is not None:
+        # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
+        returned = y.view(inp.shape)
+    total = residual_output(inp, norm) if norm_options.return_residual else None
+    return out, returned, total
+
+
+@repeatable
 def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
     plan, saved = ctx.plan, take_saved(ctx)
     saved_gemm, saved_norm_tensors = saved[:SAVED], saved[SAVED:]

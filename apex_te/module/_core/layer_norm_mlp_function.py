@@ -13,6 +13,7 @@ import torch
 
 from ...ops.op_function import OpFunction, once_differentiable
 from . import gemm as _gemm
+from .context import take_saved, without_autocast
 from .fused_casts import ActivationBackward, ActivationForward, NormForward
 from .gemm import SAVED, FP8Call, as_matrix
 from .layer_norm_linear_function import (
@@ -23,7 +24,7 @@ from .layer_norm_linear_function import (
     residual_output,
     saved_norm,
 )
-from .linear_function import take_saved, without_autocast
+from .programs import repeatable
 from .wgrad import weight_gradient
 
 __all__ = ["LayerNormMLPFunction"]
@@ -54,52 +55,12 @@ class LayerNormMLPFunction(OpFunction):
         activation: str,
         call: FP8Call,
     ) -> tuple[torch.Tensor | None, ...]:
-        needs, dtype = ctx.needs_input_grad, inp.dtype
-        need_norm = needs[0] or needs[1] or needs[2] or needs[3]
-        need_hidden = need_norm or needs[4] or needs[5]
-        cached1, cached2 = call.cached
-        plan1 = _gemm.gemm_plan(call, 0, w1, need_norm, needs[4])
-        plan2 = _gemm.gemm_plan(call, 1, w2, need_hidden, needs[6])
-
-        rest = None if residual is None else as_matrix(residual)
-        norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
-        quantized, part, y = normalized(norm, plan1, norm_options)
-        hidden = _gemm.multiply(plan1.quantizers, quantized, w1, cached1, b1, dtype)
-        saved1 = _gemm.saved_by(plan1, y, part, w1, cached1)
-        del quantized, part
-
-        act = ActivationForward(activation, hidden)
-        plain = act.plain() if _gemm.saves_values(plan2) else None
-        operand, part = _gemm.quantized_input(plan2, act if plain is None else plain)
-        # With sequence parallelism the hidden rows are those of all ranks, and are split again.
-        shape: tuple[int, ...] = inp.shape
-        if plan1.options.parallel is not None:
-            shape = plan1.options.parallel.output_shape(shape, shape[-1])
-        out = _gemm.shaped_product(plan2, operand, w2, cached2, b2, dtype, shape)
-
-        ctx.save_for_backward(
-            *saved1,
-            *_gemm.saved_by(plan2, plain, part, w2, cached2),
-            *(saved_norm(norm) if need_norm else (None,) * 4),
-            hidden if need_hidden else None,
-        )
-        ctx.set_materialize_grads(False)
-        ctx.plans, ctx.norm, ctx.activation = (plan1, plan2), norm_options, activation
-        ctx.needs_norm = (needs[2], needs[3])
-        ctx.bias_dtypes = (
-            b1.dtype if b1 is not None and needs[5] else None,
-            b2.dtype if b2 is not None and needs[7] else None,
-        )
-        ctx.has_residual = residual is not None
-        ctx.input_shape, ctx.input_dtype = inp.shape, dtype
-        ctx.output_shape = out.shape
-        ctx.device_type = inp.device.type
-        returned = None
-        if norm_options.return_norm and y is not None:
-            # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
-            returned = y.view(inp.shape)
-        total = residual_output(inp, norm) if norm_options.return_residual else None
-        return out, returned, total
+        tensors = (inp, residual, norm_weight, norm_bias, w1, b1, w2, b2)
+        if call.programs is None:
+            return _forward(ctx, *tensors, norm_options, activation, call)
+        key = (ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, activation)
+        rest = (norm_options, activation, call)
+        return call.programs.forward(ctx, _forward, tensors, rest, key)
 
     @staticmethod
     @once_differentiable
@@ -107,6 +68,69 @@ class LayerNormMLPFunction(OpFunction):
         return without_autocast(_backward, ctx, *grads)
 
 
+def _forward(
+    ctx: Any,
+    inp: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    w1: torch.Tensor,
+    b1: torch.Tensor | None,
+    w2: torch.Tensor,
+    b2: torch.Tensor | None,
+    norm_options: NormOptions,
+    activation: str,
+    call: FP8Call,
+) -> tuple[torch.Tensor | None, ...]:
+    needs, dtype = ctx.needs_input_grad, inp.dtype
+    need_norm = needs[0] or needs[1] or needs[2] or needs[3]
+    need_hidden = need_norm or needs[4] or needs[5]
+    cached1, cached2 = call.cached
+    plan1 = _gemm.gemm_plan(call, 0, w1, need_norm, needs[4])
+    plan2 = _gemm.gemm_plan(call, 1, w2, need_hidden, needs[6])
+
+    rest = None if residual is None else as_matrix(residual)
+    norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
+    quantized, part, y = normalized(norm, plan1, norm_options)
+    hidden = _gemm.multiply(plan1.quantizers, quantized, w1, cached1, b1, dtype)
+    saved1 = _gemm.saved_by(plan1, y, part, w1, cached1)
+    del quantized, part
+
+    act = ActivationForward(activation, hidden)
+    plain = act.plain() if _gemm.saves_values(plan2) else None
+    operand, part = _gemm.quantized_input(plan2, act if plain is None else plain)
+    # With sequence parallelism the hidden rows are those of all ranks, and are split again.
+    shape: tuple[int, ...] = inp.shape
+    if plan1.options.parallel is not None:
+        shape = plan1.options.parallel.output_shape(shape, shape[-1])
+    out = _gemm.shaped_product(plan2, operand, w2, cached2, b2, dtype, shape)
+
+    ctx.save_for_backward(
+        *saved1,
+        *_gemm.saved_by(plan2, plain, part, w2, cached2),
+        *(saved_norm(norm) if need_norm else (None,) * 4),
+        hidden if need_hidden else None,
+    )
+    ctx.set_materialize_grads(False)
+    ctx.plans, ctx.norm, ctx.activation = (plan1, plan2), norm_options, activation
+    ctx.needs_norm = (needs[2], needs[3])
+    ctx.bias_dtypes = (
+        b1.dtype if b1 is not None and needs[5] else None,
+        b2.dtype if b2 is not None and needs[7] else None,
+    )
+    ctx.programs, ctx.has_residual = None, residual is not None
+    ctx.input_shape, ctx.input_dtype = inp.shape, dtype
+    ctx.output_shape = out.shape
+    ctx.device_type = inp.device.type
+    returned = None
+    if norm_options.return_norm and y is not None:
+        # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
+        returned = y.view(inp.shape)
+    total = residual_output(inp, norm) if norm_options.return_residual else None
+    return out, returned, total
+
+
+@repeatable
 def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
     saved = take_saved(ctx)
     saved1, saved2 = saved[:SAVED], saved[SAVED : 2 * SAVED]

@@ -11,74 +11,13 @@ from ...comm.collectives import Pending
 from ...ops.op_function import OpFunction, once_differentiable
 from ...ops.product_into import product_into
 from . import gemm as _gemm
+from .context import take_saved, without_autocast
 from .gemm import FP8Call, GemmOptions, as_matrix
+from .programs import repeatable
 from .tensor_parallel import TensorParallel
 from .wgrad import plain_weight_gradient, weight_gradient
 
-__all__ = [
-    "HighPrecisionLinearFunction",
-    "LinearFunction",
-    "is_autocast",
-    "take_saved",
-    "without_autocast",
-    "without_autograd",
-]
-
-
-def is_autocast(device_type: str) -> bool:
-    """Returns True if ``torch.autocast`` is on for a device type; never for the meta device."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
-
-
-def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
-    """Returns ``backward(ctx, *grads)``, run with ``torch.autocast`` off, so that dtypes stay.
-
-    Args:
-        backward: the function that computes the gradients.
-        ctx: autograd's context, with ``device_type`` set.
-        grads: gradients of the outputs.
-    """
-    device_type = ctx.device_type
-    if not is_autocast(device_type):
-        return backward(ctx, *grads)
-    with torch.autocast(device_type, enabled=False):
-        return backward(ctx, *grads)
-
-
-def take_saved(ctx: Any) -> tuple:
-    """Returns the saved tensors, each of which is freed with the caller's last reference to it.
-
-    Autograd by itself would hold all of them until backward returns. A graph retained for a second
-    backward does hold them.
-    """
-    saved = ctx.saved_tensors
-    if not torch.compiler.is_compiling() and isinstance(ctx, torch._C._FunctionBase):
-        ctx.maybe_clear_saved_tensors()  # type: ignore[attr-defined]
-    return saved
-
-
-def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
-    """Returns the outputs of an autograd function's ``forward``, run without recording a backward.
-
-    Args:
-        function: the ``OpFunction``.
-        inputs: tensors, or None, that ``forward`` takes first.
-        rest: the other arguments of ``forward``.
-    """
-    return function.forward(_NoContext(len(inputs)), *inputs, *rest)
-
-
-class _NoContext:
-    """Stand-in for autograd's ctx that needs no gradient and drops what is saved."""
-
-    def __init__(self, inputs: int) -> None:
-        self.needs_input_grad = (False,) * inputs
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        pass
-
-    def set_materialize_grads(self, value: bool) -> None:
-        pass
+__all__ = ["HighPrecisionLinearFunction", "LinearFunction"]
 
 
 class LinearFunction(OpFunction):
@@ -94,18 +33,10 @@ class LinearFunction(OpFunction):
         bias: torch.Tensor | None,
         call: FP8Call,
     ) -> torch.Tensor:
-        need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-        plan, cached = _gemm.gemm_plan(call, 0, weight, need_input, need_weight), call.cached[0]
-        x = as_matrix(inp)
-        quantized, part = _gemm.quantized_input(plan, x)
-        out = _gemm.shaped_product(plan, quantized, weight, cached, bias, call.dtype, inp.shape)
-        ctx.save_for_backward(*_gemm.saved_by(plan, x, part, weight, cached))
-        ctx.plan = plan
-        ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
-        ctx.input_shape = inp.shape
-        ctx.input_dtype = inp.dtype
-        ctx.device_type = inp.device.type
-        return out
+        if call.programs is None:
+            return _linear_forward(ctx, inp, weight, bias, call)
+        key = (ctx.needs_input_grad, call.dtype, inp.shape)
+        return call.programs.forward(ctx, _linear_forward, (inp, weight, bias), (call,), key)
 
     @staticmethod
     @once_differentiable
@@ -113,6 +44,24 @@ class LinearFunction(OpFunction):
         return without_autocast(_linear_backward, ctx, grad_output)
 
 
+def _linear_forward(
+    ctx: Any, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: FP8Call
+) -> torch.Tensor:
+    need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
+    plan, cached = _gemm.gemm_plan(call, 0, weight, need_input, need_weight), call.cached[0]
+    x = as_matrix(inp)
+    quantized, part = _gemm.quantized_input(plan, x)
+    out = _gemm.shaped_product(plan, quantized, weight, cached, bias, call.dtype, inp.shape)
+    ctx.save_for_backward(*_gemm.saved_by(plan, x, part, weight, cached))
+    ctx.plan, ctx.programs = plan, None
+    ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
+    ctx.input_shape = inp.shape
+    ctx.input_dtype = inp.dtype
+    ctx.device_type = inp.device.type
+    return out
+
+
+@repeatable
 def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
     plan, saved = ctx.plan, take_saved(ctx)
     gathered = _gemm.start_saved_input(plan, saved)

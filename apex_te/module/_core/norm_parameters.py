@@ -8,8 +8,8 @@ import torch
 
 from ...ops import layer_norm, rms_norm
 from . import arguments as _arguments
+from .context import is_autocast
 from .layer_norm_linear_function import NormOptions
-from .linear_function import is_autocast
 from .parallel import ParallelModule, tag
 
 __all__ = ["NormedModule"]

@@ -14,8 +14,8 @@ from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction, once_differentiable
 from .._core import arguments as _arguments
 from .._core import gemm as _gemm
+from .._core.context import take_saved, without_autocast
 from .._core.gemm import SAVED, FP8Call, as_matrix
-from .._core.linear_function import take_saved, without_autocast
 from .._core.materialize import initialize, materialize
 from .._core.parallel import ParallelModule, checked_mode, divided, tag
 from .._core.wgrad import plain_weight_gradient, weight_gradient

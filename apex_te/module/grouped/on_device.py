@@ -14,9 +14,9 @@ from ...ops import grouped_quantize as op
 from ...ops.grouped_gemm import contract_groups, multiply_groups
 from ...ops.grouped_quantize import GroupedOutput, Groups
 from ...ops.op_function import OpFunction, once_differentiable
+from .._core.context import take_saved, without_autocast, without_autograd
 from .._core.fp8_module import FP8Module, Modes
 from .._core.gemm import FP8Call, GemmOptions
-from .._core.linear_function import take_saved, without_autocast, without_autograd
 from .._core.wgrad import dummy_gradient, main_grad_of
 
 __all__ = [

@@ -1,0 +1,71 @@
+"""Help for autograd functions: their saved tensors, ``torch.autocast`` off, and no autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["is_autocast", "take_saved", "without_autocast", "without_autograd"]
+
+
+def is_autocast(device_type: str) -> bool:
+    """Returns True if ``torch.autocast`` is on for a device type; never for the meta device."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
+    """Returns ``backward(ctx, *grads)``, run with ``torch.autocast`` off, so that dtypes stay.
+
+    Args:
+        backward: the function that computes the gradients.
+        ctx: autograd's context, with ``device_type`` set.
+        grads: gradients of the outputs.
+    """
+    device_type = ctx.device_type
+    if not is_autocast(device_type):
+        return backward(ctx, *grads)
+    with torch.autocast(device_type, enabled=False):
+        return backward(ctx, *grads)
+
+
+def take_saved(ctx: Any) -> tuple:
+    """Returns the saved tensors, each of which is freed with the caller's last reference to it.
+
+    Autograd by itself would hold all of them until backward returns. A graph retained for a second
+    backward does hold them.
+    """
+    if torch.compiler.is_compiling() or not isinstance(ctx, torch._C._FunctionBase):
+        return ctx.saved_tensors
+    of: Any = ctx
+    taken = getattr(of, "taken", None)  # by a program that could not use them
+    if taken is not None:
+        of.taken = None
+        return taken
+    saved = of.saved_tensors
+    of.maybe_clear_saved_tensors()
+    return saved
+
+
+def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
+    """Returns the outputs of an autograd function's ``forward``, run without recording a backward.
+
+    Args:
+        function: the ``OpFunction``.
+        inputs: tensors, or None, that ``forward`` takes first.
+        rest: the other arguments of ``forward``.
+    """
+    return function.forward(_NoContext(len(inputs)), *inputs, *rest)
+
+
+class _NoContext:
+    """Stand-in for autograd's ctx that needs no gradient and drops what is saved."""
+
+    def __init__(self, inputs: int) -> None:
+        self.needs_input_grad = (False,) * inputs
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        pass
+
+    def set_materialize_grads(self, value: bool) -> None:
+        pass

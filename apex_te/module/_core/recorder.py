@@ -1,0 +1,224 @@
+"""Recorder of the ops that a function runs, from which a ``Program`` is made that repeats them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...ops.registration import WORKSPACE, function_of, launch_of
+
+__all__ = ["Made", "Part", "PythonStep", "Recorder", "Slot", "Step", "Unrecordable"]
+
+_aten = torch.ops.aten
+_ALLOCATIONS = (
+    _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
+)  # fmt: skip
+_RESIZES = (_aten.resize_, _aten.resize_as_, _aten.set_)
+
+
+class Unrecordable(Exception):
+    """Error that says why what was recorded cannot be repeated by a program."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stand-in for a tensor that is passed to the program: ``inputs[index]`` of the recorder."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """Stand-in for a tensor that was made while recording: ``made[index]`` of the recorder."""
+
+    index: int
+
+
+class Part(NamedTuple):
+    """Named tuple of a view of another tensor.
+
+    Attributes:
+        base: what it is a view of.
+        offset: bytes from the first element of the base to its own.
+        shape, strides, dtype: its own.
+    """
+
+    base: Slot | Made
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Step(NamedTuple):
+    """Named tuple of the call of a C function.
+
+    Attributes:
+        function: its callable, of ``runtime.function``.
+        args: arguments; tensors as ``Slot``, ``Made``, ``Part`` or, of the FP8 state, themselves.
+        products: matrix products of quantized operands that the call counts for.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    products: int
+
+
+class PythonStep(NamedTuple):
+    """Named tuple of the call of a Python function.
+
+    Attributes:
+        function: the function.
+        args: arguments as in ``Step``.
+        kwargs: keyword arguments, none of them a tensor.
+        result: the tensor that it makes and returns; None if it writes to its arguments.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Made | None
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the ops that run while it is entered, each of which runs as it would without it.
+
+    Args:
+        inputs: tensors, or None, that a repetition is passed in place of these.
+        state: other tensors that the ops may use, which a repetition uses, too.
+
+    Attributes:
+        problem: why what was noted cannot be repeated; None if it can.
+        steps: ``Step`` and ``PythonStep`` objects, in order.
+        made: tensors without values that were made, and results of Python steps.
+        computed: indices in ``made`` of results of Python steps.
+        written: those of ``state`` that ops have written to.
+    """
+
+    def __init__(
+        self, inputs: Sequence[torch.Tensor | None], state: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self.problem: str | None = None
+        self.steps: list[Step | PythonStep] = []
+        self.made: list[torch.Tensor] = []
+        self.computed: set[int] = set()
+        self.written: list[torch.Tensor] = []
+        self.inputs = inputs
+        self._alive: list[Any] = []  # so that no later tensor gets the storage of one seen
+        self._slots: dict[int, Slot] = {}
+        self._owners: dict[int, tuple[Slot | Made, torch.Tensor] | None] = {}
+        self._state = {_storage(t) for t in state}
+        for index, tensor in enumerate(inputs):
+            if tensor is None:
+                continue
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or id(tensor) in self._slots:
+                self.problem = "an input of another type, or passed twice"
+                return
+            self._slots[id(tensor)] = Slot(index)
+            owner = (Slot(index), tensor)
+            key = _storage(tensor)  # None: several share it, and a view may be of any
+            self._owners[key] = None if key in self._owners else owner
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.problem is None:
+            try:
+                self._note(func, args, kwargs, result)
+            except Unrecordable as reason:
+                self.problem = str(reason)
+        return result
+
+    def source(self, tensor: torch.Tensor) -> Slot | Made | Part | torch.Tensor:
+        """Returns what stands for a tensor in a program.
+
+        Raises:
+            Unrecordable: the tensor is neither an input, nor was made, nor of the state.
+        """
+        if id(tensor) in self._slots:
+            return self._slots[id(tensor)]
+        key = _storage(tensor)
+        owner = self._owners.get(key)
+        if owner is None:
+            if key in self._state and key not in self._owners:
+                return tensor
+            raise Unrecordable("a tensor from elsewhere")
+        of, base = owner
+        if tensor is base:
+            return of
+        offset = tensor.data_ptr() - base.data_ptr()
+        return Part(of, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Notes one op that has run.
+
+        Raises:
+            Unrecordable: it cannot be repeated.
+        """
+        self._alive += [a for a in (*args, result) if isinstance(a, torch.Tensor)]
+        if func.namespace == "apex_te":
+            self._note_own(func, args, kwargs)
+        elif func.overloadpacket in _ALLOCATIONS:
+            self._make(result)
+        elif func.overloadpacket in _RESIZES:
+            raise Unrecordable(f"{func} gives a tensor other memory")
+        elif not any(r.alias_info is not None and not r.alias_info.is_write
+                     for r in func._schema.returns):  # fmt: skip
+            self._note_computed(func, args, kwargs, result)
+        # else a view, which is described where it is used
+
+    def _note_own(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = func._schema.name.partition("::")[2]
+        if kwargs:
+            raise Unrecordable("keyword arguments")
+        for argument, value in zip(func._schema.arguments, args, strict=True):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(self._sourced(value), torch.Tensor):
+                self.written.append(value)
+        launch = launch_of(name, args)
+        if launch is None:
+            self.steps.append(PythonStep(function_of(name), self._sources(args), {}, None))
+        else:
+            self.steps.append(Step(launch.function, self._sources(launch.args), launch.products))
+
+    def _note_computed(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Notes an op of torch that computes a tensor from others, by which it is repeated."""
+        if not isinstance(result, torch.Tensor) or torch.Tag.nondeterministic_seeded in func.tags:
+            raise Unrecordable(f"{func} has another result")
+        if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
+            raise Unrecordable(f"{func} has a tensor by keyword")
+        sources = self._sources(args)
+        made = None
+        if _storage(result) not in {_storage(a) for a in args if isinstance(a, torch.Tensor)}:
+            made = self._make(result)
+            self.computed.add(made.index)
+        self.steps.append(PythonStep(func, sources, kwargs, made))
+
+    def _make(self, tensor: torch.Tensor) -> Made:
+        made = Made(len(self.made))
+        self.made.append(tensor)
+        self._owners[_storage(tensor)] = (made, tensor)
+        return made
+
+    def _sourced(self, value: Any) -> Any:
+        return self.source(value) if isinstance(value, torch.Tensor) else value
+
+    def _sources(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        for value in args:
+            if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+                raise Unrecordable("a list of tensors")
+        return tuple(value if value is WORKSPACE else self._sourced(value) for value in args)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Returns a number that all tensors with the storage of ``tensor`` have while it exists."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,408 @@
+"""Programs give what the ops give one by one, to the bit, and are not used where they would not.
+
+Modules x recipes x shapes x uses; each case trains with programs and without them.
+"""
+
+import contextlib
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from checks import assert_same_bits
+from graph_models import fp8_state
+from schemes import FIRST_STEP, chosen
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import apex_te
+from apex_te import LayerNormLinear, LayerNormMLP, Linear, fp8_autocast
+from apex_te.module._core import programs
+from apex_te.ops import gemm_tuning
+from apex_te.ops.product_count import fp8_gemm_count
+
+COLS, STEPS = 32, 5
+RECIPES = chosen("delayed", "tensorwise", "blockwise") | {"first step": FIRST_STEP}
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+KINDS = {
+    "linear": lambda **k: Linear(COLS, 48, **k),
+    "linear without bias": lambda **k: Linear(COLS, 48, bias=False, **k),
+    "layer norm": lambda **k: LayerNormLinear(COLS, 48, **k),
+    "rms norm": lambda **k: LayerNormLinear(
+        COLS, 48, bias=False, normalization="RMSNorm", return_layernorm_output=True, **k
+    ),
+    "mlp": lambda **k: LayerNormMLP(COLS, 64, **k),
+    "swiglu": lambda **k: LayerNormMLP(
+        COLS, 64, bias=False, normalization="RMSNorm", activation="swiglu", **k
+    ),
+}
+SHAPES = [(16, COLS), (2, 8, COLS), (3, 7, COLS)]
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    yield
+    programs.set_enabled(True)
+
+
+def made(module):
+    """Numbers of forwards and backwards that have a program."""
+    forwards = [
+        known
+        for found in module._modes.programs.values()
+        for known in found._known.values()
+        if known.program is not None
+    ]
+    backwards = [b for f in forwards for b in f.backwards.values() if b.program is not None]
+    return len(forwards), len(backwards)
+
+
+def plain_step(module, x, recipe):
+    with fp8_autocast(fp8_recipe=recipe):
+        y = module(x)
+    outputs = y if isinstance(y, tuple) else (y,)
+    torch.autograd.backward(outputs, [torch.sin(7 * o.detach().float()).to(o) for o in outputs])
+    return outputs
+
+
+def train(kind, recipe, shape, enabled, step=plain_step, dtype=torch.float32, device="cpu"):
+    """Trains with programs or without; returns all results, the FP8 state and the module."""
+    programs.set_enabled(enabled)
+    torch.manual_seed(1)
+    module = KINDS[kind](params_dtype=dtype, device=device)
+    results = []
+    for _ in range(STEPS):
+        x = torch.randn(shape, dtype=dtype, device=device).requires_grad_()
+        outputs = step(module, x, recipe)
+        results += [o.detach().clone() for o in outputs]
+        for t in (x, *module.parameters()):
+            results.append(None if t.grad is None else t.grad.clone())
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.01 * parameter.grad
+                    parameter.grad = None
+    return results, fp8_state(module), module
+
+
+def assert_equal_ways(kind, recipe, shape, step=plain_step, uses=(1, 1), **options):
+    """Compares training with programs, of which there must be ``uses``, and without."""
+    count = fp8_gemm_count()
+    expected, state, without = train(kind, recipe, shape, False, step, **options)
+    between = fp8_gemm_count()
+    actual, same_state, module = train(kind, recipe, shape, True, step, **options)
+    assert fp8_gemm_count() - between == between - count
+    assert made(without) == (0, 0)
+    assert made(module) == uses
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        if b is None:
+            assert a is None
+        else:
+            assert_same_bits(a, b)
+    for a, b in zip(same_state, state, strict=True):
+        assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training(kind, recipe, shape, dtype, device):
+    # Block-scaled products of other numbers of rows resize what they made.
+    uses = (0, 0) if recipe == "blockwise" and torch.Size(shape[:-1]).numel() % 4 else (1, 1)
+    assert_equal_ways(kind, RECIPES[recipe], shape, uses=uses, dtype=dtype, device=device)
+
+
+def retained(module, x, recipe):
+    with fp8_autocast(fp8_recipe=recipe):
+        y = module(x)
+    y = y[0] if isinstance(y, tuple) else y
+    y.backward(torch.cos(y.detach()), retain_graph=True)
+    y.backward(torch.sin(y.detach()))
+    return (y,)
+
+
+def twice(module, x, recipe):
+    with fp8_autocast(fp8_recipe=recipe):
+        first, second = module(x), module(2 * x)
+    for y in (first, second):
+        y = y[0] if isinstance(y, tuple) else y
+        y.backward(torch.cos(y.detach()))
+    return ()
+
+
+def hooked(module, x, recipe):
+    seen = []
+    handles = [
+        module.register_full_backward_hook(lambda m, dx, dy: seen.append(dy[0].clone())),
+        module.register_forward_hook(lambda m, args, y: seen.append(args[0].clone())),
+        *(p.register_hook(lambda g: g * 2) for p in module.parameters()),
+    ]
+    with fp8_autocast(fp8_recipe=recipe):
+        y = module(x * 1)
+    y = y[0] if isinstance(y, tuple) else y
+    y.register_hook(lambda g: g * 0.5)
+    y.backward(torch.cos(y.detach()))
+    for handle in handles:
+        handle.remove()
+    return (y, *seen)
+
+
+def packed(module, x, recipe):
+    """Saved tensors travel as lists of copies."""
+
+    def pack(t):
+        return [t.clone()]
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept[0].clone()):
+        return plain_step(module, x, recipe)
+
+
+def recomputed(module, x, recipe):
+    with fp8_autocast(fp8_recipe=recipe):
+        y = checkpoint(module, x, use_reentrant=False)
+    y = y[0] if isinstance(y, tuple) else y
+    y.backward(torch.cos(y.detach()))
+    return (y,)
+
+
+def recomputed_reentrant(module, x, recipe):
+    with fp8_autocast(fp8_recipe=recipe):
+        y = checkpoint(module, x, use_reentrant=True)
+    y = y[0] if isinstance(y, tuple) else y
+    y.backward(torch.cos(y.detach()))
+    return (y,)
+
+
+def strided(module, x, recipe):
+    """Input and gradient have strides of their own."""
+    with fp8_autocast(fp8_recipe=recipe):
+        y = module(torch.cat([x, x], -1)[..., ::2])
+    y = y[0] if isinstance(y, tuple) else y
+    y.sum().backward()  # an expanded gradient
+    return (y,)
+
+
+def evaluated(module, x, recipe):
+    with torch.no_grad(), fp8_autocast(fp8_recipe=recipe):
+        y = module(x)
+    return (*(y if isinstance(y, tuple) else (y,)), *plain_step(module, x, recipe))
+
+
+def without_input_gradient(module, x, recipe):
+    return plain_step(module, x.detach(), recipe)
+
+
+def with_frozen_weight(module, x, recipe):
+    frozen = next(p for name, p in module.named_parameters() if name.endswith("weight"))
+    frozen.requires_grad_(False)
+    return plain_step(module, x, recipe)
+
+
+def in_autocast(module, x, recipe):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return plain_step(module, x, recipe)
+
+
+def deferred(module, x, recipe):
+    """The backward of one step comes after the forward of the next."""
+    with fp8_autocast(fp8_recipe=recipe):
+        y = module(x)
+    y = y[0] if isinstance(y, tuple) else y
+    with fp8_autocast(fp8_recipe=recipe):
+        other = module(x * 3)
+    other = other[0] if isinstance(other, tuple) else other
+    y.backward(torch.cos(y.detach()))
+    other.backward(torch.cos(other.detach()))
+    return y, other
+
+
+USES = {
+    step.__name__: step
+    for step in (retained, twice, hooked, packed, recomputed, recomputed_reentrant, strided,
+                 evaluated, without_input_gradient, with_frozen_weight, in_autocast, deferred)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["linear", "layer norm", "rms norm", "swiglu"])
+@pytest.mark.parametrize("use", USES)
+def test_uses(use, kind, recipe):
+    expected, state, _ = train(kind, RECIPES[recipe], (2, 8, COLS), False, USES[use])
+    actual, same_state, module = train(kind, RECIPES[recipe], (2, 8, COLS), True, USES[use])
+    assert made(module)[0]
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            assert_same_bits(a, b)
+    for a, b in zip(same_state, state, strict=True):
+        assert_same_bits(a, b)
+
+
+def prepared(kind="linear", recipe="delayed", steps=3, shape=(16, COLS)):
+    """A module whose programs are in use, and its input."""
+    module = KINDS[kind]()
+    x = torch.randn(shape, requires_grad=True)
+    for _ in range(steps):
+        plain_step(module, x, RECIPES[recipe])
+    assert made(module) == (1, 1)
+    return module, x
+
+
+def both(module, x, recipe="delayed"):
+    """Compares one more step with a copy of the module that uses no programs."""
+    other = copy.deepcopy(module)
+    results = []
+    for one, enabled in ((module, True), (other, False)):
+        programs.set_enabled(enabled)
+        for parameter in one.parameters():
+            parameter.grad = None
+        leaf = x.detach().clone().requires_grad_()
+        outputs = plain_step(one, leaf, RECIPES[recipe])
+        results.append([*outputs, leaf.grad, *(p.grad for p in one.parameters())])
+    programs.set_enabled(True)
+    for a, b in zip(*results, strict=True):
+        assert_same_bits(a.detach(), b.detach())
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
+@pytest.mark.parametrize("kind", ["linear", "mlp"])
+class TestChanges:
+    """The recipe keeps no scales, so that a copy of a module computes the same."""
+
+    def test_of_parameters(self, kind, recipe):
+        module, x = prepared(kind, recipe)
+        with torch.no_grad():
+            for name, parameter in list(module.named_parameters()):
+                setattr(module, name, torch.nn.Parameter(parameter * 2))
+        both(module, x, recipe)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone() + 1
+        both(module, x, recipe)
+
+    def test_of_strides(self, kind, recipe):
+        module, x = prepared(kind, recipe)
+        for parameter in module.parameters():
+            if parameter.dim() == 2:
+                parameter.data = parameter.data.t().contiguous().t()
+        for _ in range(6):
+            both(module, x, recipe)
+
+    def test_of_dtype(self, kind, recipe):
+        module, x = prepared(kind, recipe)
+        module.bfloat16()
+        assert made(module) == (0, 0)
+        for _ in range(3):
+            both(module, x.bfloat16(), recipe)
+
+    def test_of_shapes(self, kind, recipe):
+        module, _ = prepared(kind, recipe)
+        for rows in (16, 5, 16, 5, 1, 0, 0, 0, 5):
+            both(module, torch.randn(rows, COLS), recipe)
+
+    def test_of_alignment(self, kind, recipe):
+        module, x = prepared(kind, recipe)
+        shifted = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x.detach())
+        for _ in range(3):
+            both(module, shifted, recipe)
+
+    def test_while_a_mode_is_active(self, kind, recipe):
+        class Counter(TorchDispatchMode):
+            own = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                self.own += func.namespace == "apex_te"
+                return func(*args, **(kwargs or {}))
+
+        module, x = prepared(kind, recipe)
+        with Counter() as counter:
+            both(module, x, recipe)
+        with_mode = counter.own
+        programs.set_enabled(False)
+        with Counter() as counter:
+            plain_step(module, x, RECIPES[recipe])
+        assert with_mode == 2 * counter.own > 0
+
+    def test_while_algorithms_are_tuned(self, kind, recipe, monkeypatch):
+        module, x = prepared(kind, recipe)
+        monkeypatch.setattr(gemm_tuning, "is_active", True)
+        assert not any(p.is_usable() for p in module._modes.programs.values())
+        both(module, x, recipe)
+
+
+def test_state_that_moves():
+    module, x = prepared()
+    recipe = apex_te.recipe.DelayedScaling(amax_history_len=8)
+    for step in range(1, 6):  # with new tensors, which the old programs do not know
+        plain_step(module, step * x, recipe)
+        staged = module.fp8_state.amax_history_fwd[0, 0].item()
+        assert staged == (step * x).abs().max().item()
+
+
+def test_a_first_scale_that_is_due_again():
+    module, x = prepared(recipe="first step")
+    module.fp8_state.reset()
+    plain_step(module, 100 * x, RECIPES["first step"])
+    scale = module.fp8_state.scale_fwd[0].item()
+    assert scale == pytest.approx(448 / (100 * x).abs().max().item())
+
+
+@pytest.mark.parametrize("changes", [
+    {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {"save_original_input": True},
+])  # fmt: skip
+def test_options_do_without(changes):
+    module = Linear(COLS, 48, **changes)
+    module.weight.main_grad = torch.zeros(48, COLS)
+    for _ in range(4):
+        plain_step(module, torch.randn(16, COLS), RECIPES["delayed"])
+        module.backward_dw()
+    assert made(module) == (0, 0)
+
+
+def test_microbatches_and_statistics_do_without():
+    module = Linear(COLS, 48)
+    for first in (True, False, True, False):
+        with fp8_autocast(fp8_recipe=RECIPES["delayed"]):
+            y = module(torch.randn(16, COLS), is_first_microbatch=first)
+        y.sum().backward()
+    assert made(module) == (0, 0)
+    with apex_te.statistics.fp8_statistics(module):
+        for _ in range(4):
+            plain_step(module, torch.randn(16, COLS), RECIPES["delayed"])
+    assert made(module) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tensor_of_a_step_is_kept(kind):
+    module = KINDS[kind]()
+    gone = []
+    for _ in range(4):
+        x = torch.randn(16, COLS, requires_grad=True)
+        outputs = plain_step(module, x, RECIPES["tensorwise"])
+        gone += [weakref.ref(t.untyped_storage()) for t in (x, *outputs)]
+        addresses = weakref.ref(x)
+        del x, outputs
+        with contextlib.suppress(UnboundLocalError):
+            gc.collect()
+        assert addresses() is None
+    assert made(module) == (1, 1)
+
+
+def test_a_tensor_passed_twice_is_not_taken_for_one():
+    torch.manual_seed(0)
+    module = LayerNormLinear(COLS, 48)
+    x, other = torch.randn(16, COLS), torch.randn(16, COLS)
+
+    def run(a, b):
+        with fp8_autocast(fp8_recipe=RECIPES["tensorwise"]):
+            return module.forward_with_residual(a, b)[0].detach().clone()
+
+    for _ in range(4):
+        run(x, x)
+    actual = run(x, other)
+    programs.set_enabled(False)
+    assert_same_bits(actual, run(x, other))
