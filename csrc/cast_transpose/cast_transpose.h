@@ -5,14 +5,15 @@
 // output unwritten.
 #pragma once
 
+#include "common/numerics/column_sums.h"
 #include "common/numerics/columnwise.h"
 #include "common/numerics/fp8_formats.h"
 
 // dbias adds 8 rows, two such sums, the 16 pairs of 256 rows (one line of the workspace), and the
 // lines as common/numerics/column_sums.h does: in a fixed order, so that both devices give the same
 // bits.
-constexpr int64_t kCastTransposeTileRows = 256;
-constexpr int64_t kCastTransposeRowsPerThread = 8;
+constexpr int64_t kCastTransposeTileRows = apex_te::kSumTileRows;
+constexpr int64_t kCastTransposeRowsPerThread = apex_te::kSumThreadRows;
 
 APEX_TE_FUNCTION(cast_transpose,
                  "x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "

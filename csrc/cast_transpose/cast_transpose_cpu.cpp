@@ -13,36 +13,16 @@ namespace {
 
 constexpr int64_t kTileRows = kCastTransposeTileRows;
 constexpr int64_t kTileCols = kQuantizeTileCols;
-constexpr int64_t kRows = kCastTransposeRowsPerThread;
 static_assert(kTileRows == kQuantizeTileRows, "rows of a line of the bias sums' workspace");
 
 // Column sums of a tile into its line of the workspace.
 template <typename T>
-APEX_TE_INLINE void sum_tile(const CastTranspose& p, int64_t row0, int64_t col0) {
+void sum_tile_of(const CastTranspose& p, int64_t row0, int64_t col0) {
   const int64_t rows = std::min(kTileRows, p.rows - row0);
   const int64_t cols = std::min(kTileCols, p.cols - col0);
   const T* x = p.x.data<const T>() + row0 * p.cols + col0;
-  float tile_sums[kTileCols] = {}, sums[2][kTileCols];
-  for (int64_t r0 = 0; r0 < rows; r0 += 2 * kRows) {
-    std::fill_n(sums[0], 2 * kTileCols, 0.0f);
-    for (int64_t r = r0; r < std::min(rows, r0 + 2 * kRows); ++r) {
-      float values[kTileCols];
-      widen(x + r * p.cols, cols, values);
-      float* row_sums = sums[(r - r0) / kRows];
-      for (int64_t c = 0; c < cols; ++c) row_sums[c] += values[c];
-    }
-    for (int64_t c = 0; c < cols; ++c) tile_sums[c] += sums[0][c] + sums[1][c];
-  }
-  std::copy_n(tile_sums, cols, p.workspace + row0 / kTileRows * p.cols + col0);
-}
-
-template <typename T>
-APEX_TE_TARGET_PORTABLE void sum_tile_portable(const CastTranspose& p, int64_t row0, int64_t col0) {
-  sum_tile<T>(p, row0, col0);
-}
-template <typename T>
-APEX_TE_TARGET_AVX2 void sum_tile_avx2(const CastTranspose& p, int64_t row0, int64_t col0) {
-  sum_tile<T>(p, row0, col0);
+  float* line = p.workspace + row0 / kTileRows * p.cols + col0;
+  tile_summer<T, kTileCols>()(x, p.cols, rows, cols, line);
 }
 
 template <typename T>
@@ -52,8 +32,8 @@ void cast_all(const CastTranspose& p) {
   const auto encode = fp8_row_encoder<T>(p.fp8, scale);
   uint32_t amax;
   if (p.dbias) {
-    const auto sum = use_avx2() ? sum_tile_avx2<T> : sum_tile_portable<T>;
-    amax = quantize_tiles<T>(q, encode, [&](int64_t row0, int64_t col0) { sum(p, row0, col0); });
+    amax = quantize_tiles<T>(q, encode,
+                             [&](int64_t row0, int64_t col0) { sum_tile_of<T>(p, row0, col0); });
     add_lines<T>(p.workspace, (p.rows + kTileRows - 1) / kTileRows, p.cols, p.dbias.data());
   } else if (p.rowwise || p.columnwise) {
     amax = quantize_all<T>(q, encode);
