@@ -82,12 +82,13 @@ __global__ void __launch_bounds__(kTileThreads, 2) cast_transpose_tile_kernel(co
   }
   stage_amax(amax_bits(T{}, amax), warp_amaxes);
   __syncthreads();
-  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.ld, at, tile);
-  if (kDbias && at.row0 < p.rows && threadIdx.x < kTileCols && at.col0 + threadIdx.x < p.cols) {
+  const Tile::Place to = at.again();
+  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.ld, to, tile);
+  if (kDbias && to.row0 < p.rows && threadIdx.x < kTileCols && to.col0 + threadIdx.x < p.cols) {
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kTileThreads / 32; ++w) sum += sums[w][threadIdx.x];
-    p.workspace[at.row0 / kTileRows * p.cols + at.col0 + threadIdx.x] = sum;
+    p.workspace[to.row0 / kTileRows * p.cols + to.col0 + threadIdx.x] = sum;
   }
   finish_amax<kTileThreads>(p.amax, seen, warp_amaxes);
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;

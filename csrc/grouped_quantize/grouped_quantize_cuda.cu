@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 4 ? 1 : 2)
   stage_amax(amax_bits(T{}, amax), amaxes);
   if (threadIdx.x % 32 == 0) groups[warp] = group;
   __syncthreads();
-  if (columnwise) Tile::store_columns<kAligned>(columnwise, p.columns, to, tile);
+  if (columnwise) Tile::store_columns<kAligned>(columnwise, p.columns, to.again(), tile);
   if (threadIdx.x != 0 || !p.amax) return;
   // One atomic for each group of the tile.
   const int own = group;
