@@ -50,16 +50,18 @@ __device__ __forceinline__ uint2 encode_vec(const Vec8<T>& v, float scale, float
 }
 
 // kAligned: x, the outputs and both extents allow vector accesses without a bounds check inside
-// a vector. Otherwise every access is checked and done by element.
+// a vector. Otherwise vectors are shifted to where they lie (common/gpu/shifted.h).
 template <typename T, typename Format, bool kAligned, bool kDbias>
-__global__ void __launch_bounds__(kTileThreads, 2) cast_transpose_tile_kernel(const Params p) {
+__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 && !kAligned ? 1 : 2)
+    cast_transpose_tile_kernel(const Params p) {
   if (p.noop && *p.noop != 0) return;
   __shared__ uint32_t warp_amaxes[kTileThreads / 32];
   __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
   __shared__ float sums[kDbias ? kTileThreads / 32 : 1][kDbias ? kTileCols : 1];
   const Tile::Place at(p.rows, p.cols, blockIdx.x);
   Vec8<T> in[kRows];
-  Tile::load<T, kAligned>(static_cast<const T*>(p.x), p.cols, at, in);
+  const T* x = static_cast<const T*>(p.x);
+  kAligned ? Tile::load<T, true>(x, p.cols, at, in) : Tile::load_any(x, at, in);
   const float scale = *p.scale;
   const uint32_t seen = amax_so_far(p.amax);
   uint32_t amax = 0;
@@ -70,7 +72,9 @@ __global__ void __launch_bounds__(kTileThreads, 2) cast_transpose_tile_kernel(co
     fold_amax(in[r], amax);
     codes[r] = encode_vec<T, Format>(in[r], scale, kDbias ? column_sums : nullptr);
   }
-  if (p.rowwise) Tile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
+  if (p.rowwise)
+    kAligned ? Tile::store_rows<true>(p.rowwise, p.cols, at, codes)
+             : Tile::store_rows_any(p.rowwise, at, codes);
   if (p.columnwise) Tile::stage_columns(codes, tile);
   if (kDbias) {
 #pragma unroll
@@ -83,7 +87,9 @@ __global__ void __launch_bounds__(kTileThreads, 2) cast_transpose_tile_kernel(co
   stage_amax(amax_bits(T{}, amax), warp_amaxes);
   __syncthreads();
   const Tile::Place to = at.again();
-  if (p.columnwise) Tile::store_columns<kAligned>(p.columnwise, p.ld, to, tile);
+  if (p.columnwise)
+    kAligned ? Tile::store_columns<true>(p.columnwise, p.ld, to, tile)
+             : Tile::store_columns_any(p.columnwise, p.ld, to, tile);
   if (kDbias && to.row0 < p.rows && threadIdx.x < kTileCols && to.col0 + threadIdx.x < p.cols) {
     float sum = 0.0f;
 #pragma unroll

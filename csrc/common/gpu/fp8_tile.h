@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/gpu/amax.h"
+#include "common/gpu/shifted.h"
 #include "common/gpu/vec.h"
 
 namespace apex_te {
@@ -134,6 +135,30 @@ struct FP8Tile {
       else if (at.col < at.cols)
         *reinterpret_cast<uint2*>(p + r * ld) = codes[r];
     }
+  }
+
+  // load, store_rows and store_columns of a dense matrix at any alignment, with rows of any length:
+  // vectors even so, but for columns whose output is not aligned.
+  template <typename T>
+  static __device__ __forceinline__ void load_any(const T* x, const Place& at, Vec8<T>* in) {
+    const T *p = x + at.row * at.cols + at.col, *end = x + at.rows * at.cols;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r, p += at.cols)
+      in[r] = load_shifted(p, at.row + r < at.rows ? at.cols - at.col : 0, x, end);
+  }
+  static __device__ __forceinline__ void store_rows_any(uint8_t* out, const Place& at,
+                                                        const uint2* codes) {
+    uint8_t* p = out + at.row * at.cols + at.col;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r, p += at.cols)
+      if (at.row + r < at.rows) store_codes_shifted(p, codes[r], at.cols - at.col);
+  }
+  static __device__ __forceinline__ void store_columns_any(uint8_t* out, int64_t ld,
+                                                           const Place& at, const uint2* tile) {
+    if (ld % 16 == 0 && reinterpret_cast<uintptr_t>(out) % 16 == 0)
+      store_columns<true>(out, ld, at, tile);
+    else
+      store_columns<false>(out, ld, at, tile);
   }
 
   // A thread's 8 x 8 codes, transposed, into the shared tile. A barrier must follow.

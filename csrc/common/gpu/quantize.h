@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4 ? 1 : 2)
   const T* x = static_cast<const T*>(p.x);
   Vec8<T> in[kQuantizeVecs];
   if (kTile) {
-    QuantizeTile::load<T, kAligned>(x, p.cols, at, in);
+    kAligned ? QuantizeTile::load<T, true>(x, p.cols, at, in) : QuantizeTile::load_any(x, at, in);
   } else {
 #pragma unroll
     for (int k = 0; k < kQuantizeVecs; ++k) {
@@ -127,7 +127,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4 ? 1 : 2)
     codes[k] = encode_vec<Encoder>(in[k], scale, table);
   }
   if (kTile) {
-    if (p.rowwise) QuantizeTile::store_rows<kAligned>(p.rowwise, p.cols, at, codes);
+    if (p.rowwise)
+      kAligned ? QuantizeTile::store_rows<true>(p.rowwise, p.cols, at, codes)
+               : QuantizeTile::store_rows_any(p.rowwise, at, codes);
     QuantizeTile::stage_columns(codes, tile);
   } else {
 #pragma unroll
@@ -141,7 +143,9 @@ __global__ void __launch_bounds__(kQuantizeThreads, sizeof(T) == 4 ? 1 : 2)
   }
   if (Source::kFoldAmax) stage_amax(amax_bits(T{}, amax), warps);
   if (kTile || Source::kFoldAmax) __syncthreads();
-  if (kTile) QuantizeTile::store_columns<kAligned>(p.columnwise, p.ld, at.again(), tile);
+  if (kTile)
+    kAligned ? QuantizeTile::store_columns<true>(p.columnwise, p.ld, at.again(), tile)
+             : QuantizeTile::store_columns_any(p.columnwise, p.ld, at.again(), tile);
   source.finish(seen, amax, warps);
 }
 

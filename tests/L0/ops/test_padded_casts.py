@@ -87,6 +87,35 @@ def test_casts_are_the_reference(device, poison, rows):
         assert torch.equal(codes(found.columnwise)[:, :rows], codes(expected.columnwise))
 
 
+@pytest.mark.parametrize("cols", [7, 121, 250, 4091, 4095, 4097])
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_odd_columns_at_any_alignment(device, poison, cols, offset):
+    """Rows that begin anywhere: each element, and nothing behind the row or the matrix, counts."""
+    rows, scale = 270, torch.full((1,), 7.3)
+    for dtype in DTYPES:
+        memory = torch.full((rows * cols + offset + 9,), float("inf")).to(dtype)
+        memory[offset : offset + rows * cols] = torch.randn(rows * cols).to(dtype) * 30
+        x = memory[offset : offset + rows * cols].view(rows, cols)
+        on_device = memory.to(device)[offset : offset + rows * cols].view(rows, cols)
+        amax = torch.zeros(1, device=device)
+        found = cast_transpose(on_device, scale.to(device), FP8[0], amax=amax, pad_columnwise=True)
+        expected = cast_reference(x, scale, FP8[0])
+        assert amax.item() == x.float().abs().max().item()
+        assert_same_bits(found.rowwise.cpu(), expected.rowwise)
+        assert torch.equal(codes(found.columnwise)[:, :rows], codes(expected.columnwise))
+        assert not codes(found.columnwise)[:, rows:].any()
+        summed = cast_transpose(
+            on_device, scale.to(device), FP8[0], with_dbias=True, pad_columnwise=True
+        )
+        assert_same_bits(summed.columnwise, found.columnwise)
+        cpu = cast_transpose(x, scale, FP8[0], with_dbias=True)
+        assert_same_bits(summed.dbias.cpu(), cpu.dbias)
+        current = current_scale(on_device, FP8[1], pad_columnwise=True)
+        expected = current_reference(x, FP8[1])
+        assert_same_bits(current.rowwise.cpu(), expected.rowwise)
+        assert torch.equal(codes(current.columnwise)[:, :rows], codes(expected.columnwise))
+
+
 @pytest.mark.parametrize("name", ["cast_transpose", "current_scale"])
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_given_output(device, poison, name, offset):
