@@ -8,7 +8,8 @@ from checks import assert_same_bits
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from apex_te.ops import hif8, mx_quantize
-from apex_te.ops.emulated_gemm import hif8_gemm, mx_gemm
+from apex_te.ops.block_quantize import block_quantize
+from apex_te.ops.emulated_gemm import emulated_block_gemm, hif8_gemm, mx_gemm
 from apex_te.ops.product_into import product_into
 
 SHAPES = [(16, 16, 128), (144, 272, 384), (1, 16, 32), (7, 5, 3), (33, 100, 57)]
@@ -75,6 +76,25 @@ def test_three_products_of_a_linear_layer(device):
     assert sqnr(x @ w.t(), y) >= 25
     assert sqnr(dy @ w, dx) >= 25
     assert sqnr(dy.t() @ x, dw) >= 25
+
+
+@pytest.mark.parametrize("rows", [1, 15, 33, 129, 254])
+@pytest.mark.parametrize("kind", ["mx", "hif8", "block"])
+def test_weight_gradient_of_padded_copies(device, poison, kind, rows):
+    dy, x = torch.randn(rows, 48, device=device), torch.randn(rows, 64, device=device)
+
+    def gradient(pad):
+        if kind == "hif8":
+            a, b = (hif8.quantize_current(t, pad_columnwise=pad) for t in (dy, x))
+            return hif8_gemm(a.columnwise, b.columnwise, a.scale_inv, b.scale_inv)
+        if kind == "mx":
+            a, b = (mx_quantize.mx_quantize(t, pad_columnwise=pad) for t in (dy, x))
+            return mx_gemm(a[2], b[2], a[3], b[3])
+        e4m3 = torch.float8_e4m3fn
+        a, b = (block_quantize(t, e4m3, pad_columnwise=pad) for t in (dy, x))
+        return emulated_block_gemm(a[2], b[2], a[3], b[3], b_block_rows=1)
+
+    assert sqnr(gradient(False), gradient(True)) >= 48
 
 
 def test_compile(device):
