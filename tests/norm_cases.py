@@ -271,6 +271,33 @@ class NormCases(NormBase):
                 assert torch.equal(checks.codes(out.y.rowwise).t(), checks.codes(out.y.columnwise))
             self.check_statistics(out, x.cpu(), exact)
 
+    @pytest.mark.cuda
+    @needs_cuda
+    @pytest.mark.parametrize("with_residual", [False, True])
+    @pytest.mark.parametrize("rows", [4097, 5600, 7104, 7112, 8190])
+    @pytest.mark.parametrize("cols", [264, 2112, 2304, 5120, 7168])
+    def test_fwd_fp8_tiles(self, poison, cols, rows, with_residual):
+        """Rows for every height of a tile; of 7112 the padding has a tile of its own."""
+        x, *params = (t.cuda() for t in self.make(rows, cols, torch.bfloat16))
+        options, total = {}, x
+        if with_residual:
+            options = {"residual": torch.randn(rows, cols, device="cuda").bfloat16()}
+            total = (x.float() + options["residual"].float()).bfloat16()
+        expected = self.op.reference(total.float(), *(p.float() for p in params), EPS)
+        amax = one(0, "cuda")
+        out = self.function("_fwd_fp8")(
+            x, *params, EPS, one(3.5, "cuda"), FP8[0], pad_columnwise=True, amax=amax, **options
+        )
+        checks.assert_close_amax(amax, expected.y.abs().max())
+        checks.assert_adjacent_codes(out.y.rowwise, encode_fp8(expected.y * 3.5, FP8[0]))
+        torch.testing.assert_close(out.rstd, expected.rstd, rtol=1e-5, atol=0)
+        columns = checks.codes(out.y.columnwise)
+        assert columns.shape == (cols, rows + -rows % 16)
+        assert torch.equal(columns[:, :rows], checks.codes(out.y.rowwise).t())
+        assert not columns[:, rows:].any()
+        if with_residual:
+            assert_same_bits(out.residual_sum, total)
+
     @pytest.mark.parametrize("shape", [(48, 1024), (32, 4096), (5, 129)], ids=str)
     def test_fwd_fp8_residual(self, device, poison, shape):
         x, *params = self.make(*shape, torch.bfloat16, torch.float32)

@@ -61,7 +61,7 @@ void launch_norm_fp8(const NormFwd& p, const char* op, int device, cudaStream_t 
     // blocks.
     const int64_t processors = device_attribute(cudaDevAttrMultiProcessorCount, device);
     RingPlan ring;
-    if (aligned && plan_norm_ring<T>(p, device, &ring) &&
+    if (aligned && plan_norm_ring<T, kLayerNorm>(p, device, &ring) &&
         2 * p.rows * ring.ranks > processors * ring.shape.tile_rows)
       return launch_norm_ring<T, kLayerNorm>(p, ring, device, stream);
   }

@@ -4,7 +4,7 @@
 // registers, lets the copy of its next row begin, and normalises. No load waits for a reduction
 // and, but for the statistics of long rows, no warp for another. Rows whose parameters do not fit
 // in a block's shared memory go to a cluster of blocks. Weight and bias stay in shared memory,
-// widened. For a columnwise copy a block has tiles of 64 or 32 rows, whose codes also go to shared
+// widened. For a columnwise copy a block has tiles of 32 to 64 rows, whose codes also go to shared
 // memory, from where they leave by columns.
 #pragma once
 
@@ -18,8 +18,9 @@ constexpr int kRingWarps = 16;
 constexpr int kRingThreads = kRingWarps * 32;
 constexpr int kMaxRingSlots = 8;
 template <typename T, bool kTiles>  // of a thread: 64 registers, or half where codes need memory
-constexpr int kRingVecs = (kTiles ? 16 : 32) / sizeof(T);
-constexpr int kLeastTileRows = 32;        // whose columnwise codes are whole sectors
+constexpr int kRingVecs = kTiles ? (sizeof(T) == 4 ? 4 : 9) : 32 / sizeof(T);
+constexpr int64_t kLeastTileRows = 32;  // whose columnwise codes are whole sectors
+constexpr int64_t kTallTileRows = 64;
 constexpr int64_t kPlainTileCols = 4096;  // that two blocks hold with 64 rows
 
 struct RingShape {
@@ -41,9 +42,9 @@ __device__ __forceinline__ void store_tile(const unsigned char* tile, int tile_r
                                            int64_t row0) {
   const int height = tile_rows / 8, width = 32 / height;
   const int lane = threadIdx.x % 32, down = lane / width;
-  if (row0 + down * 8 >= ld) return;
+  if (down >= height || row0 + down * 8 >= ld) return;
   const int64_t present = rows - row0 - down * 8;
-  for (int v = threadIdx.x / 32 * width + lane % width; v < vecs; v += blockDim.x / height) {
+  for (int v = threadIdx.x / 32 * width + lane % width; v < vecs; v += kRingWarps * width) {
     uint2 codes[8];
 #pragma unroll
     for (int r = 0; r < 8; ++r)
@@ -361,7 +362,9 @@ __global__ void __launch_bounds__(kRingThreads, 1)
   int slot = 0;
   unsigned phase = 0;
   RingExchange exchange;
-  for (int64_t base = rows.first; base < p.rows; base += rows.stride) {
+  // The padding of a columnwise copy may need a tile of its own.
+  const int64_t end = kTiles ? p.ld : p.rows;
+  for (int64_t base = rows.first; base < end; base += rows.stride) {
     for (int turn = 0; turn < rows.turns; ++turn) {
       const int64_t row = rows.row_of(base, turn, p, at);
       if (row >= p.rows) continue;
@@ -398,40 +401,69 @@ __global__ void __launch_bounds__(kRingThreads, 1)
 struct RingPlan {
   RingShape shape;
   int64_t ranks;
+  int rounds;  // blocks for each that runs at once
   size_t shared_bytes;
 };
 
-// The fewest blocks to a row, then the fewest warps, whose shared memory suffices.
+// Sets the plan's shape for tiles of `tile_rows` (0: no columnwise copy) and `ranks` blocks of a
+// row: the fewest warps of a row whose shared memory suffices. Returns false where none does.
 template <typename T>
-bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
+bool fit_norm_ring(const NormFwd& p, int64_t limit, int64_t tile_rows, int64_t ranks,
+                   RingPlan* plan) {
   const int64_t total = p.cols / kVec, params = (p.params.weight ? 1 : 0) + (p.params.bias ? 1 : 0);
+  const int64_t arrays = p.residual ? 2 : 1;
+  const int64_t slice = (total + ranks - 1) / ranks;
+  const int64_t most = 32 * (tile_rows ? kRingVecs<T, true> : kRingVecs<T, false>);
+  for (int64_t warps = (slice + most - 1) / most; warps <= kRingWarps; ++warps) {
+    const int64_t vecs = (slice + warps - 1) / warps, groups = kRingWarps / warps;
+    if (warps > 1 && vecs < 32) break;
+    const int64_t tile = tile_rows * tile_pitch(static_cast<int>(warps * vecs));
+    const int64_t fixed =
+        warps * vecs * kVec * 4 * params + kRingWarps * 16 + groups * ranks * warps * 16 + tile;
+    const int64_t slot = kRingWarps * (arrays * vecs * kVec * static_cast<int64_t>(sizeof(T)) + 8);
+    const int64_t slots = std::min<int64_t>((limit - fixed) / slot, kMaxRingSlots);
+    if (fixed > limit || slots < 1) continue;
+    plan->ranks = ranks;
+    plan->shape = {static_cast<int>(warps), static_cast<int>(vecs), static_cast<int>(slots),
+                   static_cast<int>(tile_rows)};
+    plan->shared_bytes = static_cast<size_t>(fixed + slots * slot);
+    return true;
+  }
+  return false;
+}
+
+// Rows of a tile: kTallTileRows, or fewer where few tiles are then shared out more evenly.
+inline int64_t even_tile_rows(int64_t rows, int64_t processors) {
+  const auto largest_share = [&](int64_t tile_rows) {
+    const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+    return (tiles + processors - 1) / processors * tile_rows;
+  };
+  int64_t best = kTallTileRows;
+  if (largest_share(best) > 2 * best) return best;
+  for (int64_t tile_rows = best - 8; tile_rows >= kLeastTileRows; tile_rows -= 8)
+    if (largest_share(tile_rows) < largest_share(best)) best = tile_rows;
+  return best;
+}
+
+// The fewest blocks to a row whose shared memory suffices.
+template <typename T, bool kLayerNorm>
+bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
   const int64_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device) - 256;
   const bool clusters = has_clusters(device);
-  const int64_t max_ranks = clusters ? kMaxNormRanks : 1, arrays = p.residual ? 2 : 1;
-  // 64 bytes of a transposed column at once pay for two blocks of a row, not for four.
-  const bool high = clusters && (p.cols <= kPlainTileCols || p.cols > 2 * kPlainTileCols);
-  const int64_t tile_rows = p.columnwise ? (high ? 2 : 1) * kLeastTileRows : 0;
-  for (int64_t ranks = p.columnwise && high && p.cols > kPlainTileCols / 2 ? 2 : 1;
-       ranks <= max_ranks; ranks *= 2) {
-    const int64_t slice = (total + ranks - 1) / ranks,
-                  most = 32 * (p.columnwise ? kRingVecs<T, true> : kRingVecs<T, false>);
-    for (int64_t warps = (slice + most - 1) / most; warps <= kRingWarps; ++warps) {
-      const int64_t vecs = (slice + warps - 1) / warps, groups = kRingWarps / warps;
-      if (warps > 1 && vecs < 32) break;
-      const int64_t tile = tile_rows * tile_pitch(static_cast<int>(warps * vecs));
-      const int64_t fixed =
-          warps * vecs * kVec * 4 * params + kRingWarps * 16 + groups * ranks * warps * 16 + tile;
-      const int64_t slot =
-          kRingWarps * (arrays * vecs * kVec * static_cast<int64_t>(sizeof(T)) + 8);
-      const int64_t slots = std::min<int64_t>((limit - fixed) / slot, kMaxRingSlots);
-      if (fixed > limit || slots < 1) continue;
-      plan->shape = {static_cast<int>(warps), static_cast<int>(vecs), static_cast<int>(slots),
-                     static_cast<int>(tile_rows)};
-      plan->ranks = ranks;
-      plan->shared_bytes = static_cast<size_t>(fixed + slots * slot);
-      return true;
-    }
+  // Two rounds of tiles were faster, but for layer_norm without a residual.
+  plan->rounds = p.columnwise && (!kLayerNorm || p.residual) ? 2 : 1;
+  int64_t ranks = 1, tile_rows = 0;
+  if (p.columnwise) {
+    // 64 bytes of a transposed column at once pay for two blocks of a row, not for four.
+    const bool tall = clusters && (p.cols <= kPlainTileCols || p.cols > 2 * kPlainTileCols);
+    constexpr int64_t kWarpCols = 32 * kRingVecs<T, true> * kVec;
+    if (tall && p.cols > std::max(kPlainTileCols / 2, kWarpCols)) ranks = 2;
+    tile_rows = tall ? kTallTileRows : kLeastTileRows;
+    if (tall && ranks == 1)
+      tile_rows = even_tile_rows(p.ld, device_attribute(cudaDevAttrMultiProcessorCount, device));
   }
+  for (; ranks <= (clusters ? kMaxNormRanks : 1); ranks *= 2)
+    if (fit_norm_ring<T>(p, limit, tile_rows, ranks, plan)) return true;
   return false;
 }
 
@@ -444,12 +476,11 @@ void launch_norm_ring(const NormFwd& p, const RingPlan& plan, int device, cudaSt
                                   static_cast<int>(plan.shared_bytes)),
              "cudaFuncSetAttribute");
   const int64_t tile_rows = p.columnwise ? plan.shape.tile_rows : kRingWarps / plan.shape.warps;
-  // Two rounds of tiles were faster, but for layer_norm without a residual.
-  const int64_t rounds = p.columnwise && (!kLayerNorm || p.residual) ? 2 : 1;
-  const int64_t lines =
-      std::min((p.rows + tile_rows - 1) / tile_rows,
-               rounds * max_active_clusters(address, kRingThreads, static_cast<int>(plan.ranks),
-                                            plan.shared_bytes, device));
+  const int64_t rows = p.columnwise ? p.ld : p.rows;
+  const int64_t lines = std::min(
+      (rows + tile_rows - 1) / tile_rows,
+      plan.rounds * max_active_clusters(address, kRingThreads, static_cast<int>(plan.ranks),
+                                        plan.shared_bytes, device));
   launch_cluster(kernel, lines * plan.ranks, kRingThreads, static_cast<int>(plan.ranks),
                  plan.shared_bytes, stream, p, plan.shape);
 }
