@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
@@ -149,6 +150,9 @@ class LayerNormLinear(NormedModule, LinearParameters):
             self._check_residual(inp, residual)
         parameters = (self._parameters["layer_norm_weight"], weight, bias)
         applied = None if self.return_bias else bias
+        if is_first_microbatch is None and self._is_plain(inp, self.in_features, parameters):
+            norm, total = self._plain_norm(inp, residual)
+            return self._returned(functional.linear(norm, weight, applied), bias, norm), total
         out, norm, total = self._call(
             inp, self.in_features, parameters, (weight,), is_first_microbatch, residual, weight,
             applied, return_residual,

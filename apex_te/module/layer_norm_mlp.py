@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
@@ -179,10 +180,15 @@ class LayerNormMLP(NormedModule):
         if residual is not None:
             self._check_residual(inp, residual)
         linear = w1, b1, w2, b2 = tuple([getattr(self, name) for name in _LINEAR])
+        parameters = (self._parameters["layer_norm_weight"], *linear)
+        applied = None if self.return_bias else b2
+        if is_first_microbatch is None and self._is_plain(inp, self.hidden_size, parameters):
+            norm, total = self._plain_norm(inp, residual)
+            hidden = activate(self.activation, functional.linear(norm, w1, b1))
+            return self._returned(functional.linear(hidden, w2, applied), b2, norm), total
         out, norm, total = self._call(
-            inp, self.hidden_size, (self._parameters["layer_norm_weight"], *linear), (w1, w2),
-            is_first_microbatch, residual, w1, b1, w2, None if self.return_bias else b2,
-            return_residual,
+            inp, self.hidden_size, parameters, (w1, w2), is_first_microbatch, residual, w1, b1, w2,
+            applied, return_residual,
         )  # fmt: skip
         return self._returned(out, b2, norm), total
 

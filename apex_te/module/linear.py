@@ -290,7 +290,8 @@ class LinearLayer(LinearParameters):
         """
         if weight is None and bias is None:
             weight, bias = self._linear_operands()
-            if is_first_microbatch is None and self._is_plain_linear(inp, weight, bias):
+            plain = is_first_microbatch is None and not self.return_bias
+            if plain and self._is_plain(inp, self.in_features, (weight, bias)):
                 return functional.linear(inp, weight, bias)
         else:
             weight, bias = self._operands(weight, bias)
@@ -301,21 +302,6 @@ class LinearLayer(LinearParameters):
         if not self.return_bias:
             return out
         return out, out.new_empty(0) if bias is None else bias.to(out.dtype)
-
-    def _is_plain_linear(
-        self, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> bool:
-        """Returns True if a call is no more than ``functional.linear(inp, weight, bias)``."""
-        dtype = weight.dtype
-        return (
-            self._is_plain()
-            and type(weight) is torch.nn.Parameter
-            and inp.dtype is dtype
-            and (bias is None or bias.dtype is dtype)
-            and not self.return_bias
-            and inp.dim() > 0
-            and inp.shape[-1] == self.in_features
-        )
 
     def _operands(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None

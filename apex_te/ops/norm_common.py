@@ -73,7 +73,9 @@ def as_rows(op: str, name: str, t: torch.Tensor, like: torch.Tensor | None = Non
         raise ValueError(f"{op}: {name} must have at least 1 dimension, got shape []")
     if like is not None and t.shape != like.shape:
         raise ValueError(f"{op}: {name} must have shape {list(like.shape)}, got {list(t.shape)}")
-    return t.reshape(math.prod(t.shape[:-1]), t.shape[-1]).contiguous()
+    if t.dim() != 2:
+        t = t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
+    return t.contiguous()
 
 
 def contiguous(t: torch.Tensor | None) -> torch.Tensor | None:

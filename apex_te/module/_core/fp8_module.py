@@ -156,22 +156,35 @@ class FP8Module(torch.nn.Module):
         call = self.prepare(dtype, parameters[0].device, weights, is_first_microbatch)
         return self._run(call, inp, *args)
 
-    def _is_plain(self) -> bool:
+    def _is_plain(
+        self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
+    ) -> bool:
         """Returns True if a call is known to need neither FP8 nor any option of the module.
 
         Asked before ``_call``, which would find the same in many more steps.
+
+        Args:
+            inp: the input.
+            features: the size that the input's last dimension must have.
+            parameters: tensors, or None, that must have the dtype of ``inp``.
         """
         if torch.compiler.is_compiling():  # must not come to depend on earlier calls
             return False
         region = local.region
-        return (
-            self._modes.recompute is None
-            and (region is None or not (region.enabled or region.calibrating))
-            and self.tp_size == 1
-            and not self.fuse_wgrad_accumulation
-            and not self.delay_wgrad_compute
-            and not torch._C._is_any_autocast_enabled()
-        )
+        if (
+            self._modes.recompute is not None
+            or (region is not None and (region.enabled or region.calibrating))
+            or self.tp_size != 1
+            or self.fuse_wgrad_accumulation
+            or self.delay_wgrad_compute
+            or torch._C._is_any_autocast_enabled()
+        ):
+            return False
+        dtype = inp.dtype
+        for p in parameters:
+            if p is not None and (p.dtype is not dtype or type(p) is not torch.nn.Parameter):
+                return False
+        return inp.dim() > 0 and inp.shape[-1] == features
 
     def prepare(
         self,
