@@ -149,12 +149,21 @@ class ModuleFP8:
                 with untraced():
                     self._prepare(key, device.type, device.index, records)
             return getattr(self._compiled, key)[0]
-        active = self._active
-        entered = amax_group is None or amax_group is self._sync.amax_group
-        if active is not None and self._active_key == key and entered:
+        active = self.active(key, amax_group)
+        if active is not None:
             return active
         self.enter(amax_group)
         return self.adapt(key, recipe, device, records)
+
+    def active(self, key: str, amax_group: AmaxGroup | None) -> QuantizerSets | None:
+        """Returns the quantizers of the last recording forward, if a forward may use them as is.
+
+        Args:
+            key: the region's ``recipe_key``.
+            amax_group: the region's amax group; None if it does not count in one.
+        """
+        entered = amax_group is None or amax_group is self._sync.amax_group
+        return self._active if entered and self._active_key == key else None
 
     def enter(self, amax_group: AmaxGroup | None) -> None:
         """Has updates of ``amax_group`` include this module from now on; None changes nothing."""

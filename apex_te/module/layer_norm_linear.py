@@ -150,9 +150,15 @@ class LayerNormLinear(NormedModule, LinearParameters):
             self._check_residual(inp, residual)
         parameters = (self._parameters["layer_norm_weight"], weight, bias)
         applied = None if self.return_bias else bias
-        if is_first_microbatch is None and self._is_plain(inp, self.in_features, parameters):
+        call = None
+        if is_first_microbatch is None:
+            call = self._known_call(inp, self.in_features, parameters)
+        if call is not None and not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)
             return self._returned(functional.linear(norm, weight, applied), bias, norm), total
+        if call is not None:
+            out, norm, total = self._run(call, inp, residual, weight, applied, return_residual)
+            return self._returned(out, bias, norm), total
         out, norm, total = self._call(
             inp, self.in_features, parameters, (weight,), is_first_microbatch, residual, weight,
             applied, return_residual,

@@ -182,10 +182,16 @@ class LayerNormMLP(NormedModule):
         linear = w1, b1, w2, b2 = tuple([getattr(self, name) for name in _LINEAR])
         parameters = (self._parameters["layer_norm_weight"], *linear)
         applied = None if self.return_bias else b2
-        if is_first_microbatch is None and self._is_plain(inp, self.hidden_size, parameters):
+        call = None
+        if is_first_microbatch is None:
+            call = self._known_call(inp, self.hidden_size, parameters)
+        if call is not None and not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)
             hidden = activate(self.activation, functional.linear(norm, w1, b1))
             return self._returned(functional.linear(hidden, w2, applied), b2, norm), total
+        if call is not None:
+            out, norm, total = self._run(call, inp, residual, w1, b1, w2, applied, return_residual)
+            return self._returned(out, b2, norm), total
         out, norm, total = self._call(
             inp, self.hidden_size, parameters, (w1, w2), is_first_microbatch, residual, w1, b1, w2,
             applied, return_residual,

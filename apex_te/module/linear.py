@@ -290,9 +290,12 @@ class LinearLayer(LinearParameters):
         """
         if weight is None and bias is None:
             weight, bias = self._linear_operands()
-            plain = is_first_microbatch is None and not self.return_bias
-            if plain and self._is_plain(inp, self.in_features, (weight, bias)):
-                return functional.linear(inp, weight, bias)
+            if is_first_microbatch is None and not self.return_bias:
+                call = self._known_call(inp, self.in_features, (weight, bias))
+                if call is not None:
+                    if call.is_fp8:
+                        return LinearFunction.apply(inp, weight, bias, call)
+                    return functional.linear(inp, weight, bias)
         else:
             weight, bias = self._operands(weight, bias)
         applied = None if self.return_bias else bias

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ...fp8.autocast import graph_task_id, local
+from ...fp8.autocast import Region, graph_task_id, local
 from ...fp8.delayed.compiled_region import follow_traced_region
 from ...fp8.delayed.registry import intern
 from ...fp8.delayed.serialize import NAMES, read_state, save_state
@@ -35,6 +35,7 @@ __all__ = ["FP8Module"]
 
 STATE_PREFIX = "fp8_state."
 _DEFAULTS = GemmOptions()
+_PLAIN = FP8Call(torch.float32, False, None, (), (), None)  # of which only ``is_fp8`` is read
 
 
 @functools.cache
@@ -156,12 +157,13 @@ class FP8Module(torch.nn.Module):
         call = self.prepare(dtype, parameters[0].device, weights, is_first_microbatch)
         return self._run(call, inp, *args)
 
-    def _is_plain(
+    def _known_call(
         self, inp: torch.Tensor, features: int, parameters: tuple[torch.Tensor | None, ...]
-    ) -> bool:
-        """Returns True if a call is known to need neither FP8 nor any option of the module.
+    ) -> FP8Call | None:
+        """Returns the settings of a call with default options if they are known in a few steps.
 
-        Asked before ``_call``, which would find the same in many more steps.
+        They are what ``_call`` would find in many more: ``_PLAIN`` outside of FP8, or those of an
+        earlier call that programs run.
 
         Args:
             inp: the input.
@@ -169,22 +171,40 @@ class FP8Module(torch.nn.Module):
             parameters: tensors, or None, that must have the dtype of ``inp``.
         """
         if torch.compiler.is_compiling():  # must not come to depend on earlier calls
-            return False
-        region = local.region
+            return None
         if (
-            self._modes.recompute is not None
-            or (region is not None and (region.enabled or region.calibrating))
-            or self.tp_size != 1
+            self.tp_size != 1
             or self.fuse_wgrad_accumulation
             or self.delay_wgrad_compute
             or torch._C._is_any_autocast_enabled()
         ):
-            return False
-        dtype = inp.dtype
+            return None
+        dtype, shape = inp.dtype, inp.shape
+        if not shape or shape[-1] != features:
+            return None
         for p in parameters:
             if p is not None and (p.dtype is not dtype or type(p) is not torch.nn.Parameter):
-                return False
-        return inp.dim() > 0 and inp.shape[-1] == features
+                return None
+        region = local.region
+        if region is None or not (region.enabled or region.calibrating):
+            return _PLAIN if self._modes.recompute is None else None
+        return self._known_fp8_call(region, dtype)
+
+    def _known_fp8_call(self, region: Region, dtype: torch.dtype) -> FP8Call | None:
+        """Returns the settings of an earlier call, if a call in ``region`` has the same."""
+        modes, fp8 = self._modes, self._fp8
+        sets = fp8.active(region.recipe_key, region.amax_group)
+        if sets is None or not region.enabled or not region.records or self.save_original_input:
+            return None
+        programs = modes.programs.get(id(sets.recording))
+        call = None if programs is None else programs.calls.get(dtype)
+        if call is None or modes.captured is not None or not torch.is_grad_enabled():
+            return None
+        assert programs is not None
+        if graph_task_id() != -1 or not programs.is_usable():
+            return None
+        modes.recompute, modes.recompute_fp8 = sets.recompute, True
+        return call
 
     def prepare(
         self,

@@ -9,7 +9,7 @@ import torch
 from ...fp8.tensor import QuantizedTensor
 from ...ops.op_function import OpFunction, once_differentiable
 from . import gemm as _gemm
-from .context import take_saved, without_autocast
+from .context import take_saved
 from .fused_casts import NormForward, norm_backward
 from .gemm import SAVED, FP8Call, GemmPlan, Operand, as_matrix, quantized_input, saves_values
 from .programs import repeatable
@@ -149,7 +149,7 @@ class LayerNormLinearFunction(OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple:
-        return without_autocast(_backward, ctx, *grads)
+        return _backward(ctx, *grads)
 
 
 def _forward(

@@ -13,7 +13,7 @@ import torch
 
 from ...ops.op_function import OpFunction, once_differentiable
 from . import gemm as _gemm
-from .context import take_saved, without_autocast
+from .context import take_saved
 from .fused_casts import ActivationBackward, ActivationForward, NormForward
 from .gemm import SAVED, FP8Call, as_matrix
 from .layer_norm_linear_function import (
@@ -65,7 +65,7 @@ class LayerNormMLPFunction(OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple:
-        return without_autocast(_backward, ctx, *grads)
+        return _backward(ctx, *grads)
 
 
 def _forward(

@@ -41,7 +41,7 @@ class LinearFunction(OpFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        return without_autocast(_linear_backward, ctx, grad_output)
+        return _linear_backward(ctx, grad_output)
 
 
 def _linear_forward(

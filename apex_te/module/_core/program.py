@@ -31,13 +31,16 @@ class Program:
         recorder: has noted the ops and has no ``problem``.
         outputs: tensors, or None, that a run returns.
 
+    Attributes:
+        is_native: no op of torch and no other Python code runs.
+
     Raises:
         Unrecordable: the ops cannot be repeated.
     """
 
     __slots__ = (
         "_device", "_later", "_parts", "_places", "_products", "_results", "_run",
-        "_uses_workspace", "_written",
+        "_uses_workspace", "_written", "is_native",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> None:
@@ -55,6 +58,7 @@ class Program:
             argument is WORKSPACE for step in recorder.steps for argument in step.args
         )
         self._run, self._later = _bound(recorder, layout)
+        self.is_native = not self._later
         self._places = [-1 if s is None else layout.place(s)[0] for s in sources]
         parts = [None if s is None else layout.part(s) for s in sources]
         self._parts = [(i, part) for i, part in enumerate(parts) if part is not None]

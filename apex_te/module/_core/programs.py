@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 
 from ...ops import gemm_tuning
 from ...runtime.tracing import is_traced
-from .context import take_saved
+from .context import without_autocast
 from .program import Program
 from .recorder import Recorder, Unrecordable
 
@@ -171,6 +171,8 @@ def _returned(ctx: Any, programs: Programs, known: _Known, outputs: list[Any]) -
 def repeatable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     """Decorates a backward, so that a program may run it after a forward that a program has run.
 
+    ``torch.autocast`` is off while it runs.
+
     Args:
         backward: takes autograd's context, with ``programs`` None or what ``Programs.forward`` has
             set, and gradients. It runs ops only on these and on the tensors from ``take_saved``.
@@ -179,7 +181,7 @@ def repeatable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
     @functools.wraps(backward)
     def run(ctx: Any, *grads: torch.Tensor | None) -> tuple:
         if ctx.programs is None:
-            return backward(ctx, *grads)
+            return without_autocast(backward, ctx, *grads)
         return _repeated_backward(ctx, backward, grads)
 
     return run
@@ -194,10 +196,14 @@ def _repeated_backward(
     known = forward.backwards.get(key)
     if known is None:  # recorded at once: the forward has returned, and so will this
         known = forward.backwards[key] = _Known(runs=1)
-    saved = take_saved(ctx)
-    usable = programs.is_usable()
-    if usable and known.program is not None:
-        outputs = known.program.run((*saved, *grads))
+    saved = ctx.saved_tensors
+    ctx.maybe_clear_saved_tensors()  # as ``take_saved`` does
+    program, usable = known.program, programs.is_usable()
+    if usable and program is not None:
+        if program.is_native:
+            outputs = program.run((*saved, *grads))
+        else:
+            outputs = without_autocast(_run, ctx, program, (*saved, *grads))
         if outputs is not None:
             return tuple(outputs)
         known.missed()
@@ -206,12 +212,16 @@ def _repeated_backward(
     ctx.taken = saved
     if not usable or not known.is_next_recorded():
         del saved
-        return backward(ctx, *grads)
+        return without_autocast(backward, ctx, *grads)
     recorder = Recorder((*saved, *grads), programs.state)
     with recorder:
-        result = backward(ctx, *grads)
+        result = without_autocast(backward, ctx, *grads)
     known.program = _made(recorder, result)
     return result
+
+
+def _run(_: Any, program: Program, tensors: tuple[torch.Tensor | None, ...]) -> Any:
+    return program.run(tensors)
 
 
 def _made(recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> Program | None:
