@@ -1,0 +1,125 @@
+"""Host time to issue forward and backward of small layers, ours against PyTorch's in one run.
+
+Linear of 128 tokens, 256 to 256, and a tiny Llama layer of 2 x 16 tokens, in bf16 and with each
+recipe. All stacks of a layer take turns; a stack's figure is the median of its rounds, and its
+ratio that to torch in bf16. Weights are quantized in every step.
+
+    python benchmarks/layers/bench_host.py
+    python benchmarks/layers/bench_host.py --layer linear --rounds 31
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+import transformer_stacks as stacks
+
+import apex_te
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+
+RECIPES = {
+    "bf16": None,
+    "delayed": DelayedScaling(amax_history_len=16),
+    "tensorwise": CurrentScaling(),
+    "blockwise": BlockScaling(),
+}
+TINY = {"hidden": 256, "ffn": 512, "heads": 4, "groups": 4, "llama": True}
+Step = Callable[[], None]
+
+
+def linear_step(module: torch.nn.Module, recipe: Any) -> Step:
+    """Returns a step of a linear layer in a region with ``recipe``, off for None."""
+    x = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    dy = torch.randn(128, 256, device="cuda", dtype=torch.bfloat16)
+    parameters = list(module.parameters())
+
+    def run() -> None:
+        for tensor in (x, *parameters):
+            tensor.grad = None
+        with apex_te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            y = module(x)
+        y.backward(dy)
+
+    return run
+
+
+def linear_steps() -> dict[str, Step]:
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    steps = {"torch bf16": linear_step(torch.nn.Linear(256, 256, **options), None)}
+    for name, recipe in RECIPES.items():
+        steps[f"apex_te {name}"] = linear_step(apex_te.Linear(256, 256, **options), recipe)
+    return steps
+
+
+def llama_steps() -> dict[str, Step]:
+    size, none = (2, 16, TINY["hidden"]), stacks.our_autocast(None)
+    plain = stacks.Plain(**TINY).to("cuda", stacks.DTYPE)
+    steps = {"torch bf16": stacks.step(plain, none, size)}
+    for name, recipe in RECIPES.items():
+        steps[f"apex_te {name}"] = stacks.step(
+            stacks.layer(**TINY), stacks.our_autocast(recipe), size
+        )
+    return steps
+
+
+LAYERS = {
+    "linear": ("128 tokens, 256 to 256", linear_steps, 100),
+    "llama": ("tiny Llama, 2 x 16 tokens", llama_steps, 25),
+}
+
+
+def in_turns(steps: dict[str, Step], calls: int, rounds: int) -> dict[str, float]:
+    """Returns microseconds of a call by stack; the GPU is drained before each turn.
+
+    Args:
+        steps: by stack.
+        calls: of a stack in each of its turns.
+        rounds: turns of each stack.
+    """
+    for step in steps.values():
+        for _ in range(20):
+            step()
+    gc.collect()
+    gc.freeze()
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                step()
+            times[name].append((time.perf_counter() - begin) / calls * 1e6)
+    torch.cuda.synchronize()
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--layer", choices=[*LAYERS], help="one layer instead of both")
+    parser.add_argument("--rounds", type=int, default=21, help="turns of each stack")
+    options = parser.parse_args()
+    rows = []
+    for key in [options.layer] if options.layer else LAYERS:
+        label, make, calls = LAYERS[key]
+        found = in_turns(make(), calls, options.rounds)
+        for name, us in found.items():
+            ratio = us / found["torch bf16"]
+            rows.append({"layer": label, "stack": name, "host us": us, "of torch": ratio})
+    harness.report("host", rows)
+
+
+if __name__ == "__main__":
+    main()
