@@ -17,6 +17,9 @@ _aten = torch.ops.aten
 _ALLOCATIONS = (
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided,
 )  # fmt: skip
+# What is made stays in memory while it is recorded. Where it is more, the device is busy for longer
+# than the host, for which programs are made.
+MAX_BYTES = 256 << 20
 _RESIZES = (_aten.resize_, _aten.resize_as_, _aten.set_)
 
 
@@ -109,6 +112,7 @@ class Recorder(TorchDispatchMode):
         self.computed: set[int] = set()
         self.written: list[torch.Tensor] = []
         self.inputs = inputs
+        self._bytes = 0
         self._alive: list[Any] = []  # so that no later tensor gets the storage of one seen
         self._slots: dict[int, Slot] = {}
         self._owners: dict[int, tuple[Slot | Made, torch.Tensor] | None] = {}
@@ -134,6 +138,8 @@ class Recorder(TorchDispatchMode):
                 self._note(func, args, kwargs, result)
             except Unrecordable as reason:
                 self.problem = str(reason)
+                for kept in (self._alive, self.made, self.steps, self._owners):
+                    kept.clear()
         return result
 
     def source(self, tensor: torch.Tensor) -> Slot | Made | Part | torch.Tensor:
@@ -204,6 +210,9 @@ class Recorder(TorchDispatchMode):
         self.steps.append(PythonStep(func, sources, kwargs, made))
 
     def _make(self, tensor: torch.Tensor) -> Made:
+        self._bytes += tensor.untyped_storage().nbytes()
+        if self._bytes > MAX_BYTES:
+            raise Unrecordable("too much memory")
         made = Made(len(self.made))
         self.made.append(tensor)
         self._owners[_storage(tensor)] = (made, tensor)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import apex_te
 from apex_te import LayerNormLinear, LayerNormMLP, Linear, fp8_autocast
-from apex_te.module._core import programs
+from apex_te.module._core import programs, recorder
 from apex_te.ops import gemm_tuning
 from apex_te.ops.product_count import fp8_gemm_count
 
@@ -390,6 +390,15 @@ def test_no_tensor_of_a_step_is_kept(kind):
             gc.collect()
         assert addresses() is None
     assert made(module) == (1, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_tensors_are_not_kept_while_recorded(kind, monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_BYTES", 1000)
+    module = KINDS[kind]()
+    for _ in range(4):
+        plain_step(module, torch.randn(16, COLS), RECIPES["delayed"])
+    assert made(module) == (0, 0)
 
 
 def test_a_tensor_passed_twice_is_not_taken_for_one():
