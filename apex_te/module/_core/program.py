@@ -40,7 +40,7 @@ class Program:
 
     __slots__ = (
         "_device", "_later", "_parts", "_places", "_products", "_results", "_run",
-        "_uses_workspace", "_written", "is_native",
+        "_uses_workspace", "_written", "_zeroed", "is_native",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> None:
@@ -51,6 +51,7 @@ class Program:
         layout = _Layout(recorder, sources)
         # One element each, which stands for all: tensors are made like these.
         self._results = [_template(*made, self._device) for made in layout.results]
+        self._zeroed = [len(recorder.inputs) + place for place in layout.zeroed]
         if layout.scratch:
             self._results.append(_template((layout.scratch,), torch.uint8, self._device))
         self._products = sum(s.products for s in recorder.steps if isinstance(s, Step))
@@ -75,6 +76,8 @@ class Program:
         made: list[Any] = [*inputs]
         for like in self._results:
             made.append(empty_like(like, memory_format=contiguous))
+        for place in self._zeroed:
+            made[place].zero_()
         if self._uses_workspace:
             made.append(runtime.workspace(self._device, WORKSPACE_BYTES))
         if not self._run(*made):
@@ -110,7 +113,8 @@ class _Layout:
         outputs: what stands for each output, or None.
 
     Attributes:
-        results: shape and dtype of each tensor that is made for an output.
+        results: shape and dtype of each tensor that is made for an output, and of those of zeros.
+        zeroed: places in ``results`` of those of zeros.
         scratch: bytes of the scratch tensor, which holds all other tensors that are made.
         workspace: place of the workspace.
         size: number of places.
@@ -118,17 +122,21 @@ class _Layout:
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Any]) -> None:
         self.results: list[tuple[tuple[int, ...], torch.dtype]] = []
+        self.zeroed: list[int] = []
         self.scratch = 0
         bases = {_base(source) for source in outputs if source is not None}
         count = len(recorder.inputs)
         self._made: dict[int, tuple[int, int]] = {}  # place and offset
         for index, tensor in enumerate(recorder.made):
-            if index in recorder.computed or Made(index) not in bases:
+            is_zeroed = index in recorder.zeroed
+            if index in recorder.computed or not (is_zeroed or Made(index) in bases):
                 continue
             if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
                 raise Unrecordable("an output with memory of other tensors")
             if not tensor.is_contiguous():
                 raise Unrecordable("an output that is not contiguous")
+            if is_zeroed:
+                self.zeroed.append(len(self.results))
             self._made[index] = (count + len(self.results), 0)
             self.results.append((tuple(tensor.shape), tensor.dtype))
         place = count + len(self.results)

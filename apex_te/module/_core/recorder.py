@@ -20,6 +20,7 @@ _ALLOCATIONS = (
 # What is made stays in memory while it is recorded. Where it is more, the device is busy for longer
 # than the host, for which programs are made.
 MAX_BYTES = 256 << 20
+_ZEROS = (_aten.zeros, _aten.zeros_like, _aten.new_zeros)
 _RESIZES = (_aten.resize_, _aten.resize_as_, _aten.set_)
 
 
@@ -97,8 +98,9 @@ class Recorder(TorchDispatchMode):
     Attributes:
         problem: why what was noted cannot be repeated; None if it can.
         steps: ``Step`` and ``PythonStep`` objects, in order.
-        made: tensors without values that were made, and results of Python steps.
+        made: tensors without values, or of zeros, that were made, and results of Python steps.
         computed: indices in ``made`` of results of Python steps.
+        zeroed: indices in ``made`` of tensors of zeros.
         written: those of ``state`` that ops have written to.
     """
 
@@ -110,6 +112,7 @@ class Recorder(TorchDispatchMode):
         self.steps: list[Step | PythonStep] = []
         self.made: list[torch.Tensor] = []
         self.computed: set[int] = set()
+        self.zeroed: set[int] = set()
         self.written: list[torch.Tensor] = []
         self.inputs = inputs
         self._bytes = 0
@@ -173,6 +176,8 @@ class Recorder(TorchDispatchMode):
             self._note_own(func, args, kwargs)
         elif func.overloadpacket in _ALLOCATIONS:
             self._make(result)
+        elif func.overloadpacket in _ZEROS:  # which may as well be made before all else
+            self.zeroed.add(self._make(result).index)
         elif func.overloadpacket in _RESIZES:
             raise Unrecordable(f"{func} gives a tensor other memory")
         elif not any(r.alias_info is not None and not r.alias_info.is_write
