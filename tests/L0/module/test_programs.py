@@ -58,6 +58,13 @@ def made(module):
     return len(forwards), len(backwards)
 
 
+def found_in(module):
+    """All programs of a module."""
+    known = [k for found in module._modes.programs.values() for k in found._known.values()]
+    known += [backward for k in known for backward in k.backwards.values()]
+    return [k.program for k in known if k.program is not None]
+
+
 def plain_step(module, x, recipe):
     with fp8_autocast(fp8_recipe=recipe):
         y = module(x)
@@ -103,6 +110,7 @@ def assert_equal_ways(kind, recipe, shape, step=plain_step, uses=(1, 1), **optio
             assert_same_bits(a, b)
     for a, b in zip(same_state, state, strict=True):
         assert_same_bits(a, b)
+    return module
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -113,7 +121,11 @@ def assert_equal_ways(kind, recipe, shape, step=plain_step, uses=(1, 1), **optio
 def test_training(kind, recipe, shape, dtype, device):
     # Block-scaled products of other numbers of rows resize what they made.
     uses = (0, 0) if recipe == "blockwise" and torch.Size(shape[:-1]).numel() % 4 else (1, 1)
-    assert_equal_ways(kind, RECIPES[recipe], shape, uses=uses, dtype=dtype, device=device)
+    options = {"uses": uses, "dtype": dtype, "device": device}
+    module = assert_equal_ways(kind, RECIPES[recipe], shape, **options)
+    is_whole = torch.Size(shape[:-1]).numel() % 16 == 0 and dtype is torch.bfloat16
+    if device == "cuda" and is_whole and RECIPES[recipe].keeps_state:
+        assert all(p.is_native for p in found_in(module))  # one call for all ops
 
 
 def retained(module, x, recipe):
