@@ -11,6 +11,7 @@ from torch.nn import functional
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
 from ._core.gemm import FP8Call
+from ._core.head_layout import HeadLayout
 from ._core.layer_norm_linear_function import LayerNormLinearFunction
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
@@ -131,6 +132,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         residual: torch.Tensor | None,
         is_first_microbatch: bool | None = None,
         return_residual: bool = True,
+        heads: HeadLayout | None = None,
     ) -> tuple[Any, torch.Tensor | None]:
         """Applies the norm and the linear layer to ``inp + residual``.
 
@@ -141,9 +143,12 @@ class LayerNormLinear(NormedModule, LinearParameters):
             residual: a tensor of the shape and dtype of ``inp``, or None.
             is_first_microbatch: as in ``Linear.forward``.
             return_residual: the caller uses the returned sum; in FP8, False returns None for it.
+            heads: the layout of the heads of attention in the output, to split it in FP8; or None.
 
         Returns:
-            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual).
+            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual). In
+            FP8 with ``heads`` the output is ``(queries, keys, values)``, as ``HeadLayout.heads``
+            returns them.
         """
         weight, bias = self._linear_operands()
         if residual is not None:
@@ -157,11 +162,13 @@ class LayerNormLinear(NormedModule, LinearParameters):
             norm, total = self._plain_norm(inp, residual)
             return self._returned(functional.linear(norm, weight, applied), bias, norm), total
         if call is not None:
-            out, norm, total = self._run(call, inp, residual, weight, applied, return_residual)
+            out, norm, total = self._run(
+                call, inp, residual, weight, applied, return_residual, heads
+            )
             return self._returned(out, bias, norm), total
         out, norm, total = self._call(
             inp, self.in_features, parameters, (weight,), is_first_microbatch, residual, weight,
-            applied, return_residual,
+            applied, return_residual, heads,
         )  # fmt: skip
         return self._returned(out, bias, norm), total
 
@@ -173,6 +180,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         return_residual: bool,
+        heads: HeadLayout | None,
     ) -> tuple[Any, Any, Any]:
         """Computes the outputs as ``call`` says.
 
@@ -187,5 +195,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
         tensors = (inp, residual, *self._norm_operands(call.dtype), weight, bias)
         options = self._norm_options[1 if return_residual else 0]
         if torch.is_grad_enabled():
-            return LayerNormLinearFunction.apply(*tensors, options, call)
-        return without_autograd(LayerNormLinearFunction, tensors, options, call)
+            found = LayerNormLinearFunction.apply(*tensors, options, call, heads)
+        else:
+            found = without_autograd(LayerNormLinearFunction, tensors, options, call, heads)
+        return found if heads is None else (found[:-2], *found[-2:])

@@ -11,6 +11,7 @@ from torch.nn import functional
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
 from ._core.gemm import FP8Call
+from ._core.head_layout import HeadLayout
 from ._core.linear_function import LinearFunction
 from ._core.materialize import initialize, materialize
 from ._core.parallel import ParallelModule, checked_mode, divided, tag
@@ -294,7 +295,7 @@ class LinearLayer(LinearParameters):
                 call = self._known_call(inp, self.in_features, (weight, bias))
                 if call is not None:
                     if call.is_fp8:
-                        return LinearFunction.apply(inp, weight, bias, call)
+                        return LinearFunction.apply(inp, weight, bias, call, None)
                     return functional.linear(inp, weight, bias)
         else:
             weight, bias = self._operands(weight, bias)
@@ -305,6 +306,28 @@ class LinearLayer(LinearParameters):
         if not self.return_bias:
             return out
         return out, out.new_empty(0) if bias is None else bias.to(out.dtype)
+
+    def forward_to_heads(
+        self,
+        inp: torch.Tensor,
+        heads: HeadLayout,
+        is_first_microbatch: bool | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Applies the layer, whose outputs are heads of attention, and splits these in FP8.
+
+        Args:
+            inp, is_first_microbatch: as in ``forward``.
+            heads: the layout of the heads in the output.
+
+        Returns:
+            ``(queries, keys, values)`` as ``HeadLayout.heads`` returns them; outside of FP8 the
+            output, not split.
+        """
+        weight, bias = self._linear_operands()
+        return self._call(
+            inp, self.in_features, (weight, bias), (weight,), is_first_microbatch, weight, bias,
+            heads,
+        )  # fmt: skip
 
     def _operands(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None
@@ -340,13 +363,18 @@ class LinearLayer(LinearParameters):
         return weight, bias
 
     def _run(
-        self, call: FP8Call, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+        self,
+        call: FP8Call,
+        inp: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        heads: HeadLayout | None = None,
+    ) -> Any:
         if not call.is_fp8:
             return self._linear(inp, weight, bias, call)
         if torch.is_grad_enabled():
-            return LinearFunction.apply(inp, weight, bias, call)
-        return without_autograd(LinearFunction, (inp, weight, bias), call)
+            return LinearFunction.apply(inp, weight, bias, call, heads)
+        return without_autograd(LinearFunction, (inp, weight, bias), call, heads)
 
     def _check_given(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
         """Checks that ``value``, passed to ``forward`` as ``name``, is a tensor of a shape."""

@@ -28,6 +28,7 @@ if _TYPE_CHECKING:  # for type checkers; at run time each module is imported on 
     from . import multi_tensor as multi_tensor
     from . import multi_tensor_optim as multi_tensor_optim
     from . import mx_quantize as mx_quantize
+    from . import qkv_cast as qkv_cast
     from . import rms_norm as rms_norm
     from . import rope as rope
     from . import scaled_softmax as scaled_softmax

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from . import cast_transpose as _cast_transpose
-from . import fp8_output
 from .argument_errors import checked
 from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
 from .registration import bind, note_written
@@ -77,7 +76,11 @@ def qkv_cast_weight(
         ValueError: a shape or device that does not match.
     """
     check_fp8_dtype("qkv_cast_weight", fp8_dtype, fnuz=True)
-    weight = fp8_output.contiguous_matrix("qkv_cast_weight", weight)
+    if weight.dim() != 2:
+        raise ValueError(
+            f"qkv_cast_weight: weight must have 2 dimensions, got shape {list(weight.shape)}"
+        )
+    weight = weight.contiguous()
     given = [t for t in (out_rowwise, out_columnwise, scale_inv, amax) if t is not None]
     if out_rowwise is None:
         out_rowwise = torch.empty_like(weight, dtype=fp8_dtype)

@@ -20,7 +20,7 @@
 #include "common/numerics/fp8_formats.h"
 
 APEX_TE_FUNCTION(qkv_cast_weight,
-                 "weight: Tensor, scale: Tensor, rowwise: Tensor!, columnwise: Tensor!?, "
+                 "weight: Tensor, scale: Tensor, out_rowwise: Tensor!, out_columnwise: Tensor!?, "
                  "amax: Tensor!?, scale_inv: Tensor!?, noop: Tensor?, repeats: int, groups: int")
 APEX_TE_FUNCTION(qkv_cast_grad,
                  "queries: Tensor?, keys: Tensor, values: Tensor, scale: Tensor, "

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from ...ops import emulated_gemm
+from ...ops._head_order import sorted_heads
 from ...ops.block_quantize import ROW_MULTIPLE, block_dequantize, block_quantize, scale_shape
 from ...ops.byte_transpose import byte_transpose
 from ...ops.fp8_gemm import block_scaled_gemm
@@ -70,6 +71,22 @@ class BlockQuantizer(Quantizer):
 
     def repeatable(self) -> Repeatable:
         return Repeatable((), None)
+
+    def sort_heads(
+        self, quantized: QuantizedTensor, repeats: int, groups: int
+    ) -> QuantizedTensor | None:
+        rowwise, scale_inv = quantized.rowwise, quantized.rowwise_scale_inv
+        if rowwise is None or scale_inv is None or self.block_rows != _BLOCK:
+            return None
+        if rowwise.shape[0] % (groups * (repeats + 2) * _BLOCK):
+            return None  # a block has rows of two heads
+        return QuantizedTensor(
+            sorted_heads(rowwise, repeats=repeats, groups=groups),
+            sorted_heads(scale_inv, repeats=repeats, groups=groups),
+            quantized.columnwise,
+            quantized.columnwise_scale_inv,
+            self.dtype,
+        )
 
     def settings(self) -> tuple:
         return (*super().settings(), self.block_rows, self.pow2, self.eps)

@@ -13,6 +13,7 @@ from ...ops.cast_transpose import cast_transpose
 from ...ops.current_scale import current_scale, scale_of, tensor_amax
 from ...ops.fp8_output import FP8_DTYPES
 from ...ops.grouped_quantize import scales_of
+from ...ops.qkv_cast import qkv_cast_weight
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
 from .gemm_backend import FP8Gemm
@@ -70,6 +71,24 @@ class CurrentScalingQuantizer(Quantizer):
 
     def repeatable(self) -> Repeatable | None:
         return Repeatable((), None) if self.group is None else None
+
+    def quantize_heads(
+        self, weight: torch.Tensor, repeats: int, groups: int, columnwise: bool
+    ) -> tuple[QuantizedTensor, bool]:
+        if not self.dtype.is_floating_point:  # HiF8, which an op of its own casts to
+            return super().quantize_heads(weight, repeats, groups, columnwise)
+        amax = tensor_amax(weight)
+        if self.group is not None:
+            amax = max_over_ranks(amax, self.group)
+        # GEMMs read scale_inv, which has to be aligned: the first of the two is.
+        scale_inv, scale = amax.new_empty(2).split(1)
+        scale_of(amax, self.dtype, scale, scale_inv, eps=self.eps, pow2=self.pow2)
+        out = qkv_cast_weight(
+            weight, scale, self.dtype, repeats=repeats, groups=groups, columnwise=columnwise
+        )
+        # The op's own inverse of the scale does not show an infinite amax.
+        quantized = QuantizedTensor(out.rowwise, scale_inv, out.columnwise, scale_inv, self.dtype)
+        return quantized, True
 
     def settings(self) -> tuple:
         return (*super().settings(), self.pow2, self.eps)

@@ -18,6 +18,7 @@ from ...ops.grouped_quantize import (
     groups_of,
     quantize_matrices,
 )
+from ...ops.qkv_cast import qkv_cast_weight
 from ...recipe import CurrentScaling, DelayedScaling
 from ..formats import formats_of
 from ..tensor import QuantizedTensor
@@ -172,6 +173,18 @@ class DelayedScalingQuantizer(Quantizer):
         first = self.first
         tensors = (self.scale,) if self.amax is None else (self.scale, self.amax)
         return Repeatable(tensors, None if first is None else (first.due, first.index))
+
+    def quantize_heads(
+        self, weight: torch.Tensor, repeats: int, groups: int, columnwise: bool
+    ) -> tuple[QuantizedTensor, bool]:
+        first = self.first
+        if first is not None and first.due[first.index] and weight.numel():
+            first.run(lambda amax: self._measure(weight, amax))
+        out = qkv_cast_weight(
+            weight, self.scale, self.dtype, repeats=repeats, groups=groups, columnwise=columnwise,
+            amax=self.amax,
+        )  # fmt: skip
+        return shared_scale(out, self.dtype), True
 
     def rewrite(self, x: torch.Tensor, held: QuantizedTensor, noop: torch.Tensor | None) -> bool:
         # One launch writes the FP8 data, their inverse scale and the amax, or none of them.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ... import runtime
+from ...ops._head_order import sorted_heads
 from ..tensor import QuantizedTensor
 from .quantizer import FusedCast, Quantizer
 from .quantizer_sets import QuantizerSets
@@ -86,6 +87,20 @@ class ObservedQuantizer(Quantizer):
             # Running the op again may set dbias: it runs on a copy of the producer.
             self.note(copy.copy(producer).plain(), quantized, self.inner)
         return quantized
+
+    def quantize_heads(
+        self, weight: torch.Tensor, repeats: int, groups: int, columnwise: bool
+    ) -> tuple[QuantizedTensor, bool]:
+        quantized, is_sorted = self.inner.quantize_heads(weight, repeats, groups, columnwise)
+        if _is_eager(weight):
+            x = sorted_heads(weight, repeats=repeats, groups=groups) if is_sorted else weight
+            self.note(x, quantized, self.inner)
+        return quantized, is_sorted
+
+    def sort_heads(
+        self, quantized: QuantizedTensor, repeats: int, groups: int
+    ) -> QuantizedTensor | None:
+        return self.inner.sort_heads(quantized, repeats, groups)
 
     def shared(self, group: Any) -> Quantizer | None:
         inner = self.inner.shared(group)

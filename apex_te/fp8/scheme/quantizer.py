@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
+from ...ops._head_order import sorted_heads
 from ...ops.fp8_output import FP8_DTYPES, FP8Output
 from ..tensor import QuantizedTensor
 
@@ -123,6 +124,48 @@ class Quantizer:
         if sums:
             producer.dbias = dbias
         return quantized
+
+    def quantize_heads(
+        self, weight: torch.Tensor, repeats: int, groups: int, columnwise: bool
+    ) -> tuple[QuantizedTensor, bool]:
+        """Quantizes the weight of a fused QKV projection, its rows sorted by kind where it can.
+
+        Args:
+            weight: ``[groups * (repeats + 2) * size, in]``, group by group: ``repeats`` query
+                heads, a key head and a value head.
+            repeats: query heads of a group.
+            groups: the number of groups.
+            columnwise: make the columnwise copy, too, which keeps the weight's order.
+
+        Returns:
+            quantized: the copies.
+            is_sorted: True if the rowwise copy has all queries, all keys and all values; False if
+                it keeps the weight's order, because a block of the scheme has rows of two heads.
+        """
+        quantized = self.quantize(weight, True, columnwise)[0]
+        by_kind = self.sort_heads(quantized, repeats, groups)
+        return (quantized, False) if by_kind is None else (by_kind, True)
+
+    def sort_heads(
+        self, quantized: QuantizedTensor, repeats: int, groups: int
+    ) -> QuantizedTensor | None:
+        """Returns what ``quantize_heads`` makes of a weight that is quantized in its own order.
+
+        Args:
+            quantized: the weight's copies, of which the rowwise one is there.
+            repeats: query heads of a group.
+            groups: the number of groups.
+
+        Returns:
+            The copies, the columnwise one as it is; None if the rows cannot be sorted.
+        """
+        scale_inv = quantized.rowwise_scale_inv
+        if quantized.rowwise is None or scale_inv is None or scale_inv.numel() != 1:
+            return None
+        rowwise = sorted_heads(quantized.rowwise, repeats=repeats, groups=groups)
+        return QuantizedTensor(
+            rowwise, scale_inv, quantized.columnwise, quantized.columnwise_scale_inv, self.dtype
+        )
 
     def shared(self, group: Any) -> Quantizer | None:
         """Returns a quantizer like this one whose scale is equal on all ranks of ``group``.

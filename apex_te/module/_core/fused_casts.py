@@ -13,6 +13,7 @@ __all__ = [
     "ACTIVATIONS",
     "ActivationBackward",
     "ActivationForward",
+    "BaseFusedCast",
     "NormForward",
     "activate",
     "is_gated",
@@ -52,8 +53,8 @@ def activate(name: str, x: torch.Tensor) -> torch.Tensor:
     return activation.activation(x, PLAIN[name])
 
 
-class _FusedCast:
-    """Base of the fused casts of this file, which follow ``fp8.scheme.quantizer.FusedCast``.
+class BaseFusedCast:
+    """Base of the modules' fused casts, which follow ``fp8.scheme.quantizer.FusedCast``.
 
     Args:
         x: the op's input ``[rows, ...]``.
@@ -75,7 +76,7 @@ class _FusedCast:
         return x.new_zeros(1, dtype=torch.float32), new[:1], new[1:]
 
 
-class NormForward(_FusedCast):
+class NormForward(BaseFusedCast):
     """LayerNorm or RMSNorm, as a fused cast, of ``x`` or of ``x + residual``.
 
     Args:
@@ -194,7 +195,7 @@ def norm_backward(
     return grads.dx, grads.dweight, grads.dbias
 
 
-class ActivationForward(_FusedCast):
+class ActivationForward(BaseFusedCast):
     """Activation of ``x`` as a fused cast.
 
     Args:
@@ -236,7 +237,7 @@ class ActivationForward(_FusedCast):
         return activation.activation_fwd_fp8(self.x, PLAIN[self.name], scale, dtype, **options)
 
 
-class ActivationBackward(_FusedCast):
+class ActivationBackward(BaseFusedCast):
     """Gradient of an activation's input, as a fused cast.
 
     Args:

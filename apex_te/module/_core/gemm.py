@@ -14,6 +14,7 @@ from ...fp8.scheme import GemmQuantizers
 from ...fp8.scheme.gemm_backend import GemmBackend
 from ...fp8.scheme.quantizer import FusedCast
 from ...fp8.tensor import QuantizedTensor
+from .head_layout import HeadLayout
 from .tensor_parallel import GatheredRows, TensorParallel
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ __all__ = [
     "saves_values",
     "shaped_product",
     "start_saved_input",
+    "weight_operand",
 ]
 
 SAVED = 4  # tensors that `saved_by` returns for a GEMM
@@ -81,6 +83,8 @@ class FP8Call(NamedTuple):
         fill: what the call does to a cache of FP8 weights: None uses none, True casts all weights
             anew into the cache, False only those that changed since they were cast.
         programs: what may run the call's ops; None if they are to be called one by one.
+        keep_columnwise: forward casts a weight to both copies, of which backward takes the
+            columnwise one, instead of casting the weight again there.
     """
 
     dtype: torch.dtype
@@ -90,6 +94,7 @@ class FP8Call(NamedTuple):
     options: tuple[GemmOptions, ...]
     fill: bool | None
     programs: Programs | None = None
+    keep_columnwise: bool = False
 
 
 class GemmPlan(NamedTuple):
@@ -102,7 +107,8 @@ class GemmPlan(NamedTuple):
         weight_dtype: dtype of the weight gradient that autograd gets.
         options: the GEMM's options.
         parameter: the weight if backward writes its ``main_grad`` or ``.grad`` itself, else None.
-        weight_cached: the weight among the saved tensors is the columnwise copy of a cached one.
+        weight_cached: the weight among the saved tensors is a columnwise copy, of a cached weight
+            or one that forward made.
         shared_input: ``Quantizer`` of this rank's rows of the input with a scale that all ranks
             share, so that FP8 data are gathered; None where high-precision rows are gathered, or
             nothing is. Asked for in forward: scales may move until backward.
@@ -126,7 +132,12 @@ def as_matrix(x: torch.Tensor) -> torch.Tensor:
 
 
 def gemm_plan(
-    call: FP8Call, gemm: int, weight: torch.Tensor, need_input: bool, need_weight: bool
+    call: FP8Call,
+    gemm: int,
+    weight: torch.Tensor,
+    need_input: bool,
+    need_weight: bool,
+    keep_columnwise: bool = False,
 ) -> GemmPlan:
     """Returns the plan of one GEMM of a call.
 
@@ -135,6 +146,7 @@ def gemm_plan(
         gemm: the number of the GEMM in its module.
         weight: ``[out, in]``.
         need_input, need_weight: the gradients that backward computes.
+        keep_columnwise: as ``FP8Call.keep_columnwise``, if the caller asks ``weight_operand``.
     """
     assert call.quantizers is not None
     quantizers, options = call.quantizers[gemm], call.options[gemm]
@@ -144,10 +156,47 @@ def gemm_plan(
     parallel, shared = options.parallel, None
     if parallel is not None and parallel.gathers_input:
         shared = quantizers.input.shared(parallel.group)
+    # A weight that is held in FP8 is not cast.
+    kept = keep_columnwise and need_input and type(weight) is not FP8Parameter
     return GemmPlan(
         quantizers, need_input, need_weight, weight.dtype, options, parameter,
-        call.cached[gemm] is not None, shared,
+        call.cached[gemm] is not None or kept, shared,
     )  # fmt: skip
+
+
+def weight_operand(
+    plan: GemmPlan,
+    weight: torch.Tensor,
+    cached: QuantizedTensor | None,
+    heads: HeadLayout | None = None,
+) -> tuple[QuantizedTensor | None, bool]:
+    """Finds or makes the FP8 weight of fprop where the product is not to cast the weight itself.
+
+    Args:
+        plan: the GEMM's plan.
+        weight: ``[out, in]``.
+        cached: FP8 copies of ``weight`` that outlive the call, or None.
+        heads: the layout of ``weight``'s rows if they are best sorted by kind; else None.
+
+    Returns:
+        operand: the FP8 copies; None leaves the cast to the product. With ``plan.weight_cached``
+            they are there, and have the columnwise copy, in the order of ``weight``.
+        is_sorted: True if rows of the rowwise copy are all queries, all keys, all values.
+    """
+    quantizers = plan.quantizers
+    if heads is None or not heads.needs_sorting:
+        if cached is None and plan.weight_cached:
+            values = dequantized(weight).contiguous()
+            cached = quantizers.weight.quantize(values, True, True)[0]
+        return cached, False
+    order = (heads.repeats, heads.groups)
+    if cached is None and type(weight) is FP8Parameter:
+        cached = fp8_operands(weight, quantizers, False)
+    if cached is None:
+        values = dequantized(weight).contiguous()
+        return quantizers.weight.quantize_heads(values, *order, plan.weight_cached)
+    by_kind = quantizers.weight.sort_heads(cached, *order)
+    return (cached, False) if by_kind is None else (by_kind, True)
 
 
 def gathers_input(plan: GemmPlan) -> bool:
@@ -339,12 +388,12 @@ def saved_by(
         x: this rank's high-precision input ``[rows, in]``; used where ``saves_values(plan)``.
         part: FP8 copies of this rank's input, which ``quantized_input`` returned.
         weight: ``[out, in]``.
-        cached: FP8 copies of ``weight`` that outlive the call, or None.
+        cached: FP8 copies of ``weight``, read where ``plan.weight_cached``; or None.
 
     Returns:
         ``(input, input scale, weight, weight scale)``, each None if backward does not need it. The
         input is its columnwise FP8 data, this rank's rowwise data where rows are gathered, or ``x``
-        with the scale to cast it again. The weight is the cached columnwise FP8 data, or the weight
+        with the scale to cast it again. The weight is its columnwise FP8 data, or the weight
         itself, which backward casts again.
     """
     saved_x = saved_w = x_scale = w_scale = None
@@ -360,10 +409,11 @@ def saved_by(
             assert part is not None
             saved_x, x_scale = part.columnwise, part.columnwise_scale_inv
     if plan.need_input:
-        if cached is None:
-            saved_w = weight
-        else:
+        if plan.weight_cached:
+            assert cached is not None
             saved_w, w_scale = cached.columnwise, cached.columnwise_scale_inv
+        else:
+            saved_w = weight
     return saved_x, x_scale, saved_w, w_scale
 
 
@@ -471,25 +521,33 @@ def rows_of(x: QuantizedTensor, rows: slice) -> QuantizedTensor:
 
 
 def quantized_gradient(
-    plan: GemmPlan, dy: torch.Tensor, bias_dtype: torch.dtype | None
-) -> tuple[Any, torch.Tensor | None, torch.Tensor]:
+    plan: GemmPlan, dy: torch.Tensor | FusedCast, bias_dtype: torch.dtype | None
+) -> tuple[Any, torch.Tensor | None, Any]:
     """Quantizes the gradient of a GEMM's output, and sums its columns for the bias.
 
     Args:
         plan: the GEMM's plan.
-        dy: this rank's gradient ``[rows, out]``.
+        dy: this rank's gradient ``[rows, out]``, or the op that computes it.
         bias_dtype: dtype of the bias gradient; None computes none.
 
     Returns:
         ``(quantized, grad_bias, dy)``: the FP8 gradient for dgrad and wgrad, None if neither reads
         one; the bias gradient ``[out]`` or None; the high-precision gradient, with the rows of all
-        ranks where wgrad runs in high precision and rows are split.
+        ranks where wgrad runs in high precision and rows are split, None if an op that computes it
+        wrote FP8 alone.
     """
     quantizers, parallel = plan.quantizers, plan.options.parallel
     fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad
     need_bias = bias_dtype is not None
     quantized: Any = None
     grad_bias: torch.Tensor | None = None
+    gathers = parallel is not None and parallel.gathers_gradient
+    if not isinstance(dy, torch.Tensor):
+        if not gathers and (fp8_wgrad or (plan.need_input and not plan.need_weight)):
+            dy.with_dbias = need_bias
+            quantized = quantizers.grad_output.produce(dy, plan.need_input, fp8_wgrad)
+            return quantized, _cast_to(dy.dbias, bias_dtype), None
+        dy = dy.plain()
     if parallel is not None and parallel.gathers_gradient:
         if plan.need_weight and not fp8_wgrad:
             grad_bias = dy.sum(0) if need_bias else None
@@ -508,6 +566,9 @@ def quantized_gradient(
         )
     elif need_bias:
         grad_bias = dy.sum(0)
-    if grad_bias is not None and grad_bias.dtype is not bias_dtype:
-        grad_bias = grad_bias.to(bias_dtype)
-    return quantized, grad_bias, dy
+    return quantized, _cast_to(grad_bias, bias_dtype), dy
+
+
+def _cast_to(x: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    """Returns ``x`` in ``dtype``; None for None."""
+    return x if x is None or x.dtype is dtype else x.to(dtype)

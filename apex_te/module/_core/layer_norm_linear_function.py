@@ -12,6 +12,8 @@ from . import gemm as _gemm
 from .context import take_saved
 from .fused_casts import NormForward, norm_backward
 from .gemm import SAVED, FP8Call, GemmPlan, Operand, as_matrix, quantized_input, saves_values
+from .head_gradients import HeadGradients, filled_gradients
+from .head_layout import HeadLayout, sorted_bias, split_output
 from .programs import repeatable
 from .wgrad import weight_gradient
 
@@ -20,7 +22,6 @@ __all__ = [
     "NormOptions",
     "norm_gradients",
     "normalized",
-    "output_gradient",
     "residual_output",
     "saved_norm",
 ]
@@ -97,20 +98,6 @@ def norm_gradients(
     return dx.view(ctx.input_shape), dweight, dbias
 
 
-def output_gradient(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> Any:
-    """Returns the gradient of the first output, which is zeros if only another output was used.
-
-    Args:
-        ctx: autograd's context with the attributes that ``forward`` has set.
-        grad_output, grad_norm, grad_residual: gradients of the three outputs, at least one not
-            None.
-    """
-    if grad_output is not None:
-        return grad_output
-    other = grad_residual if grad_norm is None else grad_norm
-    return other.new_zeros(ctx.output_shape)
-
-
 def residual_output(inp: torch.Tensor, norm: NormForward) -> torch.Tensor:
     """Returns the normalised tensor in the shape of ``inp``, as a new output."""
     if norm.residual_sum is None:
@@ -122,7 +109,8 @@ class LayerNormLinearFunction(OpFunction):
     """``norm(inp [+ residual]) @ weight.T + bias`` in FP8.
 
     Returns:
-        ``(out, norm, total)``: the output; the norm's result and the normalised tensor, each in the
+        ``(out, norm, total)``: the output, or its queries, keys and values in its place where
+        ``heads`` gives their layout; the norm's result and the normalised tensor, each in the
         input's shape, or None unless ``NormOptions`` ask for them.
     """
 
@@ -139,12 +127,15 @@ class LayerNormLinearFunction(OpFunction):
         bias: torch.Tensor | None,
         norm_options: NormOptions,
         call: FP8Call,
+        heads: HeadLayout | None,
     ) -> tuple[torch.Tensor | None, ...]:
         tensors = (inp, residual, norm_weight, norm_bias, weight, bias)
         if call.programs is None:
-            return _forward(ctx, *tensors, norm_options, call)
-        key = (ctx.needs_input_grad, inp.dtype, inp.shape, norm_options)
-        return call.programs.forward(ctx, _forward, tensors, (norm_options, call), key)
+            return _forward(ctx, *tensors, norm_options, call, heads)
+        key = (
+            ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, heads, call.keep_columnwise
+        )  # fmt: skip
+        return call.programs.forward(ctx, _forward, tensors, (norm_options, call, heads), key)
 
     @staticmethod
     @once_differentiable
@@ -162,38 +153,44 @@ def _forward(
     bias: torch.Tensor | None,
     norm_options: NormOptions,
     call: FP8Call,
+    heads: HeadLayout | None,
 ) -> tuple[torch.Tensor | None, ...]:
     needs = ctx.needs_input_grad
     need_norm = needs[0] or needs[1] or needs[2] or needs[3]
-    plan, cached = _gemm.gemm_plan(call, 0, weight, need_norm, needs[4]), call.cached[0]
+    plan = _gemm.gemm_plan(call, 0, weight, need_norm, needs[4], call.keep_columnwise)
     rest = None if residual is None else as_matrix(residual)
     norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
     quantized, part, y = normalized(norm, plan, norm_options)
-    out = _gemm.shaped_product(plan, quantized, weight, cached, bias, inp.dtype, inp.shape)
+    operand, is_sorted = _gemm.weight_operand(plan, weight, call.cached[0], heads)
+    applied = sorted_bias(bias, heads) if is_sorted else bias
+    out = _gemm.shaped_product(plan, quantized, weight, operand, applied, inp.dtype, inp.shape)
     norm_saved = saved_norm(norm) if need_norm else (None,) * 4
-    ctx.save_for_backward(*_gemm.saved_by(plan, y, part, weight, cached), *norm_saved)
+    ctx.save_for_backward(*_gemm.saved_by(plan, y, part, weight, operand), *norm_saved)
     ctx.set_materialize_grads(False)
-    ctx.plan, ctx.norm, ctx.programs = plan, norm_options, None
+    ctx.plan, ctx.norm, ctx.programs, ctx.heads = plan, norm_options, None, heads
     ctx.needs_norm = (needs[2], needs[3])
     ctx.bias_dtype = bias.dtype if bias is not None and needs[5] else None
     ctx.has_residual = residual is not None
     ctx.input_shape, ctx.input_dtype = inp.shape, inp.dtype
-    ctx.output_shape = out.shape
+    outs = (out,) if heads is None else split_output(out, heads, is_sorted)
+    ctx.output_shapes = [part.shape for part in outs]
     ctx.device_type = inp.device.type
     returned = None
     if norm_options.return_norm and y is not None:
         # A view of a matrix, too: torch 2.11 would compile y itself without its gradient.
         returned = y.view(inp.shape)
     total = residual_output(inp, norm) if norm_options.return_residual else None
-    return out, returned, total
+    return *outs, returned, total
 
 
 @repeatable
-def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
+def _backward(ctx: Any, *grads: Any) -> tuple:
+    *grad_outputs, grad_norm, grad_residual = grads
     plan, saved = ctx.plan, take_saved(ctx)
     saved_gemm, saved_norm_tensors = saved[:SAVED], saved[SAVED:]
     del saved
-    dy = as_matrix(output_gradient(ctx, grad_output, grad_norm, grad_residual))
+    filled = filled_gradients(ctx.output_shapes, grad_outputs, *grads)
+    dy = as_matrix(filled[0]) if ctx.heads is None else HeadGradients(ctx.heads, filled)
     gathered = _gemm.start_saved_input(plan, saved_gemm)
     quantized, grad_bias, dy = _gemm.quantized_gradient(plan, dy, ctx.bias_dtype)
     grad_weight = dx = d_gamma = d_beta = pending = None
@@ -211,4 +208,4 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
             ctx, saved_norm_tensors, pending.wait(), grad_norm, grad_residual
         )
     d_residual = dx if ctx.has_residual else None
-    return dx, d_residual, d_gamma, d_beta, grad_weight, grad_bias, None, None
+    return dx, d_residual, d_gamma, d_beta, grad_weight, grad_bias, None, None, None

@@ -16,11 +16,11 @@ from . import gemm as _gemm
 from .context import take_saved
 from .fused_casts import ActivationBackward, ActivationForward, NormForward
 from .gemm import SAVED, FP8Call, as_matrix
+from .head_gradients import output_gradient
 from .layer_norm_linear_function import (
     NormOptions,
     norm_gradients,
     normalized,
-    output_gradient,
     residual_output,
     saved_norm,
 )
@@ -58,7 +58,10 @@ class LayerNormMLPFunction(OpFunction):
         tensors = (inp, residual, norm_weight, norm_bias, w1, b1, w2, b2)
         if call.programs is None:
             return _forward(ctx, *tensors, norm_options, activation, call)
-        key = (ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, activation)
+        key = (
+            ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, activation,
+            call.keep_columnwise,
+        )  # fmt: skip
         rest = (norm_options, activation, call)
         return call.programs.forward(ctx, _forward, tensors, rest, key)
 
@@ -85,16 +88,17 @@ def _forward(
     needs, dtype = ctx.needs_input_grad, inp.dtype
     need_norm = needs[0] or needs[1] or needs[2] or needs[3]
     need_hidden = need_norm or needs[4] or needs[5]
-    cached1, cached2 = call.cached
-    plan1 = _gemm.gemm_plan(call, 0, w1, need_norm, needs[4])
-    plan2 = _gemm.gemm_plan(call, 1, w2, need_hidden, needs[6])
+    keep = call.keep_columnwise
+    plan1 = _gemm.gemm_plan(call, 0, w1, need_norm, needs[4], keep)
+    plan2 = _gemm.gemm_plan(call, 1, w2, need_hidden, needs[6], keep)
 
     rest = None if residual is None else as_matrix(residual)
     norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
     quantized, part, y = normalized(norm, plan1, norm_options)
-    hidden = _gemm.multiply(plan1.quantizers, quantized, w1, cached1, b1, dtype)
-    saved1 = _gemm.saved_by(plan1, y, part, w1, cached1)
-    del quantized, part
+    weight1, _ = _gemm.weight_operand(plan1, w1, call.cached[0])
+    hidden = _gemm.multiply(plan1.quantizers, quantized, w1, weight1, b1, dtype)
+    saved1 = _gemm.saved_by(plan1, y, part, w1, weight1)
+    del quantized, part, weight1
 
     act = ActivationForward(activation, hidden)
     plain = act.plain() if _gemm.saves_values(plan2) else None
@@ -103,11 +107,12 @@ def _forward(
     shape: tuple[int, ...] = inp.shape
     if plan1.options.parallel is not None:
         shape = plan1.options.parallel.output_shape(shape, shape[-1])
-    out = _gemm.shaped_product(plan2, operand, w2, cached2, b2, dtype, shape)
+    weight2, _ = _gemm.weight_operand(plan2, w2, call.cached[1])
+    out = _gemm.shaped_product(plan2, operand, w2, weight2, b2, dtype, shape)
 
     ctx.save_for_backward(
         *saved1,
-        *_gemm.saved_by(plan2, plain, part, w2, cached2),
+        *_gemm.saved_by(plan2, plain, part, w2, weight2),
         *(saved_norm(norm) if need_norm else (None,) * 4),
         hidden if need_hidden else None,
     )
@@ -137,7 +142,7 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     norm, hidden = saved[2 * SAVED : -1], saved[-1]
     del saved
     (plan1, plan2), (b1_dtype, b2_dtype) = ctx.plans, ctx.bias_dtypes
-    dy = as_matrix(output_gradient(ctx, grad_output, grad_norm, grad_residual))
+    dy = as_matrix(output_gradient(ctx.output_shape, grad_output, grad_norm, grad_residual))
     quantized, d_b2, dy = _gemm.quantized_gradient(plan2, dy, b2_dtype)
     d_w1 = d_b1 = d_w2 = d_act = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.

@@ -13,6 +13,8 @@ from ...ops.product_into import product_into
 from . import gemm as _gemm
 from .context import take_saved, without_autocast
 from .gemm import FP8Call, GemmOptions, as_matrix
+from .head_gradients import HeadGradients, filled_gradients
+from .head_layout import HeadLayout, sorted_bias, split_output
 from .programs import repeatable
 from .tensor_parallel import TensorParallel
 from .wgrad import plain_weight_gradient, weight_gradient
@@ -21,7 +23,11 @@ __all__ = ["HighPrecisionLinearFunction", "LinearFunction"]
 
 
 class LinearFunction(OpFunction):
-    """``inp @ weight.T + bias`` [..., out] with quantized fprop, dgrad and wgrad."""
+    """``inp @ weight.T + bias`` [..., out] with quantized fprop, dgrad and wgrad.
+
+    Returns:
+        The output; the tuple of its queries, keys and values where ``heads`` gives their layout.
+    """
 
     LABEL = "Linear"
 
@@ -32,42 +38,57 @@ class LinearFunction(OpFunction):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         call: FP8Call,
-    ) -> torch.Tensor:
+        heads: HeadLayout | None,
+    ) -> Any:
         if call.programs is None:
-            return _linear_forward(ctx, inp, weight, bias, call)
-        key = (ctx.needs_input_grad, call.dtype, inp.shape)
-        return call.programs.forward(ctx, _linear_forward, (inp, weight, bias), (call,), key)
+            return _linear_forward(ctx, inp, weight, bias, call, heads)
+        key = (ctx.needs_input_grad, call.dtype, inp.shape, heads, call.keep_columnwise)
+        return call.programs.forward(ctx, _linear_forward, (inp, weight, bias), (call, heads), key)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
-        return _linear_backward(ctx, grad_output)
+    def backward(ctx: Any, *grads: Any) -> tuple:
+        return _linear_backward(ctx, *grads)
 
 
 def _linear_forward(
-    ctx: Any, inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: FP8Call
-) -> torch.Tensor:
+    ctx: Any,
+    inp: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    call: FP8Call,
+    heads: HeadLayout | None,
+) -> Any:
     need_input, need_weight, need_bias = ctx.needs_input_grad[:3]
-    plan, cached = _gemm.gemm_plan(call, 0, weight, need_input, need_weight), call.cached[0]
+    plan = _gemm.gemm_plan(call, 0, weight, need_input, need_weight, call.keep_columnwise)
     x = as_matrix(inp)
     quantized, part = _gemm.quantized_input(plan, x)
-    out = _gemm.shaped_product(plan, quantized, weight, cached, bias, call.dtype, inp.shape)
-    ctx.save_for_backward(*_gemm.saved_by(plan, x, part, weight, cached))
-    ctx.plan, ctx.programs = plan, None
+    operand, is_sorted = _gemm.weight_operand(plan, weight, call.cached[0], heads)
+    applied = sorted_bias(bias, heads) if is_sorted else bias
+    out = _gemm.shaped_product(plan, quantized, weight, operand, applied, call.dtype, inp.shape)
+    ctx.save_for_backward(*_gemm.saved_by(plan, x, part, weight, operand))
+    ctx.plan, ctx.programs, ctx.heads = plan, None, heads
     ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
     ctx.input_shape = inp.shape
     ctx.input_dtype = inp.dtype
     ctx.device_type = inp.device.type
-    return out
+    if heads is None:
+        return out
+    parts = split_output(out, heads, is_sorted)
+    ctx.output_shapes = [part.shape for part in parts]
+    return parts
 
 
 @repeatable
-def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+def _linear_backward(ctx: Any, *grads: Any) -> tuple:
     plan, saved = ctx.plan, take_saved(ctx)
     gathered = _gemm.start_saved_input(plan, saved)
-    quantized, grad_bias, dy = _gemm.quantized_gradient(
-        plan, as_matrix(grad_output), ctx.bias_dtype
-    )
+    if ctx.heads is None:
+        grad_output: Any = as_matrix(grads[0])
+    else:
+        filled = filled_gradients(ctx.output_shapes, grads, *grads)
+        grad_output = HeadGradients(ctx.heads, filled)
+    quantized, grad_bias, dy = _gemm.quantized_gradient(plan, grad_output, ctx.bias_dtype)
     grad_input = grad_weight = pending = None
     if plan.need_input:
         grad_input, pending = _gemm.reduced_input_gradient(plan, saved, quantized, ctx.input_dtype)
@@ -77,7 +98,7 @@ def _linear_backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
         grad_input = pending.wait()
     if grad_input is not None and len(ctx.input_shape) != 2:
         grad_input = grad_input.view(ctx.input_shape)
-    return grad_input, grad_weight, grad_bias, None
+    return grad_input, grad_weight, grad_bias, None, None
 
 
 class HighPrecisionLinearFunction(OpFunction):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook as has_global_hook
 
 from ...fp8.delayed.registry import number_layer
 from ...ops.rope import rope
@@ -434,27 +435,32 @@ class MultiheadAttention(CompositeModule):
         k_norm: Any = modules["k_norm"]
         late = rotation if q_norm is not None and self.qk_norm_before_rope else None
         early = None if late is not None else rotation
+        # The projection splits its output itself unless a rotation copies it anyway.
+        wanted = None if early is not None or torch.compiler.is_compiling() else layout
         norm, residual = None, hidden_states
         if self.input_layernorm:
             first: Any = modules["layernorm_qkv" if encoder_output is None else "layernorm_query"]
+            options: dict[str, Any] = {}
+            if wanted is not None and encoder_output is None and isinstance(first, LayerNormLinear):
+                options["heads"] = wanted
             x, total = first.forward_with_residual(
-                hidden_states, None, is_first_microbatch, return_residual
+                hidden_states, None, is_first_microbatch, return_residual, **options
             )
             residual = residual_of(hidden_states, total)
             if self.return_layernorm_output:
                 x, norm = x
         else:
             first = modules["qkv" if encoder_output is None else "query_layer"]
-            x = first(hidden_states, is_first_microbatch=is_first_microbatch)
+            own = wanted if encoder_output is None else None
+            x = _projected(first, hidden_states, own, is_first_microbatch)
         if encoder_output is None:
-            q, k, v = split_heads(x, layout, early)
+            q, k, v = x if isinstance(x, tuple) else split_heads(x, layout, early)
         else:
-            key_value: Any = modules["key_value"]
-            y = key_value(encoder_output, is_first_microbatch=is_first_microbatch)
+            y = _projected(modules["key_value"], encoder_output, wanted, is_first_microbatch)
             other = early
             if early is not None:
                 other = early._replace(cu_seqlens=_key_starts(early, cu_seqlens_kv))
-            k, v = split_heads(y, layout, other)
+            k, v = y if isinstance(y, tuple) else split_heads(y, layout, other)
             q = x.unflatten(-1, (-1, layout.size))
             if early is not None:
                 q = rope(q, early.queries, **early.options(layout.qkv_format))
@@ -467,6 +473,37 @@ class MultiheadAttention(CompositeModule):
                     options["cu_seqlens"] = _key_starts(late, cu_seqlens_kv)
                 k = rope(k, late.keys, **options)
         return q, k, v, norm, residual
+
+
+def _projected(
+    module: Any, x: torch.Tensor, heads: HeadLayout | None, is_first_microbatch: bool | None
+) -> Any:
+    """Calls a projection to heads, which splits its output itself if nothing else is to see that.
+
+    Args:
+        module: a ``Linear``, or what a user has put in its place.
+        x: the input.
+        heads: the layout of the heads in the output; None does not split it.
+        is_first_microbatch: as in ``Linear.forward``.
+
+    Returns:
+        The output, or ``(queries, keys, values)``.
+    """
+    if heads is not None and type(module) is Linear and not _is_observed(module):
+        return module.forward_to_heads(x, heads, is_first_microbatch)
+    return module(x, is_first_microbatch=is_first_microbatch)
+
+
+def _is_observed(module: torch.nn.Module) -> bool:
+    """Returns True if a hook or a replaced ``forward`` is to see the module's calls."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+        or has_global_hook()
+    )
 
 
 def residual_of(hidden_states: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:

@@ -7,48 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...ops._head_order import in_words
 from ...ops.op_function import OpFunction, once_differentiable
 from ...ops.rope import _LAYOUTS, _bwd, _fwd, _table, rope
+from .._core.head_layout import HeadLayout, flat_heads
 
 __all__ = ["HeadLayout", "Rotation", "rotation_of", "split_heads"]
-
-
-class HeadLayout(NamedTuple):
-    """Layout of the heads in the last dimension of a fused projection's output.
-
-    Attributes:
-        qkv_format: layout of the other dimensions, ``"sbhd"``, ``"bshd"`` or ``"thd"``.
-        repeats: query heads of each group; 0 for a projection to keys and values only.
-        groups: the number of groups, each with one key head and one value head.
-        size: elements of a head.
-        interleaved: heads lie group by group; else all queries, all keys, all values.
-    """
-
-    qkv_format: str
-    repeats: int
-    groups: int
-    size: int
-    interleaved: bool
-
-    def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns views of the queries, keys and values in a projection's output.
-
-        Args:
-            x: [..., features].
-
-        Returns:
-            ``(queries, keys, values)``, without queries if ``repeats`` is 0, each [..., heads,
-            size]; queries of several heads in interleaved groups are [..., groups, repeats, size].
-        """
-        lead, groups, repeats = x.shape[:-1], self.groups, self.repeats
-        if not self.interleaved:
-            counts = [repeats * groups, groups, groups] if repeats else [groups, groups]
-            return x.view(*lead, (repeats + 2) * groups, self.size).split(counts, -2)
-        heads = x.view(*lead, groups, repeats + 2, self.size)
-        if repeats < 2:
-            return heads.unbind(-2)
-        keys, values = heads.select(-2, repeats), heads.select(-2, repeats + 1)
-        return heads.narrow(-2, 0, repeats), keys, values
 
 
 class Rotation(NamedTuple):
@@ -126,7 +90,7 @@ def split_heads(
         groups. With one they are new tensors, the values too: nothing then keeps ``x`` alive.
     """
     if torch.compiler.is_compiling():  # the compiler joins the gradients by itself
-        *parts, values = (_flat(part, x.dim()) for part in layout.parts(x))
+        *parts, values = layout.heads(x)
         if rotation is None:
             return (*parts, values)
         options = rotation.options(layout.qkv_format)
@@ -145,36 +109,23 @@ class _SplitHeads(OpFunction):
     def forward(
         ctx: Any, x: torch.Tensor, layout: HeadLayout, rotation: Rotation | None
     ) -> tuple[torch.Tensor, ...]:
-        parts = layout.parts(x)
         ctx.layout, ctx.rotation, ctx.shape = layout, rotation, x.shape
-        if rotation is not None:
-            out = tuple(x.new_empty(part.shape) for part in parts)
-            _rotate(_fwd, parts, out, layout, rotation)
-            parts = out
-        return tuple(_flat(part, len(ctx.shape)) for part in parts)
+        if rotation is None:
+            return layout.heads(x)
+        parts = layout.parts(x)
+        out = tuple(x.new_empty(part.shape) for part in parts)
+        _rotate(_fwd, parts, out, layout, rotation)
+        return tuple(flat_heads(part, x.dim()) for part in out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         layout, rotation = ctx.layout, ctx.rotation
-        heads = list(grads)
-        if layout.interleaved and layout.repeats > 1:
-            heads[0] = heads[0].unflatten(-2, (layout.groups, layout.repeats))
-        if rotation is not None:
-            dx = grads[0].new_empty(ctx.shape)
-            _rotate(_bwd, heads, layout.parts(dx), layout, rotation)
-        elif layout.interleaved and layout.repeats < 2:
-            dx = torch.stack(grads, -2).reshape(ctx.shape)
-        else:
-            # In one dimension of heads per group where they are interleaved.
-            dx = torch.cat([h if h.dim() == heads[0].dim() else h.unsqueeze(-2) for h in heads], -2)
-            dx = dx.reshape(ctx.shape)
+        if rotation is None:
+            return layout.joined(grads, ctx.shape), None, None
+        dx = grads[0].new_empty(ctx.shape)
+        _rotate(_bwd, layout.by_group(grads), layout.parts(dx), layout, rotation)
         return dx, None, None
-
-
-def _flat(part: torch.Tensor, dims: int) -> torch.Tensor:
-    """Returns [..., heads, size] of one part of an output that has ``dims`` dimensions."""
-    return part if part.dim() == dims + 1 else part.flatten(-3, -2)
 
 
 def _rotate(
@@ -202,21 +153,7 @@ def _rotate(
                 a, freqs, None, None, None, rotation.cu_seqlens, b, freqs.shape[-1],
                 rotation.start, _LAYOUTS.index(form), rotation.interleaved,
             )  # fmt: skip
-    _copy(out[-1], parts[-1])
-
-
-def _copy(to: torch.Tensor, x: torch.Tensor) -> None:
-    """Copies ``x`` into ``to``, in words of 8 bytes where both allow it.
-
-    A GPU copies slowly by 2 bytes.
-    """
-    per_word = 8 // x.element_size()
-    if all(
-        t.stride(-1) == 1
-        and not any(n % per_word for n in (t.storage_offset(), t.shape[-1], *t.stride()[:-1]))
-        for t in (to, x)
-    ):
-        to, x = to.view(torch.int64), x.view(torch.int64)
+    to, x = in_words((out[-1], parts[-1]))
     to.copy_(x)
 
 

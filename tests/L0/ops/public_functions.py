@@ -392,6 +392,15 @@ def make_case(name: str) -> Case:
         ),
         "rope.rope": Case({"x": torch.randn(6, 2, 3, 16), "freqs": torch.rand(8, 16),
                            "starts": torch.tensor([0, 1]), "rotary_dim": 16, "start": 0}),
+        "qkv_cast.qkv_cast_grad": Case(
+            fp8_case(queries=torch.randn(3, 5, 8, 16), keys=torch.randn(3, 5, 2, 16),
+                     values=torch.randn(3, 5, 2, 16), interleaved=True, with_dbias=True),
+            ("amax",),
+        ),
+        "qkv_cast.qkv_cast_weight": Case(
+            fp8_case(weight=x, repeats=2, groups=2, **out_pair),
+            ("amax", "out_rowwise", "out_columnwise"),
+        ),
         "scaled_softmax.scaled_softmax": Case(
             {"x": torch.randn(2, 3, 8, 8), "scale": 0.5,
              "mask": torch.zeros(2, 1, 8, 8, dtype=torch.bool)}

@@ -1,0 +1,126 @@
+"""Layout of the heads in a fused projection's output, and the way from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...ops._head_order import in_words, sorted_heads
+
+__all__ = ["HeadLayout", "flat_heads", "sorted_bias", "split_output"]
+
+
+class HeadLayout(NamedTuple):
+    """Layout of the heads in the last dimension of a fused projection's output.
+
+    Attributes:
+        qkv_format: layout of the other dimensions, ``"sbhd"``, ``"bshd"`` or ``"thd"``.
+        repeats: query heads of each group; 0 for a projection to keys and values only.
+        groups: the number of groups, each with one key head and one value head.
+        size: elements of a head.
+        interleaved: heads lie group by group; else all queries, all keys, all values.
+    """
+
+    qkv_format: str
+    repeats: int
+    groups: int
+    size: int
+    interleaved: bool
+
+    @property
+    def needs_sorting(self) -> bool:
+        """Returns True if the queries of an output are views only where its heads are sorted.
+
+        They then go group by group, and a group has several.
+        """
+        return self.interleaved and self.repeats > 1
+
+    def sorted(self) -> HeadLayout:
+        """Returns the layout of the same heads as all queries, all keys, all values."""
+        return self._replace(interleaved=False)
+
+    def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns views of the queries, keys and values in a projection's output.
+
+        Args:
+            x: [..., features].
+
+        Returns:
+            ``(queries, keys, values)``, without queries if ``repeats`` is 0, each [..., heads,
+            size]; queries of several heads in interleaved groups are [..., groups, repeats, size].
+        """
+        lead, groups, repeats = x.shape[:-1], self.groups, self.repeats
+        if not self.interleaved:
+            counts = [repeats * groups, groups, groups] if repeats else [groups, groups]
+            return x.view(*lead, (repeats + 2) * groups, self.size).split(counts, -2)
+        heads = x.view(*lead, groups, repeats + 2, self.size)
+        if repeats < 2:
+            return heads.unbind(-2)
+        keys, values = heads.select(-2, repeats), heads.select(-2, repeats + 1)
+        return heads.narrow(-2, 0, repeats), keys, values
+
+    def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns the queries, keys and values in a projection's output, each [..., heads, size].
+
+        They are views, but for queries that need sorting.
+
+        Args:
+            x: [..., features].
+
+        Returns:
+            ``(queries, keys, values)``, without queries if ``repeats`` is 0.
+        """
+        return tuple(flat_heads(part, x.dim()) for part in self.parts(x))
+
+    def by_group(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns ``heads`` in the shapes that ``parts`` returns.
+
+        Args:
+            heads: tensors in the shapes that ``heads`` returns.
+        """
+        parts = list(heads)
+        if self.needs_sorting:
+            parts[0] = parts[0].unflatten(-2, (self.groups, self.repeats))
+        return parts
+
+    def joined(self, heads: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
+        """Returns the tensor of which ``heads`` returns the given ones, as a copy.
+
+        Args:
+            heads: the tensors that ``heads`` returns.
+            shape: the shape [..., features] of the result.
+        """
+        dtype, parts = heads[0].dtype, in_words(self.by_group(heads))
+        if self.interleaved and self.repeats < 2:
+            x = torch.stack(parts, -2)
+        else:
+            # In one dimension of heads per group where they are interleaved.
+            x = torch.cat([p if p.dim() == parts[0].dim() else p.unsqueeze(-2) for p in parts], -2)
+        return x.view(dtype).reshape(shape)
+
+
+def flat_heads(part: torch.Tensor, dims: int) -> torch.Tensor:
+    """Returns [..., heads, size] of one part of an output that has ``dims`` dimensions."""
+    return part if part.dim() == dims + 1 else part.flatten(-3, -2)
+
+
+def sorted_bias(bias: torch.Tensor | None, layout: Any) -> torch.Tensor | None:
+    """Returns a bias of heads in ``layout`` as all queries, all keys, all values; None for None."""
+    if bias is None:
+        return None
+    return sorted_heads(bias, repeats=layout.repeats, groups=layout.groups)
+
+
+def split_output(
+    out: torch.Tensor, layout: HeadLayout, is_sorted: bool
+) -> tuple[torch.Tensor, ...]:
+    """Splits a projection's output as ``HeadLayout.heads`` does.
+
+    Args:
+        out: [..., features].
+        layout: the layout of the heads in the projection's weight.
+        is_sorted: ``out`` has all queries, all keys, all values instead.
+    """
+    return (layout.sorted() if is_sorted else layout).heads(out)
