@@ -35,6 +35,7 @@ class Region(Entered):
     Attributes:
         outer: the region around this one in the same thread, or None.
         enabled, calibrating, recipe: arguments of ``fp8_autocast``.
+        keep_columnwise_weights: argument of ``fp8_autocast``.
         recipe_key: process-wide name of the recipe's value (``registry.intern``), by which modules
             find their quantizers.
         grad: True if the outermost region was entered with grad enabled.
@@ -52,8 +53,8 @@ class Region(Entered):
     """
 
     __slots__ = (
-        "amax_group", "calibrated", "calibrating", "enabled", "grad", "in_fp8", "previewed",
-        "recipe", "recipe_key", "records", "traced",
+        "amax_group", "calibrated", "calibrating", "enabled", "grad", "in_fp8",
+        "keep_columnwise_weights", "previewed", "recipe", "recipe_key", "records", "traced",
     )  # fmt: skip
 
     def __init__(
@@ -62,10 +63,12 @@ class Region(Entered):
         enabled: bool,
         calibrating: bool,
         recipe: Recipe,
+        keep_columnwise_weights: bool,
     ) -> None:
         self.outer = outer
         self.enabled = enabled
         self.calibrating = calibrating
+        self.keep_columnwise_weights = keep_columnwise_weights
         # Interned: a compiled region is bound to a recipe's value, not to one of equal objects.
         if torch.compiler.is_compiling():
             self.recipe_key, self.recipe = traced_key(recipe), recipe
@@ -114,6 +117,11 @@ class fp8_autocast:
             knows get a ``RankMismatchError`` at the first update. Stages that are equal in all of
             these go unnoticed: the amaxes of one would then make the scales of the other too small.
         calibrating: collect amaxes even where ``enabled`` is False (results in high precision).
+        keep_columnwise_weights: cast each weight once, to both copies, in forward, and hold the
+            columnwise one until backward, which otherwise casts the weight again. It costs a byte
+            for each element of a weight from forward to backward and saves a third of the bytes
+            that casts of weights move. Weights that are cached, held in FP8, sharded by
+            ``fully_shard`` or those of ``GroupedLinear`` are treated as without it.
 
     Regions may be nested. Scales move on entering an outermost region with grad enabled, once
     ``interval`` regions have passed since the last update, and on leaving an outermost calibrating
@@ -138,7 +146,7 @@ class fp8_autocast:
         ValueError: a recipe's name is unknown.
     """
 
-    __slots__ = ("_entered", "calibrating", "enabled", "group", "recipe")
+    __slots__ = ("_entered", "calibrating", "enabled", "group", "keep_columnwise_weights", "recipe")
 
     def __init__(
         self,
@@ -147,10 +155,14 @@ class fp8_autocast:
         fp8_group: Any = None,
         *,
         calibrating: bool = False,
+        keep_columnwise_weights: bool = False,
     ) -> None:
         if isinstance(fp8_recipe, bool):
             fp8_recipe, calibrating = None, fp8_recipe or calibrating
-        self._set(enabled, calibrating, fp8_recipe, fp8_group, ("fp8_recipe", "fp8_group"))
+        self._set(
+            enabled, calibrating, fp8_recipe, fp8_group, ("fp8_recipe", "fp8_group"),
+            keep_columnwise_weights,
+        )  # fmt: skip
 
     def _set(
         self,
@@ -159,6 +171,7 @@ class fp8_autocast:
         recipe: Recipe | str | None,
         group: Any,
         names: tuple[str, str],
+        keep_columnwise_weights: bool = False,
     ) -> None:
         """Checks and stores the constructor's arguments, for this class and ``autocast``.
 
@@ -168,12 +181,14 @@ class fp8_autocast:
             recipe: a recipe, its name, or None for the default.
             group: process group of the amaxes, or None for the whole world.
             names: the constructor's names for ``recipe`` and ``group``, for errors.
+            keep_columnwise_weights: as in ``fp8_autocast``.
         """
         owner = type(self).__name__
-        if not isinstance(enabled, bool) or not isinstance(calibrating, bool):
-            name = "enabled" if not isinstance(enabled, bool) else "calibrating"
-            value: Any = calibrating if isinstance(enabled, bool) else enabled
-            raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
+        if not (type(enabled) is type(calibrating) is type(keep_columnwise_weights) is bool):
+            _refuse_flags(
+                owner, enabled=enabled, calibrating=calibrating,
+                keep_columnwise_weights=keep_columnwise_weights,
+            )  # fmt: skip
         self.recipe = chosen_recipe(owner, names[0], recipe)
         if group is not None and not is_process_group(group):
             raise TypeError(
@@ -183,17 +198,21 @@ class fp8_autocast:
         self.enabled = enabled
         self.calibrating = calibrating
         self.group = group
+        self.keep_columnwise_weights = keep_columnwise_weights
         self._entered: list[Region] = []
 
     def __repr__(self) -> str:
         return (
             f"fp8_autocast(enabled={self.enabled}, fp8_recipe={self.recipe!r}, "
-            f"fp8_group={self.group!r}, calibrating={self.calibrating})"
+            f"fp8_group={self.group!r}, calibrating={self.calibrating}"
+            + (", keep_columnwise_weights=True)" if self.keep_columnwise_weights else ")")
         )
 
     def __enter__(self) -> None:
         outer = local.region
-        region = Region(outer, self.enabled, self.calibrating, self.recipe)
+        region = Region(
+            outer, self.enabled, self.calibrating, self.recipe, self.keep_columnwise_weights
+        )
         outermost = region.in_fp8 and (outer is None or not outer.in_fp8)
         if outermost and region.records:
             if region.recipe.keeps_state:
@@ -229,12 +248,25 @@ class fp8_autocast:
             region = self
             if torch.compiler.is_compiling():  # which enters only what was made in its own code
                 region = fp8_autocast(
-                    self.enabled, self.recipe, self.group, calibrating=self.calibrating
-                )
+                    self.enabled, self.recipe, self.group, calibrating=self.calibrating,
+                    keep_columnwise_weights=self.keep_columnwise_weights,
+                )  # fmt: skip
             with region:
                 return function(*args, **kwargs)
 
         return wrapper  # type: ignore[return-value]
+
+
+def _refuse_flags(owner: str, **flags: Any) -> None:
+    """Raises the TypeError for the first of the arguments that is no bool.
+
+    Args:
+        owner: the name of the class.
+        flags: its arguments that must be bools.
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{owner}: {name} must be a bool, got {type(value).__name__}")
 
 
 def _leave_traced() -> None:

@@ -65,6 +65,7 @@ class Modes:
         recompute: quantizers for a recompute of the last call that recorded amaxes; None after a
             call that used no quantizers.
         recompute_fp8: that recorded call ran in FP8.
+        recompute_keeps: that recorded call kept columnwise copies of its weights.
         weight_cache: by number of the GEMM, the key of a cached weight (versions and addresses of
             its sources, quantizer type, dtype) and its FP8 copies; filled by
             ``is_first_microbatch``.
@@ -73,7 +74,7 @@ class Modes:
 
     __slots__ = (
         "captured", "gathered", "in_ddp", "programs", "recompute", "recompute_fp8",
-        "weight_cache", "wgrad_store",
+        "recompute_keeps", "weight_cache", "wgrad_store",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -81,6 +82,7 @@ class Modes:
         self.in_ddp = False
         self.recompute: tuple[GemmQuantizers, ...] | None = None
         self.recompute_fp8 = False
+        self.recompute_keeps = False
         self.weight_cache: dict[int, tuple[tuple, QuantizedTensor]] = {}
         self.wgrad_store: list[Callable[[], None]] = []
         self.gathered: dict[str, Any] = {}
@@ -196,6 +198,8 @@ class FP8Module(torch.nn.Module):
         sets = fp8.active(region.recipe_key, region.amax_group)
         if sets is None or not region.enabled or not region.records or self.save_original_input:
             return None
+        if region.keep_columnwise_weights:
+            return None
         programs = modes.programs.get(id(sets.recording))
         call = None if programs is None else programs.calls.get(dtype)
         if call is None or modes.captured is not None or not torch.is_grad_enabled():
@@ -204,6 +208,7 @@ class FP8Module(torch.nn.Module):
         if graph_task_id() != -1 or not programs.is_usable():
             return None
         modes.recompute, modes.recompute_fp8 = sets.recompute, True
+        modes.recompute_keeps = False
         return call
 
     def prepare(
@@ -223,12 +228,14 @@ class FP8Module(torch.nn.Module):
         """
         options = self._options(is_first_microbatch)
         sets, is_fp8, recomputed = self._select(device)
+        keep = is_fp8 and self._keeps_columnwise(recomputed)
         programs = None
         if is_fp8 and options is _DEFAULTS and is_first_microbatch is None and self.tp_size == 1:
             assert sets is not None
             programs = self._programs(sets)
-            if programs is not None and dtype in programs.calls:
-                return programs.calls[dtype]
+            key = (dtype, True) if keep else dtype
+            if programs is not None and key in programs.calls:
+                return programs.calls[key]
         gemms = len(weights) or 1
         each = (options,) * gemms if self.tp_size == 1 else self._split_options(options, gemms)
         # A recompute repeats the forward that filled the cache.
@@ -237,9 +244,9 @@ class FP8Module(torch.nn.Module):
         if is_fp8 and (fill is not None or self._modes.captured is not None):
             assert sets is not None
             cached = self._cached_weights(weights, sets, fill)
-        call = FP8Call(dtype, is_fp8, sets, cached, each, fill, programs)
+        call = FP8Call(dtype, is_fp8, sets, cached, each, fill, programs, keep)
         if programs is not None:
-            programs.calls[dtype] = call
+            programs.calls[key] = call
         return call
 
     def _programs(self, quantizers: tuple[GemmQuantizers, ...]) -> Programs | None:
@@ -248,6 +255,24 @@ class FP8Module(torch.nn.Module):
             return None
         modes = self._modes
         return None if modes.captured is not None else programs_of(modes.programs, quantizers)
+
+    def _keeps_columnwise(self, recomputed: bool) -> bool:
+        """Returns True if forward makes the weights' columnwise copies for backward.
+
+        Args:
+            recomputed: the call is a recompute, which does what the call that it repeats did.
+        """
+        modes = self._modes
+        if recomputed:
+            return modes.recompute_keeps
+        region = local.region
+        if region is None:
+            return False
+        # FSDP2 frees the weights after forward, which copies of them would undo.
+        keep = region.keep_columnwise_weights and not self.__dict__.get("_is_fsdp_managed_module")
+        if region.records and not torch.compiler.is_compiling():
+            modes.recompute_keeps = keep
+        return keep
 
     def _run(self, call: FP8Call, inp: torch.Tensor, *args: Any) -> Any:
         """Computes the module's output as ``call`` says; each module defines it."""

@@ -74,7 +74,8 @@ class Programs:
         quantizers: those of the module's GEMMs.
 
     Attributes:
-        calls: the settings of calls that may use programs, by the dtype to compute in.
+        calls: the settings of calls that may use programs, by the dtype to compute in, or by it and
+            True where they keep columnwise copies of weights.
         is_possible: False if the quantizers' casts cannot be repeated.
         state: the tensors of the FP8 state that casts read or write.
     """
@@ -83,7 +84,7 @@ class Programs:
 
     def __init__(self, quantizers: tuple[GemmQuantizers, ...]) -> None:
         self.quantizers = quantizers
-        self.calls: dict[torch.dtype, Any] = {}
+        self.calls: dict[Any, Any] = {}
         self._known: dict[Any, _Known] = {}
         self._due: list[tuple[list[bool], int]] = []
         self.state: list[torch.Tensor] = []
