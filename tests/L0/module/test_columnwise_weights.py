@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from layer_kinds import HEADS
+from layer_kinds import HEADS, with_repeatable_core
 from schemes import SCHEMES
 from torch.utils.checkpoint import checkpoint
 
@@ -31,7 +31,7 @@ WEIGHTS = {"Linear": 1, "LayerNormLinear": 1, "LayerNormMLP": 2, "TransformerLay
 
 def build(kind, device="cpu", **more):
     torch.manual_seed(3)
-    return KINDS[kind](device=device, **more)
+    return with_repeatable_core(KINDS[kind](device=device, **more), device)
 
 
 def train(module, recipe, device, keep, call=None, **more):

@@ -5,6 +5,7 @@ import dataclasses
 
 import pytest
 import torch
+from layer_kinds import with_repeatable_core
 from schemes import SCHEMES
 from torch.utils.checkpoint import checkpoint
 
@@ -37,7 +38,7 @@ def build(device="cpu", size=SIZE, **options):
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
-    return module
+    return with_repeatable_core(module, device)
 
 
 def inputs(layout, device, steps=3):
@@ -170,6 +171,17 @@ def test_blocks_are_sorted_where_a_head_is_whole_blocks(monkeypatch, device, siz
     assert bool(sorts) == (size == 128)
 
 
+@pytest.mark.parametrize("layout", ["sbhd", "bshd", "thd"])
+def test_equals_with_the_repeatable_core(monkeypatch, layout):
+    """The core that stands for attention on a GPU, in all layouts."""
+
+    def with_core(device, **options):
+        return with_repeatable_core(build(device, **options), "cuda")
+
+    options = {"qkv_format": layout, "build_with": with_core}
+    assert_equal(*both_ways(monkeypatch, SCHEMES["delayed"], "cpu", **options)[:2])
+
+
 @pytest.mark.parametrize("kind", ["RMSNorm", "L2Normalization"])
 def test_qk_norm(monkeypatch, device, kind):
     assert_equal(*both_ways(monkeypatch, SCHEMES["delayed"], device, qk_norm_type=kind)[:2])
@@ -202,15 +214,13 @@ def test_cached_weights(monkeypatch, device, recipe, first):
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
 def test_weights_held_in_fp8(monkeypatch, device, recipe):
     def held(device, **options):
-        with fp8_model_init(recipe=SCHEMES[recipe]):
-            return build_held(device, **options)
-
-    def build_held(device, **options):
         torch.manual_seed(5)
-        return MultiheadAttention(
-            HIDDEN, HEADS, kv_channels=SIZE, num_gqa_groups=2, fuse_qkv_params=True,
-            attention_dropout=0.0, bias=False, device=device, **options,
-        )  # fmt: skip
+        with fp8_model_init(recipe=SCHEMES[recipe]):
+            module = MultiheadAttention(
+                HIDDEN, HEADS, kv_channels=SIZE, num_gqa_groups=2, fuse_qkv_params=True,
+                attention_dropout=0.0, bias=False, device=device, **options,
+            )  # fmt: skip
+        return with_repeatable_core(module, device)
 
     assert_equal(*both_ways(monkeypatch, SCHEMES[recipe], device, build_with=held)[:2])
 
