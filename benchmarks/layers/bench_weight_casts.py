@@ -1,8 +1,9 @@
 """Weights cast once (``keep_columnwise_weights``) or twice: time and memory of Llama-3-8B layers.
 
-Time: forward + backward of one layer, 2 x 4096 tokens, taking turns with the others. Memory: the
-peak of a step of 1 and of 4 stacked layers, with nothing else on the GPU, parameters and gradients
-included, over what is allocated between steps. bf16 stands beside.
+Time: forward + backward of one layer, 2 x 4096 tokens, taking turns with the others step by step,
+with a cold L2, and in blocks of steps under sustained load. Memory: the peak of a step of 1 and of
+4 stacked layers with nothing else on the GPU, and by how much it exceeds what is allocated between
+steps. bf16 stands beside.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import harness
-from bench_transformer import BATCH, DTYPE, RECIPES, SHAPES, TOKENS, layer
+from sustained import sustained
+from transformer_stacks import DTYPE, RECIPES, SHAPES, layer
 
 import apex_te
 
 SHAPE = SHAPES["Llama-3-8B"]
+BATCH, TOKENS = 2, 4096
 
 
 class Step:
@@ -82,11 +85,12 @@ def main() -> None:
         rows.append(row)
     gc.collect()
     torch.cuda.empty_cache()
-    clock = harness.sm_clock_mhz()
-    turns = harness.paired_us([Step(*kind) for kind in kinds], repeats=40, warmup=8)
-    for row, turn in zip(rows, turns, strict=True):
-        row["ms in turns"] = turn["us"] / 1e3
-    harness.report("weight_casts", rows, sm_clock_mhz=f"{clock} to {harness.sm_clock_mhz()}")
+    steps = {f"{name}, {keep}": Step(name, keep) for name, keep in kinds}
+    turns = harness.paired_us([*steps.values()], repeats=40, warmup=8)
+    loaded = sustained(dict(steps))
+    for row, turn, more in zip(rows, turns, loaded.values(), strict=True):
+        row |= {"ms in turns": turn["us"] / 1e3, **more}
+    harness.report("weight_casts", rows)
 
 
 if __name__ == "__main__":

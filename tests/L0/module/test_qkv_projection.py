@@ -139,6 +139,14 @@ def test_equals_splitting_afterwards(
         assert used == {"_weight": interleaved and groups < 8, "_grad": True}
 
 
+@pytest.mark.parametrize("groups", [2, 8])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_tokens_that_copies_pad(monkeypatch, device, recipe, groups):
+    monkeypatch.setitem(SHAPES, "sbhd", (23, 3, HIDDEN))
+    options = {"num_gqa_groups": groups, "bias": recipe != "tensorwise"}
+    assert_equal(*both_ways(monkeypatch, SCHEMES[recipe], device, **options)[:2])
+
+
 def test_bias_gradient_of_current_scaling(monkeypatch, device):
     found, expected, _ = both_ways(monkeypatch, SCHEMES["tensorwise"], device)
     for a, b in zip(found, expected, strict=True):
