@@ -11,7 +11,7 @@ from torch.nn import functional
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
 from ._core.fused_casts import ACTIVATIONS, activate, is_gated
-from ._core.gemm import FP8Call
+from ._core.gemm import FP8Call, adds_in_product
 from ._core.layer_norm_mlp_function import LayerNormMLPFunction
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
@@ -163,6 +163,7 @@ class LayerNormMLP(NormedModule):
         residual: torch.Tensor | None,
         is_first_microbatch: bool | None = None,
         return_residual: bool = True,
+        add_residual: bool = False,
     ) -> tuple[Any, torch.Tensor | None]:
         """Applies the norm and the MLP to ``inp + residual``.
 
@@ -173,9 +174,12 @@ class LayerNormMLP(NormedModule):
             residual: a tensor of the shape and dtype of ``inp``, or None.
             is_first_microbatch: as in ``Linear.forward``.
             return_residual: the caller uses the returned sum; in FP8, False returns None for it.
+            add_residual: add the sum to the result where FC2's product can, which then rounds once;
+                only with ``return_residual`` and without a bias to return.
 
         Returns:
-            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual).
+            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual), or
+            None for a sum that the result has in it.
         """
         if residual is not None:
             self._check_residual(inp, residual)
@@ -190,11 +194,13 @@ class LayerNormMLP(NormedModule):
             hidden = activate(self.activation, functional.linear(norm, w1, b1))
             return self._returned(functional.linear(hidden, w2, applied), b2, norm), total
         if call is not None:
-            out, norm, total = self._run(call, inp, residual, w1, b1, w2, applied, return_residual)
+            out, norm, total = self._run(
+                call, inp, residual, w1, b1, w2, applied, return_residual, add_residual
+            )
             return self._returned(out, b2, norm), total
         out, norm, total = self._call(
             inp, self.hidden_size, parameters, (w1, w2), is_first_microbatch, residual, w1, b1, w2,
-            applied, return_residual,
+            applied, return_residual, add_residual,
         )  # fmt: skip
         return self._returned(out, b2, norm), total
 
@@ -211,12 +217,14 @@ class LayerNormMLP(NormedModule):
         w2: torch.Tensor,
         b2: torch.Tensor | None,
         return_residual: bool,
+        add_residual: bool,
     ) -> tuple[Any, Any, Any]:
         """Computes the outputs as ``call`` says.
 
         Returns:
             ``(out, norm, total)``: the output, the norm's result and the tensor that was
-            normalised; in FP8 the last two are None where not asked for.
+            normalised; in FP8 the last two are None where not asked for, and the last also where
+            the output has it in it.
         """
         inp, residual = inp.to(call.dtype), None if residual is None else residual.to(call.dtype)
         if not call.is_fp8:
@@ -224,7 +232,9 @@ class LayerNormMLP(NormedModule):
             hidden = activate(self.activation, self._linear(norm, w1, b1, call, 0))
             return self._linear(hidden, w2, b2, call, 1), norm, total
         tensors = (inp, residual, *self._norm_operands(call.dtype), w1, b1, w2, b2)
-        options = self._norm_options[1 if return_residual else 0]
+        adds = add_residual and adds_in_product(call, 1, inp)
+        options = self._norm_options[1 if return_residual and not adds else 0]
+        rest = (options, self.activation, call, adds)
         if torch.is_grad_enabled():
-            return LayerNormMLPFunction.apply(*tensors, options, self.activation, call)
-        return without_autograd(LayerNormMLPFunction, tensors, options, self.activation, call)
+            return LayerNormMLPFunction.apply(*tensors, *rest)
+        return without_autograd(LayerNormMLPFunction, tensors, *rest)

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
-from ._core.gemm import FP8Call
+from ._core.gemm import FP8Call, adds_in_product
 from ._core.head_layout import HeadLayout
 from ._core.linear_function import LinearFunction
 from ._core.materialize import initialize, materialize
@@ -329,6 +329,41 @@ class LinearLayer(LinearParameters):
             heads,
         )  # fmt: skip
 
+    def forward_adding(
+        self,
+        inp: torch.Tensor,
+        residual: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Applies the layer, with its bias, and adds a residual where the product can.
+
+        An FP8 product adds it before rounding, so that the sum is rounded once.
+
+        Args:
+            inp: as in ``forward``.
+            residual: ``[..., out_features]``, of the output's shape.
+            is_first_microbatch: as in ``forward``.
+
+        Returns:
+            ``(out, rest)``: the sum and None, or ``forward``'s result and ``residual``.
+        """
+        weight, bias = self._linear_operands()
+        if residual.shape[:-1] != inp.shape[:-1] or residual.shape[-1] != self.out_features:
+            raise ValueError(
+                f"{type(self).__name__}: residual must have shape "
+                f"{[*inp.shape[:-1], self.out_features]}, got {list(residual.shape)}"
+            )
+        if is_first_microbatch is None:
+            call = self._known_call(inp, self.in_features, (weight, bias))
+            if call is not None:
+                if call.is_fp8:
+                    return self._run(call, inp, weight, bias, None, residual)
+                return functional.linear(inp, weight, bias), residual
+        return self._call(
+            inp, self.in_features, (weight, bias), (weight,), is_first_microbatch, weight, bias,
+            None, residual,
+        )  # fmt: skip
+
     def _operands(
         self, weight: torch.Tensor | None, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -369,7 +404,16 @@ class LinearLayer(LinearParameters):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         heads: HeadLayout | None = None,
+        residual: torch.Tensor | None = None,
     ) -> Any:
+        """Computes the output; with a residual, what ``forward_adding`` returns."""
+        if residual is not None:
+            if not adds_in_product(call, 0, residual):
+                return self._run(call, inp, weight, bias), residual
+            if torch.is_grad_enabled():
+                return LinearFunction.apply(inp, weight, bias, call, heads, residual), None
+            tensors = (inp, weight, bias)
+            return without_autograd(LinearFunction, tensors, call, heads, residual), None
         if not call.is_fp8:
             return self._linear(inp, weight, bias, call)
         if torch.is_grad_enabled():

@@ -355,6 +355,7 @@ class TransformerLayer(CompositeModule):
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
             core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, keys[0],
             max_seqlen_q, keys[1], return_residual=not (post_norm and attention.input_layernorm),
+            add_residual=self._adds(attention.return_bias, attention.proj.use_bias),
         )  # fmt: skip
         if self.parallel_attention_mlp:
             out = out + mlp(hidden_states, is_first_microbatch)
@@ -363,7 +364,9 @@ class TransformerLayer(CompositeModule):
         if norm is not None:
             residual = norm
         if decoder:
-            hidden_states = self._add(x, bias, residual, cu_seqlens_q)
+            hidden_states = x
+            if residual is not None:
+                hidden_states = self._add(x, bias, residual, cu_seqlens_q)
             cross = self.inter_attention
             kind = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
             if kind is None and enc_dec_attn_mask is None and cu_seqlens_kv is None:
@@ -373,22 +376,38 @@ class TransformerLayer(CompositeModule):
                 is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None, None,
                 cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
                 return_residual=not post_norm,
+                add_residual=self._adds(cross.return_bias, cross.proj.use_bias),
             )  # fmt: skip
             x, bias, norm = _unpacked(out, cross)
             if norm is not None:
                 residual = norm
-        if bias is None and x.dtype is residual.dtype and not self._drops():
-            out, residual = mlp.forward_with_residual(
-                x, residual, is_first_microbatch, return_residual=not post_norm
+        adds = self._adds(mlp.return_bias, mlp.use_bias)
+        if residual is None or (bias is None and x.dtype is residual.dtype and not self._drops()):
+            out, total = mlp.forward_with_residual(
+                x, residual, is_first_microbatch, return_residual=not post_norm, add_residual=adds
             )
+            residual = total
         else:
             hidden_states = self._add(x, bias, residual, cu_seqlens_q)
             out, total = mlp.forward_with_residual(
-                hidden_states, None, is_first_microbatch, return_residual=not post_norm
-            )
-            residual = residual_of(hidden_states, total)
+                hidden_states, None, is_first_microbatch, return_residual=not post_norm,
+                add_residual=adds,
+            )  # fmt: skip
+            residual = total if adds and total is None else residual_of(hidden_states, total)
         x, bias, norm = _unpacked(out, mlp)
-        return self._finish(self._add(x, bias, residual if norm is None else norm, cu_seqlens_q))
+        if norm is not None:
+            residual = norm
+        return self._finish(x if residual is None else self._add(x, bias, residual, cu_seqlens_q))
+
+    def _adds(self, returns_bias: bool, has_bias: bool) -> bool:
+        """Returns True if a branch's last product may add the residual: nothing comes between.
+
+        Args:
+            returns_bias: the branch returns its bias, if it has one.
+            has_bias: it has one.
+        """
+        between = self.parallel_attention_mlp or self.apply_residual_connection_post_layernorm
+        return not between and not (returns_bias and has_bias) and not self._drops()
 
     def _drops(self) -> bool:
         """Returns True if a branch's result may lose elements or samples before it is added."""

@@ -38,10 +38,11 @@ def fp8_gemm(
     gelu: bool = False,
     accumulate: bool = False,
     use_split_accumulator: bool = False,
+    c: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes out[M, N] = gelu((a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias).
+    """Computes out[M, N] = gelu((a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias) + c.
 
-    Bias and GELU are optional.
+    Bias, GELU and ``c`` are optional.
 
     Args:
         a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: dy columnwise.
@@ -54,6 +55,8 @@ def fp8_gemm(
         gelu: apply GELU (tanh form), and return its input, too.
         accumulate: add the result to ``out``, which must be given, instead of overwriting it.
         use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
+        c: [M, N] of the output's dtype, contiguous: a tensor that is added before the sum is
+            rounded, such as a residual; not with ``gelu`` or ``accumulate``.
 
     Returns:
         The output [M, N], ``out`` or a new tensor; with ``gelu`` (output, input of GELU [M, N] in
@@ -66,8 +69,10 @@ def fp8_gemm(
     """
     is_given = out is not None
     out, bias = _prepare("fp8_gemm", a, b, out, out_dtype, bias, accumulate)
+    if c is not None:
+        _check_c("fp8_gemm", c, out, accumulate, gelu)
     aux = torch.empty_like(out) if gelu else None
-    _multiply(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator)
+    _multiply(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator)
     if is_given:
         note_written(out)
     return out if aux is None else (out, aux)
@@ -86,8 +91,9 @@ def block_scaled_gemm(
     out_dtype: torch.dtype = torch.bfloat16,
     bias: torch.Tensor | None = None,
     accumulate: bool = False,
+    c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes out[M, N] = a @ b.T + bias of operands that ``block_quantize`` has made.
+    """Computes out[M, N] = a @ b.T + bias + c of operands that ``block_quantize`` has made.
 
     The product is a sum over slices of 128 along K, in each of which it is (a @ b.T) * a_scale_inv
     * b_scale_inv with the scales of the slice's blocks; slices are summed in float32.
@@ -110,6 +116,7 @@ def block_scaled_gemm(
         out_dtype: dtype of a new tensor: bfloat16, float16 or float32.
         bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
         accumulate: add the result to ``out``, which must be given, instead of overwriting it.
+        c: as in ``fp8_gemm``.
 
     Returns:
         The output [M, N]: ``out`` or the new tensor.
@@ -122,8 +129,10 @@ def block_scaled_gemm(
     rows, is_given = a.shape[0], out is not None
     spare = 0 if is_given or torch.compiler.is_compiling() else -rows % ROW_MULTIPLE
     out, bias = _prepare("block_scaled_gemm", a, b, out, out_dtype, bias, accumulate, spare)
+    if c is not None:
+        _check_c("block_scaled_gemm", c, out[:rows], accumulate, False)
     _multiply_blocks(
-        a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate
+        a, b, a_scale_inv, b_scale_inv, out, bias, c, a_block_rows, b_block_rows, accumulate
     )
     if is_given:
         note_written(out)
@@ -176,55 +185,67 @@ def _prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
     return out, bias
 
 
-def _run(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
+def _check_c(name, c, out, accumulate, gelu):
+    """Checks that ``c`` can be added to the output; raises TypeError or ValueError."""
+    for option, given in (("accumulate", accumulate), ("gelu", gelu)):
+        if given:
+            raise ValueError(f"{name}: c must be None with {option}=True, got a tensor")
+    if c.dtype is not out.dtype:
+        raise TypeError(f"{name}: c must have the dtype of the output, {out.dtype}, got {c.dtype}")
+    if c.shape != out.shape:
+        raise ValueError(f"{name}: c must have shape {list(out.shape)}, got {list(c.shape)}")
+
+
+def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator):
     product_count.add()
+    operands = (a, b, a_scale_inv, b_scale_inv)
     if a.shape[1] == 0 or out.numel() == 0:
-        _run_empty(out, bias, aux, accumulate)
+        _run_empty(out, bias, c, aux, accumulate)
     elif not a.is_cuda:
-        _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate)
-    elif not _is_taken(a, b, out):
-        _run_padded(
-            a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator
-        )
+        _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate)
+    elif not _is_taken(a, b, c, out):
+        _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator)
     else:
-        _run_cuda(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator)
+        _run_cuda(operands, out, bias, c, aux, accumulate, use_split_accumulator)
 
 
-def _is_taken(a, b, out) -> bool:
+def _is_taken(a, b, c, out) -> bool:
     """Returns True if cuBLASLt takes the operands as they are."""
     addresses = a.data_ptr() | b.data_ptr() | out.data_ptr()
+    if c is not None:
+        addresses |= c.data_ptr()
     return not ((a.shape[1] | b.shape[0]) % _MULTIPLE or addresses % _MULTIPLE)
 
 
-def _launch(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
+def _launch(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator):
     """Returns the one call that ``_run`` makes, if it makes one and picks no algorithm."""
-    if not a.is_cuda or gemm_tuning.is_active or aux is not None or not _is_taken(a, b, out):
+    if not a.is_cuda or gemm_tuning.is_active or aux is not None or not _is_taken(a, b, c, out):
         return None
     if a.shape[1] == 0 or out.numel() == 0:
         return None
     operands, options = (a, b, a_scale_inv, b_scale_inv), (accumulate, use_split_accumulator, 0)
-    return Launch(_lib.fp8_gemm, (*operands, out, bias, None, WORKSPACE, *options), 1)
+    return Launch(_lib.fp8_gemm, (*operands, out, bias, c, None, WORKSPACE, *options), 1)
 
 
-def _run_cuda(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
-    scratch = runtime.workspace(a.device, WORKSPACE_BYTES)
-    operands = (a, b, a_scale_inv, b_scale_inv)
+def _run_cuda(operands, out, bias, c, aux, accumulate, use_split_accumulator):
+    scratch = runtime.workspace(out.device, WORKSPACE_BYTES)
     index = 0
     if gemm_tuning.is_active:
-        index = _tuned_algorithm(operands, out, bias, aux, accumulate, use_split_accumulator)
+        index = _tuned_algorithm(operands, out, bias, c, aux, accumulate, use_split_accumulator)
     options = (scratch, accumulate, use_split_accumulator, index)
     if aux is None:
-        _lib.fp8_gemm(*operands, out, bias, None, *options)
+        _lib.fp8_gemm(*operands, out, bias, c, None, *options)
         return
     try:
-        _lib.fp8_gemm(*operands, out, bias, aux, *options)
+        _lib.fp8_gemm(*operands, out, bias, None, aux, *options)
     except NotImplementedError:
         # cuBLASLt has no fused GELU for this combination of types: GEMM, then the activation.
-        _lib.fp8_gemm(*operands, aux, bias, None, scratch, False, use_split_accumulator, 0)
+        _lib.fp8_gemm(*operands, aux, bias, None, None, scratch, False, use_split_accumulator, 0)
         out.copy_(F.gelu(aux, approximate="tanh"))
 
 
 def _key(operands, out, bias, accumulate) -> str:
+    """Returns what names a product among the stored choices, whether or not it has a ``c``."""
     a, b = operands[:2]
     return (
         f"{a.shape[0]}x{b.shape[0]}x{a.shape[1]} {a.dtype} {b.dtype} {out.dtype} "
@@ -232,7 +253,7 @@ def _key(operands, out, bias, accumulate) -> str:
     )
 
 
-def _tuned_algorithm(operands, out, bias, aux, accumulate, use_split_accumulator) -> int:
+def _tuned_algorithm(operands, out, bias, c, aux, accumulate, use_split_accumulator) -> int:
     a = operands[0]
     key = (
         f"{_key(operands, out, bias, accumulate)} gelu={aux is not None} "
@@ -243,7 +264,7 @@ def _tuned_algorithm(operands, out, bias, aux, accumulate, use_split_accumulator
         results = torch.empty_like(out), None if aux is None else torch.empty_like(aux)
         scratch = runtime.workspace(a.device, WORKSPACE_BYTES)
         _lib.fp8_gemm(
-            *operands, results[0], bias, results[1], scratch, accumulate, use_split_accumulator,
+            *operands, results[0], bias, c, results[1], scratch, accumulate, use_split_accumulator,
             index,
         )  # fmt: skip
 
@@ -303,20 +324,20 @@ def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
     return F.pad(x.view(torch.uint8), (0, -x.shape[1] % _MULTIPLE, 0, rows)).view(x.dtype)
 
 
-def _run_padded(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate, use_split_accumulator):
+def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
     """Runs a product with K and N zero-padded to what cuBLASLt takes; zeros change no result."""
+    a, b, a_scale_inv, b_scale_inv = operands
     cols = b.shape[0]
     pad_n = -cols % _MULTIPLE
     wide = out.new_empty((out.shape[0], cols + pad_n))
     wide_aux = None if aux is None else torch.empty_like(wide)
     wide_bias = None if bias is None else F.pad(bias, (0, pad_n))
-    if accumulate:
-        wide[:, :cols].copy_(out)
+    start = out if accumulate else c
+    if start is not None:
+        wide[:, :cols].copy_(start)
         wide[:, cols:].zero_()
-    _run_cuda(
-        _padded(a, 0), _padded(b, pad_n), a_scale_inv, b_scale_inv, wide, wide_bias, wide_aux,
-        accumulate, use_split_accumulator,
-    )  # fmt: skip
+    padded = (_padded(a, 0), _padded(b, pad_n), a_scale_inv, b_scale_inv)
+    _run_cuda(padded, wide, wide_bias, None, wide_aux, start is not None, use_split_accumulator)
     out.copy_(wide[:, :cols])
     if aux is not None and wide_aux is not None:
         aux.copy_(wide_aux[:, :cols])
@@ -328,51 +349,53 @@ def _decoded(fp8_data: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, aux, accumulate):
+def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate):
     product = torch.mm(_decoded(a), _decoded(b).t())
-    _lib.fp8_gemm_epilogue(product, a_scale_inv, b_scale_inv, out, bias, aux, accumulate)
+    _lib.fp8_gemm_epilogue(product, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate)
 
 
-def _run_block(a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate):
+def _run_block(
+    a, b, a_scale_inv, b_scale_inv, out, bias, c, a_block_rows, b_block_rows, accumulate
+):
     """Runs a block-scaled product; ``out`` may have M rounded up to ``ROW_MULTIPLE`` rows."""
     product_count.add()
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
     if a.shape[1] == 0 or out.numel() == 0:
-        _run_empty(out, bias, None, accumulate)
+        _run_empty(out[: a.shape[0]], bias, c, None, accumulate)
     elif not a.is_cuda:
-        _run_block_cpu(operands, out[: a.shape[0]], bias, blocks, accumulate)
-    elif not _blocks_are_taken(operands, out):
-        _run_block_padded(operands, out[: a.shape[0]], bias, blocks, accumulate)
+        _run_block_cpu(operands, out[: a.shape[0]], bias, c, blocks, accumulate)
+    elif not _blocks_are_taken(operands, c, out):
+        _run_block_padded(operands, out[: a.shape[0]], bias, c, blocks, accumulate)
     elif a.shape[0] % ROW_MULTIPLE:
-        _run_block_rows(operands, out, bias, blocks, accumulate)
+        _run_block_rows(operands, out, bias, c, blocks, accumulate)
     else:
-        _run_block_cuda(operands, out, bias, blocks, accumulate)
+        _run_block_cuda(operands, out, bias, c, blocks, accumulate)
 
 
-def _blocks_are_taken(operands, out) -> bool:
+def _blocks_are_taken(operands, c, out) -> bool:
     """Returns True if cuBLASLt takes the operands and their scales, but for the number of rows."""
     a, b, a_scale_inv, b_scale_inv = operands
     scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
-    return _is_taken(a, b, out) and not scales % _MULTIPLE
+    return _is_taken(a, b, c, out) and not scales % _MULTIPLE
 
 
 def _launch_block(
-    a, b, a_scale_inv, b_scale_inv, out, bias, a_block_rows, b_block_rows, accumulate
+    a, b, a_scale_inv, b_scale_inv, out, bias, c, a_block_rows, b_block_rows, accumulate
 ):
     """Returns the one call that ``_run_block`` makes, if it makes one and picks no algorithm."""
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
-    if not a.is_cuda or gemm_tuning.is_active or not _blocks_are_taken(operands, out):
+    if not a.is_cuda or gemm_tuning.is_active or not _blocks_are_taken(operands, c, out):
         return None
     if a.shape[1] == 0 or out.numel() == 0 or a.shape[0] % ROW_MULTIPLE:
         return None
     options = (*blocks, accumulate, 0)
-    return Launch(_lib.fp8_gemm_block, (*operands, out, bias, WORKSPACE, *options), 1)
+    return Launch(_lib.fp8_gemm_block, (*operands, out, bias, c, WORKSPACE, *options), 1)
 
 
-def _run_block_cuda(operands, out, bias, blocks, accumulate):
+def _run_block_cuda(operands, out, bias, c, blocks, accumulate):
     def launch(index: int, result: torch.Tensor = out) -> None:
         scratch = runtime.workspace(out.device, WORKSPACE_BYTES)
-        _lib.fp8_gemm_block(*operands, result, bias, scratch, *blocks, accumulate, index)
+        _lib.fp8_gemm_block(*operands, result, bias, c, scratch, *blocks, accumulate, index)
 
     index = 0
     if gemm_tuning.is_active:
@@ -383,7 +406,7 @@ def _run_block_cuda(operands, out, bias, blocks, accumulate):
     launch(index)
 
 
-def _run_block_rows(operands, out, bias, blocks, accumulate):
+def _run_block_rows(operands, out, bias, c, blocks, accumulate):
     """Runs a product with M rounded up to what cuBLASLt takes, of which the first M rows count.
 
     Rows behind the last of ``a`` only reach those behind the last of the product. They are whatever
@@ -398,17 +421,20 @@ def _run_block_rows(operands, out, bias, blocks, accumulate):
     else:
         a = F.pad(a.view(torch.uint8), (0, 0, 0, stored - rows)).view(a.dtype)
     operands = a, b, a_scale_inv, b_scale_inv  # which are laid out for ``stored`` rows
+    start = out if accumulate else c
     if out.shape[0] == stored:
-        _run_block_cuda(operands, out, bias, blocks, accumulate)
+        if c is not None:
+            out[:rows].copy_(c)
+        _run_block_cuda(operands, out, bias, None, blocks, start is not None)
         return
     whole = out.new_empty((stored, out.shape[1]))
-    if accumulate:
-        whole[:rows].copy_(out)
-    _run_block_cuda(operands, whole, bias, blocks, accumulate)
+    if start is not None:
+        whole[:rows].copy_(start)
+    _run_block_cuda(operands, whole, bias, None, blocks, start is not None)
     out.copy_(whole[:rows])
 
 
-def _run_block_padded(operands, out, bias, blocks, accumulate):
+def _run_block_padded(operands, out, bias, c, blocks, accumulate):
     """Runs a block-scaled product with M, N and K zero-padded to what cuBLASLt takes."""
     a, b, a_scale_inv, b_scale_inv = operands
     rows, cols = out.shape
@@ -419,8 +445,9 @@ def _run_block_padded(operands, out, bias, blocks, accumulate):
         return F.pad(scale_inv, (0, missing)).clone()
 
     wide = out.new_zeros((rows + pad_m, cols + pad_n))
-    if accumulate:
-        wide[:rows, :cols].copy_(out)
+    start = out if accumulate else c
+    if start is not None:
+        wide[:rows, :cols].copy_(start)
     padded = (
         _padded(a, pad_m),
         _padded(b, pad_n),
@@ -428,11 +455,11 @@ def _run_block_padded(operands, out, bias, blocks, accumulate):
         scales(b_scale_inv, cols + pad_n, blocks[1]),
     )
     wide_bias = None if bias is None else F.pad(bias, (0, pad_n))
-    _run_block_cuda(padded, wide, wide_bias, blocks, accumulate)
+    _run_block_cuda(padded, wide, wide_bias, None, blocks, start is not None)
     out.copy_(wide[:rows, :cols])
 
 
-def _run_block_cpu(operands, out, bias, blocks, accumulate):
+def _run_block_cpu(operands, out, bias, c, blocks, accumulate):
     a, b = (_decoded(codes) for codes in operands[:2])
     total = out.new_zeros(out.shape, dtype=torch.float32)
     for i in range(-(-a.shape[1] // _SLICE)):
@@ -440,18 +467,18 @@ def _run_block_cpu(operands, out, bias, blocks, accumulate):
         product = torch.mm(a[:, part], b[:, part].t())
         _lib.fp8_block_accumulate(product, *operands[2:], total, *blocks, a.shape[1], i)
     one = torch.ones(1)
-    _lib.fp8_gemm_epilogue(total, one, one, out, bias, None, accumulate)
+    _lib.fp8_gemm_epilogue(total, one, one, out, bias, c, None, accumulate)
 
 
-def _run_empty(out, bias, aux, accumulate):
-    """Writes the result of a product with K = 0 or without elements: the bias, or zeros."""
+def _run_empty(out, bias, c, aux, accumulate):
+    """Writes the result of a product with K = 0 or without elements: bias + c, or zeros."""
     if accumulate or out.numel() == 0:
         return
     value = torch.zeros_like(out) if bias is None else bias.to(out.dtype).expand_as(out)
     if aux is not None:
         aux.copy_(value)
         value = F.gelu(value, approximate="tanh")
-    out.copy_(value)
+    out.copy_(value if c is None else value.float() + c.float())
 
 
 def reference(
@@ -461,11 +488,13 @@ def reference(
     b_scale_inv: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes ``fp8_gemm`` without GELU, [M, N], from the decoded operands in float64."""
     product = reference_codec.decode_fp8(a).double() @ reference_codec.decode_fp8(b).double().t()
     product = product * (a_scale_inv.double() * b_scale_inv.double())
-    return product if bias is None else product + bias.double()
+    product = product if bias is None else product + bias.double()
+    return product if c is None else product + c.double()
 
 
 _multiply = bind("fp8_gemm", "fp8_gemm", _run, without=("workspace", "algorithm"), launch=_launch)

@@ -1,5 +1,7 @@
-// fp8_gemm: out[M, N] = (a[M, K] . b[N, K]^T) * a_scale_inv * b_scale_inv (+ bias[N], GELU).
+// fp8_gemm: out[M, N] = (a[M, K] . b[N, K]^T) * a_scale_inv * b_scale_inv (+ c[M, N], bias[N],
+// GELU).
 //
+// c has the dtype of out and is added in float32, before the one rounding of the sum.
 // Both operands are row-major with K contiguous. fprop: x . w; dgrad: dy . w transposed; wgrad:
 // dy transposed . x transposed. CUDA does all of it through cuBLASLt. On the CPU fp8_decode and
 // fp8_gemm_epilogue stand around an fp32 product of the caller's.
@@ -11,18 +13,19 @@
 
 APEX_TE_FUNCTION(fp8_gemm,
                  "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
-                 "bias: Tensor?, aux: Tensor!?, workspace: Tensor!?, accumulate: bool, "
+                 "bias: Tensor?, c: Tensor?, aux: Tensor!?, workspace: Tensor!?, accumulate: bool, "
                  "use_split_accumulator: bool, algorithm: int",
                  "cuda")
 // FP8 product with one scale for each block of 1 x 128 (block_rows 1) or 128 x 128 elements, laid
 // out as in common/numerics/block_scale.h: out = sum over slices of 128 along K of (a . b^T) *
 // a_scale
 // * b_scale, partial sums in float32.
-APEX_TE_FUNCTION(fp8_gemm_block,
-                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
-                 "bias: Tensor?, workspace: Tensor!?, a_block_rows: int, b_block_rows: int, "
-                 "accumulate: bool, algorithm: int",
-                 "cuda")
+APEX_TE_FUNCTION(
+    fp8_gemm_block,
+    "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
+    "bias: Tensor?, c: Tensor?, workspace: Tensor!?, a_block_rows: int, b_block_rows: int, "
+    "accumulate: bool, algorithm: int",
+    "cuda")
 // out[M, N] = dy[K, M]^T . x[K, N], added to out with accumulate: the weight gradient of a layer in
 // float16 or bfloat16, K its rows. Sums of products are kept in float32; out is float32 or has the
 // operands' dtype, to which cuBLASLt rounds the product before it adds a 16-bit out to it.
@@ -34,7 +37,7 @@ APEX_TE_FUNCTION(cublaslt_version, "probe: Tensor -> int", "cuda")
 APEX_TE_FUNCTION(fp8_decode, "fp8_data: Tensor, out: Tensor!", "cpu")
 APEX_TE_FUNCTION(fp8_gemm_epilogue,
                  "product: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
-                 "bias: Tensor?, aux: Tensor!?, accumulate: bool",
+                 "bias: Tensor?, c: Tensor?, aux: Tensor!?, accumulate: bool",
                  "cpu")
 // sum = fma(product * a_scale, b_scale, sum), elementwise, for one slice of K: `product` is its
 // matrix product, the scales those of the whole operands, which have extent `k`.
@@ -48,11 +51,11 @@ namespace apex_te {
 constexpr int kMaxAlgorithms = 16;
 
 struct Fp8Epilogue {
-  TensorView out, bias, aux;
+  TensorView out, bias, c, aux;
   const float *a_scale_inv, *b_scale_inv;
 };
 
-// The part of the contract that both devices share: out [M, N], bias [N], aux [M, N].
+// The part of the contract that both devices share: out [M, N], bias [N], c and aux [M, N].
 inline void check_epilogue(const Fp8Epilogue& e, int64_t m, int64_t n) {
   e.out.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16})
       .has_shape({m, n})
@@ -60,6 +63,7 @@ inline void check_epilogue(const Fp8Epilogue& e, int64_t m, int64_t n) {
   // The bias of a float32 output is bfloat16, as cuBLASLt has it.
   const DType bias = e.out.dtype() == DType::kFloat32 ? DType::kBFloat16 : e.out.dtype();
   if (e.bias) e.bias.has_dtype({bias}).has_shape({n}).is_dense();
+  if (e.c) e.c.has_dtype({e.out.dtype()}).has_shape({m, n}).is_dense();
   if (e.aux) e.aux.has_dtype({e.out.dtype()}).has_shape({m, n}).is_dense();
 }
 
@@ -71,6 +75,14 @@ struct Fp8Gemm : Fp8Epilogue {
   int64_t a_block_rows = 0, b_block_rows = 0;  // 0: one scale for the whole operand
   bool k_is_outer = false;                     // a is [K, M] and b [K, N], without scales
 };
+
+inline void check_accumulate(Args& args, const Fp8Epilogue& e, bool accumulate) {
+  if (accumulate && e.aux)
+    fail(kApexTeValueError, "%s: accumulate must be false with aux, got true", args.name());
+  if (accumulate && e.c)
+    fail(kApexTeValueError, "%s: accumulate must be false with c, got true", args.name());
+  if (e.c && e.aux) e.c.refuse(kApexTeValueError, "be None with aux", "a tensor");
+}
 
 inline TensorView workspace_of(Args& args) {
   const TensorView workspace = args.optional_tensor();
@@ -107,14 +119,14 @@ inline Fp8Gemm check_fp8_gemm(Args& args) {
   g.b_scale_inv = args.tensor().is_scalar(DType::kFloat32).data<float>();
   g.out = args.tensor();
   g.bias = args.optional_tensor();
+  g.c = args.optional_tensor();
   g.aux = args.optional_tensor();
   check_epilogue(g, g.m, g.n);
   g.workspace = workspace_of(args);
   g.accumulate = args.boolean();
   g.use_split_accumulator = args.boolean();
   g.algorithm = check_algorithm(args);
-  if (g.accumulate && g.aux)
-    fail(kApexTeValueError, "%s: accumulate must be false with aux, got true", args.name());
+  check_accumulate(args, g, g.accumulate);
   return g;
 }
 
@@ -130,6 +142,7 @@ inline Fp8Gemm check_fp8_gemm_block(Args& args) {
   const TensorView a_scale_inv = args.tensor(), b_scale_inv = args.tensor();
   g.out = args.tensor();
   g.bias = args.optional_tensor();
+  g.c = args.optional_tensor();
   check_epilogue(g, g.m, g.n);
   g.workspace = workspace_of(args);
   g.a_block_rows = check_block_rows(args);
@@ -140,6 +153,7 @@ inline Fp8Gemm check_fp8_gemm_block(Args& args) {
   g.a_scale_inv = a_scale_inv.data<float>();
   g.b_scale_inv = b_scale_inv.data<float>();
   g.accumulate = args.boolean();
+  check_accumulate(args, g, g.accumulate);
   g.use_split_accumulator = true;
   g.algorithm = check_algorithm(args);
   return g;

@@ -52,21 +52,23 @@ template <typename T, typename Bias>
 void finish(const Epilogue& e) {
   const float scale = *e.a_scale_inv * *e.b_scale_inv;
   T *out = e.out.data<T>(), *aux = e.aux.data<T>();
+  const T* c = e.c.data<const T>();
   const Bias* bias = e.bias.data<Bias>();
   const int64_t rows_per_chunk = std::max<int64_t>(1, kChunk / std::max<int64_t>(1, e.cols));
   parallel_for((e.rows + rows_per_chunk - 1) / rows_per_chunk, [&](int64_t chunk) {
     const int64_t end = std::min(e.rows, (chunk + 1) * rows_per_chunk);
     for (int64_t r = chunk * rows_per_chunk; r < end; ++r) {
       const int64_t offset = r * e.cols;
-      for (int64_t c = 0; c < e.cols; ++c) {
-        float value = e.product[offset + c] * scale;
-        if (bias) value += to_float(bias[c]);
+      for (int64_t i = offset; i < offset + e.cols; ++i) {
+        float value = e.product[i] * scale;
+        if (bias) value += to_float(bias[i - offset]);
         if (aux) {
-          aux[offset + c] = from_float<T>(value);
+          aux[i] = from_float<T>(value);
           value = gelu(value);
         }
-        if (e.accumulate) value += to_float(out[offset + c]);
-        out[offset + c] = from_float<T>(value);
+        if (c) value += to_float(c[i]);
+        if (e.accumulate) value += to_float(out[i]);
+        out[i] = from_float<T>(value);
       }
     }
   });
@@ -178,9 +180,11 @@ APEX_TE_DEFINE(fp8_gemm_epilogue) {
   e.b_scale_inv = args.tensor().is_scalar(DType::kFloat32).data<float>();
   e.out = args.tensor();
   e.bias = args.optional_tensor();
+  e.c = args.optional_tensor();
   e.aux = args.optional_tensor();
   check_epilogue(e, e.rows, e.cols);
   e.accumulate = args.boolean();
+  check_accumulate(args, e, e.accumulate);
   switch (e.out.dtype()) {
     case DType::kFloat32:
       return finish<float, BFloat16>(e);

@@ -19,13 +19,14 @@ namespace {
 struct PlanKey {
   int64_t m, n, k, workspace_bytes;
   int32_t device, a_type, b_type, out_type, epilogue;
-  int32_t alignment_a, alignment_b, alignment_out;
+  int32_t alignment_a, alignment_b, alignment_c, alignment_out;
+  int32_t has_c;
   int32_t split_accumulator, accumulate, algorithm;
   int32_t a_block_rows, b_block_rows;
   int32_t k_is_outer;  // no padding bytes: the key is compared and hashed whole
   bool operator==(const PlanKey& o) const { return memcmp(this, &o, sizeof(*this)) == 0; }
 };
-static_assert(sizeof(PlanKey) == 4 * 8 + 14 * 4, "PlanKey is compared and hashed by its bytes");
+static_assert(sizeof(PlanKey) == 4 * 8 + 16 * 4, "PlanKey is compared and hashed by its bytes");
 
 struct PlanHash {
   size_t operator()(const PlanKey& key) const {
@@ -212,7 +213,7 @@ Plan make_plan(const Fp8Gemm& g, const PlanKey& key) {
 #if !defined(__HIP_PLATFORM_AMD__)  // hipBLASLt has none; launch() asks for 16 bytes
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.alignment_b));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.alignment_a));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.alignment_out));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.alignment_c));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.alignment_out));
   // Partial sums of a split K in the dtype of out would be rounded more than once.
   if (g.k_is_outer)
@@ -269,6 +270,8 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   key.alignment_a = alignment_of(g.a.data<void>());
   key.alignment_b = alignment_of(g.b.data<void>());
   key.alignment_out = alignment_of(g.out.data<void>());
+  key.has_c = static_cast<bool>(g.c);
+  key.alignment_c = g.c ? alignment_of(g.c.data<const void>()) : key.alignment_out;
   key.split_accumulator = g.use_split_accumulator;
   key.accumulate = g.accumulate;
   key.algorithm = static_cast<int32_t>(g.algorithm);
@@ -281,12 +284,13 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   if (found == plans.end()) found = plans.emplace(key, make_plan(g, key)).first;
   const Plan& plan = found->second;
   set_pointers(plan, g);
-  const float alpha = 1.0f, beta = g.accumulate ? 1.0f : 0.0f;
+  const float alpha = 1.0f, beta = g.accumulate || g.c ? 1.0f : 0.0f;
   void* out = g.out.data<void>();
+  const void* c = g.c ? g.c.data<const void>() : out;  // both have the layout plan.out
   check_cublaslt(CublasLt::get().cublasLtMatmul(
                      handle_of(device), plan.matmul, &alpha, g.b.data<const void>(), plan.a,
-                     g.a.data<const void>(), plan.b, &beta, out, plan.out, out, plan.out,
-                     &plan.algo, g.workspace.data<void>(), plan.workspace_bytes, stream),
+                     g.a.data<const void>(), plan.b, &beta, c, plan.out, out, plan.out, &plan.algo,
+                     g.workspace.data<void>(), plan.workspace_bytes, stream),
                  "cublasLtMatmul");
 }
 
@@ -296,8 +300,8 @@ void launch(const Fp8Gemm& g, Args& args) {
   if (g.k == 0 || g.k % 16 || g.n % 16)
     fail(kApexTeValueError, "%s: K and N must be multiples of 16 above zero, got K=%lld and N=%lld",
          args.name(), static_cast<long long>(g.k), static_cast<long long>(g.n));
-  for (const TensorView& operand : {g.a, g.b, g.out})
-    if (!is_aligned(operand.data<void>(), 16))
+  for (const TensorView& operand : {g.a, g.b, g.c, g.out})
+    if (operand && !is_aligned(operand.data<void>(), 16))
       operand.refuse(kApexTeValueError, "start on a 16-byte boundary", "a misaligned address");
   const DeviceGuard guard(args.device_id());
   matmul(g, args.device_id(), static_cast<cudaStream_t>(args.stream()));

@@ -113,6 +113,7 @@ class BlockGemm(GemmBackend):
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         super().__init__(split, device)
         self.native = device.type != "cuda" or nvidia_capability(device) == (9, 0)
+        self.adds = self.native
         if not self.native:
             warn_emulated("block-scaled matrix products", "sm_90")
 

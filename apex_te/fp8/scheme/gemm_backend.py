@@ -31,14 +31,16 @@ class GemmBackend:
     Attributes:
         row_multiple: multiple to which fprop and dgrad round the number of rows that they compute.
             They make room for these in a new output, and a given one costs a copy.
+        adds: ``multiply`` takes the option ``c``, a tensor that it adds before rounding.
     """
 
-    __slots__ = ("split",)
+    __slots__ = ("adds", "split")
 
     row_multiple: ClassVar[int] = 1
 
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         self.split = split
+        self.adds = False
 
     def multiply(
         self,
@@ -56,7 +58,8 @@ class GemmBackend:
             a: FP8 data ``[M, K]``.
             b: FP8 data ``[N, K]``.
             a_scale_inv, b_scale_inv: multipliers of the operands, in the scheme's shape.
-            options: ``out``, ``out_dtype``, ``bias`` and ``accumulate``, as for ``fp8_gemm``.
+            options: ``out``, ``out_dtype``, ``bias`` and ``accumulate``, as for ``fp8_gemm``, and
+                ``c`` where ``adds``.
         """
         raise NotImplementedError
 
@@ -67,8 +70,22 @@ class GemmBackend:
         out_dtype: torch.dtype,
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        c: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns ``x [rows, in] @ weight [out, in].T + bias``, from both rowwise copies."""
+        """Returns ``x [rows, in] @ weight [out, in].T + bias + c``, from both rowwise copies.
+
+        Args:
+            x, weight: the quantized operands.
+            out_dtype: dtype of the result.
+            bias: ``[out]`` or None.
+            out: tensor ``[rows, out]`` to write to, or None for a new one.
+            c: tensor ``[rows, out]`` of ``out_dtype`` to add, only where ``adds``; or None.
+        """
+        if c is not None:
+            return self.multiply(
+                FPROP, x.rowwise, weight.rowwise, x.rowwise_scale_inv, weight.rowwise_scale_inv,
+                out=out, out_dtype=out_dtype, bias=bias, c=c,
+            )  # fmt: skip
         return self.multiply(
             FPROP, x.rowwise, weight.rowwise, x.rowwise_scale_inv, weight.rowwise_scale_inv,
             out=out, out_dtype=out_dtype, bias=bias,
@@ -175,6 +192,8 @@ class FP8Gemm(GemmBackend):
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         super().__init__(split, device)
         self.native = has_fp8_products(device)
+        # A subclass's own product may not know the option.
+        self.adds = self.native and type(self).multiply is FP8Gemm.multiply
         if not self.native:
             warn_emulated("FP8 matrix products", "sm_89 or later, or gfx94x or later")
 

@@ -24,6 +24,7 @@ __all__ = [
     "FP8Call",
     "GemmOptions",
     "GemmPlan",
+    "adds_in_product",
     "as_matrix",
     "gathers_input",
     "gemm_plan",
@@ -253,6 +254,7 @@ def shaped_product(
     bias: torch.Tensor | None,
     dtype: torch.dtype,
     shape: tuple[int, ...],
+    c: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes the layer's output ``[..., out]`` with its tensor-parallel collective.
 
@@ -266,21 +268,22 @@ def shaped_product(
         bias: ``[out]`` or None.
         dtype: of the output.
         shape: the shape ``[..., in]`` that this rank's input had.
+        c: matrix ``[rows, out]`` to add, only where ``adds_in_product``; or None.
     """
     quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
     if parallel is None:
         if len(shape) == 2:
-            return multiply(quantizers, x, weight, cached, bias, dtype)
+            return multiply(quantizers, x, weight, cached, bias, dtype, None, c)
         out_shape = (*shape[:-1], features)
     else:
         out_shape = parallel.output_shape(shape, features)
     is_whole = parallel is None or parallel.column
     if is_whole and _computes_more_rows(quantizers.backend, x):
         # The product makes room for them; resizing keeps it and makes no view.
-        return multiply(quantizers, x, weight, cached, bias, dtype).resize_(out_shape)
+        return multiply(quantizers, x, weight, cached, bias, dtype, None, c).resize_(out_shape)
     out = torch.empty(out_shape, dtype=dtype, device=weight.device)
     if is_whole:
-        multiply(quantizers, x, weight, cached, bias, dtype, _flat(out))
+        multiply(quantizers, x, weight, cached, bias, dtype, _flat(out), c)
         return out
     assert parallel is not None
     assert isinstance(x, QuantizedTensor)
@@ -301,6 +304,20 @@ def _computes_more_rows(backend: GemmBackend, x: Operand) -> bool:
         return False
     assert x.rowwise is not None
     return x.rowwise.shape[0] % backend.row_multiple != 0
+
+
+def adds_in_product(call: FP8Call, gemm: int, c: torch.Tensor) -> bool:
+    """Returns True if a GEMM of a call can add ``c``, of the output's shape, before it rounds.
+
+    Args:
+        call: the call's settings.
+        gemm: the number of the GEMM in its module.
+        c: a tensor in the output's shape.
+    """
+    if not call.is_fp8 or c.dtype is not call.dtype or call.options[gemm].parallel is not None:
+        return False
+    assert call.quantizers is not None
+    return call.quantizers[gemm].backend.adds and c.is_contiguous()
 
 
 def plus_bias(out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -331,8 +348,9 @@ def multiply(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     out: torch.Tensor | None = None,
+    c: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes ``x @ weight.T + bias`` [rows, out].
+    """Computes ``x @ weight.T + bias + c`` [rows, out].
 
     Args:
         quantizers: the GEMM's quantizers.
@@ -342,12 +360,13 @@ def multiply(
         bias: ``[out]`` or None.
         out_dtype: of the result.
         out: memory for the result ``[rows, out]``; None makes a new tensor.
+        c: matrix ``[rows, out]`` to add, only where ``adds_in_product``; or None.
     """
     if cached is None:
         cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
     backend, operand = quantizers.backend, cached
     if isinstance(x, QuantizedTensor):
-        return backend.fprop(x, operand, out_dtype, bias, out)
+        return backend.fprop(x, operand, out_dtype, bias, out, c)
     if out is None:
         out = torch.empty(x.rows, weight.shape[0], dtype=out_dtype, device=weight.device)
     return x.multiplied(

@@ -33,6 +33,8 @@ __all__ = ["LayerNormMLPFunction"]
 class LayerNormMLPFunction(OpFunction):
     """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2`` in FP8.
 
+    With ``adds`` the second product, which must be able to, adds the tensor that was normalised.
+
     Returns:
         ``(out, norm, total)``: the output; the norm's result and the normalised tensor, each in the
         input's shape, or None unless ``NormOptions`` ask for them.
@@ -54,15 +56,16 @@ class LayerNormMLPFunction(OpFunction):
         norm_options: NormOptions,
         activation: str,
         call: FP8Call,
+        adds: bool,
     ) -> tuple[torch.Tensor | None, ...]:
         tensors = (inp, residual, norm_weight, norm_bias, w1, b1, w2, b2)
         if call.programs is None:
-            return _forward(ctx, *tensors, norm_options, activation, call)
+            return _forward(ctx, *tensors, norm_options, activation, call, adds)
         key = (
             ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, activation,
-            call.keep_columnwise,
+            call.keep_columnwise, adds,
         )  # fmt: skip
-        rest = (norm_options, activation, call)
+        rest = (norm_options, activation, call, adds)
         return call.programs.forward(ctx, _forward, tensors, rest, key)
 
     @staticmethod
@@ -84,6 +87,7 @@ def _forward(
     norm_options: NormOptions,
     activation: str,
     call: FP8Call,
+    adds: bool,
 ) -> tuple[torch.Tensor | None, ...]:
     needs, dtype = ctx.needs_input_grad, inp.dtype
     need_norm = needs[0] or needs[1] or needs[2] or needs[3]
@@ -108,7 +112,10 @@ def _forward(
     if plan1.options.parallel is not None:
         shape = plan1.options.parallel.output_shape(shape, shape[-1])
     weight2, _ = _gemm.weight_operand(plan2, w2, call.cached[1])
-    out = _gemm.shaped_product(plan2, operand, w2, weight2, b2, dtype, shape)
+    c = None
+    if adds:
+        c = norm.x if norm.residual_sum is None else norm.residual_sum
+    out = _gemm.shaped_product(plan2, operand, w2, weight2, b2, dtype, shape, c)
 
     ctx.save_for_backward(
         *saved1,
@@ -123,7 +130,7 @@ def _forward(
         b1.dtype if b1 is not None and needs[5] else None,
         b2.dtype if b2 is not None and needs[7] else None,
     )
-    ctx.programs, ctx.has_residual = None, residual is not None
+    ctx.programs, ctx.has_residual, ctx.adds = None, residual is not None, adds
     ctx.input_shape, ctx.input_dtype = inp.shape, dtype
     ctx.output_shape = out.shape
     ctx.device_type = inp.device.type
@@ -143,6 +150,8 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     del saved
     (plan1, plan2), (b1_dtype, b2_dtype) = ctx.plans, ctx.bias_dtypes
     dy = as_matrix(output_gradient(ctx.output_shape, grad_output, grad_norm, grad_residual))
+    if ctx.adds:  # then there is no third output
+        grad_residual = grad_output
     quantized, d_b2, dy = _gemm.quantized_gradient(plan2, dy, b2_dtype)
     d_w1 = d_b1 = d_w2 = d_act = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.
@@ -174,7 +183,7 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     if d_b1 is not None and d_b1.dtype is not b1_dtype:
         d_b1 = d_b1.to(b1_dtype)
     d_residual = dx if ctx.has_residual else None
-    return dx, d_residual, d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2, None, None, None
+    return dx, d_residual, d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2, None, None, None, None
 
 
 def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:

@@ -23,7 +23,9 @@ __all__ = ["HighPrecisionLinearFunction", "LinearFunction"]
 
 
 class LinearFunction(OpFunction):
-    """``inp @ weight.T + bias`` [..., out] with quantized fprop, dgrad and wgrad.
+    """``inp @ weight.T + bias [+ residual]`` [..., out] with quantized fprop, dgrad and wgrad.
+
+    A residual has the output's shape; the call's product must be able to add it.
 
     Returns:
         The output; the tuple of its queries, keys and values where ``heads`` gives their layout.
@@ -39,16 +41,22 @@ class LinearFunction(OpFunction):
         bias: torch.Tensor | None,
         call: FP8Call,
         heads: HeadLayout | None,
+        residual: torch.Tensor | None = None,
     ) -> Any:
+        ctx.adds = residual is not None
         if call.programs is None:
-            return _linear_forward(ctx, inp, weight, bias, call, heads)
-        key = (ctx.needs_input_grad, call.dtype, inp.shape, heads, call.keep_columnwise)
-        return call.programs.forward(ctx, _linear_forward, (inp, weight, bias), (call, heads), key)
+            return _linear_forward(ctx, inp, weight, bias, residual, call, heads)
+        key = (
+            ctx.needs_input_grad, call.dtype, inp.shape, heads, call.keep_columnwise, ctx.adds,
+        )  # fmt: skip
+        tensors = (inp, weight, bias, residual)
+        return call.programs.forward(ctx, _linear_forward, tensors, (call, heads), key)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple:
-        return _linear_backward(ctx, *grads)
+        found = _linear_backward(ctx, *grads)
+        return (*found, grads[0]) if ctx.adds else found
 
 
 def _linear_forward(
@@ -56,6 +64,7 @@ def _linear_forward(
     inp: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
     call: FP8Call,
     heads: HeadLayout | None,
 ) -> Any:
@@ -65,7 +74,8 @@ def _linear_forward(
     quantized, part = _gemm.quantized_input(plan, x)
     operand, is_sorted = _gemm.weight_operand(plan, weight, call.cached[0], heads)
     applied = sorted_bias(bias, heads) if is_sorted else bias
-    out = _gemm.shaped_product(plan, quantized, weight, operand, applied, call.dtype, inp.shape)
+    c = None if residual is None else as_matrix(residual)
+    out = _gemm.shaped_product(plan, quantized, weight, operand, applied, call.dtype, inp.shape, c)
     ctx.save_for_backward(*_gemm.saved_by(plan, x, part, weight, operand))
     ctx.plan, ctx.programs, ctx.heads = plan, None, heads
     ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None

@@ -348,18 +348,22 @@ class MultiheadAttention(CompositeModule):
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
         return_residual: bool = True,
-    ) -> tuple[Any, torch.Tensor]:
+        add_residual: bool = False,
+    ) -> tuple[Any, torch.Tensor | None]:
         """Attends as ``forward`` does, and returns the residual for the caller to add, too.
 
         Args:
             return_residual: the caller adds the residual. With ``input_layernorm`` it is then an
                 output of the norm's autograd node, whose backward adds its gradient in the norm's
                 kernel.
+            add_residual: add the residual to the result where the last product can, which then
+                rounds once; only where no bias and no norm are returned beside the result.
 
         The other arguments are those of ``forward``.
 
         Returns:
-            ``(result, residual)``: what ``forward`` returns, and the values of ``hidden_states``.
+            ``(result, residual)``: what ``forward`` returns, and the values of ``hidden_states``,
+            or None for a residual that the result has in it.
         """
         if (encoder_output is None) != (self.attention_type == "self"):
             raise ValueError(
@@ -407,7 +411,10 @@ class MultiheadAttention(CompositeModule):
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
             checkpoint_core_attention=checkpoint_core_attention,
         )  # fmt: skip
-        projected = self.proj(context, is_first_microbatch=is_first_microbatch)
+        proj: Any = self.proj
+        if add_residual and type(proj) is Linear and not _is_observed(proj):
+            return proj.forward_adding(context, residual, is_first_microbatch)
+        projected = proj(context, is_first_microbatch=is_first_microbatch)
         if not self.return_layernorm_output or not self.input_layernorm:
             return projected, residual
         if self.return_bias:

@@ -55,6 +55,53 @@ def test_accumulate(device, shape, out_dtype):
     assert sqnr(expected, out) >= (exact if out_dtype is torch.float32 else 48)
 
 
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 32, 0), (256, 512, 512)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_a_tensor_is_added_before_the_one_rounding(
+    device, poison, shape, out_dtype, with_bias, split
+):
+    m, n, k = shape
+    (a, sa), (b, sb) = operand(m, k, E4M3, device), operand(n, k, E5M2, device)
+    c = (torch.randn(m, n, device=device) * max(k, 1) ** 0.5).to(out_dtype)
+    kept, bias = c.clone(), None
+    if with_bias:
+        bias = torch.randn(n, device=device).to(torch.bfloat16).to(out_dtype)
+    out = fp8_gemm(a, b, sa, sb, out_dtype=out_dtype, bias=bias, c=c, use_split_accumulator=split)
+    assert out.dtype is out_dtype
+    assert torch.equal(c, kept)
+    cpu = None if bias is None else bias.cpu()
+    expected = op.reference(a.cpu(), b.cpu(), sa.cpu(), sb.cpu(), bias=cpu, c=c.cpu())
+    floor = {torch.float32: 60, torch.bfloat16: 48, torch.float16: 60}[out_dtype]
+    assert sqnr(expected, out) >= floor
+    apart = fp8_gemm(a, b, sa, sb, out_dtype=out_dtype, bias=bias, use_split_accumulator=split)
+    if m * n > 256 and out_dtype is not torch.float32:  # one rounding instead of two
+        assert sqnr(expected, out) > sqnr(expected, apart + c)
+
+
+def test_a_tensor_to_add_may_be_misaligned(device):
+    (a, sa), (b, sb) = operand(33, 64, E4M3, device), operand(48, 64, E4M3, device)
+    c = torch.randn(33 * 48 + 1, device=device).bfloat16()[1:].view(33, 48)
+    expected = op.reference(a.cpu(), b.cpu(), sa.cpu(), sb.cpu(), c=c.cpu())
+    assert sqnr(expected, fp8_gemm(a, b, sa, sb, c=c)) >= 48
+
+
+def test_a_tensor_to_add_must_fit():
+    (a, sa), (b, sb) = operand(16, 32, E4M3, "cpu"), operand(8, 32, E4M3, "cpu")
+    c = torch.zeros(16, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"fp8_gemm: c must have shape \[16, 8\], got \[8, 16\]"):
+        fp8_gemm(a, b, sa, sb, c=c.t().contiguous())
+    with pytest.raises(TypeError, match="c must have the dtype of the output"):
+        fp8_gemm(a, b, sa, sb, c=c.float())
+    with pytest.raises(ValueError, match="c must be None with gelu=True"):
+        fp8_gemm(a, b, sa, sb, c=c, gelu=True)
+    with pytest.raises(ValueError, match="c must be None with accumulate=True"):
+        fp8_gemm(a, b, sa, sb, c=c, out=c.clone(), accumulate=True)
+    with pytest.raises(ValueError, match="c must be contiguous"):
+        fp8_gemm(a, b, sa, sb, c=torch.zeros(8, 16, dtype=torch.bfloat16).t())
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
 @pytest.mark.parametrize("split", [False, True])

@@ -72,6 +72,30 @@ def test_accumulate_and_bias(device, mode, shape):
     assert sqnr(exact + bias.double().cpu(), biased) >= 48
 
 
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "shape", [(256, 384, 512), (20, 272, 400), (130, 250, 257), (8, 16, 0)], ids=str
+)
+def test_a_tensor_is_added_before_the_one_rounding(device, poison, mode, shape, out_dtype):
+    m, n, k = shape
+    a, sa, exact_a = operand(m, k, E4M3, mode[0], device)
+    b, sb, exact_b = operand(n, k, E4M3, mode[1], device)
+    exact = exact_a @ exact_b.t()
+    c = (torch.randn(m, n) * max(exact.std().item(), 1.0)).to(device, out_dtype)
+    bias = torch.randn(n, device=device).bfloat16()
+    options = {"a_block_rows": mode[0], "b_block_rows": mode[1], "out_dtype": out_dtype}
+    options["bias"] = bias
+    out = block_scaled_gemm(a, b, sa, sb, c=c, **options)
+    expected = exact + bias.double().cpu() + c.double().cpu()
+    exact_floor = 80 if device.type == "cpu" else 60
+    floor = {torch.float32: exact_floor, torch.bfloat16: 48, torch.float16: 55}[out_dtype]
+    assert sqnr(expected, out) >= floor
+    apart = block_scaled_gemm(a, b, sa, sb, **options) + c
+    if k and out_dtype is not torch.float32:  # one rounding instead of two
+        assert sqnr(expected, out) > sqnr(expected, apart)
+
+
 def test_three_products_of_a_linear_layer(device):
     x, w, dy = torch.randn(160, 256), torch.randn(128, 256), torch.randn(160, 128)
     qx, qd = (block_quantize(t.to(device), E4M3) for t in (x, dy))
