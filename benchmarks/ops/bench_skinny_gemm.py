@@ -1,12 +1,13 @@
 """FP8 products of few rows: fp8_gemm, torch._scaled_mm and what cuBLASLt's options change.
 
 For each shape one line of times in microseconds, cold L2, all contenders taking turns: fp8_gemm and
-torch._scaled_mm with fast and with split accumulation; fp8_gemm's own call repeated through ctypes
-("base", which must agree with it) and that call with one option changed; the fastest of all
-proposals with its place in the list. A variant whose first proposal is base's algorithm is shown as
-"=", one without a proposal as "-". The next line has the configurations of base, of the variants
-that differ and of the fastest proposal. "graph": inside a replayed CUDA graph, warm L2, where a
-launch costs nothing. "floor": bytes of the operands and the output over 4.3 TB/s.
+torch._scaled_mm with fast and with split accumulation; a call of cuBLASLt through ctypes with room
+for 32 MiB of partial sums ("base", whose result must agree) and that call with one option changed;
+the fastest of base's proposals with its place in the list. A variant whose first proposal is base's
+algorithm is shown as "=", one without a proposal as "-". The next line has the configurations of
+base, of the variants that differ and of the fastest proposal. "graph": inside a replayed CUDA
+graph, warm L2, where a launch costs nothing. "floor": bytes of the operands and the output over 4.3
+TB/s.
 
     python benchmarks/ops/bench_skinny_gemm.py [--names]    # --names: the kernels' names, too
 """
