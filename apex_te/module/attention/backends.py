@@ -25,6 +25,12 @@ _CUDNN_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+_FLASH_FIRST = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 _HALF = (torch.float16, torch.bfloat16)
 # Shorter sequences are bound by the host, and cuDNN plans anew for each shape.
 _CUDNN_QUERIES = 512
@@ -48,6 +54,19 @@ def _varlen_takes(*names: str) -> bool:
 _varlen_takes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _is_flash_replaced() -> bool:
+    """Returns True if the user has put another FlashAttention in the place of PyTorch's own.
+
+    ``torch.nn.attention.activate_flash_attention_impl`` does that, with "FA3" or "FA4", from torch
+    2.11 on.
+    """
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return current is not None and current() is not None
+
+
+_is_flash_replaced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class Options(NamedTuple):
     """Numbers that attention needs besides tensors.
 
@@ -66,8 +85,8 @@ class Path(NamedTuple):
     """Way to compute attention, as ``DotProductAttention.explain`` shows it.
 
     Attributes:
-        name: ``"sdpa"``, ``"sdpa_cudnn"``, ``"varlen"``, ``"softmax"``, or ``"padded"`` for packed
-            sequences that are attended to as padded ones.
+        name: ``"sdpa"``, ``"sdpa_cudnn"``, ``"sdpa_flash"``, ``"varlen"``, ``"softmax"``, or
+            ``"padded"`` for packed sequences that are attended to as padded ones.
         reason: why this way was chosen.
     """
 
@@ -77,6 +96,9 @@ class Path(NamedTuple):
 
 _CPU_FLASH = Path("sdpa", "PyTorch's fused kernel for CPUs")
 _CUDNN = Path("sdpa_cudnn", "cuDNN's kernel is the fastest on sm_90 and later")
+_ACTIVATED = Path(
+    "sdpa_flash", "torch.nn.attention.activate_flash_attention_impl has activated a flash kernel"
+)
 _FLASH = Path("sdpa", "PyTorch's flash kernel")
 _EFFICIENT = Path("sdpa", "PyTorch's memory-efficient kernel")
 _WINDOW = Path("varlen", "PyTorch's flash kernel for packed sequences has sliding windows")
@@ -142,19 +164,25 @@ def _takes_cudnn(a: _Attention) -> bool:
     )
 
 
+def _takes_activated(a: _Attention) -> bool:
+    """Returns True if a flash kernel that the user has activated applies; it has no dropout."""
+    return _takes_flash(a) and a.options.dropout == 0.0 and _is_flash_replaced()
+
+
 def _takes_window(a: _Attention) -> bool:
     """Returns True if only a window hides keys, and PyTorch's packed kernel can compute it."""
     has_window = a.seen.window is not None and a.bias is None
     return has_window and varlen_obstacle(a.q, a.v, a.options) is None
 
 
-# The first path whose condition holds is taken; those from cuDNN on are CUDA's.
+# The first path whose condition holds is taken; those behind the CPU's are CUDA's.
 _PATHS: tuple[tuple[Path, Callable[[_Attention], bool]], ...] = (
     (_DOUBLE, lambda a: a.q.dtype is torch.float64),
     (_BIAS_GRADIENT, lambda a: a.bias is not None and a.bias.requires_grad),
     (_CPU_DROPOUT, lambda a: not a.q.is_cuda and a.options.dropout > 0.0),
     (_CPU_FLASH, lambda a: not a.q.is_cuda and a.has_one_head_size),
     (_HEAD_SIZES, lambda a: not a.q.is_cuda),
+    (_ACTIVATED, _takes_activated),
     (_CUDNN, _takes_cudnn),
     (_FLASH, _takes_flash),
     (_WINDOW, _takes_window),
@@ -220,6 +248,9 @@ def attend(
         out = _windowed(q, k, v, seen, options)
     elif path.name == "sdpa_cudnn":
         with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+            out = _sdpa(q, k, v, seen, bias, options)
+    elif path.name == "sdpa_flash":
+        with sdpa_kernel(_FLASH_FIRST, set_priority=True):
             out = _sdpa(q, k, v, seen, bias, options)
     else:
         out = _sdpa(q, k, v, seen, bias, options)
