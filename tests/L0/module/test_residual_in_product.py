@@ -1,5 +1,7 @@
 """Residuals that the products of a layer add: one rounding instead of two, same gradients."""
 
+import copy
+
 import pytest
 import torch
 from checks import assert_same_bits
@@ -9,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from apex_te import Linear, fp8_autocast
+from apex_te.module._core import programs
 from apex_te.module.attention.multihead import MultiheadAttention
 from apex_te.module.layer_norm_mlp import LayerNormMLP
 from apex_te.module.transformer_layer import TransformerLayer
@@ -224,6 +227,67 @@ def test_recompute_repeats_the_sum_to_the_bit(device, recipe):
     assert_same_bits(again[1], dx)
     for name, grad in gradients.items():
         assert_same_bits(again[2][f"layer.{name}"], grad)
+
+
+@pytest.mark.parametrize("kind", ["GPT", "Llama"])
+def test_programs_add_to_the_bit(device, recipe, kind):
+    """Steps that repeat recorded ops, from the third on, equal steps that call them one by one."""
+
+    def steps(enabled):
+        before = programs.set_enabled(enabled)
+        try:
+            torch.manual_seed(3)
+            layer = build(device=device, params_dtype=torch.bfloat16, **KINDS[kind])
+            found = []
+            for _ in range(5):
+                x, dy = torch.randn(2, 16, 2, HIDDEN, device=device).bfloat16()
+                found.append(run(layer, recipe, x, dy))
+            return found, layer
+        finally:
+            programs.set_enabled(before)
+
+    (wanted, _), (actual, layer) = steps(False), steps(True)
+    for one, other in zip(wanted, actual, strict=True):
+        assert_same_bits(one[0], other[0])
+        assert_same_bits(one[1], other[1])
+        assert one[2].keys() == other[2].keys()
+        for name in one[2]:
+            assert_same_bits(one[2][name], other[2][name])
+    assert repeats(layer.layernorm_mlp)
+
+
+def repeats(module):
+    """Returns True if a program repeats one of the module's forwards."""
+    known = [k for made in module._modes.programs.values() for k in made._known.values()]
+    return any(k.program is not None for k in known)
+
+
+def test_a_program_of_linear_adds_this_calls_residual(device, recipe):
+    layer = Linear(64, 48, device=device, params_dtype=torch.bfloat16)
+
+    def steps(enabled):
+        before = programs.set_enabled(enabled)
+        torch.manual_seed(5)
+        module, found = copy.deepcopy(layer), []
+        for i in range(6):
+            x, residual, dy = (
+                torch.randn(2, 16, n, device=device).bfloat16().requires_grad_()
+                for n in (64, 48, 48)
+            )
+            with fp8_autocast(fp8_recipe=recipe):
+                if i % 3 == 2:  # the same shapes without one
+                    out = module(x) + 0 * residual
+                else:
+                    out, _ = module.forward_adding(x, residual)
+            out.backward(dy.detach())
+            found += [out.detach(), x.grad, residual.grad, module.weight.grad.clone()]
+        programs.set_enabled(before)
+        return found, module
+
+    (wanted, _), (actual, module) = steps(False), steps(True)
+    for one, other in zip(wanted, actual, strict=True):
+        assert_same_bits(one, other)
+    assert repeats(module)
 
 
 def test_modules_add_only_on_request(device):
