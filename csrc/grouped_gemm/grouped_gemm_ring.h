@@ -2,8 +2,8 @@
 // and the tiles' numbers, and the warp that fills the ring.
 #pragma once
 
+#include "common/gpu/tensor_copy.h"
 #include "grouped_gemm/grouped_gemm_schedule.h"
-#include "grouped_gemm/grouped_gemm_wgmma.h"
 
 namespace apex_te {
 
@@ -38,19 +38,6 @@ constexpr size_t kSharedBytes =
 static_assert(kSharedBytes <= 227 * 1024, "what a block may have on sm_90");
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-// Position of a warp in a ring.
-template <int kSize>
-struct Place {
-  int at = 0;
-  unsigned phase = 0;
-  __device__ __forceinline__ void next() {
-    if (++at == kSize) {
-      at = 0;
-      phase ^= 1;
-    }
-  }
-};
 
 struct Ring {
   uint32_t stages;

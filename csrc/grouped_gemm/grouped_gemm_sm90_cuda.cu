@@ -26,13 +26,6 @@ namespace {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Tells the compiler that a value is the same in all lanes: the tiles' places in shared memory are
-// then computed once for the warp, and the next product follows sooner.
-template <typename T>
-__device__ __forceinline__ T same_in_warp(T value) {
-  return __shfl_sync(0xFFFFFFFFu, value, 0);
-}
-
 // By the two warpgroups of consumers.
 template <typename A, typename B, bool kSplit>
 __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring& ring, uint32_t staged) {
@@ -106,45 +99,6 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                            const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
-                            CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                            CUtensorMapFloatOOBfill);
-
-Encode find_encode() {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-  check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                              cudaEnableDefault, &result),
-             "cudaGetDriverEntryPointByVersion");
-#else
-  check_cuda(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &result),
-             "cudaGetDriverEntryPoint");
-#endif
-  if (result != cudaDriverEntryPointSuccess || !found)
-    fail(kApexTeRuntimeError, "grouped_gemm: the NVIDIA driver has no cuTensorMapEncodeTiled");
-  return reinterpret_cast<Encode>(found);
-}
-
-// Boxes of box_rows rows of 128 bytes of a dense matrix [rows, columns].
-void describe(CUtensorMap* map, CUtensorMapDataType type, int bytes, const void* data, int64_t rows,
-              int64_t columns, int box_rows) {
-  static const Encode encode = find_encode();
-  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(columns * bytes)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(128 / bytes),
-                             static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult result =
-      encode(map, type, 2, const_cast<void*>(data), extents, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    fail(kApexTeRuntimeError, "grouped_gemm: cuTensorMapEncodeTiled of [%lld, %lld]: error %d",
-         static_cast<long long>(rows), static_cast<long long>(columns), static_cast<int>(result));
-}
-
 template <typename A, typename B, bool kSplit>
 void launch(const Params& p, int64_t clusters, cudaStream_t stream) {
   const auto kernel = grouped_gemm_kernel<A, B, kSplit>;
@@ -179,9 +133,9 @@ void run_grouped_gemm(Args& args, bool contract) {
                "cudaMemsetAsync");
     return;
   }
-  describe(&p.a, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, g.a, g.a_rows, g.k, kTileM / 2);
-  describe(&p.b, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, g.b, g.b_rows, g.k, kTileN / 2);
-  if (g.out) describe(&p.out, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, g.out, out_rows, g.n, kBoxRows);
+  describe(&p.a, kBytes, g.a, g.a_rows, g.k, kTileM / 2, kTileK);
+  describe(&p.b, kBytes, g.b, g.b_rows, g.k, kTileN / 2, kTileK);
+  if (g.out) describe(&p.out, kBFloat16s, g.out, out_rows, g.n, kBoxRows, kBoxN);
   const int64_t clusters =
       std::min<int64_t>(most, device_attribute(cudaDevAttrMultiProcessorCount) / 2);
   const auto stream = static_cast<cudaStream_t>(args.stream());

@@ -1,6 +1,7 @@
 // The sums of a warpgroup: how stages are multiplied into them, and how they leave.
 #pragma once
 
+#include "common/gpu/wgmma.h"
 #include "grouped_gemm/grouped_gemm_ring.h"
 
 namespace apex_te {

@@ -41,6 +41,8 @@ OTHERS = {
     "bias_dropout_add.keep_mask",
     "bias_dropout_add.philox4x32",
     "block_quantize.scale_shape",
+    "dense_gemm.has_dense_fp8",
+    "dense_gemm.multiplies",
     "fp8_gemm.tune",
     "grouped_gemm.has_grouped_fp8",
     "grouped_quantize.check_rows",
@@ -253,6 +255,9 @@ def make_case(name: str) -> Case:
         "current_scale.scale_of": Case(
             {"amax": one(3.0), "fp8_dtype": E4M3, "scale": one(), "scale_inv": one(), "eps": 0.0},
             ("scale", "scale_inv"),
+        ),
+        "dense_gemm.dense_gemm": Case(
+            gemm_case(residual=torch.randn(32, 16).bfloat16()), ("out",)
         ),
         "emulated_gemm.emulated_fp8_gemm": Case(gemm_case(), ("out",)),
         "emulated_gemm.emulated_block_gemm": Case(block_gemm_case(), ("out",)),

@@ -1,0 +1,149 @@
+"""FP8 matrix products by the suite's own kernel for sm_90; by ``fp8_gemm`` on other devices."""
+
+from __future__ import annotations
+
+import torch
+
+from .. import runtime
+from ..runtime.gpu_arch import nvidia_capability
+from . import fp8_gemm, product_count, reference_codec
+from .argument_errors import checked
+from .registration import bind, note_written
+
+__all__ = ["dense_gemm", "has_dense_fp8", "multiplies", "reference"]
+
+_lib = runtime.ops("dense_gemm")
+
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_OUT = (torch.bfloat16, torch.float32)
+PROMOTIONS = (128, 256, 512)
+
+
+def has_dense_fp8(device: torch.device) -> bool:
+    """Returns True if the suite has a kernel for products of FP8 data on the device."""
+    return nvidia_capability(device) == (9, 0)
+
+
+@checked
+def dense_gemm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    accumulate: bool = False,
+    use_split_accumulator: bool = False,
+    promotion: int = 512,
+) -> torch.Tensor:
+    """Computes out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias + residual.
+
+    Bias and residual are optional, and added in float32.
+
+    Args:
+        a: [M, K] FP8, contiguous. fprop: x; dgrad: dy; wgrad: dy columnwise.
+        b: [N, K] FP8, contiguous. fprop: weight; dgrad: weight columnwise; wgrad: x columnwise.
+        a_scale_inv: one float32 element on the device.
+        b_scale_inv: one float32 element on the device.
+        out: [M, N] to write; a new tensor unless given.
+        out_dtype: dtype of a new tensor: bfloat16 or float32.
+        bias: [N], converted to bfloat16.
+        residual: [M, N] bfloat16, contiguous.
+        accumulate: add the result to ``out``, which must be given, instead of overwriting it.
+        use_split_accumulator: add sums of ``promotion`` products up in float32 (slower, more
+            exact); a CPU always adds in float32.
+        promotion: 128, 256 or 512; fewer are more exact and slower.
+
+    Returns:
+        The output [M, N]: ``out`` or the new tensor.
+
+    Raises:
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape or device, or another ``promotion``.
+        NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
+    """
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype not in _FP8:
+            raise TypeError(
+                f"dense_gemm: {name} must have dtype float8_e4m3fn or float8_e5m2, "
+                f"got {operand.dtype}"
+            )
+    is_given = out is not None
+    out, bias = fp8_gemm._prepare("dense_gemm", a, b, out, out_dtype, bias, accumulate)
+    if out.dtype not in _OUT:
+        raise TypeError(f"dense_gemm: out must have dtype bfloat16 or float32, got {out.dtype}")
+    if promotion not in PROMOTIONS:
+        raise ValueError(f"dense_gemm: promotion must be 128, 256 or 512, got {promotion}")
+    if residual is not None:
+        _check_residual(residual, out, accumulate)
+    every = promotion if use_split_accumulator else 0
+    _multiply(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, every)
+    if is_given:
+        note_written(out)
+    return out
+
+
+def _check_residual(residual: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    if accumulate:
+        raise ValueError("dense_gemm: accumulate must be False with residual, got True")
+    if residual.dtype is not torch.bfloat16:
+        raise TypeError(f"dense_gemm: residual must have dtype bfloat16, got {residual.dtype}")
+    if residual.shape != out.shape:
+        raise ValueError(
+            f"dense_gemm: residual must have shape {list(out.shape)}, got {list(residual.shape)}"
+        )
+
+
+def multiplies(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Returns True if the suite's kernel multiplies the operands, False if ``fp8_gemm`` does.
+
+    The kernel needs sm_90, and rows of the operands and of the result that begin at multiples of
+    16 bytes.
+
+    Args:
+        a: FP8 operand [M, K].
+        b: FP8 operand [N, K].
+    """
+    if a.dtype not in _FP8 or b.dtype not in _FP8 or not has_dense_fp8(a.device):
+        return False
+    return a.shape[1] % 16 == 0 and b.shape[0] % 8 == 0 and not (a.data_ptr() | b.data_ptr()) % 16
+
+
+def _run(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion):
+    results = out.data_ptr() | (0 if residual is None else residual.data_ptr())
+    if multiplies(a, b) and results % 16 == 0:
+        product_count.add()
+        _lib.dense_gemm(
+            a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promotion, 0, 0, 0
+        )
+        return
+    # Products in float32, so that a residual is added before rounding.
+    total = out if residual is None else torch.empty_like(out, dtype=torch.float32)
+    fp8_gemm._multiply(a, b, a_scale_inv, b_scale_inv, total, bias, None, accumulate, promotion > 0)
+    if residual is not None:
+        torch.add(total, residual, out=total)
+        out.copy_(total)
+
+
+def reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Computes ``dense_gemm``, [M, N], from the decoded operands in float64."""
+    product = reference_codec.decode_fp8(a).double() @ reference_codec.decode_fp8(b).double().t()
+    product = product * (a_scale_inv.double() * b_scale_inv.double())
+    for term in (bias, residual):
+        if term is not None:
+            product = product + term.double()
+    return product
+
+
+_multiply = bind("dense_gemm", "dense_gemm", _run, without=("columns", "strip", "variant"))
