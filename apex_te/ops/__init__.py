@@ -19,6 +19,7 @@ if _TYPE_CHECKING:  # for type checkers; at run time each module is imported on 
     from . import cross_entropy as cross_entropy
     from . import current_scale as current_scale
     from . import dense_gemm as dense_gemm
+    from . import dense_gemm_swiglu as dense_gemm_swiglu
     from . import emulated_gemm as emulated_gemm
     from . import fp8_gemm as fp8_gemm
     from . import grouped_gemm as grouped_gemm

@@ -65,12 +65,7 @@ def dense_gemm(
         ValueError: an argument of another shape or device, or another ``promotion``.
         NotImplementedError: E5M2 x E5M2, or hardware without FP8 matrix units (below sm_89).
     """
-    for name, operand in (("a", a), ("b", b)):
-        if operand.dtype not in _FP8:
-            raise TypeError(
-                f"dense_gemm: {name} must have dtype float8_e4m3fn or float8_e5m2, "
-                f"got {operand.dtype}"
-            )
+    _check_operands("dense_gemm", a, b)
     is_given = out is not None
     out, bias = fp8_gemm._prepare("dense_gemm", a, b, out, out_dtype, bias, accumulate)
     if out.dtype not in _OUT:
@@ -84,6 +79,14 @@ def dense_gemm(
     if is_given:
         note_written(out)
     return out
+
+
+def _check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype not in _FP8:
+            raise TypeError(
+                f"{op}: {name} must have dtype float8_e4m3fn or float8_e5m2, got {operand.dtype}"
+            )
 
 
 def _check_residual(residual: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
@@ -146,4 +149,4 @@ def reference(
     return product
 
 
-_multiply = bind("dense_gemm", "dense_gemm", _run, without=("columns", "strip", "variant"))
+_multiply = bind("dense_gemm", "dense_gemm", _run, without=("columns", "strip", "lag"))

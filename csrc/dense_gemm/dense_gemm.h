@@ -5,20 +5,48 @@
 // dy transposed . x transposed.
 #pragma once
 
-#include "common/abi/op.h"
+#include "common/activation/functions.h"
+#include "common/numerics/columnwise.h"
 #include "common/numerics/fp8_formats.h"
 
 // c is residual, bfloat16, or with accumulate what out holds. `promotion` is the number of products
 // of which sums are kept in the matrix units before they are added up in float32: 128, 256 or 512;
 // 0: all of K. `columns` and `strip` choose tiles: their width, 0 for what suits the shape, and how
-// many of a row are worked on at once; `variant` is 0, others are for measurements.
+// many of a row are worked on at once; `lag`: clocks by which one warpgroup starts later.
 APEX_TE_FUNCTION(dense_gemm,
                  "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
                  "bias: Tensor?, residual: Tensor?, accumulate: bool, promotion: int, "
-                 "columns: int, strip: int, variant: int",
+                 "columns: int, strip: int, lag: int",
+                 "cuda")
+
+// Products of a gated MLP together with the activation, in the order of gated_place below.
+//
+// dense_gemm_swiglu: hidden = a . b^T as above, and of act(gate) * up of its rounded values, in
+// float32, FP8 data act = satcast_rne(y * scale), and amax = max(amax, max |y|).
+// dense_gemm_swiglu_bwd: the gradient of that activation from grad = a . b^T, rounded to bfloat16,
+// and hidden: FP8 data rowwise in hidden's order; columnwise [N, ld] with the gradients of all
+// gates and then of all ups, where ld is a multiple of 16 and zeros follow the last row.
+// act_columnwise [N / 2, ld]: the activation's FP8 data once more, with the forward's scale.
+// scale_inv receives 1 / scale.
+APEX_TE_FUNCTION(dense_gemm_swiglu,
+                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, "
+                 "hidden: Tensor!, bias: Tensor?, scale: Tensor, act: Tensor!, amax: Tensor!?, "
+                 "scale_inv: Tensor!?, activation: int, strip: int, lag: int",
+                 "cuda")
+APEX_TE_FUNCTION(dense_gemm_swiglu_bwd,
+                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, "
+                 "hidden: Tensor, scale: Tensor, rowwise: Tensor!, columnwise: Tensor!?, "
+                 "amax: Tensor!?, scale_inv: Tensor!?, act_scale: Tensor?, "
+                 "act_columnwise: Tensor!?, activation: int, promotion: int, strip: int, lag: int",
                  "cuda")
 
 namespace apex_te {
+
+// Order of the columns of hidden, 32 for 16 outputs: the column 8 a + 2 s + e is gate (e = 0) or up
+// (e = 1) of the output 2 a + s % 2 + 8 (s / 2). In a product's registers a thread then has gate
+// and up of an output side by side, and in 16 bytes of a row of hidden those of the four outputs
+// whose gradients it has in its registers.
+constexpr int64_t kGatedGroup = 32;
 
 struct DenseGemm {
   DType a_type, b_type;
@@ -30,7 +58,7 @@ struct DenseGemm {
   const uint16_t* added;    // bfloat16, or null
   const float* wide_added;  // or null
   int64_t m, n, k;
-  int64_t promotion, columns, strip, variant;
+  int64_t promotion, columns, strip, lag;
 };
 
 inline void check_aligned(const Args& args, const char* name, const void* data) {
@@ -52,6 +80,9 @@ inline void check_choices(const Args& args, const DenseGemm& g) {
   if (g.strip < 0 || g.strip > 1024)
     fail(kApexTeValueError, "%s: strip must be from 0 to 1024, got %lld", args.name(),
          static_cast<long long>(g.strip));
+  if (g.lag < 0 || g.lag > 65536)
+    fail(kApexTeValueError, "%s: lag must be from 0 to 65536, got %lld", args.name(),
+         static_cast<long long>(g.lag));
 }
 
 inline DenseGemm check_dense_gemm(Args& args) {
@@ -63,7 +94,7 @@ inline DenseGemm check_dense_gemm(Args& args) {
   g.promotion = args.integer();
   g.columns = args.integer();
   g.strip = args.integer();
-  g.variant = args.integer();
+  g.lag = args.integer();
   a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
   b.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2);
   g.m = a.size(0);
@@ -98,6 +129,122 @@ inline DenseGemm check_dense_gemm(Args& args) {
   check_aligned(args, "out", out.data());
   if (residual) check_aligned(args, "residual", g.added);
   return g;
+}
+
+// What the epilogues of the gated products have beside the product.
+struct Gated {
+  Activation activation;
+  const float* scale;
+  float *amax, *scale_inv;  // or null
+  uint8_t* act;
+  const uint16_t* hidden;
+  uint8_t *rowwise, *columnwise;  // columnwise: or null
+  const float* act_scale;
+  uint8_t* act_columnwise;  // or null
+  int64_t ld;               // row length of both columnwise copies
+};
+
+struct GatedProduct {
+  DenseGemm g;
+  Gated gated;
+};
+
+inline void check_gated_activation(const Args& args, Gated& gated, int64_t activation) {
+  gated.activation = static_cast<Activation>(activation);
+  if (gated.activation != Activation::kSilu)
+    fail(kApexTeUnsupported, "%s: activation must be 5, got %lld", args.name(),
+         static_cast<long long>(activation));
+}
+
+inline void check_gated_operands(Args& args, DenseGemm& g, DType b_type) {
+  const TensorView a = args.tensor(), b = args.tensor();
+  const TensorView a_scale = args.tensor(), b_scale = args.tensor();
+  a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
+  b.has_dtype({b_type}).has_ndim(2);
+  g.m = a.size(0);
+  g.k = a.size(1);
+  g.n = b.size(0);
+  b.has_shape({g.n, g.k}).is_dense();
+  check_multiple(args, "K", g.k, 16);
+  g.a_type = a.dtype();
+  g.b_type = b.dtype();
+  g.a = a.data<const uint8_t>();
+  g.b = b.data<const uint8_t>();
+  g.a_scale_inv = a_scale.is_scalar(DType::kFloat32).data<const float>();
+  g.b_scale_inv = b_scale.is_scalar(DType::kFloat32).data<const float>();
+  check_aligned(args, "a", g.a);
+  check_aligned(args, "b", g.b);
+}
+
+inline float* check_float(const TensorView& x) {
+  return x ? x.is_scalar(DType::kFloat32).data<float>() : nullptr;
+}
+
+inline GatedProduct check_gated(Args& args) {
+  GatedProduct p{};
+  DenseGemm& g = p.g;
+  check_gated_operands(args, g, DType::kE4M3);
+  check_multiple(args, "N", g.n, kGatedGroup);
+  const TensorView hidden = args.tensor(), bias = args.optional_tensor(), scale = args.tensor();
+  const TensorView act = args.tensor();
+  g.out = hidden.has_dtype({DType::kBFloat16}).has_shape({g.m, g.n}).is_dense().data<uint16_t>();
+  if (bias) bias.has_dtype({DType::kBFloat16}).has_shape({g.n}).is_dense();
+  g.bias = bias.data<const uint16_t>();
+  p.gated.scale = scale.is_scalar(DType::kFloat32).data<const float>();
+  p.gated.act = act.has_dtype({DType::kE4M3}).has_shape({g.m, g.n / 2}).is_dense().data<uint8_t>();
+  p.gated.amax = check_float(args.optional_tensor());
+  p.gated.scale_inv = check_float(args.optional_tensor());
+  check_gated_activation(args, p.gated, args.integer());
+  g.strip = args.integer();
+  g.lag = args.integer();
+  check_choices(args, g);
+  if (g.a_type != DType::kE4M3)
+    fail(kApexTeUnsupported, "%s: a must have dtype float8_e4m3fn, got float8_e5m2", args.name());
+  check_aligned(args, "hidden", g.out);
+  check_aligned(args, "act", p.gated.act);
+  return p;
+}
+
+// A columnwise copy whose rows are padded to 16, or null.
+inline uint8_t* check_padded(const Args& args, const TensorView& x, DType dtype, int64_t cols,
+                             const DenseGemm& g, int64_t* ld) {
+  if (!x) return nullptr;
+  *ld = check_columnwise(x.has_dtype({dtype}), cols, g.m);
+  check_multiple(args, "the row length of columnwise copies", *ld, kColumnwiseMultiple);
+  uint8_t* data = x.data<uint8_t>();
+  check_aligned(args, "columnwise", data);
+  return data;
+}
+
+inline GatedProduct check_gated_bwd(Args& args) {
+  GatedProduct p{};
+  DenseGemm& g = p.g;
+  check_gated_operands(args, g, DType::kE4M3);
+  check_multiple(args, "N", g.n, kGatedGroup / 2);
+  const TensorView hidden = args.tensor(), scale = args.tensor(), rowwise = args.tensor();
+  const TensorView columnwise = args.optional_tensor();
+  hidden.has_dtype({DType::kBFloat16}).has_shape({g.m, 2 * g.n}).is_dense();
+  p.gated.hidden = hidden.data<const uint16_t>();
+  p.gated.scale = scale.is_scalar(DType::kFloat32).data<const float>();
+  rowwise.has_dtype({g.a_type}).has_shape({g.m, 2 * g.n}).is_dense();
+  p.gated.rowwise = rowwise.data<uint8_t>();
+  p.gated.columnwise = check_padded(args, columnwise, g.a_type, 2 * g.n, g, &p.gated.ld);
+  p.gated.amax = check_float(args.optional_tensor());
+  p.gated.scale_inv = check_float(args.optional_tensor());
+  p.gated.act_scale = check_float(args.optional_tensor());
+  const TensorView act = args.optional_tensor();
+  p.gated.act_columnwise = check_padded(args, act, DType::kE4M3, g.n, g, &p.gated.ld);
+  if (act && !p.gated.act_scale)
+    fail(kApexTeValueError, "%s: act_scale must be given with act_columnwise, got None",
+         args.name());
+  check_gated_activation(args, p.gated, args.integer());
+  g.promotion = args.integer();
+  g.strip = args.integer();
+  g.lag = args.integer();
+  check_choices(args, g);
+  check_aligned(args, "hidden", p.gated.hidden);
+  check_aligned(args, "rowwise", p.gated.rowwise);
+  return p;
 }
 
 }  // namespace apex_te

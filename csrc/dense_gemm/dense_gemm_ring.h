@@ -36,10 +36,13 @@ struct Variant {
   static_assert(fits(kStaged) && kStaged % kBox == 0, "room for the result");
 };
 
+// out, added: what the epilogue stores, and what it reads or adds. act: FP8 data of a gated
+// activation.
 struct alignas(128) Params {
-  CUtensorMap a, b, out, added;
+  CUtensorMap a, b, out, added, act;
   DenseGemm g;
-  int strip;
+  Gated gated;
+  int strip, lag;
 };
 
 template <int kStages>
@@ -106,12 +109,11 @@ __device__ __forceinline__ int stages_of(const DenseGemm& g) {
   return static_cast<int>((g.k + kTileK - 1) / kTileK);
 }
 
-// The stages of one tile, by one thread. What will be added to the result is prefetched into the L2
-// cache towards the end.
-template <typename V>
+// The stages of one tile, by one thread. What the epilogue reads is prefetched into the L2 cache
+// towards the end.
+template <typename V, typename Epilogue>
 __device__ __forceinline__ void copy_tile(const Params& p, const Ring<V>& ring, const Tile& tile,
                                           int rank, int blocks, Place<V::kStages>* place) {
-  const bool adds = p.g.added || p.g.wide_added;
   const int prefetch_at = blocks - min(blocks, 8);
   for (int i = 0; i < blocks; ++i, place->next()) {
     const int column = i * kTileK;
@@ -130,12 +132,12 @@ __device__ __forceinline__ void copy_tile(const Params& p, const Ring<V>& ring, 
       copy_box(b, p.b, column, tile.column, full);
       copy_box(b + V::kBytesB / 2, p.b, column, tile.column + V::kColumns / 2, full);
     }
-    if (adds && i == prefetch_at) prefetch_box(p.added, tile.column, tile.row);
+    if (i == prefetch_at) Epilogue::prefetch(p, tile);
   }
 }
 
 // By one thread: the stages of all tiles of the block.
-template <typename V>
+template <typename V, typename Epilogue>
 __device__ __forceinline__ void copy_tiles(const Params& p, const Ring<V>& ring) {
   const int rank = static_cast<int>(cluster_rank());
   const Order order = order_of(p.g.m, p.g.n, V::kColumns, p.strip);
@@ -143,7 +145,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Ring<V>& ring)
   Place<V::kStages> place;
   for (int turn = static_cast<int>(blockIdx.x / 2); turn < turns;
        turn += static_cast<int>(gridDim.x / 2))
-    copy_tile(p, ring, tile_of(order, turn, rank, V::kColumns), rank, blocks, &place);
+    copy_tile<V, Epilogue>(p, ring, tile_of(order, turn, rank, V::kColumns), rank, blocks, &place);
 }
 
 #endif

@@ -66,37 +66,41 @@ __device__ __forceinline__ void add_rows(float (&d)[kSize], const T* added, cons
   }
 }
 
-// Writes the warp's rows from `row` of out on, of which the copy leaves out those behind its end,
-// through `staged` in shared memory.
+// The lane's row of four 8x8 matrices that a warp stores: 8 rows below for odd matrices, and for
+// the last two one chunk of 16 bytes right.
+struct MatrixRow {
+  uint32_t row, right;
+  __device__ __forceinline__ MatrixRow()
+      : row(threadIdx.x % 32 % 16), right(threadIdx.x % 32 / 16) {}
+};
+
+// Writes kStaged columns from `first` of the tile on of the warp's rows, which begin at `row` of
+// out, through `staged` in shared memory. The copy leaves out what is behind the matrix's end.
 template <typename V>
-__device__ __forceinline__ void store_rounded(const float (&d)[kSums<V>], const Params& p,
-                                              uint32_t staged, int row, int column) {
+__device__ __forceinline__ void store_part(const float (&d)[kSums<V>], const Params& p,
+                                           uint32_t staged, int row, int column, int first) {
   const uint32_t lane = threadIdx.x % 32;
-  // The lane's row of a matrix: 8 rows below for odd matrices, 8 columns right for the last two.
-  const uint32_t own_row = lane % 16, right = lane / 16;
-  const uint32_t swizzle = V::kBox == 64 ? own_row % 8 : own_row / 2 % 4;
+  const MatrixRow own;
+  const uint32_t swizzle = V::kBox == 64 ? own.row % 8 : own.row / 2 % 4;
+  if (lane == 0) stores_wait();
+  __syncwarp();
 #pragma unroll
-  for (int first = 0; first < V::kColumns; first += V::kStaged) {
-    if (lane == 0) stores_wait();
-    __syncwarp();
+  for (int j = 0; j < V::kStaged / 8; j += 2) {
+    const float* x = d + (first / 8 + j) * 4;
+    const uint32_t chunk = j % (V::kBox / 8) + own.right;
+    const uint32_t at = staged + j / (V::kBox / 8) * V::kBoxBytes + own.row * (V::kBox * 2) +
+                        (chunk ^ swizzle) * 16;
+    store_matrices(at, bf16x2_of(x[0], x[1]), bf16x2_of(x[2], x[3]), bf16x2_of(x[4], x[5]),
+                   bf16x2_of(x[6], x[7]));
+  }
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+  __syncwarp();
+  if (lane == 0 && row < p.g.m) {
 #pragma unroll
-    for (int j = 0; j < V::kStaged / 8; j += 2) {
-      const float* x = d + (first / 8 + j) * 4;
-      const uint32_t chunk = j % (V::kBox / 8) + right;
-      const uint32_t at = staged + j / (V::kBox / 8) * V::kBoxBytes + own_row * (V::kBox * 2) +
-                          (chunk ^ swizzle) * 16;
-      store_matrices(at, bf16x2_of(x[0], x[1]), bf16x2_of(x[2], x[3]), bf16x2_of(x[4], x[5]),
-                     bf16x2_of(x[6], x[7]));
-    }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncwarp();
-    if (lane == 0 && row < p.g.m) {
-#pragma unroll
-      for (int i = 0; i < V::kStaged / V::kBox; ++i)
-        if (column + first + i * V::kBox < p.g.n)
-          store_box(p.out, column + first + i * V::kBox, row, staged + i * V::kBoxBytes);
-      stores_commit();
-    }
+    for (int i = 0; i < V::kStaged / V::kBox; ++i)
+      if (column + first + i * V::kBox < p.g.n)
+        store_box(p.out, column + first + i * V::kBox, row, staged + i * V::kBoxBytes);
+    stores_commit();
   }
 }
 
@@ -115,23 +119,52 @@ __device__ __forceinline__ void store_wide(const float (&d)[kSize], const DenseG
   }
 }
 
-template <typename V>
-__device__ __forceinline__ void store_tile(float (&d)[kSums<V>], const Params& p, uint32_t staged,
-                                           const Tile& tile, float factor) {
+// Where the thread's sums of a tile lie.
+__device__ __forceinline__ Own own_of(const DenseGemm& g, const Tile& tile) {
   const int warp = static_cast<int>(threadIdx.x / 32), lane = static_cast<int>(threadIdx.x % 32);
-  const int row = tile.row + warp * kWarpRows;
-  const Own own = {row + lane / 4, tile.column + lane % 4 * 2,
-                   static_cast<int>((p.g.n - tile.column) / 8)};
-#pragma unroll
-  for (int i = 0; i < kSums<V>; ++i) d[i] *= factor;
-  if (p.g.bias) add_bias(d, p.g, own);
-  if (p.g.added) add_rows(d, p.g.added, p.g, own);
-  if (p.g.wide_added) add_rows(d, p.g.wide_added, p.g, own);
-  if (p.g.wide_out)
-    store_wide(d, p.g, own);
-  else
-    store_rounded<V>(d, p, staged, row, tile.column);
+  return {tile.row + warp * kWarpRows + lane / 4, tile.column + lane % 4 * 2,
+          static_cast<int>((g.n - tile.column) / 8)};
 }
+
+// Epilogue of the plain product.
+template <typename V>
+struct PlainStore {
+  const Params& p;
+  uint32_t staged;  // of the warp
+
+  __device__ __forceinline__ PlainStore(const Params& params, uint32_t all)
+      : p(params), staged(all + threadIdx.x / 32 * V::kStagedBytes) {}
+
+  static __device__ __forceinline__ void prefetch(const Params& p, const Tile& tile) {
+    if (p.g.added || p.g.wide_added) prefetch_box(p.added, tile.column, tile.row);
+  }
+
+  __device__ __forceinline__ void store(float (&d)[kSums<V>], const Tile& tile, float factor) {
+    const Own own = own_of(p.g, tile);
+#pragma unroll
+    for (int i = 0; i < kSums<V>; ++i) d[i] *= factor;
+    if (p.g.bias) add_bias(d, p.g, own);
+    if (p.g.added) add_rows(d, p.g.added, p.g, own);
+    if (p.g.wide_added) add_rows(d, p.g.wide_added, p.g, own);
+    if (p.g.wide_out) {
+      store_wide(d, p.g, own);
+      return;
+    }
+    const int row = tile.row + static_cast<int>(threadIdx.x / 32) * kWarpRows;
+#pragma unroll
+    for (int first = 0; first < V::kColumns; first += V::kStaged)
+      store_part<V>(d, p, staged, row, tile.column, first);
+  }
+
+  __device__ __forceinline__ void finish() const {
+    if (threadIdx.x % 32 == 0) stores_wait();
+  }
+};
+
+#else
+
+template <typename V>
+struct PlainStore;
 
 #endif
 

@@ -32,8 +32,7 @@ __device__ __forceinline__ void products_wait() {
                          "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define APEX_TE_D16(d, i) APEX_TE_D8(d, i), APEX_TE_D8(d, i + 8)
 #define APEX_TE_D64(d) APEX_TE_D16(d, 0), APEX_TE_D16(d, 16), APEX_TE_D16(d, 32), APEX_TE_D16(d, 48)
-#define APEX_TE_D80(d) APEX_TE_D64(d), APEX_TE_D16(d, 64)
-#define APEX_TE_D96(d) APEX_TE_D80(d), APEX_TE_D16(d, 80)
+#define APEX_TE_D96(d) APEX_TE_D64(d), APEX_TE_D16(d, 64), APEX_TE_D16(d, 80)
 #define APEX_TE_D128(d) APEX_TE_D96(d), APEX_TE_D16(d, 96), APEX_TE_D16(d, 112)
 #define APEX_TE_LIST_64 \
   "{" \
@@ -41,9 +40,8 @@ __device__ __forceinline__ void products_wait() {
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define APEX_TE_LIST_80 APEX_TE_LIST_64 ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define APEX_TE_LIST_96 APEX_TE_LIST_80 ", " \
+#define APEX_TE_LIST_96 APEX_TE_LIST_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define APEX_TE_LIST_128 APEX_TE_LIST_96 ", " \
   "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
@@ -66,7 +64,6 @@ __device__ __forceinline__ void products_wait() {
   }
 #define APEX_TE_DEFINE_PRODUCTS(A, B, types)                          \
   APEX_TE_DEFINE_PRODUCT(A, B, types, "128", 64, "%64", "%65", "%66") \
-  APEX_TE_DEFINE_PRODUCT(A, B, types, "160", 80, "%80", "%81", "%82") \
   APEX_TE_DEFINE_PRODUCT(A, B, types, "192", 96, "%96", "%97", "%98") \
   APEX_TE_DEFINE_PRODUCT(A, B, types, "256", 128, "%128", "%129", "%130")
 APEX_TE_DEFINE_PRODUCTS(E4M3, E4M3, "e4m3.e4m3")
@@ -79,6 +76,15 @@ APEX_TE_DEFINE_PRODUCTS(E5M2, E5M2, "e5m2.e5m2")
 __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t x, uint32_t y, uint32_t z,
                                                uint32_t w) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// The same with matrices transposed: a thread's elements of row r and columns c and c + 1 go to
+// place r of rows c and c + 1.
+__device__ __forceinline__ void store_transposed(uint32_t row, uint32_t x, uint32_t y, uint32_t z,
+                                                 uint32_t w) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                "r"(x), "r"(y), "r"(z), "r"(w)
                : "memory");
 }

@@ -43,6 +43,9 @@ OTHERS = {
     "block_quantize.scale_shape",
     "dense_gemm.has_dense_fp8",
     "dense_gemm.multiplies",
+    "dense_gemm_swiglu.fuses",
+    "dense_gemm_swiglu.order",
+    "dense_gemm_swiglu.usual_order",
     "fp8_gemm.tune",
     "grouped_gemm.has_grouped_fp8",
     "grouped_quantize.check_rows",
@@ -128,6 +131,13 @@ def gemm_case(**more: Any) -> dict[str, Any]:
     return {
         "a": codes(32, 64), "b": codes(16, 64), "a_scale_inv": one(), "b_scale_inv": one(),
         "out": torch.zeros(32, 16), "bias": torch.rand(16), **more,
+    }  # fmt: skip
+
+
+def swiglu_operands(dtype: torch.dtype, columns: int) -> dict[str, Any]:
+    return {
+        "a": codes(32, 64).view(dtype), "b": codes(columns, 64), "a_scale_inv": one(),
+        "b_scale_inv": one(),
     }  # fmt: skip
 
 
@@ -258,6 +268,14 @@ def make_case(name: str) -> Case:
         ),
         "dense_gemm.dense_gemm": Case(
             gemm_case(residual=torch.randn(32, 16).bfloat16()), ("out",)
+        ),
+        "dense_gemm_swiglu.dense_gemm_swiglu": Case(
+            {**swiglu_operands(E4M3, 32), "scale": one(), "bias": torch.randn(32).bfloat16(),
+             "amax": one()}, ("amax",),
+        ),
+        "dense_gemm_swiglu.dense_gemm_swiglu_bwd": Case(
+            {**swiglu_operands(E5M2, 16), "hidden": torch.randn(32, 32).bfloat16(),
+             "scale": one(), "fp8_dtype": E5M2, "amax": one(), "act_scale": one()}, ("amax",),
         ),
         "emulated_gemm.emulated_fp8_gemm": Case(gemm_case(), ("out",)),
         "emulated_gemm.emulated_block_gemm": Case(block_gemm_case(), ("out",)),

@@ -1,0 +1,269 @@
+"""FP8 products of a gated MLP with the activation or its gradient in the same kernel (sm_90).
+
+The columns of the first product's output, ``hidden``, lie in an order of their own, ``order``, so
+that a thread of the kernel has gate and up of an output side by side; the rows of its weight must
+be in that order, too. Elsewhere the products and ``swiglu`` run one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .. import runtime
+from . import dense_gemm, fp8_gemm, product_count, swiglu
+from .argument_errors import checked
+from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
+from .registration import bind, note_written
+
+_lib = runtime.ops("dense_gemm")
+
+GROUP = 32
+"""Columns of ``hidden`` whose order is that of the next ones: gates and ups of 16 outputs."""
+
+_SPLIT = 512
+
+
+class GatedHidden(NamedTuple):
+    """Result of ``dense_gemm_swiglu``.
+
+    Attributes:
+        hidden: bfloat16 [M, 2F], the activation's input with its columns in ``order``.
+        act: FP8 data of the activation, rowwise [M, F] in the usual order.
+    """
+
+    hidden: torch.Tensor
+    act: FP8Output
+
+
+class GatedGradient(NamedTuple):
+    """Result of ``dense_gemm_swiglu_bwd``.
+
+    Attributes:
+        output: FP8 data of the gradient of ``hidden``: rowwise [M, 2F] in ``order``, columnwise
+            [2F, M rounded up to 16] in the usual order, all gates first.
+        act_columnwise: FP8 data of the activation, [F, M rounded up to 16]; None if not asked for.
+    """
+
+    output: FP8Output
+    act_columnwise: torch.Tensor | None
+
+
+@functools.lru_cache(maxsize=64)
+def order(columns: int, device: torch.device | None = None) -> torch.Tensor:
+    """Returns the order of the columns of ``hidden``: int64 indices into gates and ups.
+
+    ``weight[order(2F)]`` are the rows of a weight [2F, K], gates first, as the kernels want them.
+    In each group of 32 the column 8 a + 2 s + e is gate (e = 0) or up (e = 1) of the output
+    2 a + s % 2 + 8 (s / 2) of 16.
+
+    Args:
+        columns: 2F, a multiple of 32.
+        device: device of the tensor, which is cached.
+
+    Raises:
+        ValueError: ``columns`` is no multiple of 32.
+    """
+    if columns % GROUP:
+        raise ValueError(f"order: columns must be a multiple of {GROUP}, got {columns}")
+    place = torch.arange(columns)
+    p = place % GROUP
+    a, s, e = p // 8, p // 2 % 4, p % 2
+    output = place // GROUP * (GROUP // 2) + 2 * a + s % 2 + s // 2 * 8
+    return (output + e * (columns // 2)).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def usual_order(columns: int, device: torch.device | None = None) -> torch.Tensor:
+    """Returns the inverse of ``order``: ``hidden[:, usual_order(2F)]`` has all gates first.
+
+    Args:
+        columns: 2F, a multiple of 32.
+        device: device of the tensor, which is cached.
+
+    Raises:
+        ValueError: ``columns`` is no multiple of 32.
+    """
+    return order(columns).argsort().to(device)
+
+
+@checked
+def dense_gemm_swiglu(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: str = "silu",
+    amax: torch.Tensor | None = None,
+) -> GatedHidden:
+    """Computes hidden = a @ b.T + bias and the FP8 data of act(gate) * up of its values.
+
+    Both are those of ``dense_gemm`` with fast sums and of ``swiglu_fwd_fp8`` to E4M3, to the bit.
+
+    Args:
+        a: [M, K] E4M3, contiguous; the input.
+        b: [2F, K] E4M3, contiguous; the weight with its rows in ``order``.
+        a_scale_inv: one float32 element on the device.
+        b_scale_inv: one float32 element on the device.
+        scale: one float32 element, the scale of the activation's FP8 data.
+        bias: [2F] in ``order``, converted to bfloat16.
+        activation: as in ``swiglu``.
+        amax: one float32 element, becomes max(amax, max |act(gate) * up|), before scaling; NaN
+            counts as largest.
+
+    Raises:
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape or device, or another activation.
+    """
+    code = swiglu._activation_code("dense_gemm_swiglu", activation)
+    dense_gemm._check_operands("dense_gemm_swiglu", a, b)
+    hidden, bias = fp8_gemm._prepare(
+        "dense_gemm_swiglu", a, b, None, torch.bfloat16, bias, accumulate=False
+    )
+    _check_group("b", b.shape[0], GROUP)
+    act = a.new_empty((a.shape[0], b.shape[0] // 2), dtype=torch.float8_e4m3fn)
+    scale_inv = a.new_empty(1, dtype=torch.float32)
+    _fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code)
+    note_written(amax)
+    return GatedHidden(hidden, FP8Output(act, None, scale_inv))
+
+
+@checked
+def dense_gemm_swiglu_bwd(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor,
+    hidden: torch.Tensor,
+    scale: torch.Tensor,
+    fp8_dtype: torch.dtype,
+    *,
+    activation: str = "silu",
+    columnwise: bool = True,
+    amax: torch.Tensor | None = None,
+    act_scale: torch.Tensor | None = None,
+) -> GatedGradient:
+    """Computes the FP8 data of the gradient of ``hidden`` from that of the MLP's output.
+
+    It is that of ``dense_gemm`` to bfloat16, whose sums are split, and of ``swiglu_bwd_fp8``, to
+    the bit.
+
+    Args:
+        a: [M, K] FP8, contiguous; dy.
+        b: [F, K] E4M3, contiguous; the second weight columnwise, its rows in the usual order.
+        a_scale_inv: one float32 element on the device.
+        b_scale_inv: one float32 element on the device.
+        hidden: bfloat16 [M, 2F], contiguous, as ``dense_gemm_swiglu`` made it.
+        scale: one float32 element, the scale of the gradient's FP8 data.
+        fp8_dtype: dtype of the gradient's FP8 data.
+        activation: as in ``swiglu``.
+        columnwise: make the gradient's columnwise copy, too.
+        amax: one float32 element, becomes the maximum of itself and of the gradient's magnitudes
+            before scaling; NaN counts as largest.
+        act_scale: one float32 element, the scale of the activation's FP8 data; if given, they are
+            made columnwise, in E4M3.
+
+    Raises:
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape or device, or another activation.
+    """
+    name = "dense_gemm_swiglu_bwd"
+    code = swiglu._activation_code(name, activation)
+    check_fp8_dtype(name, fp8_dtype)
+    dense_gemm._check_operands(name, a, b)
+    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
+        )
+    rows, cols = a.shape[0], b.shape[0]
+    _check_group("b", cols, GROUP // 2)
+    if hidden.shape != (rows, 2 * cols):
+        raise ValueError(
+            f"{name}: hidden must have shape {[rows, 2 * cols]}, got {list(hidden.shape)}"
+        )
+    length = columnwise_length(rows, True)
+    rowwise = a.new_empty((rows, 2 * cols), dtype=fp8_dtype)
+    columns = a.new_empty((2 * cols, length), dtype=fp8_dtype) if columnwise else None
+    act = None if act_scale is None else a.new_empty((cols, length), dtype=torch.float8_e4m3fn)
+    scale_inv = a.new_empty(1, dtype=torch.float32)
+    _bwd(
+        a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columns, amax, scale_inv,
+        act_scale, act, code, _SPLIT,
+    )  # fmt: skip
+    note_written(amax)
+    return GatedGradient(FP8Output(rowwise, columns, scale_inv), act)
+
+
+def _check_group(name: str, rows: int, multiple: int) -> None:
+    if rows % multiple:
+        raise ValueError(
+            f"dense_gemm_swiglu: rows of {name} must be a multiple of {multiple}, got {rows}"
+        )
+
+
+def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
+    """Returns True if one kernel makes a product of the operands and the activation.
+
+    Args:
+        a: FP8 operand [M, K].
+        b: FP8 operand [N, K].
+        activation: as in ``swiglu``.
+    """
+    if activation != "silu" or b.dtype is not torch.float8_e4m3fn:
+        return False
+    return dense_gemm.multiplies(a, b) and a.numel() > 0 and b.numel() > 0
+
+
+def _aligned(*tensors: torch.Tensor | None) -> bool:
+    return not any(t is not None and t.data_ptr() % 16 for t in tensors)
+
+
+_NAMES = {code: name for name, code in swiglu.ACTIVATIONS.items()}
+
+
+def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code):
+    is_e4m3 = a.dtype is torch.float8_e4m3fn
+    if is_e4m3 and fuses(a, b, _NAMES[code]) and _aligned(hidden, act):
+        product_count.add()
+        _lib.dense_gemm_swiglu(
+            a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code, 0, 0
+        )
+        return
+    dense_gemm._run(a, b, a_scale_inv, b_scale_inv, hidden, bias, None, False, 0)
+    usual = hidden.index_select(1, usual_order(hidden.shape[1], hidden.device))
+    swiglu._fwd_fp8(usual, None, None, None, scale, act, None, amax, scale_inv, code)
+
+
+def _run_bwd(
+    a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
+    act_scale, act_columnwise, code, promotion,
+):  # fmt: skip
+    given = (hidden, rowwise, columnwise, act_columnwise)
+    if rowwise.dtype is a.dtype and fuses(a, b, _NAMES[code]) and _aligned(*given):
+        product_count.add()
+        _lib.dense_gemm_swiglu_bwd(
+            a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax,
+            scale_inv, act_scale, act_columnwise, code, promotion, 0, 0,
+        )  # fmt: skip
+        return
+    grad = hidden.new_empty((a.shape[0], b.shape[0]))
+    dense_gemm._run(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)
+    usual = hidden.index_select(1, usual_order(hidden.shape[1], hidden.device))
+    usual_rowwise = torch.empty_like(rowwise)
+    swiglu._bwd_fp8(
+        grad, usual, None, None, None, scale, usual_rowwise, columnwise, amax, scale_inv, None,
+        None, code,
+    )  # fmt: skip
+    columns = order(hidden.shape[1], hidden.device)
+    rowwise.view(torch.uint8).copy_(usual_rowwise.view(torch.uint8).index_select(1, columns))
+    if act_columnwise is not None:
+        swiglu._fwd_fp8(usual, None, None, None, act_scale, None, act_columnwise, None, None, code)
+
+
+_fwd = bind("dense_gemm", "dense_gemm_swiglu", _run_fwd, without=("strip", "lag"))
+_bwd = bind("dense_gemm", "dense_gemm_swiglu_bwd", _run_bwd, without=("strip", "lag"))
