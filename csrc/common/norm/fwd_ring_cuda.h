@@ -4,7 +4,7 @@
 // registers, lets the copy of its next row begin, and normalises. No load waits for a reduction
 // and, but for the statistics of long rows, no warp for another. Rows whose parameters do not fit
 // in a block's shared memory go to a cluster of blocks. Weight and bias stay in shared memory,
-// widened. For a columnwise copy a block has tiles of 32 to 64 rows, whose codes also go to shared
+// widened. For a columnwise copy a block has tiles of 32 or 64 rows, whose codes also go to shared
 // memory, from where they leave by columns.
 #pragma once
 
@@ -432,19 +432,6 @@ bool fit_norm_ring(const NormFwd& p, int64_t limit, int64_t tile_rows, int64_t r
   return false;
 }
 
-// Rows of a tile: kTallTileRows, or fewer where few tiles are then shared out more evenly.
-inline int64_t even_tile_rows(int64_t rows, int64_t processors) {
-  const auto largest_share = [&](int64_t tile_rows) {
-    const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
-    return (tiles + processors - 1) / processors * tile_rows;
-  };
-  int64_t best = kTallTileRows;
-  if (largest_share(best) > 2 * best) return best;
-  for (int64_t tile_rows = best - 8; tile_rows >= kLeastTileRows; tile_rows -= 8)
-    if (largest_share(tile_rows) < largest_share(best)) best = tile_rows;
-  return best;
-}
-
 // The fewest blocks to a row whose shared memory suffices.
 template <typename T, bool kLayerNorm>
 bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
@@ -459,8 +446,12 @@ bool plan_norm_ring(const NormFwd& p, int device, RingPlan* plan) {
     constexpr int64_t kWarpCols = 32 * kRingVecs<T, true> * kVec;
     if (tall && p.cols > std::max(kPlainTileCols / 2, kWarpCols)) ranks = 2;
     tile_rows = tall ? kTallTileRows : kLeastTileRows;
-    if (tall && ranks == 1)
-      tile_rows = even_tile_rows(p.ld, device_attribute(cudaDevAttrMultiProcessorCount, device));
+    if (!tall && clusters) {
+      // Two blocks hold 64 rows of little more than kPlainTileCols columns. 32 rows in one block
+      // take many warps to a row: with a residual, 1.8 times as long at 5120 columns.
+      if (!p.residual && fit_norm_ring<T>(p, limit, kTallTileRows, 2, plan)) return true;
+      ranks = 2;
+    }
   }
   for (; ranks <= (clusters ? kMaxNormRanks : 1); ranks *= 2)
     if (fit_norm_ring<T>(p, limit, tile_rows, ranks, plan)) return true;
