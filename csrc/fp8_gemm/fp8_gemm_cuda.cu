@@ -7,6 +7,7 @@
 #include <cstring>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "fp8_gemm/fp8_gemm.h"
 #include "fp8_gemm/fp8_gemm_cublaslt.h"
@@ -252,6 +253,19 @@ int64_t workspace_bytes(const Fp8Gemm& g) {
   return few ? std::min(given, kFewRowsBytes) : given;
 }
 
+// Some of cuBLASLt's algorithms read scales in units of 16 bytes, and say no more than that they do
+// not support a product.
+void refuse_misaligned_scales(const Fp8Gemm& g) {
+  const std::pair<const char*, const void*> scales[] = {{"a_scale_inv", g.a_scale_inv},
+                                                        {"b_scale_inv", g.b_scale_inv}};
+  for (const auto& [name, pointer] : scales)
+    if (!is_aligned(pointer, 16))
+      fail(kApexTeValueError,
+           "fp8_gemm: %s must start on a 16-byte boundary for this product, got a misaligned "
+           "address",
+           name);
+}
+
 // Descriptors are shared and hold a call's pointers, so a call owns them until it has launched.
 void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   static std::mutex mutex;
@@ -287,11 +301,12 @@ void matmul(const Fp8Gemm& g, int device, cudaStream_t stream) {
   const float alpha = 1.0f, beta = g.accumulate || g.c ? 1.0f : 0.0f;
   void* out = g.out.data<void>();
   const void* c = g.c ? g.c.data<const void>() : out;  // both have the layout plan.out
-  check_cublaslt(CublasLt::get().cublasLtMatmul(
-                     handle_of(device), plan.matmul, &alpha, g.b.data<const void>(), plan.a,
-                     g.a.data<const void>(), plan.b, &beta, c, plan.out, out, plan.out, &plan.algo,
-                     g.workspace.data<void>(), plan.workspace_bytes, stream),
-                 "cublasLtMatmul");
+  const cublasStatus_t status = CublasLt::get().cublasLtMatmul(
+      handle_of(device), plan.matmul, &alpha, g.b.data<const void>(), plan.a,
+      g.a.data<const void>(), plan.b, &beta, c, plan.out, out, plan.out, &plan.algo,
+      g.workspace.data<void>(), plan.workspace_bytes, stream);
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED) refuse_misaligned_scales(g);
+  check_cublaslt(status, "cublasLtMatmul");
 }
 
 // Runs a product whose arguments are checked; both FP8 functions end here.
