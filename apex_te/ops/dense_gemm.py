@@ -125,7 +125,9 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, residual, accumulate, promot
         return
     # Products in float32, so that a residual is added before rounding.
     total = out if residual is None else torch.empty_like(out, dtype=torch.float32)
-    fp8_gemm._multiply(a, b, a_scale_inv, b_scale_inv, total, bias, None, accumulate, promotion > 0)
+    fp8_gemm._multiply(
+        a, b, a_scale_inv, b_scale_inv, total, bias, None, None, accumulate, promotion > 0
+    )
     if residual is not None:
         torch.add(total, residual, out=total)
         out.copy_(total)
