@@ -230,7 +230,7 @@ def test_device_without_the_function_is_named():
     codes = torch.zeros(16, 16, dtype=torch.uint8).view(E4M3)
     one = torch.ones(1)
     with pytest.raises(NotImplementedError, match="fp8_gemm: cpu tensors are not supported"):
-        decode(codes, codes, one, one, torch.empty(16, 16), None, None, None, False, False, 0)
+        decode(codes, codes, one, one, torch.empty(16, 16), None, None, None, None, False, False, 0)
 
 
 def test_result_does_not_depend_on_the_number_of_threads():
