@@ -332,12 +332,13 @@ def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
     wide = out.new_empty((out.shape[0], cols + pad_n))
     wide_aux = None if aux is None else torch.empty_like(wide)
     wide_bias = None if bias is None else F.pad(bias, (0, pad_n))
-    start = out if accumulate else c
-    if start is not None:
-        wide[:, :cols].copy_(start)
+    # Not the start of an accumulation: cuBLASLt rounds a product before it adds it in place.
+    wide_c = None if c is None else F.pad(c, (0, pad_n))
+    if accumulate:
+        wide[:, :cols].copy_(out)
         wide[:, cols:].zero_()
     padded = (_padded(a, 0), _padded(b, pad_n), a_scale_inv, b_scale_inv)
-    _run_cuda(padded, wide, wide_bias, None, wide_aux, start is not None, use_split_accumulator)
+    _run_cuda(padded, wide, wide_bias, wide_c, wide_aux, accumulate, use_split_accumulator)
     out.copy_(wide[:, :cols])
     if aux is not None and wide_aux is not None:
         aux.copy_(wide_aux[:, :cols])
@@ -421,16 +422,15 @@ def _run_block_rows(operands, out, bias, c, blocks, accumulate):
     else:
         a = F.pad(a.view(torch.uint8), (0, 0, 0, stored - rows)).view(a.dtype)
     operands = a, b, a_scale_inv, b_scale_inv  # which are laid out for ``stored`` rows
-    start = out if accumulate else c
+    if c is not None:  # apart from ``out``, as in ``_run_padded``
+        c = F.pad(c, (0, 0, 0, stored - rows))
     if out.shape[0] == stored:
-        if c is not None:
-            out[:rows].copy_(c)
-        _run_block_cuda(operands, out, bias, None, blocks, start is not None)
+        _run_block_cuda(operands, out, bias, c, blocks, accumulate)
         return
     whole = out.new_empty((stored, out.shape[1]))
-    if start is not None:
-        whole[:rows].copy_(start)
-    _run_block_cuda(operands, whole, bias, None, blocks, start is not None)
+    if accumulate:
+        whole[:rows].copy_(out)
+    _run_block_cuda(operands, whole, bias, c, blocks, accumulate)
     out.copy_(whole[:rows])
 
 
@@ -445,9 +445,10 @@ def _run_block_padded(operands, out, bias, c, blocks, accumulate):
         return F.pad(scale_inv, (0, missing)).clone()
 
     wide = out.new_zeros((rows + pad_m, cols + pad_n))
-    start = out if accumulate else c
-    if start is not None:
-        wide[:rows, :cols].copy_(start)
+    # Apart from ``out``, as in ``_run_padded``.
+    wide_c = None if c is None else F.pad(c, (0, pad_n, 0, pad_m))
+    if accumulate:
+        wide[:rows, :cols].copy_(out)
     padded = (
         _padded(a, pad_m),
         _padded(b, pad_n),
@@ -455,7 +456,7 @@ def _run_block_padded(operands, out, bias, c, blocks, accumulate):
         scales(b_scale_inv, cols + pad_n, blocks[1]),
     )
     wide_bias = None if bias is None else F.pad(bias, (0, pad_n))
-    _run_block_cuda(padded, wide, wide_bias, None, blocks, start is not None)
+    _run_block_cuda(padded, wide, wide_bias, wide_c, blocks, accumulate)
     out.copy_(wide[:rows, :cols])
 
 

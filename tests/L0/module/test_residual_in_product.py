@@ -139,22 +139,30 @@ def test_layer_adds_nothing_outside_its_products(device, recipe, kind, monkeypat
 
 
 def test_layer_is_no_less_exact(device, recipe, monkeypatch):
-    """The error of a bf16 layer against the same layer with float32 parameters and sums."""
-    layer = build(device=device, params_dtype=torch.bfloat16, **KINDS["Llama"])
-    exact = build(device=device, **KINDS["Llama"])
-    exact.load_state_dict(layer.state_dict(), strict=False)
-    x = (torch.randn(64, 4, HIDDEN, device=device) * 4).bfloat16()
+    """The error of bf16 layers against the same layers with float32 parameters and sums.
 
-    def error():
-        with torch.no_grad(), fp8_autocast(fp8_recipe=recipe):
-            expected = exact(x.float()).double()
-            return rounding_error(expected, layer(x))
+    A rounding moves some FP8 data by a step, which changes the error of one layer by up to 4%
+    either way: of several layers it is the sum.
+    """
+    together = apart = 0.0
+    for seed in range(8):
+        torch.manual_seed(seed)
+        layer = build(device=device, params_dtype=torch.bfloat16, **KINDS["Llama"])
+        exact = build(device=device, **KINDS["Llama"])
+        exact.load_state_dict(layer.state_dict(), strict=False)
+        x = (torch.randn(64, 4, HIDDEN, device=device) * 4).bfloat16()
 
-    error()  # first amaxes
-    together = error()
-    monkeypatch.setattr(TransformerLayer, "_adds", lambda *_: False)
-    error()
-    assert together < 1.02 * error()
+        def error(layer=layer, exact=exact, x=x):
+            with torch.no_grad(), fp8_autocast(fp8_recipe=recipe):
+                for _ in range(2):  # the first for amaxes
+                    expected, actual = exact(x.float()).double(), layer(x)
+                return rounding_error(expected, actual)
+
+        together += error() ** 2
+        with monkeypatch.context() as patch:
+            patch.setattr(TransformerLayer, "_adds", lambda *_: False)
+            apart += error() ** 2
+    assert together < 1.02 * apart
 
 
 def test_hooks_of_the_projection_see_the_product_alone(device):
