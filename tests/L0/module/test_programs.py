@@ -124,7 +124,8 @@ def test_training(kind, recipe, shape, dtype, device):
     options = {"uses": uses, "dtype": dtype, "device": device}
     module = assert_equal_ways(kind, RECIPES[recipe], shape, **options)
     is_whole = torch.Size(shape[:-1]).numel() % 16 == 0 and dtype is torch.bfloat16
-    if device == "cuda" and is_whole and RECIPES[recipe].keeps_state:
+    # torch adds the gradient of a norm's output that "rms norm" returns, too.
+    if device == "cuda" and is_whole and RECIPES[recipe].keeps_state and kind != "rms norm":
         assert all(p.is_native for p in found_in(module))  # one call for all ops
 
 
