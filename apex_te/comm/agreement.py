@@ -42,7 +42,7 @@ _SHOWN = 16  # ranks in a message
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks of a process group differ where a collective needs them alike.
+    """Ranks of a process group differ in something that a collective needs to be equal.
 
     They differ, for example, in FP8 modules, in trained parameters, in the arguments of a
     tensor-parallel layer, or in the dtype of an expert-parallel layer's tokens.
@@ -160,9 +160,14 @@ def check_same(
 
 
 def _description(values: Mapping[str, object], has_error: bool) -> bytes:
-    """Returns this rank's ``_BYTES`` bytes: the header, then as many ``name=value`` lines as fit.
+    """Returns this rank's description for ``check_same``, ``_BYTES`` bytes long.
 
-    ``has_error``: the header's flag is 1, so that the other ranks raise.
+    Args:
+        values: values to compare, by name.
+        has_error: set the header's flag to 1, so that the other ranks raise.
+
+    Returns:
+        The header, then as many lines ``name=value`` as fit, then zero bytes.
     """
     lines = [f"{key}={' '.join(str(_word(value)).split())}" for key, value in values.items()]
     text = "\n".join(lines).encode()
@@ -171,9 +176,10 @@ def _description(values: Mapping[str, object], has_error: bool) -> bytes:
 
 
 def _word(value: object) -> object:
-    """Returns a stand-in for ``value`` whose ``str`` holds no memory address, hence fits all ranks.
+    """Returns an object whose ``str`` is the same on all ranks that have an equal ``value``.
 
-    Enums become their names, callables their qualified names.
+    That is the name of an enum, the qualified name of a callable, whose own ``str`` may hold a
+    memory address, and ``value`` itself otherwise.
     """
     if isinstance(value, enum.Enum):
         return value.name
@@ -181,7 +187,16 @@ def _word(value: object) -> object:
 
 
 def _gathered(description: bytes, group: Any, device: torch.device) -> list[bytes]:
-    """Returns the descriptions of all ranks, by rank in ``group``; the host waits for them."""
+    """Gathers the descriptions of all ranks; the host waits for them.
+
+    Args:
+        description: this rank's bytes, equally many on all ranks.
+        group: process group; None is the whole world.
+        device: device of the gathered tensors; the CPU instead for "gloo".
+
+    Returns:
+        The bytes of each rank, in the order of the group's ranks.
+    """
     if distributed.get_backend(group) == "gloo":
         device = torch.device("cpu")
     row = torch.frombuffer(bytearray(description), dtype=torch.uint8).to(device)
@@ -191,7 +206,12 @@ def _gathered(description: bytes, group: Any, device: torch.device) -> list[byte
 
 
 def _read(description: bytes) -> dict[str, str]:
-    """Returns the texts of the values in a rank's description, by name."""
+    """Parses a rank's description, the bytes that ``_description`` made on that rank.
+
+    Returns:
+        The text of each value by the value's name. A text is cut off, and later values are missing,
+        if the description did not hold them all.
+    """
     text = description[_HEADER_BYTES:].rstrip(b"\0").decode(errors="replace")
     return {key: value for key, _, value in (line.partition("=") for line in text.split("\n"))}
 

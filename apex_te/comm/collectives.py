@@ -82,9 +82,9 @@ class Pending:
         return self.wait()
 
     def release(self) -> None:
-        """Ends the use of tensors from ``pieces`` or ``borrow``; their memory may be reused.
+        """Ends the use of tensors from ``pieces`` or ``borrow``, whose memory may then be reused.
 
-        Work on them that is on the current stream by now still reads the right values.
+        Work on these tensors that is already on the current stream still reads the right values.
         """
 
 
@@ -93,7 +93,7 @@ class _Traced(Pending):
 
     Args:
         result: tensor that the functional collective returned.
-        dtype: dtype to view the result in, where FP8 data travelled as uint8; None for no view.
+        dtype: dtype to view the result in, if FP8 data travelled as uint8; None for no view.
     """
 
     __slots__ = ("_dtype",)

@@ -44,9 +44,9 @@ def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | N
     """Returns the ``PeerMemory`` of ``group``, or None if the caller must use a collective.
 
     All ranks get the same answer. The first call for a group is collective: ranks tell each other
-    whether they are on one host, and whether ``APEX_TE_PEER_MEMORY`` allows it. The answer is None
-    for pieces below ``SMALLEST`` bytes, on the CPU, in graphs (CUDA's and ``torch.compile``'s), and
-    for groups that are not of NCCL on one host.
+    whether they are on one host, and whether ``APEX_TE_PEER_MEMORY`` allows peer memory. The answer
+    is None for pieces below ``SMALLEST`` bytes, on the CPU, in graphs (CUDA's and
+    ``torch.compile``'s), and for groups that are not of NCCL on one host.
 
     Args:
         group: process group; None is the whole world.
@@ -69,7 +69,11 @@ def peer_memory(group: Any, x: torch.Tensor, piece_bytes: int) -> PeerMemory | N
 
 
 def _found(group: Any, device: torch.device) -> PeerMemory | None:
-    """Returns a new ``PeerMemory`` if all ranks are on one host and want it; else None."""
+    """Returns a new ``PeerMemory`` if all ranks are on one host and none has it switched off.
+
+    Otherwise returns None, on all ranks. Collective for a group of NCCL; a group of another backend
+    gets None at once.
+    """
     if "nccl" not in distributed.get_backend(group) or torch.version.hip is not None:
         return None
     boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
@@ -89,7 +93,7 @@ def _found(group: Any, device: torch.device) -> PeerMemory | None:
 
 
 def _told(value: Any, group: Any) -> list[Any]:
-    """Returns ``value`` of every rank, by rank in ``group``; collective."""
+    """Returns a list of each rank's ``value``, in the order of the group's ranks; collective."""
     values: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(values, value, group=group)
     return values

@@ -162,6 +162,7 @@ class SortChunks(OpFunction):
 
 
 def _check_differentiable(op: str, ctx: Any, inp: torch.Tensor) -> None:
+    """Raises TypeError if ``inp``, the forward's first input, needs a gradient but is FP8 data."""
     if ctx.needs_input_grad[0] and inp.dtype not in _SUMMED:
         raise TypeError(
             f"{op}: inp must have dtype float32, float16 or bfloat16 to have a gradient, "

@@ -114,12 +114,15 @@ def activation_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        pad_columnwise: make it [cols, rows rounded up to 16] instead, zeros behind the last row, as
-            a product over the rows needs it.
+        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16] instead, with zeros
+            behind the last row, as a product over the rows needs it.
         amax: one float32 element, becomes max(amax, max |f(x)|), before scaling; NaN counts as
             largest.
         out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``
             and ``pad_columnwise`` are then ignored.
+
+    Returns:
+        The FP8 copies and their scale_inv: ``out`` or new tensors.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -157,6 +160,9 @@ def activation_bwd_fp8(
             ``activation_fwd_fp8``.
         amax: one float32 element, becomes the maximum of itself and of the gradient's magnitudes
             before scaling; NaN counts as largest.
+
+    Returns:
+        FP8 copies of the gradient as a matrix [rows, cols]: ``out`` or new tensors.
     """
     number = _number("activation_bwd_fp8", kind)
     grad_output = as_matrix("activation_bwd_fp8", grad_output)
@@ -199,7 +205,7 @@ def allocate_fp8(
         fp8_dtype: float8_e4m3fn or float8_e5m2; others raise TypeError.
         rowwise: allocate the rowwise copy.
         columnwise: allocate the columnwise copy.
-        pad_columnwise: pad it as ``fp8_output.columnwise_length`` says.
+        pad_columnwise: allocate the columnwise copy as [cols, rows rounded up to 16].
         out: outputs that the caller of the op gave, or None.
     """
     if out is not None:
@@ -211,6 +217,7 @@ def allocate_fp8(
 
 
 def _number(op: str, kind: str) -> int:
+    """Returns the kernels' number of the activation ``kind``; ValueError if there is none."""
     if kind not in KINDS:
         raise ValueError(f"{op}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
     return KINDS.index(kind)

@@ -124,7 +124,7 @@ def _explained(
 
 
 def _is_of_shapes(error: RuntimeError) -> bool:
-    """Returns False for a failure of memory, device or library, which no argument causes."""
+    """Returns True if an argument may have caused the error, False if memory or device did."""
     text = str(error)
     return type(error) is RuntimeError and "CUDA" not in text and "allocate" not in text
 
@@ -177,6 +177,13 @@ def _class(kind: str, scope: dict[str, Any]) -> Any:
 
 
 def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Exception | None:
+    """Returns the error for an argument that is no dense tensor of a real dtype; None if it is.
+
+    Args:
+        place: begin of the message: function and argument, as in "rope: x".
+        value: the argument.
+        may_be_meta: allow a tensor on the meta device.
+    """
     actual = None
     if not isinstance(value, torch.Tensor):
         return TypeError(f"{place} must be a torch.Tensor, got {_type(value)}")
@@ -194,6 +201,12 @@ def _tensor_problem(place: str, value: Any, may_be_meta: bool = False) -> Except
 
 
 def _list_problem(place: str, value: Any) -> Exception | None:
+    """Returns the error for an argument that is no list of dense tensors; None if it is one.
+
+    Args:
+        place: begin of the message: function and argument, as in "multi_tensor.scale: inputs".
+        value: the argument.
+    """
     if not isinstance(value, (list, tuple, runtime.core().TensorList)):
         return TypeError(f"{place} must be a list or tuple of tensors, got {_type(value)}")
     if not len(value):
@@ -203,6 +216,13 @@ def _list_problem(place: str, value: Any) -> Exception | None:
 
 
 def _number_problem(place: str, kinds: list[str], value: Any) -> Exception | None:
+    """Returns the error for an argument that is of none of some plain types; None if it is of one.
+
+    Args:
+        place: begin of the message: function and argument, as in "rope: start".
+        kinds: names of the types in the argument's annotation: int, float, bool, str.
+        value: the argument.
+    """
     expected = " or ".join(_NUMBER_OF.get(kind, kind) for kind in kinds)
     is_int = isinstance(value, int) and not isinstance(value, bool)
     if is_int and "float" in kinds:
@@ -230,6 +250,7 @@ def _type(value: Any) -> str:
 
 
 def _described(value: Any) -> str:
+    """Returns dtype and shape of a tensor, or of each in a list, for messages; else ""."""
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype} {list(value.shape)}"

@@ -131,10 +131,12 @@ def bias_dropout_add_bwd(
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Returns x [..., cols] as a contiguous matrix [rows, cols]."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
 def _mask_like(x: torch.Tensor) -> torch.Tensor:
+    """Returns an uninitialised mask for x [..., cols], uint8 [rows, ceil(cols / 8)]."""
     rows = math.prod(x.shape[:-1])
     return torch.empty((rows, -(-x.shape[-1] // 8)), dtype=torch.uint8, device=x.device)
 
@@ -181,7 +183,7 @@ def reference(
 ) -> torch.Tensor:
     """Computes ``bias_dropout_add`` in plain PyTorch in residual's dtype; the specification.
 
-    ``seed``, one int64, must be given where 0 < p < 1.
+    ``seed``, one int64, must be given if 0 < p < 1.
     """
     y = x.to(residual.dtype)
     if bias is not None:
@@ -196,7 +198,11 @@ def reference(
 
 
 def drop_threshold(p: float) -> int:
-    """Returns p for 0 < p < 1 as a number of 65536ths: random 16-bit values below it drop."""
+    """Returns the bound, 1 to 65535, below which a random 16-bit value drops its element.
+
+    Args:
+        p: probability of an element to be dropped, above 0 and below 1.
+    """
     return min(max(math.floor(p * 65536 + 0.5), 1), 65535)
 
 

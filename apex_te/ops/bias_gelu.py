@@ -52,8 +52,8 @@ def bias_gelu(
 ) -> torch.Tensor:
     """Computes gelu(x + bias), differentiably; the sum is not rounded to x's dtype.
 
-    Arithmetic is in float32. A NaN sum gives NaN, in the value and in the gradient; -Inf gives
-    NaN, and where the sum is infinite the gradient is NaN.
+    Arithmetic is in float32. A sum of NaN gives NaN, in the value and in the gradient. A sum of
+    -Inf gives the value NaN, and an infinite sum the gradient NaN.
 
     Args:
         x: [..., cols] float32, float16 or bfloat16; made contiguous if it is not.
@@ -150,8 +150,8 @@ def bias_gelu_fwd_fp8(
         form: "tanh" or "erf" (exact).
         rowwise: make [rows, cols].
         columnwise: make [cols, rows].
-        pad_columnwise: make it [cols, rows rounded up to 16] instead, zeros behind the last row, as
-            a product over the rows needs it.
+        pad_columnwise: make the columnwise copy [cols, rows rounded up to 16] instead, with zeros
+            behind the last row, as a product over the rows needs it.
         amax: one float32 element, becomes max(amax, max |gelu(x + bias)|), before scaling; NaN
             counts as largest.
         out: result of an earlier call to write instead of new tensors; ``rowwise``, ``columnwise``
@@ -213,6 +213,7 @@ def bias_gelu_bwd_fp8(
 
 
 def _is_tanh(op: str, form: str) -> bool:
+    """Returns True if ``form`` is "tanh", False if it is "erf"; raises ValueError otherwise."""
     if form not in ("tanh", "erf"):
         raise ValueError(f"{op}: form must be 'tanh' or 'erf', got {form!r}")
     return form == "tanh"
@@ -223,6 +224,7 @@ def _dense(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _dbias(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns uninitialised (bias gradient [cols], float32 workspace of its sums) for x."""
     cols = x.shape[-1]
     rows = math.prod(x.shape[:-1])
     return x.new_empty(cols), x.new_empty((-(-rows // _TILE_ROWS), cols), dtype=torch.float32)

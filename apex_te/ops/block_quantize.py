@@ -98,8 +98,8 @@ def block_quantize(
             made, whatever ``rowwise`` and ``columnwise`` say.
 
     Returns:
-        FP8 data, and scale_inv in the layout of ``scale_shape``: 1 / scale, infinite where the amax
-        is; places beyond the matrix hold 1. Blocks at the edges of the matrix may be smaller.
+        FP8 data, and scale_inv in the layout of ``scale_shape``: 1 / scale, but infinite if the
+        block's amax is; places beyond the matrix hold 1. Blocks at its edges may be smaller.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -128,7 +128,11 @@ def _allocate(
     columnwise: bool,
     pad_columnwise: bool,
 ) -> BlockQuantized:
-    """Returns uninitialised outputs, of which the rowwise copy has the rows that products read."""
+    """Returns uninitialised outputs of ``block_quantize`` for x [rows, cols].
+
+    With ``block_rows`` of 1 the rowwise copy has its rows rounded up to ``ROW_MULTIPLE``, as
+    ``block_scaled_gemm`` reads them. Arguments are those of ``block_quantize``.
+    """
     rows, cols = x.shape
     row_data = row_scales = column_data = column_scales = None
     if rowwise:

@@ -41,8 +41,9 @@ def cross_entropy(
     Backward multiplies by the incoming gradient in float32 before it rounds to the dtype of the
     logits, so that a loss scale keeps float16 gradients from vanishing. It reads the logits, which
     must not be changed before. For a mean of float32 or bfloat16 logits the forward pass computes
-    the gradient; backward then has nothing to do where the incoming gradient is 1, and may run only
-    once. With ``overwrite_logits`` an incoming gradient other than 1 rounds it a second time.
+    the gradient; backward then has nothing to do if the incoming gradient is 1, and may run only
+    once. With ``overwrite_logits`` an incoming gradient other than 1 rounds the gradient a second
+    time.
 
     Args:
         logits: [..., V] float32, float16 or bfloat16.

@@ -82,6 +82,7 @@ def dense_gemm(
 
 
 def _check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raises TypeError unless both operands are float8_e4m3fn or float8_e5m2."""
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype not in _FP8:
             raise TypeError(
@@ -90,6 +91,17 @@ def _check_operands(op: str, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _check_residual(residual: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+    """Checks the argument ``residual`` of ``dense_gemm``.
+
+    Args:
+        residual: must be bfloat16 of the shape of ``out``.
+        out: the output [M, N], whose values are not read.
+        accumulate: must be False.
+
+    Raises:
+        TypeError: another dtype.
+        ValueError: another shape, or ``accumulate``.
+    """
     if accumulate:
         raise ValueError("dense_gemm: accumulate must be False with residual, got True")
     if residual.dtype is not torch.bfloat16:

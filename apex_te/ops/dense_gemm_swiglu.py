@@ -103,7 +103,8 @@ def dense_gemm_swiglu(
 ) -> GatedHidden:
     """Computes hidden = a @ b.T + bias and the FP8 data of act(gate) * up of its values.
 
-    Both are those of ``dense_gemm`` with fast sums and of ``swiglu_fwd_fp8`` to E4M3, to the bit.
+    ``hidden`` has the bits of ``dense_gemm`` without ``use_split_accumulator``, and the FP8 data
+    those of ``swiglu_fwd_fp8`` to E4M3 of these values.
 
     Args:
         a: [M, K] E4M3, contiguous; the input.
@@ -148,10 +149,10 @@ def dense_gemm_swiglu_bwd(
     amax: torch.Tensor | None = None,
     act_scale: torch.Tensor | None = None,
 ) -> GatedGradient:
-    """Computes the FP8 data of the gradient of ``hidden`` from that of the MLP's output.
+    """Computes the FP8 data of the gradient of ``hidden`` from dy, the MLP output's gradient.
 
-    It is that of ``dense_gemm`` to bfloat16, whose sums are split, and of ``swiglu_bwd_fp8``, to
-    the bit.
+    Their bits are those of ``dense_gemm`` to bfloat16 with ``use_split_accumulator``, followed by
+    ``swiglu_bwd_fp8``.
 
     Args:
         a: [M, K] FP8, contiguous; dy.
@@ -200,6 +201,7 @@ def dense_gemm_swiglu_bwd(
 
 
 def _check_group(name: str, rows: int, multiple: int) -> None:
+    """Raises ValueError unless ``rows`` of the argument ``name`` is a multiple of ``multiple``."""
     if rows % multiple:
         raise ValueError(
             f"dense_gemm_swiglu: rows of {name} must be a multiple of {multiple}, got {rows}"
@@ -220,6 +222,7 @@ def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
 
 
 def _aligned(*tensors: torch.Tensor | None) -> bool:
+    """Returns True if all tensors begin at multiples of 16 bytes; None counts as aligned."""
     return not any(t is not None and t.data_ptr() % 16 for t in tensors)
 
 

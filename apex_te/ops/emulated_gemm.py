@@ -46,7 +46,7 @@ def mx_gemm(
         a_scale: [M, ceil(K / 32)] float8_e8m0fnu.
         b_scale: [N, ceil(K / 32)] float8_e8m0fnu.
         out: [M, N] float32, float16 or bfloat16 to write; a new tensor unless given.
-        out_dtype: dtype of the new tensor where ``out`` is not given.
+        out_dtype: dtype of the new tensor if ``out`` is not given.
         bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
         accumulate: add the result to ``out``, which must be given, instead of overwriting it.
 
@@ -81,7 +81,7 @@ def hif8_gemm(
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
         out: [M, N] float32, float16 or bfloat16 to write; a new tensor unless given.
-        out_dtype: dtype of the new tensor where ``out`` is not given.
+        out_dtype: dtype of the new tensor if ``out`` is not given.
         bias: [N], converted to out's dtype, or to bfloat16 for a float32 out.
         accumulate: add the result to ``out``, which must be given, instead of overwriting it.
 
@@ -191,6 +191,8 @@ def _prepare(name, a, b, a_scale, b_scale, out, out_dtype, bias, accumulate):
 
 def _issue(kind, a, b, a_scale, b_scale, out, bias, accumulate):
     """Runs the product as one registered op, whose rounding a compiler cannot change.
+
+    The other arguments are those that ``_prepare`` checked or returned.
 
     Args:
         kind: format of the operands: "mx", "hif8", "fp8", or "block" followed by the block rows of

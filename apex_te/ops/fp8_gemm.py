@@ -101,9 +101,9 @@ def block_scaled_gemm(
     fprop multiplies x (blocks of 1x128) by the weight (128x128), dgrad dy (1x128) by the columnwise
     weight (128x128), and wgrad the columnwise copies of dy and x (both 1x128).
 
-    cuBLASLt multiplies M rounded up to 4 rows. That takes no copies where the storage of ``a`` goes
-    on for so many rows, as the one that ``block_quantize`` makes does, and ``out`` is not given or
-    has them, too.
+    cuBLASLt multiplies M rounded up to a multiple of 4 rows. Another M costs no copies if ``out``
+    is not given and the storage of ``a`` holds the added rows, as that of a rowwise copy which
+    ``block_quantize`` made does.
 
     Args:
         a: [M, K] FP8, contiguous.
@@ -140,9 +140,14 @@ def block_scaled_gemm(
 
 
 def _first_rows(out: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns ``rows`` rows of a new tensor in its memory, by resizing it where that is possible.
+    """Returns the first rows of ``out`` [more rows, N] as a tensor [rows, N] that is no view.
 
-    It is then no view: autograd refuses to change a view made in a Function in place.
+    ``out`` itself is resized, or under a tracer or a transform copied. A view would not do:
+    autograd refuses in-place changes of a view that an autograd function returned.
+
+    Args:
+        out: tensor that only the caller has.
+        rows: number of rows to keep.
     """
     if transforms_active() or dispatch_modes() or jit_tracing():
         return out[:rows].clone()
@@ -152,16 +157,32 @@ def _first_rows(out: torch.Tensor, rows: int) -> torch.Tensor:
 def bias_dtype(out_dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype of the bias for a product whose output has ``out_dtype``.
 
-    It is ``out_dtype``, but bfloat16 for float32. cuBLASLt's FP8 products take no other dtype, and
-    the products of all formats follow this rule.
+    That is ``out_dtype`` itself, except bfloat16 for a float32 output. cuBLASLt's FP8 products take
+    a bias of no other dtype, and the products of all formats follow this rule.
     """
     return torch.bfloat16 if out_dtype is torch.float32 else out_dtype
 
 
 def _prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
-    """Returns (output, converted bias or None), after the checks that no kernel makes.
+    """Checks the arguments of a product, allocates its output and converts its bias.
 
-    A new output has ``spare`` more rows than ``a``.
+    Args:
+        name: name of the product's function, for errors.
+        a: [M, K].
+        b: [N, K].
+        out: [M, N] to write, or None for a new tensor.
+        out_dtype: dtype of a new output.
+        bias: [N] or None.
+        accumulate: the result is to be added to ``out``, which must then be given.
+        spare: number of rows that a new output has beyond M.
+
+    Returns:
+        ``(out, bias)``: ``out`` or a new tensor [M + spare, N]; the bias in ``bias_dtype`` or None.
+
+    Raises:
+        TypeError: a complex bias.
+        ValueError: shapes that do not match, or ``accumulate`` without ``out``.
+        NotImplementedError: E5M2 x E5M2.
     """
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[1]:
         raise ValueError(
@@ -186,7 +207,18 @@ def _prepare(name, a, b, out, out_dtype, bias, accumulate, spare=0):
 
 
 def _check_c(name, c, out, accumulate, gelu):
-    """Checks that ``c`` can be added to the output; raises TypeError or ValueError."""
+    """Checks the argument ``c`` of a product, a tensor that is added to its result.
+
+    Args:
+        name: name of the product's function, for errors.
+        c: the tensor, which must have the output's shape and dtype.
+        out: the output [M, N], whose values are not read.
+        accumulate, gelu: the product's options, neither of which may be True with ``c``.
+
+    Raises:
+        TypeError: ``c`` has another dtype than ``out``.
+        ValueError: ``c`` has another shape than ``out``, or ``accumulate`` or ``gelu`` is True.
+    """
     for option, given in (("accumulate", accumulate), ("gelu", gelu)):
         if given:
             raise ValueError(f"{name}: c must be None with {option}=True, got a tensor")
@@ -210,7 +242,10 @@ def _run(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_spli
 
 
 def _is_taken(a, b, c, out) -> bool:
-    """Returns True if cuBLASLt takes the operands as they are."""
+    """Returns True if cuBLASLt takes the operands as they are, without padding or copies.
+
+    K and N must be multiples of 16; a, b, c and out must begin at multiples of 16 bytes.
+    """
     addresses = a.data_ptr() | b.data_ptr() | out.data_ptr()
     if c is not None:
         addresses |= c.data_ptr()
@@ -218,7 +253,11 @@ def _is_taken(a, b, c, out) -> bool:
 
 
 def _launch(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate, use_split_accumulator):
-    """Returns the one call that ``_run`` makes, if it makes one and picks no algorithm."""
+    """Returns the ``Launch`` of the one C function that ``_run`` would call for these arguments.
+
+    None if ``_run`` does more: pads, applies GELU, writes an empty result, chooses an algorithm by
+    timing, or runs on the CPU.
+    """
     if not a.is_cuda or gemm_tuning.is_active or aux is not None or not _is_taken(a, b, c, out):
         return None
     if a.shape[1] == 0 or out.numel() == 0:
@@ -245,7 +284,10 @@ def _run_cuda(operands, out, bias, c, aux, accumulate, use_split_accumulator):
 
 
 def _key(operands, out, bias, accumulate) -> str:
-    """Returns what names a product among the stored choices, whether or not it has a ``c``."""
+    """Returns the beginning of the key under which ``gemm_tuning`` stores a product's algorithm.
+
+    It names sizes, dtypes, bias and accumulation. Products with and without ``c`` share it.
+    """
     a, b = operands[:2]
     return (
         f"{a.shape[0]}x{b.shape[0]}x{a.shape[1]} {a.dtype} {b.dtype} {out.dtype} "
@@ -320,12 +362,20 @@ def tune(
 
 
 def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """Returns FP8 data with ``rows`` rows of zeros appended and K zero-padded for cuBLASLt."""
+    """Returns a copy of an FP8 operand [M, K], padded with zeros to [M + rows, K rounded up to 16].
+
+    Args:
+        x: the operand [M, K].
+        rows: number of rows of zeros to append.
+    """
     return F.pad(x.view(torch.uint8), (0, -x.shape[1] % _MULTIPLE, 0, rows)).view(x.dtype)
 
 
 def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
-    """Runs a product with K and N zero-padded to what cuBLASLt takes; zeros change no result."""
+    """Runs a product with K and N padded with zeros to multiples of 16, and copies the result.
+
+    Zeros along K change no sum; the columns that they add to the result are dropped.
+    """
     a, b, a_scale_inv, b_scale_inv = operands
     cols = b.shape[0]
     pad_n = -cols % _MULTIPLE
@@ -345,6 +395,7 @@ def _run_padded(operands, out, bias, c, aux, accumulate, use_split_accumulator):
 
 
 def _decoded(fp8_data: torch.Tensor) -> torch.Tensor:
+    """Returns the float32 values, without scale_inv, of FP8 data on the CPU."""
     values = torch.empty(fp8_data.shape, dtype=torch.float32)
     _lib.fp8_decode(fp8_data, values)
     return values
@@ -358,7 +409,10 @@ def _run_cpu(a, b, a_scale_inv, b_scale_inv, out, bias, c, aux, accumulate):
 def _run_block(
     a, b, a_scale_inv, b_scale_inv, out, bias, c, a_block_rows, b_block_rows, accumulate
 ):
-    """Runs a block-scaled product; ``out`` may have M rounded up to ``ROW_MULTIPLE`` rows."""
+    """Runs a block-scaled product on the CPU, on a GPU, or on a GPU with padded operands.
+
+    ``out`` is [M, N], or [M rounded up to ``ROW_MULTIPLE``, N], whose last rows mean nothing.
+    """
     product_count.add()
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
     if a.shape[1] == 0 or out.numel() == 0:
@@ -374,7 +428,10 @@ def _run_block(
 
 
 def _blocks_are_taken(operands, c, out) -> bool:
-    """Returns True if cuBLASLt takes the operands and their scales, but for the number of rows."""
+    """Returns True if cuBLASLt takes operands and scales as they are, whatever M is.
+
+    Besides the conditions of ``_is_taken`` both scale_inv must begin at multiples of 16 bytes.
+    """
     a, b, a_scale_inv, b_scale_inv = operands
     scales = a_scale_inv.data_ptr() | b_scale_inv.data_ptr()
     return _is_taken(a, b, c, out) and not scales % _MULTIPLE
@@ -383,7 +440,11 @@ def _blocks_are_taken(operands, c, out) -> bool:
 def _launch_block(
     a, b, a_scale_inv, b_scale_inv, out, bias, c, a_block_rows, b_block_rows, accumulate
 ):
-    """Returns the one call that ``_run_block`` makes, if it makes one and picks no algorithm."""
+    """Returns the ``Launch`` of the one C function that ``_run_block`` would call.
+
+    None if ``_run_block`` does more: pads, writes an empty result, chooses an algorithm by timing,
+    or runs on the CPU.
+    """
     operands, blocks = (a, b, a_scale_inv, b_scale_inv), (a_block_rows, b_block_rows)
     if not a.is_cuda or gemm_tuning.is_active or not _blocks_are_taken(operands, c, out):
         return None
@@ -408,10 +469,10 @@ def _run_block_cuda(operands, out, bias, c, blocks, accumulate):
 
 
 def _run_block_rows(operands, out, bias, c, blocks, accumulate):
-    """Runs a product with M rounded up to what cuBLASLt takes, of which the first M rows count.
+    """Runs a block-scaled product with M rounded up to ``ROW_MULTIPLE``, as cuBLASLt needs it.
 
-    Rows behind the last of ``a`` only reach those behind the last of the product. They are whatever
-    its storage has there, or zeros in a copy where it ends before.
+    The added rows of ``a`` are the bytes behind it in its storage, or zeros in a copy if the
+    storage ends earlier. They reach only the added rows of the product, which nobody reads.
     """
     a, b, a_scale_inv, b_scale_inv = operands
     rows, k = a.shape
@@ -435,7 +496,7 @@ def _run_block_rows(operands, out, bias, c, blocks, accumulate):
 
 
 def _run_block_padded(operands, out, bias, c, blocks, accumulate):
-    """Runs a block-scaled product with M, N and K zero-padded to what cuBLASLt takes."""
+    """Runs a block-scaled product with M, N and K padded with zeros to multiples of 16."""
     a, b, a_scale_inv, b_scale_inv = operands
     rows, cols = out.shape
     pad_m, pad_n = -rows % _MULTIPLE, -cols % _MULTIPLE

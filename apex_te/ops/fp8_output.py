@@ -52,7 +52,7 @@ def check_out_dtype(
     rowwise: torch.Tensor | None,
     columnwise: torch.Tensor | None,
 ) -> None:
-    """Raises TypeError unless the given outputs, where not None, have ``fp8_dtype``."""
+    """Raises TypeError unless both outputs are None or have ``fp8_dtype``."""
     for name, out in (("rowwise", rowwise), ("columnwise", columnwise)):
         if out is not None and out.dtype is not fp8_dtype:
             expected, actual = (str(d).removeprefix("torch.") for d in (fp8_dtype, out.dtype))
@@ -86,10 +86,10 @@ def reinterpreted(op: str, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def columnwise_length(rows: int, pad_columnwise: bool) -> int:
-    """Returns the row length of the columnwise copy of a matrix with ``rows`` rows.
+    """Returns the number of columns of the columnwise copy of a matrix with ``rows`` rows.
 
-    It is ``rows``, with ``pad_columnwise`` rounded up to 16; an op fills the rest with zeros. A
-    product of two padded copies is the weight gradient at every number of rows.
+    That is ``rows``, or with ``pad_columnwise`` the next multiple of 16. Ops fill the added columns
+    with zeros, so that wgrad is a product of two padded copies for any number of rows.
     """
     return rows + -rows % COLUMNWISE_MULTIPLE if pad_columnwise else rows
 
@@ -155,7 +155,7 @@ def outputs(
     out_columnwise: torch.Tensor | None,
     pad_columnwise: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns the tensors for an op's copies of x: given ones, or new ones where asked for.
+    """Returns the tensors for an op's copies of x: given ones, or new ones if asked for.
 
     Args:
         op: the op's name, for errors.
@@ -168,8 +168,8 @@ def outputs(
         pad_columnwise: allocate the columnwise copy with rows of ``columnwise_length``.
 
     Returns:
-        (rowwise copy, columnwise copy), uninitialised where new; None for a copy neither asked for
-        nor given.
+        (rowwise copy, columnwise copy), of which new ones are uninitialised; None for a copy
+        neither asked for nor given.
 
     Raises:
         ValueError: neither copy was asked for or given.

@@ -56,7 +56,7 @@ def algorithm(key: str, device: torch.device, launch: Callable[[int], None]) -> 
         key: text that identifies the product: sizes, dtypes, epilogue, accumulation.
         device: device of the operands.
         launch: runs the product on scratch outputs with the algorithm of a given number; raises
-            NotImplementedError where there is none.
+            NotImplementedError if there is none of that number.
 
     Returns:
         A position among the heuristic's proposals: the stored choice, else the fastest by timing,
@@ -105,7 +105,13 @@ def _fastest(launch: Callable[[int], None]) -> int:
 
 
 def _elapsed(launch: Callable[[int], None], index: int, launches: int) -> float:
-    """Returns the milliseconds of one of several launches back to back."""
+    """Returns the mean milliseconds of a launch among several back to back.
+
+    Args:
+        launch: runs the product with the algorithm of a given number.
+        index: number of the algorithm.
+        launches: number of launches.
+    """
     begin = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     begin.record()
@@ -117,7 +123,12 @@ def _elapsed(launch: Callable[[int], None], index: int, launches: int) -> float:
 
 
 def _cool_times(launch: Callable[[int], None], usable: list[int]) -> dict[int, float]:
-    """Returns each algorithm's median milliseconds of some single launches, all taking turns."""
+    """Returns the median milliseconds of each algorithm, by its number, timed in turns.
+
+    Args:
+        launch: runs the product with the algorithm of a given number.
+        usable: numbers of the algorithms.
+    """
     times: dict[int, list[float]] = {index: [] for index in usable}
     for _ in range(_ROUNDS):
         for index in usable:
@@ -126,11 +137,13 @@ def _cool_times(launch: Callable[[int], None], usable: list[int]) -> dict[int, f
 
 
 def _loaded_times(launch: Callable[[int], None], cool: dict[int, float]) -> dict[int, float]:
-    """Returns the mean milliseconds of a launch in blocks that take turns on a loaded GPU.
+    """Returns the mean milliseconds of each algorithm, by its number, on a GPU under load.
+
+    Each algorithm runs in blocks of launches, which take turns with those of the others.
 
     Args:
         launch: runs the product with the algorithm of a given number.
-        cool: about how long each algorithm to time takes.
+        cool: milliseconds of a launch of each algorithm to time, by its number.
     """
     global _loaded_at
 

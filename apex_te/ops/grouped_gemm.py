@@ -93,8 +93,8 @@ def contract_groups(
         a: [M, rows].
         b: [rows, N] in the dtype of ``a``.
         groups: places of the groups in the inner dimension.
-        wide: return 16-bit operands' sums in float32, not rounded. ``torch._grouped_mm`` cannot:
-            where it multiplies, the result is bfloat16 all the same.
+        wide: return 16-bit operands' sums in float32, not rounded. If ``torch._grouped_mm``
+            multiplies, the result is bfloat16 all the same.
 
     Returns:
         [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; the matrix of a
@@ -116,7 +116,15 @@ def contract_groups(
 def _contract_values(
     a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor, wide: bool
 ) -> torch.Tensor:
-    """Computes ``contract_groups`` from ``ends``, the place after each group's last, int32."""
+    """Computes ``contract_groups``, without its checks, from the ends of the groups.
+
+    Args:
+        a, b, wide: as in ``contract_groups``.
+        ends: int32 [groups], the place in the inner dimension after each group's last.
+
+    Returns:
+        [groups, M, N], as ``contract_groups``.
+    """
     if _has_kernel(a, b):
         return torch._grouped_mm(a, b, offs=ends)
     group = _group_of_rows(ends, a.shape[1])
@@ -135,6 +143,10 @@ def _contract_values(
 
 
 def _check_operands(name: str, a: torch.Tensor, b: torch.Tensor, groups: Groups) -> None:
+    """Raises ValueError unless a is [rows, K] and b [groups, N, K], with ``groups``' extents.
+
+    ``name`` is the calling function's, for the error.
+    """
     if a.dim() != 2 or b.dim() != 3 or b.shape[0] != groups.num_groups or b.shape[2] != a.shape[1]:
         raise ValueError(
             f"{name}: a and b must be [rows, K] and [{groups.num_groups}, N, K], "
@@ -178,7 +190,7 @@ def scaled_multiply_groups(
         b_scale_inv: float32 [groups].
         groups: places of the groups in the rows of ``a``.
         fast: sum all products in the matrix units, which keep fewer bits than float32. Otherwise
-            sums of 128 products are added up in float32. It makes no difference where FP8 data is
+            sums of 128 products are added up in float32. It makes no difference if FP8 data is
             decoded.
 
     Returns:
@@ -224,7 +236,7 @@ def scaled_contract_groups(
         b_scale_inv: float32 [groups].
         ends: int32 [groups], the place in K after each group's last: ``Groups.column_ends``.
         fast: as in ``scaled_multiply_groups``.
-        wide: return the sums in float32, not rounded to bfloat16. Where FP8 data is decoded,
+        wide: return the sums in float32, not rounded to bfloat16. If FP8 data is decoded,
             ``wide`` has the limits of ``contract_groups``.
 
     Returns:

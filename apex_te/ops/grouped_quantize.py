@@ -151,9 +151,9 @@ def quantize_groups(
         scale: float32 [groups], of any stride.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [rows, cols]; rows behind the last group have no defined values.
-        columnwise: make [cols, groups.columns], in which each group begins at a multiple of 16
-            columns and has at least 16, which are zeros where the group has no row. Columns behind
-            the last group have no defined values.
+        columnwise: make [cols, groups.columns]. Each group begins at a multiple of 16 columns and
+            has at least 16 of them, those beyond its rows zeros. Columns behind the last group
+            have no defined values.
         amax: float32 [groups], of any stride, becomes max(amax, max |x| of the group); NaN counts
             as largest.
         scale_inv: float32 [groups] to be used instead of 1 / scale.

@@ -100,9 +100,9 @@ def make_map(
     """Makes the map of a permutation: copies in the order of experts, then of tokens.
 
     Args:
-        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero where
-            a token goes to an expert; for "index" [tokens, k] int32 or int64 indices of experts,
-            negative where there is none.
+        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero if
+            the token goes to the expert; for "index" [tokens, k] int32 or int64 indices of experts,
+            negative for no expert.
         map_type: "mask" or "index".
         num_experts: number of experts for "index", at most 1024; None stands for 1024. An index
             that is no expert raises on the CPU. On a GPU, which the host does not wait for, it
@@ -315,6 +315,11 @@ def _prepare(
     num_experts: int | None,
     align_size: int | None,
 ) -> _Routing:
+    """Checks the arguments of ``make_map``, and allocates what the kernels write.
+
+    Raises:
+        ValueError: a shape or option that does not match.
+    """
     if map_type not in ("mask", "index"):
         raise ValueError(f"moe_permute: map_type must be 'mask' or 'index', got {map_type!r}")
     if routing_map.dim() != 2:
@@ -358,12 +363,14 @@ def _routes(routing_map: torch.Tensor, is_index: bool) -> torch.Tensor:
 
 
 def _bytes(matrix: torch.Tensor) -> torch.Tensor:
+    """Returns a uint8 view of a tensor of one byte per element."""
     if matrix.is_quantized:  # torch crashes at such a view of one
         raise TypeError(f"moe_permute: inp must be a dense tensor, got dtype {matrix.dtype}")
     return reinterpreted("moe_permute", matrix, torch.uint8)
 
 
 def _check_matrix(op: str, inp: torch.Tensor) -> None:
+    """Raises ValueError unless ``inp`` has two dimensions; ``op`` is e.g. "permute"."""
     if inp.dim() != 2:
         raise ValueError(f"moe_{op}: inp must have 2 dimensions, got shape {list(inp.shape)}")
 

@@ -2,7 +2,7 @@
 
 Each token has ``width`` places for copies of it: one for each expert of a mask, or k for expert
 indices. ``rows``, which ``rows_of`` returns and the other functions take, is int64 [tokens, width]:
-for each place the copy's row in the permuted matrix, or -1 where there is no copy.
+for each place the copy's row in the permuted matrix, or -1 if there is no copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rows_of(
         num_rows: number of rows of the permuted matrix; copies that come later are dropped.
 
     Returns:
-        int64 [tokens, width], width being experts or k; -1 where no copy is made.
+        int64 [tokens, width], width being experts or k; -1 for a place without a copy.
     """
     if map_type == "mask":
         routed = routing_map != 0

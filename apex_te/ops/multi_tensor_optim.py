@@ -26,6 +26,7 @@ _lamb = bind("multi_tensor", "multi_tensor_lamb")
 
 
 def _number_or_tensor(value: float | torch.Tensor) -> tuple[float, torch.Tensor | None]:
+    """Returns (number, None) for a number, (0, tensor) for a tensor: two arguments of a kernel."""
     return (0, value) if isinstance(value, torch.Tensor) else (value, None)
 
 
@@ -35,7 +36,7 @@ def _written(*lists: Tensors) -> None:
 
 
 def _wrote_grads(given: Tensors, read: Tensors) -> None:
-    """Copies gradients back that were unscaled in a contiguous copy, and tells autograd of it.
+    """Copies unscaled gradients from contiguous copies to the caller's, and tells autograd of it.
 
     Args:
         given: the caller's gradients.
@@ -71,7 +72,7 @@ def adam(
     """Steps AdamW (decoupled weight decay) or Adam (L2) in place, as ``torch.optim`` does.
 
     Args:
-        params: float32, float16 or bfloat16; only written where ``masters`` are given.
+        params: float32, float16 or bfloat16; only written if ``masters`` are given.
         grads: of params' shapes; each of any of the three dtypes.
         exp_avgs: float32, of params' shapes.
         exp_avg_sqs: float32, of params' shapes.
@@ -130,9 +131,9 @@ def sgd(
     """Steps stochastic gradient descent in place, as ``torch.optim.SGD`` does.
 
     Args:
-        params: float32, float16 or bfloat16; only written where ``masters`` are given.
+        params: float32, float16 or bfloat16; only written if ``masters`` are given.
         grads: of params' shapes; each of any of the three dtypes.
-        momentums: momentum buffers, float32, of params' shapes; needed where ``momentum`` is not 0.
+        momentums: momentum buffers, float32, of params' shapes; needed if ``momentum`` is not 0.
         lr: learning rate; or one float32 element.
         momentum: factor of the momentum buffers.
         dampening: the gradient enters the momentum buffers with weight 1 - dampening.
@@ -190,9 +191,9 @@ def lamb(
 ) -> None:
     """Steps LAMB (arXiv 1904.00962) in place: Adam's update with a rate for each tensor.
 
-    A tensor's rate is lr * |param| / |update| where ``weight_decay`` is not 0 or ``nvlamb`` is set,
-    and neither norm is 0; it is lr elsewhere. A step is three launches, and two more where the norm
-    of the gradients is computed.
+    A tensor's rate is lr * |param| / |update| if neither norm is 0, and ``weight_decay`` is not 0
+    or ``nvlamb`` is set; otherwise it is lr. A step is three launches, and two more if the norm of
+    the gradients is computed.
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs, step, lr, betas, eps, weight_decay, bias_correction,

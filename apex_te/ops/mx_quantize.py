@@ -113,12 +113,14 @@ def mx_quantize(
 
 
 def _check_scale(op: str, name: str, scale: torch.Tensor | None) -> None:
+    """Raises TypeError unless ``scale``, the argument ``name``, is None or float8_e8m0fnu."""
     if scale is not None and scale.dtype is not _SCALE_DTYPE:
         actual = str(scale.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: {name} must have dtype float8_e8m0fnu, got {actual}")
 
 
 def _as(scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Returns a view of scales in another dtype of one byte; None for None."""
     return None if scale is None else scale.view(dtype)
 
 

@@ -16,9 +16,9 @@ __all__ = ["OpFunction", "eager_apply", "needs_autograd", "once_differentiable"]
 
 
 def eager_apply(cls: Any, *args: Any) -> Any:
-    """Calls an autograd function where no transform of torch.func is active.
+    """Calls an autograd function, for the case that no transform of torch.func is active.
 
-    It does what ``torch.autograd.Function.apply`` does there, in half the host time.
+    It does what ``torch.autograd.Function.apply`` does then, in half the host time.
 
     Args:
         cls: the ``OpFunction``.
@@ -31,7 +31,7 @@ def eager_apply(cls: Any, *args: Any) -> Any:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a ``backward`` that has no derivative, so that asking for one raises an error.
 
-    Like the decorator of ``torch.autograd.function``, which it calls only where autograd records
+    It has the effect of torch's decorator of this name, but calls that one only if autograd records
     the backward (``create_graph=True``).
     """
     recorded = torch.autograd.function.once_differentiable(backward)

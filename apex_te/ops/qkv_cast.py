@@ -115,8 +115,8 @@ def qkv_cast_grad(
     Args:
         queries: [..., repeats * groups, size] float32, float16 or bfloat16, with one or two leading
             dimensions of tokens; None for a projection to keys and values.
-        keys: [..., groups, size], like values; all with any strides, copied where the last
-            dimension is not dense.
+        keys: [..., groups, size], like values. Queries, keys and values may have any strides, and
+            are copied if their last dimension is not dense.
         values: [..., groups, size].
         scale: one float32 element on their device.
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2; on a CPU or an AMD GPU also their
@@ -124,8 +124,8 @@ def qkv_cast_grad(
         interleaved: the features go group by group; else all queries, all keys, all values.
         rowwise: make [tokens, features].
         columnwise: make [features, tokens].
-        amax: one float32 element, becomes its maximum with the largest magnitude, before scaling;
-            NaN counts as largest.
+        amax: one float32 element, becomes the maximum of itself and of the gradient's magnitudes
+            before scaling; NaN counts as largest.
         with_dbias: also return the sums of columns (deterministic).
         pad_columnwise: make the columnwise copy [features, tokens rounded up to 16], with zeros.
 

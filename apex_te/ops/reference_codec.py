@@ -109,5 +109,5 @@ def scale_of(amax: torch.Tensor, target: float, eps: float, pow2: bool) -> torch
 
 
 def inverse_of(amax: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Returns 1 / scale, or infinity where amax is infinite."""
+    """Returns scale_inv: 1 / scale, or infinity for an infinite amax, in the shape of ``scale``."""
     return torch.where(torch.isinf(amax), torch.inf, 1.0 / scale)

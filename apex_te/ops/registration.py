@@ -43,7 +43,7 @@ _functions: dict[str, Any] = {}
 
 
 def launch_of(name: str, args: Sequence[Any]) -> Launch | None:
-    """Returns the call of a C function that a registered op comes down to; None if it is not one.
+    """Returns the one C call that a registered op would make for ``args``; None if it does more.
 
     Args:
         name: the op, without its namespace.
@@ -112,7 +112,7 @@ def bind(
         without: parameters of the C function that ``function`` supplies, and that the registered
             schema therefore leaves out.
         launch: function that returns the ``Launch`` for the arguments of ``function``, or None
-            where ``function`` does more than launch one kernel.
+            if ``function`` does more than launch one kernel.
 
     Returns:
         A callable that takes the arguments by position and returns None.
@@ -162,10 +162,10 @@ def _schema(name: str, signature: str, without: Sequence[str] = ()) -> str:
 
 
 def _bind(schema: str, functions: Any) -> Callable[..., None]:
-    """Registers a function and returns a callable, which calls it directly where that is safe.
+    """Registers a function and returns a callable that skips ``torch.ops`` in plain eager mode.
 
     Calls in a compiled region, under a dispatch mode, under ``torch.jit.trace`` or under a
-    transform go through ``torch.ops``.
+    transform go through ``torch.ops``; all others call the function directly.
 
     Args:
         schema: torch.library schema; the text before its parenthesis names the function.
@@ -210,16 +210,20 @@ _runs = _Runs()
 
 
 def _observed(registered: Any, args: tuple[Any, ...]) -> None:
-    """Calls the registered op where a dispatch mode, a transform or ``torch.jit.trace`` sees it.
+    """Calls a registered op through ``torch.ops``, so that active tracers and transforms see it.
+
+    For calls under a dispatch mode, a torch.func transform, forward-mode AD or ``torch.jit.trace``.
+    The call is refused if one of these would lose results or need a derivative.
 
     Args:
         registered: the op, as ``register`` returns it.
-        args: its arguments by position.
+        args: arguments of the op by position; prepared lists (``runtime.tensor_list``) are
+            passed on as plain lists.
 
     Raises:
-        NotImplementedError: a transform would need a derivative that the op does not have,
-            ``torch.jit.trace`` would lose tensors written in a list, or a dispatch mode returned
-            without running the op, so that its outputs were never written.
+        NotImplementedError: a transform would need the op's derivative, which does not exist;
+            ``torch.jit.trace`` would lose results that the op writes into a list of tensors; or a
+            dispatch mode returned without running the op, so that no output was written.
     """
     name = registered.__name__
     if jit_tracing() and any(_writes_list(a) for a in registered.default._schema.arguments):
@@ -242,6 +246,7 @@ def _observed(registered: Any, args: tuple[Any, ...]) -> None:
 
 
 def _writes_list(argument: Any) -> bool:
+    """Returns True if an argument of a torch.library schema is a list whose tensors are written."""
     is_written = argument.alias_info is not None and argument.alias_info.is_write
     return is_written and "List" in str(argument.type)
 

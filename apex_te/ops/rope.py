@@ -35,18 +35,20 @@ def rope(
 
     The angle is ``freqs[position, pair]``, where position is the token's position in its sequence.
 
-    Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) where ``interleaved``;
+    Pairs are elements (i, i + rotary_dim / 2) of a head, or (2i, 2i + 1) if ``interleaved``;
     elements from rotary_dim on are copied. Arithmetic is float32, rounded once; angles of any size
-    are reduced exactly. The gradient of x is the rotation by -t; the angles get no gradient. A
-    position outside the table gives NaN; a token in "thd" that is in no sequence is rotated by 0.
+    are reduced exactly. The gradient of x is the rotation by -t; the angles get no gradient. With
+    ``starts`` or ``cu_seqlens`` a position outside the table gives NaN; a token in "thd" that is in
+    no sequence is rotated by 0.
 
     Args:
         x: float32, float16 or bfloat16 of shape [s, b, h, d] (sbhd), [b, s, h, d] (bshd) or
             [t, h, d] (thd), of any strides but a dense last dimension: views of a fused qkv
             tensor are read where they are.
         freqs: angles in radians, float32, float16 or bfloat16 [max_seq, c] or [max_seq, 1, 1, c].
-            With c = rotary_dim / 2 there is a column for each pair; else there is one for each
-            element, where that of a pair's first element is read and the other must be equal.
+            If c is rotary_dim / 2, there is a column for each pair. If c is rotary_dim, there is
+            one for each element: that of a pair's first element is read, and that of its second
+            must be equal.
         cos, sin: cosines and sines of the angles, to give both instead of ``freqs``, in its shape.
         layout: "sbhd", "bshd" or "thd", which says what the dimensions of x are.
         interleaved: pair neighbours, (2i, 2i + 1), instead of (i, i + rotary_dim / 2).
@@ -63,8 +65,12 @@ def rope(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape, layout or position that does not fit.
-        NotImplementedError: angles that require a gradient.
+        ValueError: an unknown ``layout``; a shape that does not fit it; an odd ``rotary_dim``, or
+            one above d or other than c and 2 c; not exactly one of ``freqs`` and the pair ``cos``,
+            ``sin`` given; ``cu_seqlens`` missing for "thd", or given for another layout; ``start``
+            below 0; more positions than the table has, if ``starts`` and ``cu_seqlens`` are None;
+            ``inplace`` of an ``x`` that is not dense in its last dimension.
+        NotImplementedError: a ``rotary_dim`` above 8192, or angles that require a gradient.
     """
     if layout not in _LAYOUTS:
         raise ValueError(f"rope: layout must be 'sbhd', 'bshd' or 'thd', got {layout!r}")
@@ -84,7 +90,18 @@ def rope(
 
 
 def _table(name: str, table: torch.Tensor | None) -> torch.Tensor | None:
-    """Returns a table of angles, cosines or sines as float32 [max_seq, c], from either shape."""
+    """Converts a table of angles, cosines or sines to the form that the kernels read.
+
+    Args:
+        name: name of the argument of ``rope``, for errors.
+        table: [max_seq, c] or [max_seq, 1, 1, c]; or None.
+
+    Returns:
+        [max_seq, c] contiguous, in float32 if it had 16 bits; None for None.
+
+    Raises:
+        NotImplementedError: the table requires a gradient.
+    """
     if table is None:
         return None
     if table.requires_grad:

@@ -88,7 +88,7 @@ def scaled_softmax_bwd(
 ) -> torch.Tensor:
     """Computes the gradient with respect to x from the output y: scale * y * (dy - sum(dy * y)).
 
-    Where y is 0 the gradient is 0 and dy is not used, so that no mask is needed.
+    An element with y = 0 has gradient 0, whatever its dy is, so that no mask is needed.
 
     Args:
         dy: gradient of the output, of y's shape and dtype.
@@ -109,6 +109,7 @@ def scaled_softmax_bwd(
 
 
 def _causal_mode(op: str, causal: str | None) -> int:
+    """Returns the kernels' number of a value of ``causal``; ValueError if there is none."""
     if causal not in _CAUSAL:
         raise ValueError(
             f"{op}: causal must be None, 'upper_left' or 'bottom_right', got {causal!r}"

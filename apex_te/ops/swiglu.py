@@ -130,8 +130,8 @@ def swiglu_fwd_fp8(
         fp8_dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         rowwise: make [M, F].
         columnwise: make [F, M].
-        pad_columnwise: make it [F, M rounded up to 16] instead, zeros behind the last row, as
-            a product over the rows needs it.
+        pad_columnwise: make the columnwise copy [F, M rounded up to 16] instead, with zeros
+            behind the last row, as a product over the rows needs it.
         amax: one float32 element, becomes max(amax, max |y|), before scaling; NaN counts as
             largest.
 
@@ -164,13 +164,13 @@ def swiglu_bwd(
     activation: str = "silu",
     with_dbias: bool = False,
 ) -> SwigluGrads:
-    """Computes the gradients of ``swiglu`` from its output's.
+    """Computes the gradients of ``swiglu`` with respect to gate, up and biases.
 
     Args:
         grad_output: [..., F], gradient of the output.
         input, up, bias, up_bias, activation: as in ``swiglu``.
-        with_dbias: also return the gradients of the biases, which are the column sums of those of
-            gate and up, added in float32 in a fixed order. No bias need be given.
+        with_dbias: also return the gradients of the biases, even if none are given: the column
+            sums of the gradients of gate and up, added in float32 in a fixed order.
     """
     code = _activation_code("swiglu_bwd", activation)
     matrix, up_matrix = _matrices("swiglu_bwd", input, up)
@@ -211,8 +211,8 @@ def swiglu_bwd_fp8(
         input, up, bias, up_bias, activation, scale, fp8_dtype: as in ``swiglu_fwd_fp8``.
         rowwise: make [M, 2F].
         columnwise: make [2F, M].
-        pad_columnwise: make it [2F, M rounded up to 16] instead, zeros behind the last row, as
-            a product over the rows needs it.
+        pad_columnwise: make the columnwise copy [2F, M rounded up to 16] instead, with zeros
+            behind the last row, as a product over the rows needs it.
         amax: one float32 element, becomes the maximum of itself and of the gradients' magnitudes
             before scaling; NaN counts as largest.
     """
@@ -356,6 +356,7 @@ def _gate_and_up(
 
 
 def _activation_code(op: str, activation: str) -> int:
+    """Returns the kernels' number of an activation; raises ValueError if there is none."""
     code = ACTIVATIONS.get(activation)
     if code is None:
         raise ValueError(
@@ -367,7 +368,19 @@ def _activation_code(op: str, activation: str) -> int:
 def _matrices(
     op: str, input: torch.Tensor, up: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (input, up or None) as matrices with contiguous rows, copied only where needed."""
+    """Returns the inputs as matrices with contiguous rows, copied only if they have none.
+
+    Args:
+        op: the op's name, for errors.
+        input: [..., F], or [..., 2F] without ``up``.
+        up: [..., F] or None.
+
+    Returns:
+        (input [M, F] or [M, 2F], up [M, F] or None).
+
+    Raises:
+        ValueError: ``input`` has no dimension, or ``up`` another shape.
+    """
     if input.dim() == 0:
         raise ValueError(f"{op}: input must have at least 1 dimension, got shape []")
     if up is not None and up.shape != input.shape:
@@ -391,6 +404,14 @@ def _extents(matrix: torch.Tensor, up_matrix: torch.Tensor | None) -> tuple[int,
 def _grad_matrix(
     op: str, grad_output: torch.Tensor, input: torch.Tensor, cols: int
 ) -> torch.Tensor:
+    """Returns the output's gradient as a contiguous matrix [M, cols]; ValueError if it cannot fit.
+
+    Args:
+        op: the op's name, for errors.
+        grad_output: gradient of the output, [..., cols].
+        input: the op's input, with the same sizes but the last.
+        cols: F, the extent of the output's last dimension.
+    """
     expected = (*input.shape[:-1], cols)
     if grad_output.shape != expected:
         raise ValueError(

@@ -241,7 +241,7 @@ def _aligned(sample: torch.Tensor) -> torch.Tensor:
 
 
 def _with_gaps(tensors: tuple[Any, ...], has: tuple[bool, ...]) -> tuple[Any, ...]:
-    """Returns a tuple with the next of ``tensors`` where ``has`` is True and None elsewhere."""
+    """Returns ``tensors`` spread over the True places of ``has``, with None at its False places."""
     given = iter(tensors)
     return tuple(next(given) if is_there else None for is_there in has)
 
@@ -305,6 +305,7 @@ def _is_shared(value: Any) -> bool:
 
 
 def _samples(value: Any, level: int) -> Any:
+    """Returns ``_Samples`` of a tensor that the vmap at ``level`` batches; else the plain value."""
     if not isinstance(value, torch.Tensor):
         return value
     value, dim = _functorch._unwrap_batched(value, level)
@@ -312,6 +313,13 @@ def _samples(value: Any, level: int) -> Any:
 
 
 def _take(value: Any, i: int, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Returns sample ``i`` of a ``_Samples`` as a contiguous, aligned tensor; else the value.
+
+    Args:
+        value: an argument of the op.
+        i: number of the sample.
+        copies: gets the pair (sample, copy) if the sample had to be copied.
+    """
     if not isinstance(value, _Samples):
         return value
     sample = value.value[i]

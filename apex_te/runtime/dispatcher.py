@@ -34,7 +34,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def _load_error(what: str, path: str, problem: ImportError) -> ImportError:
-    """Returns an ImportError that adds hints to the loader's.
+    """Returns an ImportError with the dynamic loader's message and hints on what to do.
 
     Args:
         what: op or module that could not be loaded.

@@ -38,8 +38,7 @@ def leave(entered: list[Any], holder: dict[str, Any], name: str) -> Any:
         name: key in ``holder`` of the thread's innermost link.
 
     Returns:
-        The link that was removed; None if the context manager has entered none, so that there is
-        nothing to leave.
+        The link that was removed; None if ``entered`` is empty, so that there is nothing to leave.
     """
     if not entered:
         return None

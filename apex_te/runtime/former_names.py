@@ -56,7 +56,7 @@ def former_fields(**names: str) -> Callable[[_C], _C]:
     """Returns a class decorator that adds warning properties for the former names of fields.
 
     Args:
-        names: present name of each field by its former name, ``former="present"``.
+        names: keyword arguments ``former="present"``, the two names of one field each.
     """
 
     def decorate(cls: _C) -> _C:

@@ -17,7 +17,7 @@ def attach(
 
     Args:
         package: full name of the package.
-        names: for each public name the submodule that defines it; an empty string where the name is
+        names: for each public name the submodule that defines it; an empty string if the name is
             itself a submodule.
 
     Returns:

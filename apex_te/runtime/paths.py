@@ -57,8 +57,8 @@ class FormerNames:
 def find_former_names() -> None:
     """Installs ``FormerNames`` in ``sys.meta_path``, once, behind all other finders.
 
-    Before these only for a package that is gone: an upgraded checkout may have its folder still,
-    empty but for ``__pycache__``, which Python takes for a namespace package.
+    For a package that is gone the finder stands first instead: an upgraded checkout may still have
+    the package's folder, empty but for ``__pycache__``, which Python takes for a namespace package.
     """
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, FormerNames("apex_te.quantizer"))

@@ -33,7 +33,7 @@ def is_traced() -> bool:
 
 
 def refuse_state(owner: str) -> None:
-    """Raises NotImplementedError where a tracer is active in which an FP8 state cannot be written.
+    """Raises NotImplementedError if a tracer is active under which an FP8 state cannot be written.
 
     Tensors made under torch.export, a torch.func transform, torch.jit.trace or FakeTensorMode
     belong to that tracer: kept as FP8 state, they would break every later call. torch.compile, and
