@@ -113,7 +113,12 @@ class OpBuilder(OpSpec):
         return self._load(verbose, force=True)
 
     def _load(self, verbose: bool, force: bool) -> ModuleType:
-        """Does ``load``; with ``force`` compiles even a library that a cache holds."""
+        """Returns the op's Python module, as ``load`` or, with ``force``, ``jit_load`` does.
+
+        Args:
+            verbose: show the compiler commands.
+            force: compile even a library that a cache holds.
+        """
         if self.is_outside:
             register(self)
         if self.BINDING == "pybind11":
@@ -124,17 +129,28 @@ class OpBuilder(OpSpec):
         return importlib.import_module(self.absolute_name())
 
     def key(self, device: str) -> str:
-        """Returns the hash under which caches hold the library for ``device``.
+        """Returns the cache key of the library for ``device``: a SHA-256, 64 hexadecimal digits.
 
-        It covers sources, flags and what else the library is made of.
+        The key covers sources and headers, compiler and linker flags, CPU architecture, ABI number
+        and ``key_extras``, but not the compiler's version or the GPU archs.
+
+        Args:
+            device: "cpu" or "cuda".
+
+        Raises:
+            UnknownOpError: a source does not exist.
         """
         return key_of(self, device)
 
     def compile_flags(self, kind: str) -> list[str]:
-        """Returns the suite's base flags and the op's own for compiling one kind of source.
+        """Returns the compiler flags for one kind of source, without include folders and archs.
 
         Args:
             kind: "cpu" for ``.cpp`` sources, "cuda" for ``.cu`` ones.
+
+        Returns:
+            The flags that all ops share, and the op's own: ``cxx_args``, ``nvcc_args`` or, for AMD
+            GPUs, ``hipcc_args``.
         """
         return library.compile_flags(self, kind)
 

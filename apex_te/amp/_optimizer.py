@@ -108,12 +108,14 @@ class OptimizerAmp:
         self._loading = masters
 
     def loaded(self) -> list[int]:
-        """Copies the masters given to ``load_later`` to masters and parameters.
+        """Finishes the loading of a state dict: restores the master weights that it has.
 
-        The next ``refresh`` makes those that were not given from their parameters.
+        Each saved tensor given to ``load_later`` is copied to its master weight, and from there to
+        the parameter. A master weight without a saved tensor is copied from its parameter by the
+        next ``refresh``.
 
         Returns:
-            The indices in ``pairs`` of the masters that were not given.
+            Indices in ``pairs`` of the master weights without a saved tensor.
         """
         masters, self._loading = self._loading, []
         with torch.no_grad():

@@ -107,10 +107,14 @@ class fp8_statistics:
         return self
 
     def _observer(self, first: int) -> Callable[[QuantizerSets], QuantizerSets]:
-        """Returns an observer for ``ModuleFP8.observe`` that records into this object's slots.
+        """Returns the function that wraps one module's quantizers so that each cast is recorded.
 
         Args:
-            first: index of the module's first slot in ``_names``.
+            first: index in ``_names`` of the module's first label, that of its first GEMM's input.
+
+        Returns:
+            Function for ``ModuleFP8.observe``: takes the module's ``QuantizerSets`` and returns
+            them with quantizers that call ``_note`` for each tensor that they cast.
         """
 
         def note(gemm: int, role: str, x: Any, quantized: Any, quantizer: Any) -> None:

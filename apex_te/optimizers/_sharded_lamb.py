@@ -129,10 +129,16 @@ def _direct(
 
 
 def _unscaling(options: dict[str, Any]) -> torch.Tensor:
-    """Returns the factor that unscales gradients, 1 on the device if the step is skipped.
+    """Returns the factor that unscales gradients, ``inv_scale``, or 1 if the step is skipped.
+
+    Whether it is, ``found_inf`` says on the device, and the host does not wait to learn of it.
 
     Args:
-        options: keyword arguments of ``multi_tensor_optim.lamb``.
+        options: keyword arguments of ``multi_tensor_optim.lamb``, of which ``found_inf`` and
+            ``inv_scale`` are read.
+
+    Returns:
+        A float32 tensor of one element on the device.
     """
     skip, inv_scale = options["found_inf"], options["inv_scale"]
     return inv_scale if skip is None else torch.where(skip.reshape(()) == 0, inv_scale, 1.0)

@@ -82,7 +82,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float | torch.Tensor) -> torch.Ten
 
 
 def scalar(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Returns ``value`` as one float32 element on the device of ``like``."""
+    """Returns a float32 tensor ``[1]`` that holds ``value``, on the device of ``like``."""
     return torch.full((1,), value, dtype=torch.float32, device=like.device)
 
 

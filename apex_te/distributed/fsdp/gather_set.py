@@ -74,19 +74,21 @@ class GatheredParam:
 
 
 class GatherUnit:
-    """State of the weight of one GEMM, which consists of parameters that share its scale.
+    """Weight of one GEMM for FSDP2's gathers in FP8: its parameters, amax and scale versions.
+
+    The weight is made up of one or more parameters, which are quantized with one scale.
 
     Attributes:
         gather_set: the set that the weight is in.
         module: weak reference to the FP8 module.
         gemm: index of the GEMM in the module.
-        params: parameters whose rows, one after the other, are the weight.
-        amax: fp32 ``[1]``, amax of the whole weight on all ranks, where the scale is computed from
-            it; None before it was first computed.
-        taken: value of ``gather_set.passes`` at which delayed scaling computed the weight's first
-            scale from ``amax``; 0 if it has not.
-        scales: version counter of the state's ``scale_fwd`` up to which FSDP2's copy stream is
-            ordered behind writes to it; -1 at first.
+        params: the parameters; their rows, one parameter after the other, are the weight.
+        amax: fp32 ``[1]``, amax of the whole weight, over all ranks; None before it was first
+            computed, and for recipes whose scales need no such amax.
+        taken: value of ``gather_set.passes`` when delayed scaling computed the weight's first scale
+            from ``amax``; 0 if that has not happened.
+        scales: version counter of ``fp8_state.scale_fwd`` up to which writes to that tensor come
+            before all further work on FSDP2's copy stream; -1 at first.
     """
 
     def __init__(self, gather_set: GatherSet, module: torch.nn.Module, gemm: int) -> None:

@@ -105,11 +105,15 @@ class AmaxGroups:
         return [group for group in self._groups if group.pending]
 
     def enter(self, recipe: DelayedScaling, group: Any) -> AmaxGroup:
-        """Makes the amax group of a new region the current one, and returns it.
+        """Makes the amax group of a region that is being entered the ``current`` one.
 
         Args:
-            recipe: the region's recipe, which says whether amaxes are reduced.
-            group: the region's ``fp8_group``.
+            recipe: the region's recipe; its ``reduce_amax`` says whether amaxes are reduced.
+            group: the region's ``fp8_group``; None is the whole world. Ignored if amaxes are not
+                reduced: all such regions share one amax group.
+
+        Returns:
+            The amax group, made on first use.
         """
         last = self.current
         if last is not None and last.group is group and last.reduces == recipe.reduce_amax:

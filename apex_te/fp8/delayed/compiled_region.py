@@ -43,15 +43,16 @@ def enter_traced_region(key: str, group: Any, may_update: bool) -> None:
 def follow_traced_region(
     used: list[tuple[ModuleFP8, str]] | None, module: ModuleFP8, key: str
 ) -> None:
-    """Adds to the traced graph an op that gives a module's tensors their values in the region.
+    """Adds to the traced graph an op that copies a module's current scales to the graph's tensors.
+
+    If the region was entered outside of the graph, the graph uses the tensors of the FP8 state
+    themselves, and nothing is copied. If there are several amax groups, an op then makes the module
+    enter the current one: layers that share the graph may run in different groups.
 
     Args:
-        used: pairs of a module and a recipe key that the region's graph has used so far; this one
-            is added, and an op is traced only for a new pair. None if the region was entered
-            outside of the graph, which then uses the state's tensors directly; if there are several
-            amax groups, an op then has the module enter the current one, because layers that share
-            the graph may run in different groups.
-        module: the module that the graph uses.
+        used: pairs of a module and a recipe key that already have their op in the region's graph;
+            a new pair is appended. None if the region was entered outside of the graph.
+        module: the module whose forward is traced.
         key: interned name of the region's recipe.
     """
     if used is None:
@@ -65,10 +66,10 @@ def follow_traced_region(
 
 
 def leave_traced_region(used: list[tuple[ModuleFP8, str]]) -> None:
-    """Adds ops to the traced graph that copy the amaxes it has staged to the modules' states.
+    """Adds ops to the traced graph that copy amaxes staged in the graph to the modules' FP8 states.
 
     Args:
-        used: pairs of a module and a recipe key that the region's graph has used.
+        used: the pairs of a module and a recipe key that ``follow_traced_region`` collected.
     """
     for module, key in used:
         torch.ops.apex_te.leave_region(_token, module.handle, module.staging(key), key)
@@ -134,7 +135,14 @@ def _note(token: torch.Tensor, handle: torch.Tensor, key: str) -> None:
 def _leave(
     token: torch.Tensor, handle: torch.Tensor, tensors: Sequence[torch.Tensor], key: str
 ) -> None:
-    """Copies ``tensors`` to the state of module number ``handle``; op ``leave_region``."""
+    """Copies the graph's tensors back to a module's FP8 state; op ``leave_region``.
+
+    Args:
+        token: orders this op among the region's ops; not read.
+        handle: int64 ``[1]`` on the CPU, the module's number in the registry.
+        tensors: sources, in the order of ``ModuleFP8.staging``.
+        key: interned name of the region's recipe.
+    """
     _copy(registry.member(int(handle)).staging(key), tensors)
 
 

@@ -188,19 +188,51 @@ class FP8Parameter(torch.Tensor):
         return self.dequantize(dtype).to(*args, **kwargs)
 
     def float(self, **options: Any) -> torch.Tensor:
-        """Returns ``to(torch.float32)``."""
+        """Converts the weight to float32, as ``to(torch.float32)`` does.
+
+        Args:
+            options: keyword arguments of ``to``, such as ``memory_format``.
+
+        Returns:
+            For a ``torch.nn.Parameter`` an FP8Parameter with nominal dtype float32, for any other
+            FP8Parameter the values as a plain tensor.
+        """
         return self.to(torch.float32, **options)
 
     def half(self, **options: Any) -> torch.Tensor:
-        """Returns ``to(torch.float16)``."""
+        """Converts the weight to float16, as ``to(torch.float16)`` does.
+
+        Args:
+            options: keyword arguments of ``to``, such as ``memory_format``.
+
+        Returns:
+            For a ``torch.nn.Parameter`` an FP8Parameter with nominal dtype float16, for any other
+            FP8Parameter the values as a plain tensor.
+        """
         return self.to(torch.float16, **options)
 
     def bfloat16(self, **options: Any) -> torch.Tensor:
-        """Returns ``to(torch.bfloat16)``."""
+        """Converts the weight to bfloat16, as ``to(torch.bfloat16)`` does.
+
+        Args:
+            options: keyword arguments of ``to``, such as ``memory_format``.
+
+        Returns:
+            For a ``torch.nn.Parameter`` an FP8Parameter with nominal dtype bfloat16, for any other
+            FP8Parameter the values as a plain tensor.
+        """
         return self.to(torch.bfloat16, **options)
 
     def double(self, **options: Any) -> torch.Tensor:
-        """Returns ``to(torch.float64)``."""
+        """Converts the weight to float64, as ``to(torch.float64)`` does.
+
+        Args:
+            options: keyword arguments of ``to``, such as ``memory_format``.
+
+        Returns:
+            For a ``torch.nn.Parameter`` an FP8Parameter with nominal dtype float64, for any other
+            FP8Parameter the values as a plain tensor.
+        """
         return self.to(torch.float64, **options)
 
     @property

@@ -162,12 +162,21 @@ class _ParallelGroupedLinear(MindSpeedTEGroupedLinear):
 
 
 class MindSpeedTEColumnParallelGroupedLinear(_ParallelGroupedLinear):
-    """``MindSpeedTEGroupedLinear`` with ``parallel_mode="column"``."""
+    """Experts' linear layers, each weight split by rows over tensor-parallel ranks.
+
+    This is ``MindSpeedTEGroupedLinear`` with ``parallel_mode="column"``, whose other arguments it
+    takes. ``forward`` takes all input features and returns this rank's output features.
+    """
 
     _mode = "column"
 
 
 class MindSpeedTERowParallelGroupedLinear(_ParallelGroupedLinear):
-    """``MindSpeedTEGroupedLinear`` with ``parallel_mode="row"``."""
+    """Experts' linear layers, each weight split by columns over tensor-parallel ranks.
+
+    This is ``MindSpeedTEGroupedLinear`` with ``parallel_mode="row"``, whose other arguments it
+    takes. ``forward`` takes this rank's input features and returns partial sums: it runs no
+    all-reduce.
+    """
 
     _mode = "row"

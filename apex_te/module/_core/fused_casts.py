@@ -115,7 +115,11 @@ class NormForward(BaseFusedCast):
         self.residual_sum: torch.Tensor | None = None
 
     def plain(self) -> torch.Tensor:
-        """Returns the normalised rows ``[rows, cols]`` in high precision."""
+        """Runs the norm without a cast to FP8, and sets ``mean``, ``rstd`` and ``residual_sum``.
+
+        Returns:
+            The normalised rows ``[rows, cols]`` in the dtype of ``x``.
+        """
         options: dict[str, Any] = {
             "zero_centered_gamma": self.zero_centered_gamma,
             "residual": self.residual,
@@ -210,7 +214,7 @@ class ActivationForward(BaseFusedCast):
         self.name = name
 
     def plain(self) -> torch.Tensor:
-        """Returns the activation ``[rows, F]`` in high precision."""
+        """Returns the activation ``[rows, F]`` in the dtype of ``x``, without a cast to FP8."""
         if self.name in GATED:
             return swiglu.swiglu_fwd(self.x, activation=GATED[self.name])
         return activation.activation_fwd(self.x, PLAIN[self.name])
@@ -257,7 +261,10 @@ class ActivationBackward(BaseFusedCast):
         self.can_fuse = name in GATED or name == "gelu" or not with_dbias
 
     def plain(self) -> torch.Tensor:
-        """Returns the gradient, in the shape of ``x``, in high precision."""
+        """Returns the gradient in the shape and dtype of ``x``, without a cast to FP8.
+
+        Sets ``dbias`` if the op computes column sums and they are wanted.
+        """
         grads: Any
         if self.name in GATED:
             gate = GATED[self.name]

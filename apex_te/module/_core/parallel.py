@@ -116,7 +116,8 @@ _TAGS = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence
 class _Group:
     """Holder of a process group in a module's copied attributes.
 
-    A deepcopy of it holds that very group, a pickle holds None: a process group cannot be pickled.
+    ``copy.deepcopy`` returns the holder itself, with its group. Pickle stores a holder of None: a
+    process group cannot be pickled.
     """
 
     def __init__(self, group: Any) -> None:
@@ -325,7 +326,11 @@ class ParallelModule(FP8Module):
         return tracker.fork(self.rng_tracker_name) if self.rng_tracker_name else tracker.fork()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the attributes for a copy, with the process group, or a pickle, without it."""
+        """Returns the attributes for ``copy.deepcopy`` or pickle.
+
+        ``tp_group`` is wrapped in a ``_Group``, so that a copy has the same process group and a
+        pickle None: a process group cannot be pickled.
+        """
         kept = super().__getstate__()
         kept["tp_group"] = _Group(self.tp_group)
         kept["_collectives"] = {}

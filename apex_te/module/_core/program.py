@@ -217,7 +217,10 @@ class _View(NamedTuple):
 
 
 def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of one element's memory that looks as if it had ``shape``."""
+    """Returns a tensor of this shape and dtype, all of whose elements share one element's memory.
+
+    It only serves as the argument of ``empty_like``; its values are uninitialised.
+    """
     return torch.empty(1, dtype=dtype, device=device).expand(shape)
 
 

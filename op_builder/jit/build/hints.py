@@ -94,7 +94,11 @@ def _memory(_: re.Match[str]) -> str:
 
 
 def _header(match: re.Match[str]) -> str:
-    """Returns advice for a missing header: the package that it belongs to."""
+    """Returns advice for a missing header: the package to install, or to set ``CPATH``.
+
+    Args:
+        match: match of ``_HEADER``, whose group "host" or "device" is the header's name.
+    """
     name = match["host"] or match["device"]
     for pattern, owner in _HEADERS:
         if re.fullmatch(pattern, name):

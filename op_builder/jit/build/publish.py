@@ -45,9 +45,13 @@ def _sync(path: str) -> None:
 
 
 def _sync_folder(path: str) -> None:
-    """Fsyncs a folder, so that files created in it or renamed to it survive a crash.
+    """Writes a folder's list of files through to the disk (``fsync``), and ignores errors.
 
-    Without, a crash can lose a whole entry, but never leaves a broken one. Errors are ignored.
+    Files that were created in the folder, or renamed to lie in it, then survive a crash. If this
+    fails, a crash can lose a whole cache entry, but never leaves a broken one.
+
+    Args:
+        path: path of the folder.
     """
     with contextlib.suppress(OSError):
         _sync(path)

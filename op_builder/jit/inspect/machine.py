@@ -84,7 +84,15 @@ def torch() -> Facts:
 
 
 def _cxx() -> tuple[str, str, str]:
-    """Returns command, version and origin of the C++ compiler, as ``_TOOLS`` describes."""
+    """Finds the C++ compiler.
+
+    Returns:
+        ``(path, version, origin)``: the command with its arguments, the first line of
+        ``--version``, and "CXX" or "PATH", which named the compiler.
+
+    Raises:
+        BuildError: no compiler was found, or ``CXX`` is bad.
+    """
     origin = "CXX" if os.environ.get("CXX", "").strip() else "PATH"
     return " ".join(toolchain.find_cxx()), toolchain.cxx_version(), origin
 
@@ -92,13 +100,17 @@ def _cxx() -> tuple[str, str, str]:
 def _gpu_compiler(
     name: str, found: toolchain.Nvcc, version: str, homes: Sequence[str]
 ) -> tuple[str, str, str]:
-    """Returns path, version and origin of nvcc or hipcc, as ``_TOOLS`` describes.
+    """Finds out what led to the nvcc or hipcc that builds use.
 
     Args:
-        name: name of the compiler.
-        found: the compiler.
-        version: its version text.
-        homes: environment variables that name a toolkit's folder.
+        name: "nvcc" or "hipcc".
+        found: path and toolkit folder of the compiler.
+        version: version text of the compiler.
+        homes: environment variables that may name a toolkit's folder, the most important first.
+
+    Returns:
+        ``(path, version, origin)``: the origin is the variable whose folder has the compiler,
+        "PATH", or "the usual places".
     """
     origin = "PATH" if shutil.which(name) == found.path else "the usual places"
     for variable in reversed(homes):
@@ -109,19 +121,22 @@ def _gpu_compiler(
 
 
 def _nvcc() -> tuple[str, str, str]:
-    """Returns path, version and origin of nvcc, as ``_TOOLS`` describes."""
+    """Returns ``(path, version, origin)`` of nvcc; raises BuildError if it is missing."""
     version = toolchain.nvcc_version()
     return _gpu_compiler("nvcc", toolchain.find_nvcc(), version, toolchain.CUDA_HOMES)
 
 
 def _hipcc() -> tuple[str, str, str]:
-    """Returns path, version and origin of hipcc, as ``_TOOLS`` describes."""
+    """Returns ``(path, version, origin)`` of hipcc; raises BuildError if it is missing."""
     version = toolchain.hipcc_version()
     return _gpu_compiler("hipcc", toolchain.find_hipcc(), version, toolchain.ROCM_HOMES)
 
 
 def _ninja() -> tuple[str, str, str]:
-    """Returns path, version and "" for ninja, as ``_TOOLS`` describes."""
+    """Returns ``(path, version, "")`` of ninja; raises BuildError if it is missing.
+
+    The version is "unknown" if ninja cannot be run.
+    """
     path = toolchain.find_ninja()
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60)
@@ -132,13 +147,22 @@ def _ninja() -> tuple[str, str, str]:
 
 
 def _cublaslt() -> tuple[str, str, str]:
-    """Returns the folder of cuBLASLt's header or the toolkit's, as ``_TOOLS`` describes."""
+    """Finds the header ``cublasLt.h``.
+
+    Returns:
+        ``(folder, "", "")``: the folder of the wheel that has the header, or that of the CUDA
+        toolkit if the toolkit has it.
+
+    Raises:
+        BuildError: nvcc or the header is missing.
+    """
     nvcc = toolchain.find_nvcc()
     folders = toolchain.find_header("cublasLt.h", "cublas", nvcc)
     return (folders[0] if folders else nvcc.home), "", ""
 
 
-# name -> a function that returns path, version and origin, or raises what a build would raise
+# name -> a function that returns the texts (path, version, origin), of which the origin is the
+# variable or place that led to the tool, or "". It raises the BuildError that a build would raise.
 _TOOLS: dict[str, Callable[[], tuple[str, str, str]]] = {
     "C++": _cxx,
     "nvcc": _nvcc,

@@ -173,11 +173,11 @@ def _difference(entry: Entry, spec: OpSpec, facts: Facts) -> str:
 
 
 def _changed_sources(old: dict[str, str], new: dict[str, str]) -> list[str]:
-    """Returns texts that name changed, new and vanished sources.
+    """Returns texts that name changed, new and vanished sources, one text for each kind.
 
     Args:
-        old: digest by name, from the entry's manifest.
-        new: present digest by name.
+        old: digest of each source by name, from the entry's manifest.
+        new: present digest of each source by name.
     """
     changes = {
         "changed": [name for name in new if name in old and old[name] != new[name]],
@@ -192,7 +192,16 @@ def _changed_sources(old: dict[str, str], new: dict[str, str]) -> list[str]:
 
 
 def _changed_flags(old: list[str], new: list[str]) -> list[str]:
-    """Returns a text with added and dropped flags in a list; no text if none differ."""
+    """Returns text on how the compiler flags of a cached library differ from the present ones.
+
+    Args:
+        old: flags in the entry's manifest; empty if none are recorded.
+        new: present flags.
+
+    Returns:
+        A list of one text, such as "flags: now -O3, not -O2"; an empty list if the flags are equal
+        or ``old`` is empty.
+    """
     if not old or old == new:
         return []
     added = " ".join(flag for flag in new if flag not in old)
