@@ -114,7 +114,11 @@ def _distributes(
         args: positional and keyword arguments of ``function``.
 
     Returns:
-        True if the first tensor must be distributed over ``group``; False also for one rank.
+        True if the first tensor must be distributed over ``group``; False if not wanted, or if
+        ``group`` has one rank.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for ``checkpoint``.
     """
     if not isinstance(wanted, bool):
         raise TypeError(
@@ -212,7 +216,7 @@ class _Repeatable:
     def _as_before(self) -> Iterator[None]:
         """Sets region, tracked random states and scales of the first call inside the block.
 
-        The present ones are restored at the block's end.
+        At the block's end the states from before the block are restored.
         """
         region, states = local.region, None
         local.region = self.region

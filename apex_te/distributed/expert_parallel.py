@@ -122,7 +122,7 @@ class TokenDispatcher:
 
         Returns:
             The rows that this rank's experts are to compute on. Every rank must call ``combine`` of
-            it.
+            this object.
 
         Raises:
             TypeError: a dtype that is not among those above.
@@ -313,10 +313,11 @@ class TokenDispatcher:
 
 
 def _kind(tokens: torch.Tensor, probs: torch.Tensor) -> tuple:
-    """Returns the facts about a call's arguments that must be equal on all ranks.
+    """Returns what must be equal on all ranks in the arguments of a call.
 
     Returns:
-        Their values in the order of ``_COMPARED``, which names them.
+        Hidden size, dtypes of ``tokens`` and of ``probs``, and for each of the two a bool, True
+        if it needs a gradient; ``_COMPARED`` has their names in this order.
     """
     grad = torch.is_grad_enabled()
     return (
@@ -404,7 +405,7 @@ def _by_expert(
 
 
 class _AllToAll(torch.autograd.Function):
-    """Differentiable ``all_to_all_rows``; backward sends the gradient's rows to where they were."""
+    """Differentiable ``all_to_all_rows``; backward sends gradient rows back to the ranks."""
 
     @staticmethod
     def forward(

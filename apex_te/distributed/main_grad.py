@@ -183,8 +183,8 @@ def _complete(
 
     Args:
         parameters: this rank's trained parameters.
-        gradients: gradient of each parameter, None where this rank has none. Zeros are put there
-            if another rank has one.
+        gradients: gradient of each parameter, None if this rank has none. Zeros replace None if
+            another rank has a gradient.
         group: process group, not None.
         error: error that this rank found in its gradients, or None.
 

@@ -31,7 +31,7 @@ def add_fp8_arguments(parser: argparse.ArgumentParser) -> Any:
     - ``--transformer-impl local|transformer_engine`` (``args.transformer_impl``): plain PyTorch
       modules, or those of apex_te (the default).
     - ``--fp8-format e4m3|hybrid|hif8`` (``args.fp8_format``) and ``--fp8-recipe
-      delayed|tensorwise|blockwise|mxfp8`` (``args.fp8_recipe``): None where not given;
+      delayed|tensorwise|blockwise|mxfp8`` (``args.fp8_recipe``): None if not given;
       ``recipe_from_arguments`` reads both.
     - ``--no-use-gmm-fp8`` (``args.use_gmm_fp8``, default True): keeps grouped linear layers in high
       precision. The switch only sets the attribute; the model must call these layers in
@@ -110,12 +110,16 @@ def recipe_from_arguments(args: argparse.Namespace) -> Recipe | None:
 
 
 def _value(args: argparse.Namespace, name: str, choices: tuple[str | None, ...]) -> str | None:
-    """Returns the value of a switch after a check: not only parsers make a Namespace.
+    """Returns the value of a switch after a check, as users may build a Namespace themselves.
 
     Args:
         args: parsed arguments.
         name: attribute of ``args``, e.g. "fp8_format".
         choices: values that the switch may have.
+
+    Raises:
+        TypeError: ``args`` lacks the attribute.
+        ValueError: the value is not among ``choices``.
     """
     switch = "--" + name.replace("_", "-")
     if not hasattr(args, name):

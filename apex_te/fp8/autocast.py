@@ -39,11 +39,11 @@ class Region(Entered):
         recipe_key: process-wide name of the recipe's value (``registry.intern``), by which modules
             find their quantizers.
         grad: True if the outermost region was entered with grad enabled.
-        in_fp8: True if this region or one around it is enabled or calibrating.
+        in_fp8: True if this region or a region around it is enabled or calibrating.
         records: True if modules stage amaxes in this region.
-        amax_group: the amax group in whose clock the region counts; None if it does not count, as
-            in evaluation, in a recompute, with a recipe without state, and in traced code, whose
-            graph enters the region by an op.
+        amax_group: the amax group whose pending regions include this region; None in evaluation, in
+            a recompute, with a recipe without state, and in traced code, whose graph enters the
+            region by an op.
         previewed: True in an evaluation that reads ``FP8State.pending_scale_fwd``, the scales that
             a pending update will give.
         calibrated: the amax group to update when the region is left; None unless it is an outermost
@@ -116,14 +116,14 @@ class fp8_autocast:
             ``TransformerLayer`` or ``MultiheadAttention``, or the pipeline stage that Megatron
             knows get a ``RankMismatchError`` at the first update. Stages that are equal in all of
             these go unnoticed: the amaxes of one would then make the scales of the other too small.
-        calibrating: collect amaxes even where ``enabled`` is False (results in high precision).
+        calibrating: collect amaxes also if ``enabled`` is False; results are high precision then.
         keep_columnwise_weights: cast each weight once, to both copies, in forward, and hold the
-            columnwise one until backward, which otherwise casts the weight again. It costs a byte
+            columnwise copy until backward, which else casts the weight again. This costs a byte
             for each element of a weight from forward to backward and saves a third of the bytes
             that casts of weights move. Weights that are cached, held in FP8, sharded by
-            ``fully_shard`` or those of ``GroupedLinear`` are treated as without it.
+            ``fully_shard`` or those of ``GroupedLinear`` ignore the option.
 
-    Regions may be nested. Scales move on entering an outermost region with grad enabled, once
+    Regions may be nested. Scales are updated on entering an outermost region with grad, once
     ``interval`` regions have passed since the last update, and on leaving an outermost calibrating
     region without grad if no region with grad is pending. Both are collective over ``fp8_group``.
 

@@ -18,7 +18,7 @@ _FNUZ = {
 def formats_of(fp8_format: Format, device: torch.device) -> FormatValue:
     """Returns the element types and ``fp8_max`` of a format on ``device``, for one scale a tensor.
 
-    OCP types become their fnuz counterparts where the device multiplies those only.
+    If the device multiplies fnuz types only, the result has these in place of OCP's.
 
     Source: AMD CDNA3 instruction set (fnuz), OCP OFP8 1.0.
     """

@@ -133,14 +133,14 @@ class ModuleFP8:
     ) -> QuantizerSets:
         """Returns the quantizers of the module's GEMMs for one forward.
 
-        They are built, and the state is allocated or resized for the recipe, where needed.
+        Quantizers that are missing are built; the state is allocated or resized if needed.
 
         Args:
             key: the region's ``recipe_key``.
             recipe: the region's recipe.
             device: device of the module's weights.
             records: True if the region's modules stage amaxes.
-            amax_group: the region's amax group; None if it does not count in one.
+            amax_group: the region's amax group; None if the region counts in none.
         """
         if torch.compiler.is_compiling():
             if torch.compiler.is_dynamo_compiling():  # which runs the marked function by itself
@@ -160,7 +160,7 @@ class ModuleFP8:
 
         Args:
             key: the region's ``recipe_key``.
-            amax_group: the region's amax group; None if it does not count in one.
+            amax_group: the region's amax group; None if the region counts in none.
         """
         entered = amax_group is None or amax_group is self._sync.amax_group
         return self._active if entered and self._active_key == key else None
@@ -210,6 +210,8 @@ class ModuleFP8:
     def _prepare(self, key: str, device: str, index: int | None, records: bool) -> bool:
         """Adapts the state while torch.compile traces, which cannot trace the allocations.
 
+        The arguments are those of ``adapt``, with the device given as its type and its index.
+
         It is a method of simple arguments, so that nothing of one module becomes a guard of the
         compiled code, which the layers of a model then share. Modules on the device that have not
         run yet are adapted, too, as each would otherwise cause a recompilation.
@@ -239,14 +241,14 @@ class ModuleFP8:
         records: bool,
         amax_group: AmaxGroup | None,
     ) -> None:
-        """Enters the amax group, adapts to the recipe, and notes that compiled code uses this."""
+        """Enters the amax group, adapts the state, and notes that compiled code uses the state."""
         self.enter(amax_group)
         self.adapt(key, recipe, device, records)
         self._is_traced = True
         self._sets_first_scales |= records and recipe.keeps_state
 
     def staging(self, key: str) -> list[torch.Tensor]:
-        """Returns the tensors of the state that a forward in compiled code reads and writes.
+        """Returns the state's tensors for inputs and weights that compiled code reads and writes.
 
         Args:
             key: interned name of the recipe.
@@ -256,8 +258,8 @@ class ModuleFP8:
     def follow(self, key: str, recipe: DelayedScaling) -> None:
         """Does for compiled code, on entry to a region, what eager forwards do by themselves.
 
-        It marks first scales as set that a compiled forward has computed, and fits the state to the
-        region's recipe.
+        It marks the first scales that a compiled forward has computed as set, and fits the state to
+        the region's recipe.
 
         Args:
             key: interned name of the region's recipe.
@@ -304,7 +306,7 @@ class ModuleFP8:
 def init_fp8_state(model: torch.nn.Module, recipe: Recipe | str | None = None) -> None:
     """Allocates the FP8 state of every module in ``model`` before its first forward.
 
-    Loading a distributed checkpoint needs it, because that loads only keys that the model already
+    Call this before loading a distributed checkpoint, which loads only keys that the model already
     has. State that exists is kept.
 
     Args:

@@ -16,10 +16,10 @@ class QuantizedTensor:
             scale_inv``, in the scheme's shape: ``[1]``, or one for each block. They are written
             together with the data, not views of a state, so that a later scale update cannot change
             the values.
-        columnwise: FP8 data ``[cols, rows]`` in ``dtype``, or None. Rows may be padded with zeros
-            to a multiple of 16, over which a weight gradient contracts.
+        columnwise: FP8 data ``[cols, rows]`` in ``dtype``, or None. ``rows``, over which a weight
+            gradient contracts, may be padded with zeros to a multiple of 16.
         columnwise_scale_inv: multipliers of ``columnwise``; the same tensor as
-            ``rowwise_scale_inv`` where one scale serves both.
+            ``rowwise_scale_inv`` if one scale serves both.
         dtype: an FP8 dtype of torch, e.g. ``torch.float8_e4m3fn``, or ``torch.uint8`` (HiF8).
     """
 

@@ -69,7 +69,7 @@ class Capture:
             None.
         input_grads, parameter_grads: where the backward writes gradients; None for those that get
             none.
-        stand_ins: by id of a parameter, the one that takes its place in the capture.
+        stand_ins: by id of a parameter, the parameter that takes its place in the capture.
         cache: decides which FP8 weights a replay casts; None without ``keeps_weights``.
         delayed: the weight gradients that ``backward_dw`` computes after a replay.
         run: the number of forwards replayed so far, recomputes not counted.
@@ -149,7 +149,7 @@ class Capture:
             return pytree.tree_flatten(self.forward(*args, **kwargs))
 
     def _gradients(self, outputs: list[Any], grads: list[Any]) -> list[Any]:
-        """Returns the gradients of ``_sources()``, in that order, None for an unused source.
+        """Returns the gradients of ``_sources()``, in the order of these; None if unused.
 
         Args:
             outputs: flat outputs of the module.
@@ -166,7 +166,7 @@ class Capture:
         return [x for x in self.inputs if x.requires_grad] + parameters
 
     def warm_up(self, count: int) -> None:
-        """Runs forward and backward ``count`` times eagerly; the capture then sets nothing up."""
+        """Runs forward and backward ``count`` times eagerly, for what only first runs set up."""
         for _ in range(count):
             outputs, _ = self._run(contextlib.nullcontext())
             grads = [torch.ones_like(o) if _needs_grad(o) else None for o in outputs]
@@ -296,8 +296,8 @@ class Capture:
             grads: the gradient of each tensor of ``results``.
 
         Returns:
-            The gradients of all inputs, then of the parameters that require grad, None where there
-            is none. Later replays overwrite them.
+            The gradients of all inputs, then of the parameters that require grad, None for those
+            without one. Later replays overwrite the gradients.
 
         Raises:
             RuntimeError: a later forward, or an earlier backward, overwrote what the forward saved.
@@ -356,8 +356,8 @@ class WeightCache:
         """Sets the ``noop`` flags that the graph reads, before the replay of a call.
 
         Args:
-            first: ``is_first_microbatch``: True casts all weights, None too but later calls do not
-                reuse them, False casts those that changed.
+            first: ``is_first_microbatch``: True casts all weights; None casts all, for this call
+                only; False casts weights that changed.
             recomputed: the call is a recompute, which casts no weight.
             inputs: the tensors of the call, in the order of ``Capture.inputs``.
         """
@@ -389,7 +389,7 @@ class DelayedGradient:
     """Weight gradient that ``backward_dw`` computes after a replay, from the graph's memory.
 
     Args:
-        capture: the graphs that it belongs to.
+        capture: the graphs whose backward leaves this gradient out.
         modes: memory of the FP8 module whose ``backward_dw`` computes the gradient.
         pairs: the module's parameters that require grad, each with its stand-in of the capture.
         compute: computes the gradient, and adds it to ``.grad`` of a stand-in or to ``main_grad``,
@@ -445,7 +445,7 @@ def _path_name(path: Any) -> str:
 def preserved(
     modules: Sequence[torch.nn.Module], devices: Sequence[torch.device]
 ) -> Iterator[None]:
-    """Restores, after the ``with`` block, the state that runs of modules in it change.
+    """Restores, after the ``with`` block, the state that is changed by running modules inside.
 
     That is their FP8 state, the amaxes' pending updates, buffers, ``main_grad`` tensors and random
     generators.
@@ -516,7 +516,7 @@ class _SavedState:
             self.tensors = {name: getattr(state, name).clone() for name in TENSORS}
 
     def restore(self) -> None:
-        """Writes the values back into the state's tensors; a state that had none is reset."""
+        """Writes the values back into the state; resets a state that then had no tensors."""
         if not self.tensors:
             self.state.reset()  # it was allocated meanwhile
             return

@@ -46,7 +46,7 @@ def make_graphed_callables(
             of such tuples. Tensors give shape, dtype and ``requires_grad``; anything else is a
             constant of the graph.
         num_warmup_iters: forwards and backwards before the capture, at least 1.
-        allow_unused_input: an input or parameter may take no part in the outputs.
+        allow_unused_input: True to allow inputs and parameters that no output depends on.
         fp8_enabled: ``enabled`` of the ``fp8_autocast`` region that modules are captured in. A call
             outside any region enters such a region itself.
         fp8_calibrating: ``calibrating`` of that region.
@@ -134,7 +134,7 @@ def _capture(
 
 
 def _check_options(warmup_iters: Any, allow_unused_input: Any, weight_caching: Any) -> None:
-    """Checks the types and values of options of ``make_graphed_callables``."""
+    """Raises TypeError or ValueError for a wrong option of ``make_graphed_callables``."""
     if isinstance(warmup_iters, bool) or not isinstance(warmup_iters, int):
         kind = type(warmup_iters).__name__
         raise TypeError(f"{_NAME}: num_warmup_iters must be an int, got {kind}")
@@ -194,14 +194,14 @@ def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dic
 
 
 def _check_module(module: torch.nn.Module) -> None:
-    """Checks that no module inside ``module`` has a graph already."""
+    """Raises ValueError if a module inside ``module`` has a graph already."""
     for child in module.modules():
         if child is not module and isinstance(child.__dict__.get("forward"), GraphedForward):
             raise ValueError(f"{_NAME}: modules must not hold a module that has a graph, got one")
 
 
 def _check_surroundings() -> None:
-    """Checks that a CUDA device is there, and no region or autocast cache is active."""
+    """Raises RuntimeError without a CUDA device, or if a region or autocast cache is active."""
     if not torch.cuda.is_available():
         raise RuntimeError(f"{_NAME}: CUDA graphs need a CUDA device, got none")
     if local.region is not None:
@@ -367,7 +367,7 @@ class GraphedForward:
         """Returns the tensors of a call, in the order of ``Capture.inputs``.
 
         Raises:
-            TypeError: no tensor, or one of another dtype, where the capture had a tensor.
+            TypeError: no tensor, or a tensor of another dtype, in the place of a captured tensor.
             ValueError: another structure, constant, shape or ``requires_grad`` than captured.
         """
         capture, owner = self.capture, self.owner
@@ -403,7 +403,7 @@ class GraphedForward:
         """Checks that FP8 state and parameters are where the capture found them.
 
         Raises:
-            RuntimeError: they have moved.
+            RuntimeError: FP8 state or parameters have moved.
         """
         what = None
         if any(state.amax_history_fwd is not history for state, history in self.states):

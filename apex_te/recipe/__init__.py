@@ -184,7 +184,7 @@ class Recipe:
             )
 
     def _flags(self, name: str) -> GemmFlags:
-        """Checks a field of three bools, stores it as a tuple and returns that."""
+        """Checks the field ``name``, three bools; stores it as a tuple, and returns the tuple."""
         value: Any = getattr(self, name)
         if not isinstance(value, (tuple, list)) or not all(isinstance(v, bool) for v in value):
             raise TypeError(f"{self._name}: {name} must be a tuple of three bools, got {value!r}")

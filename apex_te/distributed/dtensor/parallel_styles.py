@@ -44,7 +44,7 @@ class _Split(NamedTuple):
     Attributes:
         owner: name of the style, for messages.
         mesh: device mesh of one dimension, over whose ranks modules are split.
-        sequence_parallel: inputs and outputs that are not split by features are split by rows.
+        sequence_parallel: True if inputs and outputs not split by features are split by rows.
         src_data_rank: rank of the mesh whose values of whole parameters all ranks get; None if
             each rank keeps its values.
     """
@@ -66,8 +66,8 @@ class _Style(ParallelStyle):
     Subclasses define ``_kinds``, the module classes they apply to, and ``_changes``.
 
     Args:
-        sequence_parallel: inputs and outputs that are not split by features are split by rows:
-            each rank has its part of dimension 0.
+        sequence_parallel: True if inputs and outputs not split by features are split by rows: each
+            rank has its part of dimension 0.
     """
 
     _kinds: ClassVar[tuple[type[torch.nn.Module], ...]]
@@ -117,7 +117,7 @@ class ColumnParallel(_Style):
     before the module is changed.
 
     Args:
-        sequence_parallel: the input is split along dimension 0; the layer gathers it.
+        sequence_parallel: True if the input is split along dimension 0; the layer gathers it.
 
     Raises:
         TypeError: a module that is no ``Linear`` or ``LayerNormLinear``.
@@ -142,7 +142,7 @@ class RowParallel(_Style):
     dimension 0. Errors are those of ``ColumnParallel``, with ``Linear`` as the only class.
 
     Args:
-        sequence_parallel: the output is split along dimension 0, by a reduce-scatter.
+        sequence_parallel: True to split the output along dimension 0, by a reduce-scatter.
     """
 
     _kinds = (Linear,)
@@ -167,7 +167,7 @@ class LayerParallel(_Style):
     of at most the bytes of a rank's piece. The received rows take memory until backward.
 
     Args:
-        sequence_parallel: input and output are split along dimension 0.
+        sequence_parallel: True if input and output are split along dimension 0.
     """
 
     _kinds = (LayerNormMLP, MultiheadAttention, TransformerLayer)
@@ -229,7 +229,12 @@ def _refuse(split: _Split, what: str, wanted: str, got: Any) -> NotImplementedEr
 
 
 def _check_parameters(module: torch.nn.Module, split: _Split) -> None:
-    """Raises if a parameter of ``module`` is a DTensor already or is no plain parameter."""
+    """Checks that all parameters of ``module`` are plain.
+
+    Raises:
+        ValueError: a parameter is a DTensor already.
+        NotImplementedError: a parameter is no plain ``torch.nn.Parameter``.
+    """
     name = type(module).__name__
     for key, parameter in module._parameters.items():
         if isinstance(parameter, DTensor):
@@ -248,7 +253,12 @@ def _check_parameters(module: torch.nn.Module, split: _Split) -> None:
 
 
 def _check_gemms(module: ParallelModule, split: _Split) -> None:
-    """Raises if ``module`` is tensor-parallel already, or has an option that styles exclude."""
+    """Checks that a style can be applied to a module with GEMMs.
+
+    Raises:
+        ValueError: the module is tensor-parallel already.
+        NotImplementedError: the module has an option or a parameter that styles exclude.
+    """
     name = type(module).__name__
     mode: Any = getattr(module, "parallel_mode", None) or getattr(
         module, "set_parallel_mode", False
@@ -322,7 +332,7 @@ def _stacked(names: Iterable[str], matrices: tuple[int, ...], split: _Split) -> 
         split: arguments of the style.
 
     Returns:
-        Exchanges by name; empty for one matrix or one rank, where rows need no exchange.
+        Exchanges by name; empty for one matrix or one rank, which need no exchange.
     """
     if len(matrices) < 2 or split.ranks == 1:
         return {}
@@ -405,7 +415,7 @@ def _layer_changes(layer: Any, split: _Split) -> list[Change]:
 def _whole_changes(module: Any, split: _Split, summed: bool) -> list[Change]:
     """Checks a module, and returns the functions that make its parameters replicated DTensors.
 
-    ``summed``: backward sums the parameters' gradients over the ranks.
+    ``summed``: True to sum the parameters' gradients over the ranks in backward.
     """
     _check_parameters(module, split)
     names = tuple(module._parameters)

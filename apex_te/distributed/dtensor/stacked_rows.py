@@ -96,7 +96,7 @@ def rows_of_matrices(local: torch.Tensor, exchange: Exchange, group: Any) -> tor
     """Returns the rows of each matrix that this rank computes with; collective, as is backward.
 
     Args:
-        local: ``[rows / ranks, ..]``, the rows of the parameter that this rank stores.
+        local: ``[rows / ranks, ..]``, this rank's piece of a parameter ``[rows, ..]``.
         exchange: this rank's plan, from ``exchange_of``.
         group: process group over which the parameter is sharded.
 

@@ -204,7 +204,7 @@ class HookedParam(GatheredParam):
         return self._payload_alone(shard.plain(), dtype)
 
     def _meet(self, mesh: Any, size: Any) -> None:
-        """Stores the mesh, its group and the shape of the first gather, or of one on a new mesh.
+        """Stores mesh, process group and whole shape in the first gather, or the first on a mesh.
 
         It also finds the parameters that FSDP2 gathers together with this one.
         """

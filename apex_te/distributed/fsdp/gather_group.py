@@ -44,7 +44,7 @@ class GatherGroup:
     FSDP2 calls their hooks one after the other before each gather. The first hook quantizes all of
     them, the others return what is ready. ``scale_inv`` and amaxes are computed when a weight or a
     scale has changed, and reused by all gathers until the next change, so that a gather allocates
-    no tensor that two streams use. Their memory belongs to FSDP2's copy stream. This waits for the
+    no tensor that two streams use. Their memory belongs to FSDP2's copy stream, which waits for the
     stream of GEMMs before it reads changed weights, and so never overwrites memory that a GEMM
     still reads.
 
@@ -61,7 +61,7 @@ class GatherGroup:
         self._made: tuple[Any, Any] | None = None  # stream, and event at which they are there
 
     def quantize(self, first: torch.Tensor, dtype: torch.dtype | None) -> bool:
-        """Quantizes this rank's rows of all parameters, and stores the results as their ``ready``.
+        """Quantizes this rank's rows of all parameters into the ``ready`` of each.
 
         Args:
             first: shard for which FSDP2 called the first parameter's hook.

@@ -28,7 +28,7 @@ class GatheredParam:
     """State of one parameter of a module that FSDP2 gathers as FP8 data.
 
     Attributes:
-        unit: the GEMM's weight, whose rows are this parameter, alone or with others.
+        unit: the GEMM's weight, whose rows this parameter holds, alone or with other parameters.
         name: name of the parameter in the unit's module.
         changes: number of ops that wrote to the parameter, equal on all ranks.
         seen: ``version()`` of the parameter when the unit's amax was last computed; None before.
@@ -201,7 +201,7 @@ class GatherSet:
     def wait_for_scales(self, unit: GatherUnit) -> None:
         """Orders FSDP2's copy stream, the current one, behind an update of the scales.
 
-        FSDP2 orders it behind the stream of GEMMs as a forward begins only, while the region whose
+        FSDP2 orders its copy stream behind that of GEMMs as a forward begins only; the region whose
         entry updates scales may be entered later. Nothing happens if ``unit`` has no new scales.
         """
         if unit.scales == unit._state().scale_fwd._version:

@@ -80,8 +80,8 @@ def parts_of_states(split: SplitModel) -> dict[str, Parts]:
     """Finds the place of this rank's slots in the FP8 states that hold all experts' slots.
 
     Returns:
-        By the tensor's name in the model's state dict: which part of the whole it is. Modules
-        without experts of their own are left out.
+        A dict by the tensor's name in the model's state dict: the tensor's place in the whole.
+        Modules without experts of their own are left out.
     """
     found = {}
     for each in split.modules:

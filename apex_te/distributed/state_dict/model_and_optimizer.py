@@ -261,7 +261,7 @@ def set_optimizer_state_dict(
 def _split_to_get(
     owner: str, model: torch.nn.Module, expert_group: Any, stacked: _Stacked, options: Any
 ) -> SplitModel:
-    """Returns the model's layout; raises for ``full_state_dict`` of a split model."""
+    """Returns the layout; raises NotImplementedError for ``full_state_dict`` of a split model."""
     split = split_model(owner, model, expert_group, stacked)
     if split.entries and options is not None and options.full_state_dict:
         raise NotImplementedError(
@@ -275,7 +275,7 @@ def _split_to_get(
 def _split_to_set(
     owner: str, model: torch.nn.Module, expert_group: Any, stacked: _Stacked, options: Any
 ) -> SplitModel:
-    """Returns the model's layout; raises for ``broadcast_from_rank0`` with a split model."""
+    """Returns the layout; raises NotImplementedError for ``broadcast_from_rank0`` if split."""
     split = split_model(owner, model, expert_group, stacked)
     if split.entries and options is not None and options.broadcast_from_rank0:
         raise NotImplementedError(

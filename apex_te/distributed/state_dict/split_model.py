@@ -27,8 +27,8 @@ class Entry(NamedTuple):
     """Layout of a parameter that is split over tensor-parallel ranks or belongs to an expert.
 
     Attributes:
-        every: names in a checkpoint of the parameters that have one local name on the ranks of the
-            expert group, by rank; just ``(name,)`` for a parameter of no expert.
+        every: for each rank of the expert group, the name in a checkpoint of that rank's parameter
+            with this local name; just ``(name,)`` for a parameter of no expert.
         name: name of this rank's parameter in a checkpoint.
         shape: shape of this rank's part.
         parts: place of this rank's part in the whole; None if this rank has the whole parameter.
@@ -47,7 +47,7 @@ class SplitModule(NamedTuple):
         prefix: prefix of the module's names in a state dict, with a final dot; "" for the model.
         module: the module.
         tp_group: process group whose ranks split the module's GEMMs; None if none does.
-        experts: True if each rank of the expert group has other experts in this module.
+        experts: True if the ranks of the expert group have different experts in this module.
     """
 
     prefix: str
@@ -376,8 +376,8 @@ def _expert_names(module: Any, group: Any) -> dict[str, tuple[str, ...]]:
         group: process group over which its experts are spread.
 
     Returns:
-        By local name (``weight0``), the names without prefix that the parameters of this local name
-        have in a checkpoint, one for each rank of ``group``.
+        A dict by local name (``weight0``): for each rank of ``group`` the name, without prefix,
+        that the rank's parameter of this local name has in a checkpoint.
     """
     gemms, ranks = module.num_gemms, world_size(group)
     return {

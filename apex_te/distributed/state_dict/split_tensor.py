@@ -58,7 +58,7 @@ class Parts(NamedTuple):
 def parts_of(
     dim: int, length: int, rank: int, ranks: int, matrices: tuple[int, ...] = (1,)
 ) -> Parts:
-    """Returns the place of the part of one rank, where all ranks have equal shares.
+    """Returns the place of one rank's part in the whole, if all ranks have equal shares.
 
     Args:
         dim: dimension that is split.

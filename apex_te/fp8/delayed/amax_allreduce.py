@@ -1,14 +1,14 @@
 """All-reduce of staged amaxes, the one collective of a scale update; it takes the maximum.
 
-Its buffer has a place for the slots of every FP8 module that the process has constructed, in that
-order, whether or not the module has run (else 0) or still exists: then the ranks' buffers agree
-even where ranks skip modules or collect garbage at different times. A header in front describes the
+Its buffer has an element for each slot of every FP8 module that the process has constructed, in the
+order of construction: 0 if the module has not run or is gone. So the ranks' buffers agree
+even if ranks skip modules or collect garbage at different times. A header in front describes the
 modules: their number, and a digest of their sizes and labels.
 
 A collective over a group has as many numbers as its ranks last agreed on, 16384 before they ever
 did, so that ranks whose modules differ still run one collective of equal size and learn from the
-header that they differ. Where more numbers are needed, the header is sent first, once, and then the
-rest.
+header that they differ. If more numbers are needed, a first collective sends the header and as many
+numbers as were agreed, and a second one the rest; further calls need one collective for all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SlotRange(NamedTuple):
     """Named tuple of neighbouring slots of one FP8 state.
 
     Attributes:
-        at: index of the first of them among all slots of the process.
+        at: index of the range's first slot among all slots of the process.
         history: amax history, fp32 ``[length, slots]``; row 0 is the staging row.
         scale, scale_inv: fp32 ``[slots]``.
     """
@@ -63,10 +63,10 @@ class _Channel:
 
     @staticmethod
     def of(group: Any, device: torch.device) -> _Channel:
-        """Returns the channel of a process group, where None is the whole world.
+        """Returns the channel of a process group; it is made if missing.
 
         Args:
-            group: process group.
+            group: process group; None is the whole world.
             device: device of the collective, for a new channel.
         """
         key = distributed.group.WORLD if group is None else group
@@ -103,7 +103,7 @@ _channels: weakref.WeakKeyDictionary[Any, _Channel] = weakref.WeakKeyDictionary(
 
 
 class RankReduction:
-    """Reduces staged amaxes over ranks, and checks that all ranks mean the same modules by them.
+    """Reduces staged amaxes over ranks, and checks that all ranks have the same modules.
 
     Args:
         sizes: number of slots of each module of the process, in the order of construction.
@@ -201,7 +201,7 @@ class RankReduction:
         return said
 
     def _check(self, channel: _Channel, group: Any) -> None:
-        """Raises RankMismatchError if the last header, not read before, shows other modules."""
+        """Raises RankMismatchError if a header not read before shows that ranks' modules differ."""
         found = channel.read()
         if found is None or found.agrees:
             return

@@ -1,9 +1,9 @@
 """Amax groups: process groups over which scales are updated together, and stay equal.
 
 One amax group stands for all regions with one ``fp8_group``; all regions whose recipe does not
-reduce amaxes form one, too. Each amax group has its own clock and its own updates, which take in
-the states that last ran in one of its regions. Amax groups are numbered by first use, an order that
-is equal on all ranks.
+reduce amaxes form one, too. Each amax group has its own clock, the number of regions since its last
+update, and its own updates of the states that last ran in one of its regions. Amax groups are
+numbered by first use, an order that is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class AmaxGroups:
         """Numbers of pending regions in all amax groups, to be saved and restored by assignment.
 
         Returns:
-            future: the number with which new amax groups begin.
-            known: the number of each existing amax group.
+            future: number of pending regions with which new amax groups begin.
+            known: number of pending regions of each existing amax group.
         """
         return self._pending, [group.pending for group in self._groups]
 
@@ -97,7 +97,7 @@ class AmaxGroups:
             group.pending = count  # type: ignore[union-attr]
 
     def any_pending(self) -> bool:
-        """Returns True if an update is pending, be it in an amax group that is yet to be made."""
+        """Returns True if an amax group has pending regions, or a new one would begin with some."""
         return bool(self._pending or self.waiting())
 
     def waiting(self) -> list[AmaxGroup]:
@@ -128,11 +128,11 @@ class AmaxGroups:
     def reduced_over(self, group: Any) -> list[AmaxGroup]:
         """Returns the amax groups, with pending regions, that ``flush_fp8_state(group)`` updates.
 
-        Besides that of ``group`` these are the amax group that is not reduced, and those whose
-        process group is not known.
+        These are the amax group of ``group``, the amax group whose amaxes are not reduced, and
+        amax groups whose process group is not known.
 
         Raises:
-            ValueError: no region had this process group, while others that reduce are pending.
+            ValueError: no region had this process group, but others that reduce amaxes are pending.
         """
         waiting, key = self.waiting(), _key(group)
         known = self._keyed(key) or self._keyed(None)
@@ -146,15 +146,15 @@ class AmaxGroups:
     def loaded(
         self, sync: ScaleSync, number: int | None, pending: int, is_copy: bool = False
     ) -> None:
-        """Sets the clock to that of a saved state.
+        """Sets the number of pending regions to that of a saved state.
 
         Args:
-            sync: the ``ScaleSync`` of the state, which enters the amax group.
-            number: number of the amax group in which the state was saved; None if it was in none,
-                which sets the clocks of all.
+            sync: the ``ScaleSync`` of the state, which gets the amax group if it has none.
+            number: number of the amax group in which the state was saved; None if the state was in
+                none, for which all amax groups are set.
             pending: number of regions that were pending there.
             is_copy: True if the state was unpickled or copied, perhaps in a process that has itself
-                trained: then the larger of its clock and ``pending`` counts.
+                trained: then the larger of the present number and ``pending`` is set.
         """
         if is_copy and number is None:
             pending = max(pending, self.pending)
@@ -198,7 +198,7 @@ _EVERYWHERE, _NOWHERE = "everywhere", "nowhere"
 
 
 class ScaleSync:
-    """Knows over which ranks a state's amaxes are reduced, and on which ranks its scales are equal.
+    """Record of the ranks that reduce a state's amaxes, and of the ranks with equal scales.
 
     Attributes:
         amax_group: amax group of the last region that the module ran in; None before the first.
@@ -235,8 +235,8 @@ class ScaleSync:
         """Notes that scales were loaded.
 
         Args:
-            fingerprint: ``AmaxGroup.fingerprint`` of the ranks on which they were equal when saved;
-                None if not known, or if they may differ for another reason.
+            fingerprint: ``AmaxGroup.fingerprint`` of the ranks on which scales were equal when
+                saved; None if these are not known, or if scales may differ for another reason.
         """
         self._where = _NOWHERE if fingerprint is None else fingerprint
         self._find_equal()
@@ -257,11 +257,11 @@ class ScaleSync:
         self._find_equal()
 
     def sure_in(self, amax_group: AmaxGroup) -> bool:
-        """Returns True if scales are equal on ``amax_group``'s ranks, not only by a file's word."""
+        """Returns True if scales are equal on ``amax_group``'s ranks, not only said by a file."""
         return not isinstance(self._where, int) and self._equal_in(amax_group)
 
     def fingerprint(self) -> int | None:
-        """Returns a fingerprint of the ranks with equal scales, to be saved; None if not known."""
+        """Returns a checksum of the ranks with equal scales, to be saved; None if not known."""
         where = self._where
         if isinstance(where, AmaxGroup):
             return where.fingerprint()
@@ -270,7 +270,7 @@ class ScaleSync:
         return where if isinstance(where, int) else None
 
     def _equal_in(self, amax_group: AmaxGroup) -> bool:
-        """Returns True if scales are equal on ``amax_group``'s ranks, if only by a file's word."""
+        """Returns True if scales are equal on ``amax_group``'s ranks, or a loaded file says so."""
         where = self._where
         if isinstance(where, AmaxGroup):
             return where.covers(amax_group)

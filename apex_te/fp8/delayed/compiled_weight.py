@@ -74,7 +74,10 @@ def _keep(
     seen: torch.Tensor,
     fill: bool,
 ) -> None:
-    """Casts ``weight`` into the kept copies if ``fill`` is True or ``seen`` is out of date."""
+    """Casts ``weight`` into the kept copies if ``fill`` is True or ``seen`` is out of date.
+
+    Arguments are those of ``TracedWeight.quantized`` and the attributes of ``TracedWeight``.
+    """
     now = [1]
     for source in sources:
         now += [0 if source.is_inference() else source._version, source.data_ptr()]

@@ -12,9 +12,9 @@ class FirstSteps:
 
     Attributes:
         due: a bool per slot, True while the host does not know that its first scale is set.
-        on_device: int32 flags ``[len(key)]`` by a tuple of slots, for groups of rows of which only
-            the device knows whether they are empty. Such a slot is due while ``due`` is True and
-            its flag is non-zero.
+        on_device: dict from a tuple of slots to int32 flags, one for each slot, for groups of rows
+            of which only the device knows whether they are empty. A slot with a flag is due while
+            ``due`` is True and the flag is non-zero.
     """
 
     __slots__ = ("due", "on_device")
@@ -31,7 +31,7 @@ class FirstSteps:
         self.on_device = {}
 
     def still_due(self) -> list[bool]:
-        """Returns True for each slot without a first scale yet; waits for the device."""
+        """Returns a bool per slot, True while its first scale is missing; waits for the device."""
         due = list(self.due)
         for slots, flags in self.on_device.items():
             if any(due[slot] for slot in slots):

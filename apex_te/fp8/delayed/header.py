@@ -78,7 +78,7 @@ class Header(NamedTuple):
         recipe: recipe under which the values were computed; None if it is not known or holds
             functions, which cannot be saved.
         group_number: number of the state's amax group; None if it was in none.
-        equal: what ``ScaleSync.fingerprint`` returned.
+        equal: checksum of the ranks with equal scales (``ScaleSync.fingerprint``), or None.
     """
 
     pending: int

@@ -68,7 +68,7 @@ class PendingScales:
                 self._add(module, recipe)
 
     def _add(self, module: ModuleFP8, recipe: Recipe) -> None:
-        """Takes in a module's state; its scales are copied where an update takes a collective."""
+        """Adds a module's state; its scales are only copied if an update takes a collective."""
         state = module.state
         chosen = recipe if state.recipe is None else state.recipe
         scale = torch.empty_like(state.scale_fwd)
@@ -91,7 +91,7 @@ class PendingScales:
         self._local.append(amax_group)
 
     def run(self) -> bool:
-        """Computes the scales; returns False, with nothing done, if no update is pending here."""
+        """Computes the scales; returns False, with nothing done, if no such update is pending."""
         if not any(group is None or group.pending for group in self._local):
             return False
         for targets, sources in self._copied.values():

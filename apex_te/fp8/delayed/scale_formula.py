@@ -95,7 +95,7 @@ class UserUpdate(NamedTuple):
         fp8_max: float,
         recipe: DelayedScaling,
     ) -> UserUpdate:
-        """Computes the update of one history, guarded against zero, Inf and NaN as the kernel's is.
+        """Computes the update of one history; a slot with amax 0, Inf or NaN keeps its scale.
 
         Args:
             history: fp32 ``[length, slots]``, with the staged amaxes in row 0.
@@ -138,7 +138,7 @@ class UserUpdate(NamedTuple):
 def _new_scale(
     amax: torch.Tensor, scale: torch.Tensor, fp8_max: float, recipe: DelayedScaling
 ) -> torch.Tensor:
-    """Returns the scales ``[slots]`` that a recipe gives for ``amax`` ``[slots]``, unguarded."""
+    """Returns a recipe's scales ``[slots]`` for ``amax`` ``[slots]``; scales may be Inf or NaN."""
     algo = recipe.scaling_factor_compute_algo
     if callable(algo):
         new = algo(amax.clone(), scale.clone(), fp8_max, recipe)
@@ -156,7 +156,7 @@ def _checked(name: str, value: Any, like: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError: the result is no tensor.
-        ValueError: its shape is not that of ``like``.
+        ValueError: the result's shape is not that of ``like``.
     """
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"DelayedScaling: {name} must return a tensor, got {type(value).__name__}")

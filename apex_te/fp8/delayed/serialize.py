@@ -43,8 +43,8 @@ class LoadedState(NamedTuple):
     """Named tuple of a state dict's checked entries for one FP8 state.
 
     Attributes:
-        tensors: fp32 on the CPU, by the names in ``TENSORS``; None if the state dict has no
-            entries, for which the state gets its initial values.
+        tensors: fp32 tensors on the CPU by their names in ``TENSORS``; None if the state dict has
+            none of them: the state then gets its initial values.
         header: the checked header; None without tensors.
     """
 
@@ -160,7 +160,7 @@ def load_state(
 
 
 def _on_meta(module: ModuleFP8) -> bool:
-    """Returns True if the module is on the meta device, where entries need no values."""
+    """Returns True if the module is on the meta device: loaded tensors then need no values."""
     device = module.owner_device()
     return device is not None and device.type == "meta"
 
@@ -169,7 +169,7 @@ def _on_cpu(name: str, value: torch.Tensor) -> torch.Tensor:
     """Returns a copy of the tensor ``value`` as fp32 on the CPU.
 
     Raises:
-        ValueError: it cannot be copied; ``name`` is its name in the error.
+        ValueError: ``value`` cannot be copied; the error calls it ``name``.
     """
     try:
         with torch.inference_mode(False), torch.no_grad():

@@ -141,10 +141,10 @@ class FP8State:
         return Slots(gemms, first.due, first.on_device, self.sync, update_scales)
 
     def fit(self, recipe: DelayedScaling, device: torch.device) -> None:
-        """Allocates, resizes or rescales the tensors for a recipe, where needed.
+        """Allocates, resizes or rescales the tensors if a recipe needs it.
 
         Args:
-            recipe: recipe of the forward that is to record.
+            recipe: recipe of the forward that will stage amaxes.
             device: device on which missing tensors are allocated.
         """
         if not self.allocated or self.device.type == "meta":
@@ -242,7 +242,7 @@ class FP8State:
                 getattr(self, f"scale_inv_{way}").copy_(torch.reciprocal(scale))
 
     def _replaced(self) -> None:
-        """Has views of replaced tensors dropped, by ``on_replaced``'s method and the registry."""
+        """Calls the method given to ``on_replaced``, and drops the plans in the registry."""
         self.device = self.scale_fwd.device
         drop_views = None if self._drop_views is None else self._drop_views()
         if drop_views is not None:

@@ -1,4 +1,4 @@
-"""Clock and update of delayed scaling: when scales move, and the update of an amax group.
+"""Clock and update of delayed scaling: when scales are updated, and how, by amax group.
 
 An update all-reduces the staged amaxes over the amax group's ranks (``amax_allreduce``), and
 computes the new scales of all states by one call for each device and kind of recipe
@@ -41,7 +41,7 @@ _failures: dict[Recipe, UpdateFailure] = {}  # that no region has raised yet
 
 
 def enter_region(recipe: Any, group: Any, may_update: bool) -> AmaxGroup | None:
-    """Counts a recording region, after an update if ``recipe.interval`` regions have passed.
+    """Counts a region that stages amaxes, after an update if ``recipe.interval`` regions passed.
 
     Args:
         recipe: the region's recipe.
@@ -104,8 +104,8 @@ def update_if_due(recipe: Any, amax_group: AmaxGroup) -> None:
 def flush_fp8_state(group: Any = None) -> None:
     """Applies pending scale updates at once; collective over the ``fp8_group`` of the regions.
 
-    Scales otherwise move on entering the next ``fp8_autocast``. Call it before saving where all
-    ranks must save equal scales. It does nothing if no region has run since the last update.
+    Otherwise scales are updated on entering the next ``fp8_autocast``. Call this before saving if
+    all ranks must save equal scales. It does nothing if no region has run since the last update.
 
     Args:
         group: update only modules that last ran in regions with this ``fp8_group``; None: all
@@ -113,7 +113,7 @@ def flush_fp8_state(group: Any = None) -> None:
 
     Raises:
         TypeError: ``group`` is no process group.
-        ValueError: no region had this ``group``, while others are pending.
+        ValueError: no region had this ``group``, but others that reduce amaxes are pending.
         Exception: the error of a recipe's function, after all other modules were updated.
     """
     if group is not None and not is_process_group(group):
@@ -166,16 +166,16 @@ def _raise_failure(recipe: Recipe) -> None:
 
 
 class UpdateFailure(NamedTuple):
-    """Named tuple that describes states with one recipe whose update failed.
+    """Named tuple of what an error says of the states with one recipe whose update failed.
 
     Their scales stay as they were, and their staged amaxes are dropped.
 
     Attributes:
         recipe: recipe of the states.
-        modules: descriptions of their modules.
+        modules: label and constructor arguments of each module, as text.
         syncs: the ``ScaleSync`` of each state.
         cause: the exception, without its traceback, which would keep the callers' models alive.
-        where: file and line that raised.
+        where: ``<file>:<line>`` that raised.
     """
 
     recipe: DelayedScaling
@@ -231,7 +231,7 @@ class UpdatePlan:
                 self._add(module, state.recipe, starts[module.number])
 
     def _add(self, module: ModuleFP8, recipe: DelayedScaling, start: int) -> None:
-        """Takes in the state of a module.
+        """Adds the state of a module to the plan.
 
         Args:
             module: the ``ModuleFP8``.
@@ -293,7 +293,7 @@ def _device_of(group: Any) -> torch.device:
 
 
 class ScaleGroups(dict[tuple, "ScaleGroup"]):
-    """Dict of ``ScaleGroup`` by device and by what an update depends on in a recipe."""
+    """Dict of ``ScaleGroup`` by device and by the recipe's fields on which an update depends."""
 
     def of(self, device: torch.device, recipe: DelayedScaling) -> ScaleGroup:
         """Returns the group for states on ``device`` with ``recipe``, made if missing."""
@@ -345,12 +345,12 @@ class ScaleGroup:
     def add(
         self, module: ModuleFP8, *slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
     ) -> None:
-        """Takes in slots of ``module``.
+        """Adds slots of ``module`` to those that ``run`` updates.
 
         Args:
             module: the ``ModuleFP8``, held weakly.
-            slots: tuples of a history ``[length, slots]``, scales ``[slots]``, their ``scale_inv``
-                ``[slots]`` and ``fp8_max``.
+            slots: tuples ``(history, scale, scale_inv, fp8_max)``, of shapes ``[length, slots]``,
+                ``[slots]``, ``[slots]`` and a float.
         """
         for history, scale, scale_inv, fp8_max in slots:
             self.histories.append(history)
@@ -362,7 +362,7 @@ class ScaleGroup:
         self._owners.append((weakref.ref(module), len(self.histories)))
 
     def run(self, nonfinite: torch.Tensor | None) -> UpdateFailure | None:
-        """Updates every slot; a state whose update raises keeps its scales and stops no other's.
+        """Updates every slot; a state whose update raises keeps its scales.
 
         Args:
             nonfinite: int32 ``[1]``, to which the number of Inf and NaN amaxes is added; None: not
@@ -411,13 +411,13 @@ class ScaleGroup:
         return None if cause is None else self._failure(failed, cause)
 
     def _entries(self, index: int) -> range:
-        """Returns the indices into ``histories`` and the other lists that an owner's slots have."""
+        """Returns the range of ``histories`` and ``scales`` for module ``index`` of ``_owners``."""
         return range(self._owners[index - 1][1] if index else 0, self._owners[index][1])
 
     def _has_staged(self, index: int) -> bool:
-        """Returns True if owner ``index`` has a staged amax; waits for the device.
+        """Returns True if module ``index`` of ``_owners`` has a staged amax; waits for the device.
 
-        True during a capture, where it cannot wait.
+        Returns True also during a capture, in which the host cannot wait.
         """
         histories = [self.histories[i] for i in self._entries(index)]
         if histories[0].is_cuda and torch.cuda.is_current_stream_capturing():
@@ -425,7 +425,7 @@ class ScaleGroup:
         return any(bool(history[0].any()) for history in histories)
 
     def _succeeded(self, indices: Sequence[int]) -> None:
-        """Clears the mark of an earlier failure from owners whose update succeeded."""
+        """Clears ``update_failed`` of the modules that have ``indices`` in ``_owners``."""
         for index in self._suspects.intersection(indices):
             module = self._owners[index][0]()
             if module is not None:
@@ -433,7 +433,12 @@ class ScaleGroup:
             self._suspects.discard(index)
 
     def _failure(self, failed: Sequence[int], cause: Exception) -> UpdateFailure:
-        """Drops staged amaxes of owners ``failed``, marks their modules, returns the failure."""
+        """Drops staged amaxes of modules, marks these as failed, and returns the failure.
+
+        Args:
+            failed: indices of the modules in ``_owners``.
+            cause: the exception that their update raised.
+        """
         modules, syncs = [], []
         for index in failed:
             with torch.no_grad():

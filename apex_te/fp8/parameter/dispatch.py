@@ -61,7 +61,7 @@ class HeldWeight(GatheredPart, Protocol):
         """
 
     def _like(self, held: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
-        """Returns another weight over the data ``held``, with this one's recipe."""
+        """Returns another weight over the data ``held``, with the recipe of this weight."""
 
     def _values(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Returns the values as a plain tensor in ``dtype``, default the nominal dtype."""
@@ -139,7 +139,7 @@ def _handles(*funcs: Any) -> Callable[[_Handler], _Handler]:
 
 
 def _on_values(cls: type[HeldWeight], func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs an op on the values of its FP8Parameters, and quantizes what it has written to them.
+    """Runs an op on the values of its FP8Parameters, and quantizes values that the op writes.
 
     Arguments and result are as in ``dispatch``.
 
@@ -230,7 +230,7 @@ def _to_copy(
 def _copy_(
     cls: type[HeldWeight], x: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
-    """Copies values in place; to an FP8Parameter by quantizing them, from one by decoding."""
+    """Copies ``source`` to ``x``: quantized if ``x`` is an FP8Parameter, else decoded."""
     if isinstance(x, cls):
         x._write(source)
         return x
@@ -249,10 +249,10 @@ def _view(cls: type[HeldWeight], x: HeldWeight, size: Any) -> Any:
 def _as_strided(
     cls: type[HeldWeight], x: HeldWeight, size: Any, stride: Any, storage_offset: int = 0
 ) -> Any:
-    """Returns an alias if neither sizes nor strides change, as where FSDP2 ends a gather.
+    """Returns an alias if neither sizes nor strides change, as when FSDP2 ends a gather.
 
     Raises:
-        NotImplementedError: they change.
+        NotImplementedError: sizes or strides change.
     """
     if tuple(size) != x.shape or tuple(stride) != x.stride() or storage_offset:
         raise NotImplementedError(
@@ -288,7 +288,7 @@ def _slice(
     end: int | None = None,
     step: int = 1,
 ) -> Any:
-    """Returns an alias for the whole, or a view of rows."""
+    """Returns an alias if the slice is the whole weight, else a view of its rows."""
     length = x.shape[dim]
     start, stop, step = slice(start, end, step).indices(length)
     if (start, stop, step) == (0, length, 1):
@@ -301,7 +301,7 @@ def _slice(
 
 @_handles(_aten.split.Tensor)
 def _split(cls: type[HeldWeight], x: HeldWeight, size: int, dim: int = 0) -> tuple[Any, ...]:
-    """Returns views of ``size`` rows each."""
+    """Returns views of ``size`` rows each; the last view may have fewer."""
     _check_rows(x, dim)
     length = x.shape[dim]
     starts = range(0, length, size) if length else (0,)
@@ -312,7 +312,7 @@ def _split(cls: type[HeldWeight], x: HeldWeight, size: int, dim: int = 0) -> tup
 def _split_with_sizes(
     cls: type[HeldWeight], x: HeldWeight, sizes: list[int], dim: int = 0
 ) -> tuple[Any, ...]:
-    """Returns views of as many rows as ``sizes`` says."""
+    """Returns consecutive views of rows; view ``i`` has ``sizes[i]`` rows."""
     _check_rows(x, dim)
     parts, start = [], 0
     for size in sizes:
@@ -339,7 +339,9 @@ def _new_zeros(
     device: torch.device | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Returns zeros as an FP8Parameter, as FSDP2 makes a shard; as a plain tensor if not possible.
+    """Returns zeros as an FP8Parameter, as FSDP2 makes a shard.
+
+    The result is a plain tensor if ``size`` or ``dtype`` does not allow an FP8Parameter.
 
     Raises:
         NotImplementedError: FSDP2's shards would not have equally many rows on each rank.
@@ -373,7 +375,7 @@ def _empty_like(
 ) -> torch.Tensor:
     """Returns an uninitialized FP8Parameter, as a module makes one that leaves the meta device.
 
-    A plain tensor where ``dtype`` or the weight's shape does not allow an FP8Parameter.
+    The result is a plain tensor if ``dtype`` or the shape does not allow an FP8Parameter.
     """
     dtype = x.dtype if dtype is None else dtype
     device = x.device if device is None else device
@@ -391,11 +393,11 @@ def _dequantize(cls: type[HeldWeight], x: HeldWeight) -> torch.Tensor:
 
 @_handles(torch.ops.apex_te.fp8_parameter_rowwise.default)
 def _rowwise(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
-    """Returns the rowwise FP8 data and their ``scale_inv``; op for compiled code."""
+    """Returns the rowwise FP8 data ``[rows, cols]`` and ``scale_inv``; op for compiled code."""
     return x._held.rowwise, x._held.rowwise_scale_inv
 
 
 @_handles(torch.ops.apex_te.fp8_parameter_transposed.default)
 def _transposed(cls: type[HeldWeight], x: HeldWeight) -> tuple[Any, Any]:
-    """Returns the columnwise FP8 data and their ``scale_inv``; op for compiled code."""
+    """Returns the columnwise FP8 data ``[cols, rows]`` and ``scale_inv``; op for compiled code."""
     return x._transposed()

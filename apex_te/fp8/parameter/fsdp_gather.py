@@ -25,7 +25,7 @@ _checked: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 class Gathered:
-    """Record, on a weight that was made of gathered FP8 data, of how these were quantized.
+    """Record of how the FP8 data of a gathered weight were quantized; the weight carries it.
 
     Aliases of the weight share it.
 

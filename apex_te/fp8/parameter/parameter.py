@@ -47,13 +47,13 @@ class FP8Parameter(torch.Tensor):
     scale comes from the new values, with delayed scaling, too; a scale for the whole weight comes
     from the amax rounded to bfloat16, so that loading values that were saved restores the data.
 
-    The columnwise copy that backward needs is made there from the rowwise one. It is then dropped,
-    or kept while a module's weight cache needs it.
+    Backward makes the columnwise copy that it needs from the rowwise copy, and drops the columnwise
+    copy unless a module's weight cache keeps it.
 
     ``float()``, ``half()``, ``bfloat16()``, ``double()`` and ``to(dtype)`` of a
     ``torch.nn.Parameter`` change its nominal dtype, as converting a module does. Called on any
     other FP8Parameter, such as ``detach().clone()`` of one, they give plain values. Attributes that
-    are set on a parameter go with it where it or its module is moved, converted, deep-copied or
+    are set on a parameter go with it when it or its module is moved, converted, deep-copied or
     pickled.
 
     ``view`` shares the data, as do slices and splits of rows, which cannot be written to; take
@@ -135,8 +135,8 @@ class FP8Parameter(torch.Tensor):
     def initialize(self, init_method: Callable[[torch.Tensor], Any]) -> None:
         """Quantizes initial values into the weight.
 
-        If that was asked for, a copy of the values is kept on the CPU for
-        ``get_high_precision_init_val``.
+        With ``preserve_high_precision_init_val`` a copy of the values is kept on the CPU, which
+        ``get_high_precision_init_val`` returns.
 
         Args:
             init_method: function that fills the plain tensor ``[rows, cols]`` it is given.
@@ -305,7 +305,7 @@ class FP8Parameter(torch.Tensor):
         shape: torch.Size | None = None,
         writable: bool = True,
     ) -> FP8Parameter:
-        """Returns another FP8Parameter over ``held``, with this one's recipe and initial values."""
+        """Returns an FP8Parameter over ``held``, with the recipe and initial values of ``self``."""
         dtype = self.dtype if dtype is None else dtype
         return FP8Parameter(held, self._recipe, dtype, self._initial, shape, writable)
 
@@ -316,7 +316,7 @@ class FP8Parameter(torch.Tensor):
         return values(self._recipe, self._held, kernel).to(dtype).view(self.shape)
 
     def _write(self, source: torch.Tensor) -> None:
-        """Writes ``source`` to the data in place: quantized, or copied if its FP8 data fit."""
+        """Writes ``source`` to the data in place; quantizes it, or copies FP8 data that fit."""
         if not self._writable and self.numel():
             raise NotImplementedError(
                 "FP8Parameter: only a whole weight can be written to, got a part of one"
@@ -427,7 +427,7 @@ def fp8_operands(
         keep: keep the columnwise copy until the next write to ``weight``.
 
     Returns:
-        The copies; None if the GEMM's backend cannot read them, for which the caller quantizes the
+        The copies; None if the GEMM's backend cannot read them: the caller then quantizes the
         weight's values.
 
     Raises:

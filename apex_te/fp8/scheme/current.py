@@ -110,7 +110,7 @@ class CurrentScalingQuantizer(Quantizer):
             amax: fp32 ``[1]``; None stands for the amax of ``x``.
 
         Returns:
-            An op's output tuple with ``rowwise`` and ``scale_inv``.
+            An op's output tuple: ``rowwise``, ``[rows, cols]``, and ``scale_inv``, fp32 ``[1]``.
         """
         return current_scale(
             x, self.dtype, columnwise=False, eps=self.eps, pow2=self.pow2, amax=amax
@@ -153,7 +153,7 @@ class CurrentGroups(GroupQuantizer):
     """Quantizes groups with one scale each, computed from the group's amax.
 
     Args:
-        quantizers: those of one role of all GEMMs, one for each group.
+        quantizers: one for each group, each from another GEMM and all of one role (such as input).
     """
 
     __slots__ = ("eps", "groups", "pow2")
@@ -204,7 +204,7 @@ class OneScale(Layout):
         """Joins shards, each of which has a scale of its own if its rank has written to it.
 
         The data of each shard are rescaled to the largest ``scale_inv``, which changes nothing
-        where all are equal.
+        if all are equal.
         """
         shards = scale_inv.numel()
         if shards > 1:

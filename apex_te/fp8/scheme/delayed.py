@@ -35,9 +35,9 @@ __all__ = ["DelayedGroups", "DelayedScalingQuantizer", "FirstStep"]
 class FirstStep:
     """Computes a slot's first scale from the first tensor cast with it (``first_step="current"``).
 
-    Until then the slot is due: its flag in ``due`` is True and, if ``on_device`` has a flag for it,
-    that one is non-zero. Flags on the device exist for groups of rows of which only the device
-    knows whether they are empty.
+    Until then the slot is due: its flag in ``due`` is True, and its flag in ``on_device``, if there
+    is one, is non-zero. Flags on the device exist for groups of rows of which only the device knows
+    whether they are empty.
 
     Args:
         slots: views of the module's FP8 state.
@@ -121,8 +121,8 @@ class DelayedScalingQuantizer(Quantizer):
         scale: fp32 ``[1]``, a view of the state.
         amax: fp32 ``[1]``, the slot's element of the staging row, into which the amax is folded;
             None to stage nothing.
-        first: computes the slot's first scale from data; None if that starts at 1, or is not to be
-            computed here.
+        first: computes the slot's first scale from data; None if the first scale is 1, or is not
+            computed by this quantizer.
         sync: knows the ranks whose amaxes give the scale; None if amaxes are not reduced.
         pad_columnwise: pad columnwise copies for weight gradients.
     """
@@ -318,7 +318,7 @@ class DelayedGroups(GroupQuantizer):
     on the device once; the state keeps the flags.
 
     Args:
-        quantizers: those of one role of all GEMMs, one for each group.
+        quantizers: one for each group, each from another GEMM and all of one role (such as input).
     """
 
     __slots__ = ("amax", "firsts", "scale", "slots")
@@ -440,7 +440,17 @@ class DelayedScheme(Scheme):
 def _build_gemm(
     recipe: DelayedScaling, slots: Slots, backend: FP8Gemm, gemm: GemmSlots
 ) -> tuple[GemmQuantizers, ...]:
-    """Returns the quantizers of one GEMM for each kind of forward, in ``QuantizerSets``' order."""
+    """Builds the quantizers of one GEMM for each kind of forward.
+
+    Args:
+        recipe: the recipe.
+        slots: the module's slots.
+        backend: the GEMM's backend.
+        gemm: the GEMM's slots.
+
+    Returns:
+        A ``GemmQuantizers`` for each field of ``QuantizerSets``, in the order of these fields.
+    """
     formats = formats_of(recipe.fp8_format, gemm.input.scale.device)
     forward = (formats.fwd_dtype, formats.max_fwd)
     sync = slots.sync if recipe.reduce_amax else None

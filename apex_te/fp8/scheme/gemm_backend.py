@@ -30,7 +30,7 @@ class GemmBackend:
 
     Attributes:
         row_multiple: multiple to which fprop and dgrad round the number of rows that they compute.
-            They make room for these in a new output, and a given one costs a copy.
+            A new output gets room for the added rows; an output that is passed costs a copy.
         adds: ``multiply`` takes the option ``c``, a tensor that it adds before rounding.
     """
 
@@ -59,7 +59,7 @@ class GemmBackend:
             b: FP8 data ``[N, K]``.
             a_scale_inv, b_scale_inv: multipliers of the operands, in the scheme's shape.
             options: ``out``, ``out_dtype``, ``bias`` and ``accumulate``, as for ``fp8_gemm``, and
-                ``c`` where ``adds``.
+                ``c`` if ``adds`` is True.
         """
         raise NotImplementedError
 
@@ -79,7 +79,7 @@ class GemmBackend:
             out_dtype: dtype of the result.
             bias: ``[out]`` or None.
             out: tensor ``[rows, out]`` to write to, or None for a new one.
-            c: tensor ``[rows, out]`` of ``out_dtype`` to add, only where ``adds``; or None.
+            c: tensor ``[rows, out]`` of ``out_dtype`` to add, only if ``adds``; or None.
         """
         if c is not None:
             return self.multiply(

@@ -43,7 +43,7 @@ class GroupMatrices(NamedTuple):
 
     Attributes:
         matrices: one ``[rows, cols]`` for each group.
-        groups: the groups of rows; matrices of groups without rows are skipped. None: none is.
+        groups: the groups of rows; matrices of groups without rows are skipped. None: cast all.
     """
 
     matrices: Sequence[torch.Tensor]
@@ -104,7 +104,7 @@ class GroupQuantizer:
 
         Args:
             matrices: one ``[rows, cols]`` for each group.
-            groups: the groups of rows; matrices of groups without rows are skipped. None: none is.
+            groups: the groups of rows; matrices of groups without rows are skipped. None: cast all.
             rowwise, columnwise: the copies to make.
         """
         scale, scale_inv, amax = self.scaling(GroupMatrices(matrices, groups))
@@ -134,7 +134,7 @@ class GroupQuantizer:
         """Stages the amaxes of the groups' rows; does nothing for a scheme without state."""
 
     def record_matrices(self, matrices: Sequence[torch.Tensor], groups: Groups) -> None:
-        """Stages the amaxes of the matrices of groups with rows; nothing without a state."""
+        """Stages amaxes of the matrices of groups with rows; does nothing without a state."""
 
     def scaling(
         self, source: GroupRows | GroupMatrices
@@ -143,7 +143,7 @@ class GroupQuantizer:
 
         Returns:
             scales: fp32 ``[groups]``.
-            scale_invs: fp32 ``[groups]``, or None where each is ``1 / scale``.
+            scale_invs: fp32 ``[groups]``, or None if each is ``1 / scale``.
             amaxes: fp32 ``[groups]``, into which to stage the groups' amaxes, or None.
         """
         raise NotImplementedError

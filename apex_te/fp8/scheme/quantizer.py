@@ -24,7 +24,7 @@ class FusedCast(Protocol):
         x: the op's input, ``[rows, ...]``.
         can_fuse: True if the op has ``fp8``; otherwise it has only ``plain``.
         with_dbias: True if the column sums of the result are wanted in ``dbias``.
-        dbias: column sums ``[cols]``, or None; set by ``plain`` or ``fp8`` where the op can compute
+        dbias: column sums ``[cols]``, or None; set by ``plain`` or ``fp8`` if the op can compute
             them, else by the quantizer.
     """
 
@@ -60,7 +60,7 @@ class FusedCast(Protocol):
 
 
 class Repeatable(NamedTuple):
-    """Named tuple of what casts depend on besides their arguments, if always the same ops run.
+    """Named tuple of the FP8 state that a quantizer's casts use, if all casts run the same ops.
 
     Attributes:
         tensors: tensors of the FP8 state that casts read or write.
@@ -111,7 +111,7 @@ class Quantizer:
     ) -> QuantizedTensor:
         """Runs an op and quantizes its result ``[rows, cols]``.
 
-        The op writes the FP8 data itself where both it and the scheme can, else its result is cast.
+        The op writes the FP8 data itself if op and scheme both can, else its result is cast.
         Column sums that ``producer.with_dbias`` asks for are left in ``producer.dbias``.
 
         Args:
@@ -128,11 +128,11 @@ class Quantizer:
     def quantize_heads(
         self, weight: torch.Tensor, repeats: int, groups: int, columnwise: bool
     ) -> tuple[QuantizedTensor, bool]:
-        """Quantizes the weight of a fused QKV projection, its rows sorted by kind where it can.
+        """Quantizes the weight of a fused QKV projection, with rows sorted by kind if possible.
 
         Args:
             weight: ``[groups * (repeats + 2) * size, in]``, group by group: ``repeats`` query
-                heads, a key head and a value head.
+                heads, a key head and a value head, each of ``size`` rows.
             repeats: query heads of a group.
             groups: the number of groups.
             columnwise: make the columnwise copy, too, which keeps the weight's order.
@@ -176,10 +176,10 @@ class Quantizer:
         return None
 
     def repeatable(self) -> Repeatable | None:
-        """Returns what a repetition of this quantizer's casts must know.
+        """Returns the FP8 state that casts use, if they can be repeated without this quantizer.
 
-        None, the default, for casts that do more than call ops on their arguments and on tensors of
-        an FP8 state, so that the calls of one forward do not say what the next has to do.
+        None, the default, means that they cannot: a cast does more than call ops on its arguments
+        and on tensors of an FP8 state, so the next forward may have to make other calls.
         """
         return None
 
@@ -194,11 +194,11 @@ class Quantizer:
     def quantize_rows(
         self, x: torch.Tensor, amax: torch.Tensor | None, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Quantizes some rows of a matrix to the data that they have in the quantized matrix.
+        """Quantizes some rows of a matrix to equal data as a cast of the whole matrix would.
 
         Args:
             x: ``[rows, cols]``, the rows.
-            amax: fp32 ``[1]``, of the whole matrix; None where ``needs_whole_amax`` is False.
+            amax: fp32 ``[1]``, of the whole matrix; None if ``needs_whole_amax`` is False.
             keep: True to write a scale that is computed from ``amax`` into the FP8 state.
 
         Returns:
@@ -226,9 +226,9 @@ class Quantizer:
 
         Returns:
             scales: fp32 ``[1]`` for each matrix.
-            scale_invs: fp32 ``[len(quantizers)]``, or None where each is ``1 / scale``.
+            scale_invs: fp32 ``[len(quantizers)]``, or None if each is ``1 / scale``.
 
-            None in place of the pair where one launch cannot quantize the rows; the caller then
+            None in place of the pair if one launch cannot quantize the rows; the caller then
             calls ``quantize_rows`` for each matrix.
         """
         return None
@@ -262,14 +262,14 @@ class Quantizer:
         return producer.can_fuse and self.dtype in FP8_DTYPES
 
     def record(self, x: torch.Tensor) -> None:
-        """Stages the amax of ``x`` without quantizing it; nothing for a scheme without state."""
+        """Stages the amax of ``x`` without quantizing it; does nothing without a state."""
 
     def dequantize(
         self, quantized: QuantizedTensor, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from a copy that it has.
+        """Returns the values ``[rows, cols]`` of ``quantized``, decoded from one of its copies.
 
-        Rows of zeros follow where it has a padded columnwise copy only.
+        If the only copy is a padded columnwise one, rows of zeros follow.
         """
         if quantized.rowwise is not None:
             return self._decode(quantized.rowwise, quantized.rowwise_scale_inv, dtype)

@@ -37,7 +37,7 @@ class GemmQuantizers(NamedTuple):
 class GroupQuantizers(NamedTuple):
     """Named tuple like ``GemmQuantizers``, for all GEMMs of a grouped module at once.
 
-    It is used where the sizes of the groups of rows are known to the device only.
+    It is used if only the device knows the sizes of the groups of rows.
 
     Attributes:
         input: quantizer of the groups' rows of the input.
@@ -57,7 +57,7 @@ class GroupQuantizers(NamedTuple):
 
 
 class QuantizerSets(NamedTuple):
-    """Named tuple of a module's quantizers for four kinds of forward, one entry for each GEMM.
+    """Named tuple of a module's quantizers: a tuple, by GEMM, for each of four kinds of forward.
 
     Attributes:
         recording: for training and calibration; every cast stages its amax.

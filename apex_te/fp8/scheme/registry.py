@@ -28,7 +28,7 @@ class Scheme:
     Attributes:
         name: the ``quantizer`` of the recipes that use the scheme, and the name of its file.
         backend: multiplies what the quantizers make.
-        layout: form of weights held in FP8 only; None where ``stored_recipe`` gives a recipe of
+        layout: form of weights held in FP8 only; None if ``stored_recipe`` gives a recipe of
             another scheme, or such weights are not supported.
         row_alignment: multiple to which ``Fp8Padding`` fills the rows of a group by default.
     """
@@ -44,7 +44,7 @@ class Scheme:
     def build(
         self, recipe: Any, slots: Slots | None, gemms: int, device: torch.device
     ) -> QuantizerSets:
-        """Builds the quantizers of a module, here stateless ones that all GEMMs and kinds share.
+        """Builds a module's quantizers; here all GEMMs and kinds of forward share stateless ones.
 
         Args:
             recipe: a recipe whose ``quantizer`` is this scheme's name.
@@ -79,10 +79,10 @@ _schemes: dict[str, Scheme] = {}
 
 
 def scheme_of(recipe: Recipe) -> Scheme:
-    """Returns the scheme of ``recipe``, importing its file where that has not been needed yet.
+    """Returns the scheme of ``recipe``; imports the scheme's file if that was not imported yet.
 
     Raises:
-        ValueError: no scheme has the name that the recipe's ``quantizer`` is.
+        ValueError: the recipe's ``quantizer`` is the name of no scheme.
     """
     name = recipe.quantizer
     if name not in _schemes:

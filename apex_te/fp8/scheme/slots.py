@@ -52,12 +52,12 @@ class Slots:
     """Views of a module's FP8 state, over which a scheme with state builds quantizers.
 
     Attributes:
-        gemms: one entry for each GEMM of the module.
+        gemms: one ``GemmSlots`` for each GEMM of the module.
         first_due: a bool for each slot, True while its first scale has still to be computed from
             data (``first_step="current"``).
-        first_on_device: int32 flags ``[len(key)]`` by a tuple of slot numbers, for groups of rows
-            of which only the device knows whether they are empty; non-zero while the slot's first
-            scale is due.
+        first_on_device: dict from a tuple of slot numbers to int32 flags, one for each slot, for
+            groups of rows of which only the device knows whether they are empty; non-zero while the
+            slot's first scale is due.
         sync: knows the ranks that compute the scales together.
         update_scales: ``scale_formula.update_scales``, which computes scales by the recipe's
             formula: ``(histories, scales, scale_invs, fp8_max, recipe, nonfinite_count)``.

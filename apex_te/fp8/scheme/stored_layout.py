@@ -63,7 +63,7 @@ class Layout:
         return made.columnwise, made.columnwise_scale_inv
 
     def rows(self, held: QuantizedTensor, start: int, stop: int) -> QuantizedTensor | None:
-        """Returns views of rows ``start`` to ``stop`` and their scales; None if cutting a block."""
+        """Returns views of rows ``start`` to ``stop`` and scales; None if the rows cut a block."""
         fp8_data, scale_inv, block = held.rowwise, held.rowwise_scale_inv, self.block_rows
         assert fp8_data is not None
         assert scale_inv is not None
@@ -77,7 +77,7 @@ class Layout:
         """Returns copies of the rows of ``parts`` as one weight; None if a part ends in a block.
 
         Args:
-            parts: rowwise copies; where all rows of a weight share a scale, the caller ensures that
+            parts: rowwise copies; if all rows of a weight share a scale, the caller ensures that
                 all parts have that scale.
         """
         dtype = parts[0].dtype
@@ -96,7 +96,7 @@ class Layout:
     def gathered(
         self, fp8_data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype
     ) -> QuantizedTensor:
-        """Returns the weight made of all ranks' shards.
+        """Returns the rowwise copy of the weight that is made of all ranks' shards.
 
         Args:
             fp8_data: ``[rows, cols]``, the shards' data.
