@@ -140,7 +140,15 @@ def get_model_state_dict(
 ) -> dict[str, Any]:
     """Returns the model's state dict to save in one checkpoint of all ranks; collective.
 
-    It is the first result of ``get_state_dict``, which describes arguments and errors.
+    Args:
+        model: the model.
+        expert_group, stacked, options: as in ``get_state_dict``.
+
+    Returns:
+        The first result of ``get_state_dict``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for ``get_state_dict``.
     """
     owner = "get_model_state_dict"
     split = _split_to_get(owner, model, expert_group, stacked, options)
@@ -167,10 +175,16 @@ def set_model_state_dict(
 ) -> Any:
     """Loads a model's state dict from ``get_model_state_dict``, or one of the model on one rank.
 
-    ``get_state_dict`` describes the other arguments, ``set_state_dict`` the errors.
+    Args:
+        model: the model.
+        model_state_dict: the model's state dict.
+        expert_group, stacked, options: as in ``get_state_dict``.
 
     Returns:
         The missing and unexpected keys, as from ``torch.nn.Module.load_state_dict``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for ``set_state_dict``.
     """
     owner = "set_model_state_dict"
     split = _split_to_set(owner, model, expert_group, stacked, options)
@@ -195,7 +209,16 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """Returns the optimizers' state dict to save in one checkpoint of all ranks; collective.
 
-    It is the second result of ``get_state_dict``, which describes arguments and errors.
+    Args:
+        model: the model.
+        optimizers: an optimizer of the model, or several.
+        expert_group, stacked, options: as in ``get_state_dict``.
+
+    Returns:
+        The second result of ``get_state_dict``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for ``get_state_dict``.
     """
     owner = "get_optimizer_state_dict"
     split = _split_to_get(owner, model, expert_group, stacked, options)
@@ -237,7 +260,14 @@ def set_optimizer_state_dict(
 ) -> None:
     """Loads a state dict from ``get_optimizer_state_dict``, or one of the model on one rank.
 
-    ``get_state_dict`` describes the other arguments, ``set_state_dict`` the errors.
+    Args:
+        model: the model.
+        optimizers: an optimizer of the model, or several.
+        optim_state_dict: the optimizers' state dict.
+        expert_group, stacked, options: as in ``get_state_dict``.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as for ``set_state_dict``.
     """
     owner = "set_optimizer_state_dict"
     split = _split_to_set(owner, model, expert_group, stacked, options)

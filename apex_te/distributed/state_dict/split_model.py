@@ -46,7 +46,7 @@ class SplitModule(NamedTuple):
     Attributes:
         prefix: prefix of the module's names in a state dict, with a final dot; "" for the model.
         module: the module.
-        tp_group: process group whose ranks split the module's GEMMs; None if none does.
+        tp_group: process group whose ranks split the module's GEMMs; None if they are not split.
         experts: True if the ranks of the expert group have different experts in this module.
     """
 

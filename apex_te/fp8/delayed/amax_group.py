@@ -73,7 +73,7 @@ class AmaxGroups:
 
     @property
     def pending(self) -> int:
-        """Largest number of pending regions in any amax group; setting it sets all."""
+        """Largest number of pending regions in any amax group; assign to set all amax groups."""
         return max((group.pending for group in self._groups), default=self._pending)
 
     @pending.setter

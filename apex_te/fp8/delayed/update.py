@@ -208,7 +208,7 @@ class UpdatePlan:
 
     Args:
         amax_group: the amax group.
-        recipe: given to states that were loaded without one; None: these are left out.
+        recipe: used for states that were loaded without one; None leaves such states out.
     """
 
     def __init__(self, amax_group: AmaxGroup, recipe: Recipe | None) -> None:

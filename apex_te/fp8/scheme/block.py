@@ -37,7 +37,7 @@ class BlockQuantizer(Quantizer):
             columnwise copy lie along the other axis.
         pow2: round scales down to powers of two.
         eps: lower bound of the amax from which a block's scale is computed.
-        pad_columnwise: pad columnwise copies for weight gradients.
+        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """
 
     __slots__ = ("block_rows", "eps", "pad_columnwise", "pow2")

@@ -124,7 +124,7 @@ class DelayedScalingQuantizer(Quantizer):
         first: computes the slot's first scale from data; None if the first scale is 1, or is not
             computed by this quantizer.
         sync: knows the ranks whose amaxes give the scale; None if amaxes are not reduced.
-        pad_columnwise: pad columnwise copies for weight gradients.
+        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """
 
     __slots__ = ("amax", "first", "pad_columnwise", "scale", "sync")

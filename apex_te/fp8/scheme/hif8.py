@@ -32,7 +32,7 @@ class HiF8Quantizer(CurrentScalingQuantizer):
         pow2: round the scale down to a power of two.
         eps: lower bound of the amax from which the scale is computed.
         group: process group over which the amax is reduced by maximum; None: not reduced.
-        pad_columnwise: pad columnwise copies for weight gradients.
+        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """
 
     __slots__ = ("target",)

@@ -28,7 +28,7 @@ class MXQuantizer(Quantizer):
     Args:
         dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e5m2``.
         rounding: how the scale's exponent is rounded, ``"up"`` or ``"floor"``.
-        pad_columnwise: pad columnwise copies for weight gradients.
+        pad_columnwise: pad columnwise copies ``[cols, rows]`` with zeros to a multiple of 16 rows.
     """
 
     __slots__ = ("pad_columnwise", "rounding")
