@@ -39,7 +39,7 @@ def params_dtype_of(
         dtype: the argument ``dtype``, another name of ``params_dtype``.
 
     Raises:
-        TypeError: no dtype.
+        TypeError: ``params_dtype`` is no dtype.
         ValueError: both are given and differ.
     """
     if params_dtype is not None and dtype is not None and params_dtype != dtype:
@@ -52,7 +52,7 @@ def params_dtype_of(
 
 
 def autocast_dtype(owner: str, name: str, x: torch.Tensor) -> torch.dtype | None:
-    """Returns the dtype of ``torch.autocast`` on the device of ``x``; None where autocast is off.
+    """Returns the dtype of ``torch.autocast`` on the device of ``x``; None if autocast is off.
 
     Args:
         owner: the name of the module in errors.
@@ -124,8 +124,9 @@ def split_names(owner: str, parameters_split: Any, out_features: int) -> dict[st
         The parts in order; None for a weight that is not split.
 
     Raises:
-        TypeError: neither names nor a dict.
-        ValueError: names that are no different identifiers, or rows that do not add up.
+        TypeError: ``parameters_split`` is neither a list of names nor a dict.
+        ValueError: a name is no identifier or occurs twice, or the rows of the parts do not add up
+            to ``out_features``.
     """
     if parameters_split is None:
         return None
@@ -165,8 +166,8 @@ def check_count(owner: str, name: str, value: Any) -> None:
     """Checks that the argument ``name`` of the module ``owner`` is an int of at least 1.
 
     Raises:
-        TypeError: no int.
-        ValueError: an int below 1.
+        TypeError: ``value`` is no int.
+        ValueError: ``value`` is below 1.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{owner}: {name} must be an int, got {type(value).__name__}")
@@ -180,11 +181,16 @@ def check_num_gemms(owner: str, num_gemms: Any) -> None:
 
 
 def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) -> int:
-    """Returns the number of key and value heads: ``num_gqa_groups``, or all heads if that is None.
+    """Returns the number of key heads, which is also that of value heads, after checks.
+
+    Args:
+        owner: the name of the module in errors.
+        num_attention_heads: the number of query heads.
+        num_gqa_groups: the number of key heads; None stands for ``num_attention_heads``.
 
     Raises:
-        TypeError: a number that is no int.
-        ValueError: a number below 1, or groups that do not divide the heads.
+        TypeError: a number is no int.
+        ValueError: a number is below 1, or the groups do not divide the heads.
     """
     check_count(owner, "num_attention_heads", num_attention_heads)
     if num_gqa_groups is None:
@@ -201,11 +207,16 @@ def checked_groups(owner: str, num_attention_heads: Any, num_gqa_groups: Any) ->
 def checked_eps(owner: str, name: str, eps: Any) -> float:
     """Returns the epsilon of a norm as a float.
 
-    An epsilon of 1 or more would hide the variance: it must be another argument in the wrong place.
+    An epsilon of 1 or more is refused: it is most likely another argument in the wrong place.
+
+    Args:
+        owner: the name of the module in errors.
+        name: the name of the argument ``eps`` in errors.
+        eps: the argument.
 
     Raises:
-        TypeError: no number.
-        ValueError: a number below 0, of 1 or more, or NaN.
+        TypeError: ``eps`` is no number.
+        ValueError: ``eps`` is below 0, at least 1, or NaN.
     """
     if isinstance(eps, bool) or not isinstance(eps, numbers.Real):
         raise TypeError(f"{owner}: {name} must be a float, got {type(eps).__name__}")
@@ -224,11 +235,12 @@ def checked_splits(
         owner: the name of the module in errors.
         num_gemms: the number of groups.
         m_splits: list or tuple of ints.
-        rows: the sum that they must have; None allows any.
+        rows: the sum that ``m_splits`` must have; None allows any.
 
     Raises:
-        TypeError: no list of ints, which a tensor is not: reading one would wait for the device.
-        ValueError: another number of groups, a negative one, another sum.
+        TypeError: ``m_splits`` is no list of ints. A tensor is refused, too, because reading a
+            tensor would wait for the device.
+        ValueError: ``m_splits`` has another length, a negative number or another sum.
     """
     if not isinstance(m_splits, (list, tuple)):
         raise TypeError(f"{owner}: m_splits must be a list of ints, got {type(m_splits).__name__}")

@@ -20,10 +20,9 @@ class KeptWeight:
     """FP8 copies of one weight that a graph's replays either write anew or leave as they are.
 
     Attributes:
-        held: the FP8 data and ``scale_inv``, a ``QuantizedTensor`` or, of all groups of a
-            ``GroupedLinear``, a ``GroupedOutput``. Their memory was allocated outside of the graph:
-            in the graph's own memory something else may have lain before them, which every replay
-            would write again.
+        held: the FP8 data and ``scale_inv``, a ``QuantizedTensor``; for all groups of a
+            ``GroupedLinear`` a ``GroupedOutput``. Their memory is allocated outside of the graph,
+            because a replay may write other tensors to any memory of the graph.
         sources: the parameters and inputs that the weight is made of.
         noop: int32 ``[1]`` on the device; 1 makes a replay leave ``held`` as it is, 0 cast the
             weight. None until the warm-up is over, which casts.
@@ -82,8 +81,8 @@ class CapturedWeights:
             quantizers: the GEMM's quantizers.
 
         Returns:
-            The copies; None if the GEMM is to cast the weight itself: one that is held in FP8, or
-            whose sources are not ``known``.
+            The copies; None if the GEMM is to cast the weight itself, because the weight is held in
+        FP8 or has a source that is not ``known``.
         """
         if type(weight) is FP8Parameter and fp8_operands(weight, quantizers, False) is not None:
             return None
@@ -131,8 +130,9 @@ class CapturedWeights:
             gemm: the number of the GEMM in its module.
             sources: the parameters and inputs that the weight is made of.
             quantize: makes new copies.
-            rewrite: casts the weight into copies that ``quantize`` made, unless the ``noop`` tensor
-                it is also given is set; returns False for a scheme that needs no rewriting.
+            rewrite: called as ``rewrite(copies, noop)``; casts the weight into copies that
+                ``quantize`` made unless the tensor ``noop`` is 1. Returns False for a scheme that
+                needs no rewriting.
 
         Returns:
             The copies; None if a source is not ``known``.

@@ -1,4 +1,4 @@
-"""Base class of modules that are made of other modules, and hand calls on to these."""
+"""Base class of modules that are made of other modules, and pass calls on to these children."""
 
 from __future__ import annotations
 
@@ -13,22 +13,31 @@ class CompositeModule(torch.nn.Module):
     """Module without parameters of its own, whose child modules have them."""
 
     def reset_parameters(self) -> None:
-        """Gives all parameters new values; those on the meta device are made first.
+        """Gives the parameters of all child modules new initial values, in place.
 
-        See ``Linear.reset_parameters``.
+        Parameters on the meta device first get memory; ``Linear.reset_parameters`` says where.
         """
         self._call_children("reset_parameters")
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
-        """Sets the ranks over which the module is split; see ``Linear.set_tensor_parallel_group``.
+        """Sets the ranks over which the child modules are split; call it before the first forward.
 
         Args:
             tp_group: a ``torch.distributed.ProcessGroup`` of ``tp_size`` ranks, or None.
+
+        Raises:
+            TypeError: ``tp_group`` is neither a process group nor None.
+            ValueError: ``tp_group`` has another number of ranks.
         """
         self._call_children("set_tensor_parallel_group", tp_group)
 
     def _call_children(self, method: str, *args: Any) -> None:
-        """Calls ``method`` of each child module that has it."""
+        """Calls the method named ``method`` on each child module that has one.
+
+        Args:
+            method: name of the method.
+            args: arguments of the call.
+        """
         for child in self.children():
             call: Any = getattr(child, method, None)
             if call is not None:

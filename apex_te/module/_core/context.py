@@ -15,7 +15,9 @@ def is_autocast(device_type: str) -> bool:
 
 
 def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
-    """Returns ``backward(ctx, *grads)``, run with ``torch.autocast`` off, so that dtypes stay.
+    """Returns ``backward(ctx, *grads)``, run with ``torch.autocast`` off.
+
+    Autocast would run torch's ops in another dtype than the forward did.
 
     Args:
         backward: the function that computes the gradients.
@@ -30,10 +32,16 @@ def without_autocast(backward: Any, ctx: Any, *grads: Any) -> Any:
 
 
 def take_saved(ctx: Any) -> tuple:
-    """Returns the saved tensors, each of which is freed with the caller's last reference to it.
+    """Returns the tensors saved in forward, in order, and drops autograd's references to them.
 
-    Autograd by itself would hold all of them until backward returns. A graph retained for a second
-    backward does hold them.
+    Each tensor is then freed with the caller's last reference, not when backward returns. A graph
+    retained for a second backward keeps all saved tensors.
+
+    Args:
+        ctx: autograd's context in a backward.
+
+    Returns:
+        A tuple as ``ctx.saved_tensors``.
     """
     if torch.compiler.is_compiling() or not isinstance(ctx, torch._C._FunctionBase):
         return ctx.saved_tensors
@@ -48,7 +56,7 @@ def take_saved(ctx: Any) -> tuple:
 
 
 def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *rest: Any) -> Any:
-    """Returns the outputs of an autograd function's ``forward``, run without recording a backward.
+    """Returns the outputs of an autograd function's ``forward``, run without autograd.
 
     Args:
         function: the ``OpFunction``.
@@ -59,7 +67,11 @@ def without_autograd(function: Any, inputs: tuple[torch.Tensor | None, ...], *re
 
 
 class _NoContext:
-    """Stand-in for autograd's ctx that needs no gradient and drops what is saved."""
+    """Stand-in for autograd's ``ctx`` that needs no gradients and saves no tensors.
+
+    Args:
+        inputs: the number of tensors, or None, that ``forward`` takes.
+    """
 
     def __init__(self, inputs: int) -> None:
         self.needs_input_grad = (False,) * inputs

@@ -58,17 +58,17 @@ class Modes:
     Attributes:
         captured: the FP8 weights of a CUDA graph while it is warmed up and captured, used instead
             of ``weight_cache``; else None.
-        gathered: by name, ``HookedParam`` objects of the parameters that FSDP2 gathers as FP8 data;
-            ``renew(module)`` makes one follow a parameter that was moved or loaded.
+        gathered: ``HookedParam`` objects, by parameter name, of the parameters that FSDP2 gathers
+            as FP8 data; ``renew(module)`` has such an object follow a moved or loaded parameter.
         programs: ``Programs`` by the id of the quantizers that they hold.
-        in_ddp: the last call that was no recompute ran under DistributedDataParallel.
+        in_ddp: True if the last call that was no recompute ran under DistributedDataParallel.
         recompute: quantizers for a recompute of the last call that recorded amaxes; None after a
             call that used no quantizers.
-        recompute_fp8: that recorded call ran in FP8.
-        recompute_keeps: that recorded call kept columnwise copies of its weights.
-        weight_cache: by number of the GEMM, the key of a cached weight (versions and addresses of
-            its sources, quantizer type, dtype) and its FP8 copies; filled by
-            ``is_first_microbatch``.
+        recompute_fp8: True if the call that ``recompute`` repeats ran in FP8.
+        recompute_keeps: True if that call kept columnwise copies of its weights.
+        weight_cache: ``(key, copies)`` by number of the GEMM: the FP8 copies of a weight, and a key
+            that tells if they are up to date (versions and addresses of the weight's sources,
+            quantizer type, dtype). Filled by ``is_first_microbatch``.
         wgrad_store: functions that compute the delayed weight gradients when ``backward_dw`` runs.
     """
 
@@ -90,10 +90,10 @@ class Modes:
 
 
 class FP8Module(torch.nn.Module):
-    """Mixin that gives a module one FP8 state for all its GEMMs.
+    """Base of modules with GEMMs, which gives a module one FP8 state for all its GEMMs.
 
-    A module's ``forward`` calls ``_call`` with its tensors; that prepares an ``FP8Call`` and passes
-    it to the module's ``_run``.
+    A module's ``forward`` passes tensors to ``_call``, which prepares an ``FP8Call`` and then calls
+    the module's ``_run`` with these settings.
     """
 
     _fp8: ModuleFP8
@@ -164,13 +164,16 @@ class FP8Module(torch.nn.Module):
     ) -> FP8Call | None:
         """Returns the settings of a call with default options if they are known in a few steps.
 
-        They are what ``_call`` would find in many more: ``_PLAIN`` outside of FP8, or those of an
-        earlier call that programs run.
+        The settings are those that ``_call`` would prepare at more cost.
 
         Args:
             inp: the input.
             features: the size that the input's last dimension must have.
             parameters: tensors, or None, that must have the dtype of ``inp``.
+
+        Returns:
+            ``_PLAIN`` outside of FP8, the settings of an earlier call that programs can run, or
+            None: use ``_call``.
         """
         if torch.compiler.is_compiling():  # must not come to depend on earlier calls
             return None
@@ -193,7 +196,12 @@ class FP8Module(torch.nn.Module):
         return self._known_fp8_call(region, dtype)
 
     def _known_fp8_call(self, region: Region, dtype: torch.dtype) -> FP8Call | None:
-        """Returns the settings of an earlier call, if a call in ``region`` has the same."""
+        """Returns the settings of an earlier call if a call in ``region`` has the same, else None.
+
+        Args:
+            region: the innermost ``fp8_autocast`` region.
+            dtype: the dtype to compute in.
+        """
         modes, fp8 = self._modes, self._fp8
         sets = fp8.active(region.recipe_key, region.amax_group)
         if sets is None or not region.enabled or not region.records or self.save_original_input:
@@ -218,7 +226,7 @@ class FP8Module(torch.nn.Module):
         weights: tuple[torch.Tensor, ...],
         is_first_microbatch: bool | None,
     ) -> FP8Call:
-        """Decides all settings of a call before it computes.
+        """Decides all settings of a call of the module before the call computes anything.
 
         Args:
             dtype: the dtype to compute in.
@@ -250,7 +258,11 @@ class FP8Module(torch.nn.Module):
         return call
 
     def _programs(self, quantizers: tuple[GemmQuantizers, ...]) -> Programs | None:
-        """Returns the programs for a call with default options; None if it must do without."""
+        """Returns the ``Programs`` for a call with default options; None if ops must be called.
+
+        Args:
+            quantizers: a ``GemmQuantizers`` for each GEMM.
+        """
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return None
         modes = self._modes
@@ -260,7 +272,7 @@ class FP8Module(torch.nn.Module):
         """Returns True if forward makes the weights' columnwise copies for backward.
 
         Args:
-            recomputed: the call is a recompute, which does what the call that it repeats did.
+            recomputed: True for a recompute, which does as the repeated call did.
         """
         modes = self._modes
         if recomputed:
@@ -290,9 +302,9 @@ class FP8Module(torch.nn.Module):
         """Chooses the quantizers of this call.
 
         Returns:
-            ``(quantizers, is_fp8, is_recompute)``: one set of quantizers for each GEMM, or None;
-            True if the GEMMs run in FP8 (quantizers without FP8 are calibrating: they only stage
-            amaxes); True if the call is a recompute inside backward.
+            quantizers: a ``GemmQuantizers`` for each GEMM; None if nothing is quantized or staged.
+            is_fp8: True if the GEMMs run in FP8. If False, quantizers only stage amaxes.
+            is_recompute: True if the call is a recompute inside backward.
         """
         compiling = torch.compiler.is_compiling()
         modes = self._modes
@@ -345,8 +357,8 @@ class FP8Module(torch.nn.Module):
             autocast: ``torch.autocast`` is on for the input's device.
 
         Raises:
-            TypeError: the input's dtype is not that of the parameters.
-            ValueError: ``inp`` has not ``features`` columns.
+            TypeError: ``inp`` has not the dtype of the parameters, or is no floating-point tensor.
+            ValueError: the last dimension of ``inp`` is not ``features``.
         """
         shape = inp.shape
         if not shape or shape[-1] != features:
@@ -462,8 +474,8 @@ class FP8Module(torch.nn.Module):
         """Returns both FP8 copies of ``weight``, from the module's cache if they are up to date.
 
         Args:
-            weight: ``[out, in]``; an ``FP8Parameter`` gives its own data where the backend reads
-                them.
+            weight: ``[out, in]``; an ``FP8Parameter`` gives its own FP8 data if the GEMM backend
+                reads them.
             quantizers: the GEMM's quantizers.
             fill: cast the weight even if it has not changed since it was cached.
             gemm: the number of the GEMM in its module.
@@ -531,7 +543,7 @@ class FP8Module(torch.nn.Module):
             fill: as ``FP8Call.fill``.
 
         Returns:
-            One entry for each GEMM; None where the GEMM casts its weight itself.
+            For each GEMM the copies, or None if the GEMM casts its weight itself.
         """
         captured = self._modes.captured
         if captured is not None:

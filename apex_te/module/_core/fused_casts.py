@@ -58,7 +58,7 @@ class BaseFusedCast:
 
     Args:
         x: the op's input ``[rows, ...]``.
-        with_dbias: the column sums of the result are wanted in ``dbias``.
+        with_dbias: True asks for the column sums of the result in the attribute ``dbias``.
     """
 
     __slots__ = ("dbias", "with_dbias", "x")
@@ -140,7 +140,7 @@ class NormForward(BaseFusedCast):
         amax: torch.Tensor | None,
         pad_columnwise: bool = False,
     ) -> FP8Output:
-        """Returns the FP8 copies of the normalised rows; see ``FusedCast.fp8``."""
+        """Returns the normalised rows ``[rows, cols]`` in FP8; see ``FusedCast.fp8``."""
         options: dict[str, Any] = {
             "rowwise": rowwise,
             "columnwise": columnwise,
@@ -183,8 +183,8 @@ def norm_backward(
         need_weight, need_bias: compute ``dweight``, ``dbias``.
 
     Returns:
-        ``(dx, dweight, dbias)``, ``[rows, cols]`` and twice ``[cols]``, the last two None where not
-        needed.
+        ``(dx, dweight, dbias)``: ``[rows, cols]``, ``[cols]`` and ``[cols]``. ``dweight`` and
+        ``dbias`` are None if not asked for.
     """
     if mean is None:
         grads = rms_norm.rms_norm_bwd(
@@ -228,7 +228,7 @@ class ActivationForward(BaseFusedCast):
         amax: torch.Tensor | None,
         pad_columnwise: bool = False,
     ) -> FP8Output:
-        """Returns the FP8 copies of the activation; see ``FusedCast.fp8``."""
+        """Returns the activation's result ``[rows, F]`` in FP8; see ``FusedCast.fp8``."""
         options: dict[str, Any] = {
             "rowwise": rowwise,
             "columnwise": columnwise,
@@ -247,7 +247,7 @@ class ActivationBackward(BaseFusedCast):
     Args:
         name: one of ``ACTIVATIONS``.
         dy: gradient of the activation's result ``[rows, F]``.
-        x: the activation's input ``[rows, F]``, or ``[rows, 2F]`` for a gated one.
+        x: the activation's input ``[rows, F]``, or ``[rows, 2F]`` for a gated activation.
         with_dbias: sum the columns of the result into ``dbias``.
     """
 
@@ -285,7 +285,7 @@ class ActivationBackward(BaseFusedCast):
         amax: torch.Tensor | None,
         pad_columnwise: bool = False,
     ) -> FP8Output:
-        """Returns the FP8 copies of the gradient; see ``FusedCast.fp8``."""
+        """Returns the gradient, in the shape of ``x``, in FP8; see ``FusedCast.fp8``."""
         options: dict[str, Any] = {
             "rowwise": rowwise,
             "columnwise": columnwise,

@@ -77,15 +77,15 @@ class FP8Call(NamedTuple):
         dtype: the dtype to compute in, and that of the output.
         is_fp8: the GEMMs run in FP8. False with ``quantizers`` is calibrating: the GEMMs run in
             high precision and the quantizers only record amaxes.
-        quantizers: one set for each GEMM; None where nothing is quantized or recorded.
-        cached: for each GEMM, FP8 copies of its weight that outlive the call; None where the GEMM
+        quantizers: a ``GemmQuantizers`` for each GEMM; None if nothing is quantized or recorded.
+        cached: for each GEMM, FP8 copies of its weight that outlive the call; None for a GEMM that
             casts its weight itself.
-        options: one for each GEMM.
+        options: a ``GemmOptions`` for each GEMM.
         fill: what the call does to a cache of FP8 weights: None uses none, True casts all weights
             anew into the cache, False only those that changed since they were cast.
-        programs: what may run the call's ops; None if they are to be called one by one.
-        keep_columnwise: forward casts a weight to both copies, of which backward takes the
-            columnwise one, instead of casting the weight again there.
+        programs: the ``Programs`` that may run the call's ops; None has each op called.
+        keep_columnwise: True if forward makes both copies of a weight and saves the columnwise
+            copy for backward; False if backward casts the weight again.
     """
 
     dtype: torch.dtype
@@ -108,11 +108,12 @@ class GemmPlan(NamedTuple):
         weight_dtype: dtype of the weight gradient that autograd gets.
         options: the GEMM's options.
         parameter: the weight if backward writes its ``main_grad`` or ``.grad`` itself, else None.
-        weight_cached: the weight among the saved tensors is a columnwise copy, of a cached weight
-            or one that forward made.
-        shared_input: ``Quantizer`` of this rank's rows of the input with a scale that all ranks
-            share, so that FP8 data are gathered; None where high-precision rows are gathered, or
-            nothing is. Asked for in forward: scales may move until backward.
+        weight_cached: True if the weight among the saved tensors is a columnwise copy; False if it
+            is the weight itself.
+        shared_input: ``Quantizer`` with a scale that all ranks share; it casts this rank's rows of
+            the input, and the FP8 data are gathered. None if rows are gathered in high precision,
+            or no rows are gathered. It is chosen in forward, because scales may change until
+            backward.
     """
 
     quantizers: GemmQuantizers
@@ -147,7 +148,8 @@ def gemm_plan(
         gemm: the number of the GEMM in its module.
         weight: ``[out, in]``.
         need_input, need_weight: the gradients that backward computes.
-        keep_columnwise: as ``FP8Call.keep_columnwise``, if the caller asks ``weight_operand``.
+        keep_columnwise: as ``FP8Call.keep_columnwise``; True only if the caller gets the weight
+            from ``weight_operand``, which makes the columnwise copy.
     """
     assert call.quantizers is not None
     quantizers, options = call.quantizers[gemm], call.options[gemm]
@@ -171,18 +173,21 @@ def weight_operand(
     cached: QuantizedTensor | None,
     heads: HeadLayout | None = None,
 ) -> tuple[QuantizedTensor | None, bool]:
-    """Finds or makes the FP8 weight of fprop where the product is not to cast the weight itself.
+    """Returns the FP8 copies of a weight for fprop, or None if ``multiply`` is to cast the weight.
 
     Args:
         plan: the GEMM's plan.
         weight: ``[out, in]``.
         cached: FP8 copies of ``weight`` that outlive the call, or None.
-        heads: the layout of ``weight``'s rows if they are best sorted by kind; else None.
+        heads: the layout of the heads in ``weight``'s rows, if the output is to be split into
+            heads; else None.
 
     Returns:
-        operand: the FP8 copies; None leaves the cast to the product. With ``plan.weight_cached``
-            they are there, and have the columnwise copy, in the order of ``weight``.
-        is_sorted: True if rows of the rowwise copy are all queries, all keys, all values.
+        operand: the FP8 copies; None if ``multiply`` is to cast the weight. If
+            ``plan.weight_cached``, the copies are never None and include the columnwise copy, whose
+            heads are in the order of ``weight``.
+        is_sorted: True if the rows of the rowwise copy are sorted: all queries, then all keys, then
+            all values.
     """
     quantizers = plan.quantizers
     if heads is None or not heads.needs_sorting:
@@ -231,8 +236,8 @@ def quantized_input(
 
     Returns:
         ``(operand, local)``: the operand of fprop with the rows of all ranks, and the FP8 copies of
-        this rank's rows, to be passed to ``saved_by``. Both are one object where nothing is
-        gathered; ``local`` is None where rows are gathered in high precision.
+        this rank's rows, to be passed to ``saved_by``. If no rows are gathered, both are one
+        object. If rows are gathered in high precision, ``local`` is None.
     """
     parallel = plan.options.parallel
     if parallel is not None and parallel.gathers_input:
@@ -268,7 +273,10 @@ def shaped_product(
         bias: ``[out]`` or None.
         dtype: of the output.
         shape: the shape ``[..., in]`` that this rank's input had.
-        c: matrix ``[rows, out]`` to add, only where ``adds_in_product``; or None.
+        c: matrix ``[rows, out]`` to add, only if ``adds_in_product`` is True; or None.
+
+    Returns:
+        ``[..., out]``, this rank's rows and features of the output.
     """
     quantizers, parallel, features = plan.quantizers, plan.options.parallel, weight.shape[0]
     if parallel is None:
@@ -299,7 +307,7 @@ def shaped_product(
 
 
 def _computes_more_rows(backend: GemmBackend, x: Operand) -> bool:
-    """Returns True if a product computes more rows than ``x`` has, to a multiple it works in."""
+    """Returns True if ``backend`` rounds up the rows of ``x`` to a multiple that it computes."""
     if not isinstance(x, QuantizedTensor) or torch.compiler.is_compiling():
         return False
     assert x.rowwise is not None
@@ -307,7 +315,7 @@ def _computes_more_rows(backend: GemmBackend, x: Operand) -> bool:
 
 
 def adds_in_product(call: FP8Call, gemm: int, c: torch.Tensor) -> bool:
-    """Returns True if a GEMM of a call can add ``c``, of the output's shape, before it rounds.
+    """Returns True if a GEMM of a call can add ``c`` to the product before it rounds the sum.
 
     Args:
         call: the call's settings.
@@ -360,7 +368,7 @@ def multiply(
         bias: ``[out]`` or None.
         out_dtype: of the result.
         out: memory for the result ``[rows, out]``; None makes a new tensor.
-        c: matrix ``[rows, out]`` to add, only where ``adds_in_product``; or None.
+        c: matrix ``[rows, out]`` to add, only if ``adds_in_product`` is True; or None.
     """
     if cached is None:
         cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
@@ -381,7 +389,7 @@ def _quantized_weight(
 
     Args:
         quantizers: the GEMM's quantizers, whose backend must be able to read held data.
-        quantizer: the one of them that casts the weight.
+        quantizer: ``quantizers.weight`` or ``quantizers.weight_recast``, which casts the weight.
         weight: ``[out, in]``.
         columnwise: return the columnwise copy instead of the rowwise one.
     """
@@ -400,20 +408,21 @@ def saved_by(
     weight: torch.Tensor,
     cached: QuantizedTensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Returns the ``SAVED`` tensors of the input and the weight that are saved for backward.
+    """Returns the four tensors of a GEMM that backward needs, for ``save_for_backward``.
 
     Args:
         plan: the GEMM's plan.
-        x: this rank's high-precision input ``[rows, in]``; used where ``saves_values(plan)``.
+        x: this rank's high-precision input ``[rows, in]``; read only if ``saves_values(plan)``.
         part: FP8 copies of this rank's input, which ``quantized_input`` returned.
         weight: ``[out, in]``.
-        cached: FP8 copies of ``weight``, read where ``plan.weight_cached``; or None.
+        cached: FP8 copies of ``weight``, read only if ``plan.weight_cached``; or None.
 
     Returns:
-        ``(input, input scale, weight, weight scale)``, each None if backward does not need it. The
-        input is its columnwise FP8 data, this rank's rowwise data where rows are gathered, or ``x``
-        with the scale to cast it again. The weight is its columnwise FP8 data, or the weight
-        itself, which backward casts again.
+        ``(input, input_scale, weight, weight_scale)``, each None if backward does not need it.
+        ``input`` is the columnwise FP8 data ``[in, rows]``; or this rank's rowwise FP8 data
+        ``[rows, in]`` if rows are gathered; or ``x``, with the scale by which backward casts it, if
+        any. ``weight`` is the columnwise FP8 data ``[in, out]``; or the weight itself, without a
+        scale, which backward casts again.
     """
     saved_x = saved_w = x_scale = w_scale = None
     if plan.need_weight:
@@ -487,7 +496,7 @@ def input_gradient(
 def reduced_input_gradient(
     plan: GemmPlan, saved: tuple, dy: Operand, out_dtype: torch.dtype
 ) -> tuple[torch.Tensor | None, Pending | None]:
-    """Computes the input's gradient [rows, in], and begins its sum over ranks where one is needed.
+    """Computes the input's gradient, and begins to sum it over ranks if the ranks have parts.
 
     Args:
         plan: the GEMM's plan.
@@ -496,8 +505,8 @@ def reduced_input_gradient(
         out_dtype: of the result.
 
     Returns:
-        ``(gradient, None)`` where nothing is summed, or ``(None, pending)``, whose ``wait()``
-        returns the sum.
+        ``(gradient, None)`` if no sum over ranks is needed, else ``(None, pending)``; the gradient,
+        or what ``pending.wait()`` returns, is ``[rows, in]``.
     """
     parallel = plan.options.parallel
     if parallel is None or not parallel.column:
@@ -518,7 +527,12 @@ def reduced_input_gradient(
 
 
 def _weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
-    """Returns the columnwise copy of the weight, cached or cast again from the saved weight."""
+    """Returns the columnwise copy of the weight, as saved or cast from the saved weight.
+
+    Args:
+        plan: the GEMM's plan.
+        saved: the tensors that ``saved_by`` returned.
+    """
     _, _, w, w_scale = saved
     quantizers = plan.quantizers
     if plan.weight_cached:
@@ -550,10 +564,11 @@ def quantized_gradient(
         bias_dtype: dtype of the bias gradient; None computes none.
 
     Returns:
-        ``(quantized, grad_bias, dy)``: the FP8 gradient for dgrad and wgrad, None if neither reads
-        one; the bias gradient ``[out]`` or None; the high-precision gradient, with the rows of all
-        ranks where wgrad runs in high precision and rows are split, None if an op that computes it
-        wrote FP8 alone.
+        quantized: the FP8 gradient ``[rows, out]`` for dgrad and wgrad; None if neither reads FP8.
+        grad_bias: the bias gradient ``[out]``; or None.
+        dy: the high-precision gradient ``[rows, out]``; None if the op that computes the gradient
+            wrote FP8 alone. It has the rows of all ranks if rows are split over ranks and wgrad
+            runs in high precision, else this rank's rows.
     """
     quantizers, parallel = plan.quantizers, plan.options.parallel
     fp8_wgrad = plan.need_weight and not quantizers.high_precision_wgrad

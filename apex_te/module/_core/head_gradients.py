@@ -1,4 +1,4 @@
-"""Gradients of a fused projection's heads, which one op joins and casts to FP8."""
+"""Gradients of queries, keys and values, which one op joins and casts to FP8."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ __all__ = ["HeadGradients", "filled_gradients", "output_gradient"]
 
 
 def output_gradient(shape: Any, grad: Any, *others: Any) -> Any:
-    """Returns the gradient of one output, which is zeros if only other outputs were used.
+    """Returns an output's gradient, or zeros of the output's shape if the gradient is None.
 
     Args:
         shape: the output's shape.
-        grad: its gradient, or None.
-        others: gradients of all outputs, at least one not None.
+        grad: the output's gradient; None if nothing used the output.
+        others: gradients of all outputs of the function, at least one not None; they give dtype
+            and device of the zeros.
     """
     if grad is not None:
         return grad
@@ -30,11 +31,11 @@ def output_gradient(shape: Any, grad: Any, *others: Any) -> Any:
 
 
 def filled_gradients(shapes: Sequence[Any], grads: Sequence[Any], *others: Any) -> list[Any]:
-    """Returns the gradients of several outputs, zeros for those that were not used.
+    """Returns the gradients of several outputs, with zeros for each gradient that is None.
 
     Args:
         shapes: the outputs' shapes.
-        grads: their gradients, or None.
+        grads: for each output its gradient, or None.
         others: as in ``output_gradient``.
     """
     return [
@@ -43,11 +44,12 @@ def filled_gradients(shapes: Sequence[Any], grads: Sequence[Any], *others: Any) 
 
 
 class HeadGradients(BaseFusedCast):
-    """Gradient of a projection's output, as a fused cast that reads those of its heads.
+    """Fused cast that joins the gradients of heads to the gradient of a projection's output.
 
     Args:
-        layout: the layout of the heads in the output, whose features have the weight's order.
-        heads: gradients of the queries, keys and values, as ``HeadLayout.heads`` returns these.
+        layout: the layout of the heads in the projection's weight, and so in the joined gradient.
+        heads: gradients of the queries, keys and values, each [..., heads, size]; none of queries
+            if ``layout.repeats`` is 0.
     """
 
     __slots__ = ("heads", "layout")
@@ -72,7 +74,7 @@ class HeadGradients(BaseFusedCast):
         amax: torch.Tensor | None,
         pad_columnwise: bool = False,
     ) -> FP8Output:
-        """Returns the FP8 copies of the gradient; see ``FusedCast.fp8``."""
+        """Returns the gradient ``[tokens, features]`` in FP8; arguments as of ``FusedCast.fp8``."""
         queries = self.heads[0] if self.layout.repeats else None
         keys, values = self.heads[-2:]
         out = qkv_cast_grad(

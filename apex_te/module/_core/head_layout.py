@@ -1,4 +1,4 @@
-"""Layout of the heads in a fused projection's output, and the way from one to the other."""
+"""Layout of attention heads in a fused projection's output: splitting, sorting and joining."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ __all__ = ["HeadLayout", "flat_heads", "sorted_bias", "split_output"]
 
 
 class HeadLayout(NamedTuple):
-    """Layout of the heads in the last dimension of a fused projection's output.
+    """Layout of attention heads in the last dimension of a fused projection's output.
+
+    That dimension has ``features = (repeats + 2) * groups * size`` elements.
 
     Attributes:
         qkv_format: layout of the other dimensions, ``"sbhd"``, ``"bshd"`` or ``"thd"``.
         repeats: query heads of each group; 0 for a projection to keys and values only.
         groups: the number of groups, each with one key head and one value head.
         size: elements of a head.
-        interleaved: heads lie group by group; else all queries, all keys, all values.
+        interleaved: True if heads lie group by group, in each group the queries, the key and the
+            value; False for all queries, then all keys, then all values.
     """
 
     qkv_format: str
@@ -31,14 +34,15 @@ class HeadLayout(NamedTuple):
 
     @property
     def needs_sorting(self) -> bool:
-        """Returns True if the queries of an output are views only where its heads are sorted.
+        """Returns True if groups of several queries are interleaved with keys and values.
 
-        They then go group by group, and a group has several.
+        The queries [..., heads, size] are then no view of the output. They are one after the rows
+        of the projection's weight, and so the heads of the output, are sorted as in ``sorted``.
         """
         return self.interleaved and self.repeats > 1
 
     def sorted(self) -> HeadLayout:
-        """Returns the layout of the same heads as all queries, all keys, all values."""
+        """Returns a layout of the same heads with all queries, then all keys, then all values."""
         return self._replace(interleaved=False)
 
     def parts(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -62,23 +66,23 @@ class HeadLayout(NamedTuple):
         return heads.narrow(-2, 0, repeats), keys, values
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns the queries, keys and values in a projection's output, each [..., heads, size].
-
-        They are views, but for queries that need sorting.
+        """Splits a projection's output into queries, keys and values.
 
         Args:
             x: [..., features].
 
         Returns:
-            ``(queries, keys, values)``, without queries if ``repeats`` is 0.
+            ``(queries, keys, values)``, without queries if ``repeats`` is 0, each [..., heads,
+            size]. All are views of ``x``, except that queries are a copy if ``needs_sorting``.
         """
         return tuple(flat_heads(part, x.dim()) for part in self.parts(x))
 
     def by_group(self, heads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns ``heads`` in the shapes that ``parts`` returns.
+        """Returns views of queries, keys and values in the shapes that ``parts`` returns.
 
         Args:
-            heads: tensors in the shapes that ``heads`` returns.
+            heads: queries, keys and values, each [..., heads, size]; no queries if ``repeats`` is
+                0.
         """
         parts = list(heads)
         if self.needs_sorting:
@@ -86,11 +90,15 @@ class HeadLayout(NamedTuple):
         return parts
 
     def joined(self, heads: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor:
-        """Returns the tensor of which ``heads`` returns the given ones, as a copy.
+        """Copies queries, keys and values into one tensor; the inverse of the method ``heads``.
 
         Args:
-            heads: the tensors that ``heads`` returns.
+            heads: queries, keys and values, each [..., heads, size]; no queries if ``repeats`` is
+                0.
             shape: the shape [..., features] of the result.
+
+        Returns:
+            A new tensor of ``shape`` in this layout.
         """
         dtype, parts = heads[0].dtype, in_words(self.by_group(heads))
         if self.interleaved and self.repeats < 2:
@@ -102,12 +110,26 @@ class HeadLayout(NamedTuple):
 
 
 def flat_heads(part: torch.Tensor, dims: int) -> torch.Tensor:
-    """Returns [..., heads, size] of one part of an output that has ``dims`` dimensions."""
+    """Returns queries, keys or values as [..., heads, size].
+
+    Args:
+        part: one tensor that ``HeadLayout.parts`` returned, [..., heads, size] or [..., groups,
+            repeats, size].
+        dims: the number of dimensions of the projection's output [..., features].
+    """
     return part if part.dim() == dims + 1 else part.flatten(-3, -2)
 
 
 def sorted_bias(bias: torch.Tensor | None, layout: Any) -> torch.Tensor | None:
-    """Returns a bias of heads in ``layout`` as all queries, all keys, all values; None for None."""
+    """Reorders a projection's bias from interleaved groups to all queries, all keys, all values.
+
+    Args:
+        bias: ``[features]``, or None.
+        layout: the ``HeadLayout`` of the bias, with ``interleaved`` True.
+
+    Returns:
+        A new tensor ``[features]``; None without a bias.
+    """
     if bias is None:
         return None
     return sorted_heads(bias, repeats=layout.repeats, groups=layout.groups)
@@ -116,11 +138,16 @@ def sorted_bias(bias: torch.Tensor | None, layout: Any) -> torch.Tensor | None:
 def split_output(
     out: torch.Tensor, layout: HeadLayout, is_sorted: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Splits a projection's output as ``HeadLayout.heads`` does.
+    """Splits a projection's output into queries, keys and values.
 
     Args:
         out: [..., features].
         layout: the layout of the heads in the projection's weight.
-        is_sorted: ``out`` has all queries, all keys, all values instead.
+        is_sorted: True if ``out`` has all queries, then all keys, then all values, whatever
+            ``layout`` says.
+
+    Returns:
+        ``(queries, keys, values)``, without queries if ``layout.repeats`` is 0, each [..., heads,
+        size].
     """
     return (layout.sorted() if is_sorted else layout).heads(out)

@@ -57,8 +57,10 @@ def normalized(
         options: the norm's options.
 
     Returns:
-        ``(operand, local, y)``: the first two as ``quantized_input`` returns them, and the norm's
-        result ``[rows, cols]`` in high precision, None if it is neither returned nor saved.
+        operand: the quantized operand of fprop, with the rows of all ranks.
+        local: the FP8 copies of this rank's rows; None if rows are gathered in high precision.
+        y: the norm's result ``[rows, cols]`` in high precision; None if it is neither returned nor
+            saved.
     """
     if not options.return_norm and not saves_values(plan):
         return *quantized_input(plan, norm), None
@@ -67,7 +69,12 @@ def normalized(
 
 
 def saved_norm(norm: NormForward) -> tuple[torch.Tensor | None, ...]:
-    """Returns the tensors ``(x, weight, mean, rstd)`` that are saved for the norm's backward."""
+    """Returns the tensors to save for the backward of a norm that has run.
+
+    Returns:
+        ``(x, weight, mean, rstd)``: the tensor that was normalised ``[rows, cols]``, gamma
+        ``[cols]``, and the statistics ``[rows]``; ``mean`` is None for RMSNorm.
+    """
     x = norm.x if norm.residual_sum is None else norm.residual_sum
     return x, norm.weight, norm.mean, norm.rstd
 
@@ -109,9 +116,9 @@ class LayerNormLinearFunction(OpFunction):
     """``norm(inp [+ residual]) @ weight.T + bias`` in FP8.
 
     Returns:
-        ``(out, norm, total)``: the output, or its queries, keys and values in its place where
-        ``heads`` gives their layout; the norm's result and the normalised tensor, each in the
-        input's shape, or None unless ``NormOptions`` ask for them.
+        ``(out, norm, total)``: the output ``[..., out]``; the norm's result and the tensor that was
+        normalised, each in the input's shape, or None unless ``NormOptions`` ask for it. If
+        ``heads`` is not None, the queries, keys and values take the place of ``out`` in the tuple.
     """
 
     LABEL = "LayerNormLinear"

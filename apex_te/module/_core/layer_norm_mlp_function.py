@@ -33,7 +33,8 @@ __all__ = ["LayerNormMLPFunction"]
 class LayerNormMLPFunction(OpFunction):
     """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2`` in FP8.
 
-    With ``adds`` the second product, which must be able to, adds the tensor that was normalised.
+    If ``adds`` is True, the second product adds the tensor that was normalised; the caller has
+    checked this by ``adds_in_product``.
 
     Returns:
         ``(out, norm, total)``: the output; the norm's result and the normalised tensor, each in the
@@ -191,7 +192,8 @@ def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:
 
     Args:
         plan: the ``GemmPlan`` of the first GEMM.
-        d_hidden: the op that computes the gradient; its ``dbias`` is set where asked for.
+        d_hidden: the op that computes the gradient. Its ``dbias`` is set if its ``with_dbias`` is
+            True.
 
     Returns:
         ``(quantized, plain)``: the FP8 gradient, None if neither dgrad nor wgrad reads it; the

@@ -25,10 +25,11 @@ __all__ = ["HighPrecisionLinearFunction", "LinearFunction"]
 class LinearFunction(OpFunction):
     """``inp @ weight.T + bias [+ residual]`` [..., out] with quantized fprop, dgrad and wgrad.
 
-    A residual has the output's shape; the call's product must be able to add it.
+    A residual has the output's shape; it may be given only if ``adds_in_product`` is True.
 
     Returns:
-        The output; the tuple of its queries, keys and values where ``heads`` gives their layout.
+        The output; if ``heads`` gives a layout of heads, the tuple of the output's queries, keys
+        and values instead.
     """
 
     LABEL = "Linear"
@@ -112,10 +113,10 @@ def _linear_backward(ctx: Any, *grads: Any) -> tuple:
 
 
 class HighPrecisionLinearFunction(OpFunction):
-    """``inp @ weight.T + bias`` in ``out_dtype`` where autograd's own linear layer does not do.
+    """``inp @ weight.T + bias`` in ``out_dtype``, not quantized, by ``GemmOptions``.
 
-    It has tensor-parallel collectives, puts the weight gradient into ``main_grad`` or delays it, as
-    ``GemmOptions`` say.
+    The function runs tensor-parallel collectives, and in backward puts the weight gradient into
+    ``main_grad`` or delays it, if the options say so.
     """
 
     LABEL = "Linear"
@@ -212,7 +213,7 @@ def _gathered_product(
 
     Args:
         gathered: the gathering of the ranks' rows of ``x``.
-        ranks: their number.
+        ranks: the number of ranks.
         x: this rank's rows ``[s, ..., in]``.
         w: ``[out, in]``.
         bias: ``[out]`` or None.

@@ -50,7 +50,7 @@ class NormModule(torch.nn.Module):
         initialize(self)
 
     def reset_parameters(self) -> None:
-        """Sets gamma to 1 and the bias, where there is one, to 0.
+        """Sets gamma to 1 and the bias, if the norm has one, to 0.
 
         Parameters on the meta device are made first; see ``Linear.reset_parameters``. Parameters
         that were replaced get their attribute ``sequence_parallel`` back.
@@ -86,8 +86,8 @@ class NormModule(torch.nn.Module):
             parameters: the module's parameters, in the op's order.
 
         Raises:
-            TypeError: the dtype is not that of the parameters, outside ``torch.autocast``.
-            ValueError: a shape.
+            TypeError: ``inp`` has not the dtype of the parameters, outside ``torch.autocast``.
+            ValueError: the last dimensions of ``inp`` are not ``normalized_shape``.
         """
         shape, normalized = inp.shape, self.normalized_shape
         if shape[len(shape) - len(normalized) :] != normalized:
@@ -121,10 +121,15 @@ class NormModule(torch.nn.Module):
 def _resolved_shape(
     name: str, normalized_shape: int | Sequence[int] | None, hidden_size: int | None
 ) -> tuple[int, ...]:
-    """Returns ``normalized_shape`` as a tuple, from whichever of its two names was given.
+    """Returns ``normalized_shape`` as a tuple of ints.
+
+    Args:
+        name: the name of the module in errors.
+        normalized_shape: an int or several; None if ``hidden_size`` is given.
+        hidden_size: the same argument under its other name, or None.
 
     Raises:
-        TypeError: neither an int nor several.
+        TypeError: the given argument is neither an int nor a non-empty sequence of ints.
         ValueError: none or both were given.
     """
     if (normalized_shape is None) == (hidden_size is None):

@@ -107,7 +107,7 @@ class NormedModule(ParallelModule):
             )
 
     def _returned(self, out: torch.Tensor, bias: torch.Tensor | None, norm: Any) -> Any:
-        """Returns what the module's ``forward`` returns.
+        """Joins the results of the module's ``forward`` into its return value.
 
         Args:
             out: the output of the last GEMM.
@@ -115,8 +115,9 @@ class NormedModule(ParallelModule):
             norm: the norm's result, or None.
 
         Returns:
-            ``out``, or a tuple of ``out``, the bias in its dtype with ``return_bias`` (empty if
-            there is none), and ``norm`` with ``return_layernorm_output``.
+            ``out`` alone, or a tuple: ``out``; then, if ``return_bias``, the bias in the dtype of
+            ``out`` (an empty tensor if there is no bias); then, if ``return_layernorm_output``,
+            ``norm``.
         """
         if not self.return_bias and not self.return_layernorm_output:
             return out
@@ -133,7 +134,8 @@ class NormedModule(ParallelModule):
         """Normalises ``inp`` [..., features], or ``inp + residual``, in high precision.
 
         Returns:
-            ``(y, x)``: the norm's result, and the tensor that was normalised.
+            ``(y, x)``: the norm's result, and the tensor that was normalised, ``inp`` or the sum.
+            Both have the shape of ``inp``.
         """
         weight, bias = self._norm_operands(inp.dtype)
         options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Program: repeats the ops that a ``Recorder`` has noted, with other tensors, in one call of C."""
+"""Program of the ops that a ``Recorder`` has noted, which runs them again with other tensors."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _ALIGNMENT = 256
 
 
 class Program:
-    """Ops on tensors of fixed shapes and dtypes, run in order, with memory for what they make.
+    """Noted ops of a forward or backward, which ``run`` runs again in order with other tensors.
 
     Args:
-        recorder: has noted the ops and has no ``problem``.
-        outputs: tensors, or None, that a run returns.
+        recorder: the ``Recorder`` that has noted the ops; its ``problem`` is None.
+        outputs: tensors, or None, of the recorded run; ``run`` returns their counterparts.
 
     Attributes:
-        is_native: no op of torch and no other Python code runs.
+        is_native: True if all ops are C functions, so that one call from Python runs them.
 
     Raises:
-        Unrecordable: the ops cannot be repeated.
+        Unrecordable: the ops cannot be run again: C does not take an argument, an output is no
+            plain contiguous tensor or view of one, or intermediate tensors need too much memory.
     """
 
     __slots__ = (
@@ -65,13 +66,18 @@ class Program:
         self._parts = [(i, part) for i, part in enumerate(parts) if part is not None]
 
     def run(self, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
-        """Runs the ops.
+        """Runs the ops of the program on new inputs.
 
         Args:
-            inputs: tensors in place of those that were recorded.
+            inputs: tensors, or None, in the order of the recorder's ``inputs``.
 
         Returns:
-            The outputs; None, with nothing run, if an input has not the form of the recorded one.
+            One tensor or None for each of the constructor's ``outputs``, in their order. None
+            instead of a list, with nothing run, if an input differs from the recorded one in shape,
+            strides, dtype, device or alignment to 16 bytes.
+
+        Raises:
+            RuntimeError: an intermediate tensor differs in that way from the recorded one.
         """
         made: list[Any] = [*inputs]
         for like in self._results:
@@ -96,6 +102,11 @@ class Program:
 
 
 def _known(recorder: Recorder, tensor: torch.Tensor) -> Slot | Made | Part:
+    """Returns the stand-in of an output of the recorded run.
+
+    Raises:
+        Unrecordable: the output is a tensor of the FP8 state, or unknown to the recorder.
+    """
     source = recorder.source(tensor)
     if isinstance(source, torch.Tensor):
         raise Unrecordable("an output that is part of the state")
@@ -103,21 +114,25 @@ def _known(recorder: Recorder, tensor: torch.Tensor) -> Slot | Made | Part:
 
 
 class _Layout:
-    """Places of the tensors of a program in the list that its steps read.
+    """Places of a program's tensors in the list of tensors that the program's steps index.
 
-    The list has the inputs, the results, one scratch tensor if it is needed, the workspace if one
-    is, and what Python steps return.
+    The list has, in this order, the inputs, the tensors of ``results``, one scratch tensor if
+    ``scratch`` is not 0, the GEMM workspace if a step uses it, and the results of Python steps.
 
     Args:
-        recorder: has noted the ops.
-        outputs: what stands for each output, or None.
+        recorder: the ``Recorder`` that has noted the ops.
+        outputs: the ``Slot``, ``Made`` or ``Part`` of each output of the program, or None.
 
     Attributes:
-        results: shape and dtype of each tensor that is made for an output, and of those of zeros.
-        zeroed: places in ``results`` of those of zeros.
-        scratch: bytes of the scratch tensor, which holds all other tensors that are made.
-        workspace: place of the workspace.
-        size: number of places.
+        results: ``(shape, dtype)`` of each tensor that a run allocates by itself: memory of
+            outputs, and tensors of zeros.
+        zeroed: indices in ``results`` of the tensors of zeros.
+        scratch: bytes of the scratch tensor, in which all other allocated tensors lie.
+        workspace: index of the GEMM workspace in the list.
+        size: length of the list at the end of a run.
+
+    Raises:
+        Unrecordable: an output is not contiguous or shares memory, or ``scratch`` is too large.
     """
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Any]) -> None:
@@ -160,10 +175,14 @@ class _Layout:
         self._computed = recorder.computed
 
     def place(self, source: Any) -> tuple[int, int, Any, Any, torch.dtype] | tuple[int]:
-        """Returns the place of a tensor: its index alone, or with what tells a part from it.
+        """Returns where a tensor lies in the list of a program's tensors.
 
         Args:
-            source: a ``Slot``, ``Made`` or ``Part``.
+            source: the tensor's ``Slot``, ``Made`` or ``Part``.
+
+        Returns:
+            ``(index,)`` if the tensor is the one at ``index`` of the list; else ``(index, offset,
+            shape, strides, dtype)`` of a part of the tensor at ``index``, ``offset`` in bytes.
         """
         if isinstance(source, Slot):
             return (source.index,)
@@ -178,10 +197,16 @@ class _Layout:
         return base[0], offset, source.shape, source.strides, source.dtype
 
     def part(self, source: Any) -> _View | None:
-        """Returns the view that an output is of the tensor at its place; None if it is that tensor.
+        """Returns the view by which an output is made of the list's tensor at the output's place.
+
+        Args:
+            source: the output's ``Slot``, ``Made`` or ``Part``.
+
+        Returns:
+            The view; None if the output is the whole tensor at that place.
 
         Raises:
-            Unrecordable: it has another dtype than that tensor.
+            Unrecordable: the output has another dtype than the tensor at that place.
         """
         if not isinstance(source, Part):
             return None
@@ -200,9 +225,9 @@ class _View(NamedTuple):
     """Named tuple that describes a view of a tensor.
 
     Attributes:
-        shape: its shape.
-        strides: its strides; None if it is the whole tensor in that shape.
-        offset: number of elements of the tensor before its first.
+        shape: shape of the view.
+        strides: strides of the view in elements; None if the view is the whole tensor reshaped.
+        offset: number of elements of the tensor before the view's first element.
     """
 
     shape: tuple[int, ...]
@@ -210,7 +235,7 @@ class _View(NamedTuple):
     offset: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns this view of ``tensor``."""
+        """Returns the described view, with memory shared, of ``tensor``."""
         if self.strides is None:
             return tensor.view(self.shape)
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
@@ -225,15 +250,24 @@ def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 def _base(source: Any) -> Any:
+    """Returns the ``base`` of a ``Part``; a ``Slot`` or ``Made`` itself."""
     return source.base if isinstance(source, Part) else source
 
 
 def _bound(recorder: Recorder, layout: _Layout) -> tuple[Any, list[Callable[[list], None]]]:
-    """Returns the steps of a program, as few calls as possible.
+    """Groups the steps of a program into as few calls from Python as possible.
+
+    Args:
+        recorder: the ``Recorder`` that has noted the steps.
+        layout: the places of the tensors.
 
     Returns:
-        first: ``runtime.core().Program`` of the first C functions, perhaps of none.
-        later: functions of the list of tensors that run the rest.
+        ``(first, later)``: a ``runtime.core().Program`` that runs the C functions before the first
+        Python step and returns False if an input does not fit; functions that run all other steps
+        in order, each called with the list of tensors.
+
+    Raises:
+        Unrecordable: C cannot take an argument of a step.
     """
     groups: list[list[Step]] = [[]]
     between: list[PythonStep] = []
@@ -258,6 +292,17 @@ def _bound(recorder: Recorder, layout: _Layout) -> tuple[Any, list[Callable[[lis
 
 
 def _program(forms: tuple[Any, ...], steps: list[Step], layout: _Layout) -> Any:
+    """Returns a ``runtime.core().Program``, which runs successive C functions in one call.
+
+    Args:
+        forms: for each place of the list a tensor like the one that must come there, None if None
+            must come, or ``...`` if nothing is checked.
+        steps: the calls of C functions, in order.
+        layout: the places of the tensors.
+
+    Raises:
+        Unrecordable: C cannot take an argument of a step.
+    """
     try:
         return runtime.core().Program(forms, tuple(
             (step.function, tuple(_argument(a, layout) for a in step.args)) for step in steps
@@ -270,7 +315,16 @@ _like: dict[torch.dtype, torch.Tensor] = {}
 
 
 def _argument(value: Any, layout: _Layout) -> Any:
-    """Returns an argument in the form that ``runtime.core().Program`` takes."""
+    """Converts an argument of a ``Step`` to what ``runtime.core().Program`` takes.
+
+    Args:
+        value: an argument as in ``Step.args``.
+        layout: the places of the tensors.
+
+    Returns:
+        For a stand-in or the workspace its place as ``_Layout.place`` returns it, with an empty
+        tensor of the dtype instead of the dtype; any other ``value`` itself.
+    """
     if value is WORKSPACE:
         return (layout.workspace,)
     if not isinstance(value, (Slot, Made, Part)):
@@ -285,6 +339,11 @@ def _argument(value: Any, layout: _Layout) -> Any:
 
 
 def _checked(program: Any) -> Callable[[list], None]:
+    """Returns a function of the list of tensors that runs ``program`` and requires it to fit.
+
+    The function raises RuntimeError if ``program``, a ``runtime.core().Program``, returns False.
+    """
+
     def run(made: list) -> None:
         if not program(*made):
             raise RuntimeError("a tensor has changed its form while a module ran")
@@ -293,7 +352,15 @@ def _checked(program: Any) -> Callable[[list], None]:
 
 
 def _python(step: PythonStep, layout: _Layout) -> Callable[[list], None]:
-    """Returns a function of the list of tensors that runs a Python step, and adds its result."""
+    """Makes the function that runs a Python step of a program.
+
+    Args:
+        step: the noted call.
+        layout: the places of the tensors.
+
+    Returns:
+        A function of the list of tensors; it appends the step's result, if any, to the list.
+    """
     function, kwargs, returns = step.function, step.kwargs, step.result is not None
     # Each an argument, or the place of one; not the layout, which holds recorded tensors.
     args = [
@@ -310,7 +377,12 @@ def _python(step: PythonStep, layout: _Layout) -> Callable[[list], None]:
 
 
 def _tensor(made: list, place: tuple) -> torch.Tensor:
-    """Returns the tensor at a place of the list, or the part of it."""
+    """Returns the tensor, or the view of a part of it, at a place of the list of tensors.
+
+    Args:
+        made: the list of tensors.
+        place: a place in it, as ``_Layout.place`` returns it.
+    """
     if len(place) == 1:
         return made[place[0]]
     index, offset, shape, strides, dtype = place

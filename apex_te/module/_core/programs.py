@@ -1,4 +1,4 @@
-"""Programs of a module's forwards and backwards, which are made when these run again."""
+"""Programs of a module's forwards and backwards, each recorded when that function runs again."""
 
 from __future__ import annotations
 
@@ -27,19 +27,33 @@ _enabled = True
 
 
 def set_enabled(enabled: bool) -> bool:
-    """Lets modules use programs, as they do by default, or not; returns what held before."""
+    """Switches the use of programs by all modules on, which is the default, or off.
+
+    Args:
+        enabled: True lets modules record and run programs; False has them call each op.
+
+    Returns:
+        The former setting.
+    """
     global _enabled
     before, _enabled = _enabled, enabled
     return before
 
 
 class _Known:
-    """Record of the runs of one function with one key.
+    """Program of one forward or backward for calls with one key, and how often it has run.
+
+    Args:
+        runs: number of runs that count as done already.
 
     Attributes:
-        program: repeats them; None as long as there is none.
-        runs: number of runs, up to the one that is recorded.
-        misses: number of times that the program did not fit.
+        program: the program; None until one is recorded, or if the ops cannot be repeated.
+        runs: number of calls of ``is_next_recorded``, and ``runs`` of the constructor.
+        misses: number of times that a tensor did not fit the program.
+        count: of a forward that returns a tuple, its length; else 0.
+        attributes: attributes that a forward set on autograd's context, by name.
+        backwards: of a forward, the ``_Known`` of its backward; the key is a tuple with, for each
+            gradient that the backward gets, True if the gradient is None.
     """
 
     __slots__ = ("attributes", "backwards", "count", "misses", "program", "runs")
@@ -48,19 +62,20 @@ class _Known:
         self.program: Program | None = None
         self.runs = runs
         self.misses = 0
-        # Of a forward: its number of outputs, the attributes that it left in autograd's context,
-        # and the backwards by which gradients they got.
         self.count = 0
         self.attributes: dict[str, Any] = {}
         self.backwards: dict[tuple[bool, ...], _Known] = {}
 
     def is_next_recorded(self) -> bool:
-        """Counts a run; returns True if it is to be recorded, which is so for the second one."""
+        """Counts a run of the function; returns True if it is the second run, which is recorded."""
         self.runs += 1
         return self.runs == 2
 
     def missed(self) -> None:
-        """Drops the program, which did not fit, for one of the tensors that come now."""
+        """Drops the program, into which a tensor did not fit, so that the next run is recorded.
+
+        After ``MAX_MISSES`` calls no further run is recorded.
+        """
         self.program = None
         self.misses += 1
         if self.misses < MAX_MISSES:
@@ -68,15 +83,15 @@ class _Known:
 
 
 class Programs:
-    """Programs of one module with one set of quantizers.
+    """Programs of one module's forwards and backwards with one set of quantizers.
 
     Args:
-        quantizers: those of the module's GEMMs.
+        quantizers: a ``GemmQuantizers`` for each GEMM of the module.
 
     Attributes:
-        calls: the settings of calls that may use programs, by the dtype to compute in, or by it and
-            True where they keep columnwise copies of weights.
-        is_possible: False if the quantizers' casts cannot be repeated.
+        calls: ``FP8Call`` objects of calls that may use programs. The key is the dtype to compute
+            in, or ``(dtype, True)`` if the call keeps columnwise copies of weights.
+        is_possible: False if the scheme's casts or products cannot run in a program.
         state: the tensors of the FP8 state that casts read or write.
     """
 
@@ -102,7 +117,11 @@ class Programs:
                     self._due.append(one.due)
 
     def is_usable(self) -> bool:
-        """Returns True if a run now would do what earlier ones did."""
+        """Returns True if programs may run or be recorded now.
+
+        Programs must not run while ``set_enabled(False)`` holds, GEMMs are tuned, ops are traced,
+        forward-mode differentiation is active, or a slot has no first scale yet.
+        """
         if not _enabled or gemm_tuning.is_active or is_traced():
             return False
         if forward_ad._current_level >= 0:
@@ -117,14 +136,21 @@ class Programs:
         rest: tuple[Any, ...],
         key: Any,
     ) -> Any:
-        """Returns ``function(ctx, *tensors, *rest)``, run by a program where there is one.
+        """Returns ``function(ctx, *tensors, *rest)``, run by a program if there is one.
+
+        The second call with a key is recorded. After a recorded or repeated call ``ctx.programs``
+        is set for ``repeatable``.
 
         Args:
             ctx: autograd's context.
-            function: the forward, which runs ops on the tensors only.
-            tensors: its first arguments.
-            rest: its other arguments.
-            key: all that decides, besides forms of tensors, which ops it runs.
+            function: the forward; its ops read only ``tensors`` and the FP8 state.
+            tensors: tensors or None, the first arguments of ``function``.
+            rest: the other arguments of ``function``.
+            key: hashable; equal for calls in which ``function`` runs the same ops on tensors of
+                equal shapes and dtypes.
+
+        Returns:
+            The output of ``function``: a tensor or a tuple.
         """
         known = self._known.get(key)
         if known is None:
@@ -158,7 +184,17 @@ class Programs:
 
 
 def _returned(ctx: Any, programs: Programs, known: _Known, outputs: list[Any]) -> Any:
-    """Prepares autograd's context for the backward; returns what the forward returns."""
+    """Sets autograd's context after a forward that a program ran, and returns the output.
+
+    Args:
+        ctx: autograd's context.
+        programs: the ``Programs`` of the module.
+        known: the record of the forward.
+        outputs: what the program returned: the forward's outputs, then the tensors to save.
+
+    Returns:
+        The output of the forward: a tensor, or a tuple of ``known.count`` tensors or None.
+    """
     count = known.count
     ctx.programs, ctx.device_type = (programs, known), outputs[0].device.type
     if count == 0:
@@ -170,13 +206,18 @@ def _returned(ctx: Any, programs: Programs, known: _Known, outputs: list[Any]) -
 
 
 def repeatable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
-    """Decorates a backward, so that a program may run it after a forward that a program has run.
+    """Decorates a backward so that a program may run it.
 
-    ``torch.autocast`` is off while it runs.
+    A program runs the backward only after a forward that ``Programs.forward`` recorded or ran with
+    a program. ``torch.autocast`` is off inside the backward.
 
     Args:
-        backward: takes autograd's context, with ``programs`` None or what ``Programs.forward`` has
-            set, and gradients. It runs ops only on these and on the tensors from ``take_saved``.
+        backward: called as ``backward(ctx, *grads)``. ``ctx.programs`` is None, or set by
+            ``Programs.forward``. The ops read only ``grads``, tensors from ``take_saved`` and the
+            FP8 state.
+
+    Returns:
+        A function with the arguments and result of ``backward``.
     """
 
     @functools.wraps(backward)
@@ -191,7 +232,7 @@ def repeatable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
 def _repeated_backward(
     ctx: Any, backward: Callable[..., tuple], grads: tuple[torch.Tensor | None, ...]
 ) -> tuple:
-    """Returns ``backward(ctx, *grads)``, run by a program where there is one."""
+    """Returns ``backward(ctx, *grads)``, run by a program if there is one; see ``repeatable``."""
     programs, forward = ctx.programs
     key = tuple([grad is None for grad in grads])
     known = forward.backwards.get(key)
@@ -222,11 +263,17 @@ def _repeated_backward(
 
 
 def _run(_: Any, program: Program, tensors: tuple[torch.Tensor | None, ...]) -> Any:
+    """Returns ``program.run(tensors)``, in the signature that ``without_autocast`` calls."""
     return program.run(tensors)
 
 
 def _made(recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> Program | None:
-    """Returns the program of what was recorded; None if it cannot be repeated."""
+    """Makes the program of a recorded run; returns None if the run cannot be repeated.
+
+    Args:
+        recorder: the ``Recorder`` after the run.
+        outputs: tensors, or None, that the program is to return.
+    """
     if recorder.problem is not None:
         return None
     try:
@@ -238,11 +285,14 @@ def _made(recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> Program
 def programs_of(
     cache: dict[int, Programs], quantizers: tuple[GemmQuantizers, ...]
 ) -> Programs | None:
-    """Returns a module's programs for a set of quantizers, if a call may use them now.
+    """Returns a module's ``Programs`` for the quantizers of a call, which are made if missing.
 
     Args:
-        cache: the module's ``Programs`` by the id of the quantizers, which they hold.
-        quantizers: those of the call.
+        cache: the module's ``Programs`` by ``id`` of their quantizers; changed in place.
+        quantizers: a ``GemmQuantizers`` for each GEMM.
+
+    Returns:
+        The ``Programs``; None if programs may not be used now, or not with this scheme.
     """
     found = cache.get(id(quantizers))
     if found is None:

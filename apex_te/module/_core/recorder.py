@@ -1,4 +1,4 @@
-"""Recorder of the ops that a function runs, from which a ``Program`` is made that repeats them."""
+"""Recorder of the ops that a function runs; a ``Program`` made from it runs these ops again."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ _RESIZES = (_aten.resize_, _aten.resize_as_, _aten.set_)
 
 
 class Unrecordable(Exception):
-    """Error that says why what was recorded cannot be repeated by a program."""
+    """Error that names the reason why no program can repeat the recorded ops."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Stand-in for a tensor that is passed to the program: ``inputs[index]`` of the recorder."""
+    """Stand-in for an input of the recorded function: ``inputs[index]`` of the ``Recorder``."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Made:
-    """Stand-in for a tensor that was made while recording: ``made[index]`` of the recorder."""
+    """Stand-in for a tensor allocated while recording: ``made[index]`` of the ``Recorder``."""
 
     index: int
 
 
 class Part(NamedTuple):
-    """Named tuple of a view of another tensor.
+    """Stand-in for a tensor that shares the memory of an input or of an allocated tensor.
 
     Attributes:
-        base: what it is a view of.
-        offset: bytes from the first element of the base to its own.
-        shape, strides, dtype: its own.
+        base: stand-in of the tensor that has the memory.
+        offset: bytes from the first element of the base to the first element of the part.
+        shape, strides, dtype: of the part.
     """
 
     base: Slot | Made
@@ -59,12 +59,13 @@ class Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Named tuple of the call of a C function.
+    """Noted call of a C function.
 
     Attributes:
-        function: its callable, of ``runtime.function``.
-        args: arguments; tensors as ``Slot``, ``Made``, ``Part`` or, of the FP8 state, themselves.
-        products: matrix products of quantized operands that the call counts for.
+        function: callable that ``runtime.function`` returned.
+        args: arguments of the call. A ``Slot``, ``Made`` or ``Part`` stands for each tensor, except
+            for tensors of the FP8 state, which are there themselves.
+        products: number of products of quantized operands that the call computes.
     """
 
     function: Any
@@ -73,13 +74,14 @@ class Step(NamedTuple):
 
 
 class PythonStep(NamedTuple):
-    """Named tuple of the call of a Python function.
+    """Noted call of a Python function, such as an op of torch.
 
     Attributes:
         function: the function.
         args: arguments as in ``Step``.
         kwargs: keyword arguments, none of them a tensor.
-        result: the tensor that it makes and returns; None if it writes to its arguments.
+        result: stand-in of the new tensor that the call returns; None if the call writes to its
+            arguments instead.
     """
 
     function: Callable[..., Any]
@@ -89,19 +91,19 @@ class PythonStep(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes the ops that run while it is entered, each of which runs as it would without it.
+    """Context manager that notes all ops run inside it, without changing what the ops do.
 
     Args:
-        inputs: tensors, or None, that a repetition is passed in place of these.
-        state: other tensors that the ops may use, which a repetition uses, too.
+        inputs: tensors, or None, that the ops read; a program takes other tensors in their place.
+        state: tensors of the FP8 state that ops may read or write; a program uses the same ones.
 
     Attributes:
-        problem: why what was noted cannot be repeated; None if it can.
-        steps: ``Step`` and ``PythonStep`` objects, in order.
-        made: tensors without values, or of zeros, that were made, and results of Python steps.
-        computed: indices in ``made`` of results of Python steps.
-        zeroed: indices in ``made`` of tensors of zeros.
-        written: those of ``state`` that ops have written to.
+        problem: the reason why the noted ops cannot be repeated; None if they can.
+        steps: the noted calls, ``Step`` and ``PythonStep`` objects, in order.
+        made: tensors that ops allocated, empty or of zeros, and results of Python steps.
+        computed: indices in ``made`` of the results of Python steps.
+        zeroed: indices in ``made`` of the tensors of zeros.
+        written: tensors of ``state`` that ops have written to.
     """
 
     def __init__(
@@ -146,10 +148,14 @@ class Recorder(TorchDispatchMode):
         return result
 
     def source(self, tensor: torch.Tensor) -> Slot | Made | Part | torch.Tensor:
-        """Returns what stands for a tensor in a program.
+        """Returns the stand-in of a tensor that an op has read, written or returned.
+
+        Returns:
+            A ``Slot``, ``Made`` or ``Part``; ``tensor`` itself if it belongs to ``state``.
 
         Raises:
-            Unrecordable: the tensor is neither an input, nor was made, nor of the state.
+            Unrecordable: the tensor has no memory of an input, of ``made`` or of ``state``, or of
+                inputs that share memory.
         """
         if id(tensor) in self._slots:
             return self._slots[id(tensor)]
@@ -168,8 +174,13 @@ class Recorder(TorchDispatchMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Notes one op that has run.
 
+        Args:
+            func: the op.
+            args, kwargs: arguments of the op.
+            result: what the op returned.
+
         Raises:
-            Unrecordable: it cannot be repeated.
+            Unrecordable: the op cannot be repeated.
         """
         self._alive += [a for a in (*args, result) if isinstance(a, torch.Tensor)]
         if func.namespace == "apex_te":
@@ -186,6 +197,11 @@ class Recorder(TorchDispatchMode):
         # else a view, which is described where it is used
 
     def _note_own(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes an op of apex_te, as a call of its C function if it has one.
+
+        Raises:
+            Unrecordable: the op has keyword arguments, or a tensor without a stand-in.
+        """
         name = func._schema.name.partition("::")[2]
         if kwargs:
             raise Unrecordable("keyword arguments")
@@ -202,7 +218,12 @@ class Recorder(TorchDispatchMode):
     def _note_computed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Notes an op of torch that computes a tensor from others, by which it is repeated."""
+        """Notes an op of torch that computes a tensor or writes to one, as a ``PythonStep``.
+
+        Raises:
+            Unrecordable: the op returns no single tensor, draws random numbers or has a tensor as
+                a keyword argument.
+        """
         if not isinstance(result, torch.Tensor) or torch.Tag.nondeterministic_seeded in func.tags:
             raise Unrecordable(f"{func} has another result")
         if any(isinstance(value, torch.Tensor) for value in kwargs.values()):
@@ -215,6 +236,11 @@ class Recorder(TorchDispatchMode):
         self.steps.append(PythonStep(func, sources, kwargs, made))
 
     def _make(self, tensor: torch.Tensor) -> Made:
+        """Adds a newly allocated tensor to ``made`` and returns its stand-in.
+
+        Raises:
+            Unrecordable: all tensors of ``made`` together exceed ``MAX_BYTES``.
+        """
         self._bytes += tensor.untyped_storage().nbytes()
         if self._bytes > MAX_BYTES:
             raise Unrecordable("too much memory")
@@ -224,9 +250,15 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _sourced(self, value: Any) -> Any:
+        """Returns ``source(value)`` for a tensor, and any other value itself."""
         return self.source(value) if isinstance(value, torch.Tensor) else value
 
     def _sources(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the arguments of an op with stand-ins for tensors, as ``Step.args`` has them.
+
+        Raises:
+            Unrecordable: an argument is a list of tensors, or a tensor without a stand-in.
+        """
         for value in args:
             if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
                 raise Unrecordable("a list of tensors")
@@ -234,5 +266,5 @@ class Recorder(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Returns a number that all tensors with the storage of ``tensor`` have while it exists."""
+    """Returns an id of the storage of ``tensor``, valid as long as the storage exists."""
     return tensor.untyped_storage()._cdata

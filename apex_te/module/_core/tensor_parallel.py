@@ -42,7 +42,7 @@ class TensorParallel:
     """Collectives of one GEMM over a group of ranks.
 
     Args:
-        column: the weight's rows are split over the ranks, else its columns.
+        column: True if the weight's rows are split over the ranks, False if its columns are.
         group: the ``torch.distributed.ProcessGroup``.
         sequence_parallel: the rows of the input (column) or of the output (row) are split over the
             ranks.
@@ -153,9 +153,12 @@ class TensorParallel:
 
         Args:
             x: this rank's rows ``[rows, ...]``.
-            whole: the result is read as one tensor, too, not only by ``Pending.pieces``.
-            late: other gatherings may begin before the result is read, so that it must not occupy
-                the buffers of peer memory.
+            whole: True if the result is read as one tensor, not only by ``Pending.pieces``.
+            late: True if other gatherings may begin before the result is read; the result then
+                does not occupy the buffers of peer memory.
+
+        Returns:
+            The gathering of a tensor ``[rows * ranks, ...]``.
         """
         memory = None if late else peer_memory(self.group, x, x.nbytes)
         if memory is not None:
@@ -171,13 +174,13 @@ class TensorParallel:
 
         Args:
             quantizer: the GEMM's quantizer of the input.
-            shared: what ``quantizer.shared(group)`` returned: a quantizer whose scale all ranks
-                share, or None.
+            shared: a quantizer whose scale all ranks share, which ``quantizer.shared(group)``
+                returned; or None.
             source: this rank's rows ``[rows, in]``, or the op that computes them.
 
         Returns:
             ``(operand, local)``: the operand of fprop with all rows, and the rowwise copy of this
-            rank's rows; ``local`` is None where rows were gathered in high precision.
+            rank's rows; ``local`` is None if rows were gathered in high precision.
         """
         if shared is None:
             values = source if isinstance(source, torch.Tensor) else source.plain()
@@ -208,8 +211,8 @@ class TensorParallel:
             need_bias: also sum the columns.
 
         Returns:
-            ``(quantized, sums)``: all rows in FP8, and the column sums ``[out]`` of this rank's
-            rows, or None.
+            ``(quantized, sums)``: the gradient in FP8 with the rows of all ranks, and the column
+            sums ``[out]`` of this rank's rows; ``sums`` is None without ``need_bias``.
         """
         quantizer = quantizers.grad_output
         shared = quantizer.shared(self.group)
@@ -251,8 +254,8 @@ class GatheredRows:
         fp8_data: the gathering of all ranks' FP8 data.
         local: the rowwise copy of this rank's rows.
         ranks: the number of ranks.
-        columnwise: after the products of the rows the columnwise copy will be asked for.
-        pad_columnwise: pad that copy for the weight gradient.
+        columnwise: True if ``arrived`` will be called after the products, for a columnwise copy.
+        pad_columnwise: pad the columnwise copy for the weight gradient, to a multiple of 16 rows.
 
     Attributes:
         rows: the number of rows of all ranks.
@@ -296,10 +299,13 @@ class GatheredRows:
         return out
 
     def arrived(self, rowwise: bool) -> QuantizedTensor:
-        """Waits for all rows and returns their columnwise copy, if the operand was made with one.
+        """Waits for all rows, and returns them as one quantized operand.
 
         Args:
-            rowwise: return the rowwise copy, too.
+            rowwise: True to return the rowwise copy.
+
+        Returns:
+            The operand, with the columnwise copy if the constructor's ``columnwise`` is True.
         """
         local = self._local
         scale_inv = local.rowwise_scale_inv

@@ -26,19 +26,19 @@ def weight_gradient(
     quantized: Operand | None,
     gathered: Pending | None = None,
 ) -> torch.Tensor | None:
-    """Computes ``dy.T @ x`` [out, in], or delays that by ``wgrad_store``.
+    """Computes ``dy.T @ x`` [out, in] now, or passes the computation to ``wgrad_store``.
 
     Args:
         plan: the GEMM's plan.
         saved: the tensors that ``saved_by`` returned.
         dy: the output's gradient ``[rows, out]`` in high precision, read if the recipe has wgrad in
             high precision.
-        quantized: the output's gradient in FP8, read otherwise.
+        quantized: the output's gradient ``[rows, out]`` in FP8, read if wgrad runs in FP8.
         gathered: the gathering that ``start_saved_input`` began, or None.
 
     Returns:
-        The gradient for autograd. If it went into ``main_grad`` or is delayed: None, or the
-        stand-in of ``dummy_gradient``.
+        The gradient ``[out, in]`` for autograd. If the gradient went into ``main_grad`` or is
+        delayed, None or what ``dummy_gradient`` returns.
     """
     operand = quantized.arrived(False) if isinstance(quantized, GatheredRows) else quantized
     return _now_or_later(
@@ -53,7 +53,7 @@ def plain_weight_gradient(
     dtype: torch.dtype,
     options: GemmOptions,
 ) -> torch.Tensor | None:
-    """Computes ``dy.T @ x`` [out, in] in high precision, or delays that by ``wgrad_store``.
+    """Computes ``dy.T @ x`` [out, in] in high precision, now or later by ``wgrad_store``.
 
     Args:
         parameter: the weight whose ``main_grad`` or ``.grad`` may be written.
@@ -63,7 +63,8 @@ def plain_weight_gradient(
         options: the GEMM's options.
 
     Returns:
-        As ``weight_gradient``.
+        The gradient ``[out, in]`` for autograd. If the gradient went into ``main_grad`` or is
+        delayed, None or what ``dummy_gradient`` returns.
     """
     return _now_or_later(parameter, options, lambda: _plain_wgrad(dy, x, parameter, dtype, options))
 
@@ -158,12 +159,12 @@ def main_grad_of(parameter: Any, options: GemmOptions) -> tuple[torch.Tensor, bo
         options: the GEMM's options.
 
     Returns:
-        ``(main_grad, accumulate)``: the buffer ``[out, in]``, and True if the gradient is added to
-        it, False if it overwrites it.
+        ``(main_grad, accumulate)``: the buffer ``[out, in]``, and True to add the gradient to the
+        buffer, False to overwrite the buffer.
 
     Raises:
-        ValueError: there is no buffer, it has another shape, or DistributedDataParallel waits for a
-            gradient that only the buffer would get.
+        ValueError: there is no buffer; the buffer has another size or is not contiguous; or
+            DistributedDataParallel waits for a gradient that only the buffer would get.
     """
     get_main_grad = getattr(parameter, "get_main_grad", None)
     if options.in_ddp and get_main_grad is None:
@@ -192,7 +193,7 @@ def _check_owner(parameter: Any) -> None:
     """Checks that DistributedDataParallel waits for no gradient that only ``main_grad`` gets.
 
     Raises:
-        ValueError: it neither ignores the weight nor gets a dummy gradient of it.
+        ValueError: DistributedDataParallel neither ignores the weight nor gets a dummy gradient.
     """
     if hasattr(parameter, "grad_added_to_main_grad") or hasattr(parameter, "_ddp_ignored"):
         return
@@ -207,12 +208,16 @@ def _check_owner(parameter: Any) -> None:
 
 
 def dummy_gradient(parameter: Any) -> torch.Tensor | None:
-    """Returns what autograd gets for a weight whose gradient is already in ``main_grad``.
+    """Returns the gradient that autograd gets for a weight whose gradient is in ``main_grad``.
+
+    Args:
+        parameter: the weight. The attribute ``grad_added_to_main_grad``, if there is one, is set to
+            True.
 
     Returns:
-        None, which leaves ``.grad`` at None; or, for a weight with ``grad_added_to_main_grad``, on
-        which a framework waits for its gradient hook, a tensor that all weights of that shape,
-        dtype and device share.
+        None, which leaves ``.grad`` at None. If the weight has ``grad_added_to_main_grad``, a
+        dummy in the weight's shape and dtype instead, so that gradient hooks run; weights of one
+        shape, dtype and device share its memory.
     """
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
