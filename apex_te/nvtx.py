@@ -130,7 +130,7 @@ class _Backward:
         Args:
             node: the ``grad_fn`` of an output; the range begins before it runs.
             inputs: inputs of the forward that require grad; the range ends when all have gradients,
-                or after ``node`` where the list is empty.
+                or after ``node`` if the list is empty.
         """
         node.register_prehook(self.begin)
         if inputs:
@@ -151,7 +151,7 @@ class _Backward:
 
 
 def _from_environment() -> None:
-    """Turns the ranges on if ``APEX_TE_NVTX`` asks for it; warns where PyTorch has no NVTX."""
+    """Turns the ranges on if ``APEX_TE_NVTX`` asks for them; warns if PyTorch has no NVTX."""
     if not env.boolean(VARIABLE, False):
         return
     if _is_available():

@@ -112,7 +112,7 @@ def moe_permute_and_pad_with_probs(
         probs: [tokens, experts] float32 or the dtype of ``inp``.
         routing_map: [tokens, experts] mask, as in ``moe_permute``.
         tokens_per_expert: [experts] int32 or int64, the tokens of each expert, on any device. Read
-            only to find the number of rows where ``num_out_tokens`` is None; the kernel counts the
+            only to find the number of rows if ``num_out_tokens`` is None; the kernel counts the
             tokens itself.
         align_size: at least 1.
         num_out_tokens: number of rows of the result, at least all rows with padding, a multiple of
@@ -272,7 +272,7 @@ def _permuted(
     align_size: int | None = None,
     row_id_map: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """Permutes tokens, after counting the rows on the GPU where ``rows`` is None or -1.
+    """Permutes tokens, after counting the rows on the GPU if ``rows`` is None or -1.
 
     Returns:
         out: [rows, hidden].

@@ -17,11 +17,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # (parameter, master weight)
 
 
 class Flags:
-    """Unscales gradients, and keeps a flag on each device that is 1 if one was not finite.
+    """Unscales gradients, and keeps a flag on each device: 1 if a gradient was not finite, else 0.
 
     Args:
-        inv_scale: inverse loss scale, a float32 scalar; None for gradients that are not scaled,
-            which are not looked at for a flag either.
+        inv_scale: inverse loss scale, a float32 scalar; None for gradients that are not scaled, of
+            which no flag is kept.
     """
 
     def __init__(self, inv_scale: torch.Tensor | None) -> None:
@@ -34,7 +34,8 @@ class Flags:
         Args:
             inputs: gradients of any floating-point dtypes, dense.
             outputs: for each input a tensor of its shape, without gaps in memory, in the dtype to
-                convert to; for a DTensor one with its placements. It may be the input itself.
+                convert to; for a DTensor a DTensor with its placements. An output may be the input
+                itself.
 
         Raises:
             NotImplementedError: an input is sparse.
@@ -96,7 +97,7 @@ def move_grads(pairs: list[Pair], flags: Flags) -> None:
 
 
 def unscale_grads(params: list[torch.Tensor], kept: dict[int, torch.Tensor], flags: Flags) -> None:
-    """Unscales the gradients of parameters in place, and adds those that were set aside.
+    """Unscales the gradients of parameters in place, and adds gradients of earlier backwards.
 
     Args:
         params: parameters without master weights.

@@ -22,8 +22,9 @@ class OptimizerAmp:
 
     Args:
         optimizer: the optimizer; hooks are registered with it.
-        master_weights: give the optimizer float32 master weights: apex_te's optimizers make them
-            themselves, in others they replace the parameters in ``param_groups``.
+        master_weights: give the optimizer float32 master weights. apex_te's optimizers make master
+            weights themselves; in other optimizers they replace the parameters in
+            ``param_groups``.
 
     Attributes:
         pairs: ``(parameter, master)`` for each master weight in ``param_groups``; empty for
@@ -86,10 +87,10 @@ class OptimizerAmp:
         return self.pairs, [p for p in _params(optimizer) if id(p) not in masters]
 
     def refresh(self) -> None:
-        """Copies parameters that have changed since the masters were made to their masters.
+        """Copies each parameter that has changed since its master weight was made to that weight.
 
-        So weights may be loaded between ``amp.initialize`` and the first step. Later calls do
-        nothing, until a state dict that lacks masters is loaded.
+        Weights may thus be loaded between ``amp.initialize`` and the first step. Later calls do
+        nothing, until a state dict that lacks master weights is loaded.
         """
         if self._versions is None:
             return
@@ -143,7 +144,11 @@ class OptimizerAmp:
         self._versions = [param._version for param, _ in self.pairs]
 
     def restore_params(self, optimizer: torch.optim.Optimizer) -> None:
-        """Puts the parameters, with the state of their masters, back into ``param_groups``."""
+        """Puts the parameters, with the state of their master weights, back into ``param_groups``.
+
+        Args:
+            optimizer: the optimizer that this state belongs to.
+        """
         params = {id(master): param for param, master in self.pairs}
         for group in optimizer.param_groups:
             for i, master in enumerate(group["params"]):
@@ -233,10 +238,10 @@ def _step(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    """Calls ``inner``, the optimizer's own ``zero_grad``, and drops what amp knows of gradients.
+    """Calls ``inner``, the optimizer's own ``zero_grad``, and drops what amp keeps of gradients.
 
-    These are the gradients of parameters whose masters stand in ``param_groups``, the flag of
-    gradients that were not finite, and the note that gradients are scaled.
+    Dropped are the gradients of parameters that a master weight replaces in ``param_groups``, the
+    flag ``found_inf``, and the note that gradients are scaled.
     """
     inner(*args, **kwargs)
     kept = amp_of(self)
@@ -248,7 +253,7 @@ def _zero_grad(self: Any, inner: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Moves gradients of a backward outside ``scale_loss`` to the masters (a pre-hook).
+    """Moves gradients of a backward outside ``scale_loss`` to master weights (a step pre-hook).
 
     Raises:
         RuntimeError: gradients are still scaled, as ``delay_unscale=True`` has left them.
@@ -265,7 +270,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Removes the flags of this step and copies masters to parameters (a post-hook)."""
+    """Removes the step's flags and copies master weights to parameters (a step post-hook)."""
     _forget_flags(optimizer)
     kept = amp_of(optimizer)
     assert kept is not None
@@ -285,7 +290,7 @@ def _forget_flags(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _index(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Returns the pairs of amp with the numbers that a state dict has for them.
+    """Returns the parameters with master weights, and their numbers in the state dict.
 
     Returns:
         A list of ``(number, parameter, master)``: key of the parameter's state in
@@ -298,7 +303,7 @@ def _index(optimizer: torch.optim.Optimizer) -> list[tuple[int, torch.Tensor, to
 
 
 def _add_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Adds the masters to a state dict as ``master_param`` (a post-hook)."""
+    """Returns a state dict with the master weights added as ``master_param`` (a post-hook)."""
     states = dict(state_dict["state"])
     for i, _, master in _index(optimizer):
         states[i] = {**states.get(i, {}), MASTER: master.detach()}
@@ -306,7 +311,15 @@ def _add_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Takes the masters out of a state dict, for ``_set_masters`` (a pre-hook of loading)."""
+    """Takes the master weights out of a state dict, for ``_set_masters`` (a pre-hook of loading).
+
+    Returns:
+        A state dict without ``master_param``, for the optimizer to load.
+
+    Raises:
+        TypeError: a saved master weight is no dense tensor.
+        ValueError: a saved master weight has another shape.
+    """
     states = dict(state_dict["state"])
     found: list[tuple[torch.Tensor, Pair]] = []
     for i, param, master in _index(optimizer):
@@ -332,10 +345,10 @@ def _take_masters(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _set_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Sets the masters once the optimizer has accepted the rest of the state (a post-hook).
+    """Sets the master weights after the optimizer has loaded the other state (a post-hook).
 
-    A state dict that has some of them loads with a warning. One without any is as plain an
-    optimizer saves it, and loads without.
+    A state dict with some of the master weights loads with a warning; a state dict without any, as
+    an optimizer without amp saves, loads without a warning.
     """
     kept = amp_of(optimizer)
     missing = kept.loaded() if kept is not None else []

@@ -138,7 +138,7 @@ def _unscale(
     kept: dict[int, torch.Tensor],
     flags: Flags,
 ) -> None:
-    """Unscales the gradients of ``optimizer`` and adds those that ``_enter`` set aside.
+    """Unscales the gradients of ``optimizer`` and adds the gradients that ``_enter`` set aside.
 
     Args:
         optimizer: one of the optimizers of ``scale_loss``.

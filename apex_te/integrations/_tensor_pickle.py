@@ -105,13 +105,13 @@ class Storage:
 
 
 class Strided(NamedTuple):
-    """Description of a tensor, which is made once the bytes of its storage are read.
+    """Stand-in for a tensor whose storage is not read yet, with all that makes the tensor.
 
     Attributes:
-        storage: the storage that has its elements.
-        offset: position of its first element in the storage.
-        size: its shape.
-        stride: its strides, in elements.
+        storage: the storage that has the tensor's elements.
+        offset: position of the tensor's first element in the storage.
+        size: the tensor's shape.
+        stride: the tensor's strides, in elements.
     """
 
     storage: Storage
@@ -299,7 +299,11 @@ def _bytes(value: Any) -> bytes:
 
 
 def _strided(storage: Any, offset: Any, size: Any, stride: Any) -> Strided:
-    """Returns a tensor's description once all its elements are known to be in the storage."""
+    """Returns a ``Strided`` after checking that all elements of the tensor are in the storage.
+
+    Raises:
+        TensorPickleError: an argument has a wrong type, or an element is not in the storage.
+    """
     if not isinstance(storage, Storage):
         raise TensorPickleError(f"a tensor must have a storage, got {type(storage).__name__}")
     if type(size) is not tuple or type(stride) is not tuple or len(size) != len(stride):
@@ -368,9 +372,9 @@ def _fill(storage: Storage, data: bytes) -> None:
 
 
 def _resolved(value: Any) -> Any:
-    """Returns ``value`` with tensors for descriptions, if it is one or a dict or list of them.
+    """Replaces each ``Strided`` by its tensor: ``value`` itself, or the items of a dict or list.
 
-    Descriptions in deeper containers stay.
+    A ``Strided`` in a deeper container stays.
     """
     if isinstance(value, Strided):
         if 0 in value.size:

@@ -303,7 +303,7 @@ Chosen = Callable[[str, nn.Module], "str | None"]
 
 
 def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[str]]:
-    """Joins the layers of Hugging Face's blocks in ``model`` where they can be joined, in place.
+    """Joins layers of Hugging Face's blocks in ``model``, in place, if the layers allow it.
 
     Args:
         model: any model.
@@ -401,7 +401,18 @@ _Step = tuple[_Source, str, list[JoinedKey]]
 def _llama_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
     """Joins the input norm and the query, key and value projections of a Llama-like block.
 
-    ``_check`` describes the arguments, ``_placed`` the result.
+    Args:
+        block: the block.
+        prefix: the block's name in the model and a period, or "".
+        uses: number of modules of the model that have a Parameter, by ``id`` of the Parameter.
+        chosen: returns the reason why the caller wants a layer to stay, as for ``fuse_blocks``.
+
+    Returns:
+        ``(source, path, entries)``: the layers that were joined; dotted name in the block of the
+        new layer; keys of the joined parameters.
+
+    Raises:
+        _NotFusable: the layers cannot be joined.
     """
     attention = block.self_attn
     names = ("q_proj", "k_proj", "v_proj")

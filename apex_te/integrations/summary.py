@@ -14,7 +14,7 @@ ATTRIBUTE = "_apex_te_conversion"
 
 
 class Layer(NamedTuple):
-    """Entry of the summary: a layer that ``from_torch`` converted or kept.
+    """Layer that ``from_torch`` converted or kept, as the summary lists it.
 
     Attributes:
         name: the layer's dotted name in the model.

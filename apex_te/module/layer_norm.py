@@ -62,7 +62,7 @@ class LayerNorm(NormModule, torch.nn.LayerNorm):
                 ``torch.autocast``, whose dtype the output then has.
 
         Raises:
-            TypeError: a dtype.
-            ValueError: a shape.
+            TypeError: ``inp`` has another dtype.
+            ValueError: the last dimensions of ``inp`` are not ``normalized_shape``.
         """
         return self._normalize(layer_norm, inp, self.weight, self.bias)

@@ -121,8 +121,8 @@ class LayerNormLinear(NormedModule, LinearParameters):
             ``return_layernorm_output``, ``(out, bias, norm)`` with both.
 
         Raises:
-            TypeError: a dtype.
-            ValueError: a shape.
+            TypeError: a tensor has another dtype than those above.
+            ValueError: an argument has another shape or length than that above.
         """
         return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
 
@@ -142,13 +142,14 @@ class LayerNormLinear(NormedModule, LinearParameters):
             inp: as in ``forward``.
             residual: a tensor of the shape and dtype of ``inp``, or None.
             is_first_microbatch: as in ``Linear.forward``.
-            return_residual: the caller uses the returned sum; in FP8, False returns None for it.
-            heads: the layout of the heads of attention in the output, to split it in FP8; or None.
+            return_residual: False lets a call in FP8 return None instead of the sum.
+            heads: the layout of the attention heads in the output, which splits the output in FP8;
+                or None.
 
         Returns:
             ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual). In
-            FP8 with ``heads`` the output is ``(queries, keys, values)``, as ``HeadLayout.heads``
-            returns them.
+            FP8 with ``heads``, ``(queries, keys, values)``, each [..., heads, size], takes the
+            place of the output [..., out_features].
         """
         weight, bias = self._linear_operands()
         if residual is not None:
@@ -185,8 +186,9 @@ class LayerNormLinear(NormedModule, LinearParameters):
         """Computes the outputs as ``call`` says.
 
         Returns:
-            ``(out, norm, total)``: the output, the norm's result and the tensor that was
-            normalised; in FP8 the last two are None where not asked for.
+            ``(out, norm, total)``: the output [..., out_features], or its queries, keys and values;
+            the norm's result and the tensor that was normalised, each in the shape of ``inp``. In
+            FP8 ``norm`` and ``total`` are None if the caller does not ask for them.
         """
         inp, residual = inp.to(call.dtype), None if residual is None else residual.to(call.dtype)
         if not call.is_fp8:

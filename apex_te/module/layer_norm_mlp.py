@@ -152,8 +152,8 @@ class LayerNormMLP(NormedModule):
             with ``return_layernorm_output``, ``(out, bias, norm)`` with both.
 
         Raises:
-            TypeError: a dtype.
-            ValueError: a shape.
+            TypeError: a tensor has another dtype than those above.
+            ValueError: an argument has another shape or length than that above.
         """
         return self.forward_with_residual(inp, None, is_first_microbatch, False)[0]
 
@@ -173,13 +173,14 @@ class LayerNormMLP(NormedModule):
             inp: as in ``forward``.
             residual: a tensor of the shape and dtype of ``inp``, or None.
             is_first_microbatch: as in ``Linear.forward``.
-            return_residual: the caller uses the returned sum; in FP8, False returns None for it.
-            add_residual: add the sum to the result where FC2's product can, which then rounds once;
-                only with ``return_residual`` and without a bias to return.
+            return_residual: False lets a call in FP8 return None instead of the sum.
+            add_residual: let FC2's product add the sum to the result, if the product can; the
+                result is then rounded once. Only with ``return_residual`` and without a bias to
+                return.
 
         Returns:
-            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual), or
-            None for a sum that the result has in it.
+            ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual).
+            ``total`` is None if FC2's product has added the sum to ``out``.
         """
         if residual is not None:
             self._check_residual(inp, residual)
@@ -223,8 +224,8 @@ class LayerNormMLP(NormedModule):
 
         Returns:
             ``(out, norm, total)``: the output, the norm's result and the tensor that was
-            normalised; in FP8 the last two are None where not asked for, and the last also where
-            the output has it in it.
+            normalised, all in the shape of ``inp``. In FP8 ``norm`` and ``total`` are None if the
+            caller does not ask for them; ``total`` is None, too, if it has been added to ``out``.
         """
         inp, residual = inp.to(call.dtype), None if residual is None else residual.to(call.dtype)
         if not call.is_fp8:

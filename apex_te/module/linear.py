@@ -128,7 +128,9 @@ class LinearParameters(ParallelModule):
         return weight, self._required("bias") if bias is None else bias
 
     def _required(self, name: str) -> torch.Tensor:
-        """Returns the weight or bias from its parts or, made by a parametrization, its attribute.
+        """Returns the weight [out, in] or bias [out], joined from its parts if there are several.
+
+        A weight or bias that a parametrization makes is read from the module's attribute.
 
         Args:
             name: ``"weight"`` or ``"bias"``.
@@ -175,17 +177,18 @@ class LinearLayer(LinearParameters):
             then parameters ``<name>_weight``, ``<name>_bias``, joined in each forward.
         delay_wgrad_compute: leave the weight gradient out of backward; ``backward_dw()`` makes it.
         save_original_input: save the input in high precision for backward instead of its FP8 copy,
-            and cast it again there: less memory where the op that made the input saves it anyway.
+            and cast it again there: less memory if the op that made the input saves it anyway.
         name: names the module in reports.
         device: where the parameters live; on ``"meta"`` until ``reset_parameters()``.
         parallel_mode: None, ``"column"`` (the rank has out_features / ranks rows of the weight) or
             ``"row"`` (in_features / ranks columns).
         tp_group: the ``ProcessGroup`` of the ranks that the layer is split over.
-        tp_size: their number, if ``set_tensor_parallel_group`` is to be called before forward
-            instead.
+        tp_size: the number of ranks; needed without ``tp_group`` only, if
+            ``set_tensor_parallel_group`` is to be called before forward.
         sequence_parallel: dimension 0 of a column-parallel layer's input, or of a row-parallel
-            one's output, is split over the ranks, too. It is gathered as FP8 data where all ranks
-            have the same scale (delayed scaling reduced over them, tensorwise recipes).
+            layer's output, is split over the ranks, too. The input's rows are gathered as FP8 data
+            if all ranks have the same scale (delayed scaling reduced over the ranks, tensorwise
+            recipes).
         get_rng_state_tracker: returns a tracker of random states, as Megatron-LM's, in whose
             ``fork(name)`` new values of split weights are drawn.
         rng_tracker_name: the name of the random state to fork; None takes the tracker's default.
@@ -243,8 +246,8 @@ class LinearLayer(LinearParameters):
         """Fills the weight by ``init_method`` (default N(0, 0.023)) and the bias with 0.
 
         Parameters on the meta device are first made on PyTorch's default device, or on the current
-        GPU where the default device is the CPU and there is a GPU. A call of ``to_empty`` before
-        makes them elsewhere.
+        GPU if the default device is the CPU and there is a GPU. To have the parameters elsewhere,
+        call ``to_empty`` before.
         """
         materialize(self)
         self._reset_linear()
@@ -286,7 +289,7 @@ class LinearLayer(LinearParameters):
             if there is none).
 
         Raises:
-            TypeError: a dtype.
+            TypeError: a tensor has another dtype than those above.
             ValueError: a shape, or a missing weight or bias.
         """
         if weight is None and bias is None:
@@ -313,15 +316,15 @@ class LinearLayer(LinearParameters):
         heads: HeadLayout,
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Applies the layer, whose outputs are heads of attention, and splits these in FP8.
+        """Applies the layer to make attention heads, and splits the output into them in FP8.
 
         Args:
             inp, is_first_microbatch: as in ``forward``.
             heads: the layout of the heads in the output.
 
         Returns:
-            ``(queries, keys, values)`` as ``HeadLayout.heads`` returns them; outside of FP8 the
-            output, not split.
+            In FP8 ``(queries, keys, values)``, without queries if ``heads.repeats`` is 0, each
+            [..., heads, size]; else the output [..., out_features], not split.
         """
         weight, bias = self._linear_operands()
         return self._call(
@@ -335,9 +338,9 @@ class LinearLayer(LinearParameters):
         residual: torch.Tensor,
         is_first_microbatch: bool | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Applies the layer, with its bias, and adds a residual where the product can.
+        """Applies the layer, with its bias, and adds a residual if the product can.
 
-        An FP8 product adds it before rounding, so that the sum is rounded once.
+        An FP8 product adds the residual before rounding, so that the sum is rounded once.
 
         Args:
             inp: as in ``forward``.
@@ -345,7 +348,8 @@ class LinearLayer(LinearParameters):
             is_first_microbatch: as in ``forward``.
 
         Returns:
-            ``(out, rest)``: the sum and None, or ``forward``'s result and ``residual``.
+            ``(out, rest)``: the sum [..., out_features] and None; or, if the product cannot add,
+            what ``forward`` returns, and ``residual`` for the caller to add.
         """
         weight, bias = self._linear_operands()
         if residual.shape[:-1] != inp.shape[:-1] or residual.shape[-1] != self.out_features:
@@ -377,8 +381,8 @@ class LinearLayer(LinearParameters):
             ``(weight, bias)``; the bias is None with ``bias=False``.
 
         Raises:
-            TypeError: no tensor.
-            ValueError: another shape, or an operand that is missing or not allowed.
+            TypeError: ``weight`` or ``bias`` is no tensor.
+            ValueError: an operand has another shape, is missing or is not allowed.
         """
         if weight is None:
             weight = self._parameters.get("weight")
@@ -421,7 +425,17 @@ class LinearLayer(LinearParameters):
         return without_autograd(LinearFunction, (inp, weight, bias), call, heads)
 
     def _check_given(self, name: str, value: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Checks that ``value``, passed to ``forward`` as ``name``, is a tensor of a shape."""
+        """Checks that an argument of ``forward`` is a tensor of a given shape.
+
+        Args:
+            name: the name of the argument.
+            value: the argument.
+            shape: the shape that the argument must have.
+
+        Raises:
+            TypeError: ``value`` is no tensor.
+            ValueError: ``value`` has another shape.
+        """
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"Linear: {name} must be a tensor, got {type(value).__name__}")
         if tuple(value.shape) != shape:
@@ -431,6 +445,6 @@ class LinearLayer(LinearParameters):
 
 
 class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
-    """``LinearLayer`` as a subclass of ``torch.nn.Linear``, so that tools take it for one."""
+    """``LinearLayer`` as a subclass of ``torch.nn.Linear``, for tools that look for that class."""
 
     __doc__ = LinearLayer.__doc__

@@ -62,7 +62,7 @@ class RMSNorm(NormModule, torch.nn.RMSNorm):
                 ``torch.autocast``, whose dtype the output then has.
 
         Raises:
-            TypeError: a dtype.
-            ValueError: a shape.
+            TypeError: ``inp`` has another dtype.
+            ValueError: the last dimensions of ``inp`` are not ``normalized_shape``.
         """
         return self._normalize(rms_norm, inp, self.weight)

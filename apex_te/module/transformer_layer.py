@@ -101,10 +101,10 @@ def _check_kind(layer_type: str, parallel_attention_mlp: bool, post_norm: bool) 
 class TransformerLayer(CompositeModule):
     """One layer of a Transformer, in FP8 inside an enabled ``fp8_autocast`` region.
 
-    GPT: the defaults. BERT: ``apply_residual_connection_post_layernorm`` and ``output_layernorm``:
-    attention has no norm in front and its input as residual, the MLP's residual is its norm's
-    result, and a norm ends the layer. T5: encoders as GPT with ``self_attn_mask_type="padding"``,
-    decoders with ``layer_type="decoder"``.
+    GPT: the defaults. BERT: ``apply_residual_connection_post_layernorm`` and ``output_layernorm``.
+    Attention then has no norm in front, and the residual added to its result is its input; the
+    residual of the MLP is the result of the MLP's norm; a norm ends the layer. T5: encoders as GPT
+    with ``self_attn_mask_type="padding"``, decoders with ``layer_type="decoder"``.
 
     Submodules (prefixes of the state dict): ``self_attention``, ``inter_attention`` (decoders),
     ``layernorm_mlp``, ``layernorm`` (with ``output_layernorm``).
@@ -125,7 +125,7 @@ class TransformerLayer(CompositeModule):
             attention; a type of None is ``"padding"`` in calls with ``enc_dec_attn_mask`` or
             ``cu_seqlens_kv``, else ``"no_mask"``.
         apply_query_key_layer_scaling: see ``DotProductAttention``: neutral to the maths, acts only
-            with a ``layer_number`` and where scores are stored in fp16.
+            with a ``layer_number`` and if scores are stored in fp16.
         attention_softmax_in_fp32: accepted; the softmax always computes in fp32.
         seq_length, micro_batch_size: accepted hints without effect.
         apply_residual_connection_post_layernorm: residuals are the norms' results.
@@ -326,7 +326,7 @@ class TransformerLayer(CompositeModule):
             self_attn_mask_type, window_size: replace the module's own in this call.
 
         Raises:
-            TypeError: a dtype.
+            TypeError: a tensor has another dtype than those above.
             ValueError: a shape, mask or option that does not fit.
         """
         decoder = self.layer_type == "decoder"
@@ -400,17 +400,20 @@ class TransformerLayer(CompositeModule):
         return self._finish(x if residual is None else self._add(x, bias, residual, cu_seqlens_q))
 
     def _adds(self, returns_bias: bool, has_bias: bool) -> bool:
-        """Returns True if a branch's last product may add the residual: nothing comes between.
+        """Returns True if the last product of attention or of the MLP may add the residual.
+
+        The product may if the result goes into the sum as it is (no bias, dropout or drop path),
+        and the layer has neither parallel branches nor norms' results as residuals.
 
         Args:
-            returns_bias: the branch returns its bias, if it has one.
-            has_bias: it has one.
+            returns_bias: the branch returns its bias, if the branch has one, instead of adding it.
+            has_bias: the branch has a bias.
         """
         between = self.parallel_attention_mlp or self.apply_residual_connection_post_layernorm
         return not between and not (returns_bias and has_bias) and not self._drops()
 
     def _drops(self) -> bool:
-        """Returns True if a branch's result may lose elements or samples before it is added."""
+        """Returns True if dropout or drop path now acts on the results of attention and MLP."""
         return self.training and (self.hidden_dropout > 0.0 or self.drop_path_rate > 0.0)
 
     def _finish(self, out: torch.Tensor) -> torch.Tensor:
@@ -446,7 +449,7 @@ class TransformerLayer(CompositeModule):
             return bias_dropout_add(x, bias, residual, p)
 
     def _own_draws(self) -> AbstractContextManager[Any]:
-        """Returns a context to draw dropout in, the tracker's if each rank has other rows."""
+        """Returns the context for dropout's draws: the tracker's if ranks have other rows."""
         if not self.sequence_parallel or self.get_rng_state_tracker is None:
             return nullcontext()
         return self.get_rng_state_tracker().fork()
@@ -459,7 +462,8 @@ class TransformerLayer(CompositeModule):
             cu_seqlens: for thd, the starts of the samples, int32 [n + 1].
 
         Returns:
-            A factor that broadcasts over ``x``: 0 for samples that skip it, else 1 / (1 - rate).
+            A factor that broadcasts over ``x``: 0 for samples that skip the branch, 1 / (1 - rate)
+            for the others.
         """
         keep = 1.0 - self.drop_path_rate
         layout = self.attn_input_format

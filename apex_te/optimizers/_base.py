@@ -47,9 +47,9 @@ class _Kept:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the fused optimizers, which has everything but the update itself.
+    """Base of the fused optimizers: state, checks, master weights and state dicts.
 
-    A subclass defines ``_update``.
+    A subclass defines ``_update``, which updates the parameters.
 
     Args:
         params: parameters or groups, as for ``FusedAdam``.
@@ -322,7 +322,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _prepare(
         self, group: dict[str, Any], live: list[torch.Tensor], names: tuple[str, ...]
     ) -> list[Bucket]:
-        """Makes the buckets of a group, and the state of its parameters where it is missing.
+        """Makes the buckets of a group, and the missing state of the group's parameters.
 
         Args:
             group: the parameter group.

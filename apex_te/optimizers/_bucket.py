@@ -124,9 +124,9 @@ class Source(NamedTuple):
 class Bucket:
     """Arguments of an optimizer op for some parameters, prepared once and used at each step.
 
-    The lists ``params``, ``masters`` and each one of ``moments`` have an entry for each parameter,
-    in one order. Entries share memory with the tensors they stand for; those of a DTensor are this
-    rank's part of it.
+    The lists ``params``, ``masters`` and each list of ``moments`` have a tensor for each parameter,
+    in one order. The tensors share memory with parameter and state; for a DTensor they are this
+    rank's part.
 
     Args:
         params: parameters that ``partition`` puts together.

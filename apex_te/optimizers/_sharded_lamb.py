@@ -19,11 +19,11 @@ _ALIGNMENT = 4  # float32 elements: 16-byte starts
 class ShardedLamb:
     """LAMB step of buckets on one device that have DTensors among their parameters.
 
-    ``multi_tensor_optim.lamb`` scales the update of each tensor by the ratio of its norm to the
-    update's, which it computes from the tensors it is given: a rank's shards. Here it runs on zeros
-    in place of the parameters, with a rate of 1, for the moments and the bare update. Norms, the
-    collective that sums them over ranks, and ratios follow outside the op. Nothing waits for the
-    device. A step needs memory for two float32 copies of this rank's shards.
+    LAMB scales the update of each tensor by the norm of the tensor over the norm of the update, and
+    ``multi_tensor_optim.lamb`` would take both norms of a rank's shards. Here the op runs on zeros
+    in place of the parameters, with a learning rate of 1, and gives the moments and the unscaled
+    update. The norms are then summed over ranks, and the updates scaled, outside the op. Nothing
+    waits for the device. A step needs memory for two float32 copies of this rank's shards.
 
     Args:
         buckets: the buckets, at least one.

@@ -47,7 +47,7 @@ def standard_slopes(
         owner: the name of the module in errors.
         heads: the heads of this rank; all ranks together have ``ranks * heads``.
         ranks: the number of ranks that heads are split over.
-        group: their ``torch.distributed.ProcessGroup``; None with one rank.
+        group: the ``torch.distributed.ProcessGroup`` of these ranks; None with one rank.
         device: of the slopes.
 
     Raises:
@@ -74,9 +74,15 @@ def standard_slopes(
 def checked_slopes(owner: str, slopes: Any, heads: int, batch: int) -> torch.Tensor:
     """Returns the argument ``alibi_slopes``, [heads] or [batch, heads], as float32.
 
+    Args:
+        owner: the name of the module in errors.
+        slopes: the argument.
+        heads: the number of query heads.
+        batch: the number of sequences.
+
     Raises:
-        TypeError: no floating-point tensor.
-        ValueError: another shape.
+        TypeError: ``slopes`` is no floating-point tensor.
+        ValueError: ``slopes`` has another shape.
     """
     if not isinstance(slopes, torch.Tensor) or not slopes.is_floating_point():
         actual = slopes.dtype if isinstance(slopes, torch.Tensor) else type(slopes).__name__

@@ -267,7 +267,8 @@ def to_visible(hidden: torch.Tensor | None, bias: torch.Tensor | None) -> torch.
         bias: added to the scores; or None.
 
     Returns:
-        The mask, bool with True = visible, or the bias with -inf where hidden; None without both.
+        The mask, bool with True = visible, or the bias with -inf for hidden scores; None if both
+        arguments are None.
     """
     if hidden is None:
         return bias
@@ -352,7 +353,10 @@ def varlen(
 def _windowed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visibility, options: Options
 ) -> torch.Tensor:
-    """Attends in a sliding window by PyTorch's packed kernel, each sequence as a packed one."""
+    """Attends in a sliding window by PyTorch's kernel for packed sequences; see ``attend``.
+
+    Each sequence of the batch is passed as one packed sequence.
+    """
     batch, _, queries, _ = q.shape
     keys = k.shape[2]
     assert seen.window is not None

@@ -30,9 +30,9 @@ _FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
 class DotProductAttention(torch.nn.Module):
     """``softmax(scale * q k^T + bias) v`` for each head; the core of attention, no parameters.
 
-    PyTorch's scaled_dot_product_attention computes it where one of its fused kernels applies, else
-    GEMMs around the fused scaled_softmax; ``explain`` says which and why. On a GPU the gradients of
-    PyTorch's kernels differ in their last bits from run to run, unless
+    PyTorch's scaled_dot_product_attention computes it if one of PyTorch's fused kernels applies,
+    else GEMMs around the fused scaled_softmax; ``explain`` says which and why. On a GPU the
+    gradients of PyTorch's kernels differ in their last bits from run to run, unless
     ``torch.use_deterministic_algorithms(True)`` is set, which this module obeys.
 
     Args:
@@ -52,8 +52,8 @@ class DotProductAttention(torch.nn.Module):
         layer_number: position in the model, from 1; see ``apply_query_key_layer_scaling``.
         softmax_scale: multiplier of ``q k^T``; None is ``1 / sqrt(size of a key head)``.
         apply_query_key_layer_scaling: with a ``layer_number`` L, keep scores divided by L until the
-            softmax, so that fp16 does not overflow. It changes roundings only, and these only where
-            scores are stored: the fused kernels keep them in fp32.
+            softmax, so that fp16 does not overflow. The division changes roundings only, and none
+            in the fused kernels, which keep scores in fp32.
         get_rng_state_tracker: returns a tracker in whose ``fork()`` dropout draws. A checkpoint
             around the module must repeat the tracker's states, too: ``apex_te.checkpoint`` with
             this argument, not ``torch.utils.checkpoint``, whose recompute would draw another mask.
@@ -175,7 +175,7 @@ class DotProductAttention(torch.nn.Module):
                 same dropout mask, whether a tracker's or not.
 
         Raises:
-            TypeError: a dtype.
+            TypeError: a tensor has another dtype than those above.
             ValueError: a shape, mask or option that does not fit.
         """
         _, attended, inputs, order = self._plan(
@@ -362,8 +362,8 @@ class DotProductAttention(torch.nn.Module):
         """Checks q, k, v and the bias of ``forward``.
 
         Returns:
-            ``(q, k, v, bias)`` in the dtype to compute in; the bias is scaled where its type is
-            before the scale, and None if there is none.
+            ``(q, k, v, bias)`` in the dtype to compute in. With ``"pre_scale_bias"`` the bias is
+            multiplied by the softmax scale; ``bias`` is None if there is none.
         """
         dims = 3 if layout == "thd" else 4
         heads, groups = self.num_attention_heads, self.num_gqa_groups

@@ -31,8 +31,8 @@ class MaskType(NamedTuple):
         name: the value of ``attn_mask_type``.
         padding: it reads masks of padded tokens.
         causal: it hides keys behind a query's position.
-        bottom_right: positions are aligned so that the last query sees the last key; else the first
-            query sees the first key.
+        bottom_right: True if positions are aligned so that the last query sees the last key, False
+            if the first query sees the first key.
         arbitrary: it reads a mask that broadcasts to the scores.
     """
 
@@ -91,8 +91,8 @@ def mask_type(owner: str, name: str) -> MaskType:
     """Returns the mask type called ``name``; ``owner`` is the name of the module in errors.
 
     Raises:
-        TypeError: no string.
-        ValueError: an unknown type.
+        TypeError: ``name`` is no string.
+        ValueError: there is no mask type of that name.
     """
     if not isinstance(name, str):
         raise TypeError(f"{owner}: attn_mask_type must be a string, got {type(name).__name__}")
@@ -112,8 +112,8 @@ def window(owner: str, size: Sequence[int] | None) -> tuple[int, int] | None:
         size: the argument ``window_size``.
 
     Raises:
-        TypeError: not two ints.
-        ValueError: an int below -1.
+        TypeError: ``size`` is not two ints.
+        ValueError: an int is below -1.
     """
     if size is None:
         return None
@@ -150,7 +150,8 @@ def visibility(
 
     Raises:
         TypeError: a mask that is not bool.
-        ValueError: a mask of another shape, none where the type reads one, one where it does not.
+        ValueError: a mask has another shape, is missing for a type that reads masks, or is given
+            for a type that reads none.
     """
     left, right = (-1, -1) if size is None else size
     if kind.causal:
@@ -178,8 +179,8 @@ class _Window(NamedTuple):
 
     Attributes:
         left, right: the numbers of keys before and after the position, -1 = no limit.
-        bottom_right: the last query's position is the last key's, else the first query's the first
-            key's.
+        bottom_right: True if the last query has the position of the last key, False if the first
+            query has the position of the first key.
     """
 
     left: int
@@ -290,7 +291,15 @@ def band(
 
 
 def _band(q: torch.Tensor, k: torch.Tensor, left: int, right: int) -> torch.Tensor:
-    """Returns the mask of ``band`` for positions of queries and keys that broadcast together."""
+    """Returns a mask that hides the keys outside of a window around each query's position.
+
+    Args:
+        q, k: positions of queries and of keys, which broadcast together.
+        left, right: the numbers of keys before and after a query's position, -1 = no limit.
+
+    Returns:
+        bool in the shape of ``q - k``, True = masked out.
+    """
     if left < 0:
         return k > q + right
     if right < 0:
@@ -402,12 +411,19 @@ def _positions_from_the_end(
 def _padding(
     owner: str, kind: MaskType, mask: Mask, cross: bool, batch: int, queries: int, keys: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Checks the masks of a padding type.
+    """Checks the masks of a padding type and splits them into those of queries and of keys.
+
+    Args:
+        owner: the name of the module in errors.
+        kind: the mask type.
+        mask: the argument ``attention_mask``.
+        cross: attention is cross attention.
+        batch, queries, keys: the numbers of sequences, and of queries and keys in each.
 
     Returns:
-        ``(queries, keys)``: bool [b, 1, 1, sq] and [b, 1, 1, sk], one tensor where it serves both.
-        A single tensor in cross attention is a mask of the scores, [b, 1, sq or 1, sk], and
-        returned as ``(None, mask)``.
+        ``(queries, keys)``: bool [b, 1, 1, sq] and [b, 1, 1, sk], in self attention perhaps the
+        same tensor twice. A single tensor in cross attention is a mask of the scores, [b, 1, sq or
+        1, sk], and returned as ``(None, mask)``.
 
     Raises:
         TypeError: a mask that is not bool.

@@ -319,7 +319,7 @@ class MultiheadAttention(CompositeModule):
             ``return_layernorm_output`` and ``input_layernorm``.
 
         Raises:
-            TypeError: a dtype.
+            TypeError: a tensor has another dtype than those above.
             ValueError: a shape, mask or option that does not fit.
         """
         return self.forward_with_residual(
@@ -353,17 +353,18 @@ class MultiheadAttention(CompositeModule):
         """Attends as ``forward`` does, and returns the residual for the caller to add, too.
 
         Args:
-            return_residual: the caller adds the residual. With ``input_layernorm`` it is then an
-                output of the norm's autograd node, whose backward adds its gradient in the norm's
-                kernel.
-            add_residual: add the residual to the result where the last product can, which then
-                rounds once; only where no bias and no norm are returned beside the result.
+            return_residual: the caller adds the residual. With ``input_layernorm`` the residual is
+                then an output of the norm's autograd node, whose backward adds the residual's
+                gradient in the norm's kernel.
+            add_residual: let the last product add the residual to the result, if the product can;
+                the result is then rounded once. Only if no bias and no norm are returned beside
+                the result.
 
         The other arguments are those of ``forward``.
 
         Returns:
-            ``(result, residual)``: what ``forward`` returns, and the values of ``hidden_states``,
-            or None for a residual that the result has in it.
+            ``(result, residual)``: what ``forward`` returns, and a tensor with the values of
+            ``hidden_states``. ``residual`` is None if the last product has added it to the result.
         """
         if (encoder_output is None) != (self.attention_type == "self"):
             raise ValueError(
@@ -433,9 +434,10 @@ class MultiheadAttention(CompositeModule):
         """Projects the inputs to heads, and normalises and rotates queries and keys.
 
         Returns:
-            ``(q, k, v, norm, residual)``: the first three [..., heads, size]; the result of the
-            norm in front, or None; ``hidden_states``, perhaps as an output of the norm's autograd
-            node.
+            q, k, v: queries, keys and values, each [..., heads, size].
+            norm: the result of the norm in front, in the shape of ``hidden_states``; or None.
+            residual: ``hidden_states``, or the same values as an output of the norm's autograd
+                node.
         """
         modules, layout = self._modules, self._heads
         q_norm: Any = modules["q_norm"]
@@ -485,7 +487,7 @@ class MultiheadAttention(CompositeModule):
 def _projected(
     module: Any, x: torch.Tensor, heads: HeadLayout | None, is_first_microbatch: bool | None
 ) -> Any:
-    """Calls a projection to heads, which splits its output itself if nothing else is to see that.
+    """Calls a projection to heads, and has it split its output if no hook is to see the output.
 
     Args:
         module: a ``Linear``, or what a user has put in its place.
@@ -494,7 +496,7 @@ def _projected(
         is_first_microbatch: as in ``Linear.forward``.
 
     Returns:
-        The output, or ``(queries, keys, values)``.
+        The output [..., features], or its ``(queries, keys, values)``, each [..., heads, size].
     """
     if heads is not None and type(module) is Linear and not _is_observed(module):
         return module.forward_to_heads(x, heads, is_first_microbatch)
@@ -521,8 +523,8 @@ def residual_of(hidden_states: torch.Tensor, total: torch.Tensor | None) -> torc
         total: the same values as an output of the norm's autograd node, or None.
 
     Returns:
-        ``total``; ``hidden_states`` without it, or if it has another dtype (under
-        ``torch.autocast``).
+        ``total``; ``hidden_states`` if ``total`` is None or has another dtype, as under
+        ``torch.autocast``.
     """
     if total is None or total.dtype is not hidden_states.dtype:
         return hidden_states

@@ -29,7 +29,7 @@ class Packing(NamedTuple):
         queries, keys: ``cu`` of the queries and of the keys, int32 [n + 1] for n sequences; one
             tensor in self attention.
         longest_query, longest_key: tokens of the longest sequence, or more.
-        ends: ``cu[n]`` of queries and of keys, None where only the device knows it.
+        ends: ``cu[n]`` of queries and ``cu[n]`` of keys, each None if only the device knows it.
     """
 
     queries: torch.Tensor
@@ -59,7 +59,7 @@ def packing(
         max_seqlen_q, max_seqlen_kv: longest sequences; None reads them from the device.
 
     Raises:
-        TypeError: a dtype.
+        TypeError: a tensor has another dtype than those above.
         ValueError: a shape, a missing tensor or a wrong maximum.
     """
     if cu_seqlens_q is None:
@@ -128,7 +128,7 @@ def choose_packed(
         options: the options of attention.
 
     Returns:
-        The path ``"varlen"``, PyTorch's kernel for packed sequences, where it applies, else
+        The path ``"varlen"``, PyTorch's kernel for packed sequences, if that applies, else
         ``"padded"``.
     """
     obstacle = varlen_obstacle(q, v, options)

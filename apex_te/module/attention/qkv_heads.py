@@ -160,10 +160,10 @@ def _rotate(
 def _slices(
     x: torch.Tensor, y: torch.Tensor, qkv_format: str
 ) -> Sequence[tuple[torch.Tensor, torch.Tensor, str]]:
-    """Returns views of ``x`` and ``y`` with one dimension of heads, not two, as ``rope`` needs.
+    """Splits ``x`` and ``y`` into views with one dimension of heads, not two, as ``rope`` needs.
 
     Returns:
-        ``(x, y, layout)`` of each view.
+        ``(x, y, layout)`` for each pair of views; ``layout`` is the views' qkv_format.
     """
     if x.dim() == len(qkv_format):
         return ((x, y, qkv_format),)

@@ -164,8 +164,8 @@ class GroupedLinear(ParallelModule):
         On a GPU the products for such a tensor differ in rounding and cost. FP8 products are
         rounded to bfloat16 before they get another dtype; they multiply FP8 data on sm_90,
         elsewhere decoded data in bfloat16. Products in fp16 and fp32 cost as much as ``num_gemms``
-        layers over all rows. What is added to ``main_grad`` is rounded to 16 bits only where
-        bfloat16 is multiplied, by torch's grouped product. ``fp8_statistics`` does not record these
+        layers over all rows. What is added to ``main_grad`` is rounded to 16 bits only if torch's
+        grouped product multiplies bfloat16. ``fp8_statistics`` does not record these
         products.
 
         Args:
@@ -264,10 +264,11 @@ class GroupedLinear(ParallelModule):
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], self.out_features)
 
     def _quantizers_of_groups(self, call: FP8Call) -> GroupQuantizers | None:
-        """Returns the quantizers of all groups at once, made once for each ``call.quantizers``.
+        """Returns the ``GroupQuantizers`` of a call, made once for each ``call.quantizers``.
 
-        None where nothing is quantized or recorded, or the scheme has none for groups on the
-        device.
+        Returns:
+            The quantizers of all groups at once; None if nothing is quantized or recorded, or the
+            scheme has no quantizers for groups whose sizes only the device knows.
         """
         sets, known = call.quantizers, self._group_quantizers
         if sets is None:
@@ -299,8 +300,10 @@ def grouped_forward(
         keep: True for each group whose columnwise copy is made for backward; None makes none.
 
     Returns:
-        ``(out, groups, quantized)``: the output ``[..., out]``; each group's rows of the input; and
-        these quantized. A group without rows has None in ``quantized``, and stages no amax.
+        out: the output ``[..., out]``.
+        groups: for each group its rows of the input, ``[rows, in]``.
+        quantized: for each group its rows in FP8; None for a group without rows, which stages no
+            amax.
     """
     assert call.quantizers is not None
     quantizers, out_dtype = call.quantizers, call.dtype

@@ -48,7 +48,7 @@ def run(
 
     Args:
         call: the call's settings.
-        quantizers: those of all groups; None where nothing is quantized or recorded.
+        quantizers: the quantizers of all groups; None if nothing is quantized or recorded.
         cached: FP8 copies of all weights that outlive the call, or None.
         x: the input ``[rows, in]``.
         splits: int32 or int64 ``[groups]`` on the device, the rows of each group.
@@ -138,7 +138,8 @@ def check_supported(module: FP8Module, weights: Tensors) -> None:
     """Checks that the module supports ``m_splits`` on a GPU, before anything runs.
 
     Raises:
-        NotImplementedError: an option or the number of weights allows only a list of ints.
+        NotImplementedError: an option of the module, or the number of weights, allows ``m_splits``
+            only as a list of ints.
     """
     what = None
     if torch.compiler.is_compiling():
@@ -165,11 +166,11 @@ def checked_quantizers(
 
     Args:
         owner: the name of the module in errors.
-        quantizers: those of all groups; None for a scheme without such products.
+        quantizers: the quantizers of all groups; None for a scheme without such products.
         in_features, out_features: sizes of the weights.
 
     Raises:
-        NotImplementedError: the scheme, or a size, allows only a list of ints.
+        NotImplementedError: the scheme, or a size, allows ``m_splits`` only as a list of ints.
     """
     if quantizers is None:
         name = type(get_fp8_recipe()).__name__
@@ -196,10 +197,11 @@ def cached_weights(
         weights: one ``[out, in]`` for each group.
         quantizers: those of all groups.
         fill: ``is_first_microbatch``. True casts all weights and caches the copies; False takes the
-            cached ones, and casts anew where a weight has changed; None caches nothing.
+            cached copies, and casts anew if a weight has changed; None caches nothing.
 
     Returns:
-        Rowwise and columnwise copies; None with ``fill=None``, where the caller casts the weights.
+        Rowwise and columnwise copies; None with ``fill=None``, for which the caller casts the
+        weights.
     """
     if modes.captured is not None:
         return modes.captured.quantized_matrices(weights, quantizers.weight)
@@ -403,7 +405,7 @@ def _high_precision_wgrad(
 
 
 def _weight_gradients(ctx: Any, grads: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Returns what autograd gets for each weight, and writes ``main_grad`` where options say so.
+    """Returns what autograd gets for each weight, and writes ``main_grad`` if options say so.
 
     Args:
         ctx: autograd's context with the attributes that ``_remember`` has set.

@@ -81,7 +81,7 @@ class Fp8Padding(_RowGroups):
 
         Raises:
             TypeError: ``m_splits`` that are no ints.
-            ValueError: a shape.
+            ValueError: an argument has another shape or length than that above.
         """
         splits, padded = self._padded(m_splits)
         self._check(inp, splits)
@@ -112,7 +112,7 @@ class Fp8Unpadding(_RowGroups):
 
         Raises:
             TypeError: ``m_splits`` that are no ints.
-            ValueError: a shape.
+            ValueError: an argument has another shape or length than that above.
         """
         splits, padded = self._padded(m_splits)
         self._check(inp, padded)
