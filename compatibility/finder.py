@@ -41,7 +41,7 @@ class OpFinder(PathEntryFinder):
         return spec
 
     def iter_modules(self, prefix: str = "") -> Iterator[tuple[str, bool]]:
-        """Yields each op of the suite for ``pkgutil``, as a pair of its name and False."""
+        """Yields ``(prefix + name, False)`` for each of apex_te's own ops, for ``pkgutil``."""
         from ..op_builder import builder_names
 
         for op in builder_names():
@@ -66,9 +66,12 @@ class OpLoader(Loader):
 
 
 def find_ops(path: list[str]) -> None:
-    """Makes ops importable from a package: appends ``ENTRY`` to its ``__path__``.
+    """Makes ops importable as modules of a package by appending ``ENTRY`` to its ``__path__``.
 
-    ``path`` is the ``__path__``; modules that are files take precedence.
+    Modules that are files take precedence.
+
+    Args:
+        path: the package's ``__path__``, which is changed.
     """
     if OpFinder not in sys.path_hooks:
         sys.path_hooks.append(OpFinder)
@@ -85,7 +88,7 @@ def _define(
         resolve: returns the op's function; finds, and if need be builds, the library.
         name: name of the function.
         module: full name of the module that has it.
-        doc: begin of its docstring.
+        doc: beginning of the function's docstring.
     """
     bound: Callable[..., Any] | None = None
 
@@ -120,6 +123,7 @@ def define_loader(namespace: MutableMapping[str, Any], op: str) -> None:
 
 
 def _define_functions(namespace: MutableMapping[str, Any], builder: OpBuilder) -> None:
+    """Fills a module's namespace with stand-ins for the C functions of an op's libraries."""
     op = builder.NAME
     specs = builder.functions()
 
@@ -178,6 +182,7 @@ class _Value:
 
 
 def _define_extension(namespace: MutableMapping[str, Any], builder: OpBuilder) -> None:
+    """Fills a module's namespace with stand-ins for what a pybind11 extension exports."""
     op = builder.NAME
     exports = builder.exports()
     names = sorted((*exports.functions, *exports.values))

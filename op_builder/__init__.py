@@ -21,10 +21,11 @@ from .user_ops import names as _user_names
 def get_builder(name: str) -> OpBuilder:
     """Returns the builder of op ``name``, or of the dispatcher, "apex_te_core".
 
-    The suite's own ops are searched first, then the registered ones, then entry points.
+    apex_te's own ops are searched first, then ops that ``register`` added, then the entry points of
+    other installed packages.
 
     Raises:
-        UnknownOpError: no op has this name.
+        UnknownOpError: no op has this name, or its builder cannot be imported.
         DuplicateOpError: two other packages have an op of this name.
     """
     builder = _suite_builder(name) or _find_user_builder(name)
@@ -42,7 +43,11 @@ _suite: dict[str, OpBuilder] = {}
 
 
 def _suite_builder(name: str) -> OpBuilder | None:
-    """Returns the suite's builder of op ``name``, one per process; None for others' ops."""
+    """Returns apex_te's builder of op ``name``, made once per process; None for any other name.
+
+    Raises:
+        UnknownOpError: the op's module defines no builder of this name.
+    """
     if name in _suite:
         return _suite[name]
     if name == DISPATCHER:
@@ -59,7 +64,7 @@ def _suite_builder(name: str) -> OpBuilder | None:
 
 
 def all_builders() -> dict[str, OpBuilder]:
-    """Returns a builder for each op of the suite by op name, without the dispatcher's."""
+    """Returns the builders of apex_te's own ops by op name, without the dispatcher's."""
     return {name: get_builder(name) for name in builder_names()}
 
 

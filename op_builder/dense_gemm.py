@@ -7,9 +7,9 @@ from .jit.backends.archs import Capability
 
 
 class DenseGemmBuilder(CUDAOpBuilder):
-    """Builder of the suite's own FP8 matrix products, for GPUs of arch 9.0 alone.
+    """Builder of FP8 matrix products by apex_te's own kernels, for GPUs of arch 9.0 alone.
 
-    There is no library for the CPU, where ``fp8_gemm`` multiplies.
+    There is no library for the CPU; the op ``fp8_gemm`` has one.
     """
 
     NAME = "dense_gemm"

@@ -7,8 +7,8 @@ from .jit.backends.library import gpu_backend
 class Fp8GemmBuilder(CUDAOpBuilder):
     """Builder of FP8 matrix products.
 
-    ``min_arch`` is that of any op, although GPUs have FP8 units from arch 8.9 on: the op checks the
-    arch when it is called.
+    ``min_arch`` is the default, 8.0, although only GPUs from arch 8.9 on have FP8 units: the op
+    checks the arch when it is called.
     """
 
     NAME = "fp8_gemm"

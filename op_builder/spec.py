@@ -70,11 +70,11 @@ class OpSpec:
         BINDING: "c" for libraries of plain C functions that the dispatcher opens; "pybind11" for an
             extension with a ``PYBIND11_MODULE`` in its sources: one library for all devices, made
             for the installed torch, which Python imports.
-        EXPORTS: all names that a pybind11 extension defines; () to read them off its sources.
+        EXPORTS: all names that a pybind11 extension defines; () to find the names in its sources.
         DEVICES: devices the op has a library for, "cpu" and "cuda"; ("cpu",) for any extension.
-        min_arch: least compute capability of the NVIDIA GPUs the op runs on.
-        ROOT: folder that holds ``csrc``; an op outside of the suite sets it to a folder of its own,
-            and may include the suite's headers, too.
+        min_arch: least compute capability, ``(major, minor)``, of NVIDIA GPUs the op runs on.
+        ROOT: folder that holds ``csrc``; an op of another package sets ``ROOT`` to a folder of that
+            package, and may include apex_te's headers, too.
         root: ``ROOT`` or the constructor's argument, as an absolute path.
     """
 
@@ -193,16 +193,16 @@ class OpSpec:
 
     @property
     def is_outside(self) -> bool:
-        """True if another package declares the op, not the suite."""
+        """True if another package than apex_te declares the op."""
         return self.root != SUITE
 
     @property
     def suite_root(self) -> str:
-        """Root of the suite, where another package's op finds headers; "" for the suite's ops."""
+        """Folder of apex_te, whose headers another package's op may use; "" for apex_te's ops."""
         return str(SUITE) if self.is_outside else ""
 
     def _root_hint(self) -> str:
-        """Returns advice on ``ROOT`` for messages about missing files, "" if the op set it."""
+        """Returns advice to set ``ROOT``, for messages about missing files; "" if it is set."""
         if self.is_outside:
             return ""
         return " (an op outside of the suite sets ROOT to the folder that holds its csrc)"
@@ -214,14 +214,14 @@ class OpSpec:
 
     @property
     def exports_c_functions(self) -> bool:
-        """True if the dispatcher opens the library, False if Python imports it."""
+        """True if the dispatcher opens the op's libraries, False if Python imports the library."""
         return self.BINDING == "c"
 
     def check_device(self, device: str) -> None:
         """Raises ``UnknownOpError`` if the op has no library for ``device``.
 
         Raises:
-            UnknownOpError: ``device`` is not in ``DEVICES``, or no source is for it.
+            UnknownOpError: ``device`` is not in ``DEVICES``, or the op has no source for it.
         """
         if device not in self.DEVICES:
             raise UnknownOpError(
@@ -238,7 +238,7 @@ class OpSpec:
         return self.NAME if self.BINDING == "pybind11" else f"{self.NAME}_{device}"
 
     def built_devices(self) -> list[str]:
-        """Returns those of ``DEVICES`` for which the op has sources, and so a library."""
+        """Returns the devices, "cpu" and "cuda", for which the op has sources and so a library."""
         return [device for device in self.DEVICES if self.device_sources(device)]
 
     def needs_archs(self, device: str) -> bool:
@@ -246,7 +246,7 @@ class OpSpec:
         return "cuda" in self.source_kinds(device)
 
     def specific_archs(self) -> set[Capability]:
-        """Returns the compute capabilities that single sources are written for.
+        """Returns the compute capabilities for which the op has a source file written for one arch.
 
         The source ``<op>_sm90_cuda.cu`` is for (9, 0) and is compiled for the arch-specific target,
         here ``sm_90a``.
@@ -257,14 +257,15 @@ class OpSpec:
     def device_sources(self, device: str) -> list[str]:
         """Returns the sources of the library for ``device``, relative to ``root``.
 
-        An extension, which is one library for all devices, has all its sources under "cpu".
+        A pybind11 extension is one library for all devices: "cpu" gives all its sources, "cuda"
+        none.
         """
         if self.BINDING == "pybind11":
             return self.sources() if device == "cpu" else []
         return [name for name in self.sources() if name.endswith(".cu") == (device == "cuda")]
 
     def source_paths(self, device: str) -> list[str]:
-        """Returns the absolute paths of ``device_sources``."""
+        """Returns the absolute paths of the sources of the library for ``device``."""
         return [os.path.join(self.root, source) for source in self.device_sources(device)]
 
     def source_kinds(self, device: str) -> list[str]:
@@ -273,13 +274,13 @@ class OpSpec:
         return sorted({"cuda" if name.endswith(".cu") else "cpu" for name in names})
 
     def project_includes(self) -> list[str]:
-        """Returns ``csrc`` and ``include_paths``, relative to ``root``."""
+        """Returns the op's own include folders, with ``csrc`` first, relative to ``root``."""
         return ["csrc", *(path for path in self.include_paths() if path != "csrc")]
 
     def include_folders(self) -> list[str]:
-        """Returns the absolute paths of ``project_includes``.
+        """Returns the absolute paths of the op's include folders.
 
-        For an op outside of the suite the suite's ``csrc`` follows.
+        For an op of another package, apex_te's ``csrc`` comes last.
         """
         own = [os.path.join(self.root, path) for path in self.project_includes()]
         return [*own, str(SUITE / "csrc")] if self.is_outside else own

@@ -1,8 +1,8 @@
 """Builders that other installed packages declare as entry points.
 
 A package names its builders as entry points of the group ``apex_te.op_builders``, each under its
-op's NAME. Entry points are searched only for a name that the suite does not have, and for a list of
-all ops.
+op's NAME. Entry points are searched only for a name that apex_te's own ops do not have, and for a
+list of all ops.
 """
 
 from __future__ import annotations
@@ -45,15 +45,19 @@ def _distribution(entry: Any) -> str:
 
 
 def _where(entry: EntryPoint) -> str:
-    """Returns target and distribution of an entry point, as text for messages."""
+    """Returns an entry point as text for messages, such as "pkg.module:Class of pkg 1.0"."""
     return f"{entry.value} of {_distribution(entry)}"
 
 
 def _load(name: str, entries: list[EntryPoint]) -> OpBuilder:
     """Imports and registers the builder that entry points name for op ``name``.
 
+    Args:
+        name: NAME that the builder must have.
+        entries: all entry points of this name; more than one is an error.
+
     Raises:
-        DuplicateOpError: the suite has an op of the name, or there are two entry points.
+        DuplicateOpError: apex_te has an op of the name, or there are two entry points.
         UnknownOpError: the entry point cannot be imported, or is no ``OpBuilder`` with this NAME.
     """
     if name in suite_names():

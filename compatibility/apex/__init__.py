@@ -1,4 +1,4 @@
-"""apex's extension modules, with apex's names and signatures, computed by the suite's ops.
+"""apex's extension modules, with apex's names and signatures, computed by apex_te's ops.
 
 ``from apex_te.compatibility.apex import amp_C`` always works; ``import amp_C`` works after
 ``install()`` or, with ``APEX_TE_TOPLEVEL_COMPAT=1``, once ``apex_te`` is imported. Importing a

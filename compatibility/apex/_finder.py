@@ -60,11 +60,12 @@ _finder = _Finder()
 def install(*, first: bool = False) -> None:
     """Makes ``import amp_C`` and the other names work in this process; nothing is compiled.
 
-    A module that is imported already is not replaced. A second call moves the finder; ``uninstall``
-    undoes it.
+    A module that is imported already is not replaced. The ``first`` of the last call counts;
+    ``uninstall`` undoes all calls.
 
     Args:
-        first: prefer these modules to those of an installed apex, which otherwise come first.
+        first: True to prefer apex_te's modules to those of an installed apex, False to prefer
+            apex's.
     """
     with _lock:
         _remove()
@@ -72,9 +73,9 @@ def install(*, first: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Undoes ``install``: removes the finder, and the modules it made from ``sys.modules``.
+    """Undoes ``install``, and removes apex_te's modules such as ``amp_C`` from ``sys.modules``.
 
-    A real apex's modules are not touched; references that a program holds stay valid.
+    The modules of an installed apex are not touched; references that a program holds stay valid.
     """
     with _lock:
         _remove()

@@ -1,4 +1,4 @@
-"""amp_C's LAMB: the step by the suite's op, and the step in two stages, partly by PyTorch."""
+"""amp_C's LAMB: the step by apex_te's op, and the step in two stages, partly by PyTorch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,19 @@ def multi_tensor_lamb(
     max_grad_norm: float,
     use_nvlamb_python: bool | None = None,
 ) -> None:
-    """Steps LAMB; lists are g, p, m and v.
+    """Steps LAMB in place; lists are gradients g, parameters p and moments m and v.
 
-    ``global_grad_norm`` is one float32 element; ``max_grad_norm`` 0 does not clip. noop_flag is not
-    read, and the gradients are not written.
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: not read.
+        tensor_lists: [g, p, m, v]; g is not written.
+        mode: 0 for L2 weight decay, 1 for decoupled weight decay.
+        global_grad_norm: L2 norm of all gradients, one float32 element.
+        max_grad_norm: largest norm, to which gradients are clipped; 0 does not clip.
+        use_nvlamb_python: True to apply the trust ratio without weight decay, too.
+
+    Raises:
+        ValueError: another number of lists, or a bad mode or chunk_size.
     """
     adamw = take_mode("multi_tensor_lamb", mode)
     grads, params, m, v = take_lists("multi_tensor_lamb", chunk_size, tensor_lists, "g p m v")
@@ -65,11 +74,20 @@ def multi_tensor_lamb_mp(
     found_inf: torch.Tensor,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Steps LAMB with scalars on the device; lists are g, p, m, v and, optionally, copies of p.
+    """Steps LAMB in place with scalars on the device.
 
-    The copies are the model's low-precision weights. global_grad_norm and max_grad_norm are those
-    of the gradients before inv_scale. A noop_flag that is not 0 skips the step; found_inf, which
-    apex's caller copies to noop_flag, is not read.
+    The arguments are those of ``multi_tensor_lamb``, except for:
+
+    Args:
+        noop_flag: a value other than 0 skips the step.
+        tensor_lists: [g, p, m, v], or [g, p, m, v, low-precision copies of p, which are written].
+        global_grad_norm: L2 norm of all gradients before they are multiplied by inv_scale.
+        max_grad_norm: largest norm of the gradients before they are multiplied by inv_scale.
+        found_inf: not read; apex's caller copies found_inf to noop_flag.
+        inv_scale: factor for the gradients, one element.
+
+    Raises:
+        ValueError: another number of lists, or a bad mode or chunk_size.
     """
     adamw = take_mode("multi_tensor_lamb_mp", mode)
     lists = take_lists(
@@ -105,8 +123,12 @@ def multi_tensor_lamb_stage1_cuda(
 ) -> None:
     """Computes LAMB's moments and its update without the trust ratio.
 
-    Lists are g, p, m, v and update, which is written. ``step`` counts from 0. The suite's Adam step
-    on parameters of zeros gives the update's direction, to which PyTorch adds the weight decay.
+    Lists are gradients g, parameters p, moments m and v, and update; m, v and update are written.
+    ``step`` counts from 0. apex_te's Adam step on parameters of zeros gives the update's direction,
+    to which PyTorch adds the weight decay.
+
+    Raises:
+        ValueError: another number of lists, or a bad chunk_size.
     """
     grads, params, m, v, updates = take_lists(
         "multi_tensor_lamb_stage1_cuda", chunk_size, tensor_lists, "g p m v update"
@@ -142,6 +164,10 @@ def multi_tensor_lamb_stage2_cuda(
     """Computes p -= lr * ratio * update in PyTorch; lists are p and update.
 
     The ratio is each parameter's norm over its update's norm, both given as [number of tensors].
+    The ratio is 1 if one of the norms is 0, or without both weight decay and ``use_nvlamb_python``.
+
+    Raises:
+        ValueError: another number of lists, or a bad chunk_size.
     """
     params, updates = take_lists(
         "multi_tensor_lamb_stage2_cuda", chunk_size, tensor_lists, "p update"

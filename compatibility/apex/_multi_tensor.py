@@ -20,10 +20,13 @@ def take_lists(
 
     Args:
         op: the function's name, for errors.
-        chunk_size: apex's number of elements for a block; the suite's kernels choose their own.
+        chunk_size: apex's number of elements for a block; apex_te's kernels choose their own.
         tensor_lists: the lists of tensors.
         names: the names of the lists, with spaces between.
-        optional: description of one more list that may be given; empty if there is none.
+        optional: name of one more list that may be given, for errors; "" if there is none.
+
+    Returns:
+        The lists, unchanged, as a new list.
 
     Raises:
         ValueError: another number of lists, or a chunk size that is not positive.
@@ -42,14 +45,25 @@ def take_lists(
 
 
 def take_mode(op: str, mode: int) -> bool:
-    """Returns True if weight decay is decoupled (mode 1), False if it is L2 (mode 0)."""
+    """Returns True if weight decay is decoupled (mode 1), False if weight decay is L2 (mode 0).
+
+    Args:
+        op: the function's name, for errors.
+        mode: apex's number.
+
+    Raises:
+        ValueError: the mode is neither 0 nor 1.
+    """
     if mode not in (0, 1):
         raise ValueError(f"{op}: mode must be 0 (L2) or 1 (decoupled weight decay), got {mode}")
     return mode == 1
 
 
 def float32(tensors: Tensors) -> Tensors:
-    """Returns the list with float32 copies in place of its 16-bit tensors, if it has any."""
+    """Returns the list with float32 copies in place of its 16-bit tensors.
+
+    A list without 16-bit tensors is returned itself.
+    """
     low = [t for t in tensors if _is_low(t)]
     if not low:
         return tensors
@@ -60,7 +74,12 @@ def float32(tensors: Tensors) -> Tensors:
 
 
 def write_back(tensors: Tensors, copies: Tensors) -> None:
-    """Copies the float32 copies, ``float32(tensors)``, back to the tensors, rounded."""
+    """Writes float32 copies back to the 16-bit tensors that they were made from, rounded.
+
+    Args:
+        tensors: the list that was passed to ``float32``.
+        copies: the list that ``float32`` returned.
+    """
     if copies is not tensors:
         pairs = [(c, t) for c, t in zip(copies, tensors, strict=True) if c is not t]
         multi_tensor.scale([c for c, _ in pairs], [t for _, t in pairs], 1.0)
@@ -72,7 +91,7 @@ def _is_low(tensor: object) -> bool:
 
 
 def unless_noop(noop_flag: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Returns ``factor`` as a tensor [1], or 1 if ``noop_flag`` is not 0, without a wait."""
+    """Returns ``factor`` as a tensor [1], or 1 if ``noop_flag`` is not 0, without a host sync."""
     return factor.reshape(1).masked_fill(noop_flag.reshape(1) != 0, 1.0)
 
 
@@ -87,7 +106,12 @@ def scalar(value: float, like: torch.Tensor) -> torch.Tensor:
 
 
 def not_served(function: str, reason: str) -> Any:
-    """Returns a function of apex's name that raises NotImplementedError with the reason."""
+    """Returns a function that always raises NotImplementedError, for one that apex_te lacks.
+
+    Args:
+        function: apex's name, such as "amp_C.multi_tensor_lars".
+        reason: text for the error.
+    """
 
     def call(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(f"{function}: not served by apex_te: {reason}; see docs/apex.md")

@@ -16,11 +16,11 @@ def unmasked(module: str, dims: int, causal: str | None = None) -> Functions:
 
     Args:
         module: full name of the module.
-        dims: number of dimensions of its tensors.
-        causal: as in ``scaled_softmax``.
+        dims: number of dimensions that the functions' tensors must have.
+        causal: "upper_left" to mask elements above the diagonal, None for no mask.
 
     Returns:
-        (forward, backward).
+        The module's functions ``forward`` and ``backward``.
     """
 
     def forward(input: torch.Tensor, scale_factor: float) -> torch.Tensor:
@@ -37,12 +37,19 @@ def unmasked(module: str, dims: int, causal: str | None = None) -> Functions:
 
 
 def masked(module: str) -> Functions:
-    """Makes ``(forward, backward)`` of ``module``, a full name, whose forward takes a mask."""
+    """Makes the functions of a softmax module whose forward takes a mask.
+
+    Args:
+        module: full name of the module.
+
+    Returns:
+        The module's functions ``forward`` and ``backward``.
+    """
 
     def forward(
         input: torch.Tensor, mask: torch.Tensor | None, scale_factor: float
     ) -> torch.Tensor:
-        """Computes softmax(scale_factor * input) over the last dimension where mask is not 1.
+        """Computes softmax(scale_factor * input) over the last dimension, without masked elements.
 
         A row that is masked out altogether gives zeros.
 
@@ -50,6 +57,10 @@ def masked(module: str) -> Functions:
             input: [b, heads, sq, sk].
             mask: [b or 1, 1, sq, sk], bool or uint8, 1 = masked out; None masks nothing.
             scale_factor: number that the input is multiplied by.
+
+        Raises:
+            ValueError: input or mask has not 4 dimensions.
+            TypeError: the mask is neither bool nor uint8.
         """
         _check_dims(module, "input", input, 4)
         if mask is not None:
@@ -64,12 +75,20 @@ def masked(module: str) -> Functions:
 
 
 def _backward(module: str, dims: int, causal: str | None = None) -> Callable[..., torch.Tensor]:
+    """Makes the function ``backward`` of a softmax module; takes the arguments of ``unmasked``."""
+
     def backward(
         output_grads: torch.Tensor, softmax_results: torch.Tensor, scale_factor: float
     ) -> torch.Tensor:
-        """Computes the input's gradient from the output and its gradient, as a new tensor.
+        """Computes the gradient of softmax's input as a new tensor.
 
-        ``output_grads`` is not overwritten, as another branch of the graph may still read it.
+        Args:
+            output_grads: the output's gradient, which is not overwritten.
+            softmax_results: the output of ``forward``.
+            scale_factor: as in ``forward``.
+
+        Raises:
+            ValueError: a tensor has the wrong number of dimensions.
         """
         _check_dims(module, "output_grads", output_grads, dims)
         _check_dims(module, "softmax_results", softmax_results, dims)
@@ -79,16 +98,18 @@ def _backward(module: str, dims: int, causal: str | None = None) -> Callable[...
 
 
 def _named(function: Callable[..., torch.Tensor], module: str) -> Callable[..., torch.Tensor]:
-    """Sets the function's module, so that ``pickle`` finds it there, and returns it."""
+    """Returns the function after naming ``module`` as its module, so that ``pickle`` finds it."""
     function.__module__, function.__qualname__ = module, function.__name__
     return function
 
 
 def _short(module: str) -> str:
+    """Returns the last part of a module's full name."""
     return module.rpartition(".")[2]
 
 
 def _check_dims(module: str, name: str, tensor: torch.Tensor, dims: int) -> None:
+    """Checks the number of dimensions of the argument ``name``; raises ``ValueError``."""
     if tensor.dim() != dims:
         raise ValueError(
             f"{_short(module)}: {name} must have {dims} dimensions, got shape {list(tensor.shape)}"

@@ -52,7 +52,7 @@ def multi_tensor_scale(
 ) -> None:
     """Computes out = in * scale; lists are in and out.
 
-    Sets noop_flag to 1 if a stored result is not finite.
+    noop_flag becomes 1 if a stored result is not finite.
     """
     inputs, outputs = take_lists("multi_tensor_scale", chunk_size, tensor_lists, "in out")
     multi_tensor.scale(inputs, outputs, float(scale), found_inf=noop_flag)
@@ -68,8 +68,18 @@ def multi_tensor_axpby(
 ) -> None:
     """Computes out = a * x + b * y; lists are x, y and out.
 
-    Sets noop_flag to 1 if a checked value is not finite. ``arg_to_check`` selects the checked
-    values: 0 those of x, 1 those of y, -1 the stored result.
+    noop_flag becomes 1 if a checked value is not finite.
+
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: one int32 element.
+        tensor_lists: [x, y, out].
+        a: factor of x.
+        b: factor of y.
+        arg_to_check: 0 to check the values of x, 1 to check y, -1 to check the stored result.
+
+    Raises:
+        ValueError: another number of lists, or a bad arg_to_check or chunk_size.
     """
     if arg_to_check not in _CHECKS:
         raise ValueError(
@@ -86,10 +96,11 @@ def _norms(
     per_tensor: bool | None,
     factor: float | torch.Tensor = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes L2 norms times ``factor``; one that is not finite sets ``noop_flag`` to 1.
+    """Computes L2 norms times ``factor``; a norm that is not finite sets ``noop_flag`` to 1.
 
     Returns:
-        (norm over all tensors [1], norm of each tensor [len(tensors)] or [0] if not asked for).
+        Two float32 tensors: the norm over all tensors, [1], and the norm of each tensor,
+        [len(tensors)], or [0] without ``per_tensor``.
     """
     if not tensors:
         total = torch.zeros(1, dtype=torch.float32, device=noop_flag.device)
@@ -112,8 +123,8 @@ def multi_tensor_l2norm(
     Sets noop_flag to 1 if a norm is not finite.
 
     Returns:
-        (norm over all tensors [1], norm of each tensor [number of tensors], or [0] without
-        ``per_tensor_python``), float32.
+        Two float32 tensors: the norm over all tensors, [1], and the norm of each tensor,
+        [number of tensors], or [0] without ``per_tensor_python``.
     """
     (tensors,) = take_lists("multi_tensor_l2norm", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python)
@@ -125,7 +136,10 @@ def multi_tensor_l2norm_mp(
     tensor_lists: list[Tensors],
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes ``multi_tensor_l2norm``; apex's result is undefined if noop_flag is not 0."""
+    """Computes L2 norms as ``multi_tensor_l2norm`` does, with the same result.
+
+    apex's own function leaves the result undefined if noop_flag is not 0.
+    """
     (tensors,) = take_lists("multi_tensor_l2norm_mp", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python)
 
@@ -137,10 +151,13 @@ def multi_tensor_l2norm_scale(
     scale: float,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes out = in * scale; lists are in and out.
+    """Computes out = in * scale and the L2 norms of in; lists are in and out.
+
+    noop_flag becomes 1 if a norm is not finite.
 
     Returns:
-        The norms of in, before scaling, as ``multi_tensor_l2norm`` does.
+        Two float32 tensors: the norm over all tensors of in, [1], and the norm of each tensor,
+        [number of tensors], or [0] without ``per_tensor_python``.
     """
     inputs, outputs = take_lists("multi_tensor_l2norm_scale", chunk_size, tensor_lists, "in out")
     norms = _norms(noop_flag, inputs, per_tensor_python)
@@ -155,7 +172,21 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor_python: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes ``multi_tensor_l2norm`` of the tensors times inv_scale, one float32 element."""
+    """Computes the L2 norms of the tensors times inv_scale; the tensors are not written.
+
+    noop_flag becomes 1 if a norm is not finite.
+
+    Args:
+        chunk_size: at least 1; has no effect.
+        noop_flag: one int32 element.
+        tensor_lists: one list.
+        inv_scale: one float32 element.
+        per_tensor_python: True to return the norm of each tensor, too.
+
+    Returns:
+        Two float32 tensors: the norm over all tensors, [1], and the norm of each tensor,
+        [number of tensors], or [0] without ``per_tensor_python``.
+    """
     (tensors,) = take_lists("multi_tensor_unscale_l2norm", chunk_size, tensor_lists, "tensors")
     return _norms(noop_flag, tensors, per_tensor_python, inv_scale.abs())
 
@@ -217,7 +248,13 @@ def multi_tensor_adam(
     bias_correction: int,
     weight_decay: float,
 ) -> None:
-    """Steps Adam (mode 0) or AdamW (mode 1); lists are g, p, m and v; noop_flag is not read."""
+    """Steps Adam (mode 0) or AdamW (mode 1) in place; lists are g, p, m and v.
+
+    noop_flag is not read.
+
+    Raises:
+        ValueError: another number of lists, or a bad mode or chunk_size.
+    """
     adamw = take_mode("multi_tensor_adam", mode)
     grads, params, m, v = take_lists("multi_tensor_adam", chunk_size, tensor_lists, "g p m v")
     m32, v32 = _multi_tensor.float32(m), _multi_tensor.float32(v)
@@ -244,10 +281,13 @@ def multi_tensor_adam_capturable(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Steps Adam with lr (float32), step (int32) and inv_scale (float32) on the device.
+    """Steps Adam in place with lr (float32), step (int32) and inv_scale (float32) on the device.
 
-    Lists are g, p, m and v. The gradients are overwritten with themselves times inv_scale. A
-    noop_flag that is not 0 skips everything.
+    Lists are g, p, m and v. The gradients are multiplied by inv_scale in place. If noop_flag is not
+    0, nothing is written. ``mode`` is 0 for Adam and 1 for AdamW.
+
+    Raises:
+        ValueError: another number of lists, or a bad mode or chunk_size.
     """
     take_lists("multi_tensor_adam_capturable", chunk_size, tensor_lists, "g p m v")
     _capturable(
@@ -270,7 +310,13 @@ def multi_tensor_adam_capturable_master(
     weight_decay: float,
     inv_scale: torch.Tensor,
 ) -> None:
-    """Steps ``multi_tensor_adam_capturable`` with a fifth list, the float32 master weights of p."""
+    """Steps Adam as ``multi_tensor_adam_capturable`` does, with float32 master weights.
+
+    Lists are g, p, m, v and the master weights, which are stepped and copied to p, rounded.
+
+    Raises:
+        ValueError: another number of lists, or a bad mode or chunk_size.
+    """
     take_lists("multi_tensor_adam_capturable_master", chunk_size, tensor_lists, "g p m v master")
     _capturable(
         "multi_tensor_adam_capturable_master", noop_flag, list(tensor_lists), lr, (beta1, beta2),
@@ -279,6 +325,7 @@ def multi_tensor_adam_capturable_master(
 
 
 def _capturable(op, noop_flag, lists, lr, betas, eps, step, mode, correction, decay, inv_scale):
+    """Steps Adam for function ``op``; lists are g, p, m, v and master weights or None."""
     adamw = take_mode(op, mode)
     grads, params, m, v, masters = lists
     m32, v32 = _multi_tensor.float32(m), _multi_tensor.float32(v)

@@ -50,7 +50,11 @@ def adam(
         m: first moment, float32.
         v: second moment, float32.
         g: gradient, which is divided by grad_scale.
-        mode: 1, epsilon outside the square root; 0, inside, is not served.
+        mode: 1, for epsilon added outside the square root.
+
+    Raises:
+        ValueError: a tensor has another size than p, or mode, grad_scale or step is bad.
+        NotImplementedError: mode is 0, apex's epsilon inside the square root.
     """
     for name, t in (("p_copy", p_copy), ("m", m), ("v", v), ("g", g)):
         if t.numel() != p.numel() and not (name == "p_copy" and t.numel() == 0):
@@ -78,7 +82,14 @@ def adam_mt(
     bias_correction: int,
     decay: float,
 ) -> None:
-    """Steps ``adam`` over the lists p, m, v, g and, if wanted, p_copy; noop_flag is not read."""
+    """Steps Adam in place for lists of tensors, as ``adam`` does for one parameter.
+
+    Lists are p, m, v, g and, if wanted, p_copy. noop_flag is not read.
+
+    Raises:
+        ValueError: another number of lists, or mode, grad_scale, step or chunk_size is bad.
+        NotImplementedError: mode is 0.
+    """
     lists = take_lists("fused_adam_cuda.adam_mt", chunk_size, tensor_lists, "p m v g", "p_copy")
     _step(
         "fused_adam_cuda.adam_mt", lists, lr, beta1, beta2, eps, grad_scale, step, mode,
@@ -87,6 +98,7 @@ def adam_mt(
 
 
 def _step(op, lists, lr, beta1, beta2, eps, grad_scale, step, mode, bias_correction, decay):
+    """Steps Adam for function ``op``; lists are p, m, v, g and, if wanted, p_copy."""
     if mode == 0:
         raise NotImplementedError(
             f"{op}: mode 0, epsilon inside the square root, is not served by apex_te: its Adam "

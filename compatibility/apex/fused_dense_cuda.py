@@ -20,7 +20,11 @@ __all__ = [
 def linear_bias_forward(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    """Computes input [rows, in] @ weight [out, in]^T + bias [out]."""
+    """Computes input [rows, in] @ weight [out, in]^T + bias [out].
+
+    Raises:
+        ValueError: input or weight is not a matrix.
+    """
     _check_matrices("linear_bias_forward", input=input, weight=weight)
     return torch.addmm(bias, input, weight.t())
 
@@ -29,7 +33,19 @@ def linear_bias_forward(
 def linear_bias_backward(
     input: torch.Tensor, weight: torch.Tensor, d_output: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Returns [d_input, d_weight, d_bias] from d_output [rows, out]."""
+    """Computes the gradients of ``linear_bias_forward`` from the output's gradient.
+
+    Args:
+        input: [rows, in].
+        weight: [out, in].
+        d_output: the output's gradient, [rows, out].
+
+    Returns:
+        A list of three tensors: the gradients of input, weight and bias.
+
+    Raises:
+        ValueError: a tensor is not a matrix.
+    """
     _check_matrices("linear_bias_backward", input=input, weight=weight, d_output=d_output)
     return [d_output @ weight, d_output.t() @ input, d_output.sum(0)]
 
@@ -45,7 +61,11 @@ def linear_gelu_linear_forward(
     """Computes two linear layers with GELU (tanh form) between them.
 
     Returns:
-        [output of GELU, output, input of GELU], of which backward takes the first and the last.
+        A list of three tensors: the output of GELU, the final output and the input of GELU.
+        ``linear_gelu_linear_backward`` takes the first as output1 and the last as gelu_in.
+
+    Raises:
+        ValueError: input or a weight is not a matrix.
     """
     _check_matrices("linear_gelu_linear_forward", input=input, weight1=weight1, weight2=weight2)
     gelu_in = torch.addmm(bias1, input, weight1.t())
@@ -62,7 +82,22 @@ def linear_gelu_linear_backward(
     weight2: torch.Tensor,
     d_output2: torch.Tensor,
 ) -> list[torch.Tensor]:
-    """Returns [d_input, d_weight1, d_bias1, d_weight2, d_bias2] from the output's gradient."""
+    """Computes the gradients of ``linear_gelu_linear_forward``.
+
+    Args:
+        input: input of the forward, [rows, in].
+        gelu_in: third tensor that the forward returned.
+        output1: first tensor that the forward returned.
+        weight1: weight of the first layer.
+        weight2: weight of the second layer.
+        d_output2: gradient of the final output.
+
+    Returns:
+        A list of five gradients: of input, weight1, bias1, weight2 and bias2.
+
+    Raises:
+        ValueError: a tensor is not a matrix.
+    """
     _check_matrices(
         "linear_gelu_linear_backward", input=input, gelu_in=gelu_in, output1=output1,
         weight1=weight1, weight2=weight2, d_output2=d_output2,
@@ -80,6 +115,7 @@ def linear_gelu_linear_backward(
 
 
 def _check_matrices(op: str, **tensors: torch.Tensor) -> None:
+    """Checks that the named arguments of ``op`` have 2 dimensions; raises ``ValueError``."""
     for name, tensor in tensors.items():
         if tensor.dim() != 2:
             raise ValueError(f"{op}: {name} must have 2 dimensions, got shape {list(tensor.shape)}")

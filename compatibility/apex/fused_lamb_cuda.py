@@ -28,7 +28,10 @@ def lamb(
     global_grad_norm: float,
     max_grad_norm: float,
 ) -> None:
-    """Steps ``amp_C.multi_tensor_lamb`` without nvlamb; ``global_grad_norm`` is a Python number."""
+    """Steps LAMB in place as ``amp_C.multi_tensor_lamb`` does, without its ``use_nvlamb_python``.
+
+    ``global_grad_norm`` is a Python number; the other arguments are the same.
+    """
     norm = scalar(float(global_grad_norm), noop_flag)
     multi_tensor_lamb(
         chunk_size, noop_flag, tensor_lists, lr, beta1, beta2, epsilon, step, bias_correction,

@@ -30,7 +30,7 @@ def _module(command: str) -> Any:
 
 
 def _parser(command: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of all commands, of which only ``command`` has its options.
+    """Returns a parser that knows all commands, but only the options of ``command``.
 
     The modules of other commands are not imported.
     """
@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: words of the command line; by default those of ``sys.argv``.
 
     Returns:
-        0 if it succeeded, 1 if the command found or ended with a problem, 2 for a bad request, 130
-        after Ctrl-C.
+        0 if the command succeeded, 1 if the command found or ended with a problem, 2 for a bad
+        request, 130 after Ctrl-C.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)

@@ -52,7 +52,7 @@ class ArchError(BuildError, ValueError):
 
 
 class CacheError(BuildError):
-    """A cache folder or an entry in it cannot be used, or could be written by another user."""
+    """A cache folder, or a file in it, cannot be used or could be written by another user."""
 
 
 class DiskFullError(BuildError):
@@ -68,11 +68,11 @@ class JitDisabledError(BuildError):
 
 
 class LockTimeoutError(BuildError):
-    """Another process held a lock for longer than this one was to wait."""
+    """Another process held a lock for longer than this process was to wait."""
 
 
 class BuildInterruptedError(BuildError):
-    """A build ended without the compiler's verdict on the sources; worth another try.
+    """A build ended before the compiler accepted or refused the sources; another try may succeed.
 
     Causes are a signal, want of memory, sources that changed meanwhile, and a library that is
     damaged.
@@ -113,10 +113,10 @@ class PythonNotFoundError(BuildError):
 
 
 class PrebuildError(BuildError):
-    """Libraries that were to be compiled before their first use could not all be built.
+    """Compilation of several libraries before their first use failed for at least one library.
 
     Attributes:
-        report: state of each of those libraries; None where there is no report.
+        report: state of each library that was to be compiled; None if there is no report.
     """
 
     def __init__(self, message: str, report: BuildReport | None = None) -> None:

@@ -14,13 +14,13 @@ from .errors import SettingError
 
 
 class Torch(NamedTuple):
-    """An installed torch as its files describe it; each field is None if it is not known.
+    """Facts of the installed torch, read from its files; each field is None if it is not known.
 
     Attributes:
         path: folder of the package.
         version: version of torch.
-        cuda: CUDA version torch was built for.
-        hip: HIP version torch was built for.
+        cuda: CUDA version that torch was built for, such as "13.0"; None for other builds.
+        hip: HIP version that torch was built for; None for other builds.
     """
 
     path: str | None = None
@@ -34,9 +34,9 @@ class GpuPlatform(NamedTuple):
 
     Attributes:
         name: name for messages.
-        arch_variables: environment variables that list archs to compile for, the first set one
-            counts.
-        example: example of such a setting, for messages.
+        arch_variables: environment variables that list archs to compile for; the first variable
+            that is set counts.
+        example: example of a variable with its value, for messages.
     """
 
     name: str
@@ -94,7 +94,7 @@ def is_hip() -> bool:
     ``APEX_TE_GPU_PLATFORM`` ("hip" or "cuda") decides, else the platform that torch was built for.
 
     Raises:
-        SettingError: the variable has another value.
+        SettingError: ``APEX_TE_GPU_PLATFORM`` has another value.
     """
     named = os.environ.get("APEX_TE_GPU_PLATFORM", "").strip().lower()
     if not named:

@@ -43,10 +43,10 @@ def age(seconds: float) -> str:
 
 
 def since(moment: float) -> str:
-    """Returns the time since ``moment`` in one unit, "" if the moment is 0, unknown.
+    """Returns the time since ``moment`` as text such as "3 h", "" if ``moment`` is 0.
 
     Args:
-        moment: seconds since the epoch.
+        moment: seconds since the epoch; 0 if the moment is not known.
     """
     return age(time.time() - moment) if moment else ""
 

@@ -78,7 +78,7 @@ def build(
     Args:
         spec: the op.
         device: "cpu" or "cuda".
-        capability: GPU that the library must run on; None if there is no such GPU.
+        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         force: compiles even if a cache holds the library.
         verbose: shows the compiler commands.
         location: cache folder to build in; by default the user's.
@@ -141,7 +141,7 @@ def _build_in(
         target: the cache folder, in which all needed folders exist.
         request: the library's request.
         name: name of the library's lock and of the folder of its key.
-        capability: GPU that the library must run on; None if there is no such GPU.
+        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         started: seconds since the epoch at which the caller began to wait.
         force: compiles even if the cache holds the library, or a compile error from before
             ``started``.

@@ -1,1 +1,1 @@
-"""Look-up of libraries: their keys, the cache folders and the entries in them."""
+"""Look-up of compiled libraries: cache keys, cache folders and the entries in cache folders."""

@@ -53,19 +53,20 @@ def find(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """Returns the opened library of one cache folder that a caller can use, None if there is none.
+    """Returns the opened library that a cache folder holds for a key, None if it holds none.
 
-    A damaged library is passed over with one warning.
+    A library that lacks a needed arch does not count. A damaged library is passed over with one
+    warning.
 
     Args:
         location: the cache folder.
         library: file name of the library without ``.so``.
         key: the library's cache key.
-        capability: GPU that the library must run on; None if there is no such GPU.
+        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         wanted: archs that the library must hold if ``capability`` is None.
 
     Raises:
-        CacheError: owner or mode of the folder or of an entry is not safe.
+        CacheError: owner or mode of the cache folder, or of a file or folder in it, is not safe.
     """
     try:
         root = open_folder(location)
@@ -108,11 +109,11 @@ def named_cache() -> str | None:
 
 
 def default_cache() -> str:
-    """Returns the path of the user cache where ``APEX_TE_CACHE_DIR`` does not name one.
+    """Returns the path of the user cache that is used if ``APEX_TE_CACHE_DIR`` is not set.
 
-    It lies in ``XDG_CACHE_HOME`` if that is an absolute path, else in ``~/.cache``. For a user
-    without a home folder it is one that only root can make, never one relative to the current
-    folder.
+    The path lies in ``XDG_CACHE_HOME`` if that is an absolute path, else in ``~/.cache``. For a
+    user without a home folder the path is one that only root can make, never one relative to the
+    current folder.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):
@@ -122,7 +123,7 @@ def default_cache() -> str:
 
 
 def make_private(path: str) -> None:
-    """Creates a folder and its missing parents with mode 0700; leaves an existing one alone."""
+    """Creates a folder and its missing parents with mode 0700; leaves existing folders alone."""
     parent = os.path.dirname(path)
     if parent != path and not os.path.isdir(parent):
         make_private(parent)
@@ -138,7 +139,7 @@ def prepare(location: Location, *inside: str) -> None:
 
     Args:
         location: the cache folder.
-        inside: names of folders in it.
+        inside: names of folders to create in the cache folder.
 
     Raises:
         OSError: a folder cannot be created.
@@ -153,7 +154,17 @@ def prepare(location: Location, *inside: str) -> None:
 
 
 def _prepare(location: Location, inside: Sequence[str]) -> None:
-    """Does the work of ``prepare``; raises ``FileNotFoundError`` if a folder vanishes meanwhile."""
+    """Creates and checks the folders of ``prepare`` once.
+
+    Args:
+        location: the cache folder.
+        inside: names of folders to create in the cache folder.
+
+    Raises:
+        FileNotFoundError: a folder vanished meanwhile.
+        OSError: a folder cannot be created.
+        CacheError: the cache is not writable, or owner or mode of a folder is not safe.
+    """
     make_private(location.path)
     root = open_folder(location)
     try:
@@ -168,9 +179,11 @@ def _prepare(location: Location, inside: Sequence[str]) -> None:
 
 
 def runtime_cache() -> Location | None:
-    """Returns the cache folder in ``XDG_RUNTIME_DIR``, which stands in for an unusable user cache.
+    """Returns the cache folder in ``XDG_RUNTIME_DIR``, the substitute for an unusable user cache.
 
-    It is None if the variable is unset or its folder is not safe. The cache folder need not exist.
+    Returns:
+        The cache folder, which need not exist; None if ``XDG_RUNTIME_DIR`` is unset or the folder
+        that it names is not safe.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if not os.path.isabs(runtime):
@@ -188,12 +201,12 @@ _fallback: Location | None = None
 def fall_back(reason: str, *inside: str) -> Location:
     """Returns a cache folder to build in instead of the user cache, with one warning per process.
 
-    It is the one in ``XDG_RUNTIME_DIR``, or else a temporary one, which is removed when the process
-    ends.
+    The folder lies in ``XDG_RUNTIME_DIR``, or else is a temporary folder, which is removed when the
+    process ends.
 
     Args:
         reason: the reason why the user cache cannot be used, for the warning.
-        inside: names of folders to create in it.
+        inside: names of folders to create in the returned cache folder.
 
     Raises:
         CacheError: a temporary folder would not be safe either.
@@ -221,7 +234,7 @@ def _fresh_folder(reason: str) -> str:
     """Creates a temporary folder that is removed when this process ends.
 
     Args:
-        reason: the reason why it is needed, for the error.
+        reason: the reason why a temporary folder is needed, for the error.
 
     Raises:
         CacheError: there is no place for temporary folders, or another user could replace the
@@ -268,11 +281,10 @@ def user_cache() -> Location:
 def writable_cache(*inside: str) -> Location:
     """Returns the user cache to build in, created and checked.
 
-    If it cannot be used and the user did not name it, another folder takes its place:
-    ``fall_back``.
+    If the default user cache cannot be used, the folder that ``fall_back`` returns takes its place.
 
     Args:
-        inside: names of folders to create in it.
+        inside: names of folders to create in the cache.
 
     Raises:
         CacheError: the folder that ``APEX_TE_CACHE_DIR`` names cannot be used.
@@ -294,8 +306,8 @@ def writable_cache(*inside: str) -> Location:
 def locations(package: str) -> Iterator[Location]:
     """Yields the cache folders that a look-up searches, in order.
 
-    They are the libraries installed prebuilt, the user cache, the session's cache in
-    ``XDG_RUNTIME_DIR``, and the folders of ``APEX_TE_CACHE_PATH``.
+    The order is: the folder of the libraries that were installed prebuilt, the user cache, the
+    session's cache in ``XDG_RUNTIME_DIR``, and the folders of ``APEX_TE_CACHE_PATH``.
 
     Args:
         package: folder of the libraries that were installed prebuilt.
@@ -326,7 +338,7 @@ def look_up(
         package: folder of the libraries that were installed prebuilt.
         library: file name of the library without ``.so``.
         key: the library's cache key.
-        capability: GPU that the library must run on; None if there is no such GPU.
+        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         wanted: archs that the library must hold if ``capability`` is None.
 
     Raises:
@@ -354,7 +366,7 @@ def look_up(
 
 
 def is_writable(path: str) -> bool:
-    """Returns True if this user may create files in the folder, or a missing folder itself."""
+    """Returns True if this user may create files in folder ``path``, or the folder if missing."""
     while not os.path.lexists(path) and path != os.path.dirname(path):
         path = os.path.dirname(path)
     if not os.path.isdir(path) or not os.access(path, os.W_OK | os.X_OK, effective_ids=True):

@@ -16,11 +16,11 @@ from .key import key_of
 
 
 def key_for(spec: DispatcherSpec, manifest: dict[str, Any]) -> tuple[str, str]:
-    """Returns the key that an up-to-date dispatcher for the Python of a manifest has.
+    """Returns the cache key of an up-to-date dispatcher for the Python that a manifest names.
 
     Args:
         spec: the dispatcher.
-        manifest: manifest of a cached dispatcher, from which its Python is read.
+        manifest: manifest of a cached dispatcher, which names the Python.
 
     Returns:
         The key and the Python's version, such as "3.12"; both are "" if the manifest names no
@@ -49,7 +49,9 @@ def prebuilt_for(spec: DispatcherSpec) -> list[str]:
 def why_missing(spec: OpSpec) -> str:
     """Returns the reason why no dispatcher is prebuilt for this Python although others are.
 
-    It is "" if none is prebuilt at all, and for a ``spec`` that is not this Python's dispatcher.
+    Returns:
+        The reason as text; "" if no dispatcher is prebuilt at all, or if ``spec`` is not this
+        Python's dispatcher.
     """
     if not isinstance(spec, DispatcherSpec) or spec.python is not None:
         return ""

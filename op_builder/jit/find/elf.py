@@ -55,7 +55,7 @@ def _truncation(file_size: int, content: bytes) -> str:
 
 
 def file_problem(path: str) -> str:
-    """Returns the reason why a file is no complete shared library for this CPU, "" without one."""
+    """Returns the reason why a file is no complete shared library for this CPU, "" if it is one."""
     try:
         with open(path, "rb") as file:
             content = file.read()

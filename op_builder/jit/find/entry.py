@@ -31,8 +31,8 @@ class Location(NamedTuple):
 
     Attributes:
         path: absolute path.
-        private: True if everything in it must belong to this user; False if it may belong to root,
-            too.
+        private: True if all files in the cache folder must belong to this user; False if root may
+            own files, too.
         kind: "prebuilt" for an installed package, "cache" for the user's, "extra" for a folder of
             ``APEX_TE_CACHE_PATH``.
     """
@@ -50,8 +50,8 @@ class OpenedLibrary(NamedTuple):
         path: path of the file, for messages.
         proc_path: path below ``/proc/self/fd`` that loads the opened file, whatever is at ``path``.
         archs: GPU archs that the library holds; none for one without GPU code.
-        kind: ``kind`` of the cache folder that it lies in.
-        file: device and inode number.
+        kind: "prebuilt", "cache" or "extra", the ``Location.kind`` of the library's cache folder.
+        file: device and inode number of the file.
     """
 
     fd: int
@@ -62,7 +62,10 @@ class OpenedLibrary(NamedTuple):
     file: tuple[int, int]
 
     def is_open(self) -> bool:
-        """Returns True if ``fd`` is still open on this file; a daemon closes what it inherits."""
+        """Returns True if ``fd`` is still open on the library's file.
+
+        A process that becomes a daemon closes the descriptors that it inherits.
+        """
         try:
             return _identity(self.fd) == self.file
         except OSError:
@@ -114,12 +117,12 @@ def warn_once(text: str) -> None:
 
 
 def entry_tag(archs: Iterable[object]) -> str:
-    """Returns the folder name of an entry: its archs joined, or "cpu" without GPU code."""
+    """Returns the folder name of a cache entry: its archs joined, or "cpu" without GPU code."""
     return "_".join(map(str, archs)) or CPU_ENTRY
 
 
 def entry_folder(library: str, key: str) -> str:
-    """Returns the name of the folder of one key, which holds an entry for each list of archs."""
+    """Returns the name of a key's folder in a cache: ``<library>-<first digits of the key>``."""
     return f"{library}-{key[:24]}"
 
 
@@ -149,7 +152,7 @@ def _check(status: os.stat_result, path: str, private: bool, folder: bool) -> No
     Args:
         status: status of the file or folder.
         path: path for the message.
-        private: refuses what belongs to root, too.
+        private: also refuses a file or folder that belongs to root.
         folder: expects a folder instead of a regular file.
     """
     kind = stat.S_ISDIR if folder else stat.S_ISREG
@@ -170,7 +173,7 @@ def open_folder(location: Location) -> int:
 
     Raises:
         FileNotFoundError: the folder does not exist.
-        CacheError: it cannot be opened, or owner or mode is not safe.
+        CacheError: the folder cannot be opened, or its owner or mode is not safe.
     """
     try:
         fd = os.open(location.path, _FOLDER)
@@ -202,12 +205,12 @@ def open_inside(parent: int, name: str, path: str, private: bool, folder: bool) 
         parent: descriptor of the checked folder.
         name: name of the file or folder in it.
         path: full path for messages.
-        private: refuses what belongs to root.
+        private: refuses a file or folder that belongs to root.
         folder: opens a folder instead of a file.
 
     Raises:
-        OSError: it cannot be opened.
-        Unsafe: it is a link, or owner or mode is not safe.
+        OSError: the file or folder cannot be opened.
+        Unsafe: the file or folder is a link, or its owner or mode is not safe.
     """
     try:
         fd = os.open(name, _FOLDER if folder else _FILE, dir_fd=parent)
@@ -234,7 +237,7 @@ def read_text(parent: int, name: str, path: str, private: bool) -> str:
 
     Raises:
         OSError: the file cannot be opened.
-        Unsafe: it is a link, or owner or mode is not safe.
+        Unsafe: the file is a link, or its owner or mode is not safe.
     """
     fd = open_inside(parent, name, path, private, folder=False)
     try:
@@ -320,7 +323,7 @@ def open_entry(
     capability: Capability | None = None,
     wanted: Sequence[str] = (),
 ) -> OpenedLibrary | None:
-    """Returns the opened library of an entry, None if it has another key or lacks a needed arch.
+    """Returns the opened library of a cache entry; None for another key or without a needed arch.
 
     Args:
         parent: descriptor of the folder that the entry's folder lies in.
@@ -328,7 +331,7 @@ def open_entry(
         location: the cache folder.
         library: file name of the library without ``.so``.
         key: the library's cache key.
-        capability: GPU that the library must run on; None if there is no such GPU.
+        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
         wanted: archs that the library must hold if ``capability`` is None.
 
     Raises:

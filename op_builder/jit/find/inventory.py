@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     Attributes:
         location: the cache folder.
         folder: name of the folder of the entry's key.
-        tag: name of the entry's folder in it: its archs, or "cpu".
+        tag: name of the entry's folder inside ``folder``: the library's archs, or "cpu".
         library: file name of the library without ``.so``.
         digits: first 24 digits of the key.
         manifest: content of the manifest, empty if it cannot be read.
@@ -83,7 +83,7 @@ def tree_bytes(path: str) -> int:
 def _entry(
     parent: int, location: cache.Location, folder: str, tag: str, check: bool
 ) -> Entry | None:
-    """Returns the entry ``tag`` of the folder of a key; None if it is a file, such as a log.
+    """Returns the cache entry ``tag`` of a key's folder; None if ``tag`` is a file, such as a log.
 
     Args:
         parent: descriptor of the folder of the key.
@@ -129,7 +129,7 @@ def entries(
     check: bool = True,
     key: str | None = None,
 ) -> list[Entry]:
-    """Returns the entries of a cache folder, none if it does not exist.
+    """Returns the cache entries in a cache folder, an empty list if the folder does not exist.
 
     Args:
         location: the cache folder.
@@ -169,7 +169,7 @@ def entries(
 
 
 def op_of(entry: Entry) -> str:
-    """Returns the name of an entry's op, from the manifest or else from the library's name."""
+    """Returns the op's name of a cache entry, from the manifest or else from the library's name."""
     known = entry.manifest.get("op")
     return known if isinstance(known, str) else re.sub("_(cpu|cuda)$", "", entry.library)
 
@@ -182,7 +182,7 @@ def last_seconds(location: cache.Location, library: str, tag: str) -> float | No
     Args:
         location: the cache folder.
         library: file name of the library without ``.so``.
-        tag: folder name of the archs, whose builds count before those for other archs.
+        tag: folder name of the archs; builds for these archs are preferred to builds for others.
     """
     try:
         found = entries(location, library, check=False)

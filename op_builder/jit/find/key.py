@@ -34,10 +34,10 @@ def normalise(flags: Iterable[str], root: str) -> list[str]:
 
 
 def _named_sources(spec: OpSpec, device: str) -> dict[str, bytes]:
-    """Returns the digests of a library's sources and headers by name, sorted.
+    """Returns the SHA-256 digests of a library's sources and headers by name, sorted.
 
-    A name is a path relative to the op's root, or to the suite's for an op that uses the suite's
-    headers; places on the disk do not show.
+    A name is a path relative to the op's root; apex_te's headers that another package's op uses are
+    named ``<suite>/...``.
     """
     root, suite = str(spec.root), spec.suite_root
 
@@ -69,7 +69,7 @@ def key_of(spec: OpSpec, device: str) -> str:
 
 
 def made_of(spec: OpSpec, device: str) -> dict[str, Any]:
-    """Returns the parts of a key, beside the flags, that a manifest records.
+    """Returns the parts of a cache key, other than the flags, that a manifest records.
 
     Returns:
         "machine", the architecture of the CPU; "extras", the texts of ``key_extras``; "sources",

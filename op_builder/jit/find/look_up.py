@@ -17,7 +17,7 @@ def wanted_archs(spec: OpSpec, device: str, capability: Capability | None) -> tu
     Args:
         spec: the op.
         device: "cpu" or "cuda".
-        capability: GPU that the library must run on; None if there is no such GPU.
+        capability: ``(major, minor)`` of the GPU that the library must run on, None for any.
 
     Raises:
         ArchError: no arch can be chosen, or the environment's list does not serve ``capability``.
@@ -35,8 +35,8 @@ def look_up(
     Args:
         spec: the op.
         device: "cpu" or "cuda".
-        capability: GPU that the library must run on; by default it must hold the archs that the
-            environment lists, if it lists any.
+        capability: ``(major, minor)`` of the GPU that the library must run on; by default the
+            library must hold the archs that the environment lists, if it lists any.
 
     Raises:
         CacheError: the folder that ``APEX_TE_CACHE_DIR`` names is unsafe.
