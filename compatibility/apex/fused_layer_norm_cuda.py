@@ -106,7 +106,7 @@ def backward(
     epsilon: float,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Computes the input's gradient of ``forward``."""
+    """Returns the gradient of the input of ``forward``; arguments as in ``backward_affine``."""
     return _layer_norm_backward(
         dout, mean, invvar, input_or_output, normalized_shape, None, None, epsilon, memory_efficient
     )[0]
@@ -148,7 +148,7 @@ def rms_backward(
     epsilon: float,
     memory_efficient: bool = False,
 ) -> torch.Tensor:
-    """Computes the input's gradient of ``rms_forward``."""
+    """Returns the gradient of the input of ``rms_forward``; arguments as in ``backward_affine``."""
     return _rms_norm_backward(
         dout, invvar, input_or_output, normalized_shape, None, epsilon, memory_efficient
     )[0]

@@ -45,7 +45,15 @@ def wgrad_gemm_accum_fp16(
 def _operands(
     op: str, input: torch.Tensor, d_output: torch.Tensor, d_weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (input, d_output) as matrices, after checks of shapes and dtypes."""
+    """Checks shapes and dtypes, and returns input and d_output as matrices.
+
+    Returns:
+        The input as [rows, in] and d_output as [rows, out].
+
+    Raises:
+        TypeError: input and d_output have different dtypes.
+        ValueError: the shapes do not fit together.
+    """
     if input.dtype is not d_output.dtype:
         raise TypeError(f"{op}: d_output must be {input.dtype} as input is, got {d_output.dtype}")
     if input.shape[:-1] != d_output.shape[:-1]:

@@ -82,7 +82,14 @@ def backward(
 def _split(
     op: str, use_bias: int, activation: int, inputs: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Returns (x, weights, biases) from ``inputs``; biases are empty without ``use_bias``."""
+    """Splits ``inputs`` of function ``op`` into x, weights and biases.
+
+    Returns:
+        The tensor x, the weights, and the biases, which are empty without ``use_bias``.
+
+    Raises:
+        ValueError: the activation is not 0, 1 or 2, or the number of tensors does not fit.
+    """
     if activation not in (_NONE, _RELU, _SIGMOID):
         raise ValueError(
             f"mlp_cuda.{op}: activation must be 0 (none), 1 (ReLU) or 2 (sigmoid), "

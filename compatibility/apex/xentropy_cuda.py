@@ -78,6 +78,7 @@ def backward(
 
 
 def _check(op: str, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    """Checks that logits are [rows, classes] and labels [rows]; raises ``ValueError``."""
     if logits.dim() != 2 or labels.shape != logits.shape[:1]:
         raise ValueError(
             f"xentropy_cuda.{op}: logits must have shape [rows, classes] and labels [rows], "

@@ -162,7 +162,7 @@ def covered(archs: Iterable[str], capability: Capability) -> bool:
 def initialised_capabilities() -> list[Capability]:
     """Returns the capabilities of torch's GPUs, none before torch has initialised CUDA.
 
-    This function itself never initialises it.
+    This function itself never initialises CUDA.
     """
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
@@ -244,9 +244,9 @@ def ask_driver() -> dict[str, Any]:
     """Asks NVIDIA's driver, in a process of its own, for its version and the visible GPUs.
 
     Returns:
-        "driver" and "cuda", the driver's version and the latest CUDA it runs, or None; "devices", a
-        list of dicts with "name", "memory" in bytes and "arch"; "problem", why there are no
-        devices, or "".
+        A dict with "driver", the driver's version, and "cuda", the latest CUDA that the driver
+        runs, or None for each; "devices", a list of dicts with "name", "memory" in bytes and
+        "arch"; "problem", the reason why there are no devices, or "".
     """
     answer: dict[str, Any] = {"driver": None, "cuda": None, "problem": "", "devices": []}
     try:
@@ -284,7 +284,7 @@ def named_arch_list() -> tuple[str, str] | None:
     """Returns the arch list that the environment sets.
 
     Returns:
-        Name and value of the variable; None instead of both if none is set.
+        The variable's name and its value, two strings; None if no such variable is set.
     """
     for variable in gpu_platform().arch_variables:
         text = os.environ.get(variable, "").strip()

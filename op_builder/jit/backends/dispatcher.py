@@ -14,7 +14,7 @@ class DispatcherSpec(OpSpec):
     """Declaration of the dispatcher, which is made of ``csrc/core/*.cpp``.
 
     Attributes:
-        python: Python to compile it for; None for the running one.
+        python: Python to compile the dispatcher for; None for the running Python.
     """
 
     NAME = DISPATCHER

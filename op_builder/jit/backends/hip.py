@@ -52,7 +52,7 @@ def runtime_major() -> str:
 
 
 class Hip:
-    """Backend that compiles ``.cu`` files with hipcc; ``Cuda`` has the methods, too.
+    """Backend that compiles ``.cu`` files with hipcc, with the same methods as ``Cuda``.
 
     Attributes:
         link_flags: the suite's linker flags for a library with HIP code.

@@ -52,7 +52,7 @@ def own() -> Python:
 def name_of(suffix: str) -> str:
     """Returns the Python version in a suffix of extension modules: "3.13t" for ".cpython-313t-...".
 
-    Without one in the suffix it is the running Python's.
+    If the suffix has no version, the result is the running Python's version.
     """
     found = re.search(r"cpython-3(\d+)(t?)", suffix)
     return f"3.{found[1]}{found[2]}" if found else f"3.{sys.version_info[1]}"
@@ -64,7 +64,7 @@ def suffix_for(version: str) -> str:
 
 
 def _query(program: str) -> Python:
-    """Returns version, suffix and headers of an interpreter, which it is run for.
+    """Runs an interpreter and returns its version, extension suffix and header folder.
 
     Args:
         program: path of the interpreter.

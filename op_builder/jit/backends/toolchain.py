@@ -367,7 +367,7 @@ def find_header(header: str, package: str, nvcc: Nvcc) -> list[str]:
         nvcc: compiler whose toolkit may have the header.
 
     Returns:
-        No folder if a toolkit has the header, else that of a wheel.
+        An empty list if a toolkit has the header, else a list with the folder of a wheel.
 
     Raises:
         HeaderNotFoundError: neither a toolkit nor a wheel has the header.

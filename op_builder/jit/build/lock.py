@@ -134,9 +134,9 @@ def is_free(path: str) -> bool:
 
 @contextlib.contextmanager
 def marked(folder: str) -> Iterator[None]:
-    """Locks a file in a build folder while the block runs, by which others see its builder lives.
+    """Locks a file in a build folder while the block runs, as a sign that the builder lives.
 
-    Where file locks do not work the block runs without.
+    If file locks do not work, the block runs without a lock.
 
     Args:
         folder: the build folder.
@@ -198,7 +198,7 @@ def _wait_elsewhere(
 ) -> None:
     """Waits for a lock file in ``XDG_RUNTIME_DIR`` in place of one whose file system has no locks.
 
-    Without a usable folder there no lock is taken; either way it warns once.
+    If no usable folder is there, no lock is taken. A warning is given in both cases.
 
     Args:
         path: the lock file that cannot be locked.

@@ -244,7 +244,8 @@ def stop_all() -> bool:
 def _finished(lines: Sequence[str], steps: int) -> bool:
     """Returns True if ninja's output says that all steps are done and none failed.
 
-    Its exit status does not tell: it is 0 in a program that ignores SIGCHLD or waits itself.
+    ninja's exit status does not tell: Python reports 0 if the program ignores SIGCHLD or waits
+    itself.
 
     Args:
         lines: output of ninja.

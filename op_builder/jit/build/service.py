@@ -28,8 +28,8 @@ class _Turn:
         lock: held by the thread that loads the library.
         owner: identifier of that thread; None if no thread loads it.
         failures: number of loads that have failed.
-        error: error of the last one, which the threads that waited for it raise, too.
-        asked: capability and ``force`` of the last one that failed; the error holds for them alone.
+        error: error of the last failed load, which the threads that waited for the load raise, too.
+        asked: capability and ``force`` of the last failed load; ``error`` holds for them alone.
     """
 
     def __init__(self) -> None:
@@ -216,7 +216,8 @@ def open_library(
 ) -> OpenedLibrary:
     """Returns the opened library for ``device``, looked up and, if need be, compiled; thread-safe.
 
-    Threads that wait for the one that loads it get its library, or its error.
+    If several threads ask for a library, one thread loads it; the others get the same library, or
+    the same error.
 
     Args:
         spec: the op.

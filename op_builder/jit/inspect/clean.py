@@ -187,7 +187,8 @@ class Cleaner:
         """Returns the entries of one key that are to be removed; takes the arguments of ``key``.
 
         Returns:
-            ``(path, name, reason)`` of each; for a folder without entries those of the folder.
+            ``(path, name, reason)``, three strings, for each entry; for a folder without entries
+            one such tuple for the folder itself.
         """
         mine = entries(self.place, key=folder)
         found = [(entry.path, entry.name, reason_of(entry)) for entry in mine]
@@ -196,7 +197,7 @@ class Cleaner:
         return [item for item in found if item[2]]
 
     def _stranger(self, folder: str) -> str:
-        """Returns the reason to leave the folder of a key, a file that no build wrote, or ""."""
+        """Returns text that names a file in a key's folder that no build wrote, "" without one."""
         match = FOLDER.fullmatch(folder)
         found = strangers(self._path(folder), match["library"] if match else "")
         return f"{found[0]} in it is not ours" if found else ""
@@ -333,7 +334,7 @@ def remove_ops(place: cache.Location, ops: Iterable[str], dry: bool = False) -> 
 
 
 def check_names(ops: Iterable[str], known: Iterable[str], places: Iterable[cache.Location]) -> None:
-    """Checks that each name is that of an op or of an op that has entries.
+    """Checks that each name belongs to an installed op or to an op that has cache entries.
 
     Args:
         ops: names to check.
@@ -341,7 +342,7 @@ def check_names(ops: Iterable[str], known: Iterable[str], places: Iterable[cache
         places: caches whose entries count.
 
     Raises:
-        UnknownOpError: a name is neither.
+        UnknownOpError: a name belongs to neither.
     """
     names = set(known) | {op_of(entry) for place in places for entry in entries(place, check=False)}
     for op in ops:

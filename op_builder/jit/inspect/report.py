@@ -44,7 +44,7 @@ class Here(NamedTuple):
     Attributes:
         capabilities: capabilities of the visible GPUs.
         targets: archs that a build would be for; None if the environment's arch list is bad.
-        problem: error in that list, "" without one.
+        problem: error in the environment's arch list, "" if there is none.
     """
 
     capabilities: tuple[Capability, ...]
@@ -86,8 +86,8 @@ def found_entry(
         capabilities: capabilities of the visible GPUs.
 
     Returns:
-        Kind of the cache folder and path of the entry's folder; None instead of both if one of the
-        GPUs that are new enough for the op has no library.
+        Two strings: the kind of the cache folder ("prebuilt", "cache" or "extra") and the path of
+        the entry's folder. None if a GPU that is new enough for the op has no library.
     """
     gpus: Sequence[Capability | None] = [None]
     if spec.needs_archs(device) and capabilities:

@@ -54,8 +54,9 @@ class Current:
     def stale(self, entry: Entry) -> str:
         """Returns the reason why an entry is stale, "" if it is not.
 
-        It is stale if it is damaged, if its sources or flags are not the present ones, or if
-        another compiler than the present one built it; look-ups still load it in the last case.
+        An entry is stale if it is damaged, if its sources or flags are not the present ones, or if
+        another compiler than the present one built it. A look-up still loads an entry of another
+        compiler.
         Entries for another kind of CPU and of ops that are not installed are not stale.
         """
         if entry.problem:
@@ -74,7 +75,7 @@ class Current:
     def use(self, entry: Entry) -> str:
         """Returns the use of an entry that this process would not look up, such as "Python 3.12".
 
-        It is "" for an entry that this process looks up and for a stale one.
+        The text is "" for an entry that this process looks up, and for a stale entry.
         """
         keys = self.keys.get(entry.library)
         if keys is None:
