@@ -1,6 +1,7 @@
 """Residuals that the products of a layer add: one rounding instead of two, same gradients."""
 
 import copy
+import statistics
 
 import pytest
 import torch
@@ -141,10 +142,10 @@ def test_layer_adds_nothing_outside_its_products(device, recipe, kind, monkeypat
 def test_layer_is_no_less_exact(device, recipe, monkeypatch):
     """The error of bf16 layers against the same layers with float32 parameters and sums.
 
-    A rounding moves some FP8 data by a step, which changes the error of one layer by up to 4%
-    either way: of several layers it is the sum.
+    A rounding moves some FP8 data by a step, which changes the error of one layer by some percent
+    either way: of several layers it is the median.
     """
-    together = apart = 0.0
+    ratios = []
     for seed in range(8):
         torch.manual_seed(seed)
         layer = build(device=device, params_dtype=torch.bfloat16, **KINDS["Llama"])
@@ -158,11 +159,11 @@ def test_layer_is_no_less_exact(device, recipe, monkeypatch):
                     expected, actual = exact(x.float()).double(), layer(x)
                 return rounding_error(expected, actual)
 
-        together += error() ** 2
+        together = error()
         with monkeypatch.context() as patch:
             patch.setattr(TransformerLayer, "_adds", lambda *_: False)
-            apart += error() ** 2
-    assert together < 1.02 * apart
+            ratios.append(together / error())
+    assert statistics.median(ratios) < 1.02, ratios
 
 
 def test_hooks_of_the_projection_see_the_product_alone(device):
