@@ -32,6 +32,11 @@ def by_family(durations: dict[str, float]) -> dict[str, float]:
     return sums
 
 
+def is_on(event: Any, device: DeviceType) -> bool:
+    """Returns True if an event of the profiler ran on ``device``."""
+    return event.device_type == device  # not "is": each event has an object of its own
+
+
 def _is_range(event: Any) -> bool:
     """Returns True for a named range of kernels, which the profiler lists beside them."""
     return event.key.startswith("ProfilerStep") or getattr(event, "is_user_annotation", False)
@@ -46,7 +51,7 @@ def kernel_ms(call: Callable[[], Any]) -> dict[str, float]:
 
     def add(profiled: Any) -> None:
         for event in profiled.key_averages():
-            if event.device_type is DeviceType.CUDA and not _is_range(event):
+            if is_on(event, DeviceType.CUDA) and not _is_range(event):
                 sums[event.key] = sums.get(event.key, 0.0) + event.device_time_total
 
     steps = schedule(wait=0, warmup=WARM_STEPS, active=STEPS, repeat=1)

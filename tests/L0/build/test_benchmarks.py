@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.autograd import DeviceType
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
@@ -120,3 +122,13 @@ def test_every_layer_row_shows_what_was_measured():
     assert "| layer | stack | measure | ms | ms sustained | J | per token |" in lines
     assert "| GPT | apex_te bf16 | GPU | 19.00 | 18.50 | 13.00 |  |" in lines
     assert "| GPT, 2 x 31 tokens | apex_te delayed | GPU | 12.00 |  | 8.00 | 1.250 |" in lines
+
+
+def test_events_are_told_apart_by_device():
+    """The profiler makes an object of the device's type for each event."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as run:
+        torch.ones(4).add(1)
+    events = run.key_averages()
+    assert all(kernel_families.is_on(event, DeviceType.CPU) for event in events)
+    assert not any(kernel_families.is_on(event, DeviceType.CUDA) for event in events)
+    assert len(events)

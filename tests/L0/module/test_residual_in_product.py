@@ -142,16 +142,16 @@ def test_layer_adds_nothing_outside_its_products(device, recipe, kind, monkeypat
 def test_layer_is_no_less_exact(device, recipe, monkeypatch):
     """The error of bf16 layers against the same layers with float32 parameters and sums.
 
-    A rounding moves some FP8 data by a step, which changes the error of one layer by some percent
-    either way: of several layers it is the median.
+    A rounding moves some FP8 data by a step, or the scale of a tensor, which changes the error of
+    one layer by some percent either way: of many layers it is the median.
     """
     ratios = []
-    for seed in range(8):
+    for seed in range(32):
         torch.manual_seed(seed)
         layer = build(device=device, params_dtype=torch.bfloat16, **KINDS["Llama"])
         exact = build(device=device, **KINDS["Llama"])
         exact.load_state_dict(layer.state_dict(), strict=False)
-        x = (torch.randn(64, 4, HIDDEN, device=device) * 4).bfloat16()
+        x = (torch.randn(64, 4, HIDDEN, device=device) * (1, 4)[seed % 2]).bfloat16()
 
         def error(layer=layer, exact=exact, x=x):
             with torch.no_grad(), fp8_autocast(fp8_recipe=recipe):
