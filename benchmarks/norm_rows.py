@@ -20,6 +20,9 @@ What did not help on an H200 (16384 x 4096, bf16, TB/s over the floor's bytes):
   spills), 640 whose slots share a barrier 3.5, which have one each and hold both 3.6; 8 columns of
   a thread instead of 16: 2.4 (rms_norm 2.8). rms_norm with a barrier for each slot: 3.6 instead of
   3.7 (8192 columns: 3.6 instead of 3.5).
+- To both FP8 layouts, tiles of 32 to 56 rows so that all multiprocessors get the same number:
+  7168 x 2112 took 29.7 us instead of the 23.7 of 64 rows; a copy of the bytes 21.5. Four blocks a
+  row with 64 rows at 7168 columns: rms_norm 0.83 instead of 0.79 of a copy, layer_norm slower.
 """
 
 from __future__ import annotations

@@ -136,6 +136,16 @@ def layers_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def host_table(data: dict[str, Any]) -> str:
+    """Returns a Markdown table of host time by layer and stack, with its ratio to PyTorch's."""
+    lines = [f"{source_line({'host': data})}:", "", "| layer | stack | us | of torch |"]
+    lines.append("|---|---|---|---|")
+    for row in data["rows"]:
+        cells = (row["layer"], row["stack"], f"{row['host us']:.0f}", f"{row['of torch']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def layers_by_recipe(data: dict[str, Any]) -> str:
     """Returns a Markdown table with one row for each layer and precision, stacks side by side.
 
@@ -233,6 +243,8 @@ def documents() -> dict[Path, str]:
     performance = PERFORMANCE.read_text()
     performance = replaced(performance, "ops", f"{source}, bf16, cold L2:\n\n{table}")
     performance = replaced(performance, "layers", layers_table(_result(LAYERS)))
+    performance = replaced(performance, "tokens", layers_table(_result("transformer_tokens")))
+    performance = replaced(performance, "host", host_table(_result("host")))
     every = ops_table(results, every_shape=True)
     return {
         README: replaced(README.read_text(), "headline", headline()),
