@@ -256,13 +256,14 @@ class ModuleFP8:
         return getattr(self._compiled, key)[1]
 
     def follow(self, key: str, recipe: DelayedScaling) -> None:
-        """Does for compiled code, on entry to a region, what eager forwards do by themselves.
+        """Prepares the FP8 state of a module whose forward is compiled for the region's recipe.
 
-        It marks the first scales that a compiled forward has computed as set, and fits the state to
-        the region's recipe.
+        An eager forward does this itself. First scales that a compiled forward has computed cease
+        to be due; if the recipe is another one than before, the state gets its histories and
+        formats.
 
         Args:
-            key: interned name of the region's recipe.
+            key: interned name of the region's recipe, by which the compiled forward knows it.
             recipe: the region's recipe.
         """
         state = self.state

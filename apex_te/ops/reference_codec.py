@@ -53,7 +53,12 @@ def encode_fp8(values: torch.Tensor, fp8_dtype: torch.dtype) -> torch.Tensor:
 def decode_fp8(fp8_data: torch.Tensor) -> torch.Tensor:
     """Decodes FP8 data to float32, exactly, by a table built from the format's definition.
 
-    ``fp8_data`` has any shape and a dtype that ``encode_fp8`` takes.
+    Args:
+        fp8_data: FP8 data of any shape in their format's dtype, float8_e4m3fn or float8_e5m2 or its
+            fnuz form; not uint8, which names no format.
+
+    Raises:
+        KeyError: another dtype.
     """
     return _table(fp8_data.dtype).to(fp8_data.device)[fp8_data.view(torch.uint8).to(torch.int64)]
 

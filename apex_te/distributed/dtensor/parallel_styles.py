@@ -282,7 +282,7 @@ def _divided(split: _Split, module: torch.nn.Module, name: str, value: int) -> i
 def _linear_changes(
     module: Any, split: _Split, mode: str, matrices: tuple[int, ...] = ()
 ) -> list[Change]:
-    """Checks a linear layer, and returns the functions that split it.
+    """Returns functions that split a linear layer over the ranks, which is unchanged until then.
 
     Args:
         module: a ``Linear`` or ``LayerNormLinear``.
@@ -290,6 +290,11 @@ def _linear_changes(
         mode: "column" or "row", as ``parallel_mode``.
         matrices: number of rows of each matrix, if the weight holds several one after the other;
             the ranks divide each.
+
+    Raises:
+        ValueError: the layer is tensor-parallel already or owns no weight, or the ranks do not
+            divide its features.
+        NotImplementedError: the layer has an option or a parameter that styles exclude.
     """
     _check_gemms(module, split)
     column = mode == "column"

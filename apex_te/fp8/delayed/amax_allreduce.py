@@ -45,11 +45,14 @@ class SlotRange(NamedTuple):
 
 
 class _Channel:
-    """Sizes and headers of the collectives over one process group, kept from one to the next.
+    """Facts that one amax reduction over a process group leaves for the next one.
+
+    Each rank sends a header with its amaxes: what it asks of the others, and how many it has.
 
     Attributes:
-        capacity: number of elements that the ranks send in one collective.
-        wanted: length of the histories of a rank that asks to have scales made equal, else 0.
+        capacity: number of elements that each rank sends in one collective, equal on all ranks.
+        wanted: 0; or, if a rank's header asks for equal scales and histories on all ranks, the
+            length of the longest amax history of such ranks.
     """
 
     __slots__ = ("_copied", "_found", "capacity", "wanted")

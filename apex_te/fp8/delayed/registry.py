@@ -59,12 +59,15 @@ def traced_key(recipe: Recipe) -> str:
 
 
 def _field_names(kind: type) -> str:
-    """Returns the names of a recipe class's fields, separated by spaces, as a constant."""
+    """Returns the names of a recipe class's fields, separated by spaces.
+
+    torch.compile takes the text as a constant instead of tracing this function.
+    """
     return " ".join(field.name for field in dataclasses.fields(kind))
 
 
 def _key_of_values(kind: Any, /, **values: Any) -> str:
-    """Returns the interned name of the recipe ``kind(**values)``, as a constant."""
+    """Returns the interned name of the recipe ``kind(**values)``, a constant to torch.compile."""
     return intern(kind(**values))[0]
 
 

@@ -87,15 +87,16 @@ def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
 
 
 def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ()) -> list[Choice]:
-    """Returns the decisions of ``select`` after checking that no request would be ignored.
+    """Returns which libraries an installation compiles, after checking its settings.
 
     Args:
         builders: ops by name.
         arguments: options given to the installation.
 
     Raises:
-        SettingError: nothing reads a variable, an option is apex's, or libraries are asked for
-            where compiling is forbidden.
+        SettingError: an ``APEX_BUILD_*`` variable is set that no op reads, an option is one that
+            only apex's installation knows, or libraries are to be compiled although
+            ``APEX_TE_DISABLE_JIT`` forbids compiling.
     """
     choices = select(builders)
     for name in unknown_variables(builders):
