@@ -350,7 +350,12 @@ class LinearLayer(LinearParameters):
         Returns:
             ``(out, rest)``: the sum [..., out_features] and None; or, if the product cannot add,
             what ``forward`` returns, and ``residual`` for the caller to add.
+
+        Raises:
+            ValueError: ``residual`` has not the shape of the output of a layer that is whole.
         """
+        if self.parallel_mode is not None:  # the ranks' products are summed first
+            return self(inp, is_first_microbatch=is_first_microbatch), residual
         weight, bias = self._linear_operands()
         if residual.shape[:-1] != inp.shape[:-1] or residual.shape[-1] != self.out_features:
             raise ValueError(
