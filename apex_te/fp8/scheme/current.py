@@ -129,7 +129,9 @@ class CurrentScalingQuantizer(Quantizer):
         self, producer: FusedCast, rowwise: bool = True, columnwise: bool = True
     ) -> QuantizedTensor:
         """Runs the op twice, first for its result's amax alone: cheaper than storing the result."""
-        if not self.can_fuse(producer):
+        # torch sums the columns of what this quantizer casts, so it does of what is only copied:
+        # the sums are then those of compiled code, which does not fuse copies.
+        if not self.can_fuse(producer) or (producer.copies and producer.with_dbias):
             return super().produce(producer, rowwise, columnwise)
         dtype = self.dtype
         # GEMMs read scale_inv, which has to be aligned: the first of the two is.

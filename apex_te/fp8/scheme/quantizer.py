@@ -23,6 +23,7 @@ class FusedCast(Protocol):
     Attributes:
         x: the op's input, ``[rows, ...]``.
         can_fuse: True if the op has ``fp8``; otherwise it has only ``plain``.
+        copies: True if ``plain`` only copies its inputs to one tensor and computes nothing.
         with_dbias: True if the column sums of the result are wanted in ``dbias``.
         dbias: column sums ``[cols]``, or None; set by ``plain`` or ``fp8`` if the op can compute
             them, else by the quantizer.
@@ -30,6 +31,7 @@ class FusedCast(Protocol):
 
     x: torch.Tensor
     can_fuse: bool
+    copies: bool
     with_dbias: bool
     dbias: torch.Tensor | None
 

@@ -63,6 +63,7 @@ class BaseFusedCast:
 
     __slots__ = ("dbias", "with_dbias", "x")
     can_fuse = True
+    copies = False
 
     def __init__(self, x: torch.Tensor, with_dbias: bool = False) -> None:
         self.x = x

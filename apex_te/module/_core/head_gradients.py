@@ -52,6 +52,7 @@ class HeadGradients(BaseFusedCast):
             if ``layout.repeats`` is 0.
     """
 
+    copies = True
     __slots__ = ("heads", "layout")
 
     def __init__(self, layout: HeadLayout, heads: Sequence[torch.Tensor]) -> None:
