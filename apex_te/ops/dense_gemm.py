@@ -6,7 +6,7 @@ import torch
 
 from .. import runtime
 from ..runtime.gpu_arch import nvidia_capability
-from . import fp8_gemm, product_count, reference_codec
+from . import fp8_gemm, product_count
 from .argument_errors import checked
 from .registration import bind, note_written
 
@@ -155,12 +155,7 @@ def reference(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes ``dense_gemm``, [M, N], from the decoded operands in float64."""
-    product = reference_codec.decode_fp8(a).double() @ reference_codec.decode_fp8(b).double().t()
-    product = product * (a_scale_inv.double() * b_scale_inv.double())
-    for term in (bias, residual):
-        if term is not None:
-            product = product + term.double()
-    return product
+    return fp8_gemm.reference(a, b, a_scale_inv, b_scale_inv, bias=bias, c=residual)
 
 
 _multiply = bind("dense_gemm", "dense_gemm", _run, without=("columns", "strip", "lag"))

@@ -130,7 +130,7 @@ def test_rejects():
 @pytest.mark.cuda
 @needs_cuda
 class TestKernel:
-    """What only the kernel has."""
+    """Tests of the kernel for sm_90 alone, which no other device runs."""
 
     device = torch.device("cuda")
 

@@ -175,7 +175,7 @@ def test_rejects():
 @pytest.mark.cuda
 @needs_cuda
 class TestKernels:
-    """What only the kernels have."""
+    """Tests of the kernels for sm_90 alone, which no other device runs."""
 
     @pytest.fixture(autouse=True)
     def _has_kernels(self):

@@ -64,7 +64,7 @@ def steps(rank, model, scaling, count=4, features=16, watched=None):
 
 
 def _layers(rank, name, kind):
-    """Of two groups of two weights each: gathered as FP8 data against gathered as values."""
+    """Compares two groups of two weights each, gathered as FP8 data, with gathered values."""
     scaling, results = RECIPES[name], []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if kind == "policy" else None
     middle = 19 if kind == "uneven" else 32
