@@ -62,6 +62,7 @@ if _TYPE_CHECKING:
     from .module.layer_norm_linear import LayerNormLinear as LayerNormLinear
     from .module.layer_norm_mlp import LayerNormMLP as LayerNormMLP
     from .module.linear import Linear as Linear
+    from .module.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .module.rms_norm import RMSNorm as RMSNorm
     from .module.transformer_layer import TransformerLayer as TransformerLayer
     from .recipe import make_recipe as make_recipe
@@ -94,6 +95,7 @@ _NAMES = {
     "init_fp8_state": "fp8.module_fp8",
     "integrations": "",
     "is_fp8_enabled": "fp8.autocast",
+    "linear_cross_entropy": "module.linear_cross_entropy",
     "make_graphed_callables": "graphs.graphed_callables",
     "make_recipe": "recipe",
     "nvtx": "",

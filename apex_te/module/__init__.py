@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .layer_norm_linear import LayerNormLinear as LayerNormLinear
     from .layer_norm_mlp import LayerNormMLP as LayerNormMLP
     from .linear import Linear as Linear
+    from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
     from .rms_norm import RMSNorm as RMSNorm
     from .transformer_layer import TransformerLayer as TransformerLayer
 
@@ -29,6 +30,7 @@ _NAMES = {
     "MultiheadAttention": "attention.multihead",
     "RMSNorm": "rms_norm",
     "TransformerLayer": "transformer_layer",
+    "linear_cross_entropy": "linear_cross_entropy",
 }
 __all__ = [*_NAMES]
 __getattr__, __dir__ = attach(__name__, _NAMES)

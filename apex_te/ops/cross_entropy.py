@@ -23,7 +23,7 @@ _count = bind("cross_entropy", "cross_entropy_count")
 _sum = bind("cross_entropy", "cross_entropy_sum")
 _scale = bind("cross_entropy", "cross_entropy_scale")
 
-_REDUCTIONS = ("mean", "sum", "none")
+REDUCTIONS = ("mean", "sum", "none")
 
 
 @checked
@@ -62,7 +62,7 @@ def cross_entropy(
         TypeError: a dtype that does not match.
         ValueError: a shape or option that does not match.
     """
-    if reduction not in _REDUCTIONS:
+    if reduction not in REDUCTIONS:
         raise ValueError(
             f"cross_entropy: reduction must be 'mean', 'sum' or 'none', got {reduction!r}"
         )
@@ -156,6 +156,36 @@ def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     return num_valid
 
 
+def sum_losses(loss: torch.Tensor, num_valid: torch.Tensor | None = None) -> torch.Tensor:
+    """Sums losses in a fixed order, and divides by ``num_valid`` if it is given.
+
+    Args:
+        loss: float32 [rows].
+        num_valid: one int32 element, as ``count_valid`` returns it.
+
+    Returns:
+        A float32 scalar.
+    """
+    total = loss.new_empty(())
+    _sum(loss, num_valid, total)
+    return total
+
+
+def scale_gradient(grad: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
+    """Multiplies ``grad`` in place by ``grad_output``, one element; a factor of 1 touches nothing.
+
+    Args:
+        grad: contiguous float32, float16 or bfloat16, of any shape.
+        grad_output: float32, one element, on the device of ``grad``.
+
+    Returns:
+        ``grad``.
+    """
+    _scale(grad if grad.dim() == 2 else grad.view(1, -1), grad_output)
+    note_written(grad)
+    return grad
+
+
 class _CrossEntropy(OpFunction):
     LABEL = "cross_entropy"
 
@@ -200,9 +230,7 @@ class _CrossEntropy(OpFunction):
         ctx.shape = logits.shape
         if reduction == "none":
             return loss.view(target.shape)
-        total = loss.new_empty(())
-        _sum(loss, num_valid, total)
-        return total
+        return sum_losses(loss, num_valid)
 
     @staticmethod
     @once_differentiable
@@ -211,8 +239,7 @@ class _CrossEntropy(OpFunction):
         # A second backward would find what this one writes over: autograd sees it and refuses.
         if ctx.with_scale:
             (grad,) = ctx.saved_tensors
-            _scale(grad, factor)
-            note_written(grad)
+            scale_gradient(grad, factor)
         else:
             rows, targets, stats, num_valid, made = ctx.saved_tensors
             ignore_index, label_smoothing = ctx.options

@@ -1,0 +1,369 @@
+"""Cross entropy of a language model's head, computed in chunks without all logits in memory.
+
+The logits of a few rows at a time are computed, turned into their loss and gradient in place, and
+multiplied on into the gradients of hidden states and weight. Where the incoming gradient is one
+number this happens in forward, and backward only multiplies by that number. Single losses, and
+float16, whose gradients would vanish before a loss scale multiplies them, keep two numbers for each
+row instead, and backward computes the logits again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from ..fp8.scheme import GemmQuantizers
+from ..fp8.scheme.registry import build_quantizers
+from ..fp8.tensor import QuantizedTensor
+from ..ops.cross_entropy import (
+    REDUCTIONS,
+    count_valid,
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    scale_gradient,
+    sum_losses,
+)
+from ..ops.op_function import OpFunction, needs_autograd, once_differentiable
+from ..ops.wgrad_gemm import wgrad_gemm
+from ..recipe import Recipe
+
+__all__ = ["linear_cross_entropy"]
+
+# Fewer rows make the products slow: the weight's gradient is read and written for each chunk.
+_CHUNK_BYTES = 320 << 20
+_LEAST_ROWS, _ROW_MULTIPLE = 256, 128
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    fp8_recipe: Recipe | None = None,
+    chunk_rows: int | None = None,
+    weight_grad_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Computes ``cross_entropy(hidden @ weight.T + bias, target)`` a chunk of rows at a time.
+
+    Loss and gradients are those of the product followed by ``apex_te.ops.cross_entropy``, but the
+    weight's gradient, which is a sum over chunks, is rounded once a chunk. With reductions "mean"
+    and "sum" of float32 and bfloat16 the gradients are computed in forward, and backward may run
+    only once. Under ``torch.autocast`` hidden states, weight and bias are cast to its dtype.
+
+    Args:
+        hidden: hidden states ``[..., in]`` in float32, float16 or bfloat16.
+        weight: the head's weight ``[vocabulary, in]`` in the dtype of ``hidden``.
+        target: class indices ``[...]``, int64 or int32; an index outside the vocabulary that is not
+            ``ignore_index`` raises on the CPU and gives NaN on the GPU.
+        bias: ``[vocabulary]`` in the dtype of ``hidden``, or None.
+        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
+        label_smoothing: in [0, 1], share of the target's probability spread over the vocabulary.
+        reduction: "mean" over rows that are not ignored, "sum" or "none".
+        fp8_recipe: recipe without state, such as ``CurrentScaling`` or ``BlockScaling``, by which
+            the three products run in FP8; None, the default, computes them in the dtype of
+            ``hidden``, also inside ``fp8_autocast``.
+        chunk_rows: rows of a chunk; None picks as many as take 320 MiB of logits.
+        weight_grad_dtype: dtype in which the chunks' weight gradients are summed, that of
+            ``hidden`` or float32; None is that of ``hidden``.
+
+    Returns:
+        The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
+
+    Raises:
+        TypeError: dtypes that do not match.
+        ValueError: a shape or option that does not match, or a recipe with state.
+    """
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    _check(hidden, weight, target, bias, reduction, label_smoothing, chunk_rows)
+    sums = hidden.dtype if weight_grad_dtype is None else weight_grad_dtype
+    if sums not in (hidden.dtype, torch.float32):
+        raise TypeError(
+            f"linear_cross_entropy: weight_grad_dtype must be {hidden.dtype} or torch.float32, got "
+            f"{sums}"
+        )
+    if fp8_recipe is not None and fp8_recipe.keeps_state:
+        raise ValueError(
+            "linear_cross_entropy: fp8_recipe must be a recipe without state, such as "
+            f"CurrentScaling or BlockScaling, got {type(fp8_recipe).__name__}"
+        )
+    if chunk_rows is None:
+        fitting = _CHUNK_BYTES // (max(1, weight.shape[0]) * hidden.element_size())
+        chunk_rows = max(_LEAST_ROWS, fitting // _ROW_MULTIPLE * _ROW_MULTIPLE)
+    options = _Options(
+        ignore_index, label_smoothing, reduction, fp8_recipe, chunk_rows, sums,
+        needs_autograd(hidden, weight, bias),
+    )  # fmt: skip
+    rows = hidden.reshape(target.numel(), hidden.shape[-1]).contiguous()
+    loss = _LinearCrossEntropy.apply(
+        rows, weight.contiguous(), bias, target.reshape(-1).contiguous(), options
+    )
+    return loss.view(target.shape) if reduction == "none" else loss
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    chunk_rows: int | None,
+) -> None:
+    """Raises the error of the first argument of ``linear_cross_entropy`` that does not fit."""
+    name = "linear_cross_entropy"
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{name}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    if chunk_rows is not None and (not isinstance(chunk_rows, int) or chunk_rows < 1):
+        raise ValueError(f"{name}: chunk_rows must be a positive integer, got {chunk_rows!r}")
+    if hidden.dim() < 1 or hidden.shape[:-1] != target.shape:
+        raise ValueError(
+            f"{name}: target must have the shape of hidden without the last dimension, "
+            f"{list(hidden.shape[:-1])}, got {list(target.shape)}"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or weight.shape[0] < 1:
+        raise ValueError(
+            f"{name}: weight must be [vocabulary, {hidden.shape[-1]}], got {list(weight.shape)}"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: bias must be [{weight.shape[0]}], got {list(bias.shape)}")
+    if hidden.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"{name}: hidden must be float32, float16 or bfloat16, got {hidden.dtype}")
+    for key, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype is not hidden.dtype:
+            raise TypeError(
+                f"{name}: {key} must have dtype {hidden.dtype} like hidden, got {tensor.dtype}"
+            )
+    for key, tensor in (("weight", weight), ("target", target), ("bias", bias)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(
+                f"{name}: {key} must be on {hidden.device} like hidden, got {tensor.device}"
+            )
+
+
+class _Options(NamedTuple):
+    """Options of ``linear_cross_entropy`` after they were checked.
+
+    Attributes:
+        ignore_index, label_smoothing, reduction, recipe, chunk_rows: the arguments.
+        weight_grad_dtype: dtype in which the chunks' weight gradients are summed.
+        differentiated: autograd may ask for a gradient.
+    """
+
+    ignore_index: int
+    label_smoothing: float
+    reduction: str
+    recipe: Recipe | None
+    chunk_rows: int
+    weight_grad_dtype: torch.dtype
+    differentiated: bool
+
+
+class _Head:
+    """The products of a head with chunks of rows, and the gradients that they add up to.
+
+    Args:
+        hidden: ``[rows, in]``.
+        weight: ``[vocabulary, in]``.
+        bias: ``[vocabulary]`` or None.
+        options: the call's options.
+        wanted: whether the gradients of hidden, weight and bias are wanted.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        options: _Options,
+        wanted: tuple[bool, bool, bool],
+    ) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.wanted = wanted
+        self.quantizers: GemmQuantizers | None = None
+        if options.recipe is not None:
+            sets = build_quantizers(options.recipe, None, 1, hidden.device)
+            self.quantizers = quantizers = sets.recording[0]
+            self.fp8_weight = quantizers.weight.quantize(weight, True, wanted[0])[0]
+        self.x: QuantizedTensor | None = None
+        self.dhidden = torch.empty_like(hidden) if wanted[0] else None
+        self.dweight = weight.new_empty(weight.shape, dtype=options.weight_grad_dtype)
+        if not wanted[1]:
+            self.dweight = self.dweight.new_empty(0)
+        self.dbias = weight.new_zeros(len(weight), dtype=torch.float32) if wanted[2] else None
+        if len(hidden) == 0:
+            self.dweight.zero_()
+
+    def logits(self, begin: int, end: int, out: torch.Tensor) -> torch.Tensor:
+        """Writes the logits of rows ``begin`` to ``end`` into ``out``, and returns it."""
+        x = self.hidden[begin:end]
+        if self.quantizers is None:
+            if self.bias is None:
+                return torch.mm(x, self.weight.t(), out=out)
+            return torch.addmm(self.bias, x, self.weight.t(), out=out)
+        self.x = self.quantizers.input.quantize(x, True, self.wanted[1])[0]
+        return self.quantizers.backend.fprop(
+            self.x, self.fp8_weight, out.dtype, bias=self.bias, out=out
+        )
+
+    def add_gradients(self, begin: int, end: int, dlogits: torch.Tensor) -> None:
+        """Adds what rows ``begin`` to ``end`` give to the gradients.
+
+        Args:
+            begin, end: the rows whose logits were computed last.
+            dlogits: gradient of those logits.
+        """
+        x, first = self.hidden[begin:end], begin == 0
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(0, dtype=torch.float32)
+        quantizers = self.quantizers
+        if quantizers is None or quantizers.high_precision_wgrad:
+            self._add_wgrad(dlogits, x, first)
+        if quantizers is None:
+            if self.dhidden is not None:
+                torch.mm(dlogits, self.weight, out=self.dhidden[begin:end])
+            return
+        in_fp8 = self.wanted[1] and not quantizers.high_precision_wgrad
+        if not in_fp8 and self.dhidden is None:
+            return
+        dy = quantizers.grad_output.quantize(dlogits, self.wanted[0], in_fp8)[0]
+        if self.dhidden is not None:
+            quantizers.backend.dgrad(dy, self.fp8_weight, x.dtype, out=self.dhidden[begin:end])
+        if in_fp8:
+            assert self.x is not None
+            quantizers.backend.wgrad(
+                dy, self.x, self.dweight.dtype, out=self.dweight, accumulate=not first
+            )
+
+    def _add_wgrad(self, dlogits: torch.Tensor, x: torch.Tensor, first: bool) -> None:
+        """Adds the weight gradient of some rows, or writes it if they are the first."""
+        if not self.wanted[1]:
+            return
+        if self.dweight.dtype is not x.dtype:
+            wgrad_gemm(dlogits, x, self.dweight, accumulate=not first)
+        elif first:
+            torch.mm(dlogits.t(), x, out=self.dweight)
+        else:
+            self.dweight.addmm_(dlogits.t(), x)
+
+    def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Returns the gradients of hidden, weight and bias; None for each that is not wanted."""
+        return self.dhidden, self.dweight if self.wanted[1] else None, self.dbias
+
+
+class _LinearCrossEntropy(OpFunction):
+    LABEL = "linear_cross_entropy"
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        options: _Options,
+    ) -> torch.Tensor:
+        wanted = (False,) * 3
+        if options.differentiated:
+            wanted = tuple(ctx.needs_input_grad[:3])
+        now = options.reduction != "none" and hidden.dtype is not torch.float16
+        head = _Head(hidden, weight, bias, options, wanted if now else (False,) * 3)
+        rows = len(hidden)
+        later = any(wanted) and not now
+        stats = hidden.new_empty(rows, 2, dtype=torch.float32) if later else None
+        num_valid = None
+        if options.reduction == "mean":
+            num_valid = count_valid(target, options.ignore_index)
+        buffer = hidden.new_empty(min(options.chunk_rows, rows), len(weight))
+        losses = hidden.new_empty(rows, dtype=torch.float32)
+        for begin in range(0, rows, options.chunk_rows):
+            end = min(begin + options.chunk_rows, rows)
+            logits = head.logits(begin, end, buffer[: end - begin])
+            losses[begin:end] = cross_entropy_fwd(
+                logits,
+                target[begin:end],
+                grad=logits if now and any(wanted) else None,
+                stats=None if stats is None else stats[begin:end],
+                num_valid=num_valid,
+                ignore_index=options.ignore_index,
+                label_smoothing=options.label_smoothing,
+            )
+            if now and any(wanted):
+                head.add_gradients(begin, end, logits)
+        ctx.options, ctx.wanted, ctx.now = options, wanted, now
+        if later:
+            ctx.save_for_backward(hidden, weight, bias, target, stats, num_valid)
+        elif any(wanted):
+            ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
+            ctx.save_for_backward(*head.gradients())
+        return losses if options.reduction == "none" else sum_losses(losses, num_valid)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factor = grad_output.reshape(-1).contiguous()
+        if ctx.now:
+            # A second backward would find them multiplied already: autograd sees it and refuses.
+            gradients = ctx.saved_tensors
+            for gradient in gradients:
+                if gradient is not None:
+                    scale_gradient(gradient, factor)
+            dtypes = ctx.dtypes
+        else:
+            hidden, weight, bias, target, stats, num_valid = ctx.saved_tensors
+            gradients = _recomputed(
+                _Head(hidden, weight, bias, ctx.options, ctx.wanted),
+                target, stats, num_valid, factor, ctx.options,
+            )  # fmt: skip
+            dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
+        found = (
+            None if g is None else g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)
+        )
+        return (*found, None, None)
+
+
+def _recomputed(
+    head: _Head,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    num_valid: torch.Tensor | None,
+    factor: torch.Tensor,
+    options: _Options,
+) -> tuple[torch.Tensor | None, ...]:
+    """Computes the logits again and returns the gradients of hidden, weight and bias.
+
+    Args:
+        head: the head, without gradients yet.
+        target: ``[rows]``.
+        stats: ``[rows, 2]``, as forward wrote them.
+        num_valid: as in ``cross_entropy_bwd``.
+        factor: gradient of the losses, float32, one element or ``[rows]``.
+        options: the call's options.
+    """
+    rows = len(head.hidden)
+    buffer = head.hidden.new_empty(min(options.chunk_rows, rows), len(head.weight))
+    for begin in range(0, rows, options.chunk_rows):
+        end = min(begin + options.chunk_rows, rows)
+        logits = head.logits(begin, end, buffer[: end - begin])
+        cross_entropy_bwd(
+            logits,
+            target[begin:end],
+            stats[begin:end],
+            factor if factor.numel() == 1 else factor[begin:end],
+            logits,
+            num_valid=num_valid,
+            ignore_index=options.ignore_index,
+            label_smoothing=options.label_smoothing,
+        )
+        head.add_gradients(begin, end, logits)
+    return head.gradients()
