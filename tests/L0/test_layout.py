@@ -17,7 +17,8 @@ LAYERS = {
     "module": {"recipe", "runtime", "ops", "comm", "fp8"},
     "graphs": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
     "optimizers": {"runtime", "ops", "comm"},
-    "integrations": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
+    "integrations": {"recipe", "runtime", "ops", "comm", "fp8", "module", "graphs", "permutation"}
+    | {"distributed", "optimizers", "op_builder"},
     "amp": {"recipe", "runtime", "ops", "comm", "fp8", "module", "optimizers", "integrations"},
     "distributed": {"recipe", "runtime", "ops", "comm", "fp8", "module", "permutation"},
     "permutation": {"runtime", "ops"},

@@ -1,0 +1,1 @@
+"""Transformer Engine's modules and names over apex_te; the modules named ``transformer_engine``."""
