@@ -80,6 +80,13 @@ class Format(enum.Enum):
     HYBRID = FormatValue(448.0, 57344.0, torch.float8_e4m3fn, torch.float8_e5m2)
     HIF8 = FormatValue(15.0, 224.0, torch.uint8, torch.uint8)
 
+    @classmethod
+    def _missing_(cls, value: object) -> Format | None:
+        """Returns the member whose first two values are ``value``, a pair of Transformer Engine."""
+        if isinstance(value, (tuple, list)) and len(value) == 2:
+            return next((f for f in cls if f.value[:2] == tuple(value)), None)
+        return None
+
     def __repr__(self) -> str:
         return f"Format.{self.name}"
 
@@ -98,11 +105,17 @@ class Recipe:
         quantizer: name of the scheme, a module of ``apex_te.fp8.scheme``.
         keeps_state: True if scales and amaxes are kept from one region to the next.
         formats: the values that the field ``fp8_format`` may have.
+        mutable: True if attributes can be set; a region then uses what ``plain()`` returns.
     """
 
     quantizer: ClassVar[str]
     keeps_state: ClassVar[bool] = False
     formats: ClassVar[tuple[Format, ...]] = (Format.HYBRID, Format.E4M3)
+    mutable: ClassVar[bool] = False
+
+    def plain(self) -> Recipe:
+        """Returns a recipe with the present values that never changes."""
+        return self
 
     def __init_subclass__(cls, name: str | None = None) -> None:
         super().__init_subclass__()
@@ -474,7 +487,7 @@ def chosen_recipe(owner: str, argument: str, value: Recipe | str | None) -> Reci
         TypeError: the value is neither a recipe nor a name.
     """
     if isinstance(value, Recipe):
-        return value
+        return value.plain() if value.mutable else value
     if value is None:
         return _by_name["delayed"]
     if not isinstance(value, str):
