@@ -9,10 +9,10 @@ import torch
 from ..ops.layer_norm import layer_norm
 from ._core.norm_module import NormModule
 
-__all__ = ["LayerNorm"]
+__all__ = ["LayerNorm", "LayerNormLayer"]
 
 
-class LayerNorm(NormModule, torch.nn.LayerNorm):
+class LayerNormLayer(NormModule):
     """``y = (x - mean) / sqrt(var + eps) * gamma + bias`` over the last dimension(s).
 
     Args:
@@ -30,6 +30,8 @@ class LayerNorm(NormModule, torch.nn.LayerNorm):
     """
 
     _PARAMETERS = ("weight", "bias")
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter
 
     def __init__(
         self,
@@ -66,3 +68,9 @@ class LayerNorm(NormModule, torch.nn.LayerNorm):
             ValueError: the last dimensions of ``inp`` are not ``normalized_shape``.
         """
         return self._normalize(layer_norm, inp, self.weight, self.bias)
+
+
+class LayerNorm(LayerNormLayer, torch.nn.LayerNorm):
+    """``LayerNormLayer`` as a ``torch.nn.LayerNorm``, for tools that look for that class."""
+
+    __doc__ = LayerNormLayer.__doc__

@@ -450,6 +450,6 @@ class LinearLayer(LinearParameters):
 
 
 class Linear(LinearLayer, torch.nn.Linear):  # type: ignore[misc]
-    """``LinearLayer`` as a subclass of ``torch.nn.Linear``, for tools that look for that class."""
+    """``LinearLayer`` as a ``torch.nn.Linear``, for tools that look for that class."""
 
     __doc__ = LinearLayer.__doc__

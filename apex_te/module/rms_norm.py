@@ -9,10 +9,10 @@ import torch
 from ..ops.rms_norm import rms_norm
 from ._core.norm_module import NormModule
 
-__all__ = ["RMSNorm"]
+__all__ = ["RMSNorm", "RMSNormLayer"]
 
 
-class RMSNorm(NormModule, torch.nn.RMSNorm):
+class RMSNormLayer(NormModule):
     """``y = x / sqrt(mean(x ** 2) + eps) * gamma`` over the last dimension(s).
 
     Args:
@@ -30,6 +30,7 @@ class RMSNorm(NormModule, torch.nn.RMSNorm):
     """
 
     _PARAMETERS = ("weight",)
+    weight: torch.nn.Parameter
 
     def __init__(
         self,
@@ -66,3 +67,9 @@ class RMSNorm(NormModule, torch.nn.RMSNorm):
             ValueError: the last dimensions of ``inp`` are not ``normalized_shape``.
         """
         return self._normalize(rms_norm, inp, self.weight)
+
+
+class RMSNorm(RMSNormLayer, torch.nn.RMSNorm):
+    """``RMSNormLayer`` as a ``torch.nn.RMSNorm``, for tools that look for that class."""
+
+    __doc__ = RMSNormLayer.__doc__

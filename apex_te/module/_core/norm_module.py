@@ -14,7 +14,7 @@ __all__ = ["NormModule"]
 
 
 class NormModule(torch.nn.Module):
-    """Mixin of LayerNorm and RMSNorm.
+    """Base of LayerNormLayer and RMSNormLayer.
 
     A subclass names its parameters in ``_PARAMETERS``, ``weight`` and perhaps ``bias``, and calls
     ``_normalize`` with its op in ``forward``.
@@ -72,7 +72,7 @@ class NormModule(torch.nn.Module):
                 value.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def extra_repr(self) -> str:
-        text = super().extra_repr()
+        text = super().extra_repr() or f"{self.normalized_shape}, eps={self.eps}"
         return text + ", zero_centered_gamma=True" if self.zero_centered_gamma else text
 
     def _normalize(
