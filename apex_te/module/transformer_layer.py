@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -34,6 +34,7 @@ class _Blocks(NamedTuple):
         hidden_size, num_attention_heads, layernorm_epsilon, name: as in ``TransformerLayer``.
         shared: further arguments of attention and of the MLP.
         attention: further arguments of attention alone.
+        classes: the classes of the modules, by ``"attention"``, ``"mlp"`` and the norm's name.
     """
 
     hidden_size: int
@@ -42,15 +43,16 @@ class _Blocks(NamedTuple):
     name: str | None
     shared: dict[str, Any]
     attention: dict[str, Any]
+    classes: dict[str, type[Any]]
 
-    def make_attention(self, key: str, **options: Any) -> MultiheadAttention:
+    def make_attention(self, key: str, **options: Any) -> Any:
         """Makes a self or cross attention.
 
         Args:
             key: its name in the layer.
             options: arguments of this ``MultiheadAttention`` alone.
         """
-        return MultiheadAttention(
+        return self.classes["attention"](
             self.hidden_size,
             self.num_attention_heads,
             layernorm_epsilon=self.layernorm_epsilon,
@@ -60,9 +62,9 @@ class _Blocks(NamedTuple):
             **self.shared,
         )
 
-    def make_mlp(self, key: str, ffn_hidden_size: int, activation: str) -> LayerNormMLP:
+    def make_mlp(self, key: str, ffn_hidden_size: int, activation: str) -> Any:
         """Makes the MLP with its norm; ``key`` is its name in the layer."""
-        return LayerNormMLP(
+        return self.classes["mlp"](
             self.hidden_size,
             ffn_hidden_size,
             self.layernorm_epsilon,
@@ -71,10 +73,10 @@ class _Blocks(NamedTuple):
             **self.shared,
         )
 
-    def make_norm(self, sequence_parallel: bool) -> LayerNorm | RMSNorm:
+    def make_norm(self, sequence_parallel: bool) -> Any:
         """Makes the norm that ends the layer."""
-        kind = RMSNorm if self.shared["normalization"] == "RMSNorm" else LayerNorm
-        return kind(
+        kind = "RMSNorm" if self.shared["normalization"] == "RMSNorm" else "LayerNorm"
+        return self.classes[kind](
             self.hidden_size,
             self.layernorm_epsilon,
             sequence_parallel=sequence_parallel,
@@ -149,6 +151,14 @@ class TransformerLayer(CompositeModule):
 
     Interface, defaults and the order of arguments follow TransformerEngine's TransformerLayer.
     """
+
+    # The classes of the submodules, for subclasses to replace.
+    _classes: ClassVar[dict[str, type[Any]]] = {
+        "attention": MultiheadAttention,
+        "mlp": LayerNormMLP,
+        "LayerNorm": LayerNorm,
+        "RMSNorm": RMSNorm,
+    }
 
     def __init__(
         self,
@@ -260,6 +270,7 @@ class TransformerLayer(CompositeModule):
                 "qk_norm_before_rope": qk_norm_before_rope,
                 "rotary_pos_interleaved": rotary_pos_interleaved,
             },
+            classes=self._classes,
         )
         self.self_attention = config.make_attention(
             "self_attention",
@@ -302,6 +313,8 @@ class TransformerLayer(CompositeModule):
         cu_seqlens_kv: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Applies the layer; returns a tensor of the shape of ``hidden_states``.
 
@@ -319,8 +332,9 @@ class TransformerLayer(CompositeModule):
             is_first_microbatch: as in ``Linear.forward``.
             rotary_pos_emb, core_attention_bias_type, core_attention_bias, alibi_slopes: of self
                 attention; see ``MultiheadAttention.forward``.
-            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: see
-                ``DotProductAttention.forward``; in a decoder kv are the encoder's tokens.
+            cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded,
+                cu_seqlens_kv_padded: see ``DotProductAttention.forward``; in a decoder kv are the
+                encoder's tokens.
             checkpoint_core_attention: see ``DotProductAttention.forward``.
             inference_params: see ``MultiheadAttention.forward``.
             self_attn_mask_type, window_size: replace the module's own in this call.
@@ -345,7 +359,9 @@ class TransformerLayer(CompositeModule):
         autocast = autocast_dtype(_NAME, "hidden_states", hidden_states)
         if autocast is not None:
             hidden_states = hidden_states.to(autocast)
-        keys = (None, None) if decoder else (cu_seqlens_kv, max_seqlen_kv)
+        keys = (cu_seqlens_kv, max_seqlen_kv, cu_seqlens_kv_padded)
+        own_keys = (None, None, None) if decoder else keys
+        samples = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
         post_norm = self.apply_residual_connection_post_layernorm
         attention, mlp = self.self_attention, self.layernorm_mlp
         out: Any
@@ -353,20 +369,21 @@ class TransformerLayer(CompositeModule):
         out, residual = attention.forward_with_residual(
             hidden_states, attention_mask, None, self_attn_mask_type, window_size,
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
-            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, keys[0],
-            max_seqlen_q, keys[1], return_residual=not (post_norm and attention.input_layernorm),
+            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q, own_keys[0],
+            max_seqlen_q, own_keys[1], cu_seqlens_q_padded, own_keys[2],
+            return_residual=not (post_norm and attention.input_layernorm),
             add_residual=self._adds(attention.return_bias, attention.proj.use_bias),
         )  # fmt: skip
         if self.parallel_attention_mlp:
             out = out + mlp(hidden_states, is_first_microbatch)
-            return self._finish(self._add(out, None, residual, cu_seqlens_q))
+            return self._finish(self._add(out, None, residual, samples))
         x, bias, norm = _unpacked(out, attention)
         if norm is not None:
             residual = norm
         if decoder:
             hidden_states = x
             if residual is not None:
-                hidden_states = self._add(x, bias, residual, cu_seqlens_q)
+                hidden_states = self._add(x, bias, residual, samples)
             cross = self.inter_attention
             kind = enc_dec_attn_mask_type or self.enc_dec_attn_mask_type
             if kind is None and enc_dec_attn_mask is None and cu_seqlens_kv is None:
@@ -374,8 +391,8 @@ class TransformerLayer(CompositeModule):
             out, residual = cross.forward_with_residual(
                 hidden_states, enc_dec_attn_mask, encoder_output, kind, enc_dec_window_size,
                 is_first_microbatch, checkpoint_core_attention, None, None, "no_bias", None, None,
-                cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv,
-                return_residual=not post_norm,
+                cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded,
+                cu_seqlens_kv_padded, return_residual=not post_norm,
                 add_residual=self._adds(cross.return_bias, cross.proj.use_bias),
             )  # fmt: skip
             x, bias, norm = _unpacked(out, cross)
@@ -388,7 +405,7 @@ class TransformerLayer(CompositeModule):
             )
             residual = total
         else:
-            hidden_states = self._add(x, bias, residual, cu_seqlens_q)
+            hidden_states = self._add(x, bias, residual, samples)
             out, total = mlp.forward_with_residual(
                 hidden_states, None, is_first_microbatch, return_residual=not post_norm,
                 add_residual=adds,
@@ -397,7 +414,7 @@ class TransformerLayer(CompositeModule):
         x, bias, norm = _unpacked(out, mlp)
         if norm is not None:
             residual = norm
-        return self._finish(x if residual is None else self._add(x, bias, residual, cu_seqlens_q))
+        return self._finish(x if residual is None else self._add(x, bias, residual, samples))
 
     def _adds(self, returns_bias: bool, has_bias: bool) -> bool:
         """Returns True if the last product of attention or of the MLP may add the residual.

@@ -15,6 +15,7 @@ from .._core.parallel import checked_tp_size, divided
 from . import masks as _masks
 from .alibi import Alibi, checked_slopes, standard_slopes
 from .backends import Options, Path, attend, choose
+from .gaps import gaps_of
 from .masks import broadcasts
 from .packed import attend_packed, choose_packed, packing
 
@@ -148,6 +149,8 @@ class DotProductAttention(torch.nn.Module):
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
         checkpoint_core_attention: bool = False,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends; returns [..., h * dv] in the layout of the queries.
 
@@ -173,6 +176,10 @@ class DotProductAttention(torch.nn.Module):
             alibi_slopes: slopes [h] or [b, h] of ``"alibi"``; None takes those of the ALiBi paper.
             checkpoint_core_attention: save only the inputs and attend again in backward, with the
                 same dropout mask, whether a tracker's or not.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: for thd, where sequences begin and end in
+                tensors that have tokens of no sequence between them: sequence i is the first
+                ``cu_seqlens_q[i + 1] - cu_seqlens_q[i]`` tokens from ``cu_seqlens_q_padded[i]`` on.
+                Outputs between the sequences are 0.
 
         Raises:
             TypeError: a tensor has another dtype than those above.
@@ -181,7 +188,8 @@ class DotProductAttention(torch.nn.Module):
         _, attended, inputs, order = self._plan(
             query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
             cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-            core_attention_bias_type, core_attention_bias, alibi_slopes,
+            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q_padded,
+            cu_seqlens_kv_padded,
         )  # fmt: skip
         run = attended
         if checkpoint_core_attention:
@@ -228,6 +236,8 @@ class DotProductAttention(torch.nn.Module):
         core_attention_bias_type: str = "no_bias",
         core_attention_bias: torch.Tensor | None = None,
         alibi_slopes: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> tuple[Path, Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...] | None]:
         """Checks the arguments of ``forward`` and chooses how to attend.
 
@@ -266,13 +276,23 @@ class DotProductAttention(torch.nn.Module):
             where = packing(_NAME, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
             if has_alibi:
                 bias = self._slopes(alibi_slopes, where.queries.shape[0] - 1, q.device)
+            gaps = gaps_of(_NAME, "q", where.queries, cu_seqlens_q_padded, q.shape[0])
+            key_gaps, padded = gaps, cu_seqlens_kv_padded
+            if not where.is_self or not (padded is None or padded is cu_seqlens_q_padded):
+                key_gaps = gaps_of(_NAME, "kv", where.keys, padded, k.shape[0])
             masked = attention_mask is not None
             path = choose_packed(q, v, where, kind, bias is not None, masked, options)
             cross = self.attention_type == "cross"
             fixed: tuple[Any, ...] = (
-                path, _NAME, where, kind, size, options, attention_mask, cross, has_alibi
+                path, _NAME, where, kind, size, options, attention_mask, cross, has_alibi,
+                (gaps, key_gaps),
             )  # fmt: skip
         else:
+            if cu_seqlens_q_padded is not None or cu_seqlens_kv_padded is not None:
+                raise ValueError(
+                    f"{_NAME}: cu_seqlens_q_padded and cu_seqlens_kv_padded must be None with "
+                    f"qkv_format {layout!r}, got a tensor"
+                )
             order = _FROM_HEADS[layout]
             q, k, v = (x.permute(_TO_HEADS[layout]) for x in (q, k, v))
             cu = (cu_seqlens_q, cu_seqlens_kv)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook as has_global_hook
@@ -13,8 +13,10 @@ from ...ops.rope import rope
 from .._core.arguments import check_count, checked_eps, checked_groups
 from .._core.composite import CompositeModule
 from .._core.parallel import checked_tp_size, divided
+from ..layer_norm import LayerNorm
 from ..layer_norm_linear import LayerNormLinear
 from ..linear import Linear
+from ..rms_norm import RMSNorm
 from .alibi import standard_slopes
 from .dot_product import DotProductAttention
 from .inference_params import InferenceParams, extended
@@ -41,6 +43,7 @@ class _Projections(NamedTuple):
         name: the module's name in reports, or None.
         norm: further arguments of ``LayerNormLinear`` for the norm in front.
         shared: further arguments of every linear layer.
+        linear, layer_norm_linear: the classes of the layers without and with a norm.
     """
 
     hidden_size: int
@@ -53,6 +56,8 @@ class _Projections(NamedTuple):
     name: str | None
     norm: dict[str, Any]
     shared: dict[str, Any]
+    linear: type[Any]
+    layer_norm_linear: type[Any]
 
     def to_heads(self, attention_type: str, has_norm: bool) -> dict[str, torch.nn.Module]:
         """Makes the linear layers from inputs to heads.
@@ -74,9 +79,9 @@ class _Projections(NamedTuple):
             "key_value": self._projection("key_value", keys_values, False),
         }
 
-    def from_heads(self, return_bias: bool) -> Linear:
+    def from_heads(self, return_bias: bool) -> Any:
         """Makes the linear layer from the heads back to the hidden size."""
-        return Linear(
+        return self.linear(
             self.rows,
             self.hidden_size,
             init_method=self.output_layer_init_method,
@@ -90,7 +95,7 @@ class _Projections(NamedTuple):
 
     def _projection(self, key: str, parts: dict[str, int], has_norm: bool) -> torch.nn.Module:
         """Makes a linear layer to heads, of parts with the given names and numbers of rows."""
-        make: Any = LayerNormLinear if has_norm else Linear
+        make = self.layer_norm_linear if has_norm else self.linear
         return make(
             self.hidden_size,
             sum(parts.values()),
@@ -165,6 +170,12 @@ class MultiheadAttention(CompositeModule):
     Interface and the order of arguments follow TransformerEngine's MultiheadAttention.
     """
 
+    # The classes of the submodules, for subclasses to replace.
+    _linear: type[Any] = Linear
+    _layer_norm_linear: type[Any] = LayerNormLinear
+    _core_attention: type[Any] = DotProductAttention
+    _norms: ClassVar[dict[str, type[Any]]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
     def __init__(
         self,
         hidden_size: int,
@@ -237,10 +248,12 @@ class MultiheadAttention(CompositeModule):
                 "tp_size": tp_size,
                 "sequence_parallel": sequence_parallel,
             },
+            linear=self._linear,
+            layer_norm_linear=self._layer_norm_linear,
         )
         super().__init__()
         self.set_parallel_mode = set_parallel_mode
-        self.core_attention = DotProductAttention(
+        self.core_attention = self._core_attention(
             num_attention_heads,
             size,
             groups,
@@ -271,7 +284,7 @@ class MultiheadAttention(CompositeModule):
         interleaved = qkv_weight_interleaved and fuse_qkv_params
         self._heads = HeadLayout(qkv_format, repeats, own_groups, size, interleaved)
         q_norm, k_norm = qk_norms(
-            _NAME, qk_norm_type, size, qk_norm_eps, params_dtype, device, ranks > 1
+            _NAME, qk_norm_type, size, qk_norm_eps, params_dtype, device, ranks > 1, self._norms
         )
         self.register_module("q_norm", q_norm)
         self.register_module("k_norm", k_norm)
@@ -297,6 +310,8 @@ class MultiheadAttention(CompositeModule):
         cu_seqlens_kv: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
     ) -> Any:
         """Attends; returns [..., hidden_size] in the layout of ``hidden_states``.
 
@@ -308,11 +323,14 @@ class MultiheadAttention(CompositeModule):
             rotary_pos_emb: angles [max_seq, 1, 1, c] in fp32, fp16 or bf16, or two such tensors (of
                 queries, of keys). The rotation computes in fp32.
             inference_params: caches keys and values of earlier calls, to which the queries attend,
-                too; causal types then count back from the last token. Without gradients only.
+                too; causal types then count back from the last token. Without gradients only. If
+                its ``pre_step`` has announced this call's tokens, masks and ``cu_seqlens`` are not
+                read.
             is_first_microbatch: as in ``Linear.forward``.
             attention_mask, attn_mask_type, window_size, checkpoint_core_attention,
                 core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
-                cu_seqlens_kv, max_seqlen_q, max_seqlen_kv: as in ``DotProductAttention.forward``.
+                cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded,
+                cu_seqlens_kv_padded: as in ``DotProductAttention.forward``.
 
         Returns:
             ``out``, or a tuple of it, the bias with ``return_bias``, and the norm's result with
@@ -326,7 +344,8 @@ class MultiheadAttention(CompositeModule):
             hidden_states, attention_mask, encoder_output, attn_mask_type, window_size,
             is_first_microbatch, checkpoint_core_attention, inference_params, rotary_pos_emb,
             core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q,
-            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, return_residual=False,
+            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded,
+            return_residual=False,
         )[0]  # fmt: skip
 
     def forward_with_residual(
@@ -347,6 +366,8 @@ class MultiheadAttention(CompositeModule):
         cu_seqlens_kv: torch.Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_kv: int | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
         return_residual: bool = True,
         add_residual: bool = False,
     ) -> tuple[Any, torch.Tensor | None]:
@@ -375,30 +396,30 @@ class MultiheadAttention(CompositeModule):
             raise TypeError(
                 f"{_NAME}: encoder_output must be a tensor, got {type(encoder_output).__name__}"
             )
-        start = 0
-        if inference_params is not None:
-            if self.attention_type == "cross":
-                raise ValueError(
-                    f"{_NAME}: inference_params must be None in cross attention, whose keys are "
-                    "those of encoder_output in each call, got some"
-                )
-            start = inference_params.sequence_len_offset
-        rotation = None
-        if rotary_pos_emb is not None:
-            packed = cu_seqlens_q if self.qkv_format == "thd" else None
-            rotation = rotation_of(
-                _NAME, rotary_pos_emb, self.rotary_pos_interleaved, start, packed
+        if inference_params is not None and self.attention_type == "cross":
+            raise ValueError(
+                f"{_NAME}: inference_params must be None in cross attention, whose keys are those "
+                "of encoder_output in each call, got some"
             )
+        rotation = None
+        key_starts = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+        if rotary_pos_emb is not None:
+            starts = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+            rotation = self._rotation(rotary_pos_emb, inference_params, starts)
         q, k, v, norm, residual = self._to_heads(
-            hidden_states, encoder_output, is_first_microbatch, rotation, cu_seqlens_kv,
+            hidden_states, encoder_output, is_first_microbatch, rotation, key_starts,
             return_residual,
         )  # fmt: skip
-        if inference_params is not None:
-            kind = self.core_attention.attn_mask_type if attn_mask_type is None else attn_mask_type
-            k, v = extended(_NAME, inference_params, self.layer_number, k, v, self.qkv_format)
-            if kind in ("causal", "padding_causal"):
-                attn_mask_type = kind + "_bottom_right"
         core = self.core_attention
+        if inference_params is not None:
+            cached = extended(_NAME, inference_params, self.layer_number, k, v, self.qkv_format)
+            k, v = cached.keys, cached.values
+            attn_mask_type = cached.mask_type(
+                _NAME, core.attn_mask_type if attn_mask_type is None else attn_mask_type
+            )
+            if cached.step is not None:
+                attention_mask = cu_seqlens_q_padded = cu_seqlens_kv_padded = None
+                cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = cached.lengths()
         if core_attention_bias_type == "alibi" and alibi_slopes is None and core.tp_size > 1:
             alibi_slopes = standard_slopes(
                 _NAME, core.num_attention_heads, core.tp_size, self.proj.tp_group,
@@ -411,9 +432,10 @@ class MultiheadAttention(CompositeModule):
             core_attention_bias_type=core_attention_bias_type,
             core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
             checkpoint_core_attention=checkpoint_core_attention,
+            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         )  # fmt: skip
         proj: Any = self.proj
-        if add_residual and type(proj) is Linear and not _is_observed(proj):
+        if add_residual and type(proj) is self._linear and not _is_observed(proj):
             return proj.forward_adding(context, residual, is_first_microbatch)
         projected = proj(context, is_first_microbatch=is_first_microbatch)
         if not self.return_layernorm_output or not self.input_layernorm:
@@ -461,11 +483,11 @@ class MultiheadAttention(CompositeModule):
         else:
             first = modules["qkv" if encoder_output is None else "query_layer"]
             own = wanted if encoder_output is None else None
-            x = _projected(first, hidden_states, own, is_first_microbatch)
+            x = self._projected(first, hidden_states, own, is_first_microbatch)
         if encoder_output is None:
             q, k, v = x if isinstance(x, tuple) else split_heads(x, layout, early)
         else:
-            y = _projected(modules["key_value"], encoder_output, wanted, is_first_microbatch)
+            y = self._projected(modules["key_value"], encoder_output, wanted, is_first_microbatch)
             other = early
             if early is not None:
                 other = early._replace(cu_seqlens=_key_starts(early, cu_seqlens_kv))
@@ -483,24 +505,62 @@ class MultiheadAttention(CompositeModule):
                 k = rope(k, late.keys, **options)
         return q, k, v, norm, residual
 
+    def _rotation(
+        self, rotary_pos_emb: Any, params: InferenceParams | None, cu_seqlens: torch.Tensor | None
+    ) -> Rotation | None:
+        """Returns the rotation of the tokens of a call.
 
-def _projected(
-    module: Any, x: torch.Tensor, heads: HeadLayout | None, is_first_microbatch: bool | None
-) -> Any:
-    """Calls a projection to heads, and has it split its output if no hook is to see the output.
+        Args:
+            rotary_pos_emb, params: the arguments ``rotary_pos_emb`` and ``inference_params``.
+            cu_seqlens: for thd, the starts of sequences.
 
-    Args:
-        module: a ``Linear``, or what a user has put in its place.
-        x: the input.
-        heads: the layout of the heads in the output; None does not split it.
-        is_first_microbatch: as in ``Linear.forward``.
+        Raises:
+            ValueError: the angles do not reach the last token that ``pre_step`` has announced.
+        """
+        packed = cu_seqlens if self.qkv_format == "thd" else None
+        interleaved = self.rotary_pos_interleaved
+        if params is None:
+            return rotation_of(_NAME, rotary_pos_emb, interleaved, 0, packed)
+        step = params.step_lengths
+        if step is None:
+            start = params.sequence_len_offset
+            return rotation_of(_NAME, rotary_pos_emb, interleaved, start, packed)
+        start = step.before[0] if step.is_even else 0
+        rotation = rotation_of(_NAME, rotary_pos_emb, interleaved, start, None)
+        if rotation is None:
+            return None
+        device, angles = rotation.queries.device, min(len(rotation.queries), len(rotation.keys))
+        if step.longest > angles:
+            raise ValueError(
+                f"{_NAME}: rotary_pos_emb must have angles for {step.longest} positions, "
+                f"got {angles}"
+            )
+        return rotation._replace(
+            starts=None if step.is_even else step.starts(device),
+            cu_seqlens=step.cu_new(device) if self.qkv_format == "thd" else None,
+        )
 
-    Returns:
-        The output [..., features], or its ``(queries, keys, values)``, each [..., heads, size].
-    """
-    if heads is not None and type(module) is Linear and not _is_observed(module):
-        return module.forward_to_heads(x, heads, is_first_microbatch)
-    return module(x, is_first_microbatch=is_first_microbatch)
+    def _projected(
+        self,
+        module: Any,
+        x: torch.Tensor,
+        heads: HeadLayout | None,
+        is_first_microbatch: bool | None,
+    ) -> Any:
+        """Calls a projection to heads, and has it split its output if no hook is to see the output.
+
+        Args:
+            module: a linear layer, or what a user has put in its place.
+            x: the input.
+            heads: the layout of the heads in the output; None does not split it.
+            is_first_microbatch: as in ``Linear.forward``.
+
+        Returns:
+            The output [..., features], or its ``(queries, keys, values)``, each [..., heads, size].
+        """
+        if heads is not None and type(module) is self._linear and not _is_observed(module):
+            return module.forward_to_heads(x, heads, is_first_microbatch)
+        return module(x, is_first_microbatch=is_first_microbatch)
 
 
 def _is_observed(module: torch.nn.Module) -> bool:

@@ -10,6 +10,7 @@ from torch.nn import functional
 from ...ops.op_function import OpFunction
 from .alibi import Alibi
 from .backends import Options, Path, attend, choose, varlen, varlen_obstacle
+from .gaps import Gaps
 from .masks import MASK_TYPES, Mask, MaskType, joined_masks, lengths_mask, visibility
 
 __all__ = ["Packing", "attend_packed", "choose_packed", "packing"]
@@ -66,6 +67,8 @@ def packing(
         raise ValueError(f"{owner}: cu_seqlens_q must be given with qkv_format 'thd', got None")
     if cu_seqlens_kv is None:
         cu_seqlens_kv, max_seqlen_kv = cu_seqlens_q, max_seqlen_q
+    elif cu_seqlens_kv is cu_seqlens_q and max_seqlen_q is not None and max_seqlen_kv is not None:
+        max_seqlen_q = max_seqlen_kv = max(max_seqlen_q, max_seqlen_kv)
     longest: list[int] = []
     ends: list[int | None] = []
     for name, cu, given in (
@@ -159,6 +162,7 @@ def attend_packed(
     mask: Mask,
     cross: bool,
     has_alibi: bool,
+    gaps: tuple[Gaps | None, Gaps | None] = (None, None),
 ) -> torch.Tensor:
     """Computes attention within each packed sequence.
 
@@ -176,10 +180,16 @@ def attend_packed(
             cross attention also one mask of the scores.
         cross: attention is cross attention.
         has_alibi: ``bias`` are ALiBi's slopes.
+        gaps: the gaps between the sequences of queries and of keys, or None where there are none.
 
     Returns:
-        [t, h, dv], zeros for tokens behind the last sequence.
+        [t, h, dv], zeros for tokens of no sequence.
     """
+    if gaps[1] is not None:
+        k, v = gaps[1].close(k), gaps[1].close(v)
+    if gaps[0] is not None:
+        rest = (path, owner, where, kind, size, options, mask, cross, has_alibi)
+        return gaps[0].open(attend_packed(gaps[0].close(q), k, v, bias, *rest))
     kind = _KINDS.get(kind.name, kind)
     where = _within(owner, where, q.shape[0], k.shape[0])
     if path.name == "varlen":

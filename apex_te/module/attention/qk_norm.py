@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ...ops.rms_norm import rms_norm
 from .._core.arguments import checked_eps
 from .._core.parallel import tag
-from ..layer_norm import LayerNorm
-from ..rms_norm import RMSNorm
 
 __all__ = ["qk_norms"]
 
@@ -33,6 +33,7 @@ def qk_norms(
     params_dtype: torch.dtype | None,
     device: torch.device | str | int | None,
     split: bool,
+    norms: dict[str, type[Any]],
 ) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
     """Makes the norms of query and key heads.
 
@@ -43,6 +44,7 @@ def qk_norms(
         eps: the norms' epsilon.
         params_dtype, device: of the parameters.
         split: heads are split over ranks, so the gradients have to be summed over these.
+        norms: the classes of norms by their names.
 
     Returns:
         ``(q_norm, k_norm)``: one module for both with L2 normalisation, which has no parameters;
@@ -54,15 +56,14 @@ def qk_norms(
     if kind == "L2Normalization":
         shared = _L2Normalization(size, eps)
         return shared, shared
-    if kind not in ("RMSNorm", "LayerNorm"):
+    if kind not in norms:
         raise ValueError(
             f"{owner}: qk_norm_type must be None, 'RMSNorm', 'LayerNorm' or 'L2Normalization', "
             f"got {kind!r}"
         )
-    make = RMSNorm if kind == "RMSNorm" else LayerNorm
-    norms = tuple(make(size, eps, params_dtype=params_dtype, device=device) for _ in range(2))
+    pair = tuple(norms[kind](size, eps, params_dtype=params_dtype, device=device) for _ in range(2))
     if split:
-        for norm in norms:
+        for norm in pair:
             for parameter in norm.parameters():
                 tag(parameter, None, True)
-    return norms[0], norms[1]
+    return pair[0], pair[1]

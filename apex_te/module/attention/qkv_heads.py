@@ -23,6 +23,7 @@ class Rotation(NamedTuple):
         interleaved: the elements of a rotated pair are neighbours, not c / 2 apart.
         start: position of the first token.
         cu_seqlens: for thd, the starts of sequences, int32 [n + 1]; else None.
+        starts: position of each sequence's first token, int32 [n], added to ``start``; or None.
     """
 
     queries: torch.Tensor
@@ -30,6 +31,7 @@ class Rotation(NamedTuple):
     interleaved: bool
     start: int
     cu_seqlens: torch.Tensor | None
+    starts: torch.Tensor | None = None
 
     def options(self, layout: str) -> dict[str, Any]:
         """Returns the keyword arguments of ``rope``, except the angles, for a qkv_format."""
@@ -38,6 +40,7 @@ class Rotation(NamedTuple):
             "interleaved": self.interleaved,
             "start": self.start,
             "cu_seqlens": self.cu_seqlens,
+            "starts": self.starts,
         }
 
 
@@ -148,9 +151,9 @@ def _rotate(
     for x, y, freqs in zip(parts[:-1], out[:-1], angles, strict=True):
         if x.stride(-1) != 1:
             x = x.contiguous()
-        for a, b, form in _slices(x, y, layout.qkv_format):
+        for a, b, form, starts in _slices(x, y, layout.qkv_format, rotation.starts):
             op(
-                a, freqs, None, None, None, rotation.cu_seqlens, b, freqs.shape[-1],
+                a, freqs, None, None, starts, rotation.cu_seqlens, b, freqs.shape[-1],
                 rotation.start, _LAYOUTS.index(form), rotation.interleaved,
             )  # fmt: skip
     to, x = in_words((out[-1], parts[-1]))
@@ -158,17 +161,29 @@ def _rotate(
 
 
 def _slices(
-    x: torch.Tensor, y: torch.Tensor, qkv_format: str
-) -> Sequence[tuple[torch.Tensor, torch.Tensor, str]]:
+    x: torch.Tensor, y: torch.Tensor, qkv_format: str, starts: torch.Tensor | None
+) -> Sequence[tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]]:
     """Splits ``x`` and ``y`` into views with one dimension of heads, not two, as ``rope`` needs.
 
+    Args:
+        x, y: [..., heads, size] or [..., groups, repeats, size].
+        qkv_format: the layout of their other dimensions.
+        starts: as in ``Rotation``.
+
     Returns:
-        ``(x, y, layout)`` for each pair of views; ``layout`` is the views' qkv_format.
+        ``(x, y, layout, starts)`` for each pair of views: the views, their qkv_format and the
+        positions of the first tokens of the sequences that they hold, or None.
     """
     if x.dim() == len(qkv_format):
-        return ((x, y, qkv_format),)
+        return ((x, y, qkv_format, starts),)
+    groups = x.shape[-3]
     if qkv_format == "sbhd":  # groups as a part of the batch
-        return ((x.flatten(1, 2), y.flatten(1, 2), "sbhd"),)
-    if qkv_format == "bshd":  # each sequence as [s, groups, heads, size]
-        return [(a, b, "sbhd") for a, b in zip(x.unbind(0), y.unbind(0), strict=True)]
-    return [(a, b, "thd") for a, b in zip(x.unbind(1), y.unbind(1), strict=True)]
+        each = None if starts is None else starts.repeat_interleave(groups)
+        return ((x.flatten(1, 2), y.flatten(1, 2), "sbhd", each),)
+    if qkv_format == "thd":
+        pairs = zip(x.unbind(1), y.unbind(1), strict=True)
+        return [(a, b, "thd", starts) for a, b in pairs]
+    # Each sequence as [s, groups, heads, size].
+    own = [None] * x.shape[0] if starts is None else starts[:, None].repeat(1, groups).unbind(0)
+    triples = zip(x.unbind(0), y.unbind(0), own, strict=True)
+    return [(a, b, "sbhd", each) for a, b, each in triples]
