@@ -54,7 +54,10 @@ if _TYPE_CHECKING:
     from .fp8.statistics import fp8_statistics as fp8_statistics
     from .graphs.graphed_callables import make_graphed_callables as make_graphed_callables
     from .module.attention.dot_product import DotProductAttention as DotProductAttention
+    from .module.attention.inference_params import InferenceParams as InferenceParams
     from .module.attention.multihead import MultiheadAttention as MultiheadAttention
+    from .module.attention.rotary import RotaryPositionEmbedding as RotaryPositionEmbedding
+    from .module.attention.rotary import apply_rotary_pos_emb as apply_rotary_pos_emb
     from .module.grouped.linear import GroupedLinear as GroupedLinear
     from .module.grouped.padding import Fp8Padding as Fp8Padding
     from .module.grouped.padding import Fp8Unpadding as Fp8Unpadding
@@ -75,15 +78,18 @@ _NAMES = {
     "Fp8Padding": "module.grouped.padding",
     "Fp8Unpadding": "module.grouped.padding",
     "GroupedLinear": "module.grouped.linear",
+    "InferenceParams": "module.attention.inference_params",
     "LayerNorm": "module.layer_norm",
     "LayerNormLinear": "module.layer_norm_linear",
     "LayerNormMLP": "module.layer_norm_mlp",
     "Linear": "module.linear",
     "MultiheadAttention": "module.attention.multihead",
     "RMSNorm": "module.rms_norm",
+    "RotaryPositionEmbedding": "module.attention.rotary",
     "TransformerLayer": "module.transformer_layer",
     "add_fp8_arguments": "fp8.arguments",
     "amp": "",
+    "apply_rotary_pos_emb": "module.attention.rotary",
     "autocast": "autocast",
     "checkpoint": "distributed.checkpoint",
     "compatibility": "",

@@ -1,0 +1,254 @@
+"""RotaryPositionEmbedding, the angles of rotary embedding, and functions that rotate heads by them.
+
+Interfaces follow TransformerEngine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...ops.rope import rope
+from .qkv_heads import HeadLayout, rotation_of, split_heads
+
+__all__ = ["RotaryPositionEmbedding", "apply_fused_qkv_rotary_pos_emb", "apply_rotary_pos_emb"]
+
+_FORMATS = ("sbhd", "bshd", "thd")
+
+
+class RotaryPositionEmbedding(torch.nn.Module):
+    """Angles of rotary embedding, ``position / rotary_base ** (2 i / dim)`` for the i-th pair.
+
+    Args:
+        dim: elements of a head, even.
+        rotary_percent: the part of them that is rotated; ``dim`` is then ``int(dim *
+            rotary_percent)``.
+        seq_len_interpolation_factor: with ``pretrained_max_position_embeddings`` positions are
+            divided by this factor, or by ``max_seq_len / pretrained_max_position_embeddings``
+            where that is more.
+        pretrained_max_position_embeddings: positions that the model was trained with.
+        rotary_base: the base of the angles.
+        interleaved: a pair is elements (2i, 2i + 1), and not (i, i + dim / 2).
+        device: where the angles are computed; None is PyTorch's default device.
+
+    Attributes:
+        inv_freq: buffer float32 [dim / 2], the angles of position 1.
+    """
+
+    inv_freq: torch.Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        rotary_percent: float = 1.0,
+        seq_len_interpolation_factor: float | None = None,
+        pretrained_max_position_embeddings: int | None = None,
+        rotary_base: float = 10000.0,
+        interleaved: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        super().__init__()
+        if rotary_percent < 1.0:
+            dim = int(dim * rotary_percent)
+        if dim < 2 or dim % 2:
+            raise ValueError(
+                "RotaryPositionEmbedding: dim (times rotary_percent) must be even and at least 2, "
+                f"got {dim}"
+            )
+        self.rotary_base = rotary_base
+        self.interleaved = interleaved
+        self.seq_len_interpolation_factor = seq_len_interpolation_factor
+        self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
+
+    def forward(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
+        """Returns the angles of ``max_seq_len`` positions from ``offset`` on, [s, 1, 1, dim].
+
+        Each angle stands twice, in the columns of both elements of its pair. The angles are
+        computed in float32, under ``torch.autocast``, too.
+
+        Args:
+            max_seq_len: the number of positions.
+            offset: the first position.
+        """
+        # A product of two vectors is no operation that autocast rounds.
+        frequencies = self.inv_freq.float()
+        position = torch.arange(
+            offset, offset + max_seq_len, device=frequencies.device, dtype=frequencies.dtype
+        )
+        trained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
+        if trained is not None and factor is not None:
+            position = position / max(factor, max_seq_len / trained)
+        angles = position[:, None] * frequencies
+        if self.interleaved:
+            columns = angles.repeat_interleave(2, -1)
+        else:
+            columns = torch.cat((angles, angles), -1)
+        return columns[:, None, None]
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor,
+    freqs: torch.Tensor,
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    fused: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> torch.Tensor:
+    """Rotates the first elements of each head by the angles of the head's position.
+
+    Args:
+        t: [s, b, h, d], [b, s, h, d] or [t, h, d]. Its gradient is the rotation backwards.
+        freqs: angles [positions, 1, 1, c] with c up to d, float32, float16 or bfloat16, without
+            gradient.
+        tensor_format: ``"sbhd"``, ``"bshd"`` or ``"thd"``, which says what the dimensions are.
+        start_positions: int32 or int64 [b], the position of each sequence's first token.
+        interleaved: a pair is elements (2i, 2i + 1), and not (i, i + c / 2).
+        fused: without effect: one kernel always rotates, computing in float32.
+        cu_seqlens: for thd, where sequences begin and end, int32 [b + 1], on all ranks together.
+        cp_size, cp_rank: the number of ranks that a sequence is split over, and this rank's number.
+            The rank has the chunks ``cp_rank`` and ``2 cp_size - 1 - cp_rank`` of ``2 cp_size``.
+
+    Raises:
+        TypeError: a tensor has another dtype than those above.
+        ValueError: an unknown format; ``cu_seqlens`` missing for thd; a shape that does not fit.
+    """
+    owner = "apply_rotary_pos_emb"
+    options = _options(owner, tensor_format, start_positions, cu_seqlens, cp_size)
+    if cp_size > 1 and cu_seqlens is not None and tensor_format == "thd":
+        table = freqs.index_select(0, _own_positions(t.shape[0], cu_seqlens, cp_size, cp_rank))
+        return rope(t[:, None], table, interleaved=interleaved)[:, 0]
+    freqs = _own_angles(owner, freqs, t, tensor_format, cp_size, cp_rank)
+    return rope(t, freqs, interleaved=interleaved, **options)
+
+
+def apply_fused_qkv_rotary_pos_emb(
+    qkv: torch.Tensor,
+    q_freqs: torch.Tensor,
+    k_freqs: torch.Tensor,
+    qkv_split_arg_list: Sequence[int],
+    tensor_format: str = "sbhd",
+    start_positions: torch.Tensor | None = None,
+    interleaved: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Splits a joined tensor of queries, keys and values into heads, and rotates queries and keys.
+
+    Args:
+        qkv: [s, b, g, n], [b, s, g, n] or [t, g, n] for g groups, each with the elements of its
+            query heads, its key head and its value head.
+        q_freqs, k_freqs: angles of queries and of keys, as ``freqs`` of ``apply_rotary_pos_emb``.
+        qkv_split_arg_list: elements of a group's queries, of its key and of its value. A head has
+            as many elements as the key.
+        tensor_format, start_positions, interleaved, cu_seqlens, cp_size, cp_rank: as in
+            ``apply_rotary_pos_emb``.
+
+    Returns:
+        ``(queries, keys, values)``, each [..., heads, size].
+
+    Raises:
+        ValueError: as in ``apply_rotary_pos_emb``, or sizes that do not fit ``qkv``.
+        NotImplementedError: ``cp_size`` above 1 with ``"thd"``.
+    """
+    owner = "apply_fused_qkv_rotary_pos_emb"
+    if cp_size > 1 and tensor_format == "thd":
+        raise NotImplementedError(
+            f"{owner}: cp_size must be 1 with tensor_format 'thd', got {cp_size}"
+        )
+    options = _options(owner, tensor_format, start_positions, cu_seqlens, cp_size)
+    sizes = tuple(qkv_split_arg_list)
+    fits = len(sizes) == 3 and sizes[1] == sizes[2] > 0 == sizes[0] % max(sizes[1], 1)
+    if not fits or qkv.dim() != len(tensor_format) or sum(sizes) != qkv.shape[-1]:
+        raise ValueError(
+            f"{owner}: qkv_split_arg_list must be the sizes of whole query heads, a key head and "
+            f"an equal value head in qkv's last dimension, got {list(sizes)} for "
+            f"{list(qkv.shape)} in {tensor_format!r}"
+        )
+    angles = tuple(
+        _own_angles(owner, each, qkv, tensor_format, cp_size, cp_rank)
+        for each in (q_freqs, k_freqs)
+    )
+    rotation: Any = rotation_of(owner, angles, interleaved, 0, cu_seqlens)
+    rotation = rotation._replace(starts=options["starts"])
+    layout = HeadLayout(tensor_format, sizes[0] // sizes[1], qkv.shape[-2], sizes[1], True)
+    queries, keys, values = split_heads(qkv.flatten(-2), layout, rotation)
+    return queries, keys, values
+
+
+def _options(
+    owner: str,
+    tensor_format: str,
+    start_positions: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+    cp_size: int,
+) -> dict[str, Any]:
+    """Checks arguments of the functions above; returns the keywords of ``rope`` that they mean."""
+    if tensor_format not in _FORMATS:
+        raise ValueError(
+            f"{owner}: tensor_format must be 'sbhd', 'bshd' or 'thd', got {tensor_format!r}"
+        )
+    is_packed = tensor_format == "thd"
+    if is_packed and cu_seqlens is None:
+        raise ValueError(f"{owner}: cu_seqlens must be given with tensor_format 'thd', got None")
+    if cp_size > 1 and start_positions is not None:
+        raise ValueError(f"{owner}: start_positions must be None with cp_size above 1, got some")
+    return {
+        "layout": tensor_format,
+        "starts": start_positions,
+        "cu_seqlens": cu_seqlens if is_packed else None,
+    }
+
+
+def _own_angles(
+    owner: str, freqs: torch.Tensor, t: torch.Tensor, tensor_format: str, cp_size: int, rank: int
+) -> torch.Tensor:
+    """Returns the angles of the positions that a rank has.
+
+    Args:
+        owner: the name of the function in errors.
+        freqs: angles of all positions, [positions, ...].
+        t: this rank's part of the tensor to rotate.
+        tensor_format: its layout.
+        cp_size: the number of ranks that each sequence is split over.
+        rank: the number of this rank.
+
+    Raises:
+        ValueError: the rank does not have two equal chunks, or there are too few angles.
+    """
+    if cp_size == 1:
+        return freqs
+    tokens = t.shape[tensor_format.index("s")]
+    if tokens % 2 or freqs.shape[0] < tokens * cp_size or not 0 <= rank < cp_size:
+        raise ValueError(
+            f"{owner}: freqs must have {tokens * cp_size} positions, for two chunks of each of "
+            f"{cp_size} ranks, got {freqs.shape[0]} positions, {tokens} tokens and cp_rank {rank}"
+        )
+    chunks = freqs[: tokens * cp_size].chunk(2 * cp_size)
+    return torch.cat((chunks[rank], chunks[2 * cp_size - 1 - rank]))
+
+
+def _own_positions(tokens: int, cu_seqlens: torch.Tensor, cp_size: int, rank: int) -> torch.Tensor:
+    """Returns the positions [tokens] of the packed tokens that a rank has, int64.
+
+    Args:
+        tokens: the number of the rank's tokens.
+        cu_seqlens: where sequences begin and end, on all ranks together.
+        cp_size: the number of ranks that each sequence is split over.
+        rank: the number of this rank.
+    """
+    starts = cu_seqlens // cp_size
+    token = torch.arange(tokens, dtype=starts.dtype, device=starts.device)
+    own = (torch.searchsorted(starts, token, right=True) - 1).clamp(0, len(starts) - 2)
+    offset, length = token - starts[own], (starts[own + 1] - starts[own]) * cp_size
+    chunk = length // (2 * cp_size)
+    late = length - (rank + 1) * chunk + offset - chunk
+    return torch.where(offset < chunk, rank * chunk + offset, late).clamp(min=0).long()
