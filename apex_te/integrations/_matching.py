@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,27 +15,32 @@ from torch.nn.utils import parametrize
 from ..fp8.parameter.parameter import FP8Parameter
 
 __all__ = [
-    "gelu_or_relu",
+    "EXPERTS",
+    "activation_name",
+    "family_class",
     "hooked",
     "is_class",
     "is_conv1d",
-    "is_gpt2_block",
-    "is_llama_block",
-    "is_llama_norm",
+    "is_experts",
     "is_plain",
-    "is_silu",
+    "is_rms_norm",
+    "is_t5_norm",
+    "is_zero_centered",
     "norm_eps",
+    "resembles_norm",
     "unsupported",
 ]
 
-# Models whose blocks and norms are as Llama's (Qwen2 with biases, Qwen3 with norms of each head),
-# by the module that defines them.
-_LLAMA_LIKE = {
-    f"transformers.models.{name.lower()}.modeling_{name.lower()}": name
-    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
-}
-GPT2 = "transformers.models.gpt2.modeling_gpt2"
+# Families of Hugging Face whose RMS norm multiplies by its weight, and those that multiply by
+# 1 + weight: the name of their Python module, and the prefix of their classes' names.
+RMS_NORM_FAMILIES = {
+    "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "phi3": "Phi3",
+    "qwen2": "Qwen2", "qwen2_moe": "Qwen2Moe", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe",
+}  # fmt: skip
+ZERO_CENTERED_FAMILIES = {"gemma": "Gemma", "gemma2": "Gemma2", "gemma3": "Gemma3"}
 _PYTORCH_UTILS = "transformers.pytorch_utils"
+# Defines the standard gate of experts, which a model's experts may replace.
+EXPERTS = "transformers.integrations.moe"
 _ACTIVATIONS = "transformers.activations"
 _HOOKS = (
     "_forward_hooks",
@@ -76,24 +82,23 @@ def hooked(module: nn.Module) -> bool:
     return any(getattr(module, name, None) for name in _HOOKS) or "forward" in vars(module)
 
 
-def is_silu(module: object) -> bool:
-    """Returns True if ``module`` is the activation ``x * sigmoid(x)``."""
-    return type(module) is nn.SiLU or is_class(module, _ACTIVATIONS, "SiLUActivation")
+def activation_name(module: object, gated: bool) -> str | None:
+    """Returns the ``activation`` argument of ``LayerNormMLP`` that computes as ``module`` does.
 
-
-def gelu_or_relu(module: object) -> str | None:
-    """Returns the ``activation`` argument of ``LayerNormMLP`` that stands for a GELU or ReLU.
+    Args:
+        module: the activation, a module.
+        gated: True if a second projection is multiplied with the activation's result.
 
     Returns:
-        ``"gelu"`` (the tanh approximation) or ``"relu"``; None for any other module, such as the
-        exact GELU.
+        The name; None for any other module, such as the exact GELU.
     """
+    if type(module) is nn.SiLU or is_class(module, _ACTIVATIONS, "SiLUActivation"):
+        return "swiglu" if gated else "silu"
     if type(module) is nn.ReLU:
-        return "relu"
-    if is_class(module, _ACTIVATIONS, "NewGELUActivation", "GELUTanh", "FastGELUActivation"):
-        return "gelu"
-    if type(module) is nn.GELU and module.approximate == "tanh":
-        return "gelu"
+        return "reglu" if gated else "relu"
+    tanh = is_class(module, _ACTIVATIONS, "NewGELUActivation", "GELUTanh", "FastGELUActivation")
+    if tanh or (type(module) is nn.GELU and module.approximate == "tanh"):
+        return "geglu" if gated else "gelu"
     return None
 
 
@@ -103,30 +108,65 @@ def norm_eps(module: nn.Module) -> float:
     An eps of None, as ``nn.RMSNorm`` has it, stands for that of fp32, in which apex_te computes
     norms of all dtypes.
     """
-    eps = getattr(module, "variance_epsilon" if is_llama_norm(module) else "eps")
+    eps = getattr(module, "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps")
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
-def _is_llama_like(module: object, suffix: str) -> bool:
-    """Returns True for a class of a Llama-like model that is named by family and ``suffix``."""
+def family_class(module: object) -> tuple[str, str]:
+    """Returns the family of Hugging Face's that defines the class of ``module``, and its name.
+
+    Returns:
+        ``(family, name)``, such as ``("llama", "LlamaMLP")``; the family is "" for classes that are
+        not of a family's file.
+    """
     kind = type(module)
-    family = _LLAMA_LIKE.get(kind.__module__)
-    return family is not None and kind.__name__ == family + suffix
+    found = re.fullmatch(r"transformers\.models\.(\w+)\.modeling_(\w+)", kind.__module__)
+    return (found[1] if found and found[1] == found[2] else "", kind.__name__)
 
 
-def is_llama_norm(module: nn.Module) -> bool:
-    """Returns True for the RMS norm of Hugging Face's Llama, Mistral, Qwen2 or Qwen3."""
-    return _is_llama_like(module, "RMSNorm") and "forward" not in vars(module)
+def is_rms_norm(module: nn.Module) -> bool:
+    """Returns True for an RMS norm of a family of Hugging Face's that apex_te can compute."""
+    if "forward" in vars(module):
+        return False
+    family, name = family_class(module)
+    prefix = RMS_NORM_FAMILIES.get(family) or ZERO_CENTERED_FAMILIES.get(family)
+    return (prefix is not None and name == f"{prefix}RMSNorm") or is_t5_norm(module)
 
 
-def is_llama_block(module: nn.Module) -> bool:
-    """Returns True for a block of Hugging Face's Llama, Mistral, Qwen2 or Qwen3."""
-    return _is_llama_like(module, "DecoderLayer")
+def is_zero_centered(module: nn.Module) -> bool:
+    """Returns True for an RMS norm of Gemma, which multiplies by ``1 + weight``."""
+    family, name = family_class(module)
+    return name == f"{ZERO_CENTERED_FAMILIES.get(family)}RMSNorm"
 
 
-def is_gpt2_block(module: nn.Module) -> bool:
-    """Returns True for a block of Hugging Face's GPT-2."""
-    return is_class(module, GPT2, "GPT2Block")
+def is_t5_norm(module: nn.Module) -> bool:
+    """Returns True for T5's RMS norm, whose input may have another dtype than its weight."""
+    return family_class(module) == ("t5", "T5LayerNorm")
+
+
+def resembles_norm(module: nn.Module) -> bool:
+    """Returns True for a norm or for experts of Hugging Face, judged by the name of the class."""
+    named = re.search("Norm|Experts", type(module).__name__) is not None
+    return named and type(module).__module__.startswith("transformers.")
+
+
+def is_experts(module: Any) -> bool:
+    """Returns True for experts of Hugging Face with their weights in two stacked Parameters.
+
+    These are ``gate_up_proj`` ``[experts, 2 ffn, hidden]`` and ``down_proj`` ``[experts, hidden,
+    ffn]`` without biases, which models give to transformers' own grouped products.
+    """
+    named = type(module).__module__.startswith("transformers.models.")
+    if not named or not hasattr(type(module), "_apply_gate") or "forward" in vars(module):
+        return False
+    own = module._parameters
+    return (
+        own.keys() == {"gate_up_proj", "down_proj"}
+        and all(p is not None and p.dim() == 3 for p in own.values())
+        and module.has_gate
+        and module.is_concatenated
+        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+    )
 
 
 def unsupported(module: Any) -> str | None:

@@ -20,6 +20,8 @@ _HEADS = frozenset(
         "qa_outputs", "cls", "head", "heads", "logits", "lm_logits", "predictions", "unembed",
     )
 )  # fmt: skip
+# Names of the layers beside experts that choose or weight them.
+_ROUTERS = frozenset(("gate", "router", "shared_expert_gate"))
 # Further names of an output layer, for the last child of the whole model only.
 _LAST = ("output", "fc")
 
@@ -62,7 +64,7 @@ class Selection:
         self._exclude = [] if exclude is None else _predicates("exclude", exclude, names)
         self._min_size, self._multiple = min_size, size_multiple
         self._outer = _outer_blocks(model, keep_first_blocks, keep_last_blocks)
-        self._defaults = {**_heads(model), **_adapters(model)}
+        self._defaults = {**_heads(model), **_adapters(model), **_routers(model)}
 
     def reason(self, name: str, module: nn.Module, sizes: tuple[int, ...] = ()) -> str | None:
         """Returns the reason why ``module`` is to stay as it is.
@@ -70,7 +72,7 @@ class Selection:
         Args:
             name: the module's dotted name in the model.
             module: a linear layer or norm.
-            sizes: input and output features of a linear layer; () for a norm, which only
+            sizes: input and output features of a linear layer or experts; () for a norm, which only
                 ``include`` and ``exclude`` are about.
 
         Returns:
@@ -222,6 +224,21 @@ def _heads(model: nn.Module) -> dict[int, str]:
             found.setdefault(id(module), f"an output head by its name, {name}")
         elif outside == parts and size is not None and getattr(module, "out_features", 0) == size:
             found.setdefault(id(module), "an output head: it has an output for each token")
+    return found
+
+
+def _routers(model: nn.Module) -> dict[int, str]:
+    """Finds the layers beside experts that choose or weight them.
+
+    Returns:
+        The reason to keep such a layer in high precision, by ``id`` of the layer.
+    """
+    found = {}
+    for module in model.modules():
+        children = dict(module.named_children())
+        if "experts" in children:
+            for name in _ROUTERS & children.keys():
+                found[id(children[name])] = f"a router by its name beside experts, {name}"
     return found
 
 

@@ -12,20 +12,22 @@ from torch import nn
 from ..module.layer_norm import LayerNorm
 from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm
+from . import _matching as matching
 from . import summary
-from ._matching import is_conv1d, is_llama_norm, is_plain, norm_eps, unsupported
 from ._selection import Selection
 from .conv1d import Conv1DLinear, conv1d_linear
+from .experts import StackedExperts, stacked_experts
 from .fusion import fuse_blocks, refuse_optimized
 from .saving import save_without_fp8_state
-from .summary import ConversionSummary, Layer
+from .summary import ConversionSummary, Layer, numbered
+from .t5_norm import T5RMSNorm
 
 __all__ = ["Conv1DLinear", "from_torch"]
 
 _LOG = logging.getLogger(__name__)
 _NORM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REPLACED = (nn.Linear, nn.LayerNorm, nn.RMSNorm)
-_REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear)
+_REPLACING = (Linear, LayerNorm, RMSNorm, Conv1DLinear, StackedExperts)
 # Attributes that every nn.Module has; a converted module keeps the values it had.
 _KEPT = frozenset(vars(nn.Module()))
 
@@ -44,11 +46,12 @@ def from_torch(
 ) -> nn.Module:
     """Makes the layers of ``model`` compute in FP8 inside ``fp8_autocast``, in place.
 
-    ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm`` and, in models of Hugging Face, GPT-2's Conv1D
-    and the RMS norms of Llama, Mistral, Qwen2 and Qwen3 change their class where they are: the
-    module objects, Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and
+    ``nn.Linear``, ``nn.LayerNorm``, ``nn.RMSNorm`` and, in models of Hugging Face, GPT-2's Conv1D,
+    the RMS norms of Llama, Mistral, Mixtral, Qwen2, Qwen3, their mixtures of experts, Phi-3, Gemma
+    1 to 3 and T5, and experts with stacked weights change their class where they are: the module
+    objects, Parameters, keys, hooks, modes, dtypes and devices (``meta`` included) stay, and
     outputs are equal outside FP8. A Parameter that two layers share stays shared. Optimizers made
-    before or after see the same Parameters.
+    before or after see the same Parameters. Routers stay in high precision.
 
     Linear layers that make the model's output stay in high precision: those that
     ``get_output_embeddings`` returns, that share an embedding's weight, that have an output for
@@ -58,23 +61,26 @@ def from_torch(
 
     Some layers cannot be converted, and are named with the reason in one warning: instances of
     subclasses (they may have another forward; quantized layers are such), layers whose forward was
-    replaced on the instance (accelerate's hooks do that), parametrized layers, and norms in a dtype
-    other than fp32, fp16 and bf16. ``apex_te.integrations.conversion_summary(model)`` lists the
-    layers that were converted and those that were kept, with reasons; the list is logged, too.
+    replaced on the instance (accelerate's hooks do that), parametrized layers, norms in a dtype
+    other than fp32, fp16 and bf16, and further classes of norms and experts of Hugging Face.
+    ``apex_te.integrations.conversion_summary(model)`` lists the layers that were converted and
+    those that were kept, with reasons; the list is logged, too.
 
     ``save_pretrained`` of a converted model of Hugging Face writes FP8 state to a separate file,
     which ``load_fp8_state`` reads; ``save_pretrained(..., fp8_state=False)`` writes none.
 
     Args:
         model: any model or layer.
-        fuse: also join, in the blocks of Hugging Face's Llama, Mistral, Qwen2, Qwen3 and GPT-2, the
-            input norm with the query, key and value projections (one ``LayerNormLinear``) and the
-            norm before the MLP with the MLP (one ``LayerNormMLP``). Joining makes new Parameters
-            under new names; state dicts go on having the original keys, and loading takes both.
-            ``apex_te.integrations.key_map(model)`` translates other dicts by parameter. Blocks that
-            cannot be joined (hooks, shared or differing parameters, an activation that
-            ``LayerNormMLP`` has not) are converted one to one and named in the warning. Adapters
-            (PEFT) need ``fuse=False``: no layer for them is left between a norm and projections.
+        fuse: also join, in blocks of Hugging Face's Llama, Mistral, Mixtral, Qwen2, Qwen3, their
+            mixtures of experts, Phi-3, Gemma 1 to 3, GPT-2, GPT-NeoX, BERT and T5, the input norm
+            with the query, key and value projections (one ``LayerNormLinear``; in BERT, without the
+            norm, a ``Linear``) and the norm before the MLP with the MLP (one ``LayerNormMLP``).
+            Joining makes new Parameters under new names; state dicts go on having the original
+            keys, and loading takes both. ``apex_te.integrations.key_map(model)`` translates other
+            dicts by parameter. Layers that cannot be joined (hooks, shared or differing parameters,
+            an activation that ``LayerNormMLP`` has not, blocks of other models) are converted one
+            to one and named in the warning. Adapters (PEFT) need ``fuse=False``: no layer for them
+            is left between a norm and projections.
         include: convert only these layers: a name or pattern (``*``, ``?``, ``[]``) that successive
             parts of a layer's dotted name match, a predicate ``(name, module) -> bool``, or several
             of them; None converts all. ``include="*"`` converts output heads and adapters, too.
@@ -102,7 +108,7 @@ def from_torch(
         model, include, exclude, keep_first_blocks, keep_last_blocks, min_size, size_multiple
     )
     layers = list(summary.conversion_summary(model).converted)
-    left: list[str] = []
+    left: list[tuple[str, str]] = []
     if fuse:
         refuse_optimized(model, optimizer)
         fused, left = fuse_blocks(model, lambda name, m: selection.reason(name, m, _sizes(m)))
@@ -112,7 +118,7 @@ def from_torch(
         if _replaceable(module):
             cannot = _cannot_convert(module)
             if cannot:
-                left.append(f"{name or before} ({cannot})")
+                left.append((name or before, cannot))
             reason = cannot or selection.reason(name, module, _sizes(module))
             if reason is None:
                 _convert(module)
@@ -120,19 +126,41 @@ def from_torch(
             layers.append(Layer(name, before, after, reason))
         elif _has_weights(module):
             layers.append(Layer(name, before, None, "no layer that from_torch converts"))
+            if matching.resembles_norm(module) and selection.reason(name, module) is None:
+                left.append((name, f"from_torch does not know {before}"))
     vars(model)[summary.ATTRIBUTE] = found = ConversionSummary(layers)
     _LOG.info("from_torch: %r", found)
     save_without_fp8_state(model)
     if left:
-        warnings.warn(f"from_torch: left as they are: {', '.join(left)}", stacklevel=2)
+        named = ", ".join(f"{label} ({reason})" for label, reason in _together(left))
+        warnings.warn(f"from_torch: left as they are: {named}", stacklevel=2)
     return model
+
+
+def _together(left: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Joins the entries of the warning that differ by numbers in their names only.
+
+    Args:
+        left: ``(name, reason)`` of each layer or block that was left.
+
+    Returns:
+        The same for each group of them: the name with ``*`` for its numbers, and how many there
+        are, if there are several.
+    """
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, reason in left:
+        groups.setdefault((numbered(name), reason), []).append(name)
+    return [
+        (f"{len(names)} of {key}" if len(names) > 1 else names[0], reason)
+        for (key, reason), names in groups.items()
+    ]
 
 
 def _replaceable(module: nn.Module) -> bool:
     """Returns True if ``module`` is a layer that ``from_torch`` may convert and has not yet."""
     if isinstance(module, _REPLACING):
         return False
-    return isinstance(module, _REPLACED) or is_conv1d(module) or is_llama_norm(module)
+    return isinstance(module, _REPLACED) or _is_huggingface(module)
 
 
 def _has_weights(module: nn.Module) -> bool:
@@ -142,16 +170,19 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _sizes(module: Any) -> tuple[int, ...]:
-    """Returns input and output features of a linear layer, () for a norm."""
-    if is_conv1d(module):
+    """Returns input and output features of a linear layer or experts, () for a norm."""
+    if matching.is_conv1d(module):
         return tuple(module.weight.shape)
+    if matching.is_experts(module):
+        return tuple(module.down_proj.shape[1:])
     return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else ()
 
 
 def _cannot_convert(module: Any) -> str | None:
     """Returns the reason why ``module`` cannot become one of apex_te's layers, None if it can."""
-    reason = unsupported(module)
-    if reason is None and not (is_plain(module, *_REPLACED) or _is_huggingface(module)):
+    reason = matching.unsupported(module)
+    known = matching.is_plain(module, *_REPLACED) or _is_huggingface(module)
+    if reason is None and not known:
         reason = f"{type(module).__name__} is a subclass"
     if reason is None and not _sizes(module) and module.weight is not None:
         dtype = module.weight.dtype
@@ -161,13 +192,17 @@ def _cannot_convert(module: Any) -> str | None:
 
 
 def _is_huggingface(module: nn.Module) -> bool:
-    """Returns True for a Conv1D or a Llama-like RMS norm of Hugging Face."""
-    return is_conv1d(module) or is_llama_norm(module)
+    """Returns True for a Conv1D, an RMS norm or experts of Hugging Face."""
+    found = matching.is_conv1d(module) or matching.is_rms_norm(module)
+    return found or matching.is_experts(module)
 
 
 def _convert(module: Any) -> None:
     """Changes the class of a linear layer or norm to apex_te's."""
-    if is_conv1d(module):
+    if matching.is_experts(module):
+        module.__class__ = stacked_experts(type(module))
+        module.make_gemms()
+    elif matching.is_conv1d(module):
         _become(module, conv1d_linear(type(module)), _linear(module, *module.weight.shape))
     elif isinstance(module, nn.Linear):
         _become(module, Linear, _linear(module, module.in_features, module.out_features))
@@ -176,7 +211,8 @@ def _convert(module: Any) -> None:
     elif isinstance(module, nn.RMSNorm):
         _become_norm(module, RMSNorm, module.normalized_shape)
     else:
-        _become_norm(module, RMSNorm, tuple(module.weight.shape))
+        kind = T5RMSNorm if matching.is_t5_norm(module) else RMSNorm
+        _become_norm(module, kind, tuple(module.weight.shape))
 
 
 def _linear(module: Any, in_features: int, out_features: int) -> Linear:
@@ -192,7 +228,9 @@ def _linear(module: Any, in_features: int, out_features: int) -> Linear:
 
 def _become_norm(module: Any, kind: Any, shape: tuple[int, ...]) -> None:
     """Changes the class of a norm over the last dimensions, of sizes ``shape``, to ``kind``."""
-    template = kind(shape, norm_eps(module), device="meta")
+    zero_centered = matching.is_zero_centered(module)
+    eps = matching.norm_eps(module)
+    template = kind(shape, eps, zero_centered_gamma=zero_centered, device="meta")
     template.elementwise_affine = module.weight is not None
     _become(module, kind, template)
 

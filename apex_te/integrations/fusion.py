@@ -1,4 +1,4 @@
-"""Fusion of layers in Hugging Face's Llama-like and GPT-2 blocks, and a map of parameter names."""
+"""Fusion of layers in blocks of Hugging Face's families, and a map of parameter names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import nn
 
 from ..module.layer_norm_linear import LayerNormLinear
 from ..module.layer_norm_mlp import LayerNormMLP
+from ..module.linear import Linear
 from . import _matching as matching
+from ._families import Apart, Layers, MLPLayers, Projections, layers_to_join
 from ._joined_state import JoinedKey, JoinedState, PartView, joined
 from .summary import Layer
 
@@ -176,13 +178,13 @@ class _NotFusable(Exception):
 
 
 class _Joint:
-    """Norm with query, key and value projections in one layer, which runs once for all three.
+    """Several projections of one tensor, with its norm, in one layer, which runs once for all.
 
-    The block still calls three layers, ``JointPart``; the first one called runs the joint layer,
+    The block still calls as many layers, ``JointPart``; the first one called runs the joint layer,
     the others fetch their parts of its output.
 
     Args:
-        linear: the joint layer.
+        linear: the joint layer, a ``LayerNormLinear``, or a ``Linear`` without a norm.
         rows: output features of each projection.
 
     Attributes:
@@ -192,7 +194,7 @@ class _Joint:
 
     __slots__ = ("linear", "parts", "rows", "seen")
 
-    def __init__(self, linear: LayerNormLinear, rows: list[int]) -> None:
+    def __init__(self, linear: LayerNormLinear | Linear, rows: list[int]) -> None:
         self.linear = linear
         self.rows = rows
         self.forget()
@@ -206,8 +208,8 @@ class _Joint:
         """Returns the output of one projection, and drops it.
 
         Args:
-            inp: input of the norm, ``[..., in_features]``.
-            index: number of the projection: 0 query, 1 key, 2 value.
+            inp: input of the joint layer, ``[..., in_features]``.
+            index: number of the projection.
         """
         if self.seen is not inp or self.parts[index] is None:
             self.parts = list(self.linear(inp).split(self.rows, -1))
@@ -218,10 +220,10 @@ class _Joint:
             self.seen = None
         return out
 
-    def __getstate__(self) -> tuple[LayerNormLinear, list[int]]:
+    def __getstate__(self) -> tuple[LayerNormLinear | Linear, list[int]]:
         return self.linear, self.rows
 
-    def __setstate__(self, state: tuple[LayerNormLinear, list[int]]) -> None:
+    def __setstate__(self, state: tuple[LayerNormLinear | Linear, list[int]]) -> None:
         self.linear, self.rows = state
         self.forget()
 
@@ -251,7 +253,7 @@ class JointPart(_Replaced):
 
     Args:
         joint: the joint layer, with the outputs that are yet to be fetched.
-        index: number of this projection: 0 query, 1 key, 2 value.
+        index: number of this projection in the joint layer.
     """
 
     def __init__(self, joint: _Joint, index: int) -> None:
@@ -261,10 +263,10 @@ class JointPart(_Replaced):
         self.index = index
 
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Applies the norm before the projection, and the projection.
+        """Applies the projection and, if it was joined with a norm, that norm before.
 
         Args:
-            inp: ``[..., in_features]``, before the norm.
+            inp: ``[..., in_features]``, the input of the joint layer.
 
         Returns:
             ``[..., out_features]`` of the projection that this module replaces.
@@ -273,9 +275,11 @@ class JointPart(_Replaced):
 
     def extra_repr(self) -> str:
         # PEFT quotes this when it refuses to add an adapter to the layer.
+        norm = isinstance(self.joint.linear, LayerNormLinear)
         return (
-            f"part {self.index}, out_features={self.joint.rows[self.index]}; joined with its norm "
-            "by from_torch(fuse=True): adapters need fuse=False"
+            f"part {self.index}, out_features={self.joint.rows[self.index]}; joined with "
+            f"{'its norm' if norm else 'its neighbours'} by from_torch(fuse=True): adapters need "
+            "fuse=False"
         )
 
 
@@ -302,7 +306,7 @@ class LayerNormMLPDropout(LayerNormMLP):
 Chosen = Callable[[str, nn.Module], "str | None"]
 
 
-def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[str]]:
+def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[tuple[str, str]]]:
     """Joins layers of Hugging Face's blocks in ``model``, in place, if the layers allow it.
 
     Args:
@@ -312,35 +316,34 @@ def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[str
 
     Returns:
         ``(layers, left)``: entries of the summary for the joined layers and for blocks whose layers
-        were not joined; texts for the warning, each with the name of a block that cannot be joined
+        were not joined; for the warning, the name of each block with layers that cannot be joined,
         and the reason.
     """
     uses = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
     entries: list[JoinedKey] = []
     layers: list[Layer] = []
     left = []
+    mixed = _mixed_stacks(model)
     for name, block in list(model.named_modules()):
-        steps: tuple[Any, ...] = ()
-        if matching.is_llama_block(block):
-            steps = (_llama_attention, _llama_mlp)
-        elif matching.is_gpt2_block(block):
-            steps = (_gpt2_attention, _gpt2_mlp)
-        if not steps or _JOINED in vars(block):
+        groups = layers_to_join(block)
+        if not groups or _JOINED in vars(block):
             continue
         prefix = f"{name}." if name else ""
         order = list(block.state_dict())
         found: list[JoinedKey] = []
-        for step in steps:
+        for group in groups:
             try:
-                source, path, parts = step(block, prefix, uses, chosen)
+                if id(block) in mixed:
+                    raise _NotFusable("its residuals have another dtype than its parameters")
+                source, path, parts = _join(block, group, prefix, uses, chosen)
             except _NotFusable as reason:
                 kind = type(block).__name__
                 if not reason.chosen:
-                    left.append(f"{name or kind} ({reason})")
+                    left.append((name or kind, str(reason)))
                 layers.append(Layer(name, kind, None, f"not fused: {reason}"))
                 continue
             found += parts
-            names = (source.norm_name, *source.linears)
+            names = [n for n in (source.norm_name, *source.linears) if n is not None]
             after = type(block.get_submodule(path)).__name__
             layers.append(Layer(prefix + path, ", ".join(names), after))
         if found:
@@ -349,23 +352,72 @@ def fuse_blocks(model: nn.Module, chosen: Chosen) -> tuple[list[Layer], list[str
             entries += [entry.prefixed(prefix) for entry in found]
     if entries:
         vars(model)[_ATTRIBUTE] = KeyMap([*key_map(model).entries, *entries])
-    return layers, left
+    return layers, left + _unknown_blocks(model)
+
+
+def _mixed_stacks(model: nn.Module) -> set[int]:
+    """Returns the ids of all modules in T5 stacks whose parameters have several dtypes.
+
+    T5 in fp16 keeps some weights in fp32, so that norms get an input of another dtype than theirs.
+    """
+    found: set[int] = set()
+    for stack in model.modules():
+        is_t5 = matching.family_class(stack) == ("t5", "T5Stack")
+        if is_t5 and len({p.dtype for p in stack.parameters()}) > 1:
+            found.update(id(module) for module in stack.modules())
+    return found
+
+
+def _unknown_blocks(model: nn.Module) -> list[tuple[str, str]]:
+    """Finds Hugging Face's blocks of which no layers can be joined, since their class is not known.
+
+    Returns:
+        For each block its dotted name, and the reason for the warning.
+    """
+    found: list[tuple[str, str]] = []
+    for name, blocks in model.named_modules():
+        if not isinstance(blocks, nn.ModuleList) or any(name.startswith(f"{b}.") for b, _ in found):
+            continue
+        for index, block in blocks.named_children():
+            kind = type(block)
+            if not kind.__module__.startswith("transformers.models."):
+                continue
+            inner = list(block.modules())
+            if any(layers_to_join(m) for m in inner):
+                continue
+            if any(type(m) in (nn.LayerNorm, nn.RMSNorm) or matching.is_rms_norm(m) for m in inner):
+                reason = f"fuse=True knows no blocks of class {kind.__name__}"
+                found.append((f"{name}.{index}", reason))
+    return found
 
 
 class _Source(NamedTuple):
     """Norm and linear layers of a block that are to become one layer.
 
     Attributes:
-        norm_name: the norm's dotted name in the block.
-        norm: the norm.
+        norm_name: the norm's dotted name in the block; None without a norm.
+        norm: the norm, or None.
         linears: the linear layers, by dotted name in the block.
         transposed: True if their weights are ``[in, out]``, as in GPT-2.
     """
 
-    norm_name: str
+    norm_name: str | None
     norm: Any
     linears: dict[str, Any]
     transposed: bool = False
+
+    @property
+    def is_rms(self) -> bool:
+        """True if the norm is an RMS norm."""
+        return not isinstance(self.norm, nn.LayerNorm)
+
+    @property
+    def norm_options(self) -> dict[str, Any]:
+        """Keyword arguments by which a joined layer computes the norm."""
+        return {
+            "normalization": "RMSNorm" if self.is_rms else "LayerNorm",
+            "zero_centered_gamma": matching.is_zero_centered(self.norm),
+        }
 
     def parts(self, attribute: str, *names: str) -> list[tuple[str, Any]]:
         """Returns the Parameters of linear layers that are joined into one.
@@ -385,8 +437,10 @@ class _Source(NamedTuple):
 
         Returns:
             By name, a list of one ``(key, Parameter)``: key in the block's state dict; the
-            Parameter, None for the bias of an RMS norm.
+            Parameter, None for the bias of an RMS norm. Empty without a norm.
         """
+        if self.norm is None:
+            return {}
         bias = getattr(self.norm, "bias", None)
         return {
             "layer_norm_weight": [(f"{self.norm_name}.weight", self.norm.weight)],
@@ -398,11 +452,12 @@ class _Source(NamedTuple):
 _Step = tuple[_Source, str, list[JoinedKey]]
 
 
-def _llama_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
-    """Joins the input norm and the query, key and value projections of a Llama-like block.
+def _join(block: Any, layers: Layers, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
+    """Joins layers of a block into one.
 
     Args:
         block: the block.
+        layers: the layers to be joined.
         prefix: the block's name in the model and a period, or "".
         uses: number of modules of the model that have a Parameter, by ``id`` of the Parameter.
         chosen: returns the reason why the caller wants a layer to stay, as for ``fuse_blocks``.
@@ -414,54 +469,84 @@ def _llama_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen
     Raises:
         _NotFusable: the layers cannot be joined.
     """
-    attention = block.self_attn
-    names = ("q_proj", "k_proj", "v_proj")
-    linears = {f"self_attn.{name}": getattr(attention, name) for name in names}
-    source = _Source("input_layernorm", block.input_layernorm, linears)
+    if isinstance(layers, Apart):
+        raise _NotFusable(layers.reason)
+    if isinstance(layers, MLPLayers):
+        return _join_mlp(block, layers, prefix, uses, chosen)
+    return _join_projections(block, layers, prefix, uses, chosen)
+
+
+def _join_projections(
+    block: Any, layers: Projections, prefix: str, uses: Counter[int], chosen: Chosen
+) -> _Step:
+    """Joins linear layers of one input, and its norm, as ``_join`` does."""
+    linears = {name: block.get_submodule(name) for name in layers.linears}
+    norm = None if layers.norm is None else block.get_submodule(layers.norm)
+    source = _Source(layers.norm, norm, linears, layers.transposed)
     _check(source, prefix, uses, chosen)
-    rows = [linear.out_features for linear in linears.values()]
-    module = _layer_norm_linear(source, "RMSNorm", attention.q_proj.in_features, sum(rows))
-    joint = _Joint(module, rows)
-    for index, name in enumerate(names):
-        setattr(attention, name, JointPart(joint, index).train(attention.training))
-    return _placed(block, source, "self_attn.qkv_proj", module, {"": tuple(linears)})
+    sizes = [_sizes(linear, layers.transposed) for linear in linears.values()]
+    rows = [out for _, out in sizes]
+    module = _projection_layer(source, sizes[0][0], sum(rows))
+    if len(linears) > 1:
+        joint = _Joint(module, rows)
+        for index, name in enumerate(linears):
+            owner, _, last = name.rpartition(".")
+            parent = block.get_submodule(owner)
+            setattr(parent, last, JointPart(joint, index).train(parent.training))
+    return _placed(block, source, layers.path, module, {"": tuple(linears)})
 
 
-def _gpt2_attention(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
-    """Joins the first norm and ``attn.c_attn`` of a GPT-2 block, as ``_llama_attention`` does."""
-    source = _Source("ln_1", block.ln_1, {"attn.c_attn": block.attn.c_attn}, transposed=True)
-    _check(source, prefix, uses, chosen)
-    module = _layer_norm_linear(source, "LayerNorm", *block.attn.c_attn.weight.shape)
-    return _placed(block, source, "attn.c_attn", module, {"": ("attn.c_attn",)})
-
-
-def _llama_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
-    """Joins the second norm and the MLP of a Llama-like block, as ``_llama_attention`` does."""
-    mlp = block.mlp
-    if matching.hooked(mlp) or not matching.is_silu(mlp.act_fn):
-        raise _NotFusable(f"mlp.act_fn is {type(mlp.act_fn).__name__}, or mlp has hooks")
-    names = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-    linears = dict(zip(names, (mlp.gate_proj, mlp.up_proj, mlp.down_proj), strict=True))
-    source = _Source("post_attention_layernorm", block.post_attention_layernorm, linears)
-    _check(source, prefix, uses, chosen)
-    sizes = mlp.gate_proj.in_features, mlp.gate_proj.out_features
-    module = _layer_norm_mlp(LayerNormMLP, source, "RMSNorm", "swiglu", *sizes)
-    return _placed(block, source, "mlp", module, {"fc1_": names[:2], "fc2_": names[2:]})
-
-
-def _gpt2_mlp(block: Any, prefix: str, uses: Counter[int], chosen: Chosen) -> _Step:
-    """Joins the second norm and the MLP of a GPT-2 block, as ``_llama_attention`` does."""
-    mlp = block.mlp
-    activation = matching.gelu_or_relu(mlp.act)
+def _join_mlp(
+    block: Any, layers: MLPLayers, prefix: str, uses: Counter[int], chosen: Chosen
+) -> _Step:
+    """Joins an MLP and the norm before it, as ``_join`` does."""
+    path, mlp = layers.path, block.get_submodule(layers.path)
+    act = getattr(mlp, layers.activation)
+    activation = matching.activation_name(act, layers.gated)
     if matching.hooked(mlp) or activation is None:
-        raise _NotFusable(f"mlp.act is {type(mlp.act).__name__}, or mlp has hooks")
-    linears = {"mlp.c_fc": mlp.c_fc, "mlp.c_proj": mlp.c_proj}
-    source = _Source("ln_2", block.ln_2, linears, transposed=True)
+        raise _NotFusable(
+            f"{path}.{layers.activation} is {type(act).__name__}, or {path} has hooks"
+        )
+    if layers.inner_dropout is not None and getattr(mlp, layers.inner_dropout).p:
+        raise _NotFusable(f"{path}.{layers.inner_dropout} is between its linear layers")
+    names = [f"{path}.{name}" for name in (*layers.first, layers.second)]
+    linears = {name: block.get_submodule(name) for name in names}
+    source = _Source(layers.norm, block.get_submodule(layers.norm), linears, layers.transposed)
     _check(source, prefix, uses, chosen)
-    sizes = mlp.c_fc.weight.shape
-    module = _layer_norm_mlp(LayerNormMLPDropout, source, "LayerNorm", activation, *sizes)
-    module.dropout = mlp.dropout
-    return _placed(block, source, "mlp", module, {"fc1_": ("mlp.c_fc",), "fc2_": ("mlp.c_proj",)})
+    hidden, ffn = _sizes(linears[names[-1]], layers.transposed)[::-1]
+    kind = LayerNormMLP if layers.dropout is None else LayerNormMLPDropout
+    module = kind(
+        hidden, ffn, matching.norm_eps(source.norm), linears[names[0]].bias is not None,
+        activation=activation, params_dtype=linears[names[0]].weight.dtype, device="meta",
+        **source.norm_options,
+    ).train(mlp.training)  # fmt: skip
+    if layers.dropout is not None:
+        module.dropout = getattr(mlp, layers.dropout)
+    return _placed(block, source, path, module, {"fc1_": tuple(names[:-1]), "fc2_": (names[-1],)})
+
+
+def _sizes(linear: Any, transposed: bool) -> tuple[int, int]:
+    """Returns input and output features of a linear layer, or of a Conv1D (``transposed``)."""
+    out, into = linear.weight.shape
+    return (out, into) if transposed else (into, out)
+
+
+def _projection_layer(source: _Source, inner: int, outer: int) -> LayerNormLinear | Linear:
+    """Returns a layer on the meta device for the projections of ``source`` and their norm.
+
+    Args:
+        source: layers that give eps, bias, dtype and mode.
+        inner, outer: input and output features.
+    """
+    some = next(iter(source.linears.values()))
+    options: dict[str, Any] = {"params_dtype": some.weight.dtype, "device": "meta"}
+    bias = some.bias is not None
+    if source.norm is None:
+        return Linear(inner, outer, bias, **options).train(some.training)
+    eps = matching.norm_eps(source.norm)
+    return LayerNormLinear(inner, outer, eps, bias, **source.norm_options, **options).train(
+        some.training
+    )
 
 
 def _placed(
@@ -488,43 +573,10 @@ def _placed(
     entries = _fill(module, source, path, linear)
     owner, _, name = path.rpartition(".")
     setattr(block.get_submodule(owner), name, module)
-    setattr(block, source.norm_name, JoinedNorm().train(block.training))
+    if source.norm_name is not None:
+        setattr(block, source.norm_name, JoinedNorm().train(block.training))
     _show_originals(block, module, entries)
     return source, path, entries
-
-
-def _layer_norm_linear(source: _Source, norm: str, inner: int, outer: int) -> LayerNormLinear:
-    """Returns a ``LayerNormLinear`` on the meta device for the layers of ``source``.
-
-    Args:
-        source: layers that give eps, bias, dtype and mode.
-        norm: ``"LayerNorm"`` or ``"RMSNorm"``.
-        inner, outer: input and output features.
-    """
-    some = next(iter(source.linears.values()))
-    return LayerNormLinear(
-        inner, outer, matching.norm_eps(source.norm), some.bias is not None, normalization=norm,
-        params_dtype=some.weight.dtype, device="meta",
-    ).train(some.training)  # fmt: skip
-
-
-def _layer_norm_mlp(
-    kind: type[LayerNormMLP], source: _Source, norm: str, activation: str, hidden: int, ffn: int
-) -> LayerNormMLP:
-    """Returns a ``LayerNormMLP`` on the meta device for the layers of ``source``.
-
-    Args:
-        kind: class of the result.
-        source: layers that give eps, bias, dtype and mode.
-        norm: ``"LayerNorm"`` or ``"RMSNorm"``.
-        activation: as for ``LayerNormMLP``.
-        hidden, ffn: features of the input, and between the two GEMMs.
-    """
-    some = next(iter(source.linears.values()))
-    return kind(
-        hidden, ffn, matching.norm_eps(source.norm), some.bias is not None, normalization=norm,
-        activation=activation, params_dtype=some.weight.dtype, device="meta",
-    ).train(some.training)  # fmt: skip
 
 
 def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> None:
@@ -537,19 +589,16 @@ def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> 
         chosen: returns the reason why the caller wants a layer to stay, as for ``fuse_blocks``.
     """
     norm, linears = source.norm, list(source.linears.values())
-    for name, module in {source.norm_name: norm, **source.linears}.items():
-        if source.transposed:
-            fits = (
-                matching.is_plain(norm, nn.LayerNorm)
-                if module is norm
-                else matching.is_conv1d(module)
-            )
+    named = dict(source.linears)
+    if source.norm_name is not None:
+        named = {source.norm_name: norm, **named}
+    for name, module in named.items():
+        if module is norm:
+            fits = matching.is_plain(norm, nn.LayerNorm) or matching.is_rms_norm(norm)
+        elif source.transposed:
+            fits = matching.is_conv1d(module)
         else:
-            fits = (
-                matching.is_llama_norm(norm)
-                if module is norm
-                else matching.is_plain(module, nn.Linear)
-            )
+            fits = matching.is_plain(module, nn.Linear)
         if not fits or matching.hooked(module):
             raise _NotFusable(f"{name} is {type(module).__name__}, or has hooks")
         reason = matching.unsupported(module)
@@ -559,11 +608,12 @@ def _check(source: _Source, prefix: str, uses: Counter[int], chosen: Chosen) -> 
         if reason:
             raise _NotFusable(f"{name}: {reason}", chosen=True)
     weights, biases = [m.weight for m in linears], [m.bias for m in linears]
-    if source.transposed and (norm.weight is None or norm.bias is None):
+    is_layer_norm = isinstance(norm, nn.LayerNorm)
+    if norm is not None and (norm.weight is None or (is_layer_norm and norm.bias is None)):
         raise _NotFusable(f"{source.norm_name} has no weight or no bias")
     if len({bias is None for bias in biases}) > 1:
         raise _NotFusable("some of its layers have a bias")
-    parameters = [p for m in (norm, *linears) for p in m.parameters()]
+    parameters = [p for m in named.values() for p in m.parameters()]
     if any(uses[id(parameter)] > 1 for parameter in parameters):
         raise _NotFusable("a parameter is shared")
     if len({(p.dtype, p.device) for p in parameters}) > 1:

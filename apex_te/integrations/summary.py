@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-__all__ = ["ConversionSummary", "Layer", "conversion_summary"]
+__all__ = ["ConversionSummary", "Layer", "conversion_summary", "numbered"]
 
 ATTRIBUTE = "_apex_te_conversion"
 
@@ -27,6 +27,11 @@ class Layer(NamedTuple):
     before: str
     after: str | None
     reason: str | None = None
+
+
+def numbered(name: str) -> str:
+    """Returns a dotted name with ``*`` for each of its parts that is a number."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 class ConversionSummary:
@@ -51,8 +56,12 @@ class ConversionSummary:
         for title, layers in (("converted", self.converted), ("kept", self.kept)):
             groups: dict[tuple, int] = {}
             for layer in layers:
-                name = re.sub(r"(?<![^.])\d+(?![^.])", "*", layer.name)
-                key = (name or "(the model)", layer.before, layer.after, layer.reason)
+                key = (
+                    numbered(layer.name) or "(the model)",
+                    layer.before,
+                    layer.after,
+                    layer.reason,
+                )
                 groups[key] = groups.get(key, 0) + 1
             if groups:
                 lines.append(f"{title}:")

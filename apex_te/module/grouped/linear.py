@@ -187,8 +187,7 @@ class GroupedLinear(ParallelModule):
                 HiF8, FP8 with sizes that are no multiples of 16, ``delay_wgrad_compute``,
                 ``save_original_input``, FP8 weights, more than 1023 groups or ``torch.compile``.
         """
-        weights = tuple([getattr(self, key) for key in self._weight_names])
-        biases = tuple([getattr(self, key) for key in self._bias_names])
+        weights, biases = self._weights_and_biases()
         rows = math.prod(inp.shape[:-1])
         splits: Any
         x, cached_one_by_one = inp, weights
@@ -217,6 +216,11 @@ class GroupedLinear(ParallelModule):
         if not biases:
             return out, [out.new_empty(0) for _ in weights]
         return out, [bias.to(out.dtype) for bias in biases]
+
+    def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Returns a weight [out, in] for each group, and a bias [out] for each or none."""
+        weights = tuple([getattr(self, key) for key in self._weight_names])
+        return weights, tuple([getattr(self, key) for key in self._bias_names])
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the attributes for a copy or pickle, without quantizers."""

@@ -387,7 +387,7 @@ def _subclass(model):
 
 
 def _norm(model):
-    model.layers[0].input_layernorm = nn.LayerNorm(32)
+    model.layers[0].input_layernorm = nn.GroupNorm(1, 32)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,7 @@ def _norm(model):
         (_dtype, "its parameters have several dtypes or devices"),
         (_bias, "some of its layers have a bias"),
         (_subclass, "self_attn.k_proj is Own, or has hooks"),
-        (_norm, "input_layernorm is LayerNorm, or has hooks"),
+        (_norm, "input_layernorm is GroupNorm, or has hooks"),
     ],
 )
 def test_blocks_that_do_not_allow_it_are_named(change, message):
@@ -439,6 +439,15 @@ def test_other_activations_of_gpt2(activation, name):
     expected = copy.deepcopy(model)(IDS)
     fused(model)
     assert model.h[0].mlp.activation == name
+    torch.testing.assert_close(model(IDS), expected, **TOLERANCE)
+
+
+def test_llama_block_with_another_norm():
+    model = Llama()
+    model.layers[0].input_layernorm = nn.LayerNorm(32)
+    expected = copy.deepcopy(model)(IDS)
+    fused(model)
+    assert model.layers[0].self_attn.qkv_proj.normalization == "LayerNorm"
     torch.testing.assert_close(model(IDS), expected, **TOLERANCE)
 
 

@@ -24,7 +24,8 @@ LLAMA_LIKE = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0,
     "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-FUSED = {"llama", "qwen2", "qwen3", "mistral", "gpt2"}
+# What fuse=True leaves apart; the other families' blocks are joined whole.
+APART = {"neox": "mlp.act is GELUActivation", "bert": "intermediate and output: their input is"}
 
 
 def config_of(name):
@@ -72,6 +73,9 @@ def build(name):
 def converted(model, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        if options.get("fuse"):
+            for apart in APART.values():
+                warnings.filterwarnings("ignore", rf"from_torch: left as they are: .*{apart}")
         return from_torch(model, **options)
 
 
@@ -103,7 +107,7 @@ def test_round_trips(name, fuse, tmp_path):
     """Train, save, load as the plain model, convert, resume in FP8: logits are the same bits."""
     recipe = DelayedScaling(amax_history_len=4)
     model = train(converted(build(name), fuse=fuse), recipe)
-    assert bool(key_map(model).entries) == (fuse and name in FUSED)
+    assert bool(key_map(model).entries) == fuse
     model.save_pretrained(tmp_path)
     expected, in_fp8 = logits(model), logits(model, recipe)
     assert not torch.equal(expected, in_fp8)
@@ -308,7 +312,7 @@ def test_adapters_and_joined_layers():
     with pytest.raises(ValueError, match=r"joined with its norm by from_torch\(fuse=True\)"):
         adapted(model, ["q_proj"])
     wrapped = adapted(build("llama"), ["q_proj"])
-    with pytest.warns(UserWarning, match=r"layers.0 \(self_attn.q_proj is Linear"):
+    with pytest.warns(UserWarning, match=r"2 of .*layers.\* \(self_attn.q_proj is Linear"):
         from_torch(wrapped, fuse=True)
     assert [k for k, _ in wrapped.named_modules() if k.endswith("mlp.fc1")] == []
     assert len(key_map(wrapped).entries) == 2 * 3  # the MLPs' parameters

@@ -1,0 +1,196 @@
+"""``StackedExperts``, the experts of Hugging Face's models computed in FP8 inside a region."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..fp8.autocast import graph_task_id, local
+from ..module._core.fused_casts import activate
+from ..module.grouped.linear import GroupedLinear
+from . import _matching as matching
+
+__all__ = ["ExpertGemm", "StackedExperts", "stacked_experts"]
+
+
+class ExpertGemm(GroupedLinear):
+    """``GroupedLinear`` whose weights are those of a stacked Parameter, passed to each call.
+
+    Args:
+        num_gemms: number of experts.
+        in_features, out_features: sizes of each expert's weight.
+        dtype: dtype of the weights.
+    """
+
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype
+    ) -> None:
+        super().__init__(
+            num_gemms, in_features, out_features, bias=False, params_dtype=dtype, device="meta"
+        )
+        for name in self._weight_names:
+            self.register_parameter(name, None)
+        self._stacked: torch.Tensor | None = None
+
+    def reset_parameters(self) -> None:
+        """Does nothing: the layer has no parameters of its own."""
+
+    def forward(  # type: ignore[override]
+        self, inp: torch.Tensor, m_splits: Any, stacked: torch.Tensor
+    ) -> torch.Tensor:
+        """Applies each expert's weight to its group of rows.
+
+        Args:
+            inp: ``[rows, in_features]``.
+            m_splits: the rows of each group, as for ``GroupedLinear.forward``.
+            stacked: the weights, ``[num_gemms, out_features, in_features]``.
+
+        Returns:
+            ``[rows, out_features]``.
+        """
+        self._stacked = stacked
+        try:
+            out = super().forward(inp, m_splits)
+        finally:
+            self._stacked = None
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def _weights_and_biases(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        assert self._stacked is not None
+        return self._stacked.unbind(), ()
+
+
+class StackedExperts(nn.Module):
+    """Experts with the weights of each linear layer in one Parameter, in FP8 inside a region.
+
+    A layer that ``from_torch`` converts has a subclass of this class and of the experts' own, whose
+    forward computes outside of ``fp8_autocast``. Inside, tokens are sorted by expert and each
+    linear layer is one ``GroupedLinear``, whose FP8 state has the experts in order.
+
+    Attributes:
+        gate_up_proj: ``[experts, 2 ffn, hidden]``.
+        down_proj: ``[experts, hidden, ffn]``.
+        gate_up_gemm, down_gemm: the layers that multiply by them.
+    """
+
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    act_fn: nn.Module
+    gate_up_gemm: ExpertGemm
+    down_gemm: ExpertGemm
+    _apply_gate: Any
+    _is_expert_parallel: bool
+
+    def make_gemms(self) -> None:
+        """Adds the layers that multiply by the weights."""
+        experts, outer, inner = self.gate_up_proj.shape
+        dtype = self.gate_up_proj.dtype
+        self.gate_up_gemm = ExpertGemm(experts, inner, outer, dtype).train(self.training)
+        self.down_gemm = ExpertGemm(experts, outer // 2, inner, dtype).train(self.training)
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Applies to each token the experts that its router chose, and sums their results.
+
+        Args:
+            hidden_states: ``[tokens, hidden]``.
+            top_k_index: ``[tokens, k]``, the experts of each token.
+            top_k_weights: ``[tokens, k]``, the factors of their results.
+
+        Returns:
+            ``[tokens, hidden]``.
+
+        Raises:
+            NotImplementedError: transformers has spread the experts over ranks.
+        """
+        if not self._in_fp8():
+            out: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
+            return out
+        if self._is_expert_parallel:
+            raise NotImplementedError(
+                "StackedExperts: experts must be on one rank in fp8_autocast, got experts that "
+                "transformers has spread over ranks"
+            )
+        tokens, k = top_k_index.shape
+        chosen = top_k_index.reshape(-1)
+        ordered, order = chosen.sort(stable=True)
+        experts = torch.arange(self.gate_up_gemm.num_gemms, device=chosen.device)
+        ends = torch.searchsorted(ordered, experts, right=True)
+        x, rows = self._gate_and_up(hidden_states[order // k], ends.diff(prepend=ends.new_zeros(1)))
+        x = self.down_gemm(self._gate(x), rows, self.down_proj)
+        x = x * top_k_weights.reshape(-1)[order, None].to(x.dtype)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
+        return x[back].view(tokens, k, x.shape[1]).sum(1).to(hidden_states.dtype)
+
+    def _in_fp8(self) -> bool:
+        """Returns True if the GEMMs run in FP8 or record amaxes; a recompute does as before."""
+        gemms = self.gate_up_gemm, self.down_gemm
+        if not torch.compiler.is_compiling() and graph_task_id() != -1:
+            return gemms[0]._modes.recompute is not None
+        region = local.region
+        found = region is not None and (region.enabled or region.calibrating)
+        if not found and not torch.compiler.is_compiling():
+            for gemm in gemms:  # nothing to repeat in backward
+                gemm._modes.recompute, gemm._modes.recompute_fp8 = None, False
+        return found
+
+    def _gate_and_up(self, x: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Multiplies the tokens by the first weights of their experts.
+
+        Args:
+            x: ``[rows, hidden]``, the tokens in the order of their experts.
+            rows: the number of tokens of each expert, ``[experts]``.
+
+        Returns:
+            ``(out, rows)``: ``[rows, 2 ffn]``; the number of tokens of each expert as the second
+            product must have them, a list where a GPU has no products for such a tensor.
+        """
+        gemm, weight = self.gate_up_gemm, self.gate_up_proj
+        if x.is_cuda and not self.down_proj.shape[2] % 16:
+            try:
+                return gemm(x, rows, weight), rows
+            except NotImplementedError:  # raised before anything runs, for other recipes and sizes
+                pass
+        splits = rows.tolist()
+        return gemm(x, splits, weight), splits
+
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
+        """Applies the gated activation to ``[rows, 2 ffn]``."""
+        name = matching.activation_name(self.act_fn, gated=True)
+        standard = getattr(self._apply_gate, "__module__", None) == matching.EXPERTS
+        gated: torch.Tensor = activate(name, x) if standard and name else self._apply_gate(x)
+        return gated
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns instructions for pickle that derive the layer's class from the experts' own."""
+        kind = type(self)
+        base = kind.__mro__[kind.__mro__.index(StackedExperts) + 1]
+        return _new, (base,), self.__dict__.copy()
+
+
+_CLASSES: dict[type, type[StackedExperts]] = {}
+
+
+def stacked_experts(base: type[nn.Module]) -> type[StackedExperts]:
+    """Returns the subclass of ``StackedExperts`` and ``base`` that converted experts have.
+
+    Args:
+        base: the class of a model's experts.
+
+    Returns:
+        The class, which is made once for each ``base``.
+    """
+    if base not in _CLASSES:
+        namespace = {"__module__": __name__, "__doc__": StackedExperts.__doc__}
+        _CLASSES[base] = type("StackedExperts", (StackedExperts, base), namespace)
+    return _CLASSES[base]
+
+
+def _new(base: type[nn.Module]) -> StackedExperts:
+    """Returns empty experts, for pickle to fill."""
+    kind = stacked_experts(base)
+    return kind.__new__(kind)

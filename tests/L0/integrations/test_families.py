@@ -1,0 +1,266 @@
+"""from_torch on families of Hugging Face: equal logits and tokens, files, FP8, what is said."""
+
+import contextlib
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from families import APART, FAMILIES, IDS, build, inputs, load, logits
+
+from apex_te import fp8_autocast
+from apex_te.integrations import conversion_summary, from_torch, key_map
+from apex_te.module._core.fp8_module import FP8Module
+from apex_te.module.rms_norm import RMSNorm
+from apex_te.recipe import BlockScaling, CurrentScaling, DelayedScaling
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+FUSE = pytest.mark.parametrize("fuse", [False, True], ids=["converted", "fused"])
+NAMES = pytest.mark.parametrize("name", FAMILIES)
+RECIPES = pytest.mark.parametrize(
+    "recipe",
+    [DelayedScaling(amax_history_len=4), CurrentScaling(), BlockScaling()],
+    ids=["delayed", "tensorwise", "blockwise"],
+)
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def converted(model, name, fuse=False, **options):
+    """The model after from_torch, which must say what it leaves apart, and nothing else."""
+    expected = APART.get(name) if fuse else None
+    with contextlib.ExitStack() as stack:
+        if expected is None:
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("error")
+        else:
+            stack.enter_context(pytest.warns(UserWarning, match=f"left as they are: {expected}"))
+        return from_torch(model, fuse, **options)
+
+
+def backward(model, name):
+    model.zero_grad()
+    out = logits(model, name)
+    out.square().mean().backward()
+    grads = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    return out.detach(), key_map(model).to_original(grads)
+
+
+@FUSE
+@NAMES
+def test_equal_logits_gradients_files_and_tokens(name, fuse, tmp_path):
+    plain = build(name)
+    model = converted(copy.deepcopy(plain), name, fuse)
+    expected, grads = backward(plain, name)
+    actual, actual_grads = backward(model, name)
+    torch.testing.assert_close(actual, expected, **CLOSE)
+    assert actual_grads.keys() == grads.keys()
+    for key, grad in grads.items():
+        torch.testing.assert_close(actual_grads[key], grad, **CLOSE, msg=key)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    model.save_pretrained(tmp_path / "a")
+    again = load(name, tmp_path / "a")
+    for (key, value), saved in zip(
+        plain.state_dict().items(), again.state_dict().values(), strict=True
+    ):
+        assert torch.equal(value, saved), key
+    if name == "bert":
+        return
+    options = {
+        "attention_mask": torch.ones_like(IDS[:, :4]), "max_new_tokens": 6, "do_sample": False
+    }  # fmt: skip
+    expected = plain.generate(IDS[:, :4], **options)
+    assert torch.equal(model.generate(IDS[:, :4], **options), expected)
+
+
+@FUSE
+@NAMES
+def test_every_gemm_is_fp8_and_tied_weights_stay(name, fuse):
+    plain = build(name)
+    heads = {id(plain.get_output_embeddings())} if name != "bert" else {id(plain.classifier)}
+    routers = {
+        id(m.shared_expert_gate) for m in plain.modules() if hasattr(m, "shared_expert_gate")
+    }
+    tied = name != "bert" and plain.config.tie_word_embeddings
+    model = converted(plain, name, fuse)
+    left = [m for m in model.modules() if type(m) is torch.nn.Linear]
+    assert {id(m) for m in left} == heads | routers
+    kinds = [type(m).__name__ for m in model.modules() if "Norm" in type(m).__name__]
+    assert set(kinds) <= {
+        "RMSNorm", "LayerNorm", "T5RMSNorm", "JoinedNorm", "LayerNormLinear", "LayerNormMLP",
+        "LayerNormMLPDropout",
+    }  # fmt: skip
+    if name != "bert":
+        out = model.get_output_embeddings().weight
+        assert (out is model.get_input_embeddings().weight) == tied
+    for norm in model.modules():
+        if isinstance(norm, RMSNorm):
+            assert norm.zero_centered_gamma == name.startswith("gemma")
+
+
+@RECIPES
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "phi3", "gpt_neox_fast", "t5_gated", *MOE])
+def test_fp8(name, recipe):
+    """Logits differ by FP8's rounding; gradients reach every weight; a recompute is the same."""
+    model = converted(build(name), name, fuse=True)
+    expected, grads = backward(model, name)
+    for _ in range(2):
+        with fp8_autocast(True, recipe):
+            actual, found = backward(model, name)
+    assert not torch.equal(actual, expected)
+    # A router may choose another expert where its logits are close.
+    assert (actual - expected).norm() < (0.5 if name in MOE else 0.15) * expected.norm()
+    assert found.keys() == grads.keys()
+    assert all(grad.isfinite().all() for grad in found.values())
+    assert all(found[key].any() == grad.any() for key, grad in grads.items())
+    again = copy.deepcopy(model)
+    again.train().gradient_checkpointing_enable()
+    model.train()
+    results = []
+    for one in (model, again):
+        with fp8_autocast(True, recipe):
+            out = logits(one, name)
+        one.zero_grad()
+        out.square().mean().backward()
+        results.append([out, *(p.grad for p in one.parameters() if p.grad is not None)])
+    # Checkpointing adds up gradients of T5's encoder in another order, in the plain model, too.
+    assert all(map(torch.equal, *([r[:1] for r in results] if name == "t5_gated" else results)))
+
+
+@pytest.mark.parametrize("name", MOE)
+def test_experts(name, tmp_path):
+    """Experts keep their FP8 state in files, copies and pickles, and record while calibrating."""
+    recipe = DelayedScaling(amax_history_len=4)
+    model = converted(build(name), name)
+    plain = logits(model, name)
+    with torch.no_grad(), fp8_autocast(False, calibrating=True, fp8_recipe=recipe):
+        torch.testing.assert_close(logits(model, name), plain, **CLOSE)
+    experts = model.model.layers[0].mlp.experts
+    assert type(experts).__name__ == "StackedExperts"
+    assert isinstance(experts, type(build(name).model.layers[0].mlp.experts))
+    state = [key for key in model.state_dict() if "experts.gate_up_gemm.fp8_state" in key]
+    assert state
+    with torch.no_grad(), fp8_autocast(True, recipe):
+        expected = logits(model, name)
+        assert not torch.equal(expected, plain)
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    again = converted(build(name), name)
+    again.load_state_dict(model.state_dict())
+    for other in (copy.deepcopy(model), torch.load(stream, weights_only=False), again):
+        assert type(other.model.layers[0].mlp.experts) is type(experts)
+        with torch.no_grad(), fp8_autocast(True, recipe):
+            assert torch.equal(logits(other, name), expected)
+    assert torch.equal(logits(model, name), plain)
+
+
+def test_experts_after_fp8_recompute_in_high_precision():
+    """A checkpointed forward outside of FP8 is repeated outside of FP8."""
+    model = converted(build("mixtral"), "mixtral").train()
+    model.gradient_checkpointing_enable()
+    expected = backward(model, "mixtral")
+    with fp8_autocast(True, CurrentScaling()):
+        backward(model, "mixtral")
+    actual = backward(model, "mixtral")
+    assert torch.equal(actual[0], expected[0])
+    assert all(torch.equal(actual[1][key], grad) for key, grad in expected[1].items())
+
+
+@RECIPES
+def test_experts_that_are_not_chosen_and_compiled_code(recipe):
+    model = converted(build("qwen3_moe"), "qwen3_moe")
+    experts = model.model.layers[0].mlp.experts
+    x, index = torch.randn(3, 32), torch.tensor([[0, 3]] * 3)
+    weights = torch.rand(3, 2)
+    expected = experts(x, index, weights)
+    with fp8_autocast(True, recipe):
+        actual = experts(x, index, weights)
+        none = experts(x[:0], index[:0], weights[:0])
+    assert (actual - expected).norm() < 0.1 * expected.norm()
+    assert none.shape == (0, 32)
+    torch._dynamo.reset()
+    compiled = torch.compile(experts, backend="aot_eager")
+    with fp8_autocast(True, recipe):
+        actual = compiled(x, index, weights)
+    assert (actual - expected).norm() < 0.1 * expected.norm()
+
+
+def test_experts_spread_over_ranks_are_refused():
+    experts = converted(build("mixtral"), "mixtral").model.layers[0].mlp.experts
+    experts._is_expert_parallel = True
+    with (
+        fp8_autocast(True, CurrentScaling()),
+        pytest.raises(NotImplementedError, match="StackedExperts: experts must be on one rank"),
+    ):
+        experts(torch.randn(2, 32), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_t5_with_its_second_layers_in_fp32(fuse):
+    """T5 in fp16 as transformers loads it: residuals are fp32, the norms' weights fp16."""
+    plain = build("t5", torch.bfloat16)
+    for module in plain.modules():
+        if hasattr(module, "wo"):
+            module.wo.float()
+    with torch.no_grad():
+        expected = logits(plain, "t5")
+        if fuse:
+            with pytest.warns(UserWarning, match=r"residuals have another dtype"):
+                model = from_torch(plain, fuse=True)
+        else:
+            model = converted(plain, "t5")
+        actual = logits(model, "t5")
+    assert actual.dtype is expected.dtype
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2", "t5", "phi3"])
+def test_bf16(name):
+    plain = build(name, torch.bfloat16)
+    with torch.no_grad():
+        exact = logits(copy.deepcopy(plain).float(), name)
+        expected = logits(plain, name).float()
+        for fuse in (False, True):
+            model = converted(copy.deepcopy(plain), name, fuse)
+            actual = logits(model, name).float()
+            # No further from the exact logits than the plain model, but for the order of rounding.
+            assert (actual - exact).norm() < 1.5 * (expected - exact).norm() + 1e-3
+
+
+def test_dropout_inside_of_an_mlp_is_named():
+    model = build("t5", dropout_rate=0.1)
+    with pytest.warns(UserWarning, match=r"DenseReluDense.dropout is between its linear layers"):
+        from_torch(model, fuse=True)
+    assert any("SelfAttention.qkv" in layer.name for layer in conversion_summary(model).converted)
+
+
+def test_norms_that_are_not_known_are_named():
+    class LlamaOtherNorm(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(32))
+
+        def forward(self, x):
+            return x * self.weight
+
+    LlamaOtherNorm.__module__ = "transformers.models.llama.modeling_llama"
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.input_layernorm = LlamaOtherNorm()
+    expected = r"2 of model.layers.\*.input_layernorm \(from_torch does not know LlamaOtherNorm\)"
+    with pytest.warns(UserWarning, match=expected):
+        from_torch(copy.deepcopy(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        from_torch(model, exclude="input_layernorm")
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
+def test_excluded_layers_stay(name):
+    model = converted(build(name), name, exclude=lambda key, module: "mlp" in key or "Dense" in key)
+    for key, module in model.named_modules():
+        if "mlp" in key or "Dense" in key:
+            assert not isinstance(module, FP8Module)
+    torch.testing.assert_close(logits(model, name), logits(build(name), name), **CLOSE)
+    assert inputs(name)
