@@ -1,5 +1,6 @@
-// CUDA kernel of amax_scale_update: one block a history, 1000 histories a launch, whose table
-// travels in the kernel's parameters (32,000 bytes), so that no copy to the device is needed.
+// CUDA kernel of amax_scale_update: one block a history, up to 1000 histories a launch, whose table
+// travels in the kernel's parameters, so that no copy to the device is needed. The host copies all
+// of a kernel's parameters on each launch, so that there is a kernel for each size of table.
 #include <vector>
 
 #include "amax_scale_update/amax_scale_update.h"
@@ -12,15 +13,17 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kPerThread = 16;
-constexpr int kTableSize = 1000;
+constexpr int kTableSize = 1000;  // of the largest table
 
+template <int kSize>
 struct Params {
-  AmaxHistory table[kTableSize];
+  AmaxHistory table[kSize];
   int32_t* nonfinite_count;
   float range_factor;
   bool most_recent, pow2;
 };
-static_assert(sizeof(AmaxHistory) == 32 && sizeof(Params) <= 32764, "kernel parameter limit");
+static_assert(sizeof(AmaxHistory) == 32 && sizeof(Params<kTableSize>) <= 32764,
+              "kernel parameter limit");
 
 thread_local std::vector<AmaxHistory> g_table;
 
@@ -29,8 +32,9 @@ AmaxHistory* allocate(int count) {
   return g_table.data();
 }
 
+template <int kSize>
 __global__ void __launch_bounds__(kThreads)
-    amax_scale_update_kernel(const __grid_constant__ Params p) {
+    amax_scale_update_kernel(const __grid_constant__ Params<kSize> p) {
   const AmaxHistory h = p.table[blockIdx.x];
   const int slots = h.slots();
   const int total = static_cast<int>(h.length()) * slots;  // below 2^30
@@ -76,6 +80,19 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// Launches the kernel for `count` histories, kSize at most, that begin at `table`.
+template <int kSize>
+void launch(const AmaxScaleUpdate& u, const AmaxHistory* table, int count, cudaStream_t stream) {
+  Params<kSize> p;
+  p.nonfinite_count = u.nonfinite_count;
+  p.range_factor = u.range_factor;
+  p.most_recent = u.most_recent;
+  p.pow2 = u.pow2;
+  memcpy(p.table, table, count * sizeof(AmaxHistory));
+  amax_scale_update_kernel<kSize><<<count, kThreads, 0, stream>>>(p);
+  check_cuda(cudaGetLastError(), "amax_scale_update");
+}
+
 }  // namespace
 }  // namespace apex_te
 
@@ -83,15 +100,11 @@ APEX_TE_DEFINE(amax_scale_update) {
   using namespace apex_te;
   const AmaxScaleUpdate u = check_amax_scale_update(args, allocate);
   const DeviceGuard guard(args.device_id());
-  Params p;
-  p.nonfinite_count = u.nonfinite_count;
-  p.range_factor = u.range_factor;
-  p.most_recent = u.most_recent;
-  p.pow2 = u.pow2;
+  const auto stream = static_cast<cudaStream_t>(args.stream());
   for (int begin = 0; begin < u.count; begin += kTableSize) {
+    const AmaxHistory* table = g_table.data() + begin;
     const int count = u.count - begin < kTableSize ? u.count - begin : kTableSize;
-    memcpy(p.table, g_table.data() + begin, count * sizeof(AmaxHistory));
-    amax_scale_update_kernel<<<count, kThreads, 0, static_cast<cudaStream_t>(args.stream())>>>(p);
-    check_cuda(cudaGetLastError(), "amax_scale_update");
+    const auto run = count <= 8 ? launch<8> : count <= 64 ? launch<64> : launch<kTableSize>;
+    run(u, table, count, stream);
   }
 }

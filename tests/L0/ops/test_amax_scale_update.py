@@ -62,9 +62,10 @@ def test_overflowing_scale_is_the_largest_float(device):
     assert scale.item() == torch.finfo(torch.float32).max
 
 
-def test_many_histories(device):
-    """More than one launch holds."""
-    states = [state(4, 2, device) for _ in range(2300)]
+@pytest.mark.parametrize("count", [1, 8, 9, 64, 65, 1000, 2300])
+def test_many_histories(device, count):
+    """The sizes up to which a kernel's table holds the histories, and more than a launch holds."""
+    states = [state(4, 2, device) for _ in range(count)]
     expected = [torch.full((2,), 448.0, device=device) / h.amax(0) for h, _, _ in states]
     lists = [[s[i] for s in states] for i in range(3)]
     amax_scale_update(*lists, [448.0] * len(states))
