@@ -87,6 +87,14 @@ class ModuleFP8:
         """Number of slots in the module's state, forward and backward."""
         return self.state.num_slots
 
+    @property
+    def recipe(self) -> Recipe | None:
+        """Recipe of the state, else of the last forward in FP8 that recorded; None if unknown."""
+        state = self.state
+        if state.allocated and state.recipe is not None:
+            return state.recipe
+        return recipe_named(self._active_key) if self._active_key else None
+
     def forget(self) -> None:
         """Drops all quantizers, which hold views of the state's tensors; forwards build others."""
         self._sets: dict[str, QuantizerSets] = {}

@@ -13,6 +13,8 @@ slots (grad_output, grad_input); releases 0.x have 2 and 1, without output and g
 The rows of an amax history are in apex_te's order. Slots are sorted by GEMM, except in the
 ``GroupedLinear`` of earlier releases, which has the inputs of all GEMMs first, then their weights,
 then their outputs. The slots of outputs, whose amaxes are all 0, tell the two orders apart.
+
+Bytes that apex_te itself has saved under the same key (``_extra_state_bytes.py``) are read, too.
 """
 
 from __future__ import annotations
@@ -25,13 +27,23 @@ from typing import Any, NamedTuple
 import torch
 
 from ..fp8.delayed.amax_group import amax_groups
+from ..fp8.delayed.header import Header, decode_header
 from ..fp8.delayed.serialize import load_state, save_state
 from ..fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, FP8State
 from ..module._core.fp8_module import STATE_PREFIX, FP8Module
+from ..module.grouped.linear import GroupedLinear
 from ..recipe import MAX_HISTORY_LENGTH
+from ._extra_state_bytes import own_header
 from ._tensor_pickle import TensorPickleError, read_pickle, read_saved
 
-__all__ = ["TEState", "TEStateError", "load_te_extra_state", "read_te_extra_state"]
+__all__ = [
+    "SavedState",
+    "TEState",
+    "TEStateError",
+    "load_te_extra_state",
+    "read_te_extra_state",
+    "saved_state",
+]
 
 KEY = "_extra_state"
 
@@ -84,7 +96,11 @@ def read_te_extra_state(extra_state: Any) -> TEState | None:
         TEStateError: the object is damaged (scales or their inverses that are not finite and above
             0; negative amaxes; histories of more than 16384 rows), or asks for code.
     """
-    saved = _decoded(extra_state)
+    return _te_state(_decoded(extra_state))
+
+
+def _te_state(saved: Any) -> TEState | None:
+    """Returns the state in a decoded ``_extra_state``; see ``read_te_extra_state``."""
     if isinstance(saved, list):  # releases 0.1 and 0.2
         if len(saved) < 4:
             raise TEStateError(f"read_te_extra_state: list must have 4 items, got {len(saved)}")
@@ -95,8 +111,9 @@ def read_te_extra_state(extra_state: Any) -> TEState | None:
         raise _unfit("extra_state", "hold a dict", type(saved).__name__)
     if not any(name in saved for name in TEState._fields[:4]):
         return None  # a recipe without state
-    scale_fwd, history_fwd = _direction(saved, "fwd")
-    scale_bwd, history_bwd = _direction(saved, "bwd")
+    is_own = own_header(saved) is not None
+    scale_fwd, history_fwd = _direction(saved, "fwd", is_own)
+    scale_bwd, history_bwd = _direction(saved, "bwd", is_own)
     if history_fwd.shape[0] != history_bwd.shape[0]:
         wanted = f"have the length of amax_history_fwd, {history_fwd.shape[0]}"
         raise _unfit("amax_history_bwd", wanted, history_bwd.shape[0])
@@ -131,12 +148,15 @@ def _decoded(extra_state: Any) -> Any:
     )
 
 
-def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _direction(
+    saved: dict[str, Any], direction: str, is_own: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the scales and amax histories of forward or backward, after checks of their values.
 
     Args:
-        saved: dict that TransformerEngine has saved.
+        saved: dict that TransformerEngine or apex_te has saved.
         direction: ``"fwd"`` or ``"bwd"``.
+        is_own: apex_te has saved it, whose staged amaxes may be NaN or Inf.
 
     Returns:
         ``(scale, history)``, ``[slots]`` and ``[length, slots]``, fp32 on the CPU.
@@ -154,6 +174,8 @@ def _direction(saved: dict[str, Any], direction: str) -> tuple[torch.Tensor, tor
         got = f"{history.nan_to_num(nan=0.0).min().item():g}"
         raise _unfit(f"amax_history_{direction}", "be at least 0", got)
     finite = torch.isfinite(history)
+    if is_own:
+        finite[0] = True
     if not finite.all():
         warnings.warn(
             f"read_te_extra_state: {int((~finite).sum())} amaxes of amax_history_{direction} are "
@@ -218,9 +240,8 @@ def load_te_extra_state(
             module. Message and arguments are as for TypeError.
     """
     modules = dict(model.named_modules())
-    read: dict[str, FP8State] = {}
+    read: dict[str, SavedState] = {}
     dropped = []
-    pending = False
     for key in state_dict:
         if not key.startswith(prefix) or not (key == prefix + KEY or key.endswith("." + KEY)):
             continue
@@ -232,25 +253,89 @@ def load_te_extra_state(
         if not isinstance(module, FP8Module):
             continue
         try:
-            found = read_te_extra_state(state_dict[key])
-            if found is not None:
-                read[name] = _converted(found, module.fp8_state.gemms)
-                pending = pending or found.pending
+            found = saved_state(state_dict[key], module)
         except (TEStateError, TypeError) as error:
             raise type(error)(f"{key}: {error}") from error
+        if found is not None:
+            read[name] = found
     for key in dropped:
         del state_dict[key]
-    if pending:
+    if any(found.pending for found in read.values()):
         amax_groups.pending = max(amax_groups.pending, 1)
-    for name, state in read.items():
+    for name, found in read.items():
         path = f"{prefix}{name}.{STATE_PREFIX}" if name else prefix + STATE_PREFIX
-        save_state(state, state_dict, path)  # type: ignore[arg-type]
+        state_dict.update(found.entries(path))
         module = modules[name]
         errors: list[str] = []
         device = module._state_device()
         load_state(module._fp8, state_dict, path, device, [], errors)  # type: ignore[arg-type]
-        assert not errors, errors  # what _converted makes is as save_state has it
+        assert not errors, errors  # what saved_state has checked is as save_state has it
     return list(read)
+
+
+class SavedState(NamedTuple):
+    """Named tuple of the FP8 state that an ``_extra_state`` holds for one module of apex_te.
+
+    Attributes:
+        state: the state, on the CPU.
+        header: the header that apex_te has saved with it; None if TransformerEngine has saved it.
+        pending: as in ``TEState``.
+    """
+
+    state: FP8State
+    header: torch.Tensor | None
+    pending: bool
+
+    def entries(self, prefix: str) -> dict[str, Any]:
+        """Returns the entries for the state in a state dict of apex_te, with keys after ``prefix``.
+
+        If ``pending``, ``amax_groups.pending`` must be set before: the entries hold it.
+        """
+        found: dict[str, Any] = {}
+        save_state(self.state, found, prefix)
+        if self.header is not None:
+            found[prefix + "header"] = self.header
+        return found
+
+
+def saved_state(extra_state: Any, module: FP8Module) -> SavedState | None:
+    """Returns the FP8 state that an ``_extra_state`` holds for ``module``, which is not changed.
+
+    Args:
+        extra_state: as for ``read_te_extra_state``, or bytes that apex_te has saved.
+        module: the module that is to load the state.
+
+    Returns:
+        The state; None if there is none.
+
+    Raises:
+        TypeError: as for ``read_te_extra_state``.
+        TEStateError: as for ``read_te_extra_state``, or the number of slots does not fit.
+    """
+    saved = _decoded(extra_state)
+    found = _te_state(saved)
+    if found is None:
+        return None
+    own, gemms = own_header(saved), module.fp8_state.gemms
+    if own is None:
+        by_kind = _goes_by_kind(found.amax_history_fwd, gemms)
+        return SavedState(_converted(found, gemms, by_kind), None, found.pending)
+    by_kind = isinstance(module, GroupedLinear) and gemms > 1
+    state = _converted(found, gemms, by_kind)
+    # Unlike Transformer Engine's, an own slot without an amax may have a scale.
+    scaled = torch.cat([state.scale_fwd != 1, state.scale_bwd != 1]).tolist()
+    due = [due and not has for due, has in zip(state.first_steps.due, scaled, strict=True)]
+    try:
+        header = own.fitted(found[:4], due)
+        entries = decode_header(header)
+        Header.checked(entries, state.num_slots)
+        if entries.get("history") != state.history_length:
+            raise ValueError(
+                f"history must be {state.history_length}, got {entries.get('history')!r}"
+            )
+    except ValueError as error:
+        raise TEStateError(f"read_te_extra_state: header of apex_te: {error}") from error
+    return SavedState(state, header, False)
 
 
 def _saves_its_own(module: torch.nn.Module) -> bool:
@@ -258,12 +343,13 @@ def _saves_its_own(module: torch.nn.Module) -> bool:
     return type(module).get_extra_state is not torch.nn.Module.get_extra_state
 
 
-def _converted(found: TEState, gemms: int) -> FP8State:
+def _converted(found: TEState, gemms: int, by_kind: bool) -> FP8State:
     """Converts TransformerEngine's state to apex_te's.
 
     Args:
         found: the state that was read.
         gemms: number of GEMMs of the module.
+        by_kind: the slots are sorted by kind (inputs, weights, outputs), not by GEMM.
 
     Returns:
         State of a module with ``gemms`` GEMMs, on the CPU. Slots that releases 0.x do not have hold
@@ -274,7 +360,6 @@ def _converted(found: TEState, gemms: int) -> FP8State:
     """
     state = FP8State(gemms)
     state.allocate(found.amax_history_fwd.shape[0], torch.device("cpu"))
-    by_kind = _goes_by_kind(found.amax_history_fwd, gemms)
     for direction, slots in (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS)):
         given_scale: torch.Tensor = getattr(found, f"scale_{direction}")
         given_history: torch.Tensor = getattr(found, f"amax_history_{direction}")

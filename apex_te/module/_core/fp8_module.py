@@ -613,7 +613,11 @@ class FP8Module(torch.nn.Module):
             plain = None if value is None or keep_vars else _plain_entry(value)
             if plain is not None:
                 destination[prefix + name] = plain
-        save_state(self._fp8.state, destination, prefix + STATE_PREFIX)
+        self._save_fp8_state(destination, prefix + STATE_PREFIX)
+
+    def _save_fp8_state(self, destination: dict[str, Any], prefix: str) -> None:
+        """Puts the FP8 state into a state dict, under keys that begin with ``prefix``."""
+        save_state(self._fp8.state, destination, prefix)
 
     def _load_from_state_dict(
         self,
