@@ -1,0 +1,41 @@
+"""Fixtures of the alias's tests: modules under Transformer Engine's names, no old state."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+from apex_te.fp8.delayed.amax_group import amax_groups
+
+OWN = "apex_te.integrations.transformer_engine"
+MODULES = (
+    "", ".common", ".common.recipe", ".pytorch", ".pytorch.module", ".pytorch.module.linear",
+    ".pytorch.module.layernorm", ".pytorch.module.rmsnorm", ".pytorch.module.layernorm_linear",
+    ".pytorch.module.layernorm_mlp", ".pytorch.module.grouped_linear",
+    ".pytorch.module.fp8_padding", ".pytorch.module.fp8_unpadding", ".pytorch.module.base",
+)  # fmt: skip
+
+
+@pytest.fixture
+def alias(monkeypatch):
+    """Makes ``transformer_engine`` importable, by which pickles name the alias's classes."""
+    for name in MODULES:
+        module = importlib.import_module(OWN + name)
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_regions():
+    """Each test starts as a new process does: no region is pending."""
+    amax_groups.pending = 0
+    yield
+    amax_groups.pending = 0
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    """Each test compiles anew: torch refuses a function that many tests of a process compiled."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
