@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ..comm.collectives import world_size
 from ..comm.groups import check_process_group, is_process_group
 from ..fp8.autocast import local
 from ..fp8.delayed.registry import registry
+from ..fp8.delayed.scale_snapshot import ScaleSnapshot
 from .saved_parts import SavedInParts
 
 __all__ = ["checkpoint"]
@@ -193,7 +194,7 @@ class _Repeatable:
         self.tracker = tracker
         self.region = local.region
         self.states = None if tracker is None else tracker.get_states()
-        self.scales: _Scales | None = None
+        self.scales: ScaleSnapshot | None = None
         self.has_run = False
         self.parts: SavedInParts | None = None
         self.stack: ExitStack | None = None  # what is entered here ends with the first run
@@ -206,7 +207,7 @@ class _Repeatable:
                 return self.function(*args[:count], **keywords)
         out = self.function(*args[:count], **keywords)
         self.has_run = True
-        self.scales = _Scales.now()  # after the first run, which may have allocated them
+        self.scales = _scales_now()  # after the first run, which may have allocated them
         if self.stack is not None and self.parts is not None:
             self.stack.enter_context(saved_tensors_hooks(self.parts.pack, self.parts.unpack))
             self.stack = self.parts = None
@@ -223,78 +224,34 @@ class _Repeatable:
         if self.tracker is not None:
             states = self.tracker.get_states()
             self.tracker.set_states(self.states)
-        moved = [] if self.scales is None else self.scales.put_back()
         try:
-            yield
+            with nullcontext() if self.scales is None else self.scales.restored():
+                yield
         finally:
-            with torch.no_grad():
-                for tensor, value in moved:
-                    tensor.copy_(value)
             if self.tracker is not None:
                 self.tracker.set_states(states)
             local.region = region
 
 
-class _Scales:
-    """Snapshot of the forward scales of all FP8 modules, for the recompute to restore.
+_latest: weakref.ref[ScaleSnapshot] | None = None
+
+
+def _scales_now() -> ScaleSnapshot | None:
+    """Returns a snapshot of the forward scales of all FP8 modules; None if none has FP8 state.
 
     Checkpoints between two updates of the scales share one snapshot.
-
-    Attributes:
-        tensors: the modules' ``scale_fwd`` and ``scale_inv_fwd``.
-        versions: version counter of each tensor when it was copied; another one means that the
-            tensor was written to since.
-        copies: a copy of each tensor.
     """
-
-    __slots__ = ("__weakref__", "copies", "tensors", "versions")
-
-    _latest: weakref.ref[_Scales] | None = None
-
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self.tensors = tensors
-        self.versions = [tensor._version for tensor in tensors]
-        with torch.inference_mode(False), torch.no_grad():
-            self.copies = [tensor.clone() for tensor in tensors]
-
-    @classmethod
-    def now(cls) -> _Scales | None:
-        """Returns a snapshot of the present scales; None if no module has allocated FP8 state.
-
-        The latest snapshot is returned if no scale has changed since.
-        """
-        tensors = [
-            tensor
-            for state in (module.state for module in registry.living())
-            if state.allocated
-            for tensor in (state.scale_fwd, state.scale_inv_fwd)
-        ]
-        if not tensors:
-            return None
-        latest = None if cls._latest is None else cls._latest()
-        if latest is None or not latest._holds(tensors):
-            latest = cls(tensors)
-            cls._latest = weakref.ref(latest)
-        return latest
-
-    def _holds(self, tensors: list[torch.Tensor]) -> bool:
-        """Returns True if the snapshot is of exactly ``tensors`` and none was written to since."""
-        return len(tensors) == len(self.tensors) and all(
-            new is old and new._version == version
-            for new, old, version in zip(tensors, self.tensors, self.versions, strict=True)
-        )
-
-    def put_back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Writes the copies to the scales that have changed since the snapshot.
-
-        Returns:
-            ``(tensor, value)`` for each changed scale: the scale, and a copy of its value before
-            this call, which the caller writes back after the recompute.
-        """
-        moved = []
-        with torch.no_grad():
-            for tensor, version, copy in zip(self.tensors, self.versions, self.copies, strict=True):
-                if tensor._version != version:
-                    moved.append((tensor, tensor.clone()))
-                    tensor.copy_(copy)
-        return moved
+    global _latest
+    tensors = [
+        tensor
+        for state in (module.state for module in registry.living())
+        if state.allocated
+        for tensor in (state.scale_fwd, state.scale_inv_fwd)
+    ]
+    if not tensors:
+        return None
+    latest = None if _latest is None else _latest()
+    if latest is None or not latest.holds(tensors):
+        latest = ScaleSnapshot(tensors)
+        _latest = weakref.ref(latest)
+    return latest

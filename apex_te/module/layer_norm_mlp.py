@@ -16,6 +16,7 @@ from ._core.layer_norm_mlp_function import LayerNormMLPFunction
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import divided, tag
+from ._core.recompute import Repeated, run_repeatable
 
 __all__ = ["LayerNormMLP"]
 
@@ -36,6 +37,8 @@ class LayerNormMLP(NormedModule):
         init_method, output_layer_init_method: fill FC1's and FC2's weight; default N(0, 0.023).
         zero_centered_gamma, return_layernorm_output: as in ``LayerNormLinear``.
         return_bias: return FC2's bias instead of adding it.
+        checkpoint: save only the input, and compute the norm, FC1 and the activation again in
+            backward, with the same results and FP8 scales.
         fuse_wgrad_accumulation, params_dtype, dtype, delay_wgrad_compute, name, device: as in
             ``Linear``.
         seq_length, micro_batch_size: accepted for interface compatibility; nothing is warmed up.
@@ -47,6 +50,8 @@ class LayerNormMLP(NormedModule):
     ``[ffn (or 2 ffn), hidden]`` (gate first), ``fc1_bias``, ``fc2_weight`` ``[hidden, ffn]``,
     ``fc2_bias``. Interface and defaults follow TransformerEngine's LayerNormMLP.
     """
+
+    checkpoint = False
 
     def __init__(
         self,
@@ -75,6 +80,7 @@ class LayerNormMLP(NormedModule):
         name: str | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        checkpoint: bool = False,
     ) -> None:
         if activation not in ACTIVATIONS:
             raise ValueError(
@@ -98,6 +104,11 @@ class LayerNormMLP(NormedModule):
                 "LayerNormMLP: set_parallel_mode must be a bool, "
                 f"got {type(set_parallel_mode).__name__}"
             )
+        if not isinstance(checkpoint, bool):
+            raise TypeError(
+                f"LayerNormMLP: checkpoint must be a bool, got {type(checkpoint).__name__}"
+            )
+        self.checkpoint = checkpoint
         self.set_parallel_mode = set_parallel_mode
         self._make_parallel(tp_group, tp_size, sequence_parallel, get_rng_state_tracker)
         self._make_fp8_state(gemms=2)
@@ -164,6 +175,7 @@ class LayerNormMLP(NormedModule):
         is_first_microbatch: bool | None = None,
         return_residual: bool = True,
         add_residual: bool = False,
+        repeated: Repeated | None = None,
     ) -> tuple[Any, torch.Tensor | None]:
         """Applies the norm and the MLP to ``inp + residual``.
 
@@ -177,6 +189,7 @@ class LayerNormMLP(NormedModule):
             add_residual: let FC2's product add the sum to the result, if the product can; the
                 result is then rounded once. Only with ``return_residual`` and without a bias to
                 return.
+            repeated: what a call that ``checkpoint`` made is told of its first run.
 
         Returns:
             ``(out, total)``: what ``forward`` returns, and the sum (``inp`` without a residual).
@@ -184,6 +197,12 @@ class LayerNormMLP(NormedModule):
         """
         if residual is not None:
             self._check_residual(inp, residual)
+        known = None
+        if repeated is not None:
+            known = repeated.shape
+        elif self.checkpoint and torch.is_grad_enabled():
+            args = (inp, residual, is_first_microbatch, return_residual, add_residual)
+            return run_repeatable(self, self.forward_with_residual, args)
         linear = w1, b1, w2, b2 = tuple([getattr(self, name) for name in _LINEAR])
         parameters = (self._parameters["layer_norm_weight"], *linear)
         applied = None if self.return_bias else b2
@@ -196,12 +215,12 @@ class LayerNormMLP(NormedModule):
             return self._returned(functional.linear(hidden, w2, applied), b2, norm), total
         if call is not None:
             out, norm, total = self._run(
-                call, inp, residual, w1, b1, w2, applied, return_residual, add_residual
+                call, inp, residual, w1, b1, w2, applied, return_residual, add_residual, known
             )
             return self._returned(out, b2, norm), total
         out, norm, total = self._call(
             inp, self.hidden_size, parameters, (w1, w2), is_first_microbatch, residual, w1, b1, w2,
-            applied, return_residual, add_residual,
+            applied, return_residual, add_residual, known,
         )  # fmt: skip
         return self._returned(out, b2, norm), total
 
@@ -219,6 +238,7 @@ class LayerNormMLP(NormedModule):
         b2: torch.Tensor | None,
         return_residual: bool,
         add_residual: bool,
+        known: torch.Size | None,
     ) -> tuple[Any, Any, Any]:
         """Computes the outputs as ``call`` says.
 
@@ -237,5 +257,5 @@ class LayerNormMLP(NormedModule):
         options = self._norm_options[1 if return_residual and not adds else 0]
         rest = (options, self.activation, call, adds)
         if torch.is_grad_enabled():
-            return LayerNormMLPFunction.apply(*tensors, *rest)
+            return LayerNormMLPFunction.apply(*tensors, *rest, known)
         return without_autograd(LayerNormMLPFunction, tensors, *rest)

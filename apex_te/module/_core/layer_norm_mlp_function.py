@@ -34,7 +34,8 @@ class LayerNormMLPFunction(OpFunction):
     """``act(norm(inp [+ residual]) @ w1.T + b1) @ w2.T + b2`` in FP8.
 
     If ``adds`` is True, the second product adds the tensor that was normalised; the caller has
-    checked this by ``adds_in_product``.
+    checked this by ``adds_in_product``. A recompute gives the shape of ``out`` in ``known``: the
+    second product, which nothing in backward needs, is then left out, and ``out`` has no values.
 
     Returns:
         ``(out, norm, total)``: the output; the norm's result and the normalised tensor, each in the
@@ -58,15 +59,16 @@ class LayerNormMLPFunction(OpFunction):
         activation: str,
         call: FP8Call,
         adds: bool,
+        known: torch.Size | None = None,
     ) -> tuple[torch.Tensor | None, ...]:
         tensors = (inp, residual, norm_weight, norm_bias, w1, b1, w2, b2)
-        if call.programs is None:
-            return _forward(ctx, *tensors, norm_options, activation, call, adds)
+        if call.programs is None or known is not None:
+            return _forward(ctx, *tensors, norm_options, activation, call, adds, known)
         key = (
             ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, activation,
             call.keep_columnwise, adds,
         )  # fmt: skip
-        rest = (norm_options, activation, call, adds)
+        rest = (norm_options, activation, call, adds, known)
         return call.programs.forward(ctx, _forward, tensors, rest, key)
 
     @staticmethod
@@ -89,6 +91,7 @@ def _forward(
     activation: str,
     call: FP8Call,
     adds: bool,
+    known: torch.Size | None,
 ) -> tuple[torch.Tensor | None, ...]:
     needs, dtype = ctx.needs_input_grad, inp.dtype
     need_norm = needs[0] or needs[1] or needs[2] or needs[3]
@@ -116,7 +119,10 @@ def _forward(
     c = None
     if adds:
         c = norm.x if norm.residual_sum is None else norm.residual_sum
-    out = _gemm.shaped_product(plan2, operand, w2, weight2, b2, dtype, shape, c)
+    if known is None:
+        out = _gemm.shaped_product(plan2, operand, w2, weight2, b2, dtype, shape, c)
+    else:
+        out = inp.new_empty(known, dtype=dtype)
 
     ctx.save_for_backward(
         *saved1,
@@ -184,7 +190,8 @@ def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) ->
     if d_b1 is not None and d_b1.dtype is not b1_dtype:
         d_b1 = d_b1.to(b1_dtype)
     d_residual = dx if ctx.has_residual else None
-    return dx, d_residual, d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2, None, None, None, None
+    gradients = (dx, d_residual, d_gamma, d_beta, d_w1, d_b1, d_w2, d_b2)
+    return (*gradients, None, None, None, None, None)
 
 
 def _quantized_hidden(plan: Any, d_hidden: ActivationBackward) -> tuple:

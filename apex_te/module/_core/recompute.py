@@ -1,0 +1,85 @@
+"""Recompute of an FP8 module's forward in backward, instead of the tensors that forward would save.
+
+The recompute uses the FP8 recipe and scales of the forward and stages no amax, so that results are
+those of a module that saves its tensors, with several microbatches in flight, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from ...fp8.delayed.scale_snapshot import ScaleSnapshot
+from .fp8_module import FP8Module
+
+__all__ = ["Repeated", "run_repeatable"]
+
+
+class Repeated:
+    """Memory of the first run of a forward, for the runs that repeat it in backward.
+
+    Attributes:
+        shape: the shape of the result, whose values a recompute may leave out; None in the first
+            run.
+        modes: the quantizers for a recompute and the flags beside them, as in ``Modes``.
+        scales: the scales that the first run has used, or None.
+    """
+
+    def __init__(self) -> None:
+        self.shape: torch.Size | None = None
+        self.modes: tuple[Any, ...] = ()
+        self.scales: ScaleSnapshot | None = None
+
+
+_FIRST = Repeated()
+
+
+def run_repeatable(
+    module: FP8Module, function: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Returns ``function(*args, repeated)``, of which only the arguments are saved for backward.
+
+    Args:
+        module: the module.
+        function: its forward, which returns ``(result, residual)``, draws no random numbers and
+            takes a ``Repeated`` last.
+        args: the other arguments.
+    """
+    if torch.compiler.is_compiling():  # the compiler repeats a region by itself
+
+        def call(*args: Any) -> Any:
+            return function(*args, _FIRST)
+
+    else:
+        repeated = Repeated()
+
+        def call(*args: Any) -> Any:
+            return _call(module, function, args, repeated)
+
+    return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _call(
+    module: FP8Module, function: Callable[..., Any], args: tuple[Any, ...], repeated: Repeated
+) -> tuple[Any, Any]:
+    """Runs ``function`` for the first time, or again under the conditions of the first time."""
+    modes = module._modes
+    present = (modes.recompute, modes.recompute_fp8, modes.recompute_keeps)
+    if repeated.shape is not None:
+        modes.recompute, modes.recompute_fp8, modes.recompute_keeps = repeated.modes
+        try:
+            with nullcontext() if repeated.scales is None else repeated.scales.restored():
+                return function(*args, repeated)
+        finally:
+            modes.recompute, modes.recompute_fp8, modes.recompute_keeps = present
+    out = function(*args, repeated)
+    repeated.modes = (modes.recompute, modes.recompute_fp8, modes.recompute_keeps)
+    state = module.fp8_state
+    if modes.recompute_fp8 and state.allocated:  # after the run, which may have allocated them
+        repeated.scales = ScaleSnapshot([state.scale_fwd, state.scale_inv_fwd])
+    repeated.shape = (out[0] if isinstance(out[0], torch.Tensor) else out[0][0]).shape
+    return out
