@@ -153,7 +153,7 @@ OPTIONS = {
         {"normalization": "RMSNorm", "activation": "swiglu"}, {"return_bias": True},
         {"activation": "srelu", "bias": False}, {"return_layernorm_output": True},
         {"seq_length": 5, "micro_batch_size": 2}, {"zero_centered_gamma": True},
-        {"output_layer_init_method": torch.nn.init.ones_},
+        {"output_layer_init_method": torch.nn.init.ones_}, {"checkpoint": True},
     ],
     "GroupedLinear": [{"bias": False}, {"return_bias": True}, {"save_original_input": True}],
     "LayerNorm": [{"zero_centered_gamma": True}, {"eps": 0.5}, {"sequence_parallel": True}],

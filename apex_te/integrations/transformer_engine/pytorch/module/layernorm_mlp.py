@@ -25,9 +25,10 @@ class LayerNormMLP(GemmModule, NativeLayerNormMLP):
             tp_group, tp_size, init_method, bias, normalization, activation,
             output_layer_init_method, fuse_wgrad_accumulation, params_dtype,
             return_layernorm_output, seq_length, micro_batch_size, set_parallel_mode,
-            zero_centered_gamma, name, delay_wgrad_compute: as in ``apex_te.LayerNormMLP``.
+            zero_centered_gamma, name, delay_wgrad_compute, checkpoint: as in
+            ``apex_te.LayerNormMLP``.
         activation_params: must be None.
-        return_layernorm_output_gathered, checkpoint: must be False.
+        return_layernorm_output_gathered: must be False.
         device, ub_overlap_ag, ub_overlap_rs, ub_overlap_rs_dgrad, ub_bulk_dgrad, ub_bulk_wgrad,
             symmetric_ar_type: as in ``Linear``.
 
@@ -84,7 +85,6 @@ class LayerNormMLP(GemmModule, NativeLayerNormMLP):
             "LayerNormMLP",
             activation_params=(activation_params, None),
             return_layernorm_output_gathered=(return_layernorm_output_gathered, False),
-            checkpoint=(checkpoint, False),
         )
         super().__init__(
             hidden_size,
@@ -110,5 +110,6 @@ class LayerNormMLP(GemmModule, NativeLayerNormMLP):
             get_rng_state_tracker=get_rng_state_tracker,
             name=name,
             device=default_device(device),
+            checkpoint=checkpoint,
         )
         self._finish(None)
