@@ -3,6 +3,7 @@
 ``integrations.megatron`` has layers with the names and signatures of Megatron's and MindSpeed's.
 """
 
+from .autocast_forward import autocast_forward
 from .from_torch import from_torch
 from .fusion import KeyMap, key_map
 from .optimizer_order import reorder_grouped_linear_state
@@ -13,6 +14,7 @@ from .te_state import load_te_extra_state, read_te_extra_state
 __all__ = [
     "ConversionSummary",
     "KeyMap",
+    "autocast_forward",
     "conversion_summary",
     "from_torch",
     "key_map",

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..fp8.parameter.parameter import dequantized
+
 __all__ = ["JoinedKey", "JoinedState", "PartView", "joined", "original_part"]
 
 
@@ -36,7 +38,11 @@ class JoinedKey(NamedTuple):
         return JoinedKey(prefix + self.key, parts, self.transposed)
 
     def split(self, value: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a joined parameter ``value``, one for each original parameter."""
+        """Returns views of a joined parameter ``value``, one for each original parameter.
+
+        Of a parameter that is held in FP8 they are views of its values.
+        """
+        value = dequantized(value)
         rows = [count for _, count in self.parts]
         return [original_part(part, self.transposed) for part in value.split(rows)]
 
@@ -94,7 +100,7 @@ class PartView:
         if attribute not in self.rows:
             return None
         name, start, rows, transposed = self.rows[attribute]
-        value: torch.Tensor = getattr(self.module, name)
+        value = dequantized(getattr(self.module, name))
         return original_part(value.narrow(0, start, rows), transposed)
 
     @property

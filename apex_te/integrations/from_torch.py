@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..fp8.model_init import fp8_model_init, settings
 from ..module.layer_norm import LayerNorm
 from ..module.linear import Linear
 from ..module.rms_norm import RMSNorm
 from . import _matching as matching
 from . import summary
+from ._fp8_weights import hold_in_fp8
 from ._selection import Selection
 from .conv1d import Conv1DLinear, conv1d_linear
 from .experts import StackedExperts, stacked_experts
@@ -66,6 +68,10 @@ def from_torch(
     ``apex_te.integrations.conversion_summary(model)`` lists the layers that were converted and
     those that were kept, with reasons; the list is logged, too.
 
+    Inside ``fp8_model_init`` the weights of converted layers become Parameters that hold them in
+    FP8 only; those of Conv1D and experts, which are transposed or stacked, and those shared with
+    layers that stay do not, which the warning says. Make optimizers afterwards.
+
     ``save_pretrained`` of a converted model of Hugging Face writes FP8 state to a separate file,
     which ``load_fp8_state`` reads; ``save_pretrained(..., fp8_state=False)`` writes none.
 
@@ -89,16 +95,17 @@ def from_torch(
             of each list of blocks (a ``ModuleList`` or ``Sequential`` of modules of one class).
         min_size: leave linear layers with fewer input or output features than this.
         size_multiple: leave linear layers whose input or output features are no multiple of this.
-        optimizer: an optimizer, or several, that ``fuse=True`` checks for parameters of the model.
-            All existing optimizers of ``torch.optim`` are checked without being given.
+        optimizer: an optimizer, or several, that ``fuse=True`` and ``fp8_model_init`` check for
+            parameters of the model. All existing optimizers of ``torch.optim`` are checked without
+            being given.
 
     Returns:
         ``model``.
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a pattern matches nothing, or a number is out of range; with ``fuse=True``, an
-            optimizer holds a parameter of ``model``, which joining may replace.
+        ValueError: a pattern matches nothing, or a number is out of range; with ``fuse=True`` or in
+            ``fp8_model_init``, an optimizer holds a parameter of ``model`` that may be replaced.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"from_torch: model must be a torch.nn.Module, got {type(model).__name__}")
@@ -107,12 +114,44 @@ def from_torch(
     selection = Selection(
         model, include, exclude, keep_first_blocks, keep_last_blocks, min_size, size_multiple
     )
-    layers = list(summary.conversion_summary(model).converted)
+    before = summary.conversion_summary(model).converted
+    held = settings()
+    for wanted, what in (
+        (fuse, "fuse must be False"),
+        (held is not None, "fp8_model_init must be left"),
+    ):
+        if wanted:
+            refuse_optimized(model, optimizer, what)
+    with fp8_model_init(enabled=False):
+        layers, left = _converted(model, fuse, selection)
+    if held is not None:
+        left += hold_in_fp8(model, [layer.name for layer in layers if layer.after], held)
+    vars(model)[summary.ATTRIBUTE] = found = ConversionSummary([*before, *layers])
+    _LOG.info("from_torch: %r", found)
+    save_without_fp8_state(model)
+    if left:
+        named = ", ".join(f"{label} ({reason})" for label, reason in _together(left))
+        warnings.warn(f"from_torch: left as they are: {named}", stacklevel=2)
+    return model
+
+
+def _converted(
+    model: nn.Module, fuse: bool, selection: Selection
+) -> tuple[list[Layer], list[tuple[str, str]]]:
+    """Joins and converts layers of ``model``.
+
+    Args:
+        model, fuse: arguments of ``from_torch``.
+        selection: the layers that its caller wants.
+
+    Returns:
+        ``(layers, left)``: an entry of the summary for each layer; for the warning, the name of
+        each layer or block that could not be changed, and the reason.
+    """
+    layers: list[Layer] = []
     left: list[tuple[str, str]] = []
     if fuse:
-        refuse_optimized(model, optimizer)
-        fused, left = fuse_blocks(model, lambda name, m: selection.reason(name, m, _sizes(m)))
-        layers += fused
+        layers, left = fuse_blocks(model, lambda name, m: selection.reason(name, m, _sizes(m)))
     for name, module in list(model.named_modules()):
         before = type(module).__name__
         if _replaceable(module):
@@ -128,13 +167,7 @@ def from_torch(
             layers.append(Layer(name, before, None, "no layer that from_torch converts"))
             if matching.resembles_norm(module) and selection.reason(name, module) is None:
                 left.append((name, f"from_torch does not know {before}"))
-    vars(model)[summary.ATTRIBUTE] = found = ConversionSummary(layers)
-    _LOG.info("from_torch: %r", found)
-    save_without_fp8_state(model)
-    if left:
-        named = ", ".join(f"{label} ({reason})" for label, reason in _together(left))
-        warnings.warn(f"from_torch: left as they are: {named}", stacklevel=2)
-    return model
+    return layers, left
 
 
 def _together(left: list[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -107,13 +107,14 @@ def key_map(model: nn.Module) -> KeyMap:
     return KeyMap(()) if found is None else found
 
 
-def refuse_optimized(model: nn.Module, optimizer: Any) -> None:
-    """Raises an error if an optimizer holds a parameter of ``model``, which joining may replace.
+def refuse_optimized(model: nn.Module, optimizer: Any, must: str = "fuse must be False") -> None:
+    """Raises an error if an optimizer holds a parameter of ``model``, which may be replaced.
 
     Args:
-        model: the model to be fused.
+        model: the model to be converted.
         optimizer: an optimizer, several, or None. All existing instances of
             ``torch.optim.Optimizer`` are checked, too.
+        must: the argument or region that replaces parameters, and what it must be, for the error.
 
     Raises:
         TypeError: ``optimizer`` has no ``param_groups``.
@@ -133,7 +134,7 @@ def refuse_optimized(model: nn.Module, optimizer: Any) -> None:
         held = _held(names, given + _living_optimizers())
     if held is not None:
         raise ValueError(
-            "from_torch: fuse must be False once the parameters are in an optimizer "
+            f"from_torch: {must} once the parameters are in an optimizer "
             f"({held[0]} holds {held[1]!r}); convert first, then make the optimizer"
         )
 

@@ -1,0 +1,93 @@
+"""Replacement of converted layers' weights by Parameters that hold them in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..fp8.model_init import Settings
+from ..fp8.parameter.parameter import FP8Parameter
+from ..module._core.fp8_module import FP8Module
+from .conv1d import Conv1DLinear
+from .experts import StackedExperts
+
+__all__ = ["hold_in_fp8"]
+
+
+def hold_in_fp8(
+    model: nn.Module, names: Iterable[str], settings: Settings
+) -> list[tuple[str, str]]:
+    """Replaces weights of converted layers by Parameters that hold them in FP8 only.
+
+    Args:
+        model: the model.
+        names: dotted names of the layers.
+        settings: settings of ``fp8_model_init``.
+
+    Returns:
+        For each layer whose weights stay in high precision its name, and the reason for the
+        warning.
+    """
+    layers = {name: model.get_submodule(name) for name in names}
+    wanted = {id(layer) for layer in layers.values()}
+    outside: dict[int, str] = {}  # names of other modules that have a Parameter
+    for name, module in model.named_modules():
+        if id(module) not in wanted:
+            for parameter in module._parameters.values():
+                outside.setdefault(id(parameter), name)
+    made: dict[int, nn.Parameter] = {}
+    left = []
+    for name, layer in layers.items():
+        if isinstance(layer, (Conv1DLinear, StackedExperts)):
+            what = "transposed" if isinstance(layer, Conv1DLinear) else "stacked"
+            left.append((name, f"fp8_model_init: its weights are {what}, and stay as they are"))
+        elif isinstance(layer, FP8Module):
+            reason = _hold(layer, outside, made, settings)
+            if reason is not None:
+                left.append((name, f"fp8_model_init: {reason}"))
+    return left
+
+
+def _hold(
+    layer: FP8Module, outside: dict[int, str], made: dict[int, nn.Parameter], settings: Settings
+) -> str | None:
+    """Replaces the weights of one layer.
+
+    Args:
+        layer: the layer.
+        outside: names of modules that are not to be changed, by ``id`` of their Parameters.
+        made: the new Parameters so far, by ``id`` of those that they replace; added to.
+        settings: settings of ``fp8_model_init``.
+
+    Returns:
+        The reason why a weight stays; None if all were replaced.
+    """
+    reason = None
+    for name, weight in list(layer._parameters.items()):
+        if weight is None or weight.dim() != 2 or type(weight) is FP8Parameter:
+            continue
+        if id(weight) in outside:
+            reason = f"its {name} is shared with {outside[id(weight)]}, and stays as it is"
+            continue
+        if id(weight) not in made:
+            made[id(weight)] = _held(weight, settings)
+        layer._parameters[name] = made[id(weight)]
+    return reason
+
+
+def _held(weight: nn.Parameter, settings: Settings) -> nn.Parameter:
+    """Returns a Parameter with the values of ``weight``, held in FP8."""
+    preserve = settings.preserve_high_precision_init_val
+    shape = (weight.shape[0], weight.shape[1])
+    held: Any = nn.Parameter(
+        FP8Parameter.empty(shape, settings.recipe, weight.dtype, weight.device, preserve),
+        requires_grad=weight.requires_grad,
+    )
+    vars(held).update(vars(weight))
+    with torch.no_grad():
+        held.initialize(lambda value: value.copy_(weight))
+    parameter: nn.Parameter = held
+    return parameter

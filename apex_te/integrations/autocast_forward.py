@@ -1,0 +1,106 @@
+"""``autocast_forward``, which has a model enter ``fp8_autocast`` in each of its forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..fp8.autocast import fp8_autocast
+from ..recipe import Recipe, chosen_recipe
+
+__all__ = ["AutocastForward", "autocast_forward"]
+
+
+class AutocastForward:
+    """Callable in place of a model's ``forward``, which runs that inside ``fp8_autocast``.
+
+    Args:
+        model: the model.
+        recipe: the recipe.
+        during_eval: also run in FP8 while the model is in evaluation.
+
+    Attributes:
+        active: False after ``remove``; a call then is one of the forward alone.
+    """
+
+    def __init__(self, model: Any, recipe: Recipe, during_eval: bool) -> None:
+        # A copy or pickle of the model contains one of these that runs the copy.
+        self.model = model
+        self.recipe = recipe
+        self.during_eval = during_eval
+        self.active = True
+        self.inner: Any = vars(model).get("forward")
+
+    @property
+    def __wrapped__(self) -> Any:
+        """Returns the forward that runs inside, from which tools read names of arguments."""
+        if self.inner is not None:
+            return self.inner
+        return type(self.model).forward.__get__(self.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model, inner = self.model, self.inner
+        forward = type(model).forward.__get__(model) if inner is None else inner
+        if not self.active or not (model.training or self.during_eval):
+            return forward(*args, **kwargs)
+        with fp8_autocast(enabled=True, fp8_recipe=self.recipe):
+            return forward(*args, **kwargs)
+
+    def remove(self) -> None:
+        """Takes this away from the model, whose forward then enters no region any more.
+
+        Where another library has wrapped the forward in turn, this stays inside and does nothing.
+        """
+        self.active = False
+        own = vars(self.model)
+        if own.get("forward") is self:
+            if self.inner is None:
+                del own["forward"]
+            else:
+                own["forward"] = self.inner
+
+
+def autocast_forward(
+    model: nn.Module, recipe: Recipe | str | None = None, during_eval: bool = False
+) -> AutocastForward:
+    """Has ``model`` run each forward inside ``fp8_autocast``, for trainers that call it themselves.
+
+    Only the forward runs inside, with what it computes of the loss; backward belongs outside. The
+    model's class stays; copies and pickles of the model run in FP8, too, and ``torch.compile``
+    compiles the region with the model.
+
+    Args:
+        model: a model with layers of apex_te, such as ``from_torch`` makes, which is called, not a
+            part of it.
+        recipe: the recipe or its name, default ``DelayedScaling()``.
+        during_eval: also run in FP8 in evaluation (``model.eval()``), as in ``generate``; by
+            default evaluation is in high precision.
+
+    Returns:
+        An object whose ``remove()`` undoes it.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a recipe's name is unknown, or the model has an active one already.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"autocast_forward: model must be a torch.nn.Module, got {type(model).__name__}"
+        )
+    if not isinstance(during_eval, bool):
+        raise TypeError(
+            f"autocast_forward: during_eval must be a bool, got {type(during_eval).__name__}"
+        )
+    recipe = chosen_recipe("autocast_forward", "recipe", recipe)
+    forward = vars(model).get("forward")
+    while forward is not None:
+        if isinstance(forward, AutocastForward) and forward.active:
+            raise ValueError(
+                "autocast_forward: model must have no autocast_forward yet, got one with "
+                f"{forward.recipe}"
+            )
+        forward = getattr(forward, "__wrapped__", None)
+    made = AutocastForward(model, recipe, during_eval)
+    vars(model)["forward"] = made
+    return made
