@@ -178,7 +178,8 @@ def test_fp8(device, name, reduction, vocabulary):
     chunks = apex_te.linear_cross_entropy(
         x, w, target, reduction=reduction, fp8_recipe=SCHEMES[name], chunk_rows=16
     )
-    torch.testing.assert_close(chunks, plain, rtol=0.02, atol=0.02)
+    # Each chunk has scales of its own: single losses differ by the rounding to FP8.
+    assert (chunks - plain).norm() <= 0.02 * plain.norm()
     for a, e in zip(gradients(chunks, [x, w]), wanted, strict=True):
         assert (a - e).norm() <= 0.1 * e.norm()
 
