@@ -29,7 +29,7 @@ from ..recipe import (
     Recipe,
 )
 
-__all__ = ["OwnHeader", "encoded", "own_header"]
+__all__ = ["OwnHeader", "encoded", "no_bytes", "own_header"]
 
 OWN = "apex_te"  # key of the header in extra_fp8_variables
 _DIRECTIONS = (("fwd", FORWARD_SLOTS), ("bwd", BACKWARD_SLOTS))
@@ -57,7 +57,7 @@ def encoded(state: FP8State, recipe: Recipe | None, by_kind: bool) -> torch.Tens
     """
     has_state = state.allocated and state.device.type != "meta"
     if not has_state and recipe is None:
-        return torch.empty(0, dtype=torch.uint8)
+        return no_bytes()
     extra = [(_text("num_gemms"), _int(state.gemms))]
     entries = [(_text("recipe"), _recipe(recipe))]
     if has_state:
@@ -70,6 +70,14 @@ def encoded(state: FP8State, recipe: Recipe | None, by_kind: bool) -> torch.Tens
     entries.append((_text("extra_fp8_variables"), _dict(extra)))
     data = b"\x80\x03" + _dict(entries) + b"."
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def no_bytes() -> torch.Tensor:
+    """Returns an empty uint8 vector with a storage of its own.
+
+    Tools that write safetensors take tensors at address 0 for one shared tensor and drop them.
+    """
+    return torch.zeros(1, dtype=torch.uint8)[:0]
 
 
 class OwnHeader(NamedTuple):

@@ -17,14 +17,38 @@ from torch import distributed
 from ...comm.collectives import max_over_ranks, world_size
 from ...fp8.delayed.header import decode_header, encode_header
 from ...fp8.delayed.state import BACKWARD_SLOTS, FORWARD_SLOTS, TENSORS
-from ...module._core.fp8_module import STATE_PREFIX
-from .split_model import SplitModel, SplitModule
+from ...module._core.fp8_module import STATE_PREFIX, FP8Module
+from .split_model import SplitModel, SplitModule, state_name
 from .split_tensor import Parts, parts_of
 
-__all__ = ["parts_of_states", "share_headers", "share_states", "take_headers"]
+__all__ = ["parts_of_states", "share_headers", "share_states", "take_headers", "use_own_keys"]
 
 _SCALES = tuple(name for name in TENSORS if name in ("scale_fwd", "scale_bwd"))
 _LARGEST = tuple(name for name in TENSORS if name not in _SCALES)
+
+
+def use_own_keys(model: torch.nn.Module, values: dict[str, Any], on_cpu: bool) -> None:
+    """Puts FP8 states that a class saves in another form under the keys of ``FP8Module``.
+
+    Modules of the Transformer Engine alias save bytes, ``_extra_state``, of which a rank could not
+    take its part. They load both.
+
+    Args:
+        model: the model.
+        values: the model's state dict on this rank, changed in place.
+        on_cpu: the state dict's tensors are to be on the CPU.
+    """
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not isinstance(module, FP8Module):
+            continue
+        if type(module)._save_fp8_state is FP8Module._save_fp8_state:
+            continue
+        key = state_name(model, f"{name}.fp8_state" if name else "fp8_state")
+        prefix = key.removesuffix("fp8_state")
+        if values.pop(prefix + "_extra_state", None) is not None:
+            found: dict[str, Any] = {}
+            FP8Module._save_fp8_state(module, found, prefix + STATE_PREFIX)
+            values.update({k: v.cpu() if on_cpu else v for k, v in found.items()})
 
 
 def share_states(owner: str, split: SplitModel, values: dict[str, Any]) -> None:

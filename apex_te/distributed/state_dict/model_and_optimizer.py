@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from .fp8_state import parts_of_states, share_headers, share_states, take_headers
+from .fp8_state import parts_of_states, share_headers, share_states, take_headers, use_own_keys
 from .split_model import Entry, SplitModel, split_model
 from .split_tensor import Parts, SplitTensor
 
@@ -153,6 +153,7 @@ def get_model_state_dict(
     owner = "get_model_state_dict"
     split = _split_to_get(owner, model, expert_group, stacked, options)
     values = torch_state_dict.get_model_state_dict(model, options=options)
+    use_own_keys(model, values, options is not None and options.cpu_offload)
     share_states(owner, split, values)
     share_headers(owner, split, values)
     places = parts_of_states(split)

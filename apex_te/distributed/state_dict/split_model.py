@@ -20,7 +20,7 @@ from ...module.grouped.linear import GroupedLinear
 from ...module.layer_norm_mlp import LayerNormMLP
 from .split_tensor import Parts, parts_of
 
-__all__ = ["Entry", "SplitModel", "SplitModule", "split_model"]
+__all__ = ["Entry", "SplitModel", "SplitModule", "split_model", "state_name"]
 
 
 class Entry(NamedTuple):
@@ -106,7 +106,7 @@ def split_model(
     found = SplitModel({}, set(), [], None if expert_group is ... else expert_group)
     known: dict[int, Entry | None] = {}  # by parameter
     for raw, module, matrices in _parallel_modules(model, "", {}):
-        prefix = _name(model, f"{raw}fp8_state").removesuffix("fp8_state")
+        prefix = state_name(model, f"{raw}fp8_state").removesuffix("fp8_state")
         experts = _has_own_experts(owner, prefix, module, expert_group)
         dims, group = _split_dims(owner, prefix, module)
         if group is not None or experts:
@@ -226,7 +226,7 @@ def _add_others(
         says = says and not isinstance(parameter, DTensor)
         if entry is None and not says:
             continue
-        name = _name(model, raw)
+        name = state_name(model, raw)
         if entry is None or (len(entry.every) > 1 and name not in split.entries):
             raise NotImplementedError(
                 f"{owner}: split parameters must be of a module of apex_te with a tp_group, and an "
@@ -235,7 +235,7 @@ def _add_others(
         split.entries.setdefault(name, entry._replace(every=(name,), name=name))
 
 
-def _name(model: torch.nn.Module, raw: str) -> str:
+def state_name(model: torch.nn.Module, raw: str) -> str:
     """Returns the name of a parameter in torch's state dicts.
 
     ``raw``: its name among the model's, in which prefixes of wrappers such as DDP's are removed.

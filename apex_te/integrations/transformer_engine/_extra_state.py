@@ -13,7 +13,7 @@ from ...fp8.delayed.amax_group import amax_groups
 from ...fp8.delayed.serialize import load_state
 from ...module._core.fp8_module import STATE_PREFIX, FP8Module
 from ...module.grouped.linear import GroupedLinear
-from .._extra_state_bytes import encoded
+from .._extra_state_bytes import encoded, no_bytes
 from ..te_state import TEStateError, saved_state
 
 __all__ = ["ExtraState", "WithoutExtraState"]
@@ -36,7 +36,7 @@ class ExtraState(torch.nn.Module):
     def get_extra_state(self) -> torch.Tensor:
         """Returns the value of ``_extra_state`` in a state dict, on the CPU."""
         if not isinstance(self, FP8Module):
-            return torch.empty(0, dtype=torch.uint8)
+            return no_bytes()
         by_kind = isinstance(self, GroupedLinear)
         return encoded(self.fp8_state, self._fp8.recipe, by_kind)
 

@@ -22,6 +22,9 @@ from apex_te.distributed.state_dict.model_and_optimizer import (
 from apex_te.distributed.state_dict.split_tensor import Parts, SplitTensor, parts_of
 from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
+from apex_te.integrations.transformer_engine.pytorch.module.grouped_linear import (
+    GroupedLinear as AliasGroupedLinear,
+)
 from apex_te.recipe import DelayedScaling
 
 HIDDEN, FFN, HEADS = 32, 48, 8
@@ -37,9 +40,9 @@ EXPERTS = 4
 
 
 class Experts(torch.nn.Module):
-    """A layer before, and experts, of which this rank has some."""
+    """A layer before, and experts, of which this rank has some; ``alias``: as another class."""
 
-    def __init__(self, group, seed):
+    def __init__(self, group, seed, alias=False):
         super().__init__()
         self.dispatcher = TokenDispatcher(EXPERTS, group) if group is not None else None
         ranks, rank = 1, 0
@@ -47,8 +50,9 @@ class Experts(torch.nn.Module):
             ranks, rank = distributed.get_world_size(group), distributed.get_rank(group)
         count = EXPERTS // ranks
         self.router = torch.nn.Linear(HIDDEN, EXPERTS)
-        self.fc1 = apex_te.GroupedLinear(count, HIDDEN, FFN)
-        self.fc2 = apex_te.GroupedLinear(count, FFN, HIDDEN, bias=False)
+        kind = AliasGroupedLinear if alias else apex_te.GroupedLinear
+        self.fc1 = kind(count, HIDDEN, FFN, device="cpu")
+        self.fc2 = kind(count, FFN, HIDDEN, bias=False, device="cpu")
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 index = int(name[-1]) + rank * count if name[-1].isdigit() else 0
@@ -67,14 +71,14 @@ class Experts(torch.nn.Module):
 class ExpertRun:
     """Experts in training over groups of ``ep`` ranks; every group has the same tokens."""
 
-    def __init__(self, seed, ep, groups_of_parameters):
+    def __init__(self, seed, ep, groups_of_parameters, alias=False):
         self.group, self.rank, self.ep = None, 0, ep
         self.flat = groups_of_parameters == 2  # names instead of lists in the optimizer's state
         if distributed.is_initialized():
             shape = (distributed.get_world_size() // ep, ep)
             mesh = distributed.init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
             self.group, self.rank = mesh["ep"].get_group(), mesh["ep"].get_local_rank()
-        self.model = Experts(self.group, seed)
+        self.model = Experts(self.group, seed, alias)
         parameters = list(self.model.named_parameters())
         groups = [[p for _, p in parameters]]
         if groups_of_parameters > 1:
@@ -138,16 +142,16 @@ class ExpertRun:
             set_state_dict(self.model, self.optimizer, **more, **options)
 
 
-def _save_experts(rank, path, ep, groups):
-    run = ExpertRun(1, ep, groups)
+def _save_experts(rank, path, ep, groups, alias):
+    run = ExpertRun(1, ep, groups, alias)
     run.train(range(2))
     flush_fp8_state()
     run.keep(dcp.save, path)
     return run.content(), run.train(range(2, 5))
 
 
-def _load_experts(rank, path, again, ep, groups):
-    run = ExpertRun(2, ep, groups)
+def _load_experts(rank, path, again, ep, groups, alias):
+    run = ExpertRun(2, ep, groups, alias)
     init_fp8_state(run.model, RECIPE)
     run.keep(dcp.load, path)
     if again is not None:
@@ -158,19 +162,22 @@ def _load_experts(rank, path, again, ep, groups):
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "groups"),
-    [((2, 2), (4, 4), 2), ((2, 2), (1, 1), 1), ((1, 1), (2, 2), 3), ((4, 2), (4, 4), 1)],
-)
-def test_experts(all_ranks, tmp_path, before, after, groups):
+    ("before", "after", "groups", "alias"),
+    [
+        ((2, 2), (4, 4), 2, False), ((2, 2), (1, 1), 1, False), ((1, 1), (2, 2), 3, False),
+        ((4, 2), (4, 4), 1, False), ((2, 2), (4, 4), 2, True), ((2, 2), (1, 1), 1, True),
+    ],
+)  # fmt: skip
+def test_experts(all_ranks, tmp_path, before, after, groups, alias):
     """Ranks, and those that share the experts; and groups of parameters, of experts alone too."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
 
     def run(function, layout, *paths):
         size, ep = layout
         if size == 1:
-            found = [function(0, *paths, ep, groups)]
+            found = [function(0, *paths, ep, groups, alias)]
         else:
-            found = _ranks(all_ranks, size, "gloo").run(function, *paths, ep, groups)
+            found = _ranks(all_ranks, size, "gloo").run(function, *paths, ep, groups, alias)
         whole = {}
         for content, _ in found:
             for key, value in content.items():

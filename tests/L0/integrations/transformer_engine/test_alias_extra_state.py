@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from alias_kinds import (
     FP8_KINDS,
     KINDS,
@@ -23,8 +24,10 @@ from alias_kinds import (
 )
 from schemes import SCHEMES, STATELESS
 from te_blobs import FORMS, NAMES, as_uint8, tensors
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import apex_te
+from apex_te.distributed import get_model_state_dict, set_model_state_dict
 from apex_te.integrations import load_te_extra_state
 from apex_te.integrations.transformer_engine.pytorch import module as te
 from apex_te.integrations.transformer_engine.pytorch.module import GroupedLinear, LayerNorm, Linear
@@ -380,13 +383,37 @@ def test_meta_modules_load_it():
     same(states(other), states(layer))
 
 
-def test_a_distributed_checkpoint_keeps_it(tmp_path):
-    from torch.distributed import checkpoint as dcp
+def test_no_two_of_them_seem_to_share_memory():
+    """Else tools that write safetensors drop all but one."""
+    state = torch.nn.Sequential(Linear(8, 8), LayerNorm(8), Linear(8, 8)).state_dict()
+    pointers = [v.untyped_storage().data_ptr() for k, v in state.items() if k.endswith(KEY)]
+    assert len(set(pointers) - {0}) == 3
 
-    layer, other = trained(Linear(24, 40)), Linear(24, 40)
-    dcp.save(layer.state_dict(), checkpoint_id=tmp_path)
+
+def model_to_save():
+    return torch.nn.Sequential(Linear(24, 40), LayerNorm(40))
+
+
+def test_a_distributed_checkpoint_keeps_it(tmp_path):
+    model, other = model_to_save(), model_to_save()
+    trained(model[0])
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path)
     apex_te.init_fp8_state(other, RECIPE)
     found = other.state_dict()
     dcp.load(found, checkpoint_id=tmp_path)
     other.load_state_dict(found, strict=True)
-    same(states(other), states(layer))
+    same(states(other[0]), states(model[0]))
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_state_dicts_for_all_ranks_have_apex_tes_keys(on_cpu):
+    """Of which ranks can take parts, however many save and load."""
+    options = StateDictOptions(cpu_offload=on_cpu)
+    model, other = model_to_save(), model_to_save()
+    trained(model[0])
+    found = get_model_state_dict(model, options=options)
+    assert "0._extra_state" not in found
+    assert "0.fp8_state.header" in found
+    set_model_state_dict(other, found)
+    same(states(other[0]), states(model[0]))
+    set_model_state_dict(model_to_save(), model.state_dict())
