@@ -526,6 +526,21 @@ def test_fp8_meta_follows_the_region():
         with apex_te.fp8_autocast(True, fp8_recipe=recipe):
             layer(torch.randn(32, 32))
         assert layer.fp8_meta["recipe"] == recipe
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_fp8_meta_has_a_recipe_of_every_scheme(name):
+    layer = te.Linear(32, 32)
+    with apex_te.fp8_autocast(True, fp8_recipe=SCHEMES[name]):
+        layer(torch.randn(32, 32))
+    found = layer.fp8_meta["recipe"]
+    assert isinstance(found, type(SCHEMES[name]))
+    assert found.fp8_format == SCHEMES[name].fp8_format
+    assert layer.fp8_meta["fp8_checkpoint"] is True
+    assert layer.state_dict()["_extra_state"].numel()
+
+
+def test_norms_have_the_attributes_of_fp8_modules():
     norm = te.LayerNorm(8)
     assert norm.fp8_meta["fp8_checkpoint"] is False
     norm.init_fp8_metadata()
