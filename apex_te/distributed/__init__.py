@@ -1,7 +1,8 @@
 """Training on several ranks.
 
 Activation checkpoints, random states, FSDP2 with FP8 all-gathers, tensor-parallel styles for
-``parallelize_module``, expert parallelism, sums of ``main_grad``, and state dicts of split models.
+``parallelize_module``, cross entropy of a split vocabulary, expert parallelism, sums of
+``main_grad``, and state dicts of split models.
 """
 
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from ..runtime.lazy import attach
 from .checkpoint import checkpoint  # now, as its module of the same name would take its place
 
 if TYPE_CHECKING:
+    from .cross_entropy import parallel_cross_entropy as parallel_cross_entropy
     from .dtensor.parallel_styles import ColumnParallel as ColumnParallel
     from .dtensor.parallel_styles import LayerParallel as LayerParallel
     from .dtensor.parallel_styles import Replicated as Replicated
@@ -39,6 +41,7 @@ _NAMES = {
     "get_model_state_dict": "state_dict",
     "get_optimizer_state_dict": "state_dict",
     "get_state_dict": "state_dict",
+    "parallel_cross_entropy": "cross_entropy",
     "reduce_main_grads": "main_grad",
     "set_model_state_dict": "state_dict",
     "set_optimizer_state_dict": "state_dict",

@@ -1,0 +1,204 @@
+"""Cross entropy of a split vocabulary on 2 and 3 ranks: losses and gradients of one rank."""
+
+import pytest
+import torch
+from conftest import _ranks
+
+from apex_te.distributed import parallel_cross_entropy
+from apex_te.integrations.transformer_engine.pytorch import cross_entropy as te
+from apex_te.ops import cross_entropy as op
+
+ROWS = (3, 7)
+OPTIONS = {
+    "plain": {},
+    "smooth": {"label_smoothing": 0.1},
+    "all smooth": {"label_smoothing": 1.0},
+    "ignored": {"ignore_index": 5},
+    "ignored and smooth": {"ignore_index": 5, "label_smoothing": 0.3},
+}
+
+
+def _device(rank):
+    nccl = torch.distributed.get_backend() == "nccl"
+    return torch.device("cuda", rank) if nccl else torch.device("cpu")
+
+
+def make(dtype, vocab):
+    generator = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(*ROWS, vocab, generator=generator) * 4).to(dtype)
+    target = torch.randint(0, vocab, ROWS, generator=generator)
+    target.view(-1)[3] = 5
+    target.view(-1)[8] = 0
+    target.view(-1)[9] = vocab - 1
+    return logits, target
+
+
+def reference(logits, target, factor, **options):
+    """Losses, and gradients of the sum of losses times ``factor``, in float64."""
+    loss, grad = op.reference(logits.double(), target, **options)
+    return loss, grad * factor.double().unsqueeze(-1)
+
+
+def _split(rank, dtype, sizes, options, reduction, int32=False):
+    """Loss and gradient of this rank's columns."""
+    device = _device(rank)
+    logits, target = make(dtype, sum(sizes))
+    start = sum(sizes[:rank])
+    # A part of a larger tensor: not contiguous.
+    own = logits[..., start : start + sizes[rank]].to(device).requires_grad_()
+    uneven = {"first_index": start, "vocab_size": sum(sizes)} if len(set(sizes)) > 1 else {}
+    collectives = []
+    reduce = torch.distributed.all_reduce
+
+    def counted(*args, op=torch.distributed.ReduceOp.SUM, **kwargs):
+        collectives.append(str(op))
+        return reduce(*args, op=op, **kwargs)
+
+    torch.distributed.all_reduce = counted
+    try:
+        loss = parallel_cross_entropy(
+            own,
+            target.to(device, torch.int32 if int32 else torch.int64),
+            group=torch.distributed.group.WORLD,
+            reduction=reduction,
+            **options,
+            **uneven,
+        )
+        factor = torch.linspace(0.5, 2.0, loss.numel()).view(loss.shape).to(device)
+        (loss * factor).sum().backward()
+    finally:
+        torch.distributed.all_reduce = reduce
+    assert [name.split(".")[-1] for name in collectives] == ["MAX", "SUM"]
+    assert loss.dtype is torch.float32
+    assert own.grad.dtype is dtype
+    return loss.detach().cpu(), own.grad.cpu()
+
+
+def check(ranks, dtype, sizes, options, reduction):
+    results = ranks.run(_split, dtype, sizes, options, reduction)
+    logits, target = make(dtype, sum(sizes))
+    valid = target != options.get("ignore_index", -100)
+    count = {"none": 1, "sum": 1, "mean": int(valid.sum())}[reduction]
+    factor = torch.linspace(0.5, 2.0, target.numel()).view(target.shape)
+    factor = factor if reduction == "none" else torch.full(target.shape, 0.5 / count)
+    losses, grads = reference(logits, target, factor, **options)
+    losses = losses if reduction == "none" else losses.sum() / count
+    found = torch.cat([grad for _, grad in results], -1)
+    for loss, _ in results:
+        assert torch.equal(loss, results[0][0])
+        torch.testing.assert_close(loss.double(), losses, rtol=3e-6, atol=3e-6)
+    steps = {torch.float32: 2e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+    error = (found.double() - grads).abs()
+    assert (error <= steps[dtype] * grads.abs() + 1e-7).all()
+    assert not found[~valid].any()
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_against_one_rank(all_ranks, size, name, reduction):
+    check(_ranks(all_ranks, size, "gloo"), torch.float32, (17,) * size, OPTIONS[name], reduction)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(1, 1), (301, 301), (13, 28), (40, 1), (9, 2, 6)])
+def test_odd_and_uneven_vocabularies(all_ranks, sizes, dtype):
+    ranks = _ranks(all_ranks, len(sizes), "gloo")
+    if sum(sizes) < 6:
+        with pytest.raises(Exception, match="target must be in"):
+            check(ranks, dtype, sizes, {}, "none")
+        return
+    check(ranks, dtype, sizes, OPTIONS["ignored and smooth"], "none")
+
+
+def _infinite(rank):
+    """A rank whose logits are all -inf, as of padding, adds nothing."""
+    device = _device(rank)
+    logits, target = make(torch.float32, 12)
+    own = logits[..., :12] if rank == 0 else torch.full((*ROWS, 12), -torch.inf)
+    own = own.contiguous().to(device).requires_grad_()
+    loss = parallel_cross_entropy(own, target.to(device), group=torch.distributed.group.WORLD)
+    loss.backward()
+    return loss.detach().cpu(), own.grad.cpu()
+
+
+def test_columns_of_minus_infinity(two_ranks):
+    (loss, grad), (_, other) = two_ranks.run(_infinite)
+    logits, target = make(torch.float32, 12)
+    losses, grads = reference(logits, target, torch.full(ROWS, 1 / 21))
+    torch.testing.assert_close(loss.double(), losses.mean(), rtol=3e-6, atol=0)
+    torch.testing.assert_close(grad.double(), grads, rtol=1e-5, atol=1e-8)
+    assert not other.any()
+
+
+def _te(rank, reduce_loss):
+    device = _device(rank)
+    logits, target = make(torch.bfloat16, 34)
+    own = logits[..., 17 * rank : 17 * rank + 17].contiguous().to(device).requires_grad_()
+    group = torch.distributed.group.WORLD
+    loss = te.parallel_cross_entropy(
+        own, target.to(device), 0.1, reduce_loss, group, 5, is_cg_capturable=True
+    )
+    loss.sum().backward()
+    return loss.detach().cpu(), own.grad.cpu()
+
+
+@pytest.mark.parametrize("reduce_loss", [False, True])
+def test_transformer_engine_s_arguments(two_ranks, reduce_loss):
+    results = two_ranks.run(_te, reduce_loss)
+    logits, target = make(torch.bfloat16, 34)
+    given = logits.clone().requires_grad_()
+    expected = te.parallel_cross_entropy(given, target, 0.1, reduce_loss, None, 5)
+    expected.sum().backward()
+    assert expected.shape == (() if reduce_loss else ROWS)
+    found = torch.cat([grad for _, grad in results], -1)
+    for loss, _ in results:
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, given.grad, rtol=2**-7, atol=1e-7)
+
+
+def _wrong(rank):
+    found = []
+    group = torch.distributed.group.WORLD
+    logits, target = make(torch.float32, 8)
+    for changed in (
+        {"target": target + 9},
+        {"target": target[:2]},
+        {"label_smoothing": 1.5},
+        {"reduction": "all"},
+        {"first_index": 3},
+        {"first_index": 9, "vocab_size": 16},
+        {"logits": logits.double()},
+        {"target": target.double()},
+        {"group": 3},
+    ):
+        options = {"logits": logits, "target": target, "group": group, **changed}
+        try:
+            parallel_cross_entropy(**options)
+        except (TypeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_wrong_arguments(two_ranks):
+    messages = two_ranks.run(_wrong)[0]
+    expected = [
+        "ValueError: parallel_cross_entropy: target must be in [0, 16) or ignore_index -100",
+        "ValueError: parallel_cross_entropy: target must have the shape of logits",
+        "ValueError: parallel_cross_entropy: label_smoothing must be from 0 to 1, got 1.5",
+        "ValueError: parallel_cross_entropy: reduction must be 'mean', 'sum' or 'none'",
+        "ValueError: parallel_cross_entropy: vocab_size must be given with first_index",
+        "ValueError: parallel_cross_entropy: first_index must be from 0 to 8 for 8 columns of 16",
+        "TypeError: parallel_cross_entropy: logits must be float32, float16 or bfloat16",
+        "TypeError: parallel_cross_entropy: target must be int64 or int32",
+        "TypeError: parallel_cross_entropy: group must be a torch.distributed.ProcessGroup",
+    ]
+    assert len(messages) == len(expected)
+    for message, start in zip(messages, expected, strict=True):
+        assert message.startswith(start), message
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_two_gpus(two_gpus, dtype):
+    check(two_gpus, dtype, (257, 257), OPTIONS["ignored and smooth"], "none")
