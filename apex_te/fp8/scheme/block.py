@@ -128,6 +128,7 @@ class Blocks(Layout):
 
     name = "128x128 blocks"
     block_rows = _BLOCK
+    block_cols = _BLOCK
 
     def scale_inv(self, rows: int, cols: int, device: torch.device) -> torch.Tensor:
         return torch.empty(scale_shape(rows, cols, _BLOCK), dtype=torch.float32, device=device)

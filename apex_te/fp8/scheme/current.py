@@ -190,7 +190,10 @@ class OneScale(Layout):
         return torch.empty(1, dtype=torch.float32, device=device)
 
     def quantize(self, quantizer: Any, x: torch.Tensor) -> QuantizedTensor:
-        out = quantizer.cast_rows(x, tensor_amax(x).bfloat16().float())
+        return self.quantize_part(quantizer, x, tensor_amax(x))
+
+    def quantize_part(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> QuantizedTensor:
+        out = quantizer.cast_rows(x, amax.bfloat16().float())
         return QuantizedTensor(out.rowwise, out.scale_inv, None, None, quantizer.dtype)
 
     def columnwise(

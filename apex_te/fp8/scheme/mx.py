@@ -74,6 +74,7 @@ class MXBlocks(Layout):
 
     name = "MXFP8"
     block_rows = 1
+    block_cols = _BLOCK
     exact = False  # columnwise blocks lie along the other axis
     decoded = torch.bfloat16
 

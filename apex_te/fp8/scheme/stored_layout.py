@@ -21,6 +21,7 @@ class Layout:
     Attributes:
         name: name of the form, for messages.
         block_rows: number of rows that share a scale; 0 if all do.
+        block_cols: number of columns that share a scale; 0 if all do.
         exact: True if columnwise data made from the rowwise data equal those made from the
             high-precision values.
         decoded: dtype that represents the values exactly, from which columnwise data are made.
@@ -28,6 +29,7 @@ class Layout:
 
     name: ClassVar[str]
     block_rows: ClassVar[int]
+    block_cols: ClassVar[int] = 0
     exact: ClassVar[bool] = True
     decoded: ClassVar[torch.dtype] = torch.float32
 
@@ -43,6 +45,16 @@ class Layout:
             x: high-precision values.
         """
         return quantizer.quantize(x, True, False)[0]
+
+    def quantize_part(self, quantizer: Any, x: torch.Tensor, amax: torch.Tensor) -> QuantizedTensor:
+        """Returns the rowwise copy of a part of a weight, for a form with one scale.
+
+        Args:
+            quantizer: the scheme's quantizer of weights.
+            x: high-precision values ``[rows, cols]``.
+            amax: fp32 ``[1]``, the amax of the whole weight.
+        """
+        raise NotImplementedError
 
     def columnwise(
         self, quantizer: Any, held: QuantizedTensor

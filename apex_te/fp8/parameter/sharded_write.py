@@ -1,0 +1,202 @@
+"""Writing of weights held in FP8 from parts that the ranks of a group hold, as with ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ...comm.collectives import max_over_ranks, world_size
+from ..scheme.registry import layout_of
+from ..tensor import QuantizedTensor
+from .decode import quantizers_of
+from .parameter import FP8Parameter
+
+__all__ = ["drop_columnwise", "replace_data", "write_parts"]
+
+
+def replace_data(weight: FP8Parameter, data: torch.Tensor) -> None:
+    """Moves the FP8 data of a weight to other memory, with the values that they have.
+
+    Args:
+        weight: the weight.
+        data: uint8 or the weight's FP8 dtype, contiguous, of the weight's number of elements and on
+            its device. It becomes the weight's memory, such as a part of a buffer.
+
+    Raises:
+        TypeError: ``weight`` is no FP8Parameter, or ``data`` has another dtype.
+        ValueError: ``data`` has another size or device, or is not contiguous.
+    """
+    held = _held("replace_data", weight)
+    old = held.rowwise
+    assert old is not None
+    if data.dtype not in (torch.uint8, old.dtype):
+        raise TypeError(f"replace_data: data must be uint8 or {old.dtype}, got {data.dtype}")
+    if data.numel() != old.numel() or data.device != old.device or not data.is_contiguous():
+        raise ValueError(
+            f"replace_data: data must be {old.numel()} contiguous elements on {old.device}, got "
+            f"{list(data.shape)} with strides {list(data.stride())} on {data.device}"
+        )
+    new = data.detach().view(old.dtype).view(old.shape)
+    new.copy_(old)
+    held.rowwise = new
+
+
+def drop_columnwise(weight: FP8Parameter) -> None:
+    """Frees the columnwise copy of a weight, whose rowwise data were written from outside.
+
+    Raises:
+        TypeError: ``weight`` is no FP8Parameter.
+    """
+    held = _held("drop_columnwise", weight)
+    held.columnwise = held.columnwise_scale_inv = None
+    increment_version(weight)
+
+
+def write_parts(
+    weights: Sequence[FP8Parameter],
+    parts: Sequence[torch.Tensor | None],
+    starts: Sequence[int | None],
+    group: Any,
+) -> None:
+    """Quantizes the part of each weight that this rank has, with the scales of the whole weights.
+
+    The ranks exchange amaxes in one all-reduce by maximum. Each rank then has the scales of all the
+    weights, and its own parts of their data; the other parts are left as they are, to be gathered.
+    Once they are there, data and scales are those of ``weight.copy_(whole)``.
+
+    Args:
+        weights: the weights, the same on all ranks, each with the whole data.
+        parts: for each weight this rank's part of the new values, consecutive elements of the
+            flattened weight in float32, float16 or bfloat16; None if it has none.
+        starts: for each weight the index of the part's first element; None without a part.
+        group: process group of the ranks; None is the whole world.
+
+    Raises:
+        TypeError: a weight is no FP8Parameter.
+        ValueError: the lists differ in length, or a part lies outside its weight.
+    """
+    _check(weights, parts, starts)
+    if not weights:
+        return
+    with torch.no_grad():
+        pieces = [_Piece(*item) for item in zip(weights, parts, starts, strict=True)]
+        by_device: dict[torch.device, list[_Piece]] = {}
+        for piece in pieces:
+            by_device.setdefault(piece.device, []).append(piece)
+        for members in by_device.values():
+            amaxes = torch.cat([piece.amax() for piece in members])
+            if world_size(group) > 1:
+                max_over_ranks(amaxes, group)
+            sizes = [piece.blocks for piece in members]
+            for piece, own in zip(members, amaxes.split(sizes), strict=True):
+                piece.write(own)
+    for weight in weights:
+        drop_columnwise(weight)
+
+
+def _held(owner: str, weight: Any) -> QuantizedTensor:
+    """Returns the rowwise copy of ``weight``; raises TypeError if it is no FP8Parameter."""
+    if not isinstance(weight, FP8Parameter):
+        raise TypeError(f"{owner}: weight must be an FP8Parameter, got {type(weight).__name__}")
+    return weight._held
+
+
+def _check(weights: Sequence[Any], parts: Sequence[Any], starts: Sequence[Any]) -> None:
+    """Raises the errors of ``write_parts``."""
+    if not len(weights) == len(parts) == len(starts):
+        raise ValueError(
+            f"write_parts: parts and starts must have {len(weights)} items, as weights has, "
+            f"got {len(parts)} and {len(starts)}"
+        )
+    for weight, part, start in zip(weights, parts, starts, strict=True):
+        _held("write_parts", weight)
+        if part is None:
+            continue
+        if start is None or not 0 <= start <= weight.numel() - part.numel():
+            raise ValueError(
+                f"write_parts: starts must be from 0 to {weight.numel() - part.numel()} for a part "
+                f"of {part.numel()} elements, got {start}"
+            )
+
+
+class _Piece:
+    """This rank's part of one weight, and the scales of the whole.
+
+    Attributes:
+        blocks: number of scales.
+        device: device of the weight.
+    """
+
+    def __init__(self, weight: FP8Parameter, part: torch.Tensor | None, start: int | None) -> None:
+        self.weight = weight
+        self.device = weight.device
+        self.start = 0 if start is None else start
+        self.part = None if part is None else part.detach().reshape(-1).to(self.device)
+        self.layout = layout_of(weight.recipe)
+        self.quantizer = quantizers_of(weight.recipe, self.device).weight
+        scale_inv = weight._held.rowwise_scale_inv
+        assert scale_inv is not None
+        rows, cols = weight.shape
+        block_rows = self.layout.block_rows or rows
+        block_cols = self.layout.block_cols or cols
+        self.shape = -(-rows // block_rows), block_rows, -(-cols // block_cols), block_cols
+        self.blocks = self.shape[0] * self.shape[2]
+
+    def amax(self) -> torch.Tensor:
+        """Returns the amax of this rank's part of each block, fp32 ``[blocks]``."""
+        if self.part is None or not self.part.numel():
+            return torch.zeros(self.blocks, dtype=torch.float32, device=self.device)
+        if self.blocks == 1:
+            return self.part.abs().amax().float().reshape(1)
+        whole = torch.zeros(self.weight.numel(), dtype=self.part.dtype, device=self.device)
+        whole[self.start : self.start + self.part.numel()] = self.part
+        return self._tiles(whole.abs_()).amax((1, 3)).float().reshape(-1)
+
+    def _tiles(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns values of the whole weight as [block row, row, block column, column]."""
+        rows, cols = self.weight.shape
+        down, high, across, wide = self.shape
+        padding = (0, across * wide - cols, 0, down * high - rows)
+        return torch.nn.functional.pad(values.view(rows, cols), padding).view(self.shape)
+
+    def write(self, amax: torch.Tensor) -> None:
+        """Writes this rank's part of the data, and all scales.
+
+        Args:
+            amax: fp32 ``[blocks]``, the amax of each block of the whole weight.
+        """
+        if not self.layout.block_rows:
+            x = torch.zeros(16, device=self.device) if self.part is None else self.part
+            self._store(self.layout.quantize_part(self.quantizer, x.view(1, -1), amax), 0)
+            return
+        # A block's scale follows from its amax: elements of other ranks may all have that value.
+        part = self.part
+        dtype = torch.float32 if part is None else part.dtype
+        down, high, across, wide = self.shape
+        rows, cols = self.weight.shape
+        filled = amax.to(dtype).view(down, 1, across, 1).expand(self.shape)
+        values = filled.reshape(down * high, across * wide)[:rows, :cols].contiguous()
+        if part is not None:
+            values.view(-1)[self.start : self.start + part.numel()] = part
+        self._store(self.layout.quantize(self.quantizer, values), self.start)
+
+    def _store(self, made: QuantizedTensor, first: int) -> None:
+        """Copies scales, and this rank's part of the data, to the weight.
+
+        Args:
+            made: quantized values, this rank's part among them.
+            first: index in ``made`` of the part's first element.
+        """
+        held = self.weight._held
+        assert held.rowwise is not None
+        assert held.rowwise_scale_inv is not None
+        assert made.rowwise is not None
+        assert made.rowwise_scale_inv is not None
+        held.rowwise_scale_inv.copy_(made.rowwise_scale_inv)
+        if self.part is not None:
+            count = self.part.numel()
+            new, old = made.rowwise.view(torch.uint8), held.rowwise.view(torch.uint8)
+            old.view(-1)[self.start : self.start + count] = new.view(-1)[first : first + count]
