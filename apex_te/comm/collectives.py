@@ -67,6 +67,10 @@ class Pending:
             self._work = self._keep = None
         return self._result
 
+    def unfinished(self) -> torch.Tensor:
+        """Returns the tensor that the collective writes, to be read after ``wait`` only."""
+        return self._result
+
     def pieces(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yields the result's rows in the order of their arrival; ``release`` must follow.
 

@@ -19,7 +19,7 @@ from ..fp8.delayed.registry import registry
 from ..fp8.delayed.scale_snapshot import ScaleSnapshot
 from .saved_parts import SavedInParts
 
-__all__ = ["checkpoint"]
+__all__ = ["RunConditions", "checkpoint"]
 
 
 def checkpoint(
@@ -171,8 +171,7 @@ def _is_earlier_order(args: tuple[Any, ...]) -> bool:
 class _Repeatable:
     """Callable around a function: calls after the first are recomputes, under the same conditions.
 
-    It is made where ``checkpoint`` is called, and stores that place's ``fp8_autocast`` region and
-    tracked random states; FP8 scales are stored after the first call.
+    It is made where ``checkpoint`` is called, and takes the conditions there.
 
     Args:
         function: the function to checkpoint.
@@ -191,10 +190,7 @@ class _Repeatable:
     ) -> None:
         self.function = function
         self.keywords = keywords
-        self.tracker = tracker
-        self.region = local.region
-        self.states = None if tracker is None else tracker.get_states()
-        self.scales: ScaleSnapshot | None = None
+        self.conditions = RunConditions(tracker)
         self.has_run = False
         self.parts: SavedInParts | None = None
         self.stack: ExitStack | None = None  # what is entered here ends with the first run
@@ -203,19 +199,41 @@ class _Repeatable:
         count = len(args) - len(self.keywords)
         keywords = dict(zip(self.keywords, args[count:], strict=True))
         if self.has_run:
-            with self._as_before():
+            with self.conditions.restored():
                 return self.function(*args[:count], **keywords)
         out = self.function(*args[:count], **keywords)
         self.has_run = True
-        self.scales = _scales_now()  # after the first run, which may have allocated them
+        self.conditions.note_scales()  # after the first run, which may have allocated them
         if self.stack is not None and self.parts is not None:
             self.stack.enter_context(saved_tensors_hooks(self.parts.pack, self.parts.unpack))
             self.stack = self.parts = None
         return out
 
+
+class RunConditions:
+    """Conditions of a run, in which a recompute is to repeat it.
+
+    These are the ``fp8_autocast`` region and tracked random states of the place where this object
+    is made, and the FP8 scales at the time of ``note_scales``.
+
+    Args:
+        tracker: object with ``get_states`` and ``set_states``, such as a ``CudaRNGStatesTracker``,
+            or None.
+    """
+
+    def __init__(self, tracker: Any = None) -> None:
+        self.tracker = tracker
+        self.region = local.region
+        self.states = None if tracker is None else tracker.get_states()
+        self.scales: ScaleSnapshot | None = None
+
+    def note_scales(self) -> None:
+        """Takes a snapshot of the FP8 scales."""
+        self.scales = _scales_now()
+
     @contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Sets region, tracked random states and scales of the first call inside the block.
+    def restored(self) -> Iterator[None]:
+        """Sets region, tracked random states and scales of the run inside the block.
 
         At the block's end the states from before the block are restored.
         """

@@ -19,7 +19,7 @@ from ..fp8.parameter.parameter import FP8Parameter
 from ..module._core.captured_weights import CapturedWeights, KeptWeight
 from ..module._core.fp8_module import FP8Module, Modes
 
-__all__ = ["Capture", "fp8_modules", "no_collection", "preserved", "substituted"]
+__all__ = ["Capture", "SavedState", "fp8_modules", "no_collection", "preserved", "substituted"]
 
 
 def fp8_modules(module: torch.nn.Module) -> list[FP8Module]:
@@ -454,7 +454,7 @@ def preserved(
         modules: the modules that are run.
         devices: the devices whose random generators are restored.
     """
-    states = [_SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
+    states = [SavedState(child.fp8_state) for module in modules for child in fp8_modules(module)]
     parameters = [p for module in modules for p in module.parameters()]
     held = [b for module in modules for b in module.buffers()]
     held += [g for g in (getattr(p, "main_grad", None) for p in parameters) if g is not None]
@@ -505,7 +505,7 @@ def substituted(modules: Sequence[torch.nn.Module]) -> Iterator[dict[int, torch.
             parameters[name] = parameter
 
 
-class _SavedState:
+class SavedState:
     """Copy of the values of an FP8 state."""
 
     def __init__(self, state: FP8State) -> None:
