@@ -1,0 +1,58 @@
+"""Permutation of the tokens of a mixture of experts, with Transformer Engine's signatures."""
+
+from __future__ import annotations
+
+import torch
+
+from .... import permutation as _permutation
+from ....permutation import (
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+)
+
+__all__ = [
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
+]
+
+
+def moe_unpermute(
+    inp: torch.Tensor,
+    row_id_map: torch.Tensor,
+    merging_probs: torch.Tensor | None = None,
+    restore_shape: torch.Size | tuple[int, ...] | None = None,
+    map_type: str = "mask",
+    probs: torch.Tensor | None = None,
+    pad_offsets: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sums the rows of each token, times their probs if given; ``apex_te``'s ``moe_unpermute``.
+
+    Args:
+        inp, row_id_map, merging_probs, restore_shape, map_type, pad_offsets: as in
+            ``apex_te.permutation.moe_unpermute``.
+        probs: earlier name of ``merging_probs``.
+
+    Returns:
+        [tokens, hidden] in the dtype of ``inp``.
+
+    Raises:
+        TypeError: both ``probs`` and ``merging_probs`` are given, or a dtype does not match.
+        ValueError: a shape or option that does not match.
+    """
+    if probs is not None:
+        if merging_probs is not None:
+            raise TypeError(
+                "moe_unpermute: probs must be None beside merging_probs, whose earlier name it is, "
+                "got both"
+            )
+        merging_probs = probs
+    return _permutation.moe_unpermute(
+        inp, row_id_map, merging_probs, restore_shape, map_type, pad_offsets
+    )

@@ -1,0 +1,52 @@
+"""``QuantizedTensor``, the type by which frameworks recognise weights held in FP8 only."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from ....fp8.parameter.parameter import FP8Parameter
+from .._names import named, not_served
+
+__all__ = ["QuantizedTensor", "QuantizedTensorStorage", "Quantizer", "WeightType"]
+
+_MODULE = "transformer_engine.pytorch.quantized_tensor"
+
+
+class WeightType(type(torch.Tensor)):  # type: ignore[misc]
+    """Metaclass of types whose instances are apex_te's FP8 weights with certain recipes.
+
+    Attributes:
+        quantizers: the schemes, by ``Recipe.quantizer``, of the instances' recipes; None for all.
+    """
+
+    quantizers: tuple[str, ...] | None
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        if not isinstance(instance, FP8Parameter):
+            return False
+        return cls.quantizers is None or instance.recipe.quantizer in cls.quantizers
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if subclass is FP8Parameter:
+            return cls.quantizers is None
+        return super().__subclasscheck__(subclass)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"{cls.__module__}.{cls.__name__} cannot be constructed in apex_te: modules made "
+            "inside fp8_model_init hold such weights"
+        )
+
+
+@named(_MODULE)
+class QuantizedTensor(torch.Tensor, metaclass=WeightType):
+    """Type of every ``apex_te.parameter.FP8Parameter``, by ``isinstance``."""
+
+    quantizers: ClassVar[tuple[str, ...] | None] = None
+
+
+_REASON = "modules quantize tensors by their recipe, without an object that users can hold"
+Quantizer = not_served(f"{_MODULE}.Quantizer", _REASON)
+QuantizedTensorStorage = not_served(f"{_MODULE}.QuantizedTensorStorage", _REASON)
