@@ -31,6 +31,8 @@ class InferenceParams:
             the i-th sequence is row i of the keys and values.
     """
 
+    _is_batch_first = False  # memory is [b, s, g, d] before pre_step, too
+
     def __init__(self, max_batch_size: int, max_sequence_length: int) -> None:
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
@@ -265,11 +267,12 @@ def extended(
             raise ValueError(
                 f"{owner}: inference_params.{name} must be at least {value}, got {limit}"
             )
-    out = []
-    for kept, new in zip(_memory(params, layer, keys, values, time), (keys, values), strict=True):
+    out, own = [], 1 if params._is_batch_first else time
+    for kept, new in zip(_memory(params, layer, keys, values, own), (keys, values), strict=True):
+        kept = kept if own == time else kept.transpose(0, 1)
         batch = kept.narrow(1 - time, first, last - first)
         batch.narrow(time, start, end - start).copy_(new)
-        out.append(batch.narrow(time, 0, end))
+        out.append(batch.narrow(time, 0, end).to(new.dtype))
     return Cached(out[0], out[1])
 
 

@@ -1,0 +1,15 @@
+"""Transformer Engine's ``pytorch.attention``: attention, rotary embedding and the KV cache."""
+
+from .dot_product_attention import DotProductAttention
+from .inference import InferenceParams
+from .multi_head_attention import MultiheadAttention
+from .rope import RotaryPositionEmbedding, apply_fused_qkv_rotary_pos_emb, apply_rotary_pos_emb
+
+__all__ = [
+    "DotProductAttention",
+    "InferenceParams",
+    "MultiheadAttention",
+    "RotaryPositionEmbedding",
+    "apply_fused_qkv_rotary_pos_emb",
+    "apply_rotary_pos_emb",
+]

@@ -1,0 +1,224 @@
+"""Transformer Engine's DotProductAttention over apex_te's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ......comm.collectives import world_size
+from ......module.attention.dot_product import DotProductAttention as NativeDotProductAttention
+from ......module.attention.inference_params import InferenceParams, extended
+from ......module.attention.masks import Mask
+from ...._context_parallel import ContextParallelArguments
+from ...._names import named, neutral
+from ...module.base import TransformerEngineBaseModule
+from .._masks import check_diagonal, checked_window, mask_type_of, reads_masks
+
+__all__ = ["DotProductAttention"]
+
+_NAME = "DotProductAttention"
+
+
+@named("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
+class DotProductAttention(
+    ContextParallelArguments, TransformerEngineBaseModule, NativeDotProductAttention
+):
+    """``softmax(scale * q k^T + bias) v`` for each head, computed as by apex_te's class.
+
+    Masks, and ``cu_seqlens_q`` and ``cu_seqlens_kv`` of unpacked tensors, are ignored with mask
+    types that read none.
+
+    Args:
+        num_attention_heads, kv_channels, num_gqa_groups, attention_dropout, qkv_format,
+            sequence_parallel, tp_size, get_rng_state_tracker, tp_group, layer_number,
+            attention_type, softmax_scale, apply_query_key_layer_scaling: as in
+            ``apex_te.DotProductAttention``.
+        attn_mask_type: as there; ``"padding,causal"`` and ``"causal,padding"`` are
+            ``"padding_causal"``.
+        window_size: as there; its right end is 0 with causal types.
+        bottom_right_diagonal: must be None or True where a window or ALiBi would count otherwise.
+        cp_group: must be None or have one rank; ``cp_global_ranks``, ``cp_stream`` and
+            ``cp_comm_type`` then have no effect.
+        softmax_type: must be ``"vanilla"``.
+        return_max_logit: must be False.
+        name: names the module in reports.
+
+    Raises:
+        NotImplementedError: an argument asks for what is not served.
+        TypeError, ValueError: as ``apex_te.DotProductAttention`` raises them.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: Any = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        cp_group: Any = None,
+        cp_global_ranks: Any = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False,
+        name: str | None = None,
+        *,
+        apply_query_key_layer_scaling: bool = False,
+    ) -> None:
+        neutral(
+            _NAME,
+            softmax_type=(softmax_type, "vanilla"),
+            return_max_logit=(return_max_logit, (False, None)),
+        )
+        kind = mask_type_of(attn_mask_type)
+        super().__init__(
+            num_attention_heads,
+            kv_channels,
+            num_gqa_groups,
+            attention_dropout,
+            qkv_format,
+            kind,
+            checked_window(kind, window_size),
+            sequence_parallel=sequence_parallel,
+            tp_size=tp_size,
+            get_rng_state_tracker=get_rng_state_tracker,
+            tp_group=tp_group,
+            layer_number=layer_number,
+            attention_type=attention_type,
+            softmax_scale=softmax_scale,
+            apply_query_key_layer_scaling=apply_query_key_layer_scaling,
+        )
+        self.bottom_right_diagonal = bottom_right_diagonal
+        self.softmax_type = softmax_type
+        self.return_max_logit = bool(return_max_logit)
+        self.name = name
+        self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Sets the ranks that the heads are split over.
+
+        Args:
+            tp_group: a ``torch.distributed.ProcessGroup`` of ``tp_size`` ranks, or None.
+
+        Raises:
+            ValueError: ``tp_group`` has another number of ranks.
+        """
+        ranks = self.tp_size if tp_group is None else world_size(tp_group)
+        if ranks != self.tp_size:
+            raise ValueError(
+                f"{_NAME}: tp_group must have tp_size = {self.tp_size} ranks, got {ranks}"
+            )
+        self.tp_group = tp_group
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: Mask = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Sequence[int] | None = None,
+        bottom_right_diagonal: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        core_attention_bias_type: str = "no_bias",
+        core_attention_bias: torch.Tensor | None = None,
+        alibi_slopes: torch.Tensor | None = None,
+        fast_zero_fill: bool = True,
+        inference_params: InferenceParams | None = None,
+        pad_between_seqs: bool | None = None,
+        fp8_output: bool | None = False,
+        num_splits: int | None = 1,
+    ) -> torch.Tensor:
+        """Attends; returns [..., h * dv] in the layout of the queries.
+
+        Args:
+            query_layer, key_layer, value_layer, qkv_format, cu_seqlens_q, cu_seqlens_kv,
+                max_seqlen_q, max_seqlen_kv, checkpoint_core_attention, core_attention_bias_type,
+                core_attention_bias, alibi_slopes: as in ``apex_te.DotProductAttention.forward``.
+            attention_mask: as there; ignored with mask types that read none.
+            cu_seqlens_q_padded, cu_seqlens_kv_padded: as there, for thd; ignored otherwise.
+            attn_mask_type, window_size, bottom_right_diagonal: replace the module's own.
+            inference_params: caches the keys and values, to which those of earlier calls are added,
+                under the module's ``layer_number``.
+            pad_between_seqs: False states that there are no gaps between the sequences of thd;
+                None and True read ``cu_seqlens_q_padded``.
+            fp8_output: must be False.
+            num_splits: must be 1 or None.
+            fast_zero_fill: without effect.
+
+        Raises:
+            NotImplementedError: an argument asks for what is not served.
+            TypeError, ValueError: as ``apex_te.DotProductAttention.forward`` raises them.
+        """
+        if fp8_output or num_splits not in (1, None):
+            neutral(
+                f"{_NAME}.forward",
+                fp8_output=(fp8_output, (False, None)),
+                num_splits=(num_splits, (1, None)),
+            )
+        kind = self.attn_mask_type if attn_mask_type is None else mask_type_of(attn_mask_type)
+        layout = self.qkv_format if qkv_format is None else qkv_format
+        window = self.window_size if window_size is None else window_size
+        window = checked_window(kind, window)
+        diagonal = bottom_right_diagonal
+        if diagonal is None:
+            diagonal = self.bottom_right_diagonal
+        check_diagonal(f"{_NAME}.forward", diagonal, kind, window, core_attention_bias_type)
+        keys, values = key_layer, value_layer
+        if inference_params is not None:
+            cached = extended(_NAME, inference_params, self.layer_number, keys, values, layout)
+            keys, values, kind = cached.keys, cached.values, cached.mask_type(_NAME, kind)
+            if cached.step is not None:
+                attention_mask = cu_seqlens_q_padded = cu_seqlens_kv_padded = None
+                cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv = cached.lengths()
+        if not reads_masks(kind):
+            attention_mask = None
+            if layout != "thd":
+                cu_seqlens_q = cu_seqlens_kv = None
+        if layout != "thd" or pad_between_seqs is False:
+            cu_seqlens_q_padded = cu_seqlens_kv_padded = None
+        return NativeDotProductAttention.forward(
+            self, query_layer, keys, values, attention_mask, layout, cu_seqlens_q, cu_seqlens_kv,
+            max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv, attn_mask_type=kind,
+            window_size=(-1, -1) if window is None else window,
+            core_attention_bias_type=core_attention_bias_type,
+            core_attention_bias=core_attention_bias, alibi_slopes=alibi_slopes,
+            checkpoint_core_attention=checkpoint_core_attention,
+            cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        )  # fmt: skip
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # Releases 1.6 and 1.7 have a module below that saves the key.
+        former = f"{prefix}fused_attention._extra_state"
+        unexpected_keys[:] = [key for key in unexpected_keys if key != former]
