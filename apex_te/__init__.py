@@ -125,3 +125,7 @@ if _os.environ.get("APEX_TE_TOPLEVEL_COMPAT"):
     from .compatibility.apex import install_from_environment as _install_apex_names
 
     _install_apex_names()
+if _os.environ.get("APEX_TE_TRANSFORMER_ENGINE"):
+    from .integrations.te_alias import install_from_environment as _install_alias
+
+    _install_alias()

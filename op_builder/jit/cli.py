@@ -9,8 +9,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from .errors import BuildError, UnknownOpError
 
@@ -24,32 +24,61 @@ _COMMANDS = {
 }
 
 
-def _module(command: str) -> Any:
-    """Imports the module of a command, which has ``add_arguments(parser)`` and ``run(args)``."""
-    return importlib.import_module(f".inspect.{_COMMANDS[command][0]}", __package__)
+class Command(NamedTuple):
+    """Named tuple of a command's help and functions.
+
+    Attributes:
+        text: what the command does, for the help.
+        add_arguments: adds the command's options to its parser.
+        run: takes the parsed options and returns the exit status.
+    """
+
+    text: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
-def _parser(command: str | None) -> argparse.ArgumentParser:
+def _own(command: str) -> Command:
+    """Imports the module of one of this file's commands and returns the command."""
+    name, text = _COMMANDS[command]
+    module = importlib.import_module(f".inspect.{name}", __package__)
+    return Command(text, module.add_arguments, module.run)
+
+
+def _parser(command: str | None, more: Mapping[str, Command]) -> argparse.ArgumentParser:
     """Returns a parser that knows all commands, but only the options of ``command``.
 
     The modules of other commands are not imported.
+
+    Args:
+        command: name of the command; None if there is none on the command line.
+        more: commands besides those of this file, by name.
     """
     parser = argparse.ArgumentParser(
         prog="python -m apex_te", description="What is compiled, where, and why."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (_, text) in _COMMANDS.items():
+    texts = {name: text for name, (_, text) in _COMMANDS.items()}
+    texts.update((name, added.text) for name, added in more.items())
+    for name, text in texts.items():
         sub = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         if name == command:
-            _module(name).add_arguments(sub)
+            (more.get(name) or _own(name)).add_arguments(sub)
     return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    more: Mapping[str, Command] | None = None,
+    sections: Mapping[str, Callable[[], tuple[Any, list[str]]]] | None = None,
+) -> int:
     """Runs one command and returns the exit status of the process.
 
     Args:
         arguments: words of the command line; by default those of ``sys.argv``.
+        more: further commands by name.
+        sections: further sections of the report by their labels; each function returns what the
+            report has as JSON, and its lines as text.
 
     Returns:
         0 if the command succeeded, 1 if the command found or ended with a problem, 2 for a bad
@@ -57,9 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = next((word for word in given if not word.startswith("-")), None)
-    args = _parser(command).parse_args(given)
+    more = more or {}
+    args = _parser(command, more).parse_args(given, argparse.Namespace(sections=sections or {}))
     try:
-        status = int(_module(args.command).run(args))
+        status = int((more.get(args.command) or _own(args.command)).run(args))
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader, such as head, has had enough

@@ -18,7 +18,7 @@ LAYERS = {
     "graphs": {"recipe", "runtime", "ops", "comm", "fp8", "module"},
     "optimizers": {"runtime", "ops", "comm"},
     "integrations": {"recipe", "runtime", "ops", "comm", "fp8", "module", "graphs", "permutation"}
-    | {"distributed", "optimizers", "op_builder", "compatibility"},
+    | {"distributed", "optimizers", "op_builder", "compatibility", "_version"},
     "amp": {"recipe", "runtime", "ops", "comm", "fp8", "module", "optimizers", "integrations"},
     "distributed": {"recipe", "runtime", "ops", "comm", "fp8", "module", "permutation"},
     "permutation": {"runtime", "ops"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..text import WIDTH, Column, field, short, size, table
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the report.
 
     Args:
-        args: options, as ``add_arguments`` declares them.
+        args: options, as ``add_arguments`` declares them, and ``sections``, as ``cli.main`` has it.
 
     Returns:
         Exit status: 0, or 1 if the settings are such that a call would raise an error.
@@ -32,10 +32,13 @@ def run(args: argparse.Namespace) -> int:
     from ... import all_builders, user_builders
 
     facts = report.collect([*all_builders().values(), *user_builders().values()])
+    more = {label: section() for label, section in args.sections.items()}
     if args.json:
+        facts.update((label, values) for label, (values, _) in more.items())
         print(json.dumps(facts, indent=1))
     else:
-        print("\n".join(lines(facts, args.paths)))
+        told = {label: text for label, (_, text) in more.items()}
+        print("\n".join(lines(facts, args.paths, told)))
     return 1 if report.is_broken(facts) else 0
 
 
@@ -172,12 +175,15 @@ def _summary(rows: list[Facts]) -> Iterator[str]:
             yield from field(state, f"{which}{more}: {reason}")
 
 
-def lines(facts: Facts, paths: bool = False) -> Iterator[str]:
+def lines(
+    facts: Facts, paths: bool = False, more: Mapping[str, list[str]] | None = None
+) -> Iterator[str]:
     """Yields the lines of the report as text; only paths may exceed ``WIDTH``.
 
     Args:
         facts: the report.
         paths: adds the path of each library.
+        more: lines of further sections by their labels.
     """
     yield from _machine(facts)
     yield from _gpus(facts)
@@ -186,5 +192,8 @@ def lines(facts: Facts, paths: bool = False) -> Iterator[str]:
     yield ""
     yield from _caches(facts)
     yield from _settings(facts)
+    for label, texts in (more or {}).items():
+        for index, text in enumerate(texts):
+            yield from field("" if index else label, text)
     yield ""
     yield from _libraries(facts, paths)

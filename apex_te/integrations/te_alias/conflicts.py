@@ -1,0 +1,135 @@
+"""Search for a real Transformer Engine, beside which the alias is refused."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+from typing import Any
+
+from .finder import MARK, NAME, AliasLoader
+from .metadata import is_ours
+
+__all__ = ["AliasError", "alias_made_for", "find_real", "is_bare_folder", "real_distributions"]
+
+_DISTRIBUTIONS = (
+    "transformer-engine",
+    "transformer-engine-torch",
+    "transformer-engine-cu12",
+    "transformer-engine-cu13",
+    "transformer-engine-jax",
+)
+_MODULES = (NAME, f"{NAME}_torch")
+
+
+class AliasError(RuntimeError):
+    """Error that the alias ``transformer_engine`` cannot be installed, or not be removed."""
+
+
+def find_real(folder: str | None = None) -> str | None:
+    """Looks for a real Transformer Engine, installed or imported.
+
+    Args:
+        folder: a folder to look into besides those of ``sys.path``.
+
+    Returns:
+        A sentence that says what was found and how to remove it; None if there is none.
+    """
+    importlib.invalidate_caches()  # something may have been installed while this process ran
+    folders = () if folder is None else (folder,)
+    found = next(real_distributions(folders), None)
+    if found is not None:
+        return found
+    for name in _MODULES:
+        found = _imported(name) or _importable(name, folders)
+        if found is not None:
+            return found
+    return None
+
+
+def real_distributions(folders: Sequence[str] = ()) -> Iterator[str]:
+    """Yields a sentence for each distribution that belongs to a real Transformer Engine.
+
+    Args:
+        folders: folders to look into besides those of ``sys.path``.
+    """
+    for name in _DISTRIBUTIONS:
+        # Editable and broken ones, too: their folders are found by their names.
+        searches: list[dict[str, Any]] = [{"name": name}]
+        searches += [{"name": name, "path": [folder]} for folder in folders]
+        for search in searches:
+            for distribution in distributions(**search):
+                if not is_ours(distribution):
+                    yield (
+                        f"{name}{_version(distribution)} is installed in "
+                        f"{distribution.locate_file('')}; pip uninstall {name} removes it"
+                    )
+
+
+def _version(distribution: Distribution) -> str:
+    """Returns a blank and the version of a distribution; nothing if its files are broken."""
+    try:
+        version = distribution.version
+    except Exception:  # of a parser, or a KeyError, by the version of Python
+        version = None
+    return f" {version}" if version else ""
+
+
+def _imported(name: str) -> str | None:
+    """Returns a sentence about a real module that is imported already; None if there is none."""
+    module = sys.modules.get(name)
+    if module is None or (name == NAME and hasattr(module, MARK)):
+        return None
+    where = getattr(module, "__file__", None)
+    return f"{name} is imported already{f' from {where}' if where else ''}; start a new process"
+
+
+def _importable(name: str, folders: Sequence[str]) -> str | None:
+    """Returns a sentence about a real module that could be imported; None if there is none."""
+    if name in sys.modules:
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        spec = None
+    for found in (spec, *(PathFinder.find_spec(name, [folder]) for folder in folders)):
+        if found is None or (name == NAME and _is_alias(found)):
+            continue
+        if is_bare_folder(found):
+            continue
+        where = (found.origin or "an unknown place").removesuffix("__init__.py").rstrip("/")
+        return f"a module {name} is in {where}; remove it, or its folder from sys.path"
+    return None
+
+
+def is_bare_folder(spec: ModuleSpec | None) -> bool:
+    """Returns True if a spec is that of folders without an ``__init__.py``, a namespace package.
+
+    A real Transformer Engine is none; tests, or what an uninstalled package left, may be.
+    """
+    return spec is not None and spec.origin is None and spec.submodule_search_locations is not None
+
+
+def _is_alias(spec: ModuleSpec) -> bool:
+    return isinstance(spec.loader, AliasLoader) or alias_made_for(spec.origin) is not None
+
+
+def alias_made_for(file: str | None) -> str | None:
+    """Returns the version of apex_te for which a stub package was written.
+
+    Args:
+        file: path of a package's ``__init__.py``.
+
+    Returns:
+        The version; None if the file is no stub package of the alias.
+    """
+    try:
+        lines = Path(file or "").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return None
+    values = [line.partition("=")[2] for line in lines if line.startswith(f"{MARK} = ")]
+    return values[0].strip().strip('"') if values else None

@@ -1,0 +1,295 @@
+"""The alias as files of an environment: a stub package, and a dist-info that pip accepts."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import csv
+import fcntl
+import hashlib
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from ..._version import __version__
+from .conflicts import AliasError, alias_made_for, find_real
+from .finder import MARK, NAME
+from .metadata import INSTALLER, metadata_text
+
+__all__ = ["Written", "installed_in", "purelib", "remove_files", "write_files"]
+
+_TEMPORARY = ".apex_te_alias-"
+_STUB = '''"""Alias of apex_te, which serves the modules of this package.
+
+Written by `python -m apex_te install-alias`; `python -m apex_te remove-alias` removes it.
+"""
+
+{mark} = "{made_for}"
+__version__ = "{version}"
+
+try:
+    from apex_te.integrations.te_alias import serve
+except ImportError as error:
+    raise ImportError(
+        "transformer_engine is an alias of apex_te, which cannot be imported; "
+        "pip uninstall transformer-engine removes the alias"
+    ) from error
+serve({mark}, __version__)
+'''
+
+
+class Written(NamedTuple):
+    """Named tuple of the alias's files in a folder.
+
+    Attributes:
+        folder: the folder of packages, such as ``site-packages``.
+        info: the dist-info folder.
+        version: the version that the files claim.
+        made_for: the version of apex_te that wrote them; an empty string if the package is gone.
+    """
+
+    folder: Path
+    info: Path
+    version: str
+    made_for: str
+
+
+def purelib(prefix: str | None = None) -> Path:
+    """Returns the folder of an environment's Python packages.
+
+    Args:
+        prefix: the environment's folder; None for that of this Python.
+    """
+    if prefix is None:
+        return Path(sysconfig.get_path("purelib"))
+    base = os.path.abspath(prefix)
+    scheme = sysconfig.get_preferred_scheme("prefix")
+    return Path(sysconfig.get_path("purelib", scheme, {"base": base, "platbase": base}))
+
+
+def installed_in(folder: Path) -> Written | None:
+    """Returns the alias's files in a folder of packages; None if there are none."""
+    infos = _infos(folder)
+    if not infos:
+        return None
+    version = infos[-1].name.removesuffix(".dist-info").partition("-")[2]
+    made_for = alias_made_for(str(folder / NAME / "__init__.py")) or ""
+    return Written(folder, infos[-1], version, made_for)
+
+
+def write_files(folder: Path, version: str) -> str:
+    """Writes the alias into a folder of packages, or renews the alias that is there.
+
+    Processes that do so at the same time wait for each other. A process that imports meanwhile
+    finds either nothing or all: the files are moved into place, the dist-info last.
+
+    Args:
+        folder: the folder, which is made if need be.
+        version: the version to claim.
+
+    Returns:
+        ``"installed"``, ``"renewed"``, or ``"kept"`` if the same files were there.
+
+    Raises:
+        AliasError: a real Transformer Engine is there, or the folder cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            real = find_real(str(folder))
+            if real is not None:
+                raise AliasError(
+                    "install-alias: there must be no real Transformer Engine beside apex_te's "
+                    f"alias, got: {real}"
+                )
+            files = _contents(version)
+            before = _infos(folder)
+            info = folder / _info_name(version)
+            if before == [info] and all(_is_same(folder / p, data) for p, data in files.items()):
+                return "kept"
+            _move_into(folder, files, info)
+            for other in before:
+                if other != info:
+                    shutil.rmtree(other)
+            return "renewed" if before else "installed"
+    except OSError as error:
+        raise AliasError(
+            f"install-alias: {folder} must be a folder that can be written, got {error}; "
+            "--prefix names another environment"
+        ) from error
+
+
+def remove_files(folder: Path, force: bool = False) -> list[Path]:
+    """Removes the alias from a folder of packages.
+
+    Args:
+        folder: the folder.
+        force: True to remove files that were changed, too.
+
+    Returns:
+        The files that RECORD lists and that were removed; an empty list if there was no alias.
+
+    Raises:
+        AliasError: a file is not as it was written, or cannot be removed.
+    """
+    if not _infos(folder):
+        return []
+    try:
+        with _locked(folder):
+            removed: list[Path] = []
+            for info in _infos(folder):
+                removed += _remove(folder, info, force)
+            return removed
+    except OSError as error:
+        raise AliasError(f"remove-alias: files in {folder} cannot be removed: {error}") from error
+
+
+def _info_name(version: str) -> str:
+    return f"{NAME}-{version}.dist-info"
+
+
+def _infos(folder: Path) -> list[Path]:
+    """Returns the alias's dist-info folders in ``folder``."""
+    found = []
+    for info in sorted(folder.glob(f"{NAME}-*.dist-info")):
+        with contextlib.suppress(OSError):
+            if (info / "INSTALLER").read_text(encoding="utf-8").strip() == INSTALLER:
+                found.append(info)
+    return found
+
+
+def _contents(version: str) -> dict[str, bytes]:
+    """Returns the contents of the alias's files by their paths below the folder of packages."""
+    info = _info_name(version)
+    stub = _STUB.format(mark=MARK, made_for=__version__, version=version)
+    texts = {
+        f"{NAME}/__init__.py": stub,
+        f"{info}/METADATA": metadata_text(version),
+        f"{info}/WHEEL": (
+            "Wheel-Version: 1.0\nGenerator: apex_te\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        ),
+        f"{info}/INSTALLER": f"{INSTALLER}\n",
+        f"{info}/top_level.txt": f"{NAME}\n",
+    }
+    files = {path: text.encode() for path, text in texts.items()}
+    rows = [f"{path},sha256={_digest(data)},{len(data)}" for path, data in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""]).encode()
+    return files
+
+
+def _digest(data: bytes) -> str:
+    """Returns the SHA-256 of ``data`` as RECORD has it."""
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")
+
+
+def _is_same(path: Path, data: bytes) -> bool:
+    try:
+        return path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def _move_into(folder: Path, files: dict[str, bytes], info: Path) -> None:
+    """Writes files to a temporary folder beside their places, and moves them there.
+
+    Args:
+        folder: the folder of packages.
+        files: contents by path below ``folder``.
+        info: the dist-info folder, which is moved last.
+    """
+    for stale in folder.glob(f"{_TEMPORARY}*"):  # of a process that was killed
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=_TEMPORARY, dir=folder) as name:
+        made = Path(name)
+        for path, data in files.items():
+            (made / path).parent.mkdir(exist_ok=True)
+            (made / path).write_bytes(data)
+        for new in (made / NAME, made / info.name):
+            target = folder / new.name
+            if not target.exists():
+                new.rename(target)
+                continue
+            for file in sorted(new.iterdir()):  # each at once in the place of its former self
+                file.replace(target / file.name)
+                _drop_bytecode(target / file.name)
+
+
+def _remove(folder: Path, info: Path, force: bool) -> list[Path]:
+    """Removes what the RECORD of one dist-info folder lists, the dist-info first."""
+    listed = _listed(folder, info)
+    changed = [path for path, digest in listed.items() if digest and not _has(path, digest)]
+    if changed and not force:
+        raise AliasError(
+            f"remove-alias: {changed[0]} must be as apex_te wrote it, got another content; "
+            "--force removes it all the same"
+        )
+    present = [path for path in listed if path.is_file()]
+    for path in sorted(present, key=lambda path: path.parent != info):
+        path.unlink()
+        _drop_bytecode(path)
+    for path in listed:
+        for place in (path.parent / "__pycache__", path.parent):
+            if place != folder:
+                with contextlib.suppress(OSError):  # others' files are in it, or it is gone
+                    place.rmdir()
+    return present
+
+
+def _drop_bytecode(path: Path) -> None:
+    """Removes what Python has cached of a source file, which Python would believe for a second."""
+    for cached in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+        cached.unlink()
+
+
+def _listed(folder: Path, info: Path) -> dict[Path, str]:
+    """Returns the files that a RECORD lists, with their digests; none lies outside ``folder``.
+
+    The stub package and the dist-info are the alias's only places, whatever RECORD says.
+    """
+    try:
+        text = (info / "RECORD").read_text(encoding="utf-8")
+    except FileNotFoundError:
+        text = ""
+    found = {info / "INSTALLER": "", info / "RECORD": ""}
+    for row in csv.reader(text.splitlines()):
+        path = folder / row[0]
+        if len(row) != 3 or path.parent not in (folder / NAME, info):
+            raise AliasError(
+                f"remove-alias: {info}/RECORD must list files of the alias, got {','.join(row)!r}"
+            )
+        found[path] = row[1].removeprefix("sha256=")
+    return found
+
+
+def _has(path: Path, digest: str) -> bool:
+    """Returns True if a file has a digest, or is gone."""
+    try:
+        return _digest(path.read_bytes()) == digest
+    except FileNotFoundError:
+        return True
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a lock on a folder, which needs no file of its own."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems have no locks on folders
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def on_path() -> Written | None:
+    """Returns the files of the alias that imports of this process find; None if there are none."""
+    for entry in sys.path:
+        found = installed_in(Path(entry or os.curdir))
+        if found is not None:
+            return found
+    return None

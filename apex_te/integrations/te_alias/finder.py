@@ -1,0 +1,120 @@
+"""Import finders by which the modules of ``apex_te.integrations.transformer_engine`` get two names.
+
+A module is one object under both names, so that an attribute that a framework replaces is replaced
+for all.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from types import ModuleType
+from typing import Any
+
+from .metadata import AliasDistribution, named_in
+from .version import claimed_version
+
+__all__ = ["MARK", "NAME", "SHIMS", "AliasLoader", "PackageFinder", "SubmoduleFinder", "share"]
+
+NAME = "transformer_engine"
+SHIMS = __name__.rpartition(".te_alias")[0] + ".transformer_engine"
+# Attribute that tells the alias's package, the shim or a stub, from a real one.
+MARK = "__apex_te_alias__"
+
+
+def share() -> None:
+    """Enters all shim modules that are imported in ``sys.modules`` by their second names, too.
+
+    Classes name their modules by these names, and ``inspect`` and ``pickle`` look there.
+    """
+    for name, module in list(sys.modules.items()):
+        if name == SHIMS or name.startswith(f"{SHIMS}."):
+            sys.modules.setdefault(NAME + name.removeprefix(SHIMS), module)
+
+
+class AliasLoader:
+    """Loader that returns the shim module instead of making a module.
+
+    Args:
+        shim: full name of the shim module.
+        loaded: called when the module has been imported by its second name; None calls nothing.
+    """
+
+    def __init__(self, shim: str, loaded: Callable[[], None] | None = None) -> None:
+        self._shim = shim
+        self._loaded = loaded
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._shim)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._spec  # which the import system has replaced
+        share()
+        if self._loaded is not None:
+            self._loaded()
+
+
+class PackageFinder:
+    """Finder of the package ``transformer_engine`` and of its distribution.
+
+    It belongs at the end of ``sys.meta_path``, behind the finders of a real package, or before the
+    finder of a folder that happens to have the name.
+
+    Args:
+        imported: called when the package has been imported.
+    """
+
+    def __init__(self, imported: Callable[[], None]) -> None:
+        self._imported = imported
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if fullname != NAME:
+            return None
+        return _spec(fullname, SHIMS, self._imported)
+
+    def find_distributions(
+        self, context: DistributionFinder.Context | None = None
+    ) -> Iterator[Distribution]:
+        """Yields the alias's distribution, for ``importlib.metadata``.
+
+        Args:
+            context: what is looked for; None: everything.
+        """
+        if named_in(DistributionFinder.Context() if context is None else context):
+            yield AliasDistribution(claimed_version())
+
+
+class SubmoduleFinder:
+    """Finder of the modules below ``transformer_engine`` while that name stands for the shims.
+
+    It belongs at the beginning of ``sys.meta_path``: the finder of files would take a submodule's
+    file, which lies in the package's folder, for another module.
+    """
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not fullname.startswith(f"{NAME}.") or not hasattr(sys.modules.get(NAME), MARK):
+            return None
+        return _spec(fullname, SHIMS + fullname.removeprefix(NAME))
+
+
+def _spec(name: str, shim: str, loaded: Callable[[], None] | None = None) -> ModuleSpec | None:
+    """Returns the import spec of a shim module by its second name; None if there is no such shim.
+
+    Args:
+        name: full second name.
+        shim: full name of the shim module.
+        loaded: called when the module has been imported.
+    """
+    found = importlib.util.find_spec(shim)
+    if found is None:
+        return None
+    package = found.submodule_search_locations is not None
+    loader: Any = AliasLoader(shim, loaded)
+    return ModuleSpec(name, loader, origin=found.origin, is_package=package)

@@ -1,0 +1,346 @@
+"""The alias ``transformer_engine`` in a process: its three ways in, refusals, and what it costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apex_te.integrations import te_alias
+from apex_te.integrations.te_alias import files
+
+ROOT = Path(__file__).resolve().parents[3]
+INSTALL = "from apex_te.integrations import transformer_engine as shims; shims.install()"
+# Ways into the alias: code that begins the program, environment variables, and files.
+WAYS = {
+    "install": (INSTALL, {}, False),
+    "environment": ("import apex_te", {"APEX_TE_TRANSFORMER_ENGINE": "1"}, False),
+    "files": ("", {}, True),
+    "all": (INSTALL, {"APEX_TE_TRANSFORMER_ENGINE": "1"}, True),
+}
+
+
+def run(body: str, *folders: Path, check: bool = True, **variables: str) -> str:
+    """Runs a program in a new process and returns what it prints.
+
+    Args:
+        body: the program.
+        folders: folders that imports search before others.
+        check: the program must succeed; False: it must fail.
+        variables: environment variables.
+    """
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("APEX_TE_T")}
+    path = os.pathsep.join([*map(str, folders), str(ROOT), environment.get("PYTHONPATH", "")])
+    environment.update(variables, PYTHONPATH=path.rstrip(os.pathsep))
+    done = subprocess.run(
+        [sys.executable, "-c", body], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode == 0) is check, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def write_alias(prefix: Path, *options: str) -> Path:
+    """Writes the alias's files below ``prefix`` and returns their folder of packages."""
+    command = ["apex_te", "install-alias", "--prefix", str(prefix), *options]
+    run(f"import runpy, sys; sys.argv = {command!r}; runpy.run_module('apex_te', None, '__main__')")
+    return next(prefix.rglob("transformer_engine")).parent
+
+
+def enter(way: str, tmp_path: Path) -> tuple[str, list[Path], dict[str, str]]:
+    """Returns the first lines, the folders and the variables of a program that uses a way in."""
+    begin, variables, files = WAYS[way]
+    return begin, [write_alias(tmp_path)] if files else [], variables
+
+
+CHECKS = """
+import importlib.metadata as metadata, importlib.util, pickle, sys, warnings
+warnings.simplefilter("error")
+assert importlib.util.find_spec("transformer_engine").origin.endswith(".py")
+assert "transformer_engine" not in sys.modules
+assert importlib.util.find_spec("transformer_engine_torch") is None
+import transformer_engine
+import transformer_engine.common.recipe as recipe
+from transformer_engine import common
+from transformer_engine.common import recipe as again
+import apex_te
+from apex_te.integrations import transformer_engine as shims
+assert transformer_engine is shims is sys.modules["transformer_engine"]
+assert recipe is again is common.recipe is shims.common.recipe
+assert recipe is sys.modules["apex_te.integrations.transformer_engine.common.recipe"]
+assert recipe.__spec__.name == recipe.__name__
+assert importlib.util.find_spec("transformer_engine.common.recipe") is recipe.__spec__
+version = transformer_engine.__version__
+assert version == "2.14.0+apexte." + apex_te.__version__, version
+for name in ("transformer-engine", "transformer_engine", "Transformer.Engine"):
+    assert metadata.version(name) == version
+    assert metadata.metadata(name)["Summary"] == "alias of apex_te"
+assert metadata.requires("transformer-engine") == ["apex_te"]
+names = [d.metadata["Name"] for d in metadata.distributions()]
+assert names.count("transformer-engine") == 1, names
+assert metadata.packages_distributions()["transformer_engine"] == ["transformer-engine"]
+from packaging.requirements import Requirement
+for text in (">=2.14", "==2.14.0", ">=0.11.0", "<3"):
+    assert Requirement("transformer-engine" + text).specifier.contains(version)
+copy = pickle.loads(pickle.dumps(recipe.DelayedScaling(margin=1)))
+assert type(copy) is recipe.DelayedScaling
+import inspect
+assert inspect.getsource(recipe.DelayedScaling).startswith("@named")
+for absent in ("transformer_engine.pytorch.cpp_extensions", "transformer_engine.nothing"):
+    try:
+        __import__(absent)
+    except ImportError:
+        pass
+    else:
+        raise AssertionError(absent)
+transformer_engine.common.recipe.DelayedScaling = 5
+from transformer_engine.common.recipe import DelayedScaling
+assert DelayedScaling == 5
+transformer_engine.pytorch = 6
+assert shims.pytorch == 6
+print("all is well")
+"""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_gives_one_module_a_name_and_the_metadata(way: str, tmp_path: Path) -> None:
+    begin, folders, variables = enter(way, tmp_path)
+    assert "all is well" in run(begin + CHECKS, *folders, **variables)
+
+
+@pytest.mark.parametrize("way", ["install", "files"])
+def test_a_folder_that_is_no_package_does_not_hinder(way: str, tmp_path: Path) -> None:
+    (tmp_path / "folder" / "transformer_engine").mkdir(parents=True)
+    (tmp_path / "folder" / "transformer_engine" / "test_mine.py").touch()
+    begin, folders, variables = enter(way, tmp_path)
+    assert "all is well" in run(begin + CHECKS, tmp_path / "folder", *folders, **variables)
+
+
+def test_searches_of_given_folders_do_not_find_the_distribution(tmp_path: Path) -> None:
+    body = (
+        f"{INSTALL}; from importlib.metadata import distributions\n"
+        f"assert not list(distributions(path=[{str(tmp_path)!r}]))\n"
+        "assert len(list(distributions(name='transformer_engine'))) == 1\n"
+        "assert not list(distributions(name='transformer-engine-torch'))"
+    )
+    run(body)
+
+
+def test_a_version_can_be_claimed() -> None:
+    body = (
+        f"{INSTALL}; import transformer_engine, importlib.metadata as m\n"
+        "print(transformer_engine.__version__, m.version('transformer-engine'))"
+    )
+    first, second = run(body, APEX_TE_TE_VERSION="1.13.0").split()
+    assert first == second
+    assert first.startswith("1.13.0+apexte.")
+    output = run(body, check=False, APEX_TE_TE_VERSION="new")
+    assert "APEX_TE_TE_VERSION must be a version such as 2.14.0, got 'new'" in output
+
+
+def test_the_variable_is_a_boolean() -> None:
+    output = run("import apex_te", check=False, APEX_TE_TRANSFORMER_ENGINE="maybe")
+    assert "APEX_TE_TRANSFORMER_ENGINE must be one of 1/0" in output
+    body = "import apex_te, importlib.util as u; print(u.find_spec('transformer_engine'))"
+    assert run(body, APEX_TE_TRANSFORMER_ENGINE="0") == "None\n"
+
+
+def test_without_the_variable_nothing_of_the_alias_is_imported() -> None:
+    body = """
+import apex_te, sys
+assert not [name for name in sys.modules if "integrations" in name or "transformer_engine" in name]
+assert not [finder for finder in sys.meta_path if "te_alias" in type(finder).__module__]
+"""
+    run(body)
+
+
+def test_installing_twice_and_uninstalling_leave_nothing() -> None:
+    body = """
+import sys
+from apex_te.integrations import transformer_engine as shims
+before = list(sys.meta_path)
+assert shims.install() is True
+assert shims.install() is True
+assert len(sys.meta_path) == len(before) + 2
+import transformer_engine.common.recipe as recipe
+shims.uninstall()
+assert sys.meta_path == before
+assert not [name for name in sys.modules if name.startswith("transformer_engine")]
+import importlib.util, importlib.metadata
+assert importlib.util.find_spec("transformer_engine") is None
+try:
+    importlib.metadata.version("transformer-engine")
+except importlib.metadata.PackageNotFoundError:
+    pass
+else:
+    raise AssertionError("the distribution is still found")
+shims.uninstall()
+shims.install()
+import transformer_engine.common.recipe as again
+assert again is recipe
+"""
+    run(body)
+
+
+def make_distribution(folder: Path, kind: str) -> str:
+    """Makes part of a real Transformer Engine in ``folder``; returns what an error says of it."""
+    if kind.startswith("module "):
+        name = kind.removeprefix("module ")
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("__version__ = '2.9'\n")
+        return f"a module {name} is in {folder}/{name}; remove it"
+    if kind == "editable":
+        info = folder / "transformer_engine.egg-info"
+        info.mkdir()
+        (info / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: transformer_engine\n")
+        return f"transformer-engine is installed in {folder}; pip uninstall transformer-engine"
+    name = kind.removeprefix("broken ")
+    info = folder / f"{name.replace('-', '_')}-2.9.0.dist-info"
+    info.mkdir()
+    if kind == name:
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 2.9.0\n")
+        (info / "INSTALLER").write_text("pip\n")
+        return f"{name} 2.9.0 is installed in {folder}; pip uninstall {name} removes it"
+    return f"{name} is installed in {folder}; pip uninstall {name} removes it"
+
+
+REAL = [
+    "transformer-engine", "transformer-engine-torch", "transformer-engine-cu12",
+    "transformer-engine-cu13", "transformer-engine-jax", "broken transformer-engine", "editable",
+    "module transformer_engine", "module transformer_engine_torch",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REAL)
+def test_a_real_transformer_engine_refuses_each_way(kind: str, tmp_path: Path, monkeypatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("transformer_engine")]:
+        monkeypatch.delitem(sys.modules, name)  # another test may have installed the alias
+    real, other = tmp_path / "real", tmp_path / "other"
+    real.mkdir()
+    expected = make_distribution(real, kind)
+    monkeypatch.syspath_prepend(real)
+    monkeypatch.setenv("APEX_TE_TRANSFORMER_ENGINE", "1")
+    before = list(sys.meta_path)
+    assert te_alias.install(missing_ok=True) is False
+    for owner, enter in (
+        ("install()", te_alias.install),
+        ("APEX_TE_TRANSFORMER_ENGINE=1", te_alias.install_from_environment),
+        ("install-alias", lambda: files.write_files(other, "2.14.0+apexte.1")),
+    ):
+        with pytest.raises(te_alias.AliasError) as error:
+            enter()
+        assert f"{owner}: there must be no real Transformer Engine" in str(error.value)
+        assert f"beside apex_te's alias, got: {expected}" in str(error.value)
+    assert sys.meta_path == before
+    assert not list(other.iterdir())
+
+
+def test_a_real_transformer_engine_in_the_prefix_refuses_the_files(tmp_path: Path) -> None:
+    make_distribution(tmp_path, "module transformer_engine")
+    (tmp_path / "transformer_engine" / "linear.py").touch()
+    body = (
+        "from apex_te.integrations.te_alias.files import write_files; from pathlib import Path\n"
+        f"write_files(Path({str(tmp_path)!r}), '2.14.0+apexte.1')"
+    )
+    assert f"is in {tmp_path}/transformer_engine; remove it" in run(body, check=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["transformer_engine"]
+    text = (tmp_path / "transformer_engine" / "__init__.py").read_text()
+    assert text == "__version__ = '2.9'\n"
+
+
+def test_an_imported_transformer_engine_refuses_and_is_left_alone() -> None:
+    body = """
+import sys, types
+real = sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
+below = sys.modules["transformer_engine.pytorch"] = types.ModuleType("transformer_engine.pytorch")
+from apex_te.integrations import transformer_engine as shims
+try:
+    shims.install()
+except shims.AliasError as error:
+    print(error)
+shims.uninstall()
+assert sys.modules["transformer_engine"] is real
+assert sys.modules["transformer_engine.pytorch"] is below
+"""
+    assert "transformer_engine is imported already; start a new process" in run(body)
+
+
+@pytest.mark.parametrize("way", ["install", "files"])
+def test_a_real_distribution_that_comes_later_is_warned_of_once(way: str, tmp_path: Path) -> None:
+    begin, folders, variables = enter(way, tmp_path / "alias")
+    body = f"""{begin}
+import os, sys
+os.mkdir({str(tmp_path / "transformer_engine_torch-2.9.0.dist-info")!r})
+sys.path.append({str(tmp_path)!r})
+import transformer_engine
+import transformer_engine.common
+import transformer_engine as again
+assert again.common.recipe.DelayedScaling
+"""
+    output = run(body, *folders, **variables)
+    assert (
+        output.count(
+            "UserWarning: transformer_engine is apex_te's alias, but transformer-engine-torch"
+        )
+        == 1
+    )
+    assert output.count("python -m apex_te remove-alias") == 1
+
+
+def test_the_machinery_needs_no_torch(tmp_path: Path) -> None:
+    body = f"""
+import sys, types
+sys.modules["torch"] = None
+for name, folders in (
+    ("apex_te", [{str(ROOT / "apex_te")!r}, {str(ROOT)!r}]),
+    ("apex_te.integrations", [{str(ROOT / "apex_te/integrations")!r}]),
+):
+    module = sys.modules[name] = types.ModuleType(name)
+    module.__path__ = folders
+import pathlib, importlib.metadata
+from apex_te.integrations.te_alias import files, process, status, commands
+folder = pathlib.Path({str(tmp_path)!r})
+assert files.write_files(folder, "2.14.0+apexte.1") == "installed"
+sys.path.insert(0, str(folder))
+assert importlib.metadata.version("transformer_engine") == "2.14.0+apexte.1"
+import importlib.util
+assert importlib.util.find_spec("transformer_engine").origin.startswith(str(folder))
+assert status.facts()["claimed"] == "2.14.0+apexte.1"
+assert len(files.remove_files(folder)) == 6
+process.install()
+assert importlib.metadata.version("transformer_engine").startswith("2.14.0+apexte.")
+assert not [name for name in sys.modules if name.startswith("torch.")]
+"""
+    run(body)
+    assert not list(tmp_path.iterdir())
+
+
+def test_report_says_which_way_is_active(tmp_path: Path) -> None:
+    def report(*folders: Path, **variables: str) -> tuple[dict, str]:
+        outputs = []
+        for options in ([], ["--json"]):
+            command = ["apex_te", "report", *options]
+            body = f"import runpy, sys; sys.argv = {command!r}\n"
+            body += "runpy.run_module('apex_te', None, '__main__')"
+            outputs.append(run(body, *folders, **variables))
+        lines = " ".join(outputs[0].split())
+        return json.loads(outputs[1])["alias"], lines[lines.index("alias transformer_engine") :]
+
+    facts, text = report()
+    assert facts == {"claimed": None, "ways": [], "files": None, "problem": ""}
+    assert text.startswith("alias transformer_engine is no alias here")
+    facts, text = report(APEX_TE_TRANSFORMER_ENGINE="1", APEX_TE_TE_VERSION="2.6.0")
+    assert facts["claimed"].startswith("2.6.0+apexte.")
+    assert f"{facts['claimed']}, by APEX_TE_TRANSFORMER_ENGINE=1" in text
+    folder = write_alias(tmp_path, "--version", "2.7.0")
+    facts, text = report(folder, APEX_TE_TRANSFORMER_ENGINE="1")
+    assert facts["claimed"].startswith("2.7.0+apexte.")
+    assert facts["ways"] == [f"files in {folder}", "APEX_TE_TRANSFORMER_ENGINE=1"]
+    assert facts["files"] == str(folder)
+    (folder / "transformer_engine_torch-2.9.0.dist-info").mkdir()
+    facts, text = report(folder)
+    assert facts["problem"].startswith("transformer-engine-torch is installed in")
+    assert "pip uninstall transformer-engine-torch" in text
