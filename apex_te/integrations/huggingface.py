@@ -1,0 +1,104 @@
+"""``FP8Callback``, by which Hugging Face's trainers train in FP8."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from ..recipe import Recipe, chosen_recipe
+from .autocast_forward import AutocastForward, autocast_forward
+from .from_torch import from_torch
+from .saving import FP8_STATE_FILE, load_fp8_state, save_fp8_state
+
+__all__ = ["FP8Callback"]  # noqa: F822 (made by __getattr__, which imports transformers)
+
+
+class _FP8Training:
+    """Callback of ``transformers.Trainer``, and of trainers made of it, that trains in FP8.
+
+    At the end of the trainer's construction, before it makes an optimizer, the model is converted
+    by ``from_torch`` and its forwards run in ``fp8_autocast``. Checkpoints get a file of FP8 state,
+    which a resumed training reads, besides what ``save_pretrained`` writes; adapters of PEFT are
+    saved without the layers under them, and so need it.
+
+    Args:
+        recipe: the recipe or its name, default ``DelayedScaling()``.
+        during_eval: evaluate in FP8, too.
+        convert: False leaves the model's layers as they are, for a model of apex_te's modules.
+        options: keyword arguments of ``from_torch``, such as ``fuse`` and ``exclude``.
+
+    Attributes:
+        handle: result of ``autocast_forward`` for the trainer's model; None before there is one.
+            Its ``remove()`` ends training in FP8.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a recipe's name is unknown.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str | None = None,
+        during_eval: bool = False,
+        convert: bool = True,
+        **options: Any,
+    ) -> None:
+        for name, value in (("during_eval", during_eval), ("convert", convert)):
+            if not isinstance(value, bool):
+                raise TypeError(f"FP8Callback: {name} must be a bool, got {type(value).__name__}")
+        self.recipe = chosen_recipe("FP8Callback", "recipe", recipe)
+        self.during_eval = during_eval
+        self.convert = convert
+        self.options = options
+        self.handle: AutocastForward | None = None
+
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+    ) -> None:
+        """Converts the trainer's model and has its forwards run in FP8."""
+        self._prepare(model)
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+    ) -> None:
+        """Prepares a model that the trainer has made anew, and reads FP8 state when resuming."""
+        self._prepare(model)
+        if state.global_step and model is not None:
+            file = os.path.join(_folder(args, state), FP8_STATE_FILE)
+            if os.path.exists(file):
+                load_fp8_state(model, file)
+
+    def on_save(
+        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+    ) -> None:
+        """Writes the FP8 state beside the checkpoint that the trainer has written."""
+        if args.should_save and model is not None and os.path.isdir(_folder(args, state)):
+            save_fp8_state(model, _folder(args, state))
+
+    def _prepare(self, model: nn.Module | None) -> None:
+        """Converts ``model`` and wraps its forward, once."""
+        if model is None or (self.handle is not None and self.handle.model is model):
+            return
+        if self.convert:
+            from_torch(model, **self.options)
+        self.handle = autocast_forward(model, self.recipe, self.during_eval)
+
+
+def _folder(args: Any, state: Any) -> str:
+    """Returns the folder of the trainer's last checkpoint."""
+    return os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+
+
+def __getattr__(name: str) -> Any:
+    """Makes ``FP8Callback``, a subclass of transformers' callbacks, when it is first asked for."""
+    if name != "FP8Callback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from transformers import TrainerCallback
+    except ImportError as error:
+        raise ImportError("FP8Callback: transformers must be installed") from error
+    namespace = {"__module__": __name__, "__doc__": _FP8Training.__doc__}
+    globals()[name] = kind = type(name, (_FP8Training, TrainerCallback), namespace)
+    return kind

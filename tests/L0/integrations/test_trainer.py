@@ -1,0 +1,168 @@
+"""transformers.Trainer in FP8 by FP8Callback: losses, evaluation, resuming, adapters."""
+
+import copy
+import os
+import pickle
+
+import pytest
+import torch
+from families import build
+
+from apex_te import flush_fp8_state
+from apex_te.fp8.autocast import is_fp8_enabled
+from apex_te.integrations import conversion_summary
+from apex_te.integrations.huggingface import FP8Callback
+from apex_te.ops.product_count import fp8_gemm_count
+from apex_te.recipe import CurrentScaling, DelayedScaling
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+DELAYED = DelayedScaling(amax_history_len=4)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        ids = (torch.arange(12) * (index + 1)) % 37 + 2
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer(folder, callbacks, model=None, kind=None, **options):
+    torch.manual_seed(0)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, per_device_eval_batch_size=4,
+        learning_rate=5e-3, report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+        logging_steps=1, **{"max_steps": 4, "save_steps": 2, **options},
+    )  # fmt: skip
+    if model is None or isinstance(model, torch.nn.Module):
+        options = {"model": build("llama").train() if model is None else model}
+    else:
+        options = {"model_init": model}
+    return (kind or transformers.Trainer)(
+        args=arguments, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks, **options
+    )
+
+
+def losses(one, **options):
+    one.train(**options)
+    return [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+
+
+def test_trains_in_fp8_and_evaluates_outside(tmp_path):
+    plain = losses(trainer(tmp_path, [], max_steps=20, save_strategy="no"))
+    before = fp8_gemm_count()
+    callback = FP8Callback(CurrentScaling())
+    one = trainer(tmp_path, [callback], max_steps=20, save_strategy="no")
+    found = losses(one)
+    assert fp8_gemm_count() - before == 20 * 3 * 14
+    assert found != plain
+    assert found == pytest.approx(plain, rel=0.02)
+    assert found[-1] < found[0] - 0.1
+    assert not is_fp8_enabled()
+    before = fp8_gemm_count()
+    one.evaluate()
+    assert fp8_gemm_count() == before
+    callback.handle.remove()
+    assert "forward" not in vars(one.model)
+    evaluating = FP8Callback("tensorwise", during_eval=True)
+    trainer(tmp_path, [evaluating], model=one.model, save_strategy="no").evaluate()
+    assert fp8_gemm_count() == before + 4 * 14
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_resumes(fuse, tmp_path):
+    """Four steps in a row, and two and two from a checkpoint: the same weights and scales."""
+
+    def run(resume):
+        one = trainer(tmp_path, [FP8Callback(DELAYED, fuse=fuse)])
+        one.train(resume_from_checkpoint=resume)
+        flush_fp8_state()
+        return {key: value.clone() for key, value in one.model.state_dict().items()}
+
+    expected, actual = run(None), run(str(tmp_path / "checkpoint-2"))
+    assert any(key.endswith("fp8_state.scale_fwd") for key in expected)
+    assert actual.keys() == expected.keys()
+    for key, value in expected.items():
+        if not key.endswith("header"):
+            assert torch.equal(actual[key], value), key
+
+
+def test_adapters_resume(tmp_path):
+    """PEFT saves adapters alone; the scales of the layers under them are beside the adapters."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+
+    def run(resume):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+        model = peft.get_peft_model(build("llama"), config)
+        one = trainer(tmp_path, [FP8Callback(DELAYED)], model.train())
+        one.train(resume_from_checkpoint=resume)
+        flush_fp8_state()
+        return {key: value.clone() for key, value in one.model.state_dict().items()}
+
+    expected = run(None)
+    assert "fp8_state.safetensors" in os.listdir(tmp_path / "checkpoint-2")
+    actual = run(str(tmp_path / "checkpoint-2"))
+    for key, value in expected.items():
+        if not key.endswith("header"):
+            assert torch.equal(actual[key], value), key
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bf16": True},
+        {"gradient_checkpointing": True},
+        {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+        {"gradient_accumulation_steps": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_the_trainer(options, tmp_path):
+    torch._dynamo.reset()
+    options = {"max_steps": 6, "save_strategy": "no", **options}
+    plain = losses(trainer(tmp_path, [], **options))
+    found = losses(trainer(tmp_path, [FP8Callback(DELAYED)], **options))
+    assert found != plain
+    assert found == pytest.approx(plain, rel=0.02)
+
+
+def test_models_made_by_the_trainer(tmp_path):
+    callback = FP8Callback(CurrentScaling(), exclude="o_proj")
+    one = trainer(tmp_path, [callback], model=lambda: build("llama").train(), save_strategy="no")
+    first = one.model
+    one.train()
+    assert one.model is not first
+    assert callback.handle.model is one.model
+    kept = [layer.name for layer in conversion_summary(one.model).kept]
+    assert sum("o_proj" in name for name in kept) == 2
+
+
+def test_layers_that_are_not_to_be_converted_and_copies(tmp_path):
+    model = build("llama")
+    callback = FP8Callback(CurrentScaling(), convert=False)
+    trainer(tmp_path, [callback], model=model)
+    assert not conversion_summary(model).converted
+    copied = copy.deepcopy(callback)
+    assert copied.handle.model is not model
+    again = pickle.loads(pickle.dumps(FP8Callback("blockwise", fuse=True)))
+    assert type(again) is FP8Callback
+    assert again.options == {"fuse": True}
+    assert isinstance(again, transformers.TrainerCallback)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"recipe": 1}, TypeError, "recipe must be"),
+        ({"recipe": "fast"}, ValueError, "recipe must be"),
+        ({"during_eval": 1}, TypeError, "during_eval must be a bool, got int"),
+        ({"convert": "no"}, TypeError, "convert must be a bool, got str"),
+    ],
+)
+def test_rejects(options, error, message):
+    with pytest.raises(error, match=f"FP8Callback: {message}"):
+        FP8Callback(**options)
