@@ -16,16 +16,17 @@ PY := $(VENV)/bin/python
 
 SCRIPTS := scripts/*.py examples/char_gpt/*.py
 # dlpack.h is vendored and keeps its own format.
-CXX_FILES = $(shell find csrc tests/cpp tests/hip \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
-	! -name dlpack.h | sort)
+CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/jax \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
+	! -name dlpack.h | sort) $(wildcard benchmarks/jax/*.cpp)
 
-.PHONY: help env demo test test-l1 bench lint cuda sanitize hip-check clean distclean
+.PHONY: help env demo test test-l1 jax bench lint cuda sanitize hip-check clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       train a small GPT in fp32 and FP8 and compare them"
 	@echo "make test       unit tests and the C++ program"
 	@echo "make test-l1    convergence tests (minutes)"
+	@echo "make jax        tests of the front end for JAX, which is installed into build/jax"
 	@echo "make bench      benchmarks, their tables and charts"
 	@echo "make lint       ruff, clang-format, docstrings and mypy"
 	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
@@ -47,6 +48,11 @@ test: env
 
 test-l1: env
 	$(PY) -m pytest tests/L1
+
+# JAX goes beside the environment, which `make test` uses without it.
+jax: env
+	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax
+	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/jax
 
 # Without a GPU: what can be measured on a CPU.
 bench: env

@@ -1,25 +1,24 @@
 """Fused Transformer kernels for PyTorch that compile themselves on first use, and FP8 training.
 
-Importing compiles nothing, opens no CUDA context and needs no compiler or GPU.
+Importing compiles nothing, opens no CUDA context and needs no compiler or GPU. torch is imported
+with the first name that needs it: ``apex_te.jax``, ``apex_te.recipe`` and ``apex_te.prebuild`` do
+without.
 """
 
 import os as _os
 import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
-
-import torch as _torch
+from typing import Any as _Any
 
 from .runtime.lazy import attach as _attach
 from .runtime.paths import extend as _extend_package_path
 from .runtime.paths import find_former_names as _find_former_names
+from .runtime.torch_version import check_torch as _check_torch
 
 if not _sys.platform.startswith("linux"):
     raise ImportError(f"apex_te runs on Linux (x86-64, aarch64), got {_sys.platform}")
-if not hasattr(_torch.Tensor, "__dlpack_c_exchange_api__"):
-    raise ImportError(
-        "apex_te needs torch.Tensor.__dlpack_c_exchange_api__, which torch 2.10 and later have, "
-        f"got torch {_torch.__version__}"
-    )
+if "torch" in _sys.modules:
+    _check_torch()
 _extend_package_path(__path__)
 _find_former_names()
 
@@ -117,7 +116,16 @@ _NAMES = {
     "statistics": "",
 }
 __all__ = [*_NAMES]
-__getattr__, __dir__ = _attach(__name__, _NAMES)
+_WITHOUT_TORCH = ("__version__", "compatibility", "make_recipe", "prebuild", "recipe")
+_get, __dir__ = _attach(__name__, _NAMES)
+
+
+def __getattr__(name: str) -> _Any:
+    """Returns a public name, with the modules that define it imported now."""
+    if name in _NAMES and name not in _WITHOUT_TORCH:
+        _check_torch()
+    return _get(name)
+
 
 if _os.environ.get("APEX_TE_NVTX", "0") not in ("", "0"):
     from . import nvtx as nvtx

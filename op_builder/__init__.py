@@ -12,14 +12,16 @@ import importlib
 from .builder import CPUOpBuilder, CUDAOpBuilder, OpBuilder, builder_names, register
 from .jit.errors import BuildError, DuplicateOpError, UnknownOpError
 from .jit.find.entry import OpenedLibrary
-from .spec import DISPATCHER, FunctionSpec
+from .spec import DISPATCHER, JAX_HANDLERS, FunctionSpec
 from .user_ops import builders as user_builders
 from .user_ops import find as _find_user_builder
 from .user_ops import names as _user_names
 
 
 def get_builder(name: str) -> OpBuilder:
-    """Returns the builder of op ``name``, or of the dispatcher, "apex_te_core".
+    """Returns the builder of op ``name``, of the dispatcher or of the handlers for JAX.
+
+    These two are named "apex_te_core" and "apex_te_jax".
 
     apex_te's own ops are searched first, then ops that ``register`` added, then the entry points of
     other installed packages.
@@ -50,11 +52,8 @@ def _suite_builder(name: str) -> OpBuilder | None:
     """
     if name in _suite:
         return _suite[name]
-    if name == DISPATCHER:
-        module_name = "core"
-    elif name in builder_names():
-        module_name = name
-    else:
+    module_name = {DISPATCHER: "core", JAX_HANDLERS: "jax_ffi"}.get(name, name)
+    if module_name == name and name not in builder_names():
         return None
     module = importlib.import_module(f"{__name__}.{module_name}")
     for value in vars(module).values():

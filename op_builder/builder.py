@@ -18,7 +18,7 @@ from .jit.errors import DuplicateOpError, UnknownOpError
 from .jit.find.entry import OpenedLibrary
 from .jit.find.key import key_of
 from .jit.find.look_up import look_up
-from .spec import DISPATCHER, OpSpec
+from .spec import DISPATCHER, JAX_HANDLERS, OpSpec
 
 
 class OpBuilder(OpSpec):
@@ -202,7 +202,7 @@ class CUDAOpBuilder(OpBuilder):
     DEVICES: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
 
-_NOT_OPS = frozenset(("__init__", "builder", "core", "spec", "user_ops"))
+_NOT_OPS = frozenset(("__init__", "builder", "core", "jax_ffi", "spec", "user_ops"))
 registered: dict[str, OpBuilder] = {}  # ops outside of the suite that this process knows
 
 
@@ -213,8 +213,8 @@ def builder_names() -> list[str]:
 
 
 def suite_names() -> list[str]:
-    """Returns the names of the suite's ops and dispatcher, which others' ops must not have."""
-    return [*builder_names(), DISPATCHER]
+    """Returns the names of all libraries of the suite, which others' ops must not have."""
+    return [*builder_names(), DISPATCHER, JAX_HANDLERS]
 
 
 def _place(builder: OpBuilder) -> str:

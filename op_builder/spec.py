@@ -16,6 +16,7 @@ from .jit.errors import UnknownOpError
 SUITE = Path(__file__).resolve().parent.parent
 INCLUDE_FLAGS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
 DISPATCHER = "apex_te_core"
+JAX_HANDLERS = "apex_te_jax"
 _SOURCE_ENDINGS = ("_cpu.cpp", "_cuda.cu")
 _LITERAL = r'"(?:[^"\\\n]|\\.)*"'
 _COMMENT = re.compile(rf"({_LITERAL})|//[^\n]*|/\*.*?\*/", re.DOTALL)

@@ -12,9 +12,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import KW_ONLY, InitVar, dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "BlockScaling",
@@ -39,14 +40,25 @@ __all__ = [
 MAX_MARGIN = 16
 # 16 times the default. Bounds what a file can make a module allocate: 320 KiB for a GEMM.
 MAX_HISTORY_LENGTH = 16384
-_FLT_MAX = torch.finfo(torch.float32).max
+_FLT_MAX = float.fromhex("0x1.fffffep127")  # of float32
 
 # Split accumulation of (fprop, dgrad, wgrad).
 GemmFlags = tuple[bool, bool, bool]
 
 
-class FormatValue(NamedTuple):
+class _FormatFields(NamedTuple):
+    """Fields of ``FormatValue``; a dtype may be given by its name."""
+
+    max_fwd: float
+    max_bwd: float
+    fwd_dtype: torch.dtype | str
+    bwd_dtype: torch.dtype | str
+
+
+class FormatValue(_FormatFields):
     """Named tuple of the element types of a format and the values to which amaxes are scaled.
+
+    torch is imported when a dtype is first read, so that other frameworks can do without it.
 
     Attributes:
         max_fwd: value to which the amax of an input or weight is scaled, ``fp8_max`` in forward.
@@ -55,10 +67,32 @@ class FormatValue(NamedTuple):
         bwd_dtype: torch dtype of the FP8 data of gradients.
     """
 
-    max_fwd: float
-    max_bwd: float
-    fwd_dtype: torch.dtype
-    bwd_dtype: torch.dtype
+    __slots__ = ()
+
+    @property
+    def fwd_dtype(self) -> torch.dtype:
+        """torch dtype of the FP8 data of inputs and weights."""
+        return _torch_dtype(self[2])
+
+    @property
+    def bwd_dtype(self) -> torch.dtype:
+        """torch dtype of the FP8 data of gradients."""
+        return _torch_dtype(self[3])
+
+    @property
+    def dtype_names(self) -> tuple[str, str]:
+        """Names of ``fwd_dtype`` and ``bwd_dtype``, such as "float8_e4m3fn"."""
+        forward, backward = (str(dtype).removeprefix("torch.") for dtype in self[2:])
+        return forward, backward
+
+
+def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """Returns a torch dtype that is given by itself or by its name."""
+    if not isinstance(dtype, str):
+        return dtype
+    import torch
+
+    return getattr(torch, dtype)
 
 
 class Format(enum.Enum):
@@ -75,10 +109,10 @@ class Format(enum.Enum):
         HIF8: HiFloat8 for inputs, weights and gradients, with one scale a tensor.
     """
 
-    E4M3 = FormatValue(448.0, 448.0, torch.float8_e4m3fn, torch.float8_e4m3fn)
-    E5M2 = FormatValue(57344.0, 57344.0, torch.float8_e5m2, torch.float8_e5m2)
-    HYBRID = FormatValue(448.0, 57344.0, torch.float8_e4m3fn, torch.float8_e5m2)
-    HIF8 = FormatValue(15.0, 224.0, torch.uint8, torch.uint8)
+    E4M3 = FormatValue(448.0, 448.0, "float8_e4m3fn", "float8_e4m3fn")
+    E5M2 = FormatValue(57344.0, 57344.0, "float8_e5m2", "float8_e5m2")
+    HYBRID = FormatValue(448.0, 57344.0, "float8_e4m3fn", "float8_e5m2")
+    HIF8 = FormatValue(15.0, 224.0, "uint8", "uint8")
 
     @classmethod
     def _missing_(cls, value: object) -> Format | None:

@@ -15,7 +15,9 @@ import torch
 from ..op_builder import get_builder
 from ..op_builder.core import CoreBuilder
 from ..op_builder.jit.backends.archs import device_capability
+from .torch_version import check_torch
 
+check_torch()
 ABI = 1
 
 _lock = threading.RLock()

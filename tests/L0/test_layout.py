@@ -22,10 +22,13 @@ LAYERS = {
     "amp": {"recipe", "runtime", "ops", "comm", "fp8", "module", "optimizers", "integrations"},
     "distributed": {"recipe", "runtime", "ops", "comm", "fp8", "module", "permutation"},
     "permutation": {"runtime", "ops"},
+    "jax": {"recipe", "runtime", "op_builder"},
     "nvtx": {"op_builder"},
     "op_builder": set(),
     "compatibility": {"_version", "op_builder", "runtime", "ops", "optimizers"},
 }
+# Of these, "jax" imports no torch, and all other parts neither jax nor flax.
+FRAMEWORKS = ("torch", "jax", "flax")
 # Imports that are to go, which this list may only lose.
 UPWARD: set[tuple[str, str]] = set()
 CIRCLES: set[frozenset[str]] = set()
@@ -125,6 +128,54 @@ def test_imports_follow_the_layers() -> None:
         "__main__", "_version", "autocast", "graph", "parameter", "state", "statistics",
     }, "a new part of apex_te needs its line in LAYERS"  # fmt: skip
     assert _upward(graph) == UPWARD
+
+
+def _frameworks(path: Path) -> set[str]:
+    """Deep-learning frameworks that a module imports, anywhere in it but for type checkers."""
+    tree = ast.parse(path.read_text())
+    typed = {
+        id(each)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for each in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if id(node) in typed:
+            continue
+        if isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").partition(".")[0])
+    return found & set(FRAMEWORKS)
+
+
+def test_the_front_ends_of_torch_and_jax_are_apart() -> None:
+    modules = _modules()
+    graph = _imports(modules)
+    mixed = {
+        module: used
+        for module, path in modules.items()
+        if (used := _frameworks(path) & ({"torch"} if _part(module) == "jax" else {"jax", "flax"}))
+    }
+    assert mixed == {}
+    reached: set[str] = set()
+    waiting = [module for module in graph if _part(module) == "jax"]
+    while waiting:
+        module = waiting.pop()
+        if module not in reached and module != "apex_te":
+            reached.add(module)
+            waiting += graph[module]
+    # Of what JAX's side may reach, these import torch inside of functions that it does not call.
+    assert {module for module in reached if "torch" in _frameworks(modules[module])} <= {
+        "apex_te.op_builder.jit.backends.archs", "apex_te.op_builder.jit.backends.pybind",
+        "apex_te.recipe",
+    }  # fmt: skip
+
+
+def test_private_modules_of_jax_are_not_used() -> None:
+    for path in [*(ROOT / "apex_te" / "jax").rglob("*.py"), *(ROOT / "tests/L0/jax").rglob("*.py")]:
+        assert "jax._src" not in path.read_text(), path
 
 
 def test_no_module_imports_itself_through_others() -> None:

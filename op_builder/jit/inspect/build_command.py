@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", type=int, metavar="N", help="compilers at once (default: what the machine allows)"
     )
+    parser.add_argument("--jax", action="store_true", help="the handlers for JAX, too")
     parser.add_argument("--verbose", action="store_true", help="show the compilers' commands")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -56,7 +57,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"apex_te: {error}", file=sys.stderr)
         return 2
     try:
-        report = into_cache(builders, choices, targets, jobs=args.jobs, verbose=args.verbose)
+        report = into_cache(
+            builders, choices, targets, jobs=args.jobs, verbose=args.verbose, jax=args.jax
+        )
     except PrebuildError as error:
         if error.report is not None:
             _show(error.report, args.json)

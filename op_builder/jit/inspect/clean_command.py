@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 
+from ...spec import DISPATCHER, JAX_HANDLERS
 from ..errors import CacheError, NoPermissionError
 from ..text import field, short, size
 from . import clean, stale
@@ -41,7 +42,8 @@ def run(args: argparse.Namespace) -> int:
     from ... import all_builders, get_builder, user_builders
 
     places = clean.folders()
-    builders = {**all_builders(), **user_builders(), "apex_te_core": get_builder("apex_te_core")}
+    builders = {**all_builders(), **user_builders()}
+    builders.update((name, get_builder(name)) for name in (DISPATCHER, JAX_HANDLERS))
     found: list[Removed] = []
     if args.ops:
         clean.check_names(args.ops, builders, places)

@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import Any
 
+from ...spec import DISPATCHER, JAX_HANDLERS
 from ..errors import CacheError
 from ..find import cache, inventory
 from ..text import Column, field, short, since, size, table
@@ -39,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
     """
     from ... import all_builders, get_builder, user_builders
 
-    core = get_builder("apex_te_core")
-    now = stale.current([core, *all_builders().values(), *user_builders().values()])
+    core, handlers = get_builder(DISPATCHER), get_builder(JAX_HANDLERS)
+    now = stale.current([core, handlers, *all_builders().values(), *user_builders().values()])
     folders: list[dict[str, Any]] = []
     for place in cache.locations(core.prebuilt_folder):
         folder: dict[str, Any] = {"kind": place.kind, "path": place.path, "problem": ""}

@@ -26,6 +26,7 @@ from ..backends.archs import (
     visible_capabilities,
 )
 from ..backends.dispatcher import DispatcherSpec
+from ..backends.jax_handlers import JaxHandlersSpec
 from ..build import failure
 from ..errors import BuildError, CacheError, CompileError
 from ..find import cache, inventory
@@ -264,11 +265,11 @@ def collect(builders: Iterable[OpSpec]) -> Facts:
     """Returns the whole report as a dict for JSON.
 
     Args:
-        builders: ops to report on; the dispatcher is added.
+        builders: ops to report on; the dispatcher and the handlers for JAX are added.
     """
     core = DispatcherSpec()
     now = here()
-    builders = [core, *builders]
+    builders = [core, JaxHandlersSpec(), *builders]
     named = now.targets.named if now.targets is not None else None
     chosen = named[1].split(";") if named else [str(Arch(*gpu)) for gpu in now.capabilities]
     origin = named[0] if named else ("the visible GPUs" if chosen else None)

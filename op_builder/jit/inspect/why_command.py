@@ -24,7 +24,9 @@ Facts = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command ``why`` to its parser."""
-    parser.add_argument("op", help="an op such as rms_norm, or the dispatcher, apex_te_core")
+    parser.add_argument(
+        "op", help="an op such as rms_norm, apex_te_core (the dispatcher) or apex_te_jax"
+    )
     parser.add_argument(
         "--device", choices=["cpu", "cuda"], help="default: cpu, and cuda where there is an arch"
     )

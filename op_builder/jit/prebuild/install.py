@@ -18,7 +18,7 @@ from ..find.cache import Location, make_private
 from ..platform import installed_torch
 from .batch import Wanted, build_all
 from .build_report import BuildReport
-from .targets import Choice, Targets, dispatchers, plan
+from .targets import Choice, Targets, dispatchers, jax_handlers, plan
 
 CPP_OPS, CUDA_OPS = GROUPS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
 # what apex's setup.py takes -> what says it here
@@ -118,7 +118,8 @@ def into_package(
 ) -> BuildReport:
     """Compiles the wanted libraries, and dispatchers, into a folder of a package.
 
-    There is a dispatcher for each Python that ``APEX_BUILD_PYTHONS`` lists.
+    There is a dispatcher for each Python that ``APEX_BUILD_PYTHONS`` lists, and one library of
+    handlers for JAX.
 
     Args:
         builders: ops by name.
@@ -133,7 +134,7 @@ def into_package(
         SettingError: a flag is for this machine's CPU alone.
     """
     wanted, rows = plan(builders, choices, Targets.find())
-    wanted = [*dispatchers(pythons.named()), *wanted]
+    wanted = [*dispatchers(pythons.named()), *jax_handlers(), *wanted]
     unable = []
     for item in wanted:
         _check_portable(item)

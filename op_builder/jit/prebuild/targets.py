@@ -16,6 +16,7 @@ from ..backends.archs import (
     visible_capabilities,
 )
 from ..backends.dispatcher import DispatcherSpec
+from ..backends.jax_handlers import JaxHandlersSpec
 from ..errors import ArchError
 from ..platform import soabi
 from .batch import Wanted
@@ -133,3 +134,8 @@ def dispatchers(named: Sequence[pythons.Python | None]) -> list[Wanted]:
         version = pythons.name_of(python.suffix if python else soabi())
         wanted.append(Wanted(DispatcherSpec(python=python), "cpu", label=f"dispatcher {version}"))
     return wanted
+
+
+def jax_handlers() -> list[Wanted]:
+    """Returns the library of handlers for JAX, one for all Pythons."""
+    return [Wanted(JaxHandlersSpec(), "cpu")]

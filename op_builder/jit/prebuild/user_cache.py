@@ -16,7 +16,7 @@ from ..find import cache
 from ..find.key import key_of
 from .batch import Wanted, build_all, manifest_report
 from .build_report import BuildReport, LibraryReport
-from .targets import DEVICES, Choice, Targets, dispatchers, plan
+from .targets import DEVICES, Choice, Targets, dispatchers, jax_handlers, plan
 
 _LOCK = "prebuild"  # beside those of the libraries, whose names end in a key
 _DISPATCHER = "apex_te_core"
@@ -127,6 +127,7 @@ def into_cache(
     *,
     jobs: int | None = None,
     verbose: bool = False,
+    jax: bool = False,
 ) -> BuildReport:
     """Compiles the wanted libraries and the dispatcher that no cache holds into the user's cache.
 
@@ -138,6 +139,7 @@ def into_cache(
         targets: archs to compile for.
         jobs: number of compilers at once; by default as many as the machine's limits allow.
         verbose: shows the compiler commands.
+        jax: compiles the handlers for JAX, too.
 
     Returns:
         The report, with the libraries that were cached or skipped.
@@ -151,7 +153,7 @@ def into_cache(
     if jobs is not None and jobs < 1:
         raise SettingError(f"jobs must be an integer >= 1, got {jobs}")
     wanted, skipped = plan(builders, choices, targets)
-    wanted = [*dispatchers([None]), *wanted]
+    wanted = [*dispatchers([None]), *(jax_handlers() if jax else ()), *wanted]
     rows: dict[Wanted, LibraryReport] = {}
     missing = _missing(wanted, targets, rows)
     limit = jobs or resources.jobs()

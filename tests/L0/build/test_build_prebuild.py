@@ -38,9 +38,10 @@ NO_GPU = Targets(None)
 
 @pytest.fixture
 def ops(root: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, OpBuilder]:
-    """Six ops; what is built with them has no dispatcher, which would take seconds."""
+    """Six ops; no dispatcher and no handlers, which would take seconds, are built with them."""
     for module in (user_cache, install):
         monkeypatch.setattr(module, "dispatchers", lambda named: [])
+        monkeypatch.setattr(module, "jax_handlers", list)
     return {f"op{i}": make_op(root, f"op{i}") for i in range(6)}
 
 

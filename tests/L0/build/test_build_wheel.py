@@ -137,13 +137,14 @@ def test_wheel_of_a_group(checkout: Path, tmp_path: Path, fake_compiler: str) ->
     wheel, output = make_wheel(checkout, tmp_path / "wheel", **others)
     ops = [name for name, builder in all_builders().items() if "cpu" in builder.DEVICES]
     names = [f"{name}_cpu.so" for name in ops if name != "rope"]
-    assert libraries(wheel) == sorted([*names, "apex_te_core.so"])
+    assert libraries(wheel) == sorted([*names, "apex_te_core.so", "apex_te_jax_cpu.so"])
     table = output[output.index("libraries built ahead of time") :].splitlines()
     assert table[1].split() == ["op", "device", "archs", "state", "seconds", "size"]
-    assert table[3].split()[:4] == ["activation", "cpu", "-", "built"]
+    assert table[3].split()[:4] == ["apex_te_jax", "cpu", "-", "built"]
+    assert table[4].split()[:4] == ["activation", "cpu", "-", "built"]
     assert "skipped (cpu): rope: APEX_BUILD_ROPE=0" in table
     assert any("APEX_BUILD_CPP_OPS asks for CPU libraries" in line for line in table)
-    assert any(line.startswith(f"{len(names) + 1} built, 0 present") for line in table)
+    assert any(line.startswith(f"{len(names) + 2} built, 0 present") for line in table)
 
 
 def test_wheel_for_several_pythons(checkout: Path, tmp_path: Path, fake_compiler: str) -> None:
@@ -164,7 +165,8 @@ def test_wheel_for_several_pythons(checkout: Path, tmp_path: Path, fake_compiler
         APEX_BUILD_PYTHONS=f"{own}; {other}",
         CXX=fake_compiler,
     )
-    assert libraries(wheel) == ["amax_scale_update_cpu.so", "apex_te_core.so", "apex_te_core.so"]
+    dispatcher, handlers = "apex_te_core.so", "apex_te_jax_cpu.so"
+    assert libraries(wheel) == ["amax_scale_update_cpu.so", dispatcher, dispatcher, handlers]
     assert f"dispatcher {own} " in output
     assert "dispatcher 3.29 " in output
     assert f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl" in wheel.name

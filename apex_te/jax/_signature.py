@@ -1,0 +1,68 @@
+"""Signatures of ops' C functions, taken apart."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ..op_builder import get_builder
+
+__all__ = ["Parameter", "parameters_of", "parse"]
+
+
+class Parameter(NamedTuple):
+    """One parameter of a C function.
+
+    Attributes:
+        name: its name.
+        kind: "Tensor", "Tensor[]", "int", "float", "float[]" or "bool".
+        is_optional: True for a tensor that may be None.
+        is_written: True if the function writes the tensor or the list's tensors.
+    """
+
+    name: str
+    kind: str
+    is_optional: bool
+    is_written: bool
+
+    @property
+    def is_tensor(self) -> bool:
+        """True for a tensor or a list of tensors."""
+        return self.kind.startswith("Tensor")
+
+
+def parse(function: str, signature: str) -> tuple[Parameter, ...]:
+    """Returns the parameters of a signature such as "x: Tensor, out: Tensor!".
+
+    Raises:
+        NotImplementedError: the function returns a number, which a compiled program cannot use.
+    """
+    if "->" in signature:
+        raise NotImplementedError(
+            f"{function}: the function must return nothing to be called from JAX, got {signature!r}"
+        )
+    found = []
+    for text in filter(str.strip, signature.split(",")):
+        name, _, kind = (part.strip() for part in text.partition(":"))
+        plain = kind.replace("!", "")
+        found.append(Parameter(name, plain.rstrip("?"), plain.endswith("?"), "!" in kind))
+    return tuple(found)
+
+
+@functools.cache
+def parameters_of(op: str, function: str) -> tuple[Parameter, ...]:
+    """Returns the parameters of a function that an op's header declares.
+
+    Args:
+        op: stem of the op, e.g. "cast_transpose".
+        function: name of the function, without the prefix ``apex_te_``.
+
+    Raises:
+        UnknownOpError: there is no such op.
+        AttributeError: the op declares no such function.
+        NotImplementedError: the function cannot be called from JAX.
+    """
+    spec = get_builder(op).functions().get(function)
+    if spec is None:
+        raise AttributeError(f"op {op} has no function {function}")
+    return parse(function, spec.signature)
