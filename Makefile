@@ -16,7 +16,7 @@ PY := $(VENV)/bin/python
 
 SCRIPTS := scripts/*.py examples/char_gpt/*.py
 # dlpack.h is vendored and keeps its own format.
-CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/jax \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
+CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/with_jax \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
 	! -name dlpack.h | sort) $(wildcard benchmarks/jax/*.cpp)
 
 .PHONY: help env demo test test-l1 jax bench lint cuda sanitize hip-check clean distclean
@@ -52,7 +52,7 @@ test-l1: env
 # JAX goes beside the environment, which `make test` uses without it.
 jax: env
 	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax
-	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/jax
+	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/with_jax
 
 # Without a GPU: what can be measured on a CPU.
 bench: env
