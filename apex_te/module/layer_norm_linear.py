@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
-from ._core.gemm import FP8Call
+from ._core.gemm import FP8Call, cast_to
 from ._core.head_layout import HeadLayout
 from ._core.layer_norm_linear_function import LayerNormLinearFunction
 from ._core.materialize import initialize, materialize
@@ -190,7 +190,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
             the norm's result and the tensor that was normalised, each in the shape of ``inp``. In
             FP8 ``norm`` and ``total`` are None if the caller does not ask for them.
         """
-        inp, residual = inp.to(call.dtype), None if residual is None else residual.to(call.dtype)
+        inp, residual = cast_to(inp, call.dtype), cast_to(residual, call.dtype)
         if not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)
             return self._linear(norm, weight, bias, call), norm, total

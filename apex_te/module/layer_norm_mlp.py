@@ -11,7 +11,7 @@ from torch.nn import functional
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
 from ._core.fused_casts import ACTIVATIONS, activate, is_gated
-from ._core.gemm import FP8Call, adds_in_product
+from ._core.gemm import FP8Call, adds_in_product, cast_to
 from ._core.layer_norm_mlp_function import LayerNormMLPFunction
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
@@ -247,7 +247,7 @@ class LayerNormMLP(NormedModule):
             normalised, all in the shape of ``inp``. In FP8 ``norm`` and ``total`` are None if the
             caller does not ask for them; ``total`` is None, too, if it has been added to ``out``.
         """
-        inp, residual = inp.to(call.dtype), None if residual is None else residual.to(call.dtype)
+        inp, residual = cast_to(inp, call.dtype), cast_to(residual, call.dtype)
         if not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)
             hidden = activate(self.activation, self._linear(norm, w1, b1, call, 0))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..ops.op_function import unwrapped
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
 from ._core.gemm import FP8Call, adds_in_product
@@ -298,7 +299,7 @@ class LinearLayer(LinearParameters):
                 call = self._known_call(inp, self.in_features, (weight, bias))
                 if call is not None:
                     if call.is_fp8:
-                        return LinearFunction.apply(inp, weight, bias, call, None)
+                        return LinearFunction.direct(unwrapped(inp), weight, bias, call, None)
                     return functional.linear(inp, weight, bias)
         else:
             weight, bias = self._operands(weight, bias)

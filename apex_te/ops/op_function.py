@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._functorch import unwrap_if_dead
+from torch._C._functorch import unwrap_if_dead as unwrapped
 from torch.autograd import forward_ad
 
 from ..runtime.tracing import transforms_active
 
-__all__ = ["OpFunction", "eager_apply", "needs_autograd", "once_differentiable"]
+__all__ = ["OpFunction", "eager_apply", "needs_autograd", "once_differentiable", "unwrapped"]
 
 
 def eager_apply(cls: Any, *args: Any) -> Any:
@@ -25,7 +25,7 @@ def eager_apply(cls: Any, *args: Any) -> Any:
         args: the arguments of its ``forward``.
     """
     # A tensor that has left a transform is wrapped by it until it is next used.
-    return cls._c_apply(*[unwrap_if_dead(a) if isinstance(a, torch.Tensor) else a for a in args])
+    return cls.direct(*[unwrapped(a) if isinstance(a, torch.Tensor) else a for a in args])
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,14 +53,17 @@ class OpFunction(torch.autograd.Function):
 
     Attributes:
         LABEL: the op's name in error messages, which each subclass sets.
+        direct: does what ``apply`` does, in less host time, where neither a transform of torch.func
+            nor forward-mode differentiation is active, and no argument is a tensor that has left a
+            transform.
     """
 
     LABEL = ""
-    _c_apply: Any
+    direct: Any
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._c_apply = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+        cls.direct = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:

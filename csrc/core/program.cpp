@@ -1,4 +1,5 @@
-// Program: checks its tensors against those it was made with, then runs its steps without Python.
+// Program: checks its tensors against those it was made with, has the others made, then runs its
+// steps without Python.
 #include "core/program.h"
 
 #include <memory>
@@ -42,12 +43,16 @@ struct Plan {
   std::vector<Form> forms;
   std::vector<Step> steps;
   std::vector<PyObject*> constants;  // owned by the steps' tuple
+  std::vector<Py_ssize_t> outputs;   // places, -1 for None
+  bool has_outputs = false;
   DLDevice device{kDLCPU, 0};
 };
 
 struct ProgramObject {
   PyObject_HEAD vectorcallfunc vectorcall;
-  PyObject* steps;  // the constructor's argument, which holds functions and constants
+  PyObject* steps;   // the constructor's argument, which holds functions and constants
+  PyObject* makers;  // the constructor's argument
+  PyObject* after;   // the constructor's argument
   Plan* plan;
 };
 
@@ -216,9 +221,35 @@ bool read_plan(Plan* plan, PyObject* forms, PyObject* steps) {
   return true;
 }
 
-// Describes the call's tensors; false, without a Python error, if one has another form.
-bool read_tensors(const Plan& plan, PyObject* const* args, std::vector<DLTensor>* slots) {
-  for (size_t i = 0; i < plan.forms.size(); ++i) {
+// A tuple of tuples, each a callable and the arguments to call it with.
+bool check_calls(PyObject* calls) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(calls); ++i) {
+    PyObject* item = PyTuple_GET_ITEM(calls, i);
+    if (!PyTuple_Check(item) || PyTuple_GET_SIZE(item) == 0 ||
+        !PyCallable_Check(PyTuple_GET_ITEM(item, 0)))
+      return refuse_program("makers and after must be tuples of a callable and its arguments");
+  }
+  return true;
+}
+
+bool read_outputs(Plan* plan, PyObject* outputs) {
+  if (outputs == Py_None) return true;
+  plan->has_outputs = true;
+  std::vector<int64_t> places;
+  if (!read_extents(outputs, &places)) return false;
+  for (const int64_t place : places) {
+    if (place < -1 || place >= static_cast<int64_t>(plan->forms.size()))
+      return refuse_program("outputs must be places of tensors or -1");
+    plan->outputs.push_back(place);
+  }
+  return true;
+}
+
+// Describes the call's first tensors, those that its caller passes; false, without a Python error,
+// if one has another form.
+bool read_tensors(const Plan& plan, PyObject* const* args, size_t count,
+                  std::vector<DLTensor>* slots) {
+  for (size_t i = 0; i < count; ++i) {
     const Form& form = plan.forms[i];
     DLTensor& t = (*slots)[i];
     if (!form.is_given) {
@@ -275,21 +306,63 @@ bool run_steps(const Plan& plan, Frame* frame, ApexTeCall* c_call) {
   return true;
 }
 
-PyObject* call(const Plan& plan, PyObject* const* args, Py_ssize_t count) {
-  if (count != static_cast<Py_ssize_t>(plan.forms.size())) {
-    refuse_program("one tensor must be passed for each form");
-    return nullptr;
+// References to the tensors that a call has made. No destructor drops them: one may run without the
+// GIL, when the interpreter ends a daemon thread that is in a kernel.
+struct Made {
+  std::vector<PyObject*> tensors;
+  void release() {
+    for (PyObject* tensor : tensors) Py_DECREF(tensor);
   }
+};
+
+PyObject* call_tuple(PyObject* item) {
+  PyObject* const* objects = &PyTuple_GET_ITEM(item, 0);
+  return PyObject_Vectorcall(objects[0], objects + 1,
+                             static_cast<size_t>(PyTuple_GET_SIZE(item) - 1), nullptr);
+}
+
+bool make_tensors(PyObject* makers, size_t passed, std::vector<DLTensor>* slots, Made* made) {
+  made->tensors.reserve(PyTuple_GET_SIZE(makers));
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(makers); ++i) {
+    PyObject* tensor = call_tuple(PyTuple_GET_ITEM(makers, i));
+    if (!tensor) return false;
+    made->tensors.push_back(tensor);
+    if (!is_plain(tensor) || !describe(tensor, &(*slots)[passed + i]))
+      return refuse_program("a maker must return a tensor");
+  }
+  return true;
+}
+
+PyObject* result_of(const Plan& plan, PyObject* const* args, size_t passed, const Made& made) {
+  if (!plan.has_outputs) Py_RETURN_TRUE;
+  PyObject* result = PyTuple_New(static_cast<Py_ssize_t>(plan.outputs.size()));
+  if (!result) return nullptr;
+  for (size_t i = 0; i < plan.outputs.size(); ++i) {
+    const Py_ssize_t place = plan.outputs[i];
+    PyObject* value = Py_None;
+    if (place >= static_cast<Py_ssize_t>(passed))
+      value = made.tensors[place - passed];
+    else if (place >= 0)
+      value = args[place];
+    PyTuple_SET_ITEM(result, i, Py_NewRef(value));
+  }
+  return result;
+}
+
+// The call's result; nullptr with a Python error set, or a false `fits`, if there is none.
+PyObject* run(const ProgramObject& program, PyObject* const* args, size_t passed, Made* made,
+              bool* fits) {
+  const Plan& plan = *program.plan;
   Frame frame;
   frame.slots.resize(plan.forms.size());
   frame.constants.resize(plan.constants.size());
   frame.parts.resize(kMaxParameters);
-  if (!read_tensors(plan, args, &frame.slots)) {
-    if (PyErr_Occurred()) return nullptr;
-    Py_RETURN_FALSE;
-  }
-  for (size_t i = 0; i < plan.constants.size(); ++i)
-    if (!describe(plan.constants[i], &frame.constants[i])) Py_RETURN_FALSE;
+  // First: a maker may run Python code, by which a tensor that is described already might change.
+  if (!make_tensors(program.makers, passed, &frame.slots, made)) return nullptr;
+  *fits = read_tensors(plan, args, passed, &frame.slots);
+  for (size_t i = 0; *fits && i < plan.constants.size(); ++i)
+    *fits = describe(plan.constants[i], &frame.constants[i]);
+  if (!*fits) return nullptr;
   ApexTeCall c_call;
   c_call.device_id = plan.device.device_id;
   c_call.stream = nullptr;
@@ -302,7 +375,26 @@ PyObject* call(const Plan& plan, PyObject* const* args, Py_ssize_t count) {
   is_done = run_steps(plan, &frame, &c_call);
   Py_END_ALLOW_THREADS;
   if (!is_done) return raise(c_call);
-  Py_RETURN_TRUE;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(program.after); ++i) {
+    PyObject* ignored = call_tuple(PyTuple_GET_ITEM(program.after, i));
+    if (!ignored) return nullptr;
+    Py_DECREF(ignored);
+  }
+  return result_of(plan, args, passed, *made);
+}
+
+PyObject* call(const ProgramObject& program, PyObject* const* args, Py_ssize_t count) {
+  if (count + PyTuple_GET_SIZE(program.makers) !=
+      static_cast<Py_ssize_t>(program.plan->forms.size())) {
+    refuse_program("one tensor must be passed for each form that has no maker");
+    return nullptr;
+  }
+  Made made;
+  bool fits = true;
+  PyObject* result = run(program, args, static_cast<size_t>(count), &made, &fits);
+  made.release();
+  if (fits || PyErr_Occurred()) return result;
+  Py_RETURN_FALSE;
 }
 
 PyObject* program_call(PyObject* object, PyObject* const* args, size_t nargsf, PyObject* names) {
@@ -311,30 +403,41 @@ PyObject* program_call(PyObject* object, PyObject* const* args, size_t nargsf, P
     return nullptr;
   }
   try {
-    return call(*self_of(object)->plan, args, PyVectorcall_NARGS(nargsf));
+    return call(*self_of(object), args, PyVectorcall_NARGS(nargsf));
   } catch (const std::bad_alloc&) {
     return PyErr_NoMemory();
   }
 }
 
 PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* keywords[] = {"forms", "steps", nullptr};
-  PyObject *forms, *steps;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!:Program", const_cast<char**>(keywords),
-                                   &PyTuple_Type, &forms, &PyTuple_Type, &steps))
+  static const char* keywords[] = {"forms", "steps", "makers", "after", "outputs", nullptr};
+  PyObject *forms, *steps, *makers = nullptr, *after = nullptr, *outputs = Py_None;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|O!O!O:Program", const_cast<char**>(keywords),
+                                   &PyTuple_Type, &forms, &PyTuple_Type, &steps, &PyTuple_Type,
+                                   &makers, &PyTuple_Type, &after, &outputs))
     return nullptr;
   auto plan = std::make_unique<Plan>();
-  if (!read_plan(plan.get(), forms, steps)) return nullptr;
+  if (!read_plan(plan.get(), forms, steps) || !read_outputs(plan.get(), outputs) ||
+      (makers && !check_calls(makers)) || (after && !check_calls(after)))
+    return nullptr;
+  if (makers && PyTuple_GET_SIZE(makers) > PyTuple_GET_SIZE(forms)) {
+    refuse_program("each maker must have a form");
+    return nullptr;
+  }
   PyObject* object = type->tp_alloc(type, 0);
   if (!object) return nullptr;
   self_of(object)->vectorcall = program_call;
   self_of(object)->steps = Py_NewRef(steps);
+  self_of(object)->makers = makers ? Py_NewRef(makers) : PyTuple_New(0);
+  self_of(object)->after = after ? Py_NewRef(after) : PyTuple_New(0);
   self_of(object)->plan = plan.release();
   return object;
 }
 
 int program_traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(self_of(object)->steps);
+  Py_VISIT(self_of(object)->makers);
+  Py_VISIT(self_of(object)->after);
   return 0;
 }
 
@@ -343,6 +446,8 @@ void program_dealloc(PyObject* object) {
   PyObject_GC_UnTrack(object);
   delete self_of(object)->plan;
   Py_XDECREF(self_of(object)->steps);
+  Py_XDECREF(self_of(object)->makers);
+  Py_XDECREF(self_of(object)->after);
   Py_TYPE(object)->tp_free(object);
 }
 
@@ -355,14 +460,20 @@ PyTypeObject* program_type() {
 #pragma GCC diagnostic pop
   type.tp_name = "apex_te_core.Program";
   type.tp_doc =
-      "Program(forms, steps): calls of op functions, bound once, that one call runs in order.\n\n"
-      "`forms` has an entry for each tensor that a call passes: None for none, a tensor whose\n"
-      "shape, strides, dtype, device and alignment a call's tensor must have, or ... for memory\n"
-      "that the caller makes for the program. Its memory is not read after the constructor. A "
-      "step\n"
-      "is a Function and its arguments; a tensor among these is (slot,), or (slot, byte offset,\n"
-      "shape, strides, tensor of the dtype) for a part of one, or a tensor itself, a constant.\n"
-      "A call returns False, with nothing run, if a tensor has not its form, else True.";
+      "Program(forms, steps, makers=(), after=(), outputs=None): calls of op functions, bound "
+      "once,\n"
+      "that one call runs in order.\n\n"
+      "`forms` has an entry for each tensor: None for none, a tensor whose shape, strides, dtype,\n"
+      "device and alignment a call's tensor must have, or ... for memory that is made for the\n"
+      "program. Its memory is not read after the constructor. The last tensors are made in each\n"
+      "call by `makers`, tuples of a callable and its arguments; the caller passes the others. A\n"
+      "step is a Function and its arguments; a tensor among these is (slot,), or (slot, byte\n"
+      "offset, shape, strides, tensor of the dtype) for a part of one, or a tensor itself, a\n"
+      "constant. `after` has calls to make when the steps have run, as `makers` has them.\n"
+      "`outputs` has the slots of the tensors, or -1 for None, that a call returns as a tuple; if\n"
+      "it is None, a call returns True. A call returns False, with nothing run, if a tensor has "
+      "not\n"
+      "its form.";
   type.tp_basicsize = sizeof(ProgramObject);
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_HAVE_GC;
   type.tp_vectorcall_offset = offsetof(ProgramObject, vectorcall);

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...ops.amax_scale_update import amax_scale_update
+from ...ops.amax_scale_update import PreparedUpdate, amax_scale_update
 from ...recipe import DelayedScaling
 
-__all__ = ["UserUpdate", "nonfinite_count", "update_scales"]
+__all__ = ["UserUpdate", "nonfinite_count", "prepared_update", "update_scales"]
 
 _FLT_MAX = torch.finfo(torch.float32).max
 _nonfinite: dict[torch.device, torch.Tensor] = {}
@@ -50,22 +50,39 @@ def update_scales(
         nonfinite: int32 ``[1]``, to which the number of Inf and NaN amaxes is added; None: not
             counted.
     """
-    algo = recipe.amax_compute_algo
-    if isinstance(algo, str) and not recipe.uses_callables:
-        amax_scale_update(
-            histories,
-            scales,
-            scale_invs,
-            fp8_max,
-            margin=recipe.margin,
-            algo=algo,
-            pow2=recipe.scaling_factor_compute_algo == "pow2",
-            nonfinite_count=nonfinite,
-        )
+    if not recipe.uses_callables:
+        options = _options(recipe, nonfinite)
+        amax_scale_update(histories, scales, scale_invs, fp8_max, **options)
         return
     with torch.no_grad():
         for slots in zip(histories, scales, scale_invs, fp8_max, strict=True):
             UserUpdate.computed(*slots, recipe).commit(nonfinite)
+
+
+def prepared_update(
+    histories: Sequence[torch.Tensor],
+    scales: Sequence[torch.Tensor],
+    scale_invs: Sequence[torch.Tensor],
+    fp8_max: list[float],
+    recipe: DelayedScaling,
+    nonfinite: torch.Tensor | None,
+) -> PreparedUpdate:
+    """Returns an object whose ``run`` does what ``update_scales`` does, for repeated updates.
+
+    The arguments are those of ``update_scales``; the recipe has no functions of a user.
+    """
+    options = _options(recipe, nonfinite)
+    return PreparedUpdate(histories, scales, scale_invs, fp8_max, **options)
+
+
+def _options(recipe: DelayedScaling, nonfinite: torch.Tensor | None) -> dict[str, Any]:
+    """Returns the keyword arguments of ``amax_scale_update`` for a recipe without functions."""
+    return {
+        "margin": recipe.margin,
+        "algo": recipe.amax_compute_algo,
+        "pow2": recipe.scaling_factor_compute_algo == "pow2",
+        "nonfinite_count": nonfinite,
+    }
 
 
 class UserUpdate(NamedTuple):

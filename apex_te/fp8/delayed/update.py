@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ... import runtime
 from ...comm.collectives import world_size
 from ...comm.groups import is_process_group
 from ...recipe import DelayedScaling
@@ -25,9 +24,10 @@ from ..formats import formats_of
 from .amax_allreduce import RankReduction, SlotRange
 from .amax_group import AmaxGroup, ScaleSync, amax_groups
 from .registry import intern, registry
-from .scale_formula import UserUpdate, nonfinite_count, update_scales
+from .scale_formula import UserUpdate, nonfinite_count, prepared_update, update_scales
 
 if TYPE_CHECKING:
+    from ...ops.amax_scale_update import PreparedUpdate
     from ...recipe import Recipe
     from ..module_fp8 import ModuleFP8
     from .first_step import FirstSteps
@@ -259,7 +259,7 @@ class UpdatePlan:
             The failures, at most one for each group of states with equal recipes.
         """
         amax_group, equalised = self.amax_group, False
-        if world_size(amax_group.group) > 1 and amax_group.reduces:
+        if amax_group.reduces and world_size(amax_group.group) > 1:
             equalised = self._reduce()
         failures = self.groups.run(nonfinite=True)
         for first_steps in self._first_steps:
@@ -340,7 +340,7 @@ class ScaleGroup:
         self._owners: list[tuple[weakref.ref[ModuleFP8], int]] = []
         # Indices of owners whose last update failed, which would fail again with nothing staged.
         self._suspects: set[int] = set()
-        self._prepared: tuple[Sequence[torch.Tensor], ...] | None = None
+        self._prepared: dict[bool, PreparedUpdate] = {}  # by whether they count in ``nonfinite``
 
     def add(
         self, module: ModuleFP8, *slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
@@ -377,8 +377,7 @@ class ScaleGroup:
         if self._suspects and not any(map(self._has_staged, everyone)):
             return None
         try:
-            histories, scales, scale_invs = self._lists()
-            update_scales(histories, scales, scale_invs, self.fp8_max, self.recipe, nonfinite)
+            self._update(nonfinite)
         except Exception as error:
             return self._failure(everyone, error)
         if self._suspects:
@@ -454,17 +453,14 @@ class ScaleGroup:
         at = f"{where.filename}:{where.lineno}"
         return UpdateFailure(self.recipe, modules, syncs, cause, at)
 
-    def _lists(self) -> tuple[Sequence[torch.Tensor], ...]:
-        """Returns the three lists of tensors, checked in advance for repeated calls of the kernel.
-
-        Returns:
-            histories: fp32 ``[length, slots]`` each.
-            scales: fp32 ``[slots]`` each.
-            scale_invs: fp32 ``[slots]`` each.
-        """
+    def _update(self, nonfinite: torch.Tensor | None) -> None:
+        """Updates every slot by the op, in one call; ``nonfinite`` is as in ``run``."""
+        lists = self.histories, self.scales, self.scale_invs
         if torch.compiler.is_compiling():
-            return self.histories, self.scales, self.scale_invs
-        if self._prepared is None:
-            lists = self.histories, self.scales, self.scale_invs
-            self._prepared = tuple(map(runtime.tensor_list, lists))
-        return self._prepared
+            update_scales(*lists, self.fp8_max, self.recipe, nonfinite)
+            return
+        prepared = self._prepared.get(nonfinite is None)
+        if prepared is None:
+            prepared = prepared_update(*lists, self.fp8_max, self.recipe, nonfinite)
+            self._prepared[nonfinite is None] = prepared
+        prepared.run()

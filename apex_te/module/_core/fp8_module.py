@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ...fp8.autocast import Region, graph_task_id, local
+from ...fp8.autocast import graph_task_id, local
 from ...fp8.delayed.compiled_region import follow_traced_region
 from ...fp8.delayed.registry import intern
 from ...fp8.delayed.serialize import NAMES, read_state, save_state
@@ -177,43 +177,40 @@ class FP8Module(torch.nn.Module):
         """
         if torch.compiler.is_compiling():  # must not come to depend on earlier calls
             return None
+        dtype, shape, modes = inp.dtype, inp.shape, self._modes
         if (
             self.tp_size != 1
             or self.fuse_wgrad_accumulation
             or self.delay_wgrad_compute
             or torch._C._is_any_autocast_enabled()
+            or not shape
+            or shape[-1] != features
         ):
-            return None
-        dtype, shape = inp.dtype, inp.shape
-        if not shape or shape[-1] != features:
             return None
         for p in parameters:
             if p is not None and (p.dtype is not dtype or type(p) is not torch.nn.Parameter):
                 return None
         region = local.region
         if region is None or not (region.enabled or region.calibrating):
-            return _PLAIN if self._modes.recompute is None else None
-        return self._known_fp8_call(region, dtype)
-
-    def _known_fp8_call(self, region: Region, dtype: torch.dtype) -> FP8Call | None:
-        """Returns the settings of an earlier call if a call in ``region`` has the same, else None.
-
-        Args:
-            region: the innermost ``fp8_autocast`` region.
-            dtype: the dtype to compute in.
-        """
-        modes, fp8 = self._modes, self._fp8
-        sets = fp8.active(region.recipe_key, region.amax_group)
-        if sets is None or not region.enabled or not region.records or self.save_original_input:
+            return _PLAIN if modes.recompute is None else None
+        if (
+            not region.enabled
+            or not region.records
+            or region.keep_columnwise_weights
+            or self.save_original_input
+            or modes.captured is not None
+            or graph_task_id() != -1
+            or not torch.is_grad_enabled()
+        ):
             return None
-        if region.keep_columnwise_weights:
+        sets = self._fp8.active(region.recipe_key, region.amax_group)
+        if sets is None:
             return None
         programs = modes.programs.get(id(sets.recording))
-        call = None if programs is None else programs.calls.get(dtype)
-        if call is None or modes.captured is not None or not torch.is_grad_enabled():
+        if programs is None or not programs.is_usable():
             return None
-        assert programs is not None
-        if graph_task_id() != -1 or not programs.is_usable():
+        call = programs.calls.get(dtype)
+        if call is None:
             return None
         modes.recompute, modes.recompute_fp8 = sets.recompute, True
         modes.recompute_keeps = False

@@ -26,6 +26,7 @@ __all__ = [
     "GemmPlan",
     "adds_in_product",
     "as_matrix",
+    "cast_to",
     "gathers_input",
     "gemm_plan",
     "input_gradient",
@@ -580,7 +581,7 @@ def quantized_gradient(
         if not gathers and (fp8_wgrad or (plan.need_input and not plan.need_weight)):
             dy.with_dbias = need_bias
             quantized = quantizers.grad_output.produce(dy, plan.need_input, fp8_wgrad)
-            return quantized, _cast_to(dy.dbias, bias_dtype), None
+            return quantized, cast_to(dy.dbias, bias_dtype), None
         dy = dy.plain()
     if parallel is not None and parallel.gathers_gradient:
         if plan.need_weight and not fp8_wgrad:
@@ -600,9 +601,9 @@ def quantized_gradient(
         )
     elif need_bias:
         grad_bias = dy.sum(0)
-    return quantized, _cast_to(grad_bias, bias_dtype), dy
+    return quantized, cast_to(grad_bias, bias_dtype), dy
 
 
-def _cast_to(x: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-    """Returns ``x`` in ``dtype``; None for None."""
+def cast_to(x: Any, dtype: torch.dtype | None) -> Any:
+    """Returns a tensor in ``dtype``, the tensor itself if it has that dtype; None for None."""
     return x if x is None or x.dtype is dtype else x.to(dtype)

@@ -44,11 +44,11 @@ class LinearFunction(OpFunction):
         heads: HeadLayout | None,
         residual: torch.Tensor | None = None,
     ) -> Any:
-        ctx.adds = residual is not None
         if call.programs is None:
             return _linear_forward(ctx, inp, weight, bias, residual, call, heads)
         key = (
-            ctx.needs_input_grad, call.dtype, inp.shape, heads, call.keep_columnwise, ctx.adds,
+            ctx.needs_input_grad, call.dtype, inp.shape, heads, call.keep_columnwise,
+            residual is None,
         )  # fmt: skip
         tensors = (inp, weight, bias, residual)
         return call.programs.forward(ctx, _linear_forward, tensors, (call, heads), key)
@@ -57,7 +57,8 @@ class LinearFunction(OpFunction):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple:
         found = _linear_backward(ctx, *grads)
-        return (*found, grads[0]) if ctx.adds else found
+        needs = ctx.needs_input_grad  # shorter without a residual
+        return found if len(needs) == len(found) else (*found, grads[0] if needs[5] else None)
 
 
 def _linear_forward(

@@ -39,33 +39,18 @@ class Program:
             plain contiguous tensor or view of one, or intermediate tensors need too much memory.
     """
 
-    __slots__ = (
-        "_device", "_later", "_parts", "_places", "_products", "_results", "_run",
-        "_uses_workspace", "_written", "_zeroed", "is_native",
-    )  # fmt: skip
+    __slots__ = ("_later", "_parts", "_places", "_run", "is_native")
 
     def __init__(self, recorder: Recorder, outputs: Sequence[torch.Tensor | None]) -> None:
-        first = next(t for t in recorder.inputs if t is not None)
-        self._device = first.device
-        self._written = recorder.written
         sources = [None if t is None else _known(recorder, t) for t in outputs]
         layout = _Layout(recorder, sources)
-        # One element each, which stands for all: tensors are made like these.
-        self._results = [_template(*made, self._device) for made in layout.results]
-        self._zeroed = [len(recorder.inputs) + place for place in layout.zeroed]
-        if layout.scratch:
-            self._results.append(_template((layout.scratch,), torch.uint8, self._device))
-        self._products = sum(s.products for s in recorder.steps if isinstance(s, Step))
-        self._uses_workspace = any(
-            argument is WORKSPACE for step in recorder.steps for argument in step.args
-        )
-        self._run, self._later = _bound(recorder, layout)
+        self._places = tuple(-1 if s is None else layout.place(s)[0] for s in sources)
+        self._run, self._later = _bound(recorder, layout, self._places)
         self.is_native = not self._later
-        self._places = [-1 if s is None else layout.place(s)[0] for s in sources]
         parts = [None if s is None else layout.part(s) for s in sources]
         self._parts = [(i, part) for i, part in enumerate(parts) if part is not None]
 
-    def run(self, inputs: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None] | None:
+    def run(self, inputs: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor | None] | None:
         """Runs the ops of the program on new inputs.
 
         Args:
@@ -73,31 +58,25 @@ class Program:
 
         Returns:
             One tensor or None for each of the constructor's ``outputs``, in their order. None
-            instead of a list, with nothing run, if an input differs from the recorded one in shape,
-            strides, dtype, device or alignment to 16 bytes.
+            instead of a sequence, with nothing run, if an input differs from the recorded one in
+            shape, strides, dtype, device or alignment to 16 bytes.
 
         Raises:
             RuntimeError: an intermediate tensor differs in that way from the recorded one.
         """
-        made: list[Any] = [*inputs]
-        for like in self._results:
-            made.append(empty_like(like, memory_format=contiguous))
-        for place in self._zeroed:
-            made[place].zero_()
-        if self._uses_workspace:
-            made.append(runtime.workspace(self._device, WORKSPACE_BYTES))
-        if not self._run(*made):
+        outputs = self._run(*inputs)
+        if outputs is False:
             return None
-        for later in self._later:
-            later(made)
-        if self._written:
-            increment_version(self._written)
-        if self._products:
-            product_count.add(self._products)
-        made.append(None)
-        outputs = [made[place] for place in self._places]
-        for i, part in self._parts:
-            outputs[i] = part.of(outputs[i])
+        if self._later:
+            made = [*outputs]
+            for later in self._later:
+                later(made)
+            made.append(None)
+            outputs = [made[place] for place in self._places]
+        if self._parts:
+            outputs = [*outputs]
+            for i, part in self._parts:
+                outputs[i] = part.of(outputs[i])
         return outputs
 
 
@@ -116,18 +95,18 @@ def _known(recorder: Recorder, tensor: torch.Tensor) -> Slot | Made | Part:
 class _Layout:
     """Places of a program's tensors in the list of tensors that the program's steps index.
 
-    The list has, in this order, the inputs, the tensors of ``results``, one scratch tensor if
-    ``scratch`` is not 0, the GEMM workspace if a step uses it, and the results of Python steps.
+    The list has, in this order, the inputs, memory of outputs and tensors of zeros, one scratch
+    tensor if ``scratch`` is not 0, the GEMM workspace if a step uses it, and the results of Python
+    steps.
 
     Args:
         recorder: the ``Recorder`` that has noted the ops.
         outputs: the ``Slot``, ``Made`` or ``Part`` of each output of the program, or None.
 
     Attributes:
-        results: ``(shape, dtype)`` of each tensor that a run allocates by itself: memory of
-            outputs, and tensors of zeros.
-        zeroed: indices in ``results`` of the tensors of zeros.
-        scratch: bytes of the scratch tensor, in which all other allocated tensors lie.
+        makers: calls that make the tensors which a run allocates, in the order of the list, as
+            ``runtime.core().Program`` takes them.
+        scratch: bytes of the scratch tensor, in which all intermediate tensors lie.
         workspace: index of the GEMM workspace in the list.
         size: length of the list at the end of a run.
 
@@ -136,11 +115,11 @@ class _Layout:
     """
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Any]) -> None:
-        self.results: list[tuple[tuple[int, ...], torch.dtype]] = []
-        self.zeroed: list[int] = []
+        self.makers: list[tuple[Any, ...]] = []
         self.scratch = 0
         bases = {_base(source) for source in outputs if source is not None}
         count = len(recorder.inputs)
+        device = next(t for t in recorder.inputs if t is not None).device
         self._made: dict[int, tuple[int, int]] = {}  # place and offset
         for index, tensor in enumerate(recorder.made):
             is_zeroed = index in recorder.zeroed
@@ -150,11 +129,9 @@ class _Layout:
                 raise Unrecordable("an output with memory of other tensors")
             if not tensor.is_contiguous():
                 raise Unrecordable("an output that is not contiguous")
-            if is_zeroed:
-                self.zeroed.append(len(self.results))
-            self._made[index] = (count + len(self.results), 0)
-            self.results.append((tuple(tensor.shape), tensor.dtype))
-        place = count + len(self.results)
+            self._made[index] = (count + len(self.makers), 0)
+            self.makers.append(_maker(tuple(tensor.shape), tensor.dtype, device, is_zeroed))
+        place = count + len(self.makers)
         for index, tensor in enumerate(recorder.made):
             if index in recorder.computed or index in self._made:
                 continue
@@ -163,10 +140,14 @@ class _Layout:
             self.scratch += -(-size // _ALIGNMENT) * _ALIGNMENT
         if self.scratch > MAX_SCRATCH:
             raise Unrecordable("too much scratch memory")
+        if self.scratch:
+            self.makers.append(_maker((self.scratch,), torch.uint8, device))
         self._shapes = recorder.made
         self._inputs = recorder.inputs
         self.workspace = place + (self.scratch > 0)
         uses = any(a is WORKSPACE for step in recorder.steps for a in step.args)
+        if uses:
+            self.makers.append((runtime.workspace, device, WORKSPACE_BYTES))
         self.size = self.workspace + uses
         for index in sorted(recorder.computed):
             self._made[index] = (self.size, 0)
@@ -241,12 +222,28 @@ class _View(NamedTuple):
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
-def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns a tensor of this shape and dtype, all of whose elements share one element's memory.
+def _maker(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, zeroed: bool = False
+) -> tuple[Any, ...]:
+    """Returns a call that allocates a contiguous tensor, as ``runtime.core().Program`` takes it.
 
-    It only serves as the argument of ``empty_like``; its values are uninitialised.
+    Args:
+        shape, dtype, device: of the tensor.
+        zeroed: fill the tensor with zeros; else it is not initialised.
     """
-    return torch.empty(1, dtype=dtype, device=device).expand(shape)
+    # All elements share one element's memory; tensors are made like this one.
+    like = torch.empty(1, dtype=dtype, device=device).expand(shape)
+    return (_zeros_like if zeroed else _empty_like, like)
+
+
+def _empty_like(like: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor like ``like`` whose values are uninitialised."""
+    return empty_like(like, memory_format=contiguous)
+
+
+def _zeros_like(like: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor of zeros like ``like``."""
+    return empty_like(like, memory_format=contiguous).zero_()
 
 
 def _base(source: Any) -> Any:
@@ -254,17 +251,21 @@ def _base(source: Any) -> Any:
     return source.base if isinstance(source, Part) else source
 
 
-def _bound(recorder: Recorder, layout: _Layout) -> tuple[Any, list[Callable[[list], None]]]:
+def _bound(
+    recorder: Recorder, layout: _Layout, places: tuple[int, ...]
+) -> tuple[Any, list[Callable[[list], None]]]:
     """Groups the steps of a program into as few calls from Python as possible.
 
     Args:
         recorder: the ``Recorder`` that has noted the steps.
         layout: the places of the tensors.
+        places: the outputs' places in the list of tensors.
 
     Returns:
         ``(first, later)``: a ``runtime.core().Program`` that runs the C functions before the first
-        Python step and returns False if an input does not fit; functions that run all other steps
-        in order, each called with the list of tensors.
+        Python step, and returns False if an input does not fit; functions that run all other steps
+        in order, each called with the list of tensors. If there are none of these, ``first``
+        returns the tensors at ``places``, else all tensors that exist then.
 
     Raises:
         Unrecordable: C cannot take an argument of a step.
@@ -279,7 +280,17 @@ def _bound(recorder: Recorder, layout: _Layout) -> tuple[Any, list[Callable[[lis
             groups.append([])
     known = layout.size - len(recorder.computed)
     forms = (*recorder.inputs, *(...,) * (known - len(recorder.inputs)))
-    first = _program(forms, groups[0], layout)
+    after: list[tuple[Any, ...]] = []
+    if recorder.written:
+        after.append((increment_version, recorder.written))
+    products = sum(s.products for s in recorder.steps if isinstance(s, Step))
+    if products:
+        after.append((product_count.add, products))
+    first_outputs = tuple(-1 if f is None else i for i, f in enumerate(forms))
+    first = _program(
+        forms, groups[0], layout, tuple(layout.makers), tuple(after),
+        first_outputs if between else places,
+    )  # fmt: skip
     later: list[Callable[[list], None]] = []
     for step, group in zip(between, groups[1:], strict=True):
         later.append(_python(step, layout))
@@ -291,7 +302,7 @@ def _bound(recorder: Recorder, layout: _Layout) -> tuple[Any, list[Callable[[lis
     return first, later
 
 
-def _program(forms: tuple[Any, ...], steps: list[Step], layout: _Layout) -> Any:
+def _program(forms: tuple[Any, ...], steps: list[Step], layout: _Layout, *options: Any) -> Any:
     """Returns a ``runtime.core().Program``, which runs successive C functions in one call.
 
     Args:
@@ -299,6 +310,7 @@ def _program(forms: tuple[Any, ...], steps: list[Step], layout: _Layout) -> Any:
             must come, or ``...`` if nothing is checked.
         steps: the calls of C functions, in order.
         layout: the places of the tensors.
+        options: the constructor's further arguments.
 
     Raises:
         Unrecordable: C cannot take an argument of a step.
@@ -306,7 +318,7 @@ def _program(forms: tuple[Any, ...], steps: list[Step], layout: _Layout) -> Any:
     try:
         return runtime.core().Program(forms, tuple(
             (step.function, tuple(_argument(a, layout) for a in step.args)) for step in steps
-        ))  # fmt: skip
+        ), *options)  # fmt: skip
     except TypeError as error:
         raise Unrecordable(str(error)) from error
 

@@ -10,7 +10,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ...ops import gemm_tuning
-from ...runtime.tracing import is_traced
+from ...runtime.tracing import dispatch_modes, jit_tracing, transforms_active
 from .context import without_autocast
 from .program import Program
 from .recorder import Recorder, Unrecordable
@@ -24,6 +24,7 @@ MAX_PROGRAMS = 128  # of one module; more shapes than that do not return soon
 MAX_MISSES = 4  # programs made anew for one key, because tensors had another form
 
 _enabled = True
+_ONE_GIVEN: tuple[bool, ...] = (False,)  # the key of a backward that gets one gradient
 
 
 def set_enabled(enabled: bool) -> bool:
@@ -122,9 +123,15 @@ class Programs:
         Programs must not run while ``set_enabled(False)`` holds, GEMMs are tuned, ops are traced,
         forward-mode differentiation is active, or a slot has no first scale yet.
         """
-        if not _enabled or gemm_tuning.is_active or is_traced():
-            return False
-        if forward_ad._current_level >= 0:
+        if (
+            not _enabled
+            or gemm_tuning.is_active
+            or dispatch_modes()
+            or transforms_active()
+            or jit_tracing()
+            or torch.compiler.is_compiling()
+            or forward_ad._current_level >= 0
+        ):
             return False
         return not self._due or not any(due[index] for due, index in self._due)
 
@@ -161,7 +168,13 @@ class Programs:
         if program is not None:
             outputs = program.run(tensors)
             if outputs is not None:
-                return _returned(ctx, self, known, outputs)
+                ctx.programs = (self, known)
+                if known.count == 0:
+                    ctx.save_for_backward(*outputs[1:])
+                    return outputs[0]
+                ctx.set_materialize_grads(False)
+                ctx.save_for_backward(*outputs[known.count :])
+                return tuple(outputs[: known.count])
             known.missed()
         if not known.is_next_recorded():
             return function(ctx, *tensors, *rest)
@@ -181,28 +194,6 @@ class Programs:
         if known.program is not None:
             ctx.programs = (self, known)
         return result
-
-
-def _returned(ctx: Any, programs: Programs, known: _Known, outputs: list[Any]) -> Any:
-    """Sets autograd's context after a forward that a program ran, and returns the output.
-
-    Args:
-        ctx: autograd's context.
-        programs: the ``Programs`` of the module.
-        known: the record of the forward.
-        outputs: what the program returned: the forward's outputs, then the tensors to save.
-
-    Returns:
-        The output of the forward: a tensor, or a tuple of ``known.count`` tensors or None.
-    """
-    count = known.count
-    ctx.programs, ctx.device_type = (programs, known), outputs[0].device.type
-    if count == 0:
-        ctx.save_for_backward(*outputs[1:])
-        return outputs[0]
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*outputs[count:])
-    return tuple(outputs[:count])
 
 
 def repeatable(backward: Callable[..., tuple]) -> Callable[..., tuple]:
@@ -234,7 +225,9 @@ def _repeated_backward(
 ) -> tuple:
     """Returns ``backward(ctx, *grads)``, run by a program if there is one; see ``repeatable``."""
     programs, forward = ctx.programs
-    key = tuple([grad is None for grad in grads])
+    key = _ONE_GIVEN
+    if len(grads) > 1 or grads[0] is None:
+        key = tuple([grad is None for grad in grads])
     known = forward.backwards.get(key)
     if known is None:  # recorded at once: the forward has returned, and so will this
         known = forward.backwards[key] = _Known(runs=1)
@@ -245,6 +238,7 @@ def _repeated_backward(
         if program.is_native:
             outputs = program.run((*saved, *grads))
         else:
+            ctx.device_type = forward.attributes["device_type"]
             outputs = without_autocast(_run, ctx, program, (*saved, *grads))
         if outputs is not None:
             return tuple(outputs)

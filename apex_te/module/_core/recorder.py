@@ -168,8 +168,13 @@ class Recorder(TorchDispatchMode):
         of, base = owner
         if tensor is base:
             return of
-        offset = tensor.data_ptr() - base.data_ptr()
-        return Part(of, offset, tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        part = Part(
+            of, tensor.data_ptr() - base.data_ptr(), tuple(tensor.shape), tensor.stride(),
+            tensor.dtype,
+        )  # fmt: skip
+        whole = (0, tuple(base.shape), base.stride(), base.dtype)
+        # Not for an input, whose alias is not the same tensor to autograd.
+        return of if isinstance(of, Made) and part[1:] == whole else part
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Notes one op that has run.

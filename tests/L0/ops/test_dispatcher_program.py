@@ -102,6 +102,78 @@ def test_refuses_what_is_no_program(forms, steps, message):
         runtime.core().Program(forms, steps)
 
 
+def made_program(x, scale, outputs, log):
+    """The program of ``program``, which makes its FP8 data and scratch memory itself."""
+    like = torch.empty(0)
+    args = ((0,), scale, (1,), None, None, (2, 256, (1,), (1,), like), None, None, None)
+    data, scratch = memory(x)
+    makers = ((torch.full_like, data, 0), (torch.zeros_like, scratch))
+    after = ((log.append, "first"), (log.append, "second"))
+    return runtime.core().Program((x, ..., ...), ((cast(), args),), makers, after, outputs)
+
+
+def test_makes_tensors_and_returns_outputs():
+    x, scale, log = torch.randn(8, 16), torch.full((1,), SCALE), []
+    run = made_program(x, scale, (1, -1, 0, 2, 1), log)
+    results = []
+    for _ in range(2):
+        x = torch.randn(8, 16) * 16
+        data, nothing, same, scratch, again = run(x)
+        assert nothing is None
+        assert same is x
+        assert again is data
+        assert torch.equal(data.float(), (x * scale).to(torch.float8_e4m3fn).float())
+        assert scratch[256:260].view(torch.float32).item() == 1 / SCALE
+        results.append(data)
+    assert results[0] is not results[1]
+    assert log == ["first", "second"] * 2
+
+
+def test_frees_what_it_makes_and_calls_nothing_after_a_refusal():
+    x, log = torch.randn(8, 16), []
+    run = made_program(x, torch.ones(1), (1,), log)
+    gc.collect()
+    before = len([o for o in gc.get_objects() if type(o) is torch.Tensor])
+    assert run(torch.randn(8, 15)) is False
+    assert log == []
+    assert len([o for o in gc.get_objects() if type(o) is torch.Tensor]) == before
+    (data,) = run(x)
+    gone = weakref.ref(data)
+    del data
+    assert gone() is None
+
+
+def test_raises_the_error_of_a_maker_and_of_a_call_after():
+    def fail(*args):
+        raise KeyError("no memory")
+
+    x = torch.randn(8, 16)
+    data = memory(x)[0]
+    args = ((0,), torch.ones(1), (1,), *[None] * 6)
+    forms, steps = (x, ...), ((cast(), args),)
+    with pytest.raises(KeyError, match="no memory"):
+        runtime.core().Program(forms, steps, ((fail, 1),))(x)
+    with pytest.raises(KeyError, match="no memory"):
+        runtime.core().Program(forms, steps, ((torch.zeros_like, data),), ((fail,),))(x)
+    with pytest.raises(TypeError, match="Program: a maker must return a tensor"):
+        runtime.core().Program(forms, steps, ((list,),))(x)
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (((3,),), "makers and after must be tuples of a callable"),
+    ((((),),), "makers and after must be tuples of a callable"),
+    (((), ((3, 4),)), "makers and after must be tuples of a callable"),
+    (((), (), (1,)), "outputs must be places of tensors or -1"),
+    (((), (), (-2,)), "outputs must be places of tensors or -1"),
+    (((), (), 3), "extents must be a tuple"),
+    (((list,), (list,)), "makers and after|each maker"),
+    ((((list,), (list,)),), "each maker must have a form"),
+])  # fmt: skip
+def test_refuses_makers_and_outputs_that_are_none(options, message):
+    with pytest.raises(TypeError, match=f"Program: ({message})"):
+        runtime.core().Program((torch.ones(1),), (), *options)
+
+
 def test_refuses_other_numbers_of_tensors_and_keywords():
     x = torch.randn(8, 16)
     run = program(x, torch.ones(1))
