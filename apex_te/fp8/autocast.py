@@ -64,13 +64,14 @@ class Region(Entered):
         calibrating: bool,
         recipe: Recipe,
         keep_columnwise_weights: bool,
+        compiling: bool,
     ) -> None:
         self.outer = outer
         self.enabled = enabled
         self.calibrating = calibrating
         self.keep_columnwise_weights = keep_columnwise_weights
         # Interned: a compiled region is bound to a recipe's value, not to one of equal objects.
-        if torch.compiler.is_compiling():
+        if compiling:
             self.recipe_key, self.recipe = traced_key(recipe), recipe
         else:
             self.recipe_key, self.recipe = intern(recipe)
@@ -209,26 +210,28 @@ class fp8_autocast:
         )
 
     def __enter__(self) -> None:
-        outer = local.region
+        outer, compiling = local.region, torch.compiler.is_compiling()
         region = Region(
-            outer, self.enabled, self.calibrating, self.recipe, self.keep_columnwise_weights
-        )
+            outer, self.enabled, self.calibrating, self.recipe, self.keep_columnwise_weights,
+            compiling,
+        )  # fmt: skip
         outermost = region.in_fp8 and (outer is None or not outer.in_fp8)
         if outermost and region.records:
-            if region.recipe.keeps_state:
+            keeps_state = region.recipe.keeps_state
+            if keeps_state:
                 refuse_state("fp8_autocast")
-            if torch.compiler.is_compiling():
-                if region.recipe.keeps_state:
+            if compiling:
+                if keeps_state:
                     region.traced = []
                     enter_traced_region(region.recipe_key, self.group, region.grad)
-            elif graph_task_id() == -1:
+            elif keeps_state and graph_task_id() == -1:
                 region.amax_group = enter_region(region.recipe, self.group, region.grad)
                 if not region.grad:
                     region.calibrated = region.amax_group
-        elif outermost and not torch.compiler.is_compiling() and graph_task_id() == -1:
+        elif outermost and not compiling and graph_task_id() == -1:
             region.previewed = preview_scales(region.recipe)
         local.region = region
-        if not torch.compiler.is_compiling():
+        if not compiling:
             region.holder = local.__dict__
             self._entered.append(region)
 

@@ -51,8 +51,10 @@ struct Plan {
 struct ProgramObject {
   PyObject_HEAD vectorcallfunc vectorcall;
   PyObject* steps;   // the constructor's argument, which holds functions and constants
-  PyObject* makers;  // the constructor's argument
-  PyObject* after;   // the constructor's argument
+  PyObject* makers;  // this and the following: the constructor's arguments
+  PyObject* after;
+  PyObject* current_device;
+  PyObject* elsewhere;
   Plan* plan;
 };
 
@@ -321,7 +323,21 @@ PyObject* call_tuple(PyObject* item) {
                              static_cast<size_t>(PyTuple_GET_SIZE(item) - 1), nullptr);
 }
 
-bool make_tensors(PyObject* makers, size_t passed, std::vector<DLTensor>* slots, Made* made) {
+// The makers for the device that is current; nullptr with a Python error set on failure.
+PyObject* makers_now(const ProgramObject& program) {
+  if (program.current_device == Py_None) return program.makers;
+  PyObject* device = PyObject_CallNoArgs(program.current_device);
+  if (!device) return nullptr;
+  const long index = PyLong_AsLong(device);
+  Py_DECREF(device);
+  if (index == -1 && PyErr_Occurred()) return nullptr;
+  return index == program.plan->device.device_id ? program.makers : program.elsewhere;
+}
+
+bool make_tensors(const ProgramObject& program, size_t passed, std::vector<DLTensor>* slots,
+                  Made* made) {
+  PyObject* makers = makers_now(program);
+  if (!makers) return false;
   made->tensors.reserve(PyTuple_GET_SIZE(makers));
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(makers); ++i) {
     PyObject* tensor = call_tuple(PyTuple_GET_ITEM(makers, i));
@@ -358,7 +374,7 @@ PyObject* run(const ProgramObject& program, PyObject* const* args, size_t passed
   frame.constants.resize(plan.constants.size());
   frame.parts.resize(kMaxParameters);
   // First: a maker may run Python code, by which a tensor that is described already might change.
-  if (!make_tensors(program.makers, passed, &frame.slots, made)) return nullptr;
+  if (!make_tensors(program, passed, &frame.slots, made)) return nullptr;
   *fits = read_tensors(plan, args, passed, &frame.slots);
   for (size_t i = 0; *fits && i < plan.constants.size(); ++i)
     *fits = describe(plan.constants[i], &frame.constants[i]);
@@ -410,18 +426,26 @@ PyObject* program_call(PyObject* object, PyObject* const* args, size_t nargsf, P
 }
 
 PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
-  static const char* keywords[] = {"forms", "steps", "makers", "after", "outputs", nullptr};
+  static const char* keywords[] = {"forms",   "steps",          "makers",    "after",
+                                   "outputs", "current_device", "elsewhere", nullptr};
   PyObject *forms, *steps, *makers = nullptr, *after = nullptr, *outputs = Py_None;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|O!O!O:Program", const_cast<char**>(keywords),
-                                   &PyTuple_Type, &forms, &PyTuple_Type, &steps, &PyTuple_Type,
-                                   &makers, &PyTuple_Type, &after, &outputs))
+  PyObject *current_device = Py_None, *elsewhere = nullptr;
+  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!|O!O!OOO!:Program",
+                                   const_cast<char**>(keywords), &PyTuple_Type, &forms,
+                                   &PyTuple_Type, &steps, &PyTuple_Type, &makers, &PyTuple_Type,
+                                   &after, &outputs, &current_device, &PyTuple_Type, &elsewhere))
     return nullptr;
   auto plan = std::make_unique<Plan>();
-  if (!read_plan(plan.get(), forms, steps) || !read_outputs(plan.get(), outputs) ||
-      (makers && !check_calls(makers)) || (after && !check_calls(after)))
-    return nullptr;
-  if (makers && PyTuple_GET_SIZE(makers) > PyTuple_GET_SIZE(forms)) {
+  if (!read_plan(plan.get(), forms, steps) || !read_outputs(plan.get(), outputs)) return nullptr;
+  for (PyObject* calls : {makers, after, elsewhere})
+    if (calls && !check_calls(calls)) return nullptr;
+  const Py_ssize_t count = makers ? PyTuple_GET_SIZE(makers) : 0;
+  if (count > PyTuple_GET_SIZE(forms)) {
     refuse_program("each maker must have a form");
+    return nullptr;
+  }
+  if (current_device != Py_None && (!elsewhere || PyTuple_GET_SIZE(elsewhere) != count)) {
+    refuse_program("elsewhere must have as many calls as makers");
     return nullptr;
   }
   PyObject* object = type->tp_alloc(type, 0);
@@ -430,6 +454,8 @@ PyObject* program_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   self_of(object)->steps = Py_NewRef(steps);
   self_of(object)->makers = makers ? Py_NewRef(makers) : PyTuple_New(0);
   self_of(object)->after = after ? Py_NewRef(after) : PyTuple_New(0);
+  self_of(object)->current_device = Py_NewRef(current_device);
+  self_of(object)->elsewhere = elsewhere ? Py_NewRef(elsewhere) : PyTuple_New(0);
   self_of(object)->plan = plan.release();
   return object;
 }
@@ -438,6 +464,8 @@ int program_traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(self_of(object)->steps);
   Py_VISIT(self_of(object)->makers);
   Py_VISIT(self_of(object)->after);
+  Py_VISIT(self_of(object)->current_device);
+  Py_VISIT(self_of(object)->elsewhere);
   return 0;
 }
 
@@ -448,6 +476,8 @@ void program_dealloc(PyObject* object) {
   Py_XDECREF(self_of(object)->steps);
   Py_XDECREF(self_of(object)->makers);
   Py_XDECREF(self_of(object)->after);
+  Py_XDECREF(self_of(object)->current_device);
+  Py_XDECREF(self_of(object)->elsewhere);
   Py_TYPE(object)->tp_free(object);
 }
 
@@ -460,9 +490,8 @@ PyTypeObject* program_type() {
 #pragma GCC diagnostic pop
   type.tp_name = "apex_te_core.Program";
   type.tp_doc =
-      "Program(forms, steps, makers=(), after=(), outputs=None): calls of op functions, bound "
-      "once,\n"
-      "that one call runs in order.\n\n"
+      "Program(forms, steps, makers=(), after=(), outputs=None, current_device=None,\n"
+      "elsewhere=()): calls of op functions, bound once, that one call runs in order.\n\n"
       "`forms` has an entry for each tensor: None for none, a tensor whose shape, strides, dtype,\n"
       "device and alignment a call's tensor must have, or ... for memory that is made for the\n"
       "program. Its memory is not read after the constructor. The last tensors are made in each\n"
@@ -471,9 +500,9 @@ PyTypeObject* program_type() {
       "offset, shape, strides, tensor of the dtype) for a part of one, or a tensor itself, a\n"
       "constant. `after` has calls to make when the steps have run, as `makers` has them.\n"
       "`outputs` has the slots of the tensors, or -1 for None, that a call returns as a tuple; if\n"
-      "it is None, a call returns True. A call returns False, with nothing run, if a tensor has "
-      "not\n"
-      "its form.";
+      "it is None, a call returns True. `current_device` is called for the index of the current\n"
+      "device; if that is not the program's, `elsewhere` takes the place of `makers`. A call\n"
+      "returns False, with nothing run, if a tensor has not its form.";
   type.tp_basicsize = sizeof(ProgramObject);
   type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_HAVE_GC;
   type.tp_vectorcall_offset = offsetof(ProgramObject, vectorcall);

@@ -52,7 +52,8 @@ class FirstSteps:
 
     def end(self) -> None:
         """Marks the first scales of all slots as set, on the host."""
-        self.due[:] = [False] * len(self.due)
+        if True in self.due:
+            self.due[:] = [False] * len(self.due)
 
     def move(self, device: torch.device) -> None:
         """Moves the flags to ``device``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,11 @@ from .recorder import Made, Part, PythonStep, Recorder, Slot, Step, Unrecordable
 
 __all__ = ["Program"]
 
-empty_like, contiguous = torch.empty_like, torch.contiguous_format
+_empty_like: Any = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+# What code that torch.compile has made calls for its tensors: half the time of torch.empty.
+_guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+empty_strided_cuda: Any = getattr(_guards, "_empty_strided_cuda", None)
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 increment_version: Any = torch._C._increment_version
 
 # Temporaries keep their memory until the program has run. Where they take more, the time of the
@@ -104,8 +109,7 @@ class _Layout:
         outputs: the ``Slot``, ``Made`` or ``Part`` of each output of the program, or None.
 
     Attributes:
-        makers: calls that make the tensors which a run allocates, in the order of the list, as
-            ``runtime.core().Program`` takes them.
+        makers: a ``_Maker`` for each tensor that a run allocates, in the order of the list.
         scratch: bytes of the scratch tensor, in which all intermediate tensors lie.
         workspace: index of the GEMM workspace in the list.
         size: length of the list at the end of a run.
@@ -115,7 +119,7 @@ class _Layout:
     """
 
     def __init__(self, recorder: Recorder, outputs: Sequence[Any]) -> None:
-        self.makers: list[tuple[Any, ...]] = []
+        self.makers: list[_Maker] = []
         self.scratch = 0
         bases = {_base(source) for source in outputs if source is not None}
         count = len(recorder.inputs)
@@ -130,7 +134,7 @@ class _Layout:
             if not tensor.is_contiguous():
                 raise Unrecordable("an output that is not contiguous")
             self._made[index] = (count + len(self.makers), 0)
-            self.makers.append(_maker(tuple(tensor.shape), tensor.dtype, device, is_zeroed))
+            self.makers.append(_Maker.of(tuple(tensor.shape), tensor.dtype, device, is_zeroed))
         place = count + len(self.makers)
         for index, tensor in enumerate(recorder.made):
             if index in recorder.computed or index in self._made:
@@ -141,13 +145,14 @@ class _Layout:
         if self.scratch > MAX_SCRATCH:
             raise Unrecordable("too much scratch memory")
         if self.scratch:
-            self.makers.append(_maker((self.scratch,), torch.uint8, device))
+            self.makers.append(_Maker.of((self.scratch,), torch.uint8, device))
         self._shapes = recorder.made
         self._inputs = recorder.inputs
         self.workspace = place + (self.scratch > 0)
         uses = any(a is WORKSPACE for step in recorder.steps for a in step.args)
         if uses:
-            self.makers.append((runtime.workspace, device, WORKSPACE_BYTES))
+            workspace = (runtime.workspace, device, WORKSPACE_BYTES)
+            self.makers.append(_Maker(workspace, workspace))
         self.size = self.workspace + uses
         for index in sorted(recorder.computed):
             self._made[index] = (self.size, 0)
@@ -222,28 +227,39 @@ class _View(NamedTuple):
         return tensor.as_strided(self.shape, self.strides, tensor.storage_offset() + self.offset)
 
 
-def _maker(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, zeroed: bool = False
-) -> tuple[Any, ...]:
-    """Returns a call that allocates a contiguous tensor, as ``runtime.core().Program`` takes it.
+class _Maker(NamedTuple):
+    """Named tuple of two calls that allocate a tensor, as ``runtime.core().Program`` takes calls.
 
-    Args:
-        shape, dtype, device: of the tensor.
-        zeroed: fill the tensor with zeros; else it is not initialised.
+    Attributes:
+        here: allocates the tensor on the current device, which must be the program's; in less time.
+        anywhere: allocates the tensor on the program's device, whichever is current.
     """
-    # All elements share one element's memory; tensors are made like this one.
-    like = torch.empty(1, dtype=dtype, device=device).expand(shape)
-    return (_zeros_like if zeroed else _empty_like, like)
 
+    here: tuple[Any, ...]
+    anywhere: tuple[Any, ...]
 
-def _empty_like(like: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor like ``like`` whose values are uninitialised."""
-    return empty_like(like, memory_format=contiguous)
+    @classmethod
+    def of(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, zeroed: bool = False
+    ) -> _Maker:
+        """Returns the calls for a contiguous tensor.
+
+        Args:
+            shape, dtype, device: of the tensor.
+            zeroed: fill the tensor with zeros; else it is not initialised.
+        """
+        # All elements share one element's memory; tensors are made like this one.
+        like = torch.empty(1, dtype=dtype, device=device).expand(shape)
+        anywhere = (_zeros_like if zeroed else _empty_like, like)
+        if zeroed or device.type != "cuda" or empty_strided_cuda is None:
+            return cls(anywhere, anywhere)
+        strides = torch.empty(shape, device="meta").stride()
+        return cls((empty_strided_cuda, shape, strides, dtype), anywhere)
 
 
 def _zeros_like(like: torch.Tensor) -> torch.Tensor:
     """Returns a contiguous tensor of zeros like ``like``."""
-    return empty_like(like, memory_format=contiguous).zero_()
+    return _empty_like(like).zero_()
 
 
 def _base(source: Any) -> Any:
@@ -287,9 +303,11 @@ def _bound(
     if products:
         after.append((product_count.add, products))
     first_outputs = tuple(-1 if f is None else i for i, f in enumerate(forms))
+    makers = tuple(zip(*layout.makers, strict=True)) or ((), ())
+    where = current_device if makers[0] != makers[1] else None
     first = _program(
-        forms, groups[0], layout, tuple(layout.makers), tuple(after),
-        first_outputs if between else places,
+        forms, groups[0], layout, makers[0], tuple(after), first_outputs if between else places,
+        where, makers[1],
     )  # fmt: skip
     later: list[Callable[[list], None]] = []
     for step, group in zip(between, groups[1:], strict=True):

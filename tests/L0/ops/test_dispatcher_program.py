@@ -159,6 +159,20 @@ def test_raises_the_error_of_a_maker_and_of_a_call_after():
         runtime.core().Program(forms, steps, ((list,),))(x)
 
 
+@pytest.mark.parametrize(("index", "value"), [(0, 1.0), (1, 2.0)])
+def test_makes_tensors_elsewhere_if_another_device_is_current(index, value):
+    x = torch.randn(8, 16)
+    makers, elsewhere = ((torch.full, (3,), 1.0),), ((torch.full, (3,), 2.0),)
+    program = runtime.core().Program
+    run = program((x, ...), (), makers, (), (1,), lambda: index, elsewhere)
+    assert run(x)[0].tolist() == [value] * 3
+    for answer in (None, "0"):
+        with pytest.raises(TypeError):
+            program((x, ...), (), makers, (), (1,), lambda answer=answer: answer, elsewhere)(x)
+    with pytest.raises(TypeError, match="Program: elsewhere must have as many calls as makers"):
+        program((x, ...), (), makers, (), (1,), lambda: 0)
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (((3,),), "makers and after must be tuples of a callable"),
     ((((),),), "makers and after must be tuples of a callable"),
