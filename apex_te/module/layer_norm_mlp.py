@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..ops.op_function import unwrapped
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
 from ._core.fused_casts import ACTIVATIONS, activate, is_gated
@@ -16,6 +17,7 @@ from ._core.layer_norm_mlp_function import LayerNormMLPFunction
 from ._core.materialize import initialize, materialize
 from ._core.norm_parameters import NormedModule
 from ._core.parallel import divided, tag
+from ._core.plain_functions import PlainActivationFunction
 from ._core.recompute import Repeated, run_repeatable
 
 __all__ = ["LayerNormMLP"]
@@ -211,7 +213,7 @@ class LayerNormMLP(NormedModule):
             call = self._known_call(inp, self.hidden_size, parameters)
         if call is not None and not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)
-            hidden = activate(self.activation, functional.linear(norm, w1, b1))
+            hidden = self._activated(functional.linear(norm, w1, b1))
             return self._returned(functional.linear(hidden, w2, applied), b2, norm), total
         if call is not None:
             out, norm, total = self._run(
@@ -223,6 +225,13 @@ class LayerNormMLP(NormedModule):
             applied, return_residual, add_residual, known,
         )  # fmt: skip
         return self._returned(out, b2, norm), total
+
+    def _activated(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Applies the activation in high precision to FC1's output."""
+        programs = self._plain_programs() if hidden.requires_grad else None
+        if programs is None:
+            return activate(self.activation, hidden)
+        return PlainActivationFunction.direct(unwrapped(hidden), self.activation, programs)
 
     def _split_modes(self) -> tuple[str | None, ...]:
         return ("column", "row") if self.set_parallel_mode else ()
@@ -250,7 +259,7 @@ class LayerNormMLP(NormedModule):
         inp, residual = cast_to(inp, call.dtype), cast_to(residual, call.dtype)
         if not call.is_fp8:
             norm, total = self._plain_norm(inp, residual)
-            hidden = activate(self.activation, self._linear(norm, w1, b1, call, 0))
+            hidden = self._activated(self._linear(norm, w1, b1, call, 0))
             return self._linear(hidden, w2, b2, call, 1), norm, total
         tensors = (inp, residual, *self._norm_operands(call.dtype), w1, b1, w2, b2)
         adds = add_residual and adds_in_product(call, 1, inp)

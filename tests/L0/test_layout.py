@@ -174,7 +174,10 @@ def test_the_front_ends_of_torch_and_jax_are_apart() -> None:
 
 
 def test_private_modules_of_jax_are_not_used() -> None:
-    for path in [*(ROOT / "apex_te" / "jax").rglob("*.py"), *(ROOT / "tests/L0/with_jax").rglob("*.py")]:
+    for path in [
+        *(ROOT / "apex_te" / "jax").rglob("*.py"),
+        *(ROOT / "tests/L0/with_jax").rglob("*.py"),
+    ]:
         assert "jax._src" not in path.read_text(), path
 
 

@@ -60,6 +60,7 @@ class Modes:
             of ``weight_cache``; else None.
         gathered: ``HookedParam`` objects, by parameter name, of the parameters that FSDP2 gathers
             as FP8 data; ``renew(module)`` has such an object follow a moved or loaded parameter.
+        plain: ``Programs`` of ops in high precision.
         programs: ``Programs`` by the id of the quantizers that they hold.
         in_ddp: True if the last call that was no recompute ran under DistributedDataParallel.
         recompute: quantizers for a recompute of the last call that recorded amaxes; None after a
@@ -73,7 +74,7 @@ class Modes:
     """
 
     __slots__ = (
-        "captured", "gathered", "in_ddp", "programs", "recompute", "recompute_fp8",
+        "captured", "gathered", "in_ddp", "plain", "programs", "recompute", "recompute_fp8",
         "recompute_keeps", "weight_cache", "wgrad_store",
     )  # fmt: skip
 
@@ -87,6 +88,7 @@ class Modes:
         self.wgrad_store: list[Callable[[], None]] = []
         self.gathered: dict[str, Any] = {}
         self.programs: dict[int, Programs] = {}
+        self.plain = Programs(())
 
 
 class FP8Module(torch.nn.Module):
@@ -578,6 +580,7 @@ class FP8Module(torch.nn.Module):
         result = super()._apply(fn, recurse)
         self._modes.weight_cache.clear()
         self._modes.programs.clear()
+        self._modes.plain = Programs(())
         for source in self._modes.gathered.values():
             source.renew(self)
         fp8, state = self._fp8, self._fp8.state

@@ -16,6 +16,7 @@ __all__ = [
     "BaseFusedCast",
     "NormForward",
     "activate",
+    "activation_gradient",
     "is_gated",
     "norm_backward",
 ]
@@ -51,6 +52,22 @@ def activate(name: str, x: torch.Tensor) -> torch.Tensor:
     if name in GATED:
         return swiglu.swiglu(x, activation=GATED[name])
     return activation.activation(x, PLAIN[name])
+
+
+def activation_gradient(name: str, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Computes the gradient of an activation's input, as backward of ``activate`` does.
+
+    Args:
+        name: one of ``ACTIVATIONS``.
+        dy: gradient of the result ``[..., F]``.
+        x: the activation's input ``[..., F]``, or ``[..., 2F]`` for a gated activation.
+
+    Returns:
+        The gradient in the shape and dtype of ``x``.
+    """
+    if name in GATED:
+        return swiglu.swiglu_bwd(dy, x, activation=GATED[name]).input
+    return activation.activation_bwd(dy, x, PLAIN[name])
 
 
 class BaseFusedCast:

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 
 from ...ops import layer_norm, rms_norm
+from ...ops.op_function import unwrapped
 from . import arguments as _arguments
 from .context import is_autocast
 from .layer_norm_linear_function import NormOptions
 from .parallel import ParallelModule, tag
+from .plain_functions import PlainNormFunction
+from .programs import Programs
 
 __all__ = ["NormedModule"]
 
@@ -128,6 +131,13 @@ class NormedModule(ParallelModule):
             result.append(norm)
         return tuple(result)
 
+    def _plain_programs(self) -> Programs | None:
+        """Returns the programs of the module's ops in high precision; None if not usable now."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        programs = self._modes.plain
+        return programs if programs.is_usable() else None
+
     def _plain_norm(
         self, inp: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,6 +148,11 @@ class NormedModule(ParallelModule):
             Both have the shape of ``inp``.
         """
         weight, bias = self._norm_operands(inp.dtype)
+        programs, known = self._plain_programs(), self._norm_options[0]
+        if programs is not None and known[1:3] == (self.eps, self.zero_centered_gamma):
+            tensors = (unwrapped(inp), residual, weight, bias)
+            found = PlainNormFunction.direct(*tensors, known, programs)
+            return found if residual is not None else (found, inp)
         options: dict[str, Any] = {
             "zero_centered_gamma": self.zero_centered_gamma,
             "residual": residual,

@@ -122,6 +122,7 @@ class _Layout:
         self.makers: list[_Maker] = []
         self.scratch = 0
         bases = {_base(source) for source in outputs if source is not None}
+        self._given = _given_shapes(recorder, outputs)
         count = len(recorder.inputs)
         device = next(t for t in recorder.inputs if t is not None).device
         self._made: dict[int, tuple[int, int]] = {}  # place and offset
@@ -134,7 +135,8 @@ class _Layout:
             if not tensor.is_contiguous():
                 raise Unrecordable("an output that is not contiguous")
             self._made[index] = (count + len(self.makers), 0)
-            self.makers.append(_Maker.of(tuple(tensor.shape), tensor.dtype, device, is_zeroed))
+            shape = self._given.get(index, tuple(tensor.shape))
+            self.makers.append(_Maker.of(shape, tensor.dtype, device, is_zeroed))
         place = count + len(self.makers)
         for index, tensor in enumerate(recorder.made):
             if index in recorder.computed or index in self._made:
@@ -174,7 +176,9 @@ class _Layout:
             return (source.index,)
         if isinstance(source, Made):
             index, offset = self._made[source.index]
-            if source.index in self._computed or index < self._whole:
+            if source.index in self._computed:
+                return (index,)
+            if index < self._whole and source.index not in self._given:
                 return (index,)
             like = self._shapes[source.index]
             return index, offset, tuple(like.shape), like.stride(), like.dtype
@@ -194,17 +198,19 @@ class _Layout:
         Raises:
             Unrecordable: the output has another dtype than the tensor at that place.
         """
+        if isinstance(source, Made) and source.index in self._given:
+            return _View(tuple(self._shapes[source.index].shape), None, 0)
         if not isinstance(source, Part):
             return None
         base = source.base
+        if isinstance(base, Made) and self._given.get(base.index) == source.shape:
+            return None  # as such an output is the whole tensor
         like = self._shapes[base.index] if isinstance(base, Made) else self._inputs[base.index]
         if like is None or like.dtype is not source.dtype:
             raise Unrecordable("an output of another dtype than its base")
-        shape, strides = torch.Size(source.shape), source.strides
-        is_dense = strides == torch.empty(shape, device="meta").stride() and like.is_contiguous()
-        if is_dense and not source.offset and like.numel() == shape.numel():
-            return _View(shape, None, 0)
-        return _View(shape, strides, source.offset // like.element_size())
+        if _is_reshaped(source, like):
+            return _View(source.shape, None, 0)
+        return _View(source.shape, source.strides, source.offset // like.element_size())
 
 
 class _View(NamedTuple):
@@ -260,6 +266,35 @@ class _Maker(NamedTuple):
 def _zeros_like(like: torch.Tensor) -> torch.Tensor:
     """Returns a contiguous tensor of zeros like ``like``."""
     return _empty_like(like).zero_()
+
+
+def _is_reshaped(part: Part, base: torch.Tensor) -> bool:
+    """Returns True if ``part`` is all of ``base``, contiguous, in another shape or the same."""
+    shape = torch.Size(part.shape)
+    is_dense = part.strides == torch.empty(shape, device="meta").stride() and base.is_contiguous()
+    same_dtype = part.dtype is base.dtype
+    return is_dense and same_dtype and part.offset == 0 and shape.numel() == base.numel()
+
+
+def _given_shapes(recorder: Recorder, outputs: Sequence[Any]) -> dict[int, tuple[int, ...]]:
+    """Returns shapes in which a run allocates tensors, so that outputs are no views of these.
+
+    Args:
+        recorder: the ``Recorder`` that has noted the ops.
+        outputs: the ``Slot``, ``Made`` or ``Part`` of each output of the program, or None.
+
+    Returns:
+        By index in ``recorder.made``, for each tensor that is an output reshaped, the shape of the
+        first such output.
+    """
+    shapes: dict[int, tuple[int, ...]] = {}
+    for source in outputs:
+        if not isinstance(source, Part) or not isinstance(source.base, Made):
+            continue
+        index = source.base.index
+        if index not in recorder.computed and _is_reshaped(source, recorder.made[index]):
+            shapes.setdefault(index, source.shape)
+    return shapes
 
 
 def _base(source: Any) -> Any:
