@@ -16,7 +16,10 @@ from ...runtime.gpu_arch import nvidia_capability
 from .alibi import Alibi
 from .masks import Visibility, band
 
-__all__ = ["Options", "Path", "attend", "choose", "to_visible", "varlen", "varlen_obstacle"]
+__all__ = [
+    "Options", "Path", "attend", "choose", "path_settings", "to_visible", "varlen",
+    "varlen_obstacle",
+]  # fmt: skip
 
 # In this order: on Hopper and later cuDNN's kernels are the fastest.
 _CUDNN_FIRST = [
@@ -213,6 +216,11 @@ def choose(
         if takes(attention):
             return path
     return _EFFICIENT
+
+
+def path_settings() -> tuple[bool, bool]:
+    """Returns the settings of torch on which ``choose`` depends besides its arguments."""
+    return torch.are_deterministic_algorithms_enabled(), _is_flash_replaced()
 
 
 def attend(

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ...runtime.tracing import is_traced
 from .._core import arguments as _arguments
 from .._core.arguments import autocast_dtype
 from .._core.parallel import checked_tp_size, divided
 from . import masks as _masks
 from .alibi import Alibi, checked_slopes, standard_slopes
-from .backends import Options, Path, attend, choose
+from .backends import Options, Path, attend, choose, path_settings
 from .gaps import gaps_of
 from .masks import broadcasts
 from .packed import attend_packed, choose_packed, packing
@@ -26,6 +27,9 @@ _BIAS_TYPES = ("no_bias", "pre_scale_bias", "post_scale_bias", "alibi")
 # To [b, h, s, d]; each is its own inverse or has it beside.
 _TO_HEADS = {"sbhd": (1, 2, 0, 3), "bshd": (0, 2, 1, 3)}
 _FROM_HEADS = {"sbhd": (2, 0, 1, 3), "bshd": (0, 2, 1, 3)}
+_MAX_PLANS = 1024
+# Functions that attend, by all that the choice of a path depends on; they hold no tensor.
+_usual_plans: dict[tuple[Any, ...], Callable[..., torch.Tensor]] = {}
 
 
 class DotProductAttention(torch.nn.Module):
@@ -185,12 +189,28 @@ class DotProductAttention(torch.nn.Module):
             TypeError: a tensor has another dtype than those above.
             ValueError: a shape, mask or option that does not fit.
         """
-        _, attended, inputs, order = self._plan(
-            query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
-            cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
-            core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q_padded,
-            cu_seqlens_kv_padded,
-        )  # fmt: skip
+        is_usual = core_attention_bias_type == "no_bias" and (
+            attention_mask
+            is qkv_format
+            is cu_seqlens_q
+            is cu_seqlens_kv
+            is attn_mask_type
+            is window_size
+            is core_attention_bias
+            is alibi_slopes
+            is cu_seqlens_q_padded
+            is cu_seqlens_kv_padded
+            is None
+        )
+        if is_usual and self.qkv_format != "thd":
+            attended, inputs, order = self._usual_plan(query_layer, key_layer, value_layer)
+        else:
+            _, attended, inputs, order = self._plan(
+                query_layer, key_layer, value_layer, attention_mask, qkv_format, cu_seqlens_q,
+                cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, attn_mask_type, window_size,
+                core_attention_bias_type, core_attention_bias, alibi_slopes, cu_seqlens_q_padded,
+                cu_seqlens_kv_padded,
+            )  # fmt: skip
         run = attended
         if checkpoint_core_attention:
 
@@ -219,6 +239,41 @@ class DotProductAttention(torch.nn.Module):
         kwargs.pop("checkpoint_core_attention", None)
         path = self._plan(query_layer, key_layer, value_layer, *args, **kwargs)[0]
         return f"{path.name}: {path.reason}"
+
+    def _usual_plan(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...], tuple[int, ...] | None]:
+        """Returns what ``_plan`` returns, but the path, for a call of ``forward`` without options.
+
+        Calls with tensors of the same shapes and dtypes share one plan if no mask is read.
+        """
+        layout, kind = self.qkv_format, self.mask_type
+        if (
+            kind.padding
+            or kind.arbitrary
+            or self.window_size is not None
+            or torch.compiler.is_compiling()
+            or is_traced()
+            or torch._C._is_any_autocast_enabled()
+        ):
+            return self._plan(q, k, v)[1:]
+        key = (
+            q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device, layout, kind,
+            self._training if self.training else self._evaluation, self.num_attention_heads,
+            self.num_gqa_groups, self.key_channels, self.value_channels, choose, *path_settings(),
+        )  # fmt: skip
+        run = _usual_plans.get(key)
+        if run is None:
+            _, run, inputs, order = self._plan(q, k, v)
+            if len(_usual_plans) >= _MAX_PLANS:
+                _usual_plans.clear()
+            _usual_plans[key] = run
+            return run, inputs, order
+        if layout == "bshd":
+            inputs = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None)
+        else:
+            inputs = (*(x.permute(_TO_HEADS[layout]) for x in (q, k, v)), None)
+        return run, inputs, _FROM_HEADS[layout]
 
     def _plan(
         self,
