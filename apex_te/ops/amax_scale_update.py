@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from .. import runtime
-from ..runtime.tracing import is_traced
+from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
 from .argument_errors import checked
 from .registration import bind, note_written
 
@@ -97,7 +97,13 @@ class PreparedUpdate:
 
     def run(self) -> None:
         """Updates every history, scale and scale_inv in place; see ``amax_scale_update``."""
-        if is_traced() or forward_ad._current_level >= 0:
+        if (
+            dispatch_modes()
+            or transforms_active()
+            or jit_tracing()
+            or torch.compiler.is_compiling()
+            or forward_ad._current_level >= 0
+        ):
             histories, scales, scale_invs, fp8_max, *_ = self._args
             amax_scale_update(histories, scales, scale_invs, list(fp8_max), **self._options)
             return

@@ -371,6 +371,13 @@ class ScaleGroup:
         Returns:
             The failure of the states whose update raised; None if none did.
         """
+        prepared = self._prepared.get(nonfinite is None)
+        if prepared is not None and not self._suspects and not torch.compiler.is_compiling():
+            try:
+                prepared.run()
+            except Exception as error:
+                return self._failure(range(len(self._owners)), error)
+            return None
         if self._uses_callables:
             return self._run_each(nonfinite)
         everyone = range(len(self._owners))
@@ -459,8 +466,6 @@ class ScaleGroup:
         if torch.compiler.is_compiling():
             update_scales(*lists, self.fp8_max, self.recipe, nonfinite)
             return
-        prepared = self._prepared.get(nonfinite is None)
-        if prepared is None:
-            prepared = prepared_update(*lists, self.fp8_max, self.recipe, nonfinite)
-            self._prepared[nonfinite is None] = prepared
+        prepared = prepared_update(*lists, self.fp8_max, self.recipe, nonfinite)
         prepared.run()
+        self._prepared[nonfinite is None] = prepared

@@ -35,6 +35,7 @@ __all__ = ["FP8Module"]
 
 STATE_PREFIX = "fp8_state."
 _DEFAULTS = GemmOptions()
+_SAVES_INPUT = GemmOptions(save_original=True)
 _PLAIN = FP8Call(torch.float32, False, None, (), (), None)  # of which only ``is_fp8`` is read
 
 
@@ -199,7 +200,6 @@ class FP8Module(torch.nn.Module):
             not region.enabled
             or not region.records
             or region.keep_columnwise_weights
-            or self.save_original_input
             or modes.captured is not None
             or graph_task_id() != -1
             or not torch.is_grad_enabled()
@@ -211,7 +211,7 @@ class FP8Module(torch.nn.Module):
         programs = modes.programs.get(id(sets.recording))
         if programs is None or not programs.is_usable():
             return None
-        call = programs.calls.get(dtype)
+        call = programs.calls.get((dtype, False, True) if self.save_original_input else dtype)
         if call is None:
             return None
         modes.recompute, modes.recompute_fp8 = sets.recompute, True
@@ -237,10 +237,12 @@ class FP8Module(torch.nn.Module):
         sets, is_fp8, recomputed = self._select(device)
         keep = is_fp8 and self._keeps_columnwise(recomputed)
         programs = None
-        if is_fp8 and options is _DEFAULTS and is_first_microbatch is None and self.tp_size == 1:
+        usual = options is _DEFAULTS or options is _SAVES_INPUT
+        if is_fp8 and usual and is_first_microbatch is None and self.tp_size == 1:
             assert sets is not None
             programs = self._programs(sets)
-            key = (dtype, True) if keep else dtype
+            saves = options is _SAVES_INPUT
+            key = (dtype, keep, saves) if keep or saves else dtype
             if programs is not None and key in programs.calls:
                 return programs.calls[key]
         gemms = len(weights) or 1
@@ -407,8 +409,8 @@ class FP8Module(torch.nn.Module):
                     "of torch.compile, whose tensors are gone after backward, got True"
                 )
             wgrad_store = self._modes.wgrad_store.append
-        if accumulate is None and wgrad_store is None and not self.save_original_input:
-            return _DEFAULTS
+        if accumulate is None and wgrad_store is None:
+            return _SAVES_INPUT if self.save_original_input else _DEFAULTS
         return GemmOptions(accumulate, self.save_original_input, wgrad_store, None, in_ddp)
 
     def _has_ddp_hooks(self) -> bool:

@@ -68,14 +68,20 @@ def normalized(
     return *quantized_input(plan, y), y
 
 
-def saved_norm(norm: NormForward) -> tuple[torch.Tensor | None, ...]:
+def saved_norm(norm: NormForward, inp: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Returns the tensors to save for the backward of a norm that has run.
 
+    Args:
+        norm: the norm.
+        inp: the function's input, of which ``norm.x`` is a view or a contiguous copy.
+
     Returns:
-        ``(x, weight, mean, rstd)``: the tensor that was normalised ``[rows, cols]``, gamma
-        ``[cols]``, and the statistics ``[rows]``; ``mean`` is None for RMSNorm.
+        ``(x, weight, mean, rstd)``: the contiguous tensor that was normalised ``[..., cols]``,
+        gamma ``[cols]``, and the statistics ``[rows]``; ``mean`` is None for RMSNorm.
     """
-    x = norm.x if norm.residual_sum is None else norm.residual_sum
+    x = norm.residual_sum
+    if x is None:
+        x = inp if inp.is_contiguous() else norm.x
     return x, norm.weight, norm.mean, norm.rstd
 
 
@@ -95,6 +101,7 @@ def norm_gradients(
         ``(dx, dweight, dbias)``: ``dx`` in the input's shape, the others ``[cols]`` or None.
     """
     x, weight, mean, rstd = saved
+    x = as_matrix(x)
     if extra is not None:
         d_norm = d_norm + extra.reshape(d_norm.shape)
     if d_residual is not None:
@@ -171,7 +178,7 @@ def _forward(
     operand, is_sorted = _gemm.weight_operand(plan, weight, call.cached[0], heads)
     applied = sorted_bias(bias, heads) if is_sorted else bias
     out = _gemm.shaped_product(plan, quantized, weight, operand, applied, inp.dtype, inp.shape)
-    norm_saved = saved_norm(norm) if need_norm else (None,) * 4
+    norm_saved = saved_norm(norm, inp) if need_norm else (None,) * 4
     ctx.save_for_backward(*_gemm.saved_by(plan, y, part, weight, operand), *norm_saved)
     ctx.set_materialize_grads(False)
     ctx.plan, ctx.norm, ctx.programs, ctx.heads = plan, norm_options, None, heads

@@ -127,7 +127,7 @@ def _forward(
     ctx.save_for_backward(
         *saved1,
         *_gemm.saved_by(plan2, plain, part, w2, weight2),
-        *(saved_norm(norm) if need_norm else (None,) * 4),
+        *(saved_norm(norm, inp) if need_norm else (None,) * 4),
         hidden if need_hidden else None,
     )
     ctx.set_materialize_grads(False)

@@ -48,7 +48,7 @@ class LinearFunction(OpFunction):
             return _linear_forward(ctx, inp, weight, bias, residual, call, heads)
         key = (
             ctx.needs_input_grad, call.dtype, inp.shape, heads, call.keep_columnwise,
-            residual is None,
+            call.options[0].save_original, residual is None,
         )  # fmt: skip
         tensors = (inp, weight, bias, residual)
         return call.programs.forward(ctx, _linear_forward, tensors, (call, heads), key)
@@ -78,7 +78,8 @@ def _linear_forward(
     applied = sorted_bias(bias, heads) if is_sorted else bias
     c = None if residual is None else as_matrix(residual)
     out = _gemm.shaped_product(plan, quantized, weight, operand, applied, call.dtype, inp.shape, c)
-    ctx.save_for_backward(*_gemm.saved_by(plan, x, part, weight, operand))
+    original = inp if inp.is_contiguous() else x
+    ctx.save_for_backward(*_gemm.saved_by(plan, original, part, weight, operand))
     ctx.plan, ctx.programs, ctx.heads = plan, None, heads
     ctx.bias_dtype = bias.dtype if need_bias and bias is not None else None
     ctx.input_shape = inp.shape
@@ -94,6 +95,8 @@ def _linear_forward(
 @repeatable
 def _linear_backward(ctx: Any, *grads: Any) -> tuple:
     plan, saved = ctx.plan, take_saved(ctx)
+    if saved[0] is not None and saved[0].dim() != 2:  # the original input
+        saved = (as_matrix(saved[0]), *saved[1:])
     gathered = _gemm.start_saved_input(plan, saved)
     if ctx.heads is None:
         grad_output: Any = as_matrix(grads[0])

@@ -427,18 +427,30 @@ def _python(step: PythonStep, layout: _Layout) -> Callable[[list], None]:
         A function of the list of tensors; it appends the step's result, if any, to the list.
     """
     function, kwargs, returns = step.function, step.kwargs, step.result is not None
-    # Each an argument, or the place of one; not the layout, which holds recorded tensors.
-    args = [
-        (None, layout.place(a)) if isinstance(a, (Slot, Made, Part)) else (a, None)
-        for a in step.args
-    ]
+    # Of each argument its place, or its places; not the layout, which holds recorded tensors.
+    args = [(a, _placed(a, layout)) for a in step.args]
+    args = [(None if at is not None else a, at) for a, at in args]
 
     def run(made: list) -> None:
-        result = function(*[a if at is None else _tensor(made, at) for a, at in args], **kwargs)
+        result = function(*[a if at is None else _tensors(made, at) for a, at in args], **kwargs)
         if returns:
             made.append(result)
 
     return run
+
+
+def _placed(value: Any, layout: _Layout) -> Any:
+    """Returns the place of a stand-in, a list of them for a list; None for any other value."""
+    if isinstance(value, list) and any(isinstance(v, (Slot, Made, Part)) for v in value):
+        return [_placed(v, layout) for v in value]
+    return layout.place(value) if isinstance(value, (Slot, Made, Part)) else None
+
+
+def _tensors(made: list, place: Any) -> Any:
+    """Returns the tensor at a place of the list of tensors, or a list of those at several."""
+    if isinstance(place, list):
+        return [None if at is None else _tensors(made, at) for at in place]
+    return _tensor(made, place)
 
 
 def _tensor(made: list, place: tuple) -> torch.Tensor:

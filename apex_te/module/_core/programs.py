@@ -91,7 +91,7 @@ class Programs:
 
     Attributes:
         calls: ``FP8Call`` objects of calls that may use programs. The key is the dtype to compute
-            in, or ``(dtype, True)`` if the call keeps columnwise copies of weights.
+            in, or ``(dtype, keep_columnwise, save_original)`` if one of these options is True.
         is_possible: False if the scheme's casts or products cannot run in a program.
         state: the tensors of the FP8 state that casts read or write.
     """

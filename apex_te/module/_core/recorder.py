@@ -78,7 +78,7 @@ class PythonStep(NamedTuple):
 
     Attributes:
         function: the function.
-        args: arguments as in ``Step``.
+        args: arguments as in ``Step``; a list of tensors is a list of their stand-ins.
         kwargs: keyword arguments, none of them a tensor.
         result: stand-in of the new tensor that the call returns; None if the call writes to its
             arguments instead.
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
         Raises:
             Unrecordable: the op cannot be repeated.
         """
-        self._alive += [a for a in (*args, result) if isinstance(a, torch.Tensor)]
+        self._alive += _tensors_of((*args, result))
         if func.namespace == "apex_te":
             self._note_own(func, args, kwargs)
         elif func.overloadpacket in _ALLOCATIONS:
@@ -205,13 +205,16 @@ class Recorder(TorchDispatchMode):
         """Notes an op of apex_te, as a call of its C function if it has one.
 
         Raises:
-            Unrecordable: the op has keyword arguments, or a tensor without a stand-in.
+            Unrecordable: the op has keyword arguments, a tensor without a stand-in, or writes to
+                tensors of a list.
         """
         name = func._schema.name.partition("::")[2]
         if kwargs:
             raise Unrecordable("keyword arguments")
         for argument, value in zip(func._schema.arguments, args, strict=True):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
+            if is_written and isinstance(value, (list, tuple)):
+                raise Unrecordable("results in a list of tensors")
             if is_written and isinstance(self._sourced(value), torch.Tensor):
                 self.written.append(value)
         launch = launch_of(name, args)
@@ -235,7 +238,7 @@ class Recorder(TorchDispatchMode):
             raise Unrecordable(f"{func} has a tensor by keyword")
         sources = self._sources(args)
         made = None
-        if _storage(result) not in {_storage(a) for a in args if isinstance(a, torch.Tensor)}:
+        if _storage(result) not in {_storage(a) for a in _tensors_of(args)}:
             made = self._make(result)
             self.computed.add(made.index)
         self.steps.append(PythonStep(func, sources, kwargs, made))
@@ -255,19 +258,24 @@ class Recorder(TorchDispatchMode):
         return made
 
     def _sourced(self, value: Any) -> Any:
-        """Returns ``source(value)`` for a tensor, and any other value itself."""
+        """Returns ``source(value)`` for a tensor, a list of these for several, else the value."""
+        if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
+            return [self._sourced(v) for v in value]
         return self.source(value) if isinstance(value, torch.Tensor) else value
 
     def _sources(self, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the arguments of an op with stand-ins for tensors, as ``Step.args`` has them.
+        """Returns the arguments of an op with stand-ins for tensors, as a step's ``args`` has them.
 
         Raises:
-            Unrecordable: an argument is a list of tensors, or a tensor without a stand-in.
+            Unrecordable: a tensor without a stand-in.
         """
-        for value in args:
-            if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-                raise Unrecordable("a list of tensors")
         return tuple(value if value is WORKSPACE else self._sourced(value) for value in args)
+
+
+def _tensors_of(args: Sequence[Any]) -> list[torch.Tensor]:
+    """Returns the tensors among the arguments of an op, and those in its arguments' lists."""
+    flat = [v for a in args for v in (a if isinstance(a, (list, tuple)) else (a,))]
+    return [v for v in flat if isinstance(v, torch.Tensor)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -23,11 +23,12 @@ from apex_te.ops import gemm_tuning
 from apex_te.ops.product_count import fp8_gemm_count
 
 COLS, STEPS = 32, 5
-RECIPES = chosen("delayed", "tensorwise", "blockwise") | {"first step": FIRST_STEP}
+RECIPES = chosen("delayed", "tensorwise", "blockwise") | {"first step": FIRST_STEP, "plain": None}
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 KINDS = {
     "linear": lambda **k: Linear(COLS, 48, **k),
     "linear without bias": lambda **k: Linear(COLS, 48, bias=False, **k),
+    "saves input": lambda **k: Linear(COLS, 48, save_original_input=True, **k),
     "layer norm": lambda **k: LayerNormLinear(COLS, 48, **k),
     "rms norm": lambda **k: LayerNormLinear(
         COLS, 48, bias=False, normalization="RMSNorm", return_layernorm_output=True, **k
@@ -37,6 +38,8 @@ KINDS = {
         COLS, 64, bias=False, normalization="RMSNorm", activation="swiglu", **k
     ),
 }
+# Functions of a module that programs run outside of FP8: norm and activation.
+PLAIN_USES = {"layer norm": 1, "rms norm": 1, "mlp": 2, "swiglu": 2}
 SHAPES = [(16, COLS), (2, 8, COLS), (3, 7, COLS)]
 
 
@@ -46,27 +49,38 @@ def _restored():
     programs.set_enabled(True)
 
 
+def region(recipe):
+    """A region with a recipe, or one that is off for None."""
+    return fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe)
+
+
+def known_in(module):
+    """What a module knows of its forwards, in FP8 and outside of it."""
+    owners = [*module._modes.programs.values(), module._modes.plain]
+    return [known for found in owners for known in found._known.values()]
+
+
+def expected_uses(kind, recipe):
+    """The numbers that ``made`` returns after training with programs, for a name of a recipe."""
+    return (PLAIN_USES.get(kind, 0),) * 2 if recipe == "plain" else (1, 1)
+
+
 def made(module):
     """Numbers of forwards and backwards that have a program."""
-    forwards = [
-        known
-        for found in module._modes.programs.values()
-        for known in found._known.values()
-        if known.program is not None
-    ]
+    forwards = [known for known in known_in(module) if known.program is not None]
     backwards = [b for f in forwards for b in f.backwards.values() if b.program is not None]
     return len(forwards), len(backwards)
 
 
 def found_in(module):
     """All programs of a module."""
-    known = [k for found in module._modes.programs.values() for k in found._known.values()]
+    known = known_in(module)
     known += [backward for k in known for backward in k.backwards.values()]
     return [k.program for k in known if k.program is not None]
 
 
 def plain_step(module, x, recipe):
-    with fp8_autocast(fp8_recipe=recipe):
+    with region(recipe):
         y = module(x)
     outputs = y if isinstance(y, tuple) else (y,)
     torch.autograd.backward(outputs, [torch.sin(7 * o.detach().float()).to(o) for o in outputs])
@@ -120,17 +134,22 @@ def assert_equal_ways(kind, recipe, shape, step=plain_step, uses=(1, 1), **optio
 @pytest.mark.parametrize("kind", KINDS)
 def test_training(kind, recipe, shape, dtype, device):
     # Block-scaled products of other numbers of rows resize what they made.
-    uses = (0, 0) if recipe == "blockwise" and torch.Size(shape[:-1]).numel() % 4 else (1, 1)
+    uses = expected_uses(kind, recipe)
+    if recipe == "blockwise" and torch.Size(shape[:-1]).numel() % 4:
+        uses = (0, 0)
     options = {"uses": uses, "dtype": dtype, "device": device}
     module = assert_equal_ways(kind, RECIPES[recipe], shape, **options)
     is_whole = torch.Size(shape[:-1]).numel() % 16 == 0 and dtype is torch.bfloat16
-    # torch adds the gradient of a norm's output that "rms norm" returns, too.
-    if device == "cuda" and is_whole and RECIPES[recipe].keeps_state and kind != "rms norm":
+    # torch adds the gradient of a norm's output that "rms norm" returns, and copies a scale.
+    by_torch = kind in ("rms norm", "saves input")
+    if recipe == "plain":
+        assert all(p.is_native for p in found_in(module))
+    elif device == "cuda" and is_whole and RECIPES[recipe].keeps_state and not by_torch:
         assert all(p.is_native for p in found_in(module))  # one call for all ops
 
 
 def retained(module, x, recipe):
-    with fp8_autocast(fp8_recipe=recipe):
+    with region(recipe):
         y = module(x)
     y = y[0] if isinstance(y, tuple) else y
     y.backward(torch.cos(y.detach()), retain_graph=True)
@@ -139,7 +158,7 @@ def retained(module, x, recipe):
 
 
 def twice(module, x, recipe):
-    with fp8_autocast(fp8_recipe=recipe):
+    with region(recipe):
         first, second = module(x), module(2 * x)
     for y in (first, second):
         y = y[0] if isinstance(y, tuple) else y
@@ -154,7 +173,7 @@ def hooked(module, x, recipe):
         module.register_forward_hook(lambda m, args, y: seen.append(args[0].clone())),
         *(p.register_hook(lambda g: g * 2) for p in module.parameters()),
     ]
-    with fp8_autocast(fp8_recipe=recipe):
+    with region(recipe):
         y = module(x * 1)
     y = y[0] if isinstance(y, tuple) else y
     y.register_hook(lambda g: g * 0.5)
@@ -175,7 +194,7 @@ def packed(module, x, recipe):
 
 
 def recomputed(module, x, recipe):
-    with fp8_autocast(fp8_recipe=recipe):
+    with region(recipe):
         y = checkpoint(module, x, use_reentrant=False)
     y = y[0] if isinstance(y, tuple) else y
     y.backward(torch.cos(y.detach()))
@@ -183,7 +202,7 @@ def recomputed(module, x, recipe):
 
 
 def recomputed_reentrant(module, x, recipe):
-    with fp8_autocast(fp8_recipe=recipe):
+    with region(recipe):
         y = checkpoint(module, x, use_reentrant=True)
     y = y[0] if isinstance(y, tuple) else y
     y.backward(torch.cos(y.detach()))
@@ -192,7 +211,7 @@ def recomputed_reentrant(module, x, recipe):
 
 def strided(module, x, recipe):
     """Input and gradient have strides of their own."""
-    with fp8_autocast(fp8_recipe=recipe):
+    with region(recipe):
         y = module(torch.cat([x, x], -1)[..., ::2])
     y = y[0] if isinstance(y, tuple) else y
     y.sum().backward()  # an expanded gradient
@@ -200,7 +219,7 @@ def strided(module, x, recipe):
 
 
 def evaluated(module, x, recipe):
-    with torch.no_grad(), fp8_autocast(fp8_recipe=recipe):
+    with torch.no_grad(), region(recipe):
         y = module(x)
     return (*(y if isinstance(y, tuple) else (y,)), *plain_step(module, x, recipe))
 
@@ -222,10 +241,10 @@ def in_autocast(module, x, recipe):
 
 def deferred(module, x, recipe):
     """The backward of one step comes after the forward of the next."""
-    with fp8_autocast(fp8_recipe=recipe):
+    with region(recipe):
         y = module(x)
     y = y[0] if isinstance(y, tuple) else y
-    with fp8_autocast(fp8_recipe=recipe):
+    with region(recipe):
         other = module(x * 3)
     other = other[0] if isinstance(other, tuple) else other
     y.backward(torch.cos(y.detach()))
@@ -241,12 +260,12 @@ USES = {
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("kind", ["linear", "layer norm", "rms norm", "swiglu"])
+@pytest.mark.parametrize("kind", ["linear", "saves input", "layer norm", "rms norm", "swiglu"])
 @pytest.mark.parametrize("use", USES)
 def test_uses(use, kind, recipe):
     expected, state, _ = train(kind, RECIPES[recipe], (2, 8, COLS), False, USES[use])
     actual, same_state, module = train(kind, RECIPES[recipe], (2, 8, COLS), True, USES[use])
-    assert made(module)[0]
+    assert made(module)[0] or not expected_uses(kind, recipe)[0]
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
         assert (a is None) == (b is None)
@@ -262,7 +281,7 @@ def prepared(kind="linear", recipe="delayed", steps=3, shape=(16, COLS)):
     x = torch.randn(shape, requires_grad=True)
     for _ in range(steps):
         plain_step(module, x, RECIPES[recipe])
-    assert made(module) == (1, 1)
+    assert made(module) == expected_uses(kind, recipe)
     return module, x
 
 
@@ -282,8 +301,8 @@ def both(module, x, recipe="delayed"):
         assert_same_bits(a.detach(), b.detach())
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])
-@pytest.mark.parametrize("kind", ["linear", "mlp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "blockwise", "plain"])
+@pytest.mark.parametrize("kind", ["linear", "saves input", "mlp"])
 class TestChanges:
     """The recipe keeps no scales, so that a copy of a module computes the same."""
 
@@ -338,7 +357,8 @@ class TestChanges:
         programs.set_enabled(False)
         with Counter() as counter:
             plain_step(module, x, RECIPES[recipe])
-        assert with_mode == 2 * counter.own > 0
+        assert with_mode == 2 * counter.own
+        assert counter.own or recipe == "plain"
 
     def test_while_algorithms_are_tuned(self, kind, recipe, monkeypatch):
         module, x = prepared(kind, recipe)
@@ -364,8 +384,21 @@ def test_a_first_scale_that_is_due_again():
     assert scale == pytest.approx(448 / (100 * x).abs().max().item())
 
 
+def test_options_that_change():
+    """Programs of one choice of an option do not run for the other."""
+    module, x = prepared("linear", "tensorwise")
+    for saves in (True, True, True, False, True, False):
+        module.save_original_input = saves
+        both(module, x, "tensorwise")
+    assert made(module) == (2, 2)
+    norm, x = prepared("layer norm", "plain")
+    for eps in (0.5, 0.5, 0.5, 1e-5):
+        norm.eps = eps
+        both(norm, x, "plain")
+
+
 @pytest.mark.parametrize("changes", [
-    {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True}, {"save_original_input": True},
+    {"fuse_wgrad_accumulation": True}, {"delay_wgrad_compute": True},
 ])  # fmt: skip
 def test_options_do_without(changes):
     module = Linear(COLS, 48, **changes)
