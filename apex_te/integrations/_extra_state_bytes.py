@@ -73,11 +73,17 @@ def encoded(state: FP8State, recipe: Recipe | None, by_kind: bool) -> torch.Tens
 
 
 def no_bytes() -> torch.Tensor:
-    """Returns an empty uint8 vector with a storage of its own.
+    """Returns an empty uint8 vector with an empty storage at an address of its own.
 
-    Tools that write safetensors take tensors at address 0 for one shared tensor and drop them.
+    Of tools that write safetensors some take tensors at address 0 for one shared tensor and drop
+    them, and others refuse tensors that are smaller than their storages.
     """
-    return torch.zeros(1, dtype=torch.uint8)[:0]
+    try:
+        import numpy
+
+        return torch.from_numpy(numpy.empty(0, numpy.uint8))
+    except (ImportError, RuntimeError):  # RuntimeError: a torch that was built for another numpy
+        return torch.empty(0, dtype=torch.uint8)
 
 
 class OwnHeader(NamedTuple):

@@ -390,6 +390,13 @@ def test_no_two_of_them_seem_to_share_memory():
     assert len(set(pointers) - {0}) == 3
 
 
+def test_safetensors_takes_a_model_whose_layers_never_ran(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = torch.nn.Sequential(Linear(8, 8), LayerNorm(8), Linear(8, 8))
+    safetensors.save_model(model, tmp_path / "model")
+    assert set(safetensors.load_file(tmp_path / "model")) == set(model.state_dict())
+
+
 def model_to_save():
     return torch.nn.Sequential(Linear(24, 40), LayerNorm(40))
 
