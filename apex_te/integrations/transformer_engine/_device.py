@@ -6,7 +6,7 @@ import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-__all__ = ["default_device"]
+__all__ = ["current_gpu", "default_device"]
 
 Device = torch.device | str | int | None
 
@@ -26,6 +26,11 @@ def default_device(device: Device) -> Device:
     # torch.get_default_device() does not tell a CPU that was asked for from none.
     if any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()):
         return torch.get_default_device()
+    return current_gpu() or torch.device("cpu")
+
+
+def current_gpu() -> torch.device | None:
+    """Returns the current GPU; None where there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return None

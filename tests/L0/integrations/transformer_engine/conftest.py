@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from apex_te.fp8.delayed.amax_group import amax_groups
+from apex_te.integrations.transformer_engine import _device
 
 OWN = "apex_te.integrations.transformer_engine"
 MODULES = (
@@ -23,6 +24,18 @@ def alias(monkeypatch):
     for name in MODULES:
         module = importlib.import_module(OWN + name)
         monkeypatch.setitem(sys.modules, f"transformer_engine{name}", module)
+
+
+@pytest.fixture
+def own_device():
+    """Leaves the default device of alias modules as it is."""
+
+
+@pytest.fixture(autouse=True)
+def _on_the_cpu(request, monkeypatch):
+    """Without a device, alias modules are on the CPU, on machines with a GPU, too."""
+    if "own_device" not in request.fixturenames:
+        monkeypatch.setattr(_device, "current_gpu", lambda: None)
 
 
 @pytest.fixture(autouse=True)

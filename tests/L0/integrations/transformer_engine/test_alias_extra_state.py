@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import apex_te
 from apex_te.distributed import get_model_state_dict, set_model_state_dict
+from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.integrations import load_te_extra_state
 from apex_te.integrations.transformer_engine.pytorch import module as te
 from apex_te.integrations.transformer_engine.pytorch.module import GroupedLinear, LayerNorm, Linear
@@ -146,6 +147,7 @@ def test_every_form_of_transformer_engine_is_read(form):
     assert model.load_state_dict(state, strict=True)
     for name in NAMES:
         assert torch.equal(getattr(model[0].fp8_state, name), values[name]), name
+    assert amax_groups.pending == (form in ("0.2", "0.3", "0.x", "early 1.x"))
     other = Linear(16, 32)
     other.set_extra_state(FORMS[form](values))
     assert torch.equal(other.fp8_state.scale_fwd, values["scale_fwd"])

@@ -408,7 +408,7 @@ def test_reset_parameters(kind):
     assert {p.device.type for p in layer.parameters()} == {where}
     torch.manual_seed(7)
     layer.reset_parameters(defer_init=False)
-    expected = alias_layer(kind)
+    expected = alias_layer(kind, device=where)
     same([p.detach() for p in layer.parameters()], [p.detach() for p in expected.parameters()])
     before = [p.detach().clone() for p in layer.parameters()]
     layer.reset_parameters(defer_init=True)
@@ -419,7 +419,7 @@ def test_modules_without_parameters_reset_nothing():
     te.Fp8Padding(2).reset_parameters()
 
 
-def test_the_default_device():
+def test_the_default_device(own_device):
     where = "cuda" if torch.cuda.is_available() else "cpu"
     assert te.Linear(4, 4).weight.device.type == where
     with torch.device("meta"):
@@ -436,7 +436,7 @@ def test_the_default_device():
 
 
 @pytest.mark.cuda
-def test_the_default_device_is_the_current_gpu():
+def test_the_default_device_is_the_current_gpu(own_device):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU in this process")
     for kind in KINDS:

@@ -9,6 +9,7 @@ import torch
 
 from .....fp8.parameter.parameter import FP8Parameter
 from .....module._core.fp8_module import FP8Module
+from ..._device import current_gpu
 from ..._extra_state import ExtraState
 from ..._names import named, not_served
 from ...common.recipe import DelayedScaling, as_alias
@@ -242,7 +243,7 @@ def get_dummy_wgrad(shape: Sequence[int], dtype: torch.dtype, zero: bool = False
         A tensor on the current GPU, or on the CPU where there is none. Tensors of one shape and
         dtype share their memory.
     """
-    key = (tuple(shape), dtype, _device())
+    key = (tuple(shape), dtype, current_gpu() or torch.device("cpu"))
     dummy = _dummies.get(key)
     if dummy is None:
         dummy = _dummies[key] = torch.zeros(key[0], dtype=dtype, device=key[2])
@@ -258,17 +259,10 @@ def get_workspace() -> torch.Tensor:
     Returns:
         A uint8 tensor on the current GPU, or on the CPU where there is none.
     """
-    device = _device()
+    device = current_gpu() or torch.device("cpu")
     found = _workspaces.get(device)
     if found is None:
         is_new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
         size = _WORKSPACE_BYTES[is_new]
         found = _workspaces[device] = torch.empty(size, dtype=torch.uint8, device=device)
     return found
-
-
-def _device() -> torch.device:
-    """Returns the current GPU, or the CPU where there is none."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
