@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,12 +12,20 @@ import torch
 from ..runtime import moved
 from ._bucket import MASTER, STEP, Bucket, State, has_master, needs_copy, new_master, new_state
 from ._bucket import partition as _partition
+from ._narrow_state import (
+    SCALED,
+    master_of_halves,
+    remainder_of,
+    scaled,
+    stored_dtype,
+    unscaled,
+)
 from ._scalars import Scalars
-from ._sharded import local, placed
+from ._sharded import local, placed, with_part
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_MOMENT_DTYPES = (torch.float32, torch.bfloat16)
-_OPTIONS = ("capturable", "master_weights", "set_grad_none", "_moment_dtypes")
+_OPTIONS = ("capturable", "master_weights", "set_grad_none", "_moment_dtypes", "_master_dtype",
+            "_scales", "_given", "use_decoupled_grad", "store_param_remainders")  # fmt: skip
 
 
 class Work(NamedTuple):
@@ -55,13 +63,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         params: parameters or groups, as for ``FusedAdam``.
         defaults: options of groups that do not set them, such as ``lr``, by name.
         capturable, master_weights, master_weight_dtype, set_grad_none: as for ``FusedAdam``.
-        moment_dtypes: float32 or bfloat16 for each moment, by its key in a parameter's state.
+        moment_dtypes: dtype of each moment, by its key in a parameter's state.
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: an option of a group is out of range, or FP8 parameters are without master
-            weights.
+        ValueError: an option of a group is out of range, or a given master weight does not fit.
     """
+
+    # Dtypes in which an optimizer of the class can keep its state.
+    _moment_choices: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
+    _master_choices: ClassVar[tuple[torch.dtype, ...]] = (torch.float32,)
+    # What an optimizer that was pickled by an earlier release does not have.
+    use_decoupled_grad: bool = False
+    store_param_remainders: bool = False
+    _master_dtype: torch.dtype = torch.float32
 
     # torch.amp.GradScaler leaves unscaling and skipping to step(), so nothing waits for the device.
     _step_supports_amp_scaling = True
@@ -73,20 +88,63 @@ class FusedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         *,
         capturable: bool,
-        master_weights: bool,
+        master_weights: bool | Sequence[torch.Tensor | None],
         master_weight_dtype: torch.dtype,
         set_grad_none: bool,
         moment_dtypes: dict[str, torch.dtype],
     ) -> None:
-        self._check("master_weight_dtype", master_weight_dtype, (torch.float32,))
+        self._check("master_weight_dtype", master_weight_dtype, self._master_choices)
         for name, dtype in moment_dtypes.items():
-            self._check(f"{name}_dtype", dtype, _MOMENT_DTYPES)
+            self._check(f"{name}_dtype", dtype, self._moment_choices)
+        given = None if isinstance(master_weights, (bool, int)) else list(master_weights)
         self.capturable = capturable
-        self.master_weights = master_weights
+        self.master_weights = bool(master_weights) if given is None else True
         self.set_grad_none = set_grad_none
-        self._moment_dtypes = moment_dtypes
+        self._moment_dtypes = {n: stored_dtype(d) for n, d in moment_dtypes.items()}
+        self._master_dtype = master_weight_dtype
+        # Scales of scaled state, by parameter and key.
+        self._scales: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        # Master weights that the user has passed, by parameter.
+        self._given: dict[torch.Tensor, torch.Tensor] = {}
         self._plans: dict[int, Any] = {}
         super().__init__(params, defaults)
+        if given is not None:
+            self._take_masters(given)
+
+    def _take_masters(self, given: list[torch.Tensor | None]) -> None:
+        """Makes the tensors of a list the master weights of the parameters, in their order.
+
+        Raises:
+            TypeError: a tensor is not float32, or ``master_weight_dtype`` is not.
+            ValueError: the list has another length, or a tensor another shape or device.
+        """
+        self._check("master_weight_dtype", self._master_dtype, (torch.float32,))
+        params = [param for group in self.param_groups for param in group["params"]]
+        if len(given) != len(params):
+            raise ValueError(
+                f"{self._name}: master_weights must be a list of {len(params)} tensors, one for "
+                f"each parameter, got {len(given)}"
+            )
+        if self.store_param_remainders:
+            raise ValueError(
+                f"{self._name}: master_weights must be a bool with store_param_remainders=True, "
+                "got a list"
+            )
+        for param, master in zip(params, given, strict=True):
+            if (master is not None) != has_master(param):
+                raise ValueError(
+                    f"{self._name}: master_weights must have None for plain float32 parameters, "
+                    f"and only for those, got {type(master).__name__} for one of {param.dtype}"
+                )
+            if master is None:
+                continue
+            self._check("master_weights", master.dtype, (torch.float32,))
+            if master.shape != param.shape or master.device != param.device:
+                raise ValueError(
+                    f"{self._name}: master_weights must have shape {list(param.shape)} on "
+                    f"{param.device}, got {list(master.shape)} on {master.device}"
+                )
+            self.state[param][MASTER] = self._given[param] = master
 
     # What each optimizer defines.
 
@@ -128,11 +186,13 @@ class FusedOptimizer(torch.optim.Optimizer):
             The result of ``closure``, None without a closure.
 
         Raises:
-            NotImplementedError: a gradient is sparse.
+            NotImplementedError: a gradient is sparse, or ``grad_scaler`` is given with
+                ``use_decoupled_grad``.
             RuntimeError: a CUDA graph is captured without ``capturable`` or before a step outside
                 the graph, or ``grad_scaler.update()`` was not called since the last step.
             TypeError: an argument is unknown, or a gradient is a DTensor and its parameter is none.
-            ValueError: a gradient is on another mesh than its parameter.
+            ValueError: a gradient is on another mesh than its parameter, or FP8 parameters are
+                without master weights.
         """
         # Not in the signature: GradScaler would hand itself over, and warn that it stops doing so.
         grad_scaler = options.pop("grad_scaler", None)
@@ -142,6 +202,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.use_decoupled_grad:
+            self._refuse_scaler(grad_scaler)
         with torch.no_grad():
             scalars = Scalars.of(self, grad_scaler)
             work = [
@@ -152,6 +214,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._update(work, scalars)
         return loss
 
+    def _refuse_scaler(self, grad_scaler: Any) -> None:
+        """Raises NotImplementedError if a GradScaler takes part in a step."""
+        values = (grad_scaler, *(getattr(self, n, None) for n in ("grad_scale", "found_inf")))
+        if any(value is not None for value in values):
+            raise NotImplementedError(
+                f"{self._name}: grad_scaler must be None with use_decoupled_grad=True, since it "
+                "does not see decoupled gradients, got one"
+            )
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Drops or zeroes the gradients of parameters and of their master weights.
 
@@ -161,6 +232,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         to_none = self.set_grad_none if set_to_none is None else set_to_none
         super().zero_grad(to_none)
+        if self.use_decoupled_grad:
+            for param in (param for group in self.param_groups for param in group["params"]):
+                grad = getattr(param, "decoupled_grad", None)
+                if grad is not None:
+                    param.decoupled_grad = None if to_none else grad.zero_()
         for state in self.state.values():
             master = state.get(MASTER)
             if master is not None and master.grad is not None:
@@ -173,7 +249,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: a parameter has a dtype that is not supported.
-            ValueError: an option is out of range, or FP8 parameters are without master weights.
+            ValueError: an option is out of range.
         """
         super().add_param_group(param_group)
         try:
@@ -203,15 +279,62 @@ class FusedOptimizer(torch.optim.Optimizer):
         If the ``.grad`` of the master weight is set, the step reads that instead of ``param.grad``.
 
         Returns:
-            The master weight; None for a plain float32 parameter or with ``master_weights=False``.
+            The master weight; None for a plain float32 parameter, with ``master_weights=False``,
+            and where the master weight is not stored in float32.
+        """
+        if self._master_dtype_of(param) is not torch.float32:
+            return None
+        return self._made_master(param)
+
+    def _master_dtype_of(self, param: torch.Tensor) -> torch.dtype | None:
+        """Returns the dtype in which the master weight of ``param`` is stored.
+
+        Returns:
+            A dtype, torch.int16 for the low half of a number; None if there is no master weight.
         """
         if not self.master_weights or not has_master(param):
             return None
+        if self._keeps_remainder(param):
+            return torch.int16
+        return self._master_dtype
+
+    def _keeps_remainder(self, param: torch.Tensor) -> bool:
+        """Returns True if the state of ``param`` has the low half of its master weight alone."""
+        is_half = param.dtype is torch.bfloat16 and not needs_copy(param)
+        return self.store_param_remainders and is_half and self._master_dtype is torch.float32
+
+    def _made_master(self, param: torch.Tensor) -> torch.Tensor:
+        """Returns the master weight of ``param`` as stored, after making it if it is missing."""
         state = self.state[param]
         if MASTER not in state:
-            state[MASTER] = new_master(param)
+            if self._keeps_remainder(param):
+                state[MASTER] = new_state(param, torch.int16)
+            else:
+                self._put(param, MASTER, new_master(param), self._master_dtype)
             self._plans.clear()
         return state[MASTER]
+
+    def _put(
+        self, param: torch.Tensor, name: str, number: torch.Tensor, dtype: torch.dtype
+    ) -> None:
+        """Stores float32 numbers as new state of ``param``.
+
+        Args:
+            param: the parameter.
+            name: key of the state.
+            number: the numbers, with the placement of ``param``, in a memory format that is kept.
+            dtype: dtype to store them in.
+        """
+        part = local(number)
+        if dtype in SCALED:
+            stored = torch.zeros_like(part, dtype=dtype)
+            scale = torch.ones((), dtype=torch.float32, device=part.device)
+            scaled(part, stored, scale)
+            self._scales.setdefault(param, {})[name] = scale
+            part = stored
+        else:
+            part = part.to(dtype)
+        self.state[param][name] = with_part(param, part)
 
     @property
     def _name(self) -> str:
@@ -285,8 +408,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 be made during capture.
         """
         live = []
+        grad_of = _decoupled_grad if self.use_decoupled_grad else self._grad
         for param in group["params"]:
-            grad = self._grad(param)
+            grad = grad_of(param)
             if grad is not None:
                 if grad.layout is not torch.strided:
                     raise NotImplementedError(
@@ -328,14 +452,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             group: the parameter group.
             live: parameters of the group that have a gradient.
             names: keys of the moments in the state.
+
+        Raises:
+            ValueError: an FP8 parameter is without a master weight.
         """
+        for param in live:
+            if needs_copy(param) and not self.master_weights:
+                raise ValueError(
+                    f"{self._name}: master_weights must be True for parameters of type "
+                    f"{type(local(param)).__name__}, got False"
+                )
         counts = self._counts_steps(group)
         states = [self._state_of(param, names, counts) for param in live]
         holders = Counter(id(state.get(STEP)) for state in self.state.values())
         buckets = []
         for indices in _partition(live, states, names):
             kept = [states[i] for i in indices]
-            bucket = Bucket([live[i] for i in indices], kept, names)
+            scales = [self._scales.get(live[i], {}) for i in indices]
+            members = [live[i] for i in indices]
+            bucket = Bucket(members, kept, names, scales, self.use_decoupled_grad)
             step = bucket.step
             if isinstance(step, torch.Tensor):
                 # Parameters without a gradient keep the old tensor, with the count they stopped at.
@@ -360,9 +495,15 @@ class FusedOptimizer(torch.optim.Optimizer):
             state[STEP] = 1 if any(name in state for name in names) else 0
         for name in names:
             if name not in state:
-                state[name] = new_state(param, self._moment_dtypes[name])
-        if self.master_weight(param) is None:
+                dtype = self._moment_dtypes[name]
+                state[name] = new_state(param, dtype)
+                if dtype in SCALED:
+                    scale = torch.ones((), dtype=torch.float32, device=local(param).device)
+                    self._scales.setdefault(param, {})[name] = scale
+        if self._master_dtype_of(param) is None:
             state.pop(MASTER, None)  # the parameter had 16 bits before
+        else:
+            self._made_master(param)
         return state
 
     # Options of groups, saving and loading.
@@ -374,8 +515,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Raises:
             TypeError: a parameter has a dtype that is not supported.
-            ValueError: an option is out of range, a parameter is a partial DTensor, or an FP8
-                parameter is without a master weight.
+            ValueError: an option is out of range, or a parameter is a partial DTensor.
         """
         for name, value in self.defaults.items():
             group.setdefault(name, value)
@@ -388,11 +528,6 @@ class FusedOptimizer(torch.optim.Optimizer):
                     f"{self._name}: params must be sharded or replicated where they are DTensors, "
                     f"got {placements}"
                 )
-            if needs_copy(param) and not self.master_weights:
-                raise ValueError(
-                    f"{self._name}: master_weights must be True for parameters of type "
-                    f"{type(local(param)).__name__}, got False"
-                )
         if self.capturable and group["params"]:
             rate = torch.as_tensor(group["lr"], dtype=torch.float32)
             group["lr"] = rate.to(group["params"][0].device)
@@ -403,6 +538,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for name in ("_scales", "_given"):  # which earlier releases did not pickle
+            self.__dict__.setdefault(name, {})
         self._plans = {}
         for param, kept in self.state.items():
             if any(isinstance(value, _Kept) for value in kept.values()):
@@ -410,11 +547,43 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._prepare_group(group)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state as ``torch.optim`` does; state that is stored with scales in float32.
+
+        A low half of a master weight is an int16 tensor.
+        """
+        found = super().state_dict()
+        states = found["state"]
+        for saved, group in zip(found["param_groups"], self.param_groups, strict=True):
+            for key, param in zip(saved["params"], group["params"], strict=True):
+                scales = self._scales.get(param)
+                if scales and key in states:
+                    wide = {name: self._number(param, name) for name in scales}
+                    states[key] = {**states[key], **wide}
+        return found
+
+    def _number(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """Returns state of ``param`` in float32; an int16 remainder as it is.
+
+        Args:
+            param: the parameter.
+            name: key of the state.
+        """
+        stored = self.state[param][name]
+        if stored.dtype in (torch.float32, torch.int16):
+            return stored
+        part = local(stored)
+        with torch.no_grad():
+            scale = self._scales.get(param, {}).get(name)
+            return with_part(param, part.float() if scale is None else unscaled(part, scale))
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, or of the same algorithm in ``torch.optim``.
 
-        Moments are converted to the dtypes that this optimizer was made with; master weights are
-        float32. A missing master weight is made from its parameter at the next step. The state of a
+        Moments and master weights are converted to the dtypes that this optimizer was made with,
+        also from and to the low halves of ``store_param_remainders``, for which the model's weights
+        must be loaded first. A step count may be that of a group, as in Transformer Engine. A
+        missing master weight is made from its parameter at the next step. The state of a
         DTensor parameter must be DTensors; ``torch.distributed.checkpoint.state_dict`` loads whole
         tensors. After an error the optimizer is unchanged.
 
@@ -429,13 +598,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         handle = self.register_load_state_dict_pre_hook(_keep_dtypes)
         names = ("state", "param_groups", "defaults", "_plans")
         before = {name: getattr(self, name) for name in names}  # which a load replaces
+        before["_scales"] = {param: dict(scales) for param, scales in self._scales.items()}
         try:
-            super().load_state_dict(state_dict)
+            super().load_state_dict(self._adapted(state_dict))
         except BaseException:
             self.__dict__.update(before)
             raise
         finally:
             handle.remove()
+
+    def _adapted(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Returns a state dict with its step counts where this class keeps them."""
+        return _steps_of_groups(state_dict)
 
     def _take(self, param: torch.Tensor, kept: State) -> None:
         """Converts the loaded state of ``param`` to the dtypes of this optimizer, in place.
@@ -457,32 +631,76 @@ class FusedOptimizer(torch.optim.Optimizer):
             if name == STEP:
                 kept[name] = int(tensor)
             elif name == MASTER:
-                if not self.master_weights or not has_master(param):
+                if self._master_dtype_of(param) is None:
                     raise ValueError(
                         f"{self._name}: state_dict must be without master weights for a parameter "
                         f"of {param.dtype} with master_weights={self.master_weights}"
                     )
-                kept[name] = self._loaded(param, name, tensor, torch.float32)
+                self._load_master(param, tensor)
             elif name in self._moment_dtypes:
                 if tensor is None:  # torch.optim.SGD without momentum
                     del kept[name]
                 else:
-                    kept[name] = self._loaded(param, name, tensor, self._moment_dtypes[name])
+                    self._load(param, name, tensor, self._moment_dtypes[name])
             else:
                 kept[name] = tensor
 
-    def _loaded(
+    def _load_master(self, param: torch.Tensor, value: torch.Tensor) -> None:
+        """Stores a loaded master weight of ``param``, or the low half of one.
+
+        Args:
+            param: the parameter.
+            value: float32, or int16 for a low half.
+        """
+        self._check_shape(param, MASTER, value)
+        dtype = self._master_dtype_of(param)
+        assert dtype is not None
+        with torch.no_grad():
+            given, part = local(placed(self._name, MASTER, value, param)), local(param)
+            given = given.to(part.device)
+            if given.dtype is torch.int16 and dtype is not torch.int16:
+                if part.dtype is not torch.bfloat16 or needs_copy(part):
+                    raise ValueError(
+                        f"{self._name}: state_dict must have whole master weights for a parameter "
+                        f"of {param.dtype}, got low halves"
+                    )
+                given = master_of_halves(part, given)
+            elif dtype is torch.int16 and given.dtype is not torch.int16:
+                given = remainder_of(self._name, part, given.float())
+            self._load(param, MASTER, with_part(param, given), dtype)
+            users = self._given.get(param)
+            if users is not None:
+                users.copy_(self.state[param][MASTER])
+                self.state[param][MASTER] = users
+
+    def _load(
         self, param: torch.Tensor, name: str, value: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Returns the loaded moment or master weight ``value`` as a new tensor in ``dtype``."""
+    ) -> None:
+        """Stores loaded state of ``param`` in new memory.
+
+        Args:
+            param: the parameter.
+            name: key of the state.
+            value: the numbers.
+            dtype: dtype to store them in.
+        """
+        self._check_shape(param, name, value)
+        with torch.no_grad():
+            state = new_state(param, torch.float32 if dtype in SCALED else dtype)
+            local(state).copy_(local(placed(self._name, name, value, param)))
+            self._put(param, name, state, dtype)
+
+    def _check_shape(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        """Raises ValueError if loaded state has another shape than its parameter."""
         if value.shape != param.shape:
             raise ValueError(
                 f"{self._name}: {name} must have shape {list(param.shape)}, got {list(value.shape)}"
             )
-        with torch.no_grad():
-            state = new_state(param, dtype)
-            local(state).copy_(local(placed(self._name, name, value, param)))
-            return state
+
+
+def _decoupled_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Returns ``param.decoupled_grad``, None if it has none."""
+    return getattr(param, "decoupled_grad", None)
 
 
 def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -496,3 +714,17 @@ def _keep_dtypes(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
     known = {key for group in state_dict["param_groups"] for key in group["params"]}
     states = {k: kept(v) if k in known else v for k, v in state_dict["state"].items()}
     return {**state_dict, "state": states}
+
+
+def _steps_of_groups(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict with the step counts of groups moved to the parameters' states."""
+    groups = state_dict["param_groups"]
+    if not any(STEP in group for group in groups):
+        return state_dict
+    states = dict(state_dict["state"])
+    for group in groups:
+        for key in group["params"]:
+            if STEP in group and states.get(key):
+                states[key] = {STEP: group[STEP], **states[key]}
+    groups = [{n: v for n, v in group.items() if n != STEP} for group in groups]
+    return {**state_dict, "state": states, "param_groups": groups}

@@ -14,12 +14,12 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import runtime
-from ..ops import multi_tensor
+from ._narrow_state import Halves, StateList, state_list
 from ._sharded import local, placed, with_part
 
 MASTER = "master_param"
 STEP = "step"
-# With bfloat16 moments, the largest number of elements that have float32 copies at a time.
+# With narrow state, the largest number of elements that have float32 copies at a time.
 WIDE_ELEMENTS = 1 << 25
 
 # State of one parameter in an optimizer: the step count, master weight and moments by name.
@@ -99,12 +99,14 @@ class Source(NamedTuple):
         order: permutation of the dimensions that makes the parameter contiguous, applied to the
             gradient, too; None if the op takes both as they are.
         is_sharded: True if ``param`` is a DTensor.
+        is_decoupled: True if the gradient is ``param.decoupled_grad``.
     """
 
     param: torch.Tensor
     master: torch.Tensor | None
     order: tuple[int, ...] | None
     is_sharded: bool
+    is_decoupled: bool
 
     def grad(self, owner: str) -> torch.Tensor:
         """Returns this rank's part of the gradient, its dimensions permuted by ``order``.
@@ -113,7 +115,9 @@ class Source(NamedTuple):
             owner: the optimizer's name, for error messages.
         """
         grad = self.param.grad
-        if self.master is not None and self.master.grad is not None:
+        if self.is_decoupled:
+            grad = self.param.decoupled_grad  # type: ignore[attr-defined]
+        elif self.master is not None and self.master.grad is not None:
             grad = self.master.grad
         assert grad is not None
         if self.is_sharded:
@@ -132,12 +136,15 @@ class Bucket:
         params: parameters that ``partition`` puts together.
         states: the optimizer state of each of ``params``.
         names: keys of the moments in ``states``.
+        scales: for each of ``params`` the scales of its scaled state, by key.
+        is_decoupled: True if gradients are ``param.decoupled_grad``.
 
     Attributes:
         params: list of the tensors that the op updates: the parameters, or the master weights of
             FP8 parameters.
-        masters: list of the master weights that the op updates beside ``params``, or None.
-        moments: a list for each of ``names``.
+        masters: list of the master weights that the op updates beside ``params``, or None; in
+            float32.
+        moments: a list for each of ``names``, as stored.
         step: the step count, an int or a float32 scalar on the device; None if steps are not
             counted.
         owners: the parameters as ``param_groups`` has them.
@@ -146,18 +153,29 @@ class Bucket:
         device: device of all the tensors.
     """
 
-    __slots__ = ("_parts", "_plain", "_sources", "_states", "device", "masters", "moments",
-                 "owners", "params", "sharded", "step", "wrapped")  # fmt: skip
+    __slots__ = ("_kept_masters", "_kept_moments", "_parts", "_plain", "_sources", "_states",
+                 "_wide_masters", "device", "masters", "moments", "owners", "params", "sharded",
+                 "step", "wrapped")  # fmt: skip
 
-    def __init__(self, params: list[torch.Tensor], states: list[State], names: tuple[str, ...]):
+    def __init__(
+        self,
+        params: list[torch.Tensor],
+        states: list[State],
+        names: tuple[str, ...],
+        scales: list[dict[str, torch.Tensor]] | None = None,
+        is_decoupled: bool = False,
+    ):
         parts = [local(p) for p in params]
         orders = [None if needs_copy(p) else dense_order(p) for p in parts]
         masters: list[Any] = [s.get(MASTER) for s in states]
         splits = [part is not param for part, param in zip(parts, params, strict=True)]
         self.device = parts[0].device
         self._states = states
-        self._sources = [Source(*s) for s in zip(params, masters, orders, splits, strict=True)]
-        self._plain = not any(orders) and masters[0] is None and not any(splits)
+        self._sources = [
+            Source(*s, is_decoupled) for s in zip(params, masters, orders, splits, strict=True)
+        ]
+        plain = not any(orders) and masters[0] is None and not any(splits)
+        self._plain = plain and not is_decoupled
         self.owners = params
         self._parts = parts
         self.sharded = [param for param, split in zip(params, splits, strict=True) if split]
@@ -169,10 +187,23 @@ class Bucket:
             pairs = zip(tensors, orders, strict=True)
             return runtime.tensor_list([t.detach().permute(o) if o else t for t, o in pairs])
 
+        def kept(name: str, tensors: list[Any]) -> StateList:
+            own = None if scales is None or name not in scales[0] else [s[name] for s in scales]
+            return state_list(prepared(tensors), own)
+
         self.params = prepared(masters if self.wrapped else parts)
-        has_masters = masters[0] is not None and not self.wrapped
-        self.masters = prepared(masters) if has_masters else None
-        self.moments = [prepared([local(s[name]) for s in states]) for name in names]
+        self._kept_masters: StateList | None = None
+        self._wide_masters: Any = None
+        if masters[0] is not None:
+            if masters[0].dtype is torch.int16:
+                self._kept_masters = Halves(list(self.params), prepared(masters))
+            else:
+                self._kept_masters = kept(MASTER, masters)
+        whole = self._kept_masters
+        is_given = whole is not None and whole.is_wide and not self.wrapped
+        self.masters = whole.tensors if whole is not None and is_given else None
+        self._kept_moments = [kept(name, [local(s[name]) for s in states]) for name in names]
+        self.moments = [moment.tensors for moment in self._kept_moments]
 
     def watched(self) -> Iterator[tuple[Callable[[], int], int]]:
         """Yields checks that tell when the lists no longer view the memory of the parameters.
@@ -238,42 +269,37 @@ class Bucket:
         """Runs an optimizer op on the lists, leaving FP8 parameters for ``finish``.
 
         Args:
-            op: a function of ``ops.multi_tensor_optim``; bfloat16 moments reach it as float32
-                copies and are rounded afterwards.
+            op: a function of ``ops.multi_tensor_optim``; state that is not float32 reaches it as
+                float32 copies and is stored afterwards.
             grads: result of ``grads()``.
             options: further keyword arguments of ``op``.
         """
-        moments = [_widened(narrow) for narrow in self.moments]
-        op(self.params, grads, *moments, masters=self.masters, **options)
-        for narrow, wide in zip(self.moments, moments, strict=True):
-            if wide is not narrow:
-                multi_tensor.scale(wide, narrow, 1.0)
+        moments = [moment.wide() for moment in self._kept_moments]
+        params, masters = self.params, self.masters
+        kept = self._kept_masters
+        if kept is not None and not kept.is_wide:
+            self._wide_masters = kept.wide()
+            if self.wrapped or isinstance(kept, Halves):
+                params = self._wide_masters
+            else:
+                masters = self._wide_masters
+        op(params, grads, *moments, masters=masters, **options)
+        for moment, wide in zip(self._kept_moments, moments, strict=True):
+            moment.store(wide)
 
     def finish(self) -> None:
-        """Copies master weights to FP8 parameters, and tells autograd that DTensors changed."""
-        for param, master in self.wrapped:
-            param.copy_(master)
+        """Copies master weights to FP8 parameters, and stores master weights that are not float32.
+
+        It also tells autograd that DTensors changed.
+        """
+        wide, self._wide_masters = self._wide_masters, None
+        for i, (param, master) in enumerate(self.wrapped):
+            param.copy_(master if wide is None else wide[i])
+        if wide is not None:
+            assert self._kept_masters is not None
+            self._kept_masters.store(wide)
         if self.sharded:  # a DTensor counts its versions beside its part's
             increment_version(self.sharded)
-
-
-def _widened(moments: Any) -> Any:
-    """Returns a list of moments in float32, for an op to update.
-
-    Args:
-        moments: prepared list of tensors of one dtype, float32 or bfloat16.
-
-    Returns:
-        ``moments`` itself if it is float32, else a list of copies that share one allocation.
-    """
-    if moments[0].dtype is torch.float32:
-        return moments
-    sizes = [-(-m.numel() // 4) * 4 for m in moments]  # 16-byte starts
-    flat = torch.empty(sum(sizes), dtype=torch.float32, device=moments[0].device)
-    pieces = zip(flat.split(sizes), moments, strict=True)
-    wide = [piece[: m.numel()].view(m.shape) for piece, m in pieces]
-    multi_tensor.scale(moments, wide, 1.0)
-    return wide
 
 
 def partition(
@@ -288,16 +314,19 @@ def partition(
 
     Yields:
         Indices into ``params`` of one bucket: parameters on one device and with one step count, all
-        with master weights or none, all FP8 or none. With bfloat16 moments a bucket of several
-        parameters has at most ``WIDE_ELEMENTS`` elements.
+        with master weights of one dtype or none, all FP8 or none. With state that is not float32 a
+        bucket of several parameters has at most ``WIDE_ELEMENTS`` elements.
     """
     together: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
     for i, (param, state) in enumerate(zip(params, states, strict=True)):
         step = state.get(STEP)
         count = id(step) if isinstance(step, torch.Tensor) else step
-        key = (param.device, needs_copy(param), MASTER in state, type(step), count)
+        master = state.get(MASTER)
+        kind = None if master is None else master.dtype
+        key = (param.device, needs_copy(param), kind, type(step), count)
         narrow = any(state[name].dtype is not torch.float32 for name in names)
+        narrow = narrow or kind not in (None, torch.float32)
         size = sizes.get(key, 0) + param.numel()
         if narrow and key in together and size > WIDE_ELEMENTS:
             yield together.pop(key)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..ops import multi_tensor_optim
+from ..ops import multi_tensor, multi_tensor_optim
 from ._base import FusedOptimizer, Work
 from ._scalars import Scalars
 
@@ -29,6 +29,8 @@ class FusedSGD(FusedOptimizer):
             first step with weight 1.
         weight_decay: coefficient of the L2 term that is added to the gradient.
         nesterov: look ahead by one momentum step; needs momentum and no dampening.
+        wd_after_momentum: add the L2 term to the update, behind the momentum, in place of the
+            gradient: ``param -= lr * (update + weight_decay * param)``.
         momentum_dtype: dtype in which momentum buffers are kept between steps, torch.float32 or
             torch.bfloat16; ``FusedAdam``'s ``exp_avg_dtype`` says more.
 
@@ -36,6 +38,8 @@ class FusedSGD(FusedOptimizer):
         TypeError: a dtype is not supported.
         ValueError: a value is out of range.
     """
+
+    wd_after_momentum: bool = False  # for what earlier releases have pickled
 
     def __init__(
         self,
@@ -51,8 +55,10 @@ class FusedSGD(FusedOptimizer):
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
         momentum_dtype: torch.dtype = torch.float32,
+        wd_after_momentum: bool = False,
     ) -> None:
         self._check("momentum_dtype", momentum_dtype, (torch.float32, torch.bfloat16))
+        self.wd_after_momentum = wd_after_momentum
         super().__init__(
             params,
             {
@@ -68,6 +74,9 @@ class FusedSGD(FusedOptimizer):
             set_grad_none=set_grad_none,
             moment_dtypes={_BUFFER: momentum_dtype},
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "wd_after_momentum": self.wd_after_momentum}
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
@@ -86,14 +95,51 @@ class FusedSGD(FusedOptimizer):
 
     def _update(self, work: list[Work], scalars: Scalars) -> None:
         names = ("momentum", "dampening", "weight_decay", "nesterov")
+        op: Any = _decay_last if self.wd_after_momentum else multi_tensor_optim.sgd
         for group, bucket, grads in work:
             options = self._options(group, bucket, scalars, *names)
             step, found_inf = bucket.step, options["found_inf"]
             if not isinstance(step, torch.Tensor):
-                bucket.run(multi_tensor_optim.sgd, grads, {**options, "first_step": step == 1})
+                bucket.run(op, grads, {**options, "first_step": step == 1})
                 continue
             # Only the device knows whether this step is the first: one of two launches is idle.
             for first_step, other in ((True, step != 1), (False, step == 1)):
                 skip = other if found_inf is None else other | (found_inf.reshape(()) != 0)
                 chosen = {**options, "first_step": first_step, "found_inf": skip.float()}
-                bucket.run(multi_tensor_optim.sgd, grads, chosen)
+                bucket.run(op, grads, chosen)
+
+
+def _decay_last(
+    params: Any,
+    grads: Any,
+    *momentums: Any,
+    masters: Any,
+    lr: Any,
+    weight_decay: float,
+    found_inf: torch.Tensor | None,
+    **options: Any,
+) -> None:
+    """Steps SGD with the weight decay behind the momentum.
+
+    ``p - lr (m + wd p)`` is ``(1 - lr wd) p - lr m``: the weights are scaled before the step, in
+    float32, so that they are rounded once.
+
+    Args:
+        params, grads, momentums, masters, lr, weight_decay, found_inf, options: as in
+            ``multi_tensor_optim.sgd``.
+    """
+    weights, copies = params if masters is None else masters, None
+    if masters is None and any(p.dtype is not torch.float32 for p in params):
+        weights = copies = [p.detach().float().contiguous() for p in params]
+    factor: Any = 1.0 - lr * weight_decay
+    if found_inf is not None:
+        taken = found_inf.reshape(()) == 0
+        factor = torch.as_tensor(factor, dtype=torch.float32, device=taken.device).reshape(())
+        factor = torch.where(taken, factor, 1.0)
+    multi_tensor.scale(weights, weights, factor)
+    target = params if copies is None else copies
+    multi_tensor_optim.sgd(
+        target, grads, *momentums, masters=masters, lr=lr, found_inf=found_inf, **options
+    )
+    if copies is not None:
+        multi_tensor.scale(copies, params, 1.0)

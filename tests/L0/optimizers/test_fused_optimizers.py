@@ -221,8 +221,9 @@ def test_parameters_without_plain_storage(device):
     assert torch.equal(param.codes, QuantizedParam.quantize(plain))
     assert param.copies == 3
     assert param.kept is None
+    without = FusedAdam([param])  # whose parameters a framework may still replace
     with pytest.raises(ValueError, match="master_weights must be True for parameters of type Quan"):
-        FusedAdam([param])
+        without.step()
 
 
 def test_a_gradient_in_the_master_takes_the_place_of_the_parameters(device):
@@ -359,3 +360,48 @@ def assert_within_an_ulp(a, b):
     lowest = torch.iinfo(kind).min
     a, b = (torch.where(t < 0, lowest - t, t) for t in (a, b))  # in order of value
     assert (a - b).abs().max() <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"momentum": 0.9, "dampening": 0.3},
+        {"momentum": 0.9, "dampening": 0.3, "capturable": True},
+    ],
+)
+def test_weight_decay_behind_the_momentum(device, options, masters, dtype):
+    params = make_params(device, dtype)
+    exact = [p.detach().double() for p in params]
+    buffers = [None] * len(exact)
+    optimizer = FusedSGD(
+        params, lr=0.1, weight_decay=0.2, wd_after_momentum=True, master_weights=masters, **options
+    )
+    momentum, dampening = options.get("momentum", 0.0), options.get("dampening", 0.0)
+    for i in range(4):
+        give_grads([params], i)
+        skipped = i == 2
+        optimizer.found_inf = torch.full((1,), float(skipped), device=device) if i > 1 else None
+        optimizer.step()
+        for j, (value, param) in enumerate(zip(exact, params, strict=True)):
+            if skipped:
+                continue
+            grad = update = param.grad.double()
+            if momentum:
+                old = buffers[j]
+                buffers[j] = grad if old is None else momentum * old + (1 - dampening) * grad
+                look = options.get("nesterov")
+                update = grad + momentum * buffers[j] if look else buffers[j]
+            value -= 0.1 * (update + 0.2 * value)
+            if not masters:
+                value.copy_(value.to(dtype))
+    for value, param in zip(exact, params, strict=True):
+        rounding = 2**-7 if dtype is torch.bfloat16 else 1e-6
+        torch.testing.assert_close(param.detach().double(), value, rtol=rounding, atol=rounding)
+        master = optimizer.master_weight(param)
+        if master is not None:
+            torch.testing.assert_close(master.double(), value, rtol=1e-6, atol=1e-6)

@@ -189,9 +189,16 @@ REFUSED = [
     (FusedSGD, {"nesterov": True}, ValueError, "FusedSGD: nesterov must be False without momentum"),
     (
         FusedAdam,
+        {"exp_avg_dtype": torch.int8},
+        TypeError,
+        "FusedAdam: exp_avg_dtype must be torch.float32 or torch.bfloat16 or torch.float16 or "
+        "torch.uint8, got torch.int8",
+    ),
+    (
+        FusedLAMB,
         {"exp_avg_dtype": torch.float16},
         TypeError,
-        "FusedAdam: exp_avg_dtype must be torch.float32 or torch.bfloat16, got torch.float16",
+        "FusedLAMB: exp_avg_dtype must be torch.float32 or torch.bfloat16, got torch.float16",
     ),
     (
         FusedSGD,
@@ -201,9 +208,15 @@ REFUSED = [
     ),
     (
         FusedAdam,
+        {"master_weight_dtype": torch.bfloat16},
+        TypeError,
+        "FusedAdam: master_weight_dtype must be torch.float32 or torch.float16, got torch.bfloat16",
+    ),
+    (
+        FusedSGD,
         {"master_weight_dtype": torch.float16},
         TypeError,
-        "FusedAdam: master_weight_dtype must be torch.float32, got torch.float16",
+        "FusedSGD: master_weight_dtype must be torch.float32, got torch.float16",
     ),
 ]
 

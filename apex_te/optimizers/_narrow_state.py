@@ -1,0 +1,248 @@
+"""Optimizer state in fewer bits than float32: rounded, scaled, or the low halves of numbers.
+
+An op updates float32 numbers. Each class here gives it float32 copies of a list of stored tensors,
+and stores them again afterwards. Storing what was not changed leaves the numbers as they are, so
+that a step that is skipped on the device, and training resumed from saved float32 numbers, are
+exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..ops import multi_tensor
+
+__all__ = [
+    "SCALED",
+    "Halves",
+    "Rounded",
+    "Scaled",
+    "StateList",
+    "Stored",
+    "master_of_halves",
+    "remainder_of",
+    "scaled",
+    "state_list",
+    "stored_dtype",
+    "unscaled",
+]
+
+# Exponent of the power of two that stored magnitudes do not exceed, by dtype.
+SCALED = {torch.float16: 15, torch.float8_e4m3fn: 8}
+_NAN_HALF = 0x7FC0  # bfloat16's NaN
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which state is stored; torch.uint8 stands for FP8 in options."""
+    return torch.float8_e4m3fn if dtype is torch.uint8 else dtype
+
+
+class StateList:
+    """Prepared list of float32 tensors, which an op updates where they lie.
+
+    Args:
+        tensors: the stored tensors, a prepared list.
+    """
+
+    def __init__(self, tensors: Any) -> None:
+        self.tensors = tensors
+
+    @property
+    def is_wide(self) -> bool:
+        """True if the stored tensors are float32, so that ``wide`` makes no copies."""
+        return True
+
+    def wide(self) -> Any:
+        """Returns the numbers in float32, a list for an op to update."""
+        return self.tensors
+
+    def store(self, wide: Any) -> None:
+        """Stores the numbers in ``wide``, a result of ``wide()``, which it may overwrite."""
+
+
+class Stored(StateList):
+    """List of tensors that are stored in another dtype than float32."""
+
+    @property
+    def is_wide(self) -> bool:
+        return False
+
+
+class Rounded(Stored):
+    """List of bfloat16 tensors, to which float32 numbers are rounded."""
+
+    def wide(self) -> Any:
+        pieces = _pieces(self.tensors)[1]
+        multi_tensor.scale(self.tensors, pieces, 1.0)
+        return pieces
+
+    def store(self, wide: Any) -> None:
+        multi_tensor.scale(wide, self.tensors, 1.0)
+
+
+class Scaled(Stored):
+    """List of float16 or FP8 tensors, each with a scale, a power of two.
+
+    Args:
+        tensors: the stored tensors.
+        scales: for each a float32 scalar; the number is the stored value times the scale.
+    """
+
+    def __init__(self, tensors: Any, scales: Sequence[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self.scales = scales
+
+    def wide(self) -> Any:
+        pieces = _pieces(self.tensors)[1]
+        for piece, stored, scale in zip(pieces, self.tensors, self.scales, strict=True):
+            unscaled(stored, scale, piece)
+        return pieces
+
+    def store(self, wide: Any) -> None:
+        shift = SCALED[self.tensors[0].dtype]
+        # The exponent of the least power of two that is not below the amax.
+        bits = multi_tensor.amax(wide).view(torch.int32)
+        exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0) - shift
+        exponents = exponents.clamp(1, 253).to(torch.int32)  # that have a reciprocal
+        scales = (exponents << 23).view(torch.float32).unbind()
+        inverses = ((254 - exponents) << 23).view(torch.float32).unbind()
+        for i, (piece, stored) in enumerate(zip(wide, self.tensors, strict=True)):
+            self.scales[i].copy_(scales[i])
+            stored.copy_(piece.mul_(inverses[i]))
+
+
+class Halves(Stored):
+    """List of float32 numbers of which bfloat16 parameters hold one half, int16 tensors the other.
+
+    The bits of the number, an integer, are those of the parameter times 2**16, plus the remainder,
+    which has a sign: the parameter is the number rounded to nearest, ties away from zero.
+
+    Args:
+        params: contiguous bfloat16 tensors.
+        remainders: int16 tensors of their shapes.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor], remainders: Any) -> None:
+        super().__init__(remainders)
+        self.params = params
+
+    def wide(self) -> Any:
+        flat, pieces = _pieces(self.tensors)
+        bits = flat.view(torch.int32)
+        numbers = [piece.view(torch.int32) for piece in pieces]
+        torch._foreach_copy_(numbers, self._high())
+        bits <<= 16
+        low, low_pieces = _pieces(self.tensors, torch.int32)
+        torch._foreach_copy_(low_pieces, list(self.tensors))
+        bits += low
+        return pieces
+
+    def store(self, wide: Any) -> None:
+        high, low = zip(*[_halves(piece) for piece in wide], strict=True)
+        torch._foreach_copy_(self._high(), list(high))
+        torch._foreach_copy_(list(self.tensors), list(low))
+
+    def _high(self) -> list[torch.Tensor]:
+        """Returns the bits of the parameters, wherever their memory is by now."""
+        return [param.detach().view(torch.int16) for param in self.params]
+
+
+def _pieces(
+    like: Any, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns zeros of the shapes of some tensors that share one allocation, and the allocation.
+
+    Args:
+        like: tensors that give shapes and device.
+        dtype: dtype of 4 bytes.
+
+    Returns:
+        flat: the allocation, ``[n]``.
+        pieces: contiguous tensors, each at a multiple of 16 bytes.
+    """
+    sizes = [-(-t.numel() // 4) * 4 for t in like]
+    flat = torch.zeros(sum(sizes), dtype=dtype, device=like[0].device)
+    parts = zip(flat.split(sizes), like, strict=True)
+    return flat, [piece[: t.numel()].view(t.shape) for piece, t in parts]
+
+
+def _halves(number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the bits of the rounded bfloat16 number and the remainder, both int16."""
+    bits = number.view(torch.int32)
+    is_nan = number != number
+    high = ((bits + 0x8000) >> 16).masked_fill_(is_nan, _NAN_HALF)
+    low = ((bits << 16) >> 16).masked_fill_(is_nan, 0)
+    return high.to(torch.int16), low.to(torch.int16)
+
+
+def state_list(tensors: Any, scales: Sequence[torch.Tensor] | None) -> StateList:
+    """Returns the list of stored tensors by their dtype.
+
+    Args:
+        tensors: prepared list of tensors of one dtype.
+        scales: for each a float32 scalar, for a dtype in ``SCALED``; else None.
+    """
+    dtype = tensors[0].dtype
+    if dtype is torch.float32:
+        return StateList(tensors)
+    if scales is None:
+        return Rounded(tensors)
+    return Scaled(tensors, scales)
+
+
+def unscaled(
+    stored: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns the numbers of a scaled tensor in float32, exactly.
+
+    Args:
+        stored: float16 or FP8 tensor.
+        scale: its scale, a float32 scalar.
+        out: float32 tensor to write; None makes one.
+    """
+    out = torch.empty_like(stored, dtype=torch.float32) if out is None else out
+    return out.copy_(stored).mul_(scale)
+
+
+def scaled(number: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor) -> None:
+    """Stores float32 numbers in a float16 or FP8 tensor, and writes its scale.
+
+    Args:
+        number: the numbers, which are not changed.
+        stored: tensor to write.
+        scale: float32 scalar to write.
+    """
+    Scaled([stored], [scale]).store([number.to(torch.float32, copy=True).contiguous()])
+
+
+def master_of_halves(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """Returns the float32 number of which a bfloat16 tensor and an int16 one hold the halves."""
+    high = param.detach().view(torch.int16).to(torch.int32)
+    return ((high << 16) + remainder.to(torch.int32)).view(torch.float32)
+
+
+def remainder_of(owner: str, param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Returns the int16 remainder of a float32 master weight whose rounded value is ``param``.
+
+    A master weight halfway between two bfloat16 numbers whose parameter was rounded down moves by
+    one bit of float32.
+
+    Args:
+        owner: name of the optimizer, for the error.
+        param: bfloat16 parameter.
+        master: float32 master weight.
+
+    Raises:
+        ValueError: ``param`` is not the rounded master weight.
+    """
+    high = param.detach().view(torch.int16).to(torch.int32)
+    low = master.contiguous().view(torch.int32).to(torch.int64) - (high.to(torch.int64) << 16)
+    if bool(((low < -0x8000) | (low > 0x8000)).any()):
+        raise ValueError(
+            f"{owner}: master_param must round to its parameter with store_param_remainders=True; "
+            "load the model's weights first, got a master weight of another value"
+        )
+    return low.clamp_(-0x8000, 0x7FFF).to(torch.int16)
