@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -70,7 +70,7 @@ class FusedAdam(FusedOptimizer):
         NotImplementedError: an option is not available.
     """
 
-    _required_state = ("step", "exp_avg", "exp_avg_sq")
+    _required_state: ClassVar[tuple[str, ...]] = ("step", "exp_avg", "exp_avg_sq")
     _moment_choices = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
     _master_choices = (torch.float32, torch.float16)
 

@@ -1,0 +1,66 @@
+"""Operations on lists of tensors, and the object that calls them, as apex names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .....compatibility.apex.amp_C import multi_tensor_l2norm, multi_tensor_scale
+from .....ops import multi_tensor
+from ..._names import named
+
+__all__ = [
+    "MultiTensorApply",
+    "multi_tensor_applier",
+    "multi_tensor_l2norm",
+    "multi_tensor_scale",
+    "multi_tensor_scale_tensor",
+]
+
+
+@named("transformer_engine.pytorch.optimizers.multi_tensor_apply")
+class MultiTensorApply:
+    """Callable that calls an operation on lists of tensors with its chunk size.
+
+    Args:
+        chunk_size: number that operations are given, which has no effect.
+    """
+
+    available = True
+    warned = False
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(
+        self,
+        op: Callable[..., Any],
+        noop_flag_buffer: torch.Tensor,
+        tensor_lists: Sequence[Sequence[torch.Tensor]],
+        *args: Any,
+    ) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+multi_tensor_applier = MultiTensorApply(2048 * 32)
+
+
+def multi_tensor_scale_tensor(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Sequence[Sequence[torch.Tensor]],
+    scale: torch.Tensor,
+) -> None:
+    """Computes out = in * scale, with the factor on the device; lists are in and out.
+
+    Args:
+        chunk_size: has no effect.
+        noop_flag: one int32 element, which becomes 1 if a stored result is not finite.
+        tensor_lists: [in, out].
+        scale: one float32 element.
+    """
+    inputs, outputs = tensor_lists
+    factor = scale.reshape(1).to(torch.float32)
+    multi_tensor.scale(list(inputs), list(outputs), factor, found_inf=noop_flag)
