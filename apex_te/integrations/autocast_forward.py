@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -47,6 +48,10 @@ class AutocastForward:
         with fp8_autocast(enabled=True, fp8_recipe=self.recipe):
             return forward(*args, **kwargs)
 
+    def is_in_use(self, model: nn.Module) -> bool:
+        """Returns True if calls of ``model`` pass here, also through wrappers around it."""
+        return self.active and any(forward is self for forward in _wrapped_forwards(model))
+
     def remove(self) -> None:
         """Takes this away from the model, whose forward then enters no region any more.
 
@@ -59,6 +64,14 @@ class AutocastForward:
                 del own["forward"]
             else:
                 own["forward"] = self.inner
+
+
+def _wrapped_forwards(model: nn.Module) -> Iterator[Any]:
+    """Yields the forward that ``model`` has of its own, and what each wraps in turn."""
+    forward = vars(model).get("forward")
+    while forward is not None:
+        yield forward
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def autocast_forward(
@@ -93,14 +106,12 @@ def autocast_forward(
             f"autocast_forward: during_eval must be a bool, got {type(during_eval).__name__}"
         )
     recipe = chosen_recipe("autocast_forward", "recipe", recipe)
-    forward = vars(model).get("forward")
-    while forward is not None:
+    for forward in _wrapped_forwards(model):
         if isinstance(forward, AutocastForward) and forward.active:
             raise ValueError(
                 "autocast_forward: model must have no autocast_forward yet, got one with "
                 f"{forward.recipe}"
             )
-        forward = getattr(forward, "__wrapped__", None)
     made = AutocastForward(model, recipe, during_eval)
     vars(model)["forward"] = made
     return made

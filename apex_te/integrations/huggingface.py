@@ -63,7 +63,11 @@ class _FP8Training:
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
     ) -> None:
-        """Prepares a model that the trainer has made anew, and reads FP8 state when resuming."""
+        """Prepares a model that the trainer has changed, and reads FP8 state when resuming.
+
+        It may be a new one, or have a forward that the trainer has put in the place of that which
+        enters the region, as TRL's does.
+        """
         self._prepare(model)
         if state.global_step and model is not None:
             file = os.path.join(_folder(args, state), FP8_STATE_FILE)
@@ -78,11 +82,13 @@ class _FP8Training:
             save_fp8_state(model, _folder(args, state))
 
     def _prepare(self, model: nn.Module | None) -> None:
-        """Converts ``model`` and wraps its forward, once."""
-        if model is None or (self.handle is not None and self.handle.model is model):
+        """Converts ``model`` and wraps its forward, unless that is done."""
+        if model is None or (self.handle is not None and self.handle.is_in_use(model)):
             return
-        if self.convert:
+        if self.convert and (self.handle is None or self.handle.model is not model):
             from_torch(model, **self.options)
+        if self.handle is not None:
+            self.handle.remove()
         self.handle = autocast_forward(model, self.recipe, self.during_eval)
 
 
