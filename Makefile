@@ -51,7 +51,7 @@ test-l1: env
 
 # JAX goes beside the environment, which `make test` uses without it.
 jax: env
-	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax
+	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax flatbuffers
 	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/with_jax
 
 # Without a GPU: what can be measured on a CPU.

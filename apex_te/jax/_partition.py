@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import ManualAxisType, NamedSharding, PartitionSpec
 
-__all__ = ["result_type", "vary_alike"]
+__all__ = ["result_type", "summed_like", "vary_alike"]
 
 
 def _varying_axes(aval: Any) -> frozenset[str]:
@@ -43,3 +43,9 @@ def result_type(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> 
     sharding = NamedSharding(mesh, PartitionSpec(*(None for _ in shape)))
     axes = ManualAxisType(varying=union)
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
+
+
+def summed_like(primal: Any, gradient: Any) -> Any:
+    """Returns a gradient summed over the axes of a ``shard_map`` along which its primal is one."""
+    extra = _varying_axes(jax.typeof(gradient)) - _varying_axes(jax.typeof(primal))
+    return jax.lax.psum(gradient, tuple(sorted(extra))) if extra else gradient

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..runtime import scratch_sizes
 from ..runtime.former_names import former_fields
 from . import fp8_output, reference_codec
 from .argument_errors import checked
@@ -13,9 +14,6 @@ from .fp8_output import check_fp8_dtype
 from .registration import bind, note_written
 
 _call = bind("cast_transpose", "cast_transpose")
-
-# Rows that one line of the bias-gradient workspace sums (csrc/cast_transpose/cast_transpose.h).
-_TILE_ROWS = 256
 
 
 @former_fields(transposed="columnwise")
@@ -87,7 +85,9 @@ def cast_transpose(
     dbias = partial_sums = None
     if with_dbias:
         dbias = x.new_empty(cols)
-        partial_sums = x.new_empty((-(-rows // _TILE_ROWS), cols), dtype=torch.float32)
+        partial_sums = x.new_empty(
+            (scratch_sizes.lines(rows, scratch_sizes.CAST_ROWS), cols), dtype=torch.float32
+        )
     _call(x, scale, out_rowwise, out_columnwise, amax, scale_inv, dbias, partial_sums, noop)
     note_written(*given)
     return CastTransposeOutput(out_rowwise, out_columnwise, scale_inv, dbias)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .. import runtime
+from ..runtime.scratch_sizes import GEMM_BYTES as WORKSPACE_BYTES
 from ..runtime.tracing import dispatch_modes, jit_tracing, transforms_active
 from . import gemm_tuning, product_count, reference_codec
 from .argument_errors import checked
@@ -17,8 +18,6 @@ from .registration import WORKSPACE, Launch, bind, note_written
 
 _lib = runtime.ops("fp8_gemm")
 
-# What cuBLASLt's heuristic may use on Hopper; smaller workspaces rule out its split-K algorithms.
-WORKSPACE_BYTES = 32 << 20
 _E5M2 = (torch.float8_e5m2, torch.float8_e5m2fnuz)
 # cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16.
 _MULTIPLE = 16

@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 
 from ..runtime.former_names import former_fields
+from ..runtime.scratch_sizes import MAX_AMAXES as MAX_AMAXES
 from ..runtime.tracing import jit_tracing, transforms_active
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Formats that AMD's gfx94x multiply; ops that only cast know them, fused casts do not.
 FNUZ_DTYPES = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
-# Partial amaxes that a kernel leaves at most (csrc/common/numerics/quantize.h).
-MAX_AMAXES = 1024
 
 # Products read FP8 data in units of 16 bytes along K (csrc/common/numerics/columnwise.h).
 COLUMNWISE_MULTIPLE = 16

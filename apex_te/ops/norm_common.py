@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..runtime import scratch_sizes
 from .fp8_output import FP8Output, allocate
 
 
@@ -126,7 +127,7 @@ def bwd_workspace(x: torch.Tensor, gradients: int) -> torch.Tensor:
         gradients: number of parameters whose gradients are summed: 1 (weight) or 2 (and bias).
     """
     rows, cols = x.shape
-    lines = min(rows, max(min(264, (1 << 21) // max(cols, 1)), 16))
+    lines = scratch_sizes.norm_lines(rows, cols)
     return x.new_empty((lines, gradients * cols), dtype=torch.float32)
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime import scratch_sizes
 from . import reference_codec
 from .argument_errors import checked
 from .fp8_output import FP8Output, allocate
@@ -21,9 +22,6 @@ _bwd_fp8 = bind("swiglu", "swiglu_bwd_fp8")
 
 # Names of act and its number in csrc/common/activation/functions.h.
 ACTIVATIONS = {"silu": 5, "gelu": 0, "gelu_erf": 1, "relu": 3, "sigmoid": 6}
-
-# Rows that one line of the bias-gradient workspace sums (csrc/swiglu/swiglu.h).
-_TILE_ROWS = 64
 
 
 class SwigluGrads(NamedTuple):
@@ -426,5 +424,5 @@ def _dbias(
     """Returns uninitialised (bias gradient [2F], workspace of its sums), or (None, None)."""
     if not with_dbias:
         return None, None
-    lines = -(-rows // _TILE_ROWS)
+    lines = scratch_sizes.lines(rows, scratch_sizes.ACTIVATION_ROWS)
     return matrix.new_empty(2 * cols), matrix.new_empty((lines, 2 * cols), dtype=torch.float32)

@@ -1,0 +1,9 @@
+"""The ops as functions of JAX arrays: one module for each, with the names of ``apex_te.ops``.
+
+What PyTorch's functions allocate or update in place is returned. All work inside ``jax.jit``; those
+whose docstring says so are differentiable once, in reverse mode.
+"""
+
+from ...runtime.lazy import attach_submodules as _attach
+
+__getattr__, __dir__ = _attach(__name__)

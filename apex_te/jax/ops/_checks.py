@@ -1,0 +1,88 @@
+"""Checks of shapes and dtypes while a program is traced, in the words of the C functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+__all__ = ["FLOATS", "FP8", "as_matrix", "fp8_dtype_of", "is_scalar", "matrix", "same_shape"]
+
+FLOATS = ("float32", "float16", "bfloat16")
+FP8 = ("float8_e4m3fn", "float8_e5m2")
+_FNUZ = ("float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def array(function: str, name: str, value: Any) -> jax.Array:
+    """Returns ``value``, which must be an array."""
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
+        kind = type(value).__name__
+        raise TypeError(f"{function}: {name} must be a jax.Array, got {kind}")
+    return jnp.asarray(value)
+
+
+def has_dtype(function: str, name: str, value: Any, allowed: Sequence[str]) -> jax.Array:
+    """Returns ``value``, an array whose dtype is one of ``allowed``."""
+    found = array(function, name, value)
+    if found.dtype.name not in allowed:
+        wanted = " or ".join([", ".join(allowed[:-1]), allowed[-1]] if allowed[1:] else allowed)
+        raise TypeError(f"{function}: {name} must have dtype {wanted}, got {found.dtype.name}")
+    return found
+
+
+def has_shape(function: str, name: str, value: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Returns ``value``, an array of the given shape."""
+    if value.shape != tuple(shape):
+        raise ValueError(
+            f"{function}: {name} must have shape {list(shape)}, got {list(value.shape)}"
+        )
+    return value
+
+
+def matrix(function: str, name: str, value: Any, dtypes: Sequence[str] = FLOATS) -> jax.Array:
+    """Returns ``value``, an array of one of the dtypes with two dimensions."""
+    found = has_dtype(function, name, value, dtypes)
+    if found.ndim != 2:
+        raise ValueError(f"{function}: {name} must have 2 dimensions, got {list(found.shape)}")
+    return found
+
+
+def as_matrix(function: str, name: str, value: Any) -> jax.Array:
+    """Returns an array of any number of dimensions but 0 as [rows, cols], cols being its last."""
+    found = has_dtype(function, name, value, FLOATS)
+    if found.ndim == 0:
+        raise ValueError(f"{function}: {name} must have at least 1 dimension, got shape []")
+    return found.reshape(math.prod(found.shape[:-1]), found.shape[-1])
+
+
+def same_shape(function: str, name: str, value: Any, like: jax.Array) -> jax.Array:
+    """Returns ``value``, an array of another one's shape and dtype."""
+    return has_shape(
+        function, name, has_dtype(function, name, value, [like.dtype.name]), like.shape
+    )
+
+
+def is_scalar(function: str, name: str, value: Any, dtype: str = "float32") -> jax.Array:
+    """Returns ``value``, an array of one element."""
+    found = has_dtype(function, name, value, [dtype])
+    if found.size != 1:
+        raise ValueError(f"{function}: {name} must have one element, got {list(found.shape)}")
+    return found
+
+
+def fp8_dtype_of(function: str, dtype: Any, fnuz: bool = False) -> str:
+    """Returns the name of an FP8 dtype; ``fnuz`` allows the fnuz forms, too."""
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in FP8 and not (fnuz and name in _FNUZ):
+        forms = " or their fnuz forms" if fnuz else ""
+        raise TypeError(
+            f"{function}: fp8_dtype must be float8_e4m3fn or float8_e5m2{forms}, got {name}"
+        )
+    return name

@@ -1,0 +1,41 @@
+"""Help for reverse-mode rules of ``jax.custom_vjp`` with symbolic zeros."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from .. import _partition
+
+__all__ = ["flag", "gradient_of", "is_wanted", "materialised"]
+
+
+def flag(primal: Any) -> tuple[()] | None:
+    """Returns a residual that says whether a primal's gradient is wanted, and costs nothing.
+
+    Args:
+        primal: argument of the rule's forward, with ``value`` and ``perturbed``; None for none.
+    """
+    return () if primal is not None and primal.perturbed else None
+
+
+def is_wanted(flag: tuple[()] | None) -> bool:
+    """Returns True if a residual of ``flag`` says that the gradient is wanted."""
+    return flag is not None
+
+
+def materialised(cotangent: Any) -> jax.Array:
+    """Returns a cotangent as an array, which it is not where it is known to be zero."""
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def gradient_of(primal: Any, gradient: Any) -> Any:
+    """Returns a gradient with the shape of its primal, summed over mesh axes that this lacks."""
+    if gradient is None:
+        return None
+    return _partition.summed_like(primal, gradient.reshape(primal.shape))

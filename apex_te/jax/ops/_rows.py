@@ -1,0 +1,96 @@
+"""Functions over the rows of matrices, which ``jax.vmap`` maps by folding the batch into the rows.
+
+A rule such as "x: r c, weight: c -> y: r c, dweight: +" names the arguments and results of a
+function and their dimensions. "r" is the dimension of the rows. A "_" stands for an array that is
+not mapped, "^" for a result that is the maximum over all rows and "+" for their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+__all__ = ["rowwise"]
+
+
+class _Term(NamedTuple):
+    """One argument or result of a rule.
+
+    Attributes:
+        name: its name.
+        axis: number of the dimension of the rows; None without one.
+        reduction: "^", "+" or "".
+    """
+
+    name: str
+    axis: int | None
+    reduction: str
+
+
+def _parse(rule: str) -> tuple[list[_Term], list[_Term]]:
+    """Returns the arguments and results of a rule."""
+
+    def term(text: str) -> _Term:
+        name, _, dims = text.partition(":")
+        names = dims.split()
+        axis = names.index("r") if "r" in names else None
+        return _Term(name.strip(), axis, names[0] if names[0] in ("^", "+") else "")
+
+    operands, _, results = rule.partition("->")
+    return [term(t) for t in operands.split(",")], [term(t) for t in results.split(",")]
+
+
+def rowwise(function: str, rule: str, body: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    """Returns ``body`` as a function that ``jax.vmap`` can map.
+
+    Args:
+        function: name of the C function, for errors.
+        rule: the rule of its arguments and results, as this module's docstring has it.
+        body: function of arrays that returns a tuple of arrays, for any number of rows.
+
+    Raises:
+        NotImplementedError: later, where the rule does not say how to map an argument or result.
+    """
+    operands, results = _parse(rule)
+    mapped = custom_vmap(body)
+
+    def fold(x: jax.Array, axis: int) -> jax.Array:
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+
+    def unfold(x: jax.Array, axis: int, size: int) -> jax.Array:
+        x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
+        return jnp.moveaxis(x, axis, 0)
+
+    @mapped.def_vmap
+    def _batched(size: int, batched: list[bool], *args: jax.Array) -> tuple[Any, Any]:
+        for term, is_batched in zip(operands, batched, strict=True):
+            if is_batched and term.axis is None:
+                raise NotImplementedError(
+                    f"{function}: {term.name} must be the same for all elements of jax.vmap,"
+                    " got one for each"
+                )
+        for term in results:
+            if term.reduction == "+":
+                raise NotImplementedError(
+                    f"{function}: {term.name} must be summed over all rows, got jax.vmap over them"
+                )
+        rows = []
+        for term, is_batched, x in zip(operands, batched, args, strict=True):
+            if term.axis is None:
+                rows.append(x)
+                continue
+            whole = x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+            rows.append(fold(whole, term.axis))
+        found = mapped(*rows)
+        out = tuple(
+            x if term.axis is None else unfold(x, term.axis, size)
+            for term, x in zip(results, found, strict=True)
+        )
+        return out, tuple(term.axis is not None for term in results)
+
+    return mapped

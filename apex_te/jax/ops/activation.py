@@ -1,0 +1,183 @@
+"""Elementwise activation functions, forward and backward, also with a fused cast to FP8."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._call import call
+from . import _checks
+from ._gradient import materialised
+from ._rows import rowwise as over_rows
+from .fp8_output import FP8Output, copies
+
+__all__ = [
+    "KINDS",
+    "activation",
+    "activation_bwd",
+    "activation_bwd_fp8",
+    "activation_fwd",
+    "activation_fwd_fp8",
+]
+
+# In the order of csrc/common/activation/functions.h.
+KINDS = ("gelu", "gelu_erf", "quick_gelu", "relu", "squared_relu", "silu")
+_S = jax.ShapeDtypeStruct
+
+
+def _number(function: str, kind: str) -> int:
+    """Returns the kernels' number of the activation ``kind``; ValueError if there is none."""
+    if kind not in KINDS:
+        raise ValueError(f"{function}: kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    return KINDS.index(kind)
+
+
+def activation(x: jax.Array, kind: str) -> jax.Array:
+    """Applies an activation function to every element, differentiably, in float32 arithmetic.
+
+    Args:
+        x: any shape but [], float32, float16 or bfloat16.
+        kind: "gelu" (tanh form), "gelu_erf" (exact), "quick_gelu" (x sigmoid(1.702 x)), "relu",
+            "squared_relu" or "silu".
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a kind that is not listed.
+    """
+    _number("activation_fwd", kind)
+    return _differentiable(kind)(x)
+
+
+@functools.cache
+def _differentiable(kind: str) -> Callable[[Any], Any]:
+    @jax.custom_vjp
+    def act(x: Any) -> Any:
+        return activation_fwd(x, kind)
+
+    act.defvjp(
+        lambda x: (activation_fwd(x.value, kind), x.value),
+        lambda x, dy: (activation_bwd(materialised(dy), x, kind),),
+        symbolic_zeros=True,
+    )
+    return act
+
+
+def activation_fwd(x: jax.Array, kind: str) -> jax.Array:
+    """Computes ``activation``, whose arguments it takes, without a gradient."""
+    number = _number("activation_fwd", kind)
+    rows = _checks.as_matrix("activation_fwd", "x", x)
+
+    def body(x: jax.Array) -> tuple[jax.Array]:
+        made = call("activation", "activation_fwd", {"y": _S(x.shape, x.dtype)}, x=x, kind=number)
+        return (made["y"],)
+
+    (y,) = over_rows("activation_fwd", "x: r c -> y: r c", body)(rows)
+    return y.reshape(jnp.shape(x))
+
+
+def activation_bwd(grad_output: jax.Array, x: jax.Array, kind: str) -> jax.Array:
+    """Computes the gradient with respect to x, grad_output * f'(x).
+
+    Args:
+        grad_output: gradient of the output, of x's shape and dtype.
+        x, kind: as in ``activation``.
+    """
+    number = _number("activation_bwd", kind)
+    rows = _checks.as_matrix("activation_bwd", "x", x)
+    dy = _checks.same_shape("activation_bwd", "dy", grad_output, jnp.asarray(x))
+
+    def body(dy: jax.Array, x: jax.Array) -> tuple[jax.Array]:
+        results = {"dx": _S(x.shape, x.dtype)}
+        return (call("activation", "activation_bwd", results, dy=dy, x=x, kind=number)["dx"],)
+
+    rule = "dy: r c, x: r c -> dx: r c"
+    (dx,) = over_rows("activation_bwd", rule, body)(dy.reshape(rows.shape), rows)
+    return dx.reshape(jnp.shape(x))
+
+
+def activation_fwd_fp8(
+    x: jax.Array,
+    kind: str,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: jax.Array | None = None,
+) -> FP8Output:
+    """Quantizes an activation's float32 result f(x): q = saturating_cast(f(x) * scale).
+
+    Args:
+        x, kind: as in ``activation``; [rows, cols] is x with all dimensions but the last as rows.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        rowwise: make [rows, cols].
+        columnwise: make [cols, rows].
+        amax: one float32 element, of which and of max |f(x)| the result's ``amax`` is the larger.
+    """
+    matrices = {"x": _checks.as_matrix("activation_fwd_fp8", "x", x)}
+    return _to_fp8(
+        "activation_fwd_fp8", matrices, kind, scale, fp8_dtype, rowwise, columnwise, amax
+    )
+
+
+def activation_bwd_fp8(
+    grad_output: jax.Array,
+    x: jax.Array,
+    kind: str,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: jax.Array | None = None,
+) -> FP8Output:
+    """Quantizes the float32 gradient that ``activation_bwd`` computes.
+
+    Args:
+        grad_output: gradient of the output, of x's shape and dtype.
+        x, kind, scale, fp8_dtype, rowwise, columnwise, amax: as in ``activation_fwd_fp8``.
+    """
+    name = "activation_bwd_fp8"
+    rows = _checks.as_matrix(name, "x", x)
+    dy = _checks.same_shape(name, "dy", grad_output, jnp.asarray(x)).reshape(rows.shape)
+    matrices = {"dy": dy, "x": rows}
+    return _to_fp8(name, matrices, kind, scale, fp8_dtype, rowwise, columnwise, amax)
+
+
+def _to_fp8(
+    function: str,
+    matrices: dict[str, jax.Array],
+    kind: str,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    rowwise: bool,
+    columnwise: bool,
+    amax: jax.Array | None,
+) -> FP8Output:
+    """Calls a function with FP8 output on matrices of one shape."""
+    number = _number(function, kind)
+    dtype = _checks.fp8_dtype_of(function, fp8_dtype)
+    inputs = {**matrices, "scale": _checks.is_scalar(function, "scale", scale)}
+    if amax is not None:
+        inputs["amax"] = _checks.is_scalar(function, "amax", amax)
+    shape = inputs["x"].shape
+    made = copies(function, shape, dtype, rowwise, columnwise)
+    names = [*made, "scale_inv", *(() if amax is None else ("amax",))]
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        given = dict(zip(inputs, arrays, strict=True))
+        results = copies(function, given["x"].shape, dtype, rowwise, columnwise)
+        results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
+        made = call("activation", function, results, **given, kind=number)
+        return tuple(made[each] for each in names)
+
+    dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "amax": "^"}
+    ins = ", ".join(f"{n}: {'r c' if n in matrices else '_'}" for n in inputs)
+    rule = f"{ins} -> {', '.join(f'{n}: {dims[n]}' for n in names)}"
+    out = dict(zip(names, over_rows(function, rule, body)(*inputs.values()), strict=True))
+    return FP8Output(*(out.get(name) for name in FP8Output._fields))

@@ -1,0 +1,62 @@
+"""Updates delayed scaling: appends staged amaxes to the histories and computes new scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from .._call import call
+
+__all__ = ["MOST_HISTORIES", "amax_scale_update"]
+
+# XLA takes long to compile a call with more tensors that are updated in place.
+MOST_HISTORIES = 64
+
+
+def amax_scale_update(
+    histories: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
+    scale_invs: Sequence[jax.Array],
+    fp8_max: Sequence[float],
+    *,
+    margin: int = 0,
+    algo: str = "max",
+    pow2: bool = False,
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Returns every history, scale and scale_inv after one update of delayed scaling.
+
+    Args:
+        histories: [length, slots] float32 each; row 0 is staging, the last row the newest amax.
+        scales: [slots] float32, one array for each history.
+        scale_invs: [slots] float32, one array for each history.
+        fp8_max: the format's largest value for each history, 448 (E4M3) or 57344 (E5M2).
+        margin: exponent of a power of two that scales are divided by, as headroom.
+        algo: "max" or "most_recent": the amax of all history, or the staged one.
+        pow2: round fp8_max / amax down to a power of two; the scale is 2**127 at most.
+
+    Returns:
+        New histories, scales and scale_invs.
+
+    Raises:
+        ValueError: list lengths that do not match, or an unknown ``algo``.
+    """
+    if algo not in ("max", "most_recent"):
+        raise ValueError(f"amax_scale_update: algo must be 'max' or 'most_recent', got {algo!r}")
+    for name, given in (("scales", scales), ("scale_invs", scale_invs), ("fp8_max", fp8_max)):
+        if len(given) != len(histories):
+            raise ValueError(
+                f"amax_scale_update: {name} must have {len(histories)} entries, got {len(given)}"
+            )
+    out: tuple[list[jax.Array], list[jax.Array], list[jax.Array]] = ([], [], [])
+    for first in range(0, len(histories), MOST_HISTORIES):
+        part = slice(first, first + MOST_HISTORIES)
+        made = call(
+            "amax_scale_update", "amax_scale_update", histories=list(histories[part]),
+            scales=list(scales[part]), scale_invs=list(scale_invs[part]),
+            fp8_max=tuple(float(v) for v in fp8_max[part]), margin=margin,
+            most_recent=algo == "most_recent", pow2=bool(pow2),
+        )  # fmt: skip
+        for into, name in zip(out, ("histories", "scales", "scale_invs"), strict=True):
+            into.extend(made[name])
+    return out

@@ -1,0 +1,90 @@
+"""Casts a matrix to FP8 with a given scale, to a rowwise copy, a columnwise one or both at once."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...runtime import scratch_sizes
+from .._call import call
+from . import _checks
+from ._rows import rowwise as over_rows
+from .fp8_output import copies
+
+__all__ = ["CastTransposeOutput", "cast_transpose"]
+
+_NAME = "cast_transpose"
+_S = jax.ShapeDtypeStruct
+
+
+class CastTransposeOutput(NamedTuple):
+    """FP8 data of a matrix [rows, cols]; None for what was not asked for.
+
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        columnwise: FP8 [cols, rows].
+        scale_inv: one float32 element.
+        dbias: [cols] in the matrix's dtype, the sums of its columns.
+        amax: one float32 element, the given amax or the matrix's own, whichever is larger.
+    """
+
+    rowwise: jax.Array | None
+    columnwise: jax.Array | None
+    scale_inv: jax.Array
+    dbias: jax.Array | None
+    amax: jax.Array | None
+
+
+def cast_transpose(
+    x: jax.Array,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: jax.Array | None = None,
+    with_dbias: bool = False,
+) -> CastTransposeOutput:
+    """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2; on a CPU also their fnuz forms.
+        rowwise: make [rows, cols].
+        columnwise: make [cols, rows].
+        amax: one float32 element, of which and of max |x| the result's ``amax`` is the larger; NaN
+            counts as largest.
+        with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape that does not match.
+    """
+    dtype = _checks.fp8_dtype_of(_NAME, fp8_dtype, fnuz=True)
+    inputs = {"x": _checks.matrix(_NAME, "x", x), "scale": _checks.is_scalar(_NAME, "scale", scale)}
+    if amax is not None:
+        inputs["amax"] = _checks.is_scalar(_NAME, "amax", amax)
+    wanted = copies(_NAME, inputs["x"].shape, dtype, rowwise, columnwise)
+    names = [*wanted, "scale_inv"]
+    names += [*(["dbias"] if with_dbias else []), *(["amax"] if amax is not None else [])]
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        given = dict(zip(inputs, arrays, strict=True))
+        rows, cols = given["x"].shape
+        results = copies(_NAME, (rows, cols), dtype, rowwise, columnwise)
+        results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
+        if with_dbias:
+            results["dbias"] = _S((cols,), given["x"].dtype)
+            lines = scratch_sizes.lines(rows, scratch_sizes.CAST_ROWS)
+            results["workspace"] = _S((lines, cols), jnp.float32)
+        made = call(_NAME, _NAME, results, **given)
+        return tuple(made[each] for each in names)
+
+    dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "dbias": "+", "amax": "^"}
+    rule = ", ".join(f"{n}: {'r c' if n == 'x' else '_'}" for n in inputs)
+    rule += " -> " + ", ".join(f"{n}: {dims[n]}" for n in names)
+    out = dict(zip(names, over_rows(_NAME, rule, body)(*inputs.values()), strict=True))
+    return CastTransposeOutput(*(out.get(name) for name in CastTransposeOutput._fields))

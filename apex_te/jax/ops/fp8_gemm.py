@@ -1,0 +1,221 @@
+"""FP8 matrix products with one scale for each tensor or block: fprop, dgrad and wgrad.
+
+On a GPU cuBLASLt multiplies; on a CPU the operands are decoded and multiplied in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...runtime import scratch_sizes
+from .._call import call
+from . import _checks
+
+__all__ = ["bias_dtype", "block_scaled_gemm", "fp8_gemm"]
+
+_S = jax.ShapeDtypeStruct
+_MULTIPLE = 16  # cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16
+_ROWS = 4  # it multiplies block-scaled operands in units of so many rows
+_SLICE = 128
+
+
+def bias_dtype(out_dtype: Any) -> Any:
+    """Returns the dtype of the bias: the output's, except bfloat16 for a float32 output."""
+    dtype = jnp.dtype(out_dtype)
+    return jnp.dtype(jnp.bfloat16) if dtype == jnp.float32 else dtype
+
+
+def _prepare(
+    name: str, a: Any, b: Any, out_dtype: Any, bias: Any, c: Any
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], Any]:
+    """Returns the operands, bias and c where they are given, and the output's dtype."""
+    fnuz = [f"{dtype}uz" if dtype.endswith("fn") else f"{dtype}fnuz" for dtype in _checks.FP8]
+    a = _checks.has_dtype(name, "a", a, [*_checks.FP8, *fnuz])
+    b = _checks.has_dtype(name, "b", b, [*_checks.FP8, *fnuz])
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
+        )
+    if "e5m2" in a.dtype.name and "e5m2" in b.dtype.name:
+        raise NotImplementedError(
+            f"{name}: one of a and b must have dtype float8_e4m3fn, got float8_e5m2 twice"
+        )
+    dtype = jnp.dtype(out_dtype)
+    if dtype.name not in _checks.FLOATS:
+        raise TypeError(
+            f"{name}: out must have dtype {', '.join(_checks.FLOATS[:-1])} or bfloat16,"
+            f" got {dtype.name}"
+        )
+    rest = {}
+    if bias is not None:
+        bias = jnp.asarray(bias)
+        if bias.shape != (b.shape[0],):
+            raise ValueError(f"{name}: bias must have shape {[b.shape[0]]}, got {list(bias.shape)}")
+        rest["bias"] = bias.astype(bias_dtype(dtype))
+    if c is not None:
+        shape = (a.shape[0], b.shape[0])
+        c = _checks.array(name, "c", c)
+        if c.dtype != dtype:
+            raise TypeError(f"{name}: c must have the dtype of the output, {dtype}, got {c.dtype}")
+        rest["c"] = _checks.has_shape(name, "c", c, shape)
+    return a, b, rest, dtype
+
+
+def _decoded(fp8_data: jax.Array) -> jax.Array:
+    results = {"out": _S(fp8_data.shape, jnp.float32)}
+    return call("fp8_gemm", "fp8_decode", results, fp8_data=fp8_data)["out"]
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Multiplies decoded operands in float32."""
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.dot(a, b.T, precision=exact, preferred_element_type=jnp.float32)
+
+
+def _padded(x: jax.Array, *multiples: int) -> jax.Array:
+    """Returns ``x`` with zeros up to multiples of its extents; of FP8 data, as bytes."""
+    pads = [(0, -extent % to) for extent, to in zip(x.shape, multiples, strict=True)]
+    return jnp.pad(x, pads) if any(after for _, after in pads) else x
+
+
+def _empty(a: jax.Array, b: jax.Array, rest: dict[str, jax.Array], dtype: Any) -> jax.Array:
+    """Returns the result of a product with K = 0 or without elements: bias + c, or zeros."""
+    shape = (a.shape[0], b.shape[0])
+    bias = rest["bias"].astype(dtype) if "bias" in rest else jnp.zeros((), dtype)
+    out = jnp.broadcast_to(bias, shape)
+    if "c" in rest:
+        out = (out.astype(jnp.float32) + rest["c"].astype(jnp.float32)).astype(dtype)
+    return out
+
+
+def fp8_gemm(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale_inv: jax.Array,
+    b_scale_inv: jax.Array,
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    bias: jax.Array | None = None,
+    use_split_accumulator: bool = False,
+    c: jax.Array | None = None,
+) -> jax.Array:
+    """Computes out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias + c.
+
+    Args:
+        a: [M, K] FP8. fprop: x; dgrad: dy; wgrad of a kernel [in, out]: x columnwise.
+        b: [N, K] FP8. fprop: the weight [out, in]; dgrad: the weight [in, out]; wgrad: dy
+            columnwise.
+        a_scale_inv: one float32 element.
+        b_scale_inv: one float32 element.
+        out_dtype: bfloat16, float16 or float32.
+        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
+        use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
+        c: [M, N] of the output's dtype, which is added before the sum is rounded.
+
+    Raises:
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape.
+        NotImplementedError: E5M2 x E5M2.
+    """
+    a, b, rest, dtype = _prepare("fp8_gemm", a, b, out_dtype, bias, c)
+    scales = {
+        "a_scale_inv": _checks.is_scalar("fp8_gemm", "a_scale_inv", a_scale_inv),
+        "b_scale_inv": _checks.is_scalar("fp8_gemm", "b_scale_inv", b_scale_inv),
+    }
+    rows, cols = a.shape[0], b.shape[0]
+    if a.size == 0 or b.size == 0:
+        return _empty(a, b, rest, dtype)
+
+    def on_cpu(a: Any, b: Any, scales: Any, rest: Any) -> jax.Array:
+        results = {"out": _S((rows, cols), dtype)}
+        given = {"product": _product(_decoded(a), _decoded(b)), **scales, **rest}
+        return call("fp8_gemm", "fp8_gemm_epilogue", results, **given, accumulate=False)["out"]
+
+    def on_gpu(a: Any, b: Any, scales: Any, rest: Any) -> jax.Array:
+        wide = {"bias": (_MULTIPLE,), "c": (1, _MULTIPLE)}
+        given = {name: _padded(x, *wide[name]) for name, x in rest.items()}
+        a, b = _padded(a, 1, _MULTIPLE), _padded(b, _MULTIPLE, _MULTIPLE)
+        results = {
+            "out": _S((rows, b.shape[0]), dtype),
+            "workspace": _S((scratch_sizes.GEMM_BYTES,), jnp.uint8),
+        }
+        options = {"accumulate": False, "algorithm": 0}
+        options["use_split_accumulator"] = bool(use_split_accumulator)
+        made = call("fp8_gemm", "fp8_gemm", results, a=a, b=b, **scales, **given, **options)
+        return made["out"][:, :cols]
+
+    return jax.lax.platform_dependent(a, b, scales, rest, cpu=on_cpu, cuda=on_gpu)
+
+
+def block_scaled_gemm(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale_inv: jax.Array,
+    b_scale_inv: jax.Array,
+    *,
+    a_block_rows: int = 1,
+    b_block_rows: int = 128,
+    out_dtype: Any = jnp.bfloat16,
+    bias: jax.Array | None = None,
+    c: jax.Array | None = None,
+) -> jax.Array:
+    """Computes out[M, N] = a @ b.T + bias + c of operands that ``block_quantize`` has made.
+
+    Args:
+        a: [M, K] FP8.
+        b: [N, K] FP8.
+        a_scale_inv: float32 of shape block_quantize.scale_shape(M, K, a_block_rows).
+        b_scale_inv: float32 of shape block_quantize.scale_shape(N, K, b_block_rows).
+        a_block_rows: 1 (blocks of 1x128) or 128 (128x128).
+        b_block_rows: 1 or 128; not both may be 128.
+        out_dtype: bfloat16, float16 or float32.
+        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
+        c: as in ``fp8_gemm``.
+
+    Raises:
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape.
+        NotImplementedError: E5M2 x E5M2; when the program runs, 128x128 x 128x128 and a GPU other
+            than sm_90.
+    """
+    a, b, rest, dtype = _prepare("block_scaled_gemm", a, b, out_dtype, bias, c)
+    rows, cols, inner = a.shape[0], b.shape[0], a.shape[1]
+    if a.size == 0 or b.size == 0:
+        return _empty(a, b, rest, dtype)
+    blocks = {"a_block_rows": a_block_rows, "b_block_rows": b_block_rows}
+
+    def on_cpu(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
+        a, b = _decoded(a), _decoded(b)
+        total = jnp.zeros((rows, cols), jnp.float32)
+        scales = {"a_scale_inv": a_scale, "b_scale_inv": b_scale}
+        for i in range(-(-inner // _SLICE)):
+            part = slice(i * _SLICE, (i + 1) * _SLICE)
+            given = {"product": _product(a[:, part], b[:, part]), "sum": total, **scales}
+            places = {**blocks, "k": inner, "slice": i}
+            made = call("fp8_gemm", "fp8_block_accumulate", None, **given, **places)
+            total = made["sum"]
+        one = jnp.ones(1, jnp.float32)
+        given = {"product": total, "a_scale_inv": one, "b_scale_inv": one, **rest}
+        results = {"out": _S((rows, cols), dtype)}
+        return call("fp8_gemm", "fp8_gemm_epilogue", results, **given, accumulate=False)["out"]
+
+    def on_gpu(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
+        multiple = _MULTIPLE if cols % _MULTIPLE or inner % _MULTIPLE else _ROWS
+        wide = {"bias": (_MULTIPLE,), "c": (multiple, _MULTIPLE)}
+        given = {name: _padded(x, *wide[name]) for name, x in rest.items()}
+        a, b = _padded(a, multiple, _MULTIPLE), _padded(b, _MULTIPLE, _MULTIPLE)
+        given["a_scale_inv"] = _padded(a_scale, 1, multiple) if a_block_rows == 1 else a_scale
+        given["b_scale_inv"] = _padded(b_scale, 1, _MULTIPLE) if b_block_rows == 1 else b_scale
+        results = {
+            "out": _S((a.shape[0], b.shape[0]), dtype),
+            "workspace": _S((scratch_sizes.GEMM_BYTES,), jnp.uint8),
+        }
+        options = {**blocks, "accumulate": False, "algorithm": 0}
+        made = call("fp8_gemm", "fp8_gemm_block", results, a=a, b=b, **given, **options)
+        return made["out"][:rows, :cols]
+
+    operands = (a, b, a_scale_inv, b_scale_inv, rest)
+    return jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on_gpu)

@@ -1,0 +1,24 @@
+"""Sizes of the scratch tensors that callers of C functions allocate; plain integers, no framework.
+
+Each is that of a constant or formula in csrc, which the functions check.
+"""
+
+from __future__ import annotations
+
+# Rows that one line of a bias gradient's partial sums covers.
+CAST_ROWS = 256  # csrc/cast_transpose/cast_transpose.h, csrc/qkv_cast/qkv_cast.h
+ACTIVATION_ROWS = 64  # csrc/common/activation/arguments.h, csrc/swiglu/swiglu.h and others
+# Partial amaxes that a kernel leaves at most (csrc/common/numerics/quantize.h).
+MAX_AMAXES = 1024
+# What cuBLASLt's heuristic may use on Hopper; smaller workspaces rule out its split-K algorithms.
+GEMM_BYTES = 32 << 20
+
+
+def lines(rows: int, rows_of_line: int) -> int:
+    """Returns the number of lines of partial sums for a matrix with ``rows`` rows."""
+    return -(-rows // rows_of_line)
+
+
+def norm_lines(rows: int, cols: int) -> int:
+    """Returns the lines of partial sums that the backward of a norm uses for [rows, cols]."""
+    return min(rows, max(min(264, (1 << 21) // max(cols, 1)), 16))
