@@ -20,8 +20,6 @@ __all__ = ["TensorPickleError", "read_pickle", "read_saved"]
 
 # Packages whose objects a file may contain (a recipe, say); they are read as ``Inert``.
 INERT_PACKAGES = ("transformer_engine", "megatron", "apex_te")
-# Dtypes in the value of a recipe's format.
-INERT_DTYPES = ("float8_e4m3fn", "float8_e5m2", "uint8")
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 DTYPES = {
     "DoubleStorage": torch.float64,
@@ -263,7 +261,6 @@ def _allowed(name: Global) -> Global:
             ("builtins", "getattr"),
         )
         or (module in ("torch", "torch.cuda") and name.name in DTYPES)
-        or (module == "torch" and name.name in INERT_DTYPES)
         or module.split(".")[0] in INERT_PACKAGES
     )
     if not known:

@@ -116,9 +116,12 @@ class Format(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Format | None:
-        """Returns the member whose first two values are ``value``, a pair of Transformer Engine."""
-        if isinstance(value, (tuple, list)) and len(value) == 2:
-            return next((f for f in cls if f.value[:2] == tuple(value)), None)
+        """Returns the member whose first two values are those of ``value``, a tuple.
+
+        Pickles hold a pair of Transformer Engine's, or a ``FormatValue`` with dtypes, not names.
+        """
+        if isinstance(value, (tuple, list)) and len(value) in (2, 4):
+            return next((f for f in cls if f.value[:2] == tuple(value)[:2]), None)
         return None
 
     def __repr__(self) -> str:
