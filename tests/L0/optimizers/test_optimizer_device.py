@@ -241,6 +241,54 @@ def test_captured_steps_equal_eager_ones(name, narrow):
 
 @needs_cuda
 @pytest.mark.cuda
+@pytest.mark.parametrize(
+    "narrow",
+    [
+        {"exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+        {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.float16},
+        {"master_weight_dtype": torch.float16},
+        {"store_param_remainders": True},
+        {"use_decoupled_grad": True},
+    ],
+)
+def test_captured_steps_with_narrow_state(narrow):
+    """10 replays, one of them skipped; decoupled gradients know no skipped step."""
+    options = {"lr": 0.1, "capturable": True, "master_weights": True, **narrow}
+    decoupled = "use_decoupled_grad" in narrow
+    params = make_params("cuda", torch.bfloat16)
+    others = copies(params)
+    optimizer, other = FusedAdam(params, **options), FusedAdam(others, **options)
+    found_inf = flag(0.0, "cuda")
+    if not decoupled:
+        optimizer.found_inf = other.found_inf = found_inf
+
+    def give(seed):
+        give_grads([params, others], seed)
+        for param in [*params, *others] if decoupled else ():
+            param.decoupled_grad, param.grad = param.grad.float(), None
+
+    name = "decoupled_grad" if decoupled else "grad"
+    for i in range(2):
+        give(i)
+        optimizer.step()
+        other.step()
+    static = [getattr(p, name) for p in params]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for i in range(2, 12):
+        give(i)
+        for grad, twin in zip(static, others, strict=True):
+            grad.copy_(getattr(twin, name))
+        found_inf.fill_(float(i == 5))
+        graph.replay()
+        other.step()
+    assert_same_bits(params, others)
+    assert_same_bits(state_tensors(optimizer), state_tensors(other))
+
+
+@needs_cuda
+@pytest.mark.cuda
 def test_capture_needs_capturable_and_a_step_before():
     for options, message in (
         ({}, "capturable must be True for a step in a CUDA graph, got False"),

@@ -36,6 +36,10 @@ STATES = {
     "adamw": (torch.float32, lambda p: FusedAdam(p, **OPTIONS)),
     "capturable": (torch.float32, lambda p: FusedAdam(p, **OPTIONS, capturable=True)),
     "masters": (torch.bfloat16, lambda p: FusedAdam(p, **OPTIONS, master_weights=True, **NARROW)),
+    "halves": (
+        torch.bfloat16,
+        lambda p: FusedAdam(p, **OPTIONS, master_weights=True, store_param_remainders=True),
+    ),
     "momentum": (torch.float32, lambda p: FusedSGD(p, lr=0.05, momentum=0.9, dampening=0.5)),
     "lamb": (torch.bfloat16, lambda p: FusedLAMB(p, lr=0.05, master_weights=True)),
     "held": (torch.float32, lambda p: FusedAdam(p, **OPTIONS, master_weights=True)),
@@ -58,7 +62,9 @@ def _content(model, optimizer):
         held = type(getattr(param, "_local_tensor", param)) is FP8Parameter
         values = {} if held else {"": param.detach()}
         for name, value in {**values, **optimizer.state[param]}.items():
-            found[key, name] = whole(torch.as_tensor(value)).clone()
+            value = torch.as_tensor(value)
+            value = value.int() if value.dtype is torch.int16 else value  # which gloo does not know
+            found[key, name] = whole(value).clone()
     return found
 
 

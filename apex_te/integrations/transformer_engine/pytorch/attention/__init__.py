@@ -1,5 +1,6 @@
 """Transformer Engine's ``pytorch.attention``: attention, rotary embedding and the KV cache."""
 
+from ..utils import SplitAlongDim as _SplitAlongDim  # by the name that Megatron imports
 from .dot_product_attention import DotProductAttention
 from .inference import InferenceParams
 from .multi_head_attention import MultiheadAttention
@@ -10,6 +11,7 @@ __all__ = [
     "InferenceParams",
     "MultiheadAttention",
     "RotaryPositionEmbedding",
+    "_SplitAlongDim",
     "apply_fused_qkv_rotary_pos_emb",
     "apply_rotary_pos_emb",
 ]
