@@ -190,6 +190,7 @@ class _Repeatable:
     ) -> None:
         self.function = function
         self.keywords = keywords
+        self.has_grad = torch.is_grad_enabled()
         self.conditions = RunConditions(tracker)
         self.has_run = False
         self.parts: SavedInParts | None = None
@@ -201,7 +202,12 @@ class _Repeatable:
         if self.has_run:
             with self.conditions.restored():
                 return self.function(*args[:count], **keywords)
-        out = self.function(*args[:count], **keywords)
+        before = local.is_checkpointed
+        local.is_checkpointed = before or self.has_grad
+        try:
+            out = self.function(*args[:count], **keywords)
+        finally:
+            local.is_checkpointed = before
         self.has_run = True
         self.conditions.note_scales()  # after the first run, which may have allocated them
         if self.stack is not None and self.parts is not None:

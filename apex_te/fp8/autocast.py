@@ -40,6 +40,7 @@ class Region(Entered):
             find their quantizers.
         grad: True if the outermost region was entered with grad enabled.
         in_fp8: True if this region or a region around it is enabled or calibrating.
+        in_backward: True if the region was entered while a backward ran, by what is computed again.
         records: True if modules stage amaxes in this region.
         amax_group: the amax group whose pending regions include this region; None in evaluation, in
             a recompute, with a recipe without state, and in traced code, whose graph enters the
@@ -53,7 +54,7 @@ class Region(Entered):
     """
 
     __slots__ = (
-        "amax_group", "calibrated", "calibrating", "enabled", "grad", "in_fp8",
+        "amax_group", "calibrated", "calibrating", "enabled", "grad", "in_backward", "in_fp8",
         "keep_columnwise_weights", "previewed", "recipe", "recipe_key", "records", "traced",
     )  # fmt: skip
 
@@ -71,13 +72,18 @@ class Region(Entered):
         self.calibrating = calibrating
         self.keep_columnwise_weights = keep_columnwise_weights
         # Interned: a compiled region is bound to a recipe's value, not to one of equal objects.
+        self.in_backward = False
         if compiling:
             self.recipe_key, self.recipe = traced_key(recipe), recipe
         else:
             self.recipe_key, self.recipe = intern(recipe)
+            self.in_backward = graph_task_id() != -1
         # Grad mode counts where the outermost region was entered, not where a module runs:
         # a reentrant checkpoint runs its forward under no_grad.
-        self.grad: bool = torch.is_grad_enabled() if outer is None else outer.grad
+        if outer is not None:
+            self.grad: bool = outer.grad
+        else:
+            self.grad = torch.is_grad_enabled() or local.is_checkpointed
         outermost = outer is None or not outer.in_fp8
         self.in_fp8: bool = enabled or calibrating or not outermost
         self.records: bool = self.grad or calibrating
@@ -97,6 +103,9 @@ class _Local(threading.local):
     def __init__(self) -> None:
         # Not a class attribute, which torch.compile would take for a constant.
         self.region: Region | None = None
+        # True while a reentrant checkpoint called with grad runs its forward, which is under
+        # no_grad.
+        self.is_checkpointed = False
 
 
 local = _Local()
@@ -224,11 +233,11 @@ class fp8_autocast:
                 if keeps_state:
                     region.traced = []
                     enter_traced_region(region.recipe_key, self.group, region.grad)
-            elif keeps_state and graph_task_id() == -1:
+            elif keeps_state and not region.in_backward:
                 region.amax_group = enter_region(region.recipe, self.group, region.grad)
                 if not region.grad:
                     region.calibrated = region.amax_group
-        elif outermost and not compiling and graph_task_id() == -1:
+        elif outermost and not compiling and not region.in_backward:
             region.previewed = preview_scales(region.recipe)
         local.region = region
         if not compiling:

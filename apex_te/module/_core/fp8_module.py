@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ...fp8.autocast import graph_task_id, local
+from ...fp8.autocast import Region, graph_task_id, local
 from ...fp8.delayed.compiled_region import follow_traced_region
 from ...fp8.delayed.registry import intern
 from ...fp8.delayed.serialize import NAMES, read_state, save_state
@@ -309,9 +309,11 @@ class FP8Module(torch.nn.Module):
         """
         compiling = torch.compiler.is_compiling()
         modes = self._modes
-        if not compiling and graph_task_id() != -1:
-            return modes.recompute, modes.recompute_fp8, True
         region = local.region
+        if not compiling and graph_task_id() != -1:
+            if modes.recompute is None and region is not None and region.in_backward:
+                return self._select_in_backward(region, device)
+            return modes.recompute, modes.recompute_fp8, True
         if region is None:
             if not compiling:
                 modes.recompute = None
@@ -341,6 +343,26 @@ class FP8Module(torch.nn.Module):
         if region.previewed and not (not compiling and _is_capturing(device)):
             return sets.previewed, True, False
         return sets.frozen, True, False
+
+    def _select_in_backward(
+        self, region: Region, device: torch.device
+    ) -> tuple[tuple[GemmQuantizers, ...] | None, bool, bool]:
+        """Chooses the quantizers of a recompute that enters its region itself.
+
+        Its forward has recorded nothing: torch's reentrant checkpoint runs it under no_grad.
+
+        Args:
+            region: the region that the recompute has entered.
+            device: the device of the parameters.
+
+        Returns:
+            What ``_select`` returns.
+        """
+        if not region.enabled or device.type == "meta":
+            return None, False, True
+        key, recipe = region.recipe_key, region.recipe
+        sets = self._fp8.quantizers(key, recipe, device, False, region.amax_group)
+        return sets.frozen, True, True
 
     def _compute_dtype(
         self,

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from schemes import SCHEMES
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from apex_te import fp8_autocast, is_fp8_enabled
 from apex_te.distributed import CudaRNGStatesTracker, checkpoint
 from apex_te.fp8.delayed.amax_group import amax_groups
 from apex_te.fp8.delayed.state import TENSORS
 from apex_te.module.linear import Linear
+from apex_te.ops.product_count import fp8_gemm_count
 from apex_te.recipe import DelayedScaling
 
 reentrant = pytest.mark.parametrize("use_reentrant", [True, False])
@@ -184,3 +187,39 @@ def test_earlier_name_of_the_tracker():
         checkpoint(
             torch.sin, x, get_cuda_rng_tracker=lambda: tracker, get_rng_state_tracker=lambda: None
         )
+
+
+@pytest.mark.parametrize("kind", ["torch", "torch, reentrant", "apex_te", "apex_te, reentrant"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_regions_inside_of_the_function(kind, scheme, device):
+    """The function enters FP8 itself, and a reentrant checkpoint runs it under no_grad first."""
+    if kind == "torch, reentrant" and SCHEMES[scheme].keeps_state:
+        pytest.skip("torch does not say that the forward under no_grad is a training's")
+    options = {"use_reentrant": "reentrant" in kind}
+    seen = []
+    for run in (None, checkpoint if "apex_te" in kind else torch_checkpoint):
+        amax_groups.pending = 0
+        torch.manual_seed(1)
+        module = Linear(32, 48, device=device)
+
+        def function(x, module=module):
+            with fp8_autocast(fp8_recipe=SCHEMES[scheme]):
+                return module(x).square()
+
+        for step in range(4):
+            torch.manual_seed(step)
+            x = (torch.randn(16, 32) * (step + 1)).to(device).requires_grad_()
+            before = fp8_gemm_count()
+            out = function(x) if run is None else run(function, x, **options)
+            out.sum().backward()
+            seen.append([out.detach(), x.grad, module.weight.grad, module.bias.grad])
+            module.zero_grad()
+            count = fp8_gemm_count() - before
+            if device.type == "cpu" and scheme in ("delayed", "tensorwise"):
+                assert count == (3 if run is None else 4)
+        state = module.fp8_state
+        seen[-1] += [getattr(state, name).clone() for name in TENSORS] if state.allocated else []
+    for plain, again in zip(seen[:4], seen[4:], strict=True):
+        assert len(plain) == len(again)
+        for a, b in zip(plain, again, strict=True):
+            assert torch.equal(a, b)
