@@ -4,6 +4,7 @@
 """
 
 from .autocast_forward import autocast_forward
+from .export import export_fp8
 from .from_torch import from_torch
 from .fusion import KeyMap, key_map
 from .optimizer_order import reorder_grouped_linear_state
@@ -16,6 +17,7 @@ __all__ = [
     "KeyMap",
     "autocast_forward",
     "conversion_summary",
+    "export_fp8",
     "from_torch",
     "key_map",
     "load_fp8_state",
