@@ -253,7 +253,8 @@ def _entries(model: nn.Module, export: Export) -> tuple[list[_Entry], list[str]]
     state: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     owners = dict(model.named_parameters(remove_duplicate=False))
-    for key, value in model.state_dict().items():
+    complete = model.state_dict()
+    for key, value in complete.items():
         shared = id(owners.get(key, value))
         if f".{STATE_PREFIX}" not in key and shared not in seen:
             seen.add(shared)
@@ -268,12 +269,13 @@ def _entries(model: nn.Module, export: Export) -> tuple[list[_Entry], list[str]]
         else:
             entries.append(_Entry(key, value, _expert_part(key, value, experts)))
     kept = {id(entry.value) for entry in entries if entry.part is None}
+    embeddings = {k for k, m in model.named_modules() if isinstance(m, nn.Embedding)}
     ignored = []
-    for name, module in model.named_modules():
-        weight, key = module._parameters.get("weight"), f"{name}.weight"
-        if weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
+    for key, value in complete.items():
+        name = key.removesuffix(".weight")
+        if name == key or value.dim() != 2 or key in parts or name in embeddings:
             continue
-        if key not in parts and (key not in state or id(state[key]) in kept):
+        if key not in state or id(state[key]) in kept:
             ignored.append(final.get(key, key).removesuffix(".weight"))
     return entries, ignored
 

@@ -4,6 +4,7 @@ import builtins
 import copy
 import json
 import os
+import warnings
 
 import pytest
 import torch
@@ -222,6 +223,32 @@ def test_experts_have_the_names_of_their_files(name, weights, tmp_path):
     routers = [key[:-7] for key in expected if key.endswith("gate.weight")]
     assert routers
     assert set(ignored["ignore"]) == {*routers, "lm_head"}
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("bert", ["bert.pooler.dense", "classifier"]),
+        (
+            "qwen2",
+            ["model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj", "lm_head"],
+        ),
+    ],
+)
+def test_layers_that_are_not_quantized_are_listed(name, kept, fuse, tmp_path):
+    exclude = {"bert": "pooler", "qwen2": "o_proj"}[name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "from_torch: left as they are")
+        model = from_torch(build(name), fuse, exclude=exclude)
+    export_fp8(model, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    assert sorted(config["ignore"]) == sorted(kept)
+    found = read(tmp_path)
+    assert all(f"{key}.weight_scale" not in found for key in kept)
+    quantized = {key for key, value in found.items() if value.dtype is torch.float8_e4m3fn}
+    linear = [k for k, m in build(name).named_modules() if type(m) is torch.nn.Linear]
+    assert quantized == {f"{key}.weight" for key in linear} - {f"{key}.weight" for key in kept}
 
 
 def test_large_models_have_shards_and_an_index(tmp_path):
