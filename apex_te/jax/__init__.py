@@ -1,9 +1,37 @@
-"""FP8 ops for JAX: the compiled libraries that the PyTorch modules use, called from XLA programs.
+"""FP8 training for JAX: the compiled ops that the PyTorch modules use, called from XLA programs.
 
 Needs JAX 0.10 or later and no torch. Importing compiles nothing; a program's ops are built, if no
-cache holds them, while it is lowered.
+cache holds them, while it is lowered. ``apex_te.jax.flax`` has Flax modules, ``apex_te.jax.ops``
+the ops as functions.
 """
 
-from ._library import load as load
+from typing import Any as _Any
 
-__all__ = ["load"]
+from ..runtime.lazy import attach as _attach
+from ._library import load as load
+from .region import autocast as autocast
+from .region import fp8_autocast as fp8_autocast
+from .region import get_delayed_scaling as get_delayed_scaling
+from .region import is_fp8_available as is_fp8_available
+from .state import FP8_COLLECTION_NAME as FP8_COLLECTION_NAME
+from .state import update_collections as update_collections
+from .state import update_fp8_metas as update_fp8_metas
+
+NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION_NAME
+__all__ = [
+    "FP8_COLLECTION_NAME",
+    "NVTE_FP8_COLLECTION_NAME",
+    "autocast",
+    "fp8_autocast",
+    "get_delayed_scaling",
+    "is_fp8_available",
+    "load",
+    "update_collections",
+    "update_fp8_metas",
+]
+_get, __dir__ = _attach(__name__, {"dense": "", "flax": "", "ops": "", "state": ""})
+
+
+def __getattr__(name: str) -> _Any:
+    """Returns a submodule, imported now."""
+    return _get(name)

@@ -1,0 +1,365 @@
+"""Flax Linen modules: dense layers, norms and the MLP, in FP8 inside of ``fp8_autocast``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.linen import partitioning
+
+from ...recipe import DelayedScaling
+from .. import state as fp8_state
+from ..dense import dense
+from ..ops.activation import KINDS, activation
+from ..ops.layer_norm import layer_norm
+from ..ops.rms_norm import rms_norm
+from ..ops.swiglu import ACTIVATIONS, swiglu
+from ..region import active_recipe
+
+__all__ = [
+    "DenseGeneral",
+    "LayerNorm",
+    "LayerNormDenseGeneral",
+    "LayerNormMLP",
+    "TransformerEngineBase",
+]
+
+Initializer = Callable[..., Any]
+Axes = tuple[str | None, ...]
+_zeros = nn.initializers.zeros
+_norm_axes = ("embed",)
+
+
+def _kernel_init(given: Initializer | None) -> Initializer:
+    return given or nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+
+
+class TransformerEngineBase(nn.Module):
+    """Base of the modules: parameters with logical axes and the collection "fp8_metas"."""
+
+    def _parameter(self, name: str, init: Initializer, shape: Sequence[int], axes: Any) -> Any:
+        """Returns a float32 parameter; its logical axes, if any, go to "params_axes"."""
+        if not axes:
+            return self.param(name, init, tuple(shape), jnp.float32)
+        return partitioning.param_with_axes(name, init, tuple(shape), jnp.float32, axes=tuple(axes))
+
+    def _fp8_state(self, gemms: int = 1) -> dict[str, jax.Array] | None:
+        """Returns the module's FP8 state inside of a region with delayed scaling, else None."""
+        recipe = active_recipe()
+        if not isinstance(recipe, DelayedScaling):
+            return None
+        name = fp8_state.FP8_COLLECTION_NAME
+        if not self.is_initializing() and not self.has_variable(name, "uses"):
+            raise ValueError(
+                f"{type(self).__name__}: variables must have the collection {name!r} in a region"
+                " with DelayedScaling (call init inside of the region), got none of this module"
+            )
+        made = fp8_state.initial(recipe, gemms)
+        return {
+            key: self.variable(name, key, lambda value=value: value).value
+            for key, value in made.items()
+        }
+
+    def _dense(
+        self, x: jax.Array, kernel: Any, bias: Any, state: Any, gemm: int, dtype: Any
+    ) -> jax.Array:
+        """Multiplies by a parameter [in, out], in ``dtype``."""
+        bias = None if bias is None else bias.reshape(-1).astype(dtype)
+        part = None if state is None else fp8_state.of_gemm(state, gemm)
+        return dense(x, kernel.astype(dtype), bias, part)
+
+
+class DenseGeneral(TransformerEngineBase):
+    """Linear layer over one or several dimensions: x @ kernel + bias.
+
+    Attributes:
+        features: extents of the output's new dimensions.
+        kernel_init: initializer of the kernel; None: variance_scaling(1.0, fan_in,
+            truncated_normal).
+        kernel_axes: logical axes of the kernel.
+        use_bias: add a bias.
+        bias_init: initializer of the bias.
+        bias_axes: logical axes of the bias.
+        enable_low_rank_adaptation: must be False.
+        low_rank_adaptation_dim, low_rank_adaptation_alpha: not used.
+        axis: dimensions of the input that are contracted.
+        dtype: dtype of inputs and results; parameters are float32.
+        transpose_batch_sequence: accepted; the layer is the same for both layouts.
+    """
+
+    features: int | Sequence[int]
+    kernel_init: Initializer | None = None
+    kernel_axes: Axes = ()
+    use_bias: bool = True
+    bias_init: Initializer = _zeros
+    bias_axes: Axes = ()
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | Sequence[int] = -1
+    dtype: Any = jnp.float32
+    transpose_batch_sequence: bool = False
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """Returns the layer's output, with the new dimensions last."""
+        if self.enable_low_rank_adaptation:
+            raise NotImplementedError(
+                "DenseGeneral: enable_low_rank_adaptation must be False, got True"
+            )
+        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
+        axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
+        axes = tuple(sorted(axis % inputs.ndim for axis in axes))
+        x = jnp.asarray(inputs, self.dtype)
+        rest = tuple(i for i in range(x.ndim) if i not in axes)
+        x = x.transpose(*rest, *axes)
+        inner = x.shape[len(rest) :]
+        shape = math.prod(inner), math.prod(features)
+
+        def init(key: Any, whole: Any, dtype: Any) -> jax.Array:
+            return _kernel_init(self.kernel_init)(key, shape, dtype).reshape(whole)
+
+        kernel = self._parameter("kernel", init, (*inner, *features), self.kernel_axes)
+        bias = None
+        if self.use_bias:
+            bias = self._parameter("bias", self.bias_init, features, self.bias_axes)
+        x = x.reshape(*x.shape[: len(rest)], shape[0])
+        y = self._dense(x, kernel.reshape(shape), bias, self._fp8_state(), 0, self.dtype)
+        return y.reshape(*y.shape[:-1], *features)
+
+
+class _Normed(TransformerEngineBase):
+    """Base of modules that begin with a norm."""
+
+    def _norm(self, x: jax.Array) -> jax.Array:
+        """Normalises over the last dimension with the parameters ``scale`` and ``ln_bias``."""
+        layer: Any = self
+        if layer.layernorm_type not in ("layernorm", "rmsnorm"):
+            raise ValueError(
+                f'{type(self).__name__}: layernorm_type must be "layernorm" or "rmsnorm", got'
+                f" {layer.layernorm_type!r}"
+            )
+        centered = layer.zero_centered_gamma
+        init = layer.scale_init or (_zeros if centered else nn.initializers.ones)
+        scale = self._parameter("scale", init, x.shape[-1:], layer.scale_axes)
+        if layer.layernorm_type == "rmsnorm":
+            return rms_norm(x, scale, layer.epsilon, zero_centered_gamma=centered)
+        init = getattr(layer, "ln_bias_init", None) or layer.bias_init
+        axes = layer.ln_bias_axes if hasattr(layer, "ln_bias_axes") else layer.bias_axes
+        bias = self._parameter("ln_bias", init, x.shape[-1:], axes)
+        return layer_norm(x, scale, bias, layer.epsilon, zero_centered_gamma=centered)
+
+
+class LayerNorm(_Normed):
+    """Layer or RMS normalisation over the last dimension.
+
+    Attributes:
+        epsilon: added to the variance.
+        layernorm_type: "layernorm" or "rmsnorm".
+        zero_centered_gamma: the factor is 1 + scale.
+        scale_init: initializer of the scale; None: ones, or zeros if zero-centred.
+        scale_axes: logical axes of the scale.
+        bias_init: initializer of the bias.
+        bias_axes: logical axes of the bias.
+        dtype: dtype of inputs and results; parameters are float32.
+        transpose_batch_sequence: accepted; the layer is the same for both layouts.
+    """
+
+    epsilon: float = 1e-6
+    layernorm_type: str = "layernorm"
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = _norm_axes
+    bias_init: Initializer = _zeros
+    bias_axes: Axes = _norm_axes
+    dtype: Any = jnp.float32
+    transpose_batch_sequence: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the normalised input."""
+        return self._norm(jnp.asarray(x, self.dtype))
+
+
+class LayerNormDenseGeneral(_Normed):
+    """Norm and linear layer.
+
+    Attributes:
+        features, kernel_init, kernel_axes, use_bias, bias_init, bias_axes, axis,
+        enable_low_rank_adaptation, low_rank_adaptation_dim, low_rank_adaptation_alpha: as in
+            ``DenseGeneral``; ``axis`` must be the last dimension.
+        enable_layernorm: False to leave the norm out.
+        layernorm_type, epsilon, zero_centered_gamma, scale_init, scale_axes: as in ``LayerNorm``.
+        ln_bias_init, ln_bias_axes: initializer and logical axes of the norm's bias.
+        return_layernorm_output: also return the norm's output.
+        dtype: dtype of inputs and results; parameters are float32.
+        transpose_batch_sequence: accepted; the layer is the same for both layouts.
+        layernorm_input_axes, dot_input_axes: logical axes to constrain the inputs to.
+        depth_scaling: divisor of the output; None: none.
+    """
+
+    features: int | Sequence[int]
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = _norm_axes
+    ln_bias_init: Initializer = _zeros
+    ln_bias_axes: Axes = _norm_axes
+    kernel_init: Initializer | None = None
+    kernel_axes: Axes = ()
+    use_bias: bool = False
+    bias_init: Initializer = _zeros
+    bias_axes: Axes = ()
+    return_layernorm_output: bool = True
+    enable_low_rank_adaptation: bool = False
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    axis: int | Sequence[int] = -1
+    dtype: Any = jnp.float32
+    transpose_batch_sequence: bool = True
+    layernorm_input_axes: Axes | None = None
+    dot_input_axes: Axes | None = None
+    depth_scaling: float | None = None
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the output, and the norm's output or None."""
+        if self.enable_low_rank_adaptation:
+            raise NotImplementedError(
+                "LayerNormDenseGeneral: enable_low_rank_adaptation must be False, got True"
+            )
+        axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
+        if tuple(axis % inputs.ndim for axis in axes) != (inputs.ndim - 1,):
+            raise ValueError(f"LayerNormDenseGeneral: axis must be -1, got {self.axis}")
+        x = _constrained(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
+        normed = self._norm(x) if self.enable_layernorm else x
+        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
+        shape = x.shape[-1], math.prod(features)
+
+        def init(key: Any, whole: Any, dtype: Any) -> jax.Array:
+            return _kernel_init(self.kernel_init)(key, shape, dtype).reshape(whole)
+
+        kernel = self._parameter("kernel", init, (shape[0], *features), self.kernel_axes)
+        bias = None
+        if self.use_bias:
+            bias = self._parameter("bias", self.bias_init, features, self.bias_axes)
+        y = _constrained(normed, self.dot_input_axes)
+        y = self._dense(y, kernel.reshape(shape), bias, self._fp8_state(), 0, self.dtype)
+        y = y.reshape(*y.shape[:-1], *features)
+        if self.depth_scaling is not None:
+            y = y / self.depth_scaling
+        return y, normed if self.return_layernorm_output and self.enable_layernorm else None
+
+
+def _constrained(x: jax.Array, axes: Axes | None) -> jax.Array:
+    """Returns ``x`` constrained to logical axes, if they are given."""
+    return x if axes is None else nn.with_logical_constraint(x, axes)
+
+
+class LayerNormMLP(_Normed):
+    """Norm, linear layer, activation, dropout and linear layer.
+
+    Attributes:
+        intermediate_dim: width between the linear layers.
+        enable_layernorm, layernorm_type, epsilon, zero_centered_gamma, scale_init, scale_axes,
+        ln_bias_init, ln_bias_axes: as in ``LayerNormDenseGeneral``.
+        kernel_init: initializer of both kernels.
+        kernel_axes_1, kernel_axes_2: logical axes of ``wi_kernel`` [in, activations, dim] and of
+            ``wo_kernel`` [dim, out].
+        use_bias: add biases.
+        bias_init, bias_axes_1, bias_axes_2: initializer and logical axes of the biases.
+        return_layernorm_output: also return the norm's output.
+        activations: one activation, or one and "linear" for a gated MLP.
+        intermediate_dropout_rng_name: name of the random numbers of dropout.
+        intermediate_dropout_rate: probability of dropout behind the activation.
+        intermediate_hidden_dropout_dims: dimensions that share one mask.
+        axis: must be the last dimension.
+        dtype: dtype of inputs and results; parameters are float32.
+        transpose_batch_sequence: accepted; the layer is the same for both layouts.
+        layernorm_input_axes, dot_1_input_axes, dot_2_input_axes: logical axes to constrain the
+            inputs of the norm and of the linear layers to.
+    """
+
+    intermediate_dim: int = 2048
+    enable_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    scale_init: Initializer | None = None
+    scale_axes: Axes = _norm_axes
+    ln_bias_init: Initializer = _zeros
+    ln_bias_axes: Axes = _norm_axes
+    kernel_init: Initializer | None = None
+    kernel_axes_1: Axes = ("embed", "act", "mlp")
+    kernel_axes_2: Axes = ("mlp", "embed")
+    use_bias: bool = False
+    bias_init: Initializer = _zeros
+    bias_axes_1: Axes = ("act", "mlp")
+    bias_axes_2: Axes = ("embed",)
+    return_layernorm_output: bool = True
+    activations: Sequence[str] = ("relu",)
+    intermediate_dropout_rng_name: str = "dropout"
+    intermediate_dropout_rate: float = 0.1
+    intermediate_hidden_dropout_dims: Sequence[int] = ()
+    axis: int | Sequence[int] = -1
+    dtype: Any = jnp.float32
+    transpose_batch_sequence: bool = True
+    layernorm_input_axes: Axes | None = None
+    dot_1_input_axes: Axes | None = None
+    dot_2_input_axes: Axes | None = None
+
+    def _act(self, x: jax.Array) -> jax.Array:
+        """Applies the activations to [..., activations * dim]."""
+        names = tuple(self.activations)
+        if len(names) == 1 and names[0] in KINDS:
+            return activation(x, names[0])
+        if len(names) == 2 and names[1] == "linear" and names[0] in ACTIVATIONS:
+            return swiglu(x, activation=names[0])
+        raise ValueError(
+            f"LayerNormMLP: activations must be one of {', '.join(KINDS)}, or one of"
+            f' {", ".join(ACTIVATIONS)} and "linear", got {names}'
+        )
+
+    @nn.compact
+    def __call__(
+        self, inputs: jax.Array, deterministic: bool = False
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the output, and the norm's output or None.
+
+        Args:
+            inputs: [..., embed].
+            deterministic: True for no dropout.
+        """
+        if self.axis not in (-1, (-1,), inputs.ndim - 1):
+            raise ValueError(f"LayerNormMLP: axis must be -1, got {self.axis}")
+        x = _constrained(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
+        normed = self._norm(x) if self.enable_layernorm else x
+        acts, dim, width = len(self.activations), self.intermediate_dim, x.shape[-1]
+        init, state = _kernel_init(self.kernel_init), self._fp8_state(2)
+
+        def init_wi(key: Any, whole: Any, dtype: Any) -> jax.Array:
+            parts = jax.random.split(key, acts)
+            return jnp.stack([init(part, (width, dim), dtype) for part in parts], axis=1)
+
+        wi = self._parameter("wi_kernel", init_wi, (width, acts, dim), self.kernel_axes_1)
+        wo = self._parameter("wo_kernel", init, (dim, width), self.kernel_axes_2)
+        wi_bias = wo_bias = None
+        if self.use_bias:
+            wi_bias = self._parameter("wi_bias", self.bias_init, (acts, dim), self.bias_axes_1)
+            wo_bias = self._parameter("wo_bias", self.bias_init, (width,), self.bias_axes_2)
+        h = _constrained(normed, self.dot_1_input_axes)
+        h = self._dense(h, wi.reshape(width, acts * dim), wi_bias, state, 0, self.dtype)
+        h = nn.Dropout(
+            self.intermediate_dropout_rate,
+            broadcast_dims=tuple(self.intermediate_hidden_dropout_dims),
+            rng_collection=self.intermediate_dropout_rng_name,
+        )(self._act(h), deterministic=deterministic)
+        h = _constrained(h, self.dot_2_input_axes)
+        y = self._dense(h, wo, wo_bias, state, 1, self.dtype)
+        return y, normed if self.return_layernorm_output and self.enable_layernorm else None

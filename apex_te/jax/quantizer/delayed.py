@@ -1,0 +1,53 @@
+"""Quantizer of delayed scaling: casts with the scale of the FP8 state and notes the amax."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...recipe import DelayedScaling
+from ..ops.cast_transpose import cast_transpose
+from .base import Quantized, fp8_dtypes
+from .per_tensor import PerTensorProducts
+
+__all__ = ["make"]
+
+
+class _Delayed(PerTensorProducts):
+    """Quantizer with one scale for each tensor, from earlier steps."""
+
+    keeps_state = True
+
+    def __init__(self, recipe: DelayedScaling) -> None:
+        super().__init__(recipe)
+        self._dtypes = fp8_dtypes(recipe)
+
+    def cast(
+        self,
+        x: jax.Array,
+        role: str,
+        scale: Any,
+        *,
+        rowwise: bool,
+        columnwise: bool,
+        with_dbias: bool = False,
+    ) -> Quantized:
+        """Casts a matrix; see ``Quantizer.cast``."""
+        made = cast_transpose(
+            x,
+            scale,
+            self._dtypes[role],
+            rowwise=rowwise,
+            columnwise=columnwise,
+            amax=jnp.zeros(1, jnp.float32),
+            with_dbias=with_dbias,
+        )
+        inverse = made.scale_inv
+        return Quantized(made.rowwise, inverse, made.columnwise, inverse, made.amax, made.dbias)
+
+
+def make(recipe: DelayedScaling) -> _Delayed:
+    """Returns the quantizer of a ``DelayedScaling`` recipe."""
+    return _Delayed(recipe)

@@ -1,0 +1,121 @@
+"""FP8 regions: which recipe the layers that are traced inside of a ``with`` block use.
+
+The recipe lives in a context of JAX's that is part of jit's cache key: a jitted function that is
+called in and out of a region, or with another recipe, is traced again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from ..recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, Recipe
+
+__all__ = ["active_recipe", "autocast", "fp8_autocast", "get_delayed_scaling", "is_fp8_available"]
+
+_region: Any = jax.make_user_context(default_value=None)
+
+
+def _checked(owner: str, recipe: Any) -> Recipe:
+    """Returns a recipe that can be used from JAX, ``DelayedScaling()`` for None.
+
+    Raises:
+        TypeError: it is no recipe.
+        NotImplementedError: it asks for what JAX's side does not have.
+    """
+    if recipe is None:
+        return DelayedScaling()
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"{owner}: recipe must be a recipe from apex_te.recipe, got {type(recipe).__name__}"
+        )
+    known = type(recipe) in (DelayedScaling, CurrentScaling, BlockScaling)
+    if not known or recipe.fp8_format is Format.HIF8:  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            f"{owner}: recipe must be DelayedScaling, CurrentScaling or BlockScaling with E4M3 or"
+            f" HYBRID in JAX, got {recipe!r}"
+        )
+    if isinstance(recipe, DelayedScaling):
+        if recipe.interval != 1:
+            raise NotImplementedError(
+                f"{owner}: interval must be 1 in JAX (carry the FP8 state through a lax.scan of"
+                f" microbatches instead), got {recipe.interval}"
+            )
+        if recipe.uses_callables:
+            raise NotImplementedError(
+                f"{owner}: algorithms must be given by name in JAX, got a function"
+            )
+        if recipe.first_step != "scale_one":
+            raise NotImplementedError(
+                f'{owner}: first_step must be "scale_one" in JAX, got {recipe.first_step!r}'
+            )
+    return recipe
+
+
+@contextlib.contextmanager
+def fp8_autocast(
+    enabled: bool = False,
+    fp8_recipe: Recipe | None = None,
+    mesh_resource: Any = None,
+    *,
+    sharding_resource: Any = None,
+) -> Iterator[None]:
+    """Context manager in which layers multiply in FP8, where a function is traced or called.
+
+    Args:
+        enabled: False for a region in which layers multiply in their own dtype.
+        fp8_recipe: the recipe; None stands for ``DelayedScaling()``.
+        mesh_resource: must be None; names of mesh axes are not used yet.
+        sharding_resource: former name of ``mesh_resource``.
+
+    Raises:
+        TypeError: ``fp8_recipe`` is no recipe.
+        NotImplementedError: JAX's side does not have what an argument asks for.
+    """
+    if mesh_resource is not None or sharding_resource is not None:
+        name = "sharding_resource" if mesh_resource is None else "mesh_resource"
+        raise NotImplementedError(f"fp8_autocast: {name} must be None, got a resource")
+    recipe = _checked("fp8_autocast", fp8_recipe) if enabled else None
+    with _region(recipe):
+        yield
+
+
+def autocast(
+    enabled: bool = False, recipe: Recipe | None = None, mesh_resource: Any = None
+) -> contextlib.AbstractContextManager[None]:
+    """Returns an ``fp8_autocast`` region; the name and arguments are Transformer Engine's new ones.
+
+    Args:
+        enabled, mesh_resource: as in ``fp8_autocast``.
+        recipe: the recipe; None stands for ``DelayedScaling()``.
+    """
+    return fp8_autocast(enabled, recipe, mesh_resource)
+
+
+def active_recipe() -> Recipe | None:
+    """Returns the recipe of the innermost region; None outside and in one that is not enabled."""
+    return _region.value
+
+
+def get_delayed_scaling() -> DelayedScaling:
+    """Returns the region's recipe if that is a ``DelayedScaling``, else ``DelayedScaling()``."""
+    recipe = active_recipe()
+    return recipe if isinstance(recipe, DelayedScaling) else DelayedScaling()
+
+
+def is_fp8_available(gpu_id: int | None = None) -> tuple[bool, str]:
+    """Returns whether FP8 products can be computed, and if not, why.
+
+    Args:
+        gpu_id: number of the GPU; None for JAX's first device. A CPU always can.
+    """
+    device = jax.devices()[0] if gpu_id is None else jax.devices("cuda")[gpu_id]
+    if device.platform == "cpu":
+        return True, ""
+    found = str(getattr(device, "compute_capability", "0.0"))
+    if tuple(int(part) for part in found.split(".")) >= (8, 9):
+        return True, ""
+    return False, f"FP8 products need a GPU of compute capability 8.9 or later, got {found}"
