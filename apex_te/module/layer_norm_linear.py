@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..ops.op_function import unwrapped
 from ._core import arguments as _arguments
 from ._core.context import without_autograd
 from ._core.gemm import FP8Call, cast_to
@@ -164,7 +165,7 @@ class LayerNormLinear(NormedModule, LinearParameters):
             return self._returned(functional.linear(norm, weight, applied), bias, norm), total
         if call is not None:
             out, norm, total = self._run(
-                call, inp, residual, weight, applied, return_residual, heads
+                call, inp, residual, weight, applied, return_residual, heads, True
             )
             return self._returned(out, bias, norm), total
         out, norm, total = self._call(
@@ -182,8 +183,9 @@ class LayerNormLinear(NormedModule, LinearParameters):
         bias: torch.Tensor | None,
         return_residual: bool,
         heads: HeadLayout | None,
+        is_direct: bool = False,
     ) -> tuple[Any, Any, Any]:
-        """Computes the outputs as ``call`` says.
+        """Computes the outputs as ``call`` says; ``is_direct``: it is of ``_known_call``.
 
         Returns:
             ``(out, norm, total)``: the output [..., out_features], or its queries, keys and values;
@@ -196,7 +198,9 @@ class LayerNormLinear(NormedModule, LinearParameters):
             return self._linear(norm, weight, bias, call), norm, total
         tensors = (inp, residual, *self._norm_operands(call.dtype), weight, bias)
         options = self._norm_options[1 if return_residual else 0]
-        if torch.is_grad_enabled():
+        if is_direct:
+            found = LayerNormLinearFunction.direct(*map(unwrapped, tensors), options, call, heads)
+        elif torch.is_grad_enabled():
             found = LayerNormLinearFunction.apply(*tensors, options, call, heads)
         else:
             found = without_autograd(LayerNormLinearFunction, tensors, options, call, heads)

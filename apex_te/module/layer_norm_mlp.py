@@ -217,7 +217,17 @@ class LayerNormMLP(NormedModule):
             return self._returned(functional.linear(hidden, w2, applied), b2, norm), total
         if call is not None:
             out, norm, total = self._run(
-                call, inp, residual, w1, b1, w2, applied, return_residual, add_residual, known
+                call,
+                inp,
+                residual,
+                w1,
+                b1,
+                w2,
+                applied,
+                return_residual,
+                add_residual,
+                known,
+                True,
             )
             return self._returned(out, b2, norm), total
         out, norm, total = self._call(
@@ -248,8 +258,9 @@ class LayerNormMLP(NormedModule):
         return_residual: bool,
         add_residual: bool,
         known: torch.Size | None,
+        is_direct: bool = False,
     ) -> tuple[Any, Any, Any]:
-        """Computes the outputs as ``call`` says.
+        """Computes the outputs as ``call`` says; ``is_direct``: it is of ``_known_call``.
 
         Returns:
             ``(out, norm, total)``: the output, the norm's result and the tensor that was
@@ -265,6 +276,8 @@ class LayerNormMLP(NormedModule):
         adds = add_residual and adds_in_product(call, 1, inp)
         options = self._norm_options[1 if return_residual and not adds else 0]
         rest = (options, self.activation, call, adds)
+        if is_direct:
+            return LayerNormMLPFunction.direct(*map(unwrapped, tensors), *rest, known)
         if torch.is_grad_enabled():
             return LayerNormMLPFunction.apply(*tensors, *rest, known)
         return without_autograd(LayerNormMLPFunction, tensors, *rest)

@@ -366,8 +366,11 @@ class LinearLayer(LinearParameters):
         if is_first_microbatch is None:
             call = self._known_call(inp, self.in_features, (weight, bias))
             if call is not None:
+                if call.is_fp8 and adds_in_product(call, 0, residual):
+                    operands = (unwrapped(inp), weight, bias, call, None, unwrapped(residual))
+                    return LinearFunction.direct(*operands), None
                 if call.is_fp8:
-                    return self._run(call, inp, weight, bias, None, residual)
+                    return self._run(call, inp, weight, bias), residual
                 return functional.linear(inp, weight, bias), residual
         return self._call(
             inp, self.in_features, (weight, bias), (weight,), is_first_microbatch, weight, bias,

@@ -7,12 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._functorch import unwrap_if_dead as unwrapped
+from torch._C._functorch import unwrap_if_dead
 from torch.autograd import forward_ad
 
 from ..runtime.tracing import transforms_active
 
 __all__ = ["OpFunction", "eager_apply", "needs_autograd", "once_differentiable", "unwrapped"]
+
+
+def unwrapped(value: Any) -> Any:
+    """Returns a tensor without the wrapper of a transform that has ended; other values as is.
+
+    Such a wrapper stays around a tensor that has left the transform until the tensor is used.
+    """
+    return unwrap_if_dead(value) if isinstance(value, torch.Tensor) else value
 
 
 def eager_apply(cls: Any, *args: Any) -> Any:
@@ -24,8 +32,7 @@ def eager_apply(cls: Any, *args: Any) -> Any:
         cls: the ``OpFunction``.
         args: the arguments of its ``forward``.
     """
-    # A tensor that has left a transform is wrapped by it until it is next used.
-    return cls.direct(*[unwrapped(a) if isinstance(a, torch.Tensor) else a for a in args])
+    return cls.direct(*map(unwrapped, args))
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -186,6 +186,17 @@ class _Layout:
         offset = source.offset + (base[1] if len(base) > 1 else 0)
         return base[0], offset, source.shape, source.strides, source.dtype
 
+    def check_words(self, part: Part) -> None:
+        """Checks that ``part``, if it has another dtype than its base, can be made in each run.
+
+        Raises:
+            Unrecordable: the base is an input that does not begin at a multiple of 16 bytes, so
+                that another such input may begin where no element of the part's dtype can.
+        """
+        base = self._inputs[part.base.index] if isinstance(part.base, Slot) else None
+        if base is not None and base.dtype is not part.dtype and base.data_ptr() % 16:
+            raise Unrecordable("another dtype than that of a misaligned input")
+
     def part(self, source: Any) -> _View | None:
         """Returns the view by which an output is made of the list's tensor at the output's place.
 
@@ -376,6 +387,15 @@ def _program(forms: tuple[Any, ...], steps: list[Step], layout: _Layout, *option
         raise Unrecordable(str(error)) from error
 
 
+_aten = torch.ops.aten
+# Functions of the same arguments as an op, which cost less host time than ``torch.ops``.
+_SHORTER: dict[Any, Callable[..., Any]] = {
+    _aten.add.Tensor: torch.add,
+    _aten.cat.default: torch.cat,
+    _aten.clone.default: torch.clone,
+    _aten.stack.default: torch.stack,
+    _aten.sum.dim_IntList: torch.sum,
+}
 _like: dict[torch.dtype, torch.Tensor] = {}
 
 
@@ -427,6 +447,7 @@ def _python(step: PythonStep, layout: _Layout) -> Callable[[list], None]:
         A function of the list of tensors; it appends the step's result, if any, to the list.
     """
     function, kwargs, returns = step.function, step.kwargs, step.result is not None
+    function = _SHORTER.get(function, function)
     # Of each argument its place, or its places; not the layout, which holds recorded tensors.
     args = [(a, _placed(a, layout)) for a in step.args]
     args = [(None if at is not None else a, at) for a, at in args]
@@ -440,9 +461,15 @@ def _python(step: PythonStep, layout: _Layout) -> Callable[[list], None]:
 
 
 def _placed(value: Any, layout: _Layout) -> Any:
-    """Returns the place of a stand-in, a list of them for a list; None for any other value."""
+    """Returns the place of a stand-in, a list of them for a list; None for any other value.
+
+    Raises:
+        Unrecordable: as ``_Layout.check_words``.
+    """
     if isinstance(value, list) and any(isinstance(v, (Slot, Made, Part)) for v in value):
         return [_placed(v, layout) for v in value]
+    if isinstance(value, Part):
+        layout.check_words(value)
     return layout.place(value) if isinstance(value, (Slot, Made, Part)) else None
 
 
@@ -467,7 +494,6 @@ def _tensor(made: list, place: tuple) -> torch.Tensor:
     if base.dtype is dtype:
         start = base.storage_offset() + offset // dtype.itemsize
         return base.as_strided(shape, strides, start)
-    base = base.view(-1).view(torch.uint8)
-    elements = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    size = 0 if 0 in shape else elements * dtype.itemsize
-    return base[offset : offset + size].view(dtype).as_strided(shape, strides)
+    start = base.storage_offset() * base.element_size() + offset
+    whole = torch.empty(0, dtype=dtype, device=base.device)
+    return whole.set_(base.untyped_storage(), start // dtype.itemsize, shape, strides)

@@ -13,6 +13,7 @@ import torch
 from checks import assert_same_bits
 from graph_models import fp8_state
 from schemes import FIRST_STEP, chosen
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -273,6 +274,53 @@ def test_uses(use, kind, recipe):
             assert_same_bits(a, b)
     for a, b in zip(same_state, state, strict=True):
         assert_same_bits(a, b)
+
+
+LAYERS = {
+    "llama": {"bias": False, "normalization": "RMSNorm", "activation": "swiglu"},
+    "gpt": {"attn_input_format": "sbhd", "activation": "gelu"},
+    "grouped": {"num_gqa_groups": 2, "attn_input_format": "bshd"},
+    "parts": {"fuse_qkv_params": False},
+    "dropout": {"attn_input_format": "bshd", "hidden_dropout": 0.3},
+}
+
+
+def layer_steps(options, recipe, dtype, enabled, device="cpu"):
+    """All results of a few steps of a Transformer layer, with programs or without."""
+    programs.set_enabled(enabled)
+    torch.manual_seed(3)
+    fixed = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "self_attn_mask_type": "causal"}
+    layer = apex_te.TransformerLayer(
+        64, 96, 4, params_dtype=dtype, device=device, **(fixed | options)
+    )
+    results = []
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(16, 2, 64, dtype=dtype, device=device, requires_grad=True)
+        with region(recipe):
+            y = layer(x)
+        y.backward(torch.sin(7 * y.detach().float()).to(y))
+        results += [y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())]
+        layer.zero_grad()
+    return results, layer
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("options", LAYERS)
+def test_transformer_layer(options, recipe, dtype, device):
+    """Programs of projections to heads and from them, whose gradients are joined."""
+    arguments = (LAYERS[options], RECIPES[recipe], dtype)
+    with sdpa_kernel(SDPBackend.MATH):  # which a GPU repeats to the bit
+        expected, _ = layer_steps(*arguments, False, device)
+        actual, layer = layer_steps(*arguments, True, device)
+    for a, b in zip(actual, expected, strict=True):
+        assert_same_bits(a, b)
+    of_modules = [made(m) for m in layer.modules() if hasattr(m, "_modes")]
+    assert all(found != (0, 0) for found in of_modules[:1] + of_modules[-1:])
+    if recipe != "plain" and options != "parts":
+        assert all(found == (1, 1) for found in of_modules)
 
 
 def prepared(kind="linear", recipe="delayed", steps=3, shape=(16, COLS)):
