@@ -30,6 +30,7 @@ struct Params {
   uint8_t *rowwise, *columnwise;
   int64_t ld;  // row length of columnwise
   float *amax, *scale_inv, *workspace;
+  void* dbias;  // written by the tiles themselves if there is one row of tiles, else null
   const int32_t* noop;
 };
 
@@ -94,7 +95,11 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 && !kAligned ? 1 
     float sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < kTileThreads / 32; ++w) sum += sums[w][threadIdx.x];
-    p.workspace[to.row0 / kTileRows * p.cols + to.col0 + threadIdx.x] = sum;
+    const int64_t col = to.col0 + threadIdx.x;
+    if (p.dbias)  // 0.0f makes -0 a 0, as the sum of several lines does
+      static_cast<T*>(p.dbias)[col] = from_float<T>(sum + 0.0f);
+    else
+      p.workspace[to.row0 / kTileRows * p.cols + col] = sum;
   }
   finish_amax<kTileThreads>(p.amax, seen, warp_amaxes);
   if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
@@ -160,7 +165,7 @@ void launch(const CastTranspose& c, const Params& p, cudaStream_t stream) {
     // An empty x has no tile, but scale_inv is still due: one block writes it.
     kernel<<<static_cast<unsigned>(tiles ? tiles : 1), kTileThreads, 0, stream>>>(p);
     check_cuda(cudaGetLastError(), "cast_transpose");
-    if (c.dbias)
+    if (c.dbias && !p.dbias)
       launch_column_sums<T>(p.workspace, row_tiles, p.cols, c.dbias.data<T>(), stream, p.noop);
   }
   check_cuda(cudaGetLastError(), "cast_transpose");
@@ -178,8 +183,19 @@ APEX_TE_DEFINE(cast_transpose) {
   using namespace apex_te;
   const CastTranspose c = check_cast_transpose(args);
   const DeviceGuard guard(args.device_id());
-  const Params p{c.x.data<void>(), c.rows,      c.cols,      c.scale, c.rowwise, c.columnwise, c.ld,
-                 c.amax,           c.scale_inv, c.workspace, c.noop};
+  const bool is_one_line = c.dbias && c.rows > 0 && c.rows <= kTileRows;
+  const Params p{c.x.data<void>(),
+                 c.rows,
+                 c.cols,
+                 c.scale,
+                 c.rowwise,
+                 c.columnwise,
+                 c.ld,
+                 c.amax,
+                 c.scale_inv,
+                 c.workspace,
+                 is_one_line ? c.dbias.data<void>() : nullptr,
+                 c.noop};
   const auto stream = static_cast<cudaStream_t>(args.stream());
   with_dtype(c.x.dtype(), [&](auto zero) { launch_format<decltype(zero)>(c, p, stream); });
 }
