@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -253,10 +254,64 @@ def deferred(module, x, recipe):
     return y, other
 
 
+def inferred(module, x, recipe):
+    with torch.inference_mode(), region(recipe):
+        y = module(x.detach())
+    return (*(y if isinstance(y, tuple) else (y,)), *plain_step(module, x, recipe))
+
+
+def toggled(module, x, recipe):
+    """Every other step some parameters need no gradient."""
+    frozen = [p for name, p in module.named_parameters() if name.endswith(("weight", "fc1_bias"))]
+    for needs in (True, False):
+        for parameter in frozen:
+            parameter.requires_grad_(needs)
+        outputs = plain_step(module, x, recipe)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    return outputs
+
+
+def threaded(module, x, recipe):
+    """Another thread runs the step, and meanwhile this one a step of another module."""
+    other, mine = copy.deepcopy(module), x.detach().clone().requires_grad_()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(plain_step, module, x, recipe)
+        if recipe is None or not recipe.keeps_state:  # else both are of one amax group
+            plain_step(other, mine, recipe)
+        return running.result()
+
+
+def functional(module, x, recipe):
+    """The parameters are results of ops."""
+    made_of = {name: parameter * 1 for name, parameter in module.named_parameters()}
+    with region(recipe):
+        y = torch.func.functional_call(module, made_of, (x,))
+    y = y[0] if isinstance(y, tuple) else y
+    y.backward(torch.cos(y.detach()))
+    return (y,)
+
+
+def transformed(module, x, recipe):
+    """A step in a transform comes first, and its output into the next step's input."""
+    if recipe is not None and recipe.keeps_state:
+        return plain_step(module, x, recipe)
+
+    def call(t):
+        with region(recipe):
+            y = module(t)
+        return y[0] if isinstance(y, tuple) else y
+
+    y, pull = torch.func.vjp(call, x.detach())
+    (dx,) = pull(torch.cos(y))
+    return (y, dx, *plain_step(module, x, recipe))
+
+
 USES = {
     step.__name__: step
     for step in (retained, twice, hooked, packed, recomputed, recomputed_reentrant, strided,
-                 evaluated, without_input_gradient, with_frozen_weight, in_autocast, deferred)
+                 evaluated, without_input_gradient, with_frozen_weight, in_autocast, deferred,
+                 inferred, toggled, threaded, functional, transformed)
 }  # fmt: skip
 
 
