@@ -63,10 +63,21 @@ def new_master(param: torch.Tensor) -> torch.Tensor:
 
     An FP8 parameter that still holds the value it was quantized from gives that value, and frees
     it.
+
+    Raises:
+        NotImplementedError: ``param`` is a flattened view of an FP8 weight. Megatron's distributed
+            optimizer steps such views on the rank that owns them, and gathers FP8 data alone: the
+            other ranks would read the data with the scale from before.
     """
     part = local(param)
     source: torch.Tensor | None = None
     if hasattr(part, "get_high_precision_init_val"):
+        if part.dim() == 1:
+            raise NotImplementedError(
+                "optimizer: params must be FP8 weights and not flattened views of them, as those "
+                "of a precision-aware distributed optimizer with FP8 weights are, got a view of "
+                f"{part.numel()} elements"
+            )
         source = part.get_high_precision_init_val()
     with torch.no_grad():
         master = new_state(param, torch.float32)

@@ -226,6 +226,14 @@ def test_parameters_without_plain_storage(device):
         without.step()
 
 
+def test_a_flattened_view_of_an_fp8_weight_is_refused(device):
+    param = QuantizedParam(torch.randn(24, device=device).bfloat16())
+    param.grad = torch.ones_like(param.kept).bfloat16()
+    optimizer = FusedAdam([param], master_weights=True)
+    with pytest.raises(NotImplementedError, match="not flattened views of them"):
+        optimizer.step()
+
+
 def test_a_gradient_in_the_master_takes_the_place_of_the_parameters(device):
     params = [torch.ones(5, dtype=torch.bfloat16, device=device).requires_grad_()]
     optimizer = FusedSGD(params, lr=1.0, master_weights=True)
