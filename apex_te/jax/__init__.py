@@ -14,6 +14,7 @@ from .region import fp8_autocast as fp8_autocast
 from .region import get_delayed_scaling as get_delayed_scaling
 from .region import is_fp8_available as is_fp8_available
 from .state import FP8_COLLECTION_NAME as FP8_COLLECTION_NAME
+from .state import max_over_uses as max_over_uses
 from .state import update_collections as update_collections
 from .state import update_fp8_metas as update_fp8_metas
 
@@ -26,6 +27,7 @@ __all__ = [
     "get_delayed_scaling",
     "is_fp8_available",
     "load",
+    "max_over_uses",
     "update_collections",
     "update_fp8_metas",
 ]

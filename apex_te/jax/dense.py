@@ -27,6 +27,7 @@ def dense(
     kernel: jax.Array,
     bias: jax.Array | None = None,
     state: Mapping[str, jax.Array] | None = None,
+    gemm: int = 0,
 ) -> jax.Array:
     """Computes x @ kernel + bias, with FP8 products where an ``fp8_autocast`` region is enabled.
 
@@ -37,6 +38,7 @@ def dense(
         kernel: [in, out] in x's dtype.
         bias: [out] or None.
         state: FP8 state of the layer, as ``state.initial`` makes it; needed for delayed scaling.
+        gemm: number of this product among those of the state.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -58,7 +60,7 @@ def dense(
     elif state is None:
         raise ValueError("dense: state must be given with DelayedScaling, got None")
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = _fp8_dense(recipe)(rows, kernel, bias, None if state is None else dict(state))
+    y = _fp8_dense(recipe, gemm)(rows, kernel, bias, None if state is None else dict(state))
     return y.reshape(*x.shape[:-1], kernel.shape[1])
 
 
@@ -73,8 +75,8 @@ def _copy(q: Quantized, columnwise: bool) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.lru_cache(maxsize=64)
-def _fp8_dense(recipe: Recipe) -> Callable[..., jax.Array]:
-    """Returns the differentiable layer of a recipe, over rows of x."""
+def _fp8_dense(recipe: Recipe, gemm: int) -> Callable[..., jax.Array]:
+    """Returns the differentiable layer of a recipe, over rows of x, with one part of the state."""
     quantizer = quantizer_of(recipe)
     high_precision_wgrad = recipe.override_linear_precision[2]  # type: ignore[attr-defined]
 
@@ -82,7 +84,10 @@ def _fp8_dense(recipe: Recipe) -> Callable[..., jax.Array]:
         return None if state is None else state[f"scale_{way}"][slot : slot + 1]
 
     def enter(state: Any) -> Any:
-        return None if state is None else fp8_state.entered(state, recipe)  # type: ignore[arg-type]
+        if state is None:
+            return None
+        part = fp8_state.of_gemm(fp8_state.as_floats(state), gemm)
+        return fp8_state.entered(part, recipe)  # type: ignore[arg-type]
 
     def forward(x: Any, kernel: Any, bias: Any, state: Any, keep: tuple[bool, bool]) -> Any:
         """Returns y and the casts of x and kernel, with the copies that backward needs."""
@@ -117,11 +122,13 @@ def _fp8_dense(recipe: Recipe) -> Callable[..., jax.Array]:
             moved = {**moved, "amax_history_fwd": history}
         kept_x = _copy(qx, True) if keep[0] else x_value if is_wanted(wanted[1]) else None
         kept_kernel = _copy(qk, False) if keep[1] else None
-        primals = (x_value[:0], kernel_value[:0], bias_value)  # for dtypes and axes of meshes
-        return y, (wanted, primals, kept_x, kept_kernel, moved)
+        # For shapes, dtypes and axes of meshes.
+        primals = (x_value[:0], kernel_value[:0], bias_value)
+        before = None if state is None else {name: leaf.value for name, leaf in state.items()}
+        return y, (wanted, primals, kept_x, kept_kernel, moved, before)
 
     def bwd(kept: Any, dy: Any) -> Any:
-        wanted, (x, kernel, bias), kept_x, kept_kernel, state = kept
+        wanted, (x, kernel, bias), kept_x, kept_kernel, state, before = kept
         dy = materialised(dy)
         with_dx, with_dkernel, with_dbias = map(is_wanted, wanted)
         columnwise = with_dkernel and not high_precision_wgrad
@@ -143,7 +150,7 @@ def _fp8_dense(recipe: Recipe) -> Callable[..., jax.Array]:
         if state is not None:
             assert qdy.amax is not None
             history = state["amax_history_bwd"].at[0, _GRAD].set(qdy.amax[0])
-            state = {**state, "amax_history_bwd": history}
+            state = fp8_state.cotangent({**state, "amax_history_bwd": history}, gemm, before)
         return dx, _summed(kernel, dkernel), gradient_of(bias, dbias), state
 
     layer.defvjp(fwd, bwd, symbolic_zeros=True)

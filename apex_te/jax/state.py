@@ -22,9 +22,12 @@ from .region import get_delayed_scaling
 __all__ = [
     "FP8_COLLECTION_NAME",
     "TENSORS",
+    "as_floats",
+    "cotangent",
     "entered",
     "from_torch",
     "initial",
+    "max_over_uses",
     "of_gemm",
     "to_torch",
     "update_collections",
@@ -119,6 +122,56 @@ def of_gemm(state: Mapping[str, Any], gemm: int) -> dict[str, Any]:
         for name in (f"scale_{way}", f"scale_inv_{way}", f"amax_history_{way}"):
             found[name] = state[name][..., part]
     return found
+
+
+def as_floats(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state in float32, whatever dtype ``max_over_uses`` has given it."""
+    return {
+        name: leaf if leaf.dtype == jnp.float32 else jax.lax.convert_element_type(leaf, jnp.float32)
+        for name, leaf in state.items()
+    }
+
+
+def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the gradient with respect to a state: the next one of a product, nothing elsewhere.
+
+    Args:
+        part: next state of the product.
+        gemm: its number.
+        like: the whole state. Where ``max_over_uses`` has given it the dtype whose gradients are
+            combined by maximum, nothing is -inf.
+    """
+    found = {}
+    for name, leaf in like.items():
+        is_sum = leaf.dtype == jnp.float32
+        slots = 1 if name == "uses" else _SLOTS[name[-3:]]
+        places = slice(slots * gemm, slots * (gemm + 1))
+        whole = jnp.full(leaf.shape, 0.0 if is_sum else -jnp.inf, jnp.float32)
+        whole = whole.at[..., places].set(part[name])
+        found[name] = whole if is_sum else jax.lax.convert_element_type(whole, leaf.dtype)
+    return found
+
+
+def max_over_uses(state: Any) -> Any:
+    """Returns variables whose FP8 state is right for modules that one loss uses several times.
+
+    JAX adds the gradients of all uses. The returned collection has Flax's dtype whose gradients are
+    combined by maximum instead, which staged amaxes need. Call it inside of the function that is
+    differentiated, on the variables that are passed to ``apply``, and that inside of ``jax.jit``.
+    Without it the scales are right, too, but the staged amax is the sum over the uses.
+
+    Args:
+        state: the collection "fp8_metas" itself, or a dict of collections or modules that holds it.
+    """
+    if _is_state(state):
+        from flax.linen import fp8_ops  # here, as all else does without Flax
+
+        dtype = fp8_ops.fp32_max_grad
+        made = {n: jax.lax.convert_element_type(leaf, dtype) for n, leaf in state.items()}
+        return _like(state, made)
+    if not isinstance(state, Mapping):
+        return state
+    return _like(state, {name: max_over_uses(value) for name, value in state.items()})
 
 
 def _is_state(value: Any) -> bool:

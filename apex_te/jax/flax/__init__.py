@@ -1,5 +1,6 @@
 """Flax Linen modules under Transformer Engine's names; their numbers come from ``apex_te.jax``."""
 
+from .dot_general import make_dot_general_cls as make_dot_general_cls
 from .module import DenseGeneral as DenseGeneral
 from .module import LayerNorm as LayerNorm
 from .module import LayerNormDenseGeneral as LayerNormDenseGeneral
@@ -12,4 +13,5 @@ __all__ = [
     "LayerNormDenseGeneral",
     "LayerNormMLP",
     "TransformerEngineBase",
+    "make_dot_general_cls",
 ]

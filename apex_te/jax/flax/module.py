@@ -69,8 +69,7 @@ class TransformerEngineBase(nn.Module):
     ) -> jax.Array:
         """Multiplies by a parameter [in, out], in ``dtype``."""
         bias = None if bias is None else bias.reshape(-1).astype(dtype)
-        part = None if state is None else fp8_state.of_gemm(state, gemm)
-        return dense(x, kernel.astype(dtype), bias, part)
+        return dense(x, kernel.astype(dtype), bias, state, gemm)
 
 
 class DenseGeneral(TransformerEngineBase):

@@ -403,3 +403,84 @@ def test_the_training_loop_of_the_example_learns(chosen):
             others = te.update_fp8_metas(others)
             losses.append(float(value))
     assert losses[-1] < 0.2 * losses[0], losses[::30]
+
+
+def test_max_over_uses_stages_the_largest_amax_of_all_uses():
+    module, x = Twice(), to_jax(torch.randn(8, IN))
+    with te.fp8_autocast(True, DELAYED):
+        variables = module.init(jax.random.key(0), x)
+
+    def loss(variables):
+        return (module.apply(variables, x) ** 2).sum()
+
+    @jax.jit
+    def step(variables):
+        with te.fp8_autocast(True, DELAYED):
+            found = jax.grad(lambda v: loss(te.max_over_uses(v)))(variables)
+            return found, jax.grad(loss)(variables)
+
+    for _ in range(3):
+        found, summed = step(variables)
+        state = found["fp8_metas"]["layer"]
+        assert np.array_equal(
+            found["params"]["layer"]["kernel"], summed["params"]["layer"]["kernel"]
+        )
+        assert state["uses"].tolist() == [1.0]
+        weight = float(jnp.abs(variables["params"]["layer"]["kernel"]).max())
+        assert float(state["amax_history_fwd"][0, 1]) == weight
+        staged = summed["fp8_metas"]["layer"]["amax_history_fwd"][0]
+        assert (np.asarray(state["amax_history_fwd"][0, :2]) < np.asarray(staged)[:2]).all()
+        variables = te.update_collections({"fp8_metas": found["fp8_metas"]}, variables)
+    # A module that is used once has the same state either way.
+    single = te_flax.LayerNormMLP(
+        intermediate_dim=16, intermediate_dropout_rate=0.0, kernel_axes_1=(), kernel_axes_2=()
+    )
+    with te.fp8_autocast(True, DELAYED):
+        variables = single.init(jax.random.key(0), x, deterministic=True)
+
+        def total(variables):
+            return (single.apply(variables, x, deterministic=True)[0] ** 2).sum()
+
+        both = jax.jit(
+            lambda v: (jax.grad(lambda v: total(te.max_over_uses(v)))(v), jax.grad(total)(v))
+        )(variables)
+    for ours, theirs in zip(*map(jax.tree.leaves, both), strict=True):
+        assert np.array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("chosen", [DELAYED, recipe.BlockScaling()])
+def test_dot_general_cls_trains_with_flaxs_train_state(chosen):
+    optax = pytest.importorskip("optax")
+    from flax.training.train_state import TrainState
+
+    module = nn.Dense(OUT, dot_general_cls=te_flax.make_dot_general_cls(chosen))
+    layer = torch_linear()
+    params = module.init(jax.random.key(0), jnp.ones((1, IN)))
+    assert ("_overwrite_with_gradient" in params) == chosen.keeps_state
+    parts = {"kernel": to_jax(layer.weight.detach().T), "bias": to_jax(layer.bias.detach())}
+    train = TrainState.create(
+        apply_fn=module.apply, params={**params, "params": parts}, tx=optax.sgd(0.0)
+    )
+
+    @jax.jit
+    def step(train, x, grad):
+        def loss(params):
+            y = train.apply_fn(params, x)
+            return (y * grad).sum(), y
+
+        (_, y), grads = jax.value_and_grad(loss, has_aux=True)(train.params)
+        return train.apply_gradients(grads=grads), y, grads["params"]["kernel"]
+
+    for _ in range(4):
+        x, grad = quarters(8, IN), quarters(8, OUT)
+        with apex_te.fp8_autocast(fp8_recipe=chosen):
+            product = layer(x) - layer.bias
+        layer.zero_grad()
+        product.backward(grad)
+        train, y, dkernel = step(train, to_jax(x), to_jax(grad))
+        assert np.array_equal(y - parts["bias"], product.detach().numpy())
+        assert_same(dkernel, layer.weight.grad.T)
+        if chosen.keeps_state:
+            (state,) = train.params["_overwrite_with_gradient"].values()
+            for name in fp8_state.TENSORS:
+                assert_same(state[name], getattr(layer.fp8_state, name))

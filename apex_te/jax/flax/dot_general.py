@@ -1,0 +1,81 @@
+"""FP8 products for Flax models that exist: a class for ``nn.Dense(dot_general_cls=...)``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from ...recipe import DelayedScaling, Recipe
+from .. import state as fp8_state
+from ..dense import dense
+from ..region import fp8_autocast
+
+__all__ = ["make_dot_general_cls"]
+
+# Flax's TrainState replaces what is in this collection by its gradient.
+_COLLECTION = "_overwrite_with_gradient"
+
+
+def make_dot_general_cls(recipe: Recipe) -> type[nn.Module]:
+    """Returns a class for ``dot_general_cls`` of ``nn.Dense`` and other layers of Flax.
+
+    Its products are those of ``DenseGeneral``. With ``DelayedScaling`` it keeps FP8 state in Flax's
+    collection "_overwrite_with_gradient", which ``TrainState`` moves.
+
+    Args:
+        recipe: the recipe, whatever region the layer is called in.
+    """
+
+    class DotGeneral(nn.Module):
+        """Product of an array and a kernel in FP8."""
+
+        @nn.compact
+        def __call__(
+            self,
+            lhs: jax.Array,
+            rhs: jax.Array,
+            dimension_numbers: Any,
+            precision: Any = None,
+            preferred_element_type: Any = None,
+        ) -> jax.Array:
+            """Returns ``jax.lax.dot_general`` of an array and a kernel, without batch dimensions.
+
+            Args:
+                lhs: the array.
+                rhs: the kernel.
+                dimension_numbers: as in ``jax.lax.dot_general``.
+                precision, preferred_element_type: ignored; the result has lhs's dtype.
+            """
+            (left, right), (batch_left, batch_right) = dimension_numbers
+            if batch_left or batch_right:
+                raise NotImplementedError(
+                    "DotGeneral: dimension_numbers must have no batch dimensions, got"
+                    f" {dimension_numbers}"
+                )
+            lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+            rest = [i for i in range(lhs.ndim) if i not in left]
+            features = [i for i in range(rhs.ndim) if i not in right]
+            x = lhs.transpose(*rest, *left)
+            inner = math.prod(x.shape[len(rest) :])
+            kernel = rhs.transpose(*right, *features)
+            shape = kernel.shape[len(right) :]
+            state = None
+            if isinstance(recipe, DelayedScaling):
+                state = {
+                    name: self.variable(_COLLECTION, name, lambda value=value: value).value
+                    for name, value in fp8_state.initial(recipe).items()
+                }
+            with fp8_autocast(True, recipe):
+                y = dense(
+                    x.reshape(*x.shape[: len(rest)], inner),
+                    kernel.reshape(inner, math.prod(shape)).astype(x.dtype),
+                    None,
+                    state,
+                )
+            return y.reshape(*y.shape[:-1], *shape)
+
+    return DotGeneral
