@@ -278,7 +278,7 @@ class ActivationOffload:
     def synchronize(self, tensor: torch.Tensor) -> torch.Tensor:
         """Ends a layer, and returns its output, to go on with.
 
-        The backward of the result begins to bring the layer's tensors back.
+        When the output has its gradient, the layer's tensors begin to come back.
 
         Args:
             tensor: the layer's output.
@@ -295,7 +295,16 @@ class ActivationOffload:
             self._last = None
         if layer is None or not (torch.is_grad_enabled() and tensor.requires_grad):
             return tensor
-        return _LayerEnd.apply(tensor, layer, index < self.num_layers, self)
+        before = layer.before if index < self.num_layers else None
+
+        def load(grad: torch.Tensor) -> None:
+            stream = self._sides(grad.device)[1]
+            for wanted in (layer, before):
+                if wanted is not None:
+                    wanted.load(stream)
+
+        tensor.register_hook(load)  # runs before the layer's backward
+        return tensor
 
     def _sides(self, device: torch.device) -> tuple[Any, Any]:
         """Returns the side streams of a device, to the CPU and back; None for the CPU."""
@@ -337,23 +346,3 @@ class ActivationOffload:
             return False
         base = tensor if tensor._base is None else tensor._base
         return not isinstance(base, torch.nn.Parameter) and not hasattr(tensor, "_apex_te_stays")
-
-
-class _LayerEnd(torch.autograd.Function):
-    """Identity whose backward begins to bring tensors of the layer before it back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, layer: _Layer, offloaded: bool, owner: ActivationOffload
-    ) -> torch.Tensor:
-        ctx.layer, ctx.offloaded, ctx.owner = layer, offloaded, owner
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        layer = ctx.layer
-        stream = ctx.owner._sides(grad.device)[1]
-        layer.load(stream)
-        if ctx.offloaded and layer.before is not None:
-            layer.before.load(stream)
-        return grad, None, None, None

@@ -110,6 +110,15 @@ def test_copies_are_let_go_after_the_backward():
     assert torch.equal(x.grad, 6 * x.detach())
 
 
+def test_a_result_can_be_changed_in_place():
+    offload = ActivationOffload(1, 2, smallest=1, devices=("cpu",))
+    x = torch.randn(64, requires_grad=True)
+    with offload:
+        out = x**2
+    offload.synchronize(out).add_(1).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+
+
 def test_without_gradients_nothing_is_copied():
     offload = ActivationOffload(3, 4, smallest=1, devices=("cpu",))
     with torch.no_grad():
