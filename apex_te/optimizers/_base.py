@@ -88,7 +88,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         *,
         capturable: bool,
-        master_weights: bool | Sequence[torch.Tensor | None],
+        master_weights: bool | Sequence[torch.Tensor | None] | None,
         master_weight_dtype: torch.dtype,
         set_grad_none: bool,
         moment_dtypes: dict[str, torch.dtype],
@@ -96,7 +96,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check("master_weight_dtype", master_weight_dtype, self._master_choices)
         for name, dtype in moment_dtypes.items():
             self._check(f"{name}_dtype", dtype, self._moment_choices)
-        given = None if isinstance(master_weights, (bool, int)) else list(master_weights)
+        is_flag = master_weights is None or isinstance(master_weights, (bool, int))
+        given = None if is_flag else list(master_weights)  # type: ignore[arg-type]
         self.capturable = capturable
         self.master_weights = bool(master_weights) if given is None else True
         self.set_grad_none = set_grad_none

@@ -86,7 +86,7 @@ class FusedAdam(FusedOptimizer):
         amsgrad: bool = False,
         set_grad_none: bool = True,
         capturable: bool = False,
-        master_weights: bool | Sequence[torch.Tensor | None] = False,
+        master_weights: bool | Sequence[torch.Tensor | None] | None = False,
         *,
         master_weight_dtype: torch.dtype = torch.float32,
         exp_avg_dtype: torch.dtype = torch.float32,

@@ -485,6 +485,12 @@ def test_state_is_read_and_set_one_by_one(state, master):
     assert_same_bits(params, others)
 
 
+def test_no_master_weights_by_either_value():
+    for value in (None, False):
+        optimizer = FusedAdam([torch.ones(2, dtype=torch.bfloat16)], master_weights=value)
+        assert optimizer.master_weights is False
+
+
 def test_wrong_names_of_state():
     param = torch.ones(3, requires_grad=True)
     optimizer = FusedAdam([param])
