@@ -265,18 +265,27 @@ def _as_strided(
 def _rows(cls: type[HeldWeight], x: HeldWeight, start: int, stop: int) -> Any:
     """Returns a part of the weight, rows ``start`` to ``stop``, which cannot be written to.
 
+    Rows of a flattened weight are its elements.
+
     Raises:
         NotImplementedError: the rows cut a block that shares a scale.
     """
     if start == 0 and stop == x.shape[0]:
         return _detach(cls, x)
-    held = x._layout.rows(x._held, start, stop) if x._is_matrix else None
+    layout, shape, held = x._layout, None, None
+    if x._is_matrix:
+        held = layout.rows(x._held, start, stop)
+    elif x.dim() == 1 and not layout.block_rows and not layout.block_cols:
+        assert x._held.rowwise is not None
+        fp8_data = x._held.rowwise.view(1, -1)[:, start:stop]
+        held = QuantizedTensor(fp8_data, x._held.rowwise_scale_inv, None, None, x._held.dtype)
+        shape = torch.Size((stop - start,))
     if held is None:
         raise NotImplementedError(
             f"FP8Parameter: rows {start} to {stop} of {list(x.shape)} cut what shares a scale "
             f"({x._layout.name}); use dequantize() first"
         )
-    return x._like(held, writable=False)
+    return x._like(held, shape=shape, writable=False)
 
 
 @_handles(_aten.slice.Tensor)

@@ -5,12 +5,14 @@ import copy
 import pytest
 import torch
 
-from apex_te import Linear, fp8_autocast
+from apex_te import Linear, fp8_autocast, fp8_model_init
 from apex_te.fp8.parameter import decode as parameter_ops
 from apex_te.fp8.parameter.parameter import FP8Parameter
+from apex_te.fp8.scheme.registry import layout_of
 from apex_te.recipe import BlockScaling
 from tests.checks import assert_same_bits
 from tests.fp8_weight_cases import RECIPES, build, run
+from tests.schemes import SCHEMES
 
 
 def test_views_and_parts():
@@ -139,3 +141,26 @@ def test_compiles(name, other):
             out = compiled(inp)
         out.backward(dy)
         assert_same_bits((out, inp.grad, twin.weight.grad, twin.bias.grad), expected)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_flattened_weight_gives_parts(name):
+    """Parts of what one scale multiplies, as ZeRO optimizers take them, and can read them."""
+    recipe = SCHEMES[name]
+    with fp8_model_init(recipe=recipe):
+        weight = Linear(48, 32, bias=False, device="cpu").weight
+    layout, flat = layout_of(weight.recipe), weight.detach().view(-1)
+    if layout.block_rows or layout.block_cols:
+        with pytest.raises(NotImplementedError, match="cut what shares a scale"):
+            flat[5:700]
+        return
+    part = flat[5:700]
+    assert type(part) is type(weight)
+    assert part.shape == (695,)
+    assert torch.equal(part.float(), weight.detach().float().view(-1)[5:700])
+    assert torch.equal(part[10:20].clone().float(), part.float()[10:20])
+    with pytest.raises(NotImplementedError, match="only a whole weight can be written to"):
+        part.copy_(torch.zeros(695))
+    with torch.no_grad():
+        weight.copy_(torch.randn(32, 48))
+    assert torch.equal(part.float(), weight.detach().float().view(-1)[5:700])
