@@ -355,7 +355,7 @@ class FP8Parameter(torch.Tensor):
         if found is not None:
             return found
         initial = _Initial(self._initial.wanted, self._initial.value)
-        copy = FP8Parameter(cloned(self), self._recipe, self.dtype, initial)
+        copy = FP8Parameter(cloned(self), self._recipe, self.dtype, initial, self.shape)
         memo[id(self)] = copy = _wrapped(copy, *_flags(self))
         copy.__dict__.update(deepcopy(attributes_of(self), memo))
         return copy
@@ -371,6 +371,8 @@ class FP8Parameter(torch.Tensor):
         saved = (recipe, self.dtype, tensors, _flags(self), initial)
         # An alias of a parameter has attributes only so that a module can take it.
         attributes = attributes_of(self) if _is_parameter(self) else None
+        if not self._is_matrix:  # a view, which files of whole weights do not have
+            return _rebuild, (*saved, attributes, tuple(self.shape))
         return _rebuild, (*saved, attributes) if attributes else saved
 
     # FSDP2's hooks.
@@ -498,6 +500,7 @@ def _rebuild(
     flags: tuple,
     initial: tuple,
     attributes: dict[str, Any] | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> FP8Parameter:
     """Rebuilds a pickled FP8Parameter from values that ``torch.load(weights_only=True)`` accepts.
 
@@ -508,12 +511,14 @@ def _rebuild(
         flags: whether it is a ``torch.nn.Parameter``, and ``requires_grad``.
         initial: the arguments of ``_Initial``.
         attributes: attributes that users have set, by name.
+        shape: shape of a view of the weight; None for a whole one.
     """
     recipe = unpack_recipe(packed)
     rowwise, scale_inv = tensors
     fp8_data = rowwise.view(quantizers_of(recipe, rowwise.device).weight.dtype)
     held = QuantizedTensor(fp8_data, scale_inv, None, None, fp8_data.dtype)
-    made = _wrapped(FP8Parameter(held, recipe, dtype, _Initial(*initial)), *flags)
+    size = None if shape is None else torch.Size(shape)
+    made = _wrapped(FP8Parameter(held, recipe, dtype, _Initial(*initial), size), *flags)
     made.__dict__.update(attributes or {})
     return made
 

@@ -1,6 +1,7 @@
 """What torch's ops and torch.compile do with an FP8Parameter."""
 
 import copy
+import io
 
 import pytest
 import torch
@@ -164,3 +165,15 @@ def test_a_flattened_weight_gives_parts(name):
     with torch.no_grad():
         weight.copy_(torch.randn(32, 48))
     assert torch.equal(part.float(), weight.detach().float().view(-1)[5:700])
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 32), (2048,), (8, 8, 32)])
+def test_copies_and_files_of_a_view_keep_its_shape(shape):
+    """Megatron's checkpoints have weights with further dimensions of size 1."""
+    view, file = build(Linear, 32, 64).weight.detach().view(shape), io.BytesIO()
+    torch.save(view, file)
+    file.seek(0)
+    for other in (torch.load(file), copy.deepcopy(view), view.clone(), view.cpu()):
+        assert type(other) is FP8Parameter
+        assert other.shape == shape
+        assert torch.equal(other.dequantize(), view.dequantize())
