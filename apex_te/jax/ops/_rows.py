@@ -1,4 +1,4 @@
-"""Functions over the rows of matrices, which ``jax.vmap`` maps by folding the batch into the rows.
+"""Functions over the rows of matrices: ``jax.vmap`` folds the batch into them, meshes share them.
 
 A rule such as "x: r c, weight: c -> y: r c, dweight: +" names the arguments and results of a
 function and their dimensions. "r" is the dimension of the rows. A "_" stands for an array that is
@@ -8,44 +8,32 @@ not mapped, "^" for a result that is the maximum over all rows and "+" for their
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from .._partition import Term, by_rows
+
 __all__ = ["rowwise"]
 
 
-class _Term(NamedTuple):
-    """One argument or result of a rule.
-
-    Attributes:
-        name: its name.
-        axis: number of the dimension of the rows; None without one.
-        reduction: "^", "+" or "".
-    """
-
-    name: str
-    axis: int | None
-    reduction: str
-
-
-def _parse(rule: str) -> tuple[list[_Term], list[_Term]]:
+def _parse(rule: str) -> tuple[list[Term], list[Term]]:
     """Returns the arguments and results of a rule."""
 
-    def term(text: str) -> _Term:
+    def term(text: str) -> Term:
         name, _, dims = text.partition(":")
         names = dims.split()
         axis = names.index("r") if "r" in names else None
-        return _Term(name.strip(), axis, names[0] if names[0] in ("^", "+") else "")
+        return Term(name.strip(), axis, names[0] if names[0] in ("^", "+") else "")
 
     operands, _, results = rule.partition("->")
     return [term(t) for t in operands.split(",")], [term(t) for t in results.split(",")]
 
 
 def rowwise(function: str, rule: str, body: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    """Returns ``body`` as a function that ``jax.vmap`` can map.
+    """Returns ``body`` as a function that ``jax.vmap`` can map, and devices compute by rows.
 
     Args:
         function: name of the C function, for errors.
@@ -56,7 +44,7 @@ def rowwise(function: str, rule: str, body: Callable[..., tuple[Any, ...]]) -> C
         NotImplementedError: later, where the rule does not say how to map an argument or result.
     """
     operands, results = _parse(rule)
-    mapped = custom_vmap(body)
+    mapped = custom_vmap(by_rows(operands, results, body))
 
     def fold(x: jax.Array, axis: int) -> jax.Array:
         x = jnp.moveaxis(x, 0, axis)
