@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+FRAMEWORKS ?= .venv-frameworks
 # In parallel where pytest-xdist is there.
 TESTFLAGS ?= $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 DEMOFLAGS ?=
@@ -19,7 +20,7 @@ SCRIPTS := scripts/*.py examples/char_gpt/*.py
 CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/with_jax \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
 	! -name dlpack.h | sort) $(wildcard benchmarks/jax/*.cpp)
 
-.PHONY: help env demo test test-l1 jax bench lint cuda sanitize hip-check clean distclean
+.PHONY: help env demo test test-l1 frameworks jax bench lint cuda sanitize hip-check clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -27,6 +28,8 @@ help:
 	@echo "make test       unit tests and the C++ program"
 	@echo "make test-l1    convergence tests (minutes)"
 	@echo "make jax        tests of the front end for JAX, which is installed into build/jax"
+	@echo "make frameworks tests with Accelerate, Lightning, Megatron-Core and others, in an environment"
+	@echo "                of their own, $(FRAMEWORKS)"
 	@echo "make bench      benchmarks, their tables and charts"
 	@echo "make lint       ruff, clang-format, docstrings and mypy"
 	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
@@ -53,6 +56,12 @@ test-l1: env
 jax: env
 	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax flatbuffers
 	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/with_jax
+
+# Wants Python 3.11 or later, as the frameworks do.
+frameworks:
+	@$(BASE_PYTHON) scripts/environment.py $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/python scripts/frameworks.py
+	$(FRAMEWORKS)/bin/python -m pytest tests/L1/frameworks
 
 # Without a GPU: what can be measured on a CPU.
 bench: env
@@ -96,4 +105,4 @@ clean:
 	-$(BASE_PYTHON) -B -m op_builder.jit.cli clean --all
 
 distclean: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(FRAMEWORKS)

@@ -1,0 +1,248 @@
+"""Accelerate with ``mixed_precision="fp8"``: conversion, every option, checkpoints, and ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pins import ROOT, pin
+from tiny import STEPS, batches, check_losses, optimizer_of, plain_losses, tiny_llama
+
+pytest.importorskip("accelerate", minversion=pin("accelerate"))
+pytest.importorskip("transformers", minversion=pin("transformers"))
+
+import transformer_engine.pytorch as te
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import (
+    FP8RecipeKwargs,
+    TERecipeKwargs,
+    has_transformer_engine_layers,
+    is_fp8_available,
+    is_transformer_engine_available,
+)
+
+from apex_te import recipe as native
+
+
+@pytest.fixture(autouse=True)
+def _no_accelerator():
+    """Accelerate keeps its precision and devices in classes."""
+    yield
+    _forget_accelerator()
+
+
+def _forget_accelerator() -> None:
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def accelerator(**options) -> Accelerator:
+    return Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs(**options)])
+
+
+def prepare(given: Accelerator, model: torch.nn.Module) -> torch.nn.Module:
+    """Has Accelerate convert a model, which it does together with an optimizer."""
+    return given.prepare(model, torch.optim.SGD(model.parameters(), 0.1))[0]
+
+
+def train(given: Accelerator, model, steps=STEPS) -> list[float]:
+    """Trains a language model through Accelerate and returns the loss of each step."""
+    model, optimizer = given.prepare(model, optimizer_of(model))
+    losses = []
+    for _, batch in zip(range(steps), batches(), strict=False):
+        loss = model(input_ids=batch, labels=batch).loss
+        given.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_availability() -> None:
+    assert is_transformer_engine_available()
+    assert is_fp8_available()
+
+
+def test_a_language_model_is_converted_and_learns() -> None:
+    model = tiny_llama()
+    plain, before = plain_losses(model), copy.deepcopy(model.state_dict())
+    names = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    prepared = prepare(accelerator(), model)
+    assert {name for name, m in prepared.named_modules() if isinstance(m, te.Linear)} == names
+    assert has_transformer_engine_layers(prepared)
+    for name, value in before.items():
+        assert torch.equal(prepared.state_dict()[name], value), name
+    check_losses(train(accelerator(), tiny_llama()), plain)
+
+
+@pytest.mark.parametrize("during", [False, True])
+def test_evaluation_is_in_high_precision_unless_asked_for(during: bool) -> None:
+    x = torch.randn(16, 32)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
+    with torch.autocast("cpu", torch.bfloat16):  # which Accelerate adds to FP8
+        expected = model(x).float()
+    model = prepare(accelerator(use_autocast_during_eval=during), model)
+    model.eval()
+    assert torch.equal(model(x).float(), expected) is not during
+    model.train()
+    assert not torch.equal(model(x).float(), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        # What equals Accelerate's own default is not passed on: Transformer Engine's counts.
+        ({}, {"amax_history_len": 1024, "amax_compute_algo": "max"}),
+        ({"margin": 2}, {"margin": 2}),
+        ({"interval": 3}, {"interval": 3}),
+        ({"fp8_format": "E4M3"}, {"fp8_format": native.Format.E4M3}),
+        ({"amax_history_len": 16}, {"amax_history_len": 16}),
+        ({"amax_compute_algo": "max"}, {"amax_compute_algo": "max"}),
+        (
+            {"override_linear_precision": (False, False, True)},
+            {"override_linear_precision": (False, False, True)},
+        ),
+    ],
+)
+def test_each_option_reaches_the_layers(options, fields) -> None:
+    model = prepare(accelerator(**options), torch.nn.Sequential(torch.nn.Linear(32, 16)))
+    model(torch.randn(16, 32)).sum().backward()
+    recipe = model[0]._fp8.state.recipe
+    assert isinstance(recipe, native.DelayedScaling)
+    assert {name: getattr(recipe, name) for name in fields} == fields
+
+
+def test_mxfp8_is_chosen() -> None:
+    given = accelerator(use_mxfp8_block_scaling=True)
+    x = torch.randn(32, 64)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    expected = copy.deepcopy(model)(x)
+    model = prepare(given, model)
+    y = model(x)
+    assert not torch.equal(y, expected)
+    assert torch.allclose(y, expected, atol=0.2)
+    assert not model[0]._fp8.state.allocated  # MXFP8 keeps no state
+
+
+def test_pure_e5m2_is_refused() -> None:
+    with pytest.raises(ValueError, match="pure E5M2 training is not supported"):
+        prepare(accelerator(fp8_format="E5M2"), torch.nn.Sequential(torch.nn.Linear(32, 16)))
+
+
+def test_layers_of_transformer_engine_are_not_converted_again() -> None:
+    layers = [
+        te.Linear(32, 32, return_bias=True), te.LayerNorm(32, zero_centered_gamma=True),
+        te.RMSNorm(32), te.LayerNormLinear(32, 48), te.LayerNormMLP(32, 64),
+        te.TransformerLayer(32, 64, 4),
+    ]  # fmt: skip
+    model = torch.nn.ModuleList(layers)
+    inside = list(model.modules())
+    prepared = prepare(accelerator(), model)
+    assert list(prepared) == layers
+    assert [id(m) for m in prepared.modules()] == [id(m) for m in inside]
+    assert prepared[0].return_bias
+    assert prepared[1].zero_centered_gamma
+
+
+@pytest.mark.parametrize("handlers", [[FP8RecipeKwargs(backend="TE")], []])
+def test_accelerates_own_test(handlers) -> None:
+    os.environ["ACCELERATE_FP8_BACKEND"] = "TE"
+    given = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=handlers or None)
+    data = torch.utils.data.DataLoader(torch.randn(10, 32), batch_size=2)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_lambda=lambda _: 1.0)
+    model, optimizer, data, scheduler = given.prepare(model, optimizer, data, scheduler)
+    assert has_transformer_engine_layers(model)
+    for batch in data:
+        given.backward(model(batch).square().mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def test_a_saved_state_continues_to_the_bit(tmp_path: Path) -> None:
+    def prepared():
+        given = accelerator(amax_history_len=4)
+        model = tiny_llama()
+        return given, *given.prepare(model, optimizer_of(model))
+
+    def step(given, model, optimizer, batch):
+        loss = model(input_ids=batch, labels=batch).loss
+        given.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    data = list(batches())
+    given, model, optimizer = prepared()
+    for batch in data[:6]:
+        step(given, model, optimizer, batch)
+    given.save_state(str(tmp_path))
+    expected = [step(given, model, optimizer, batch) for batch in data[6:10]]
+    _forget_accelerator()
+    given, model, optimizer = prepared()
+    given.load_state(str(tmp_path))
+    assert [step(given, model, optimizer, batch) for batch in data[6:10]] == expected
+
+
+RANKS = """
+import sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import has_transformer_engine_layers
+sys.path.insert(0, sys.argv[1])
+from tiny import batches, optimizer_of, tiny_llama
+
+given = Accelerator(cpu=True, mixed_precision="fp8")
+assert given.num_processes == int(sys.argv[2]), given.num_processes
+model = tiny_llama()
+model, optimizer = given.prepare(model, optimizer_of(model))
+assert has_transformer_engine_layers(model)
+losses = []
+for batch in batches():
+    rows = batch.chunk(given.num_processes)[given.process_index]
+    loss = model(input_ids=rows, labels=rows).loss
+    given.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(given.gather(loss.detach()[None]).mean().item())
+inner = given.unwrap_model(model)
+layer = inner.model.layers[0].mlp.down_proj
+scales = given.gather(layer._fp8.state.scale_fwd[None])
+weights = given.gather(layer.weight.detach()[None])
+assert all(torch.equal(value, scales[0]) for value in scales)
+assert all(torch.equal(value, weights[0]) for value in weights)
+if given.is_main_process:
+    print("losses", *losses, flush=True)
+if given.num_processes > 1:
+    given.wait_for_everyone()
+    torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_launched_ranks_find_the_alias_by_its_files(size: int, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("APEX_TE_T")}
+    environment.update(
+        OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", ACCELERATE_FP8_BACKEND="TE",
+        PYTHONPATH=path.rstrip(os.pathsep),
+    )  # fmt: skip
+    write = [sys.executable, "-m", "apex_te", "install-alias", "--prefix", str(tmp_path)]
+    subprocess.run(write, env=environment, check=True)
+    folder = next(tmp_path.rglob("transformer_engine")).parent
+    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
+    (tmp_path / "train.py").write_text(RANKS)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}"]
+    command += ["--standalone", str(tmp_path / "train.py"), str(Path(__file__).parent), str(size)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
+    check_losses([float(word) for word in line.split()[1:]], plain_losses(tiny_llama()))
