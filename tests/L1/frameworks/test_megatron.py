@@ -1,0 +1,318 @@
+"""Megatron-Core over the alias on CPU ranks: GPT, parallelism, recompute, experts, checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from pins import ROOT, pin
+
+pytest.importorskip("megatron.core")
+
+sys.path.insert(0, str(ROOT / "tests" / "L1" / "distributed"))
+
+import megatron.core
+import megatron_gpt as mg
+import te_blobs
+from ranks import Ranks
+
+if megatron.core.__version__ != pin("megatron-core"):
+    pytest.skip(f"needs Megatron-Core {pin('megatron-core')}", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def sets():
+    """Sets of ranks by size, which see no GPU."""
+    found: dict[int, Ranks] = {}
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for size in (1, 2):
+        found[size] = Ranks(size)
+    if before is None:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = before
+    yield found
+    for ranks in found.values():
+        ranks.close()
+
+
+@pytest.fixture
+def one(sets) -> Ranks:
+    return sets[1]
+
+
+@pytest.fixture
+def two(sets) -> Ranks:
+    return sets[2]
+
+
+def check_near(losses: list[float], plain: list[float], tolerance: float = 0.02) -> None:
+    assert plain[-1] < 0.85 * plain[0], "the plain model did not learn"
+    mean, expected = sum(losses[-5:]) / 5, sum(plain[-5:]) / 5
+    assert abs(mean - expected) <= tolerance * expected, (losses, plain)
+
+
+def test_every_module_imports(one) -> None:
+    """What fails lacks another package; none misses a name of Transformer Engine."""
+    (errors,) = one.run(mg.rank_imports)
+    wrong = {name: text for name, text in errors.items() if "transformer_engine" in text}
+    assert not wrong
+    others = ("modelopt", "nvidia_resiliency_ext", "triton", "mamba", "causal_conv1d", "zarr")
+    left = {k: v for k, v in errors.items() if not any(o in v or o in k for o in others)}
+    assert not left
+    (flags,) = one.run(mg.rank_flags)
+    assert all(flags.values()), flags
+
+
+@pytest.fixture(scope="module")
+def plain(sets) -> list[float]:
+    """Losses without FP8."""
+    return sets[1].run(mg.rank_losses, mg.LLAMA)[0]
+
+
+@pytest.mark.parametrize("recipe", mg.FP8)
+def test_gpt_trains_with_each_recipe(one, plain, recipe) -> None:
+    (losses,) = one.run(mg.rank_losses, {**mg.LLAMA, **mg.FP8[recipe]})
+    check_near(losses, plain)
+    assert losses != plain
+
+
+FUSED = {
+    "rope": {"apply_rope_fusion": True},
+    "cross entropy": {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"},
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_functions(one, plain, kind) -> None:
+    """Rotary embedding and cross entropy of the alias in the place of Megatron's own."""
+    (losses,) = one.run(mg.rank_losses, {**mg.LLAMA, **FUSED[kind]})
+    assert losses == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_two_tensor_parallel_ranks_equal_one(one, two, tmp_path, recipe, sequence_parallel) -> None:
+    fp8 = mg.FP8.get(recipe, {})
+    options, folder = {**mg.LLAMA, **fp8}, str(tmp_path / "saved")
+    one.run(mg.rank_saved, options, 1, 1, folder, 0)
+    (expected,) = one.run(mg.rank_split, options, 1, 1, folder)
+    options["sequence_parallel"] = sequence_parallel
+    first, second = two.run(mg.rank_split, options, 2, 1, folder)
+    assert first == second
+    # In FP8 a sum in another order may round to the next value, and recipes without state find
+    # the scales of a rank's weights by themselves.
+    assert first == pytest.approx(expected, rel=1e-5 if recipe is None else 2e-3)
+
+
+RECOMPUTES = {
+    "full": {
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+    },
+    "block": {
+        "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1,
+    },
+    "attention": {
+        "recompute_granularity": "selective", "recompute_modules": ["core_attn"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [None, *mg.FP8])
+@pytest.mark.parametrize("kind", RECOMPUTES)
+def test_recompute_is_bitwise(one, kind, recipe) -> None:
+    options = {**mg.LLAMA, **mg.FP8.get(recipe, {}), "attention_dropout": 0.1}
+    again = {**options, **RECOMPUTES[kind]}
+    assert one.run(mg.rank_losses, again) == one.run(mg.rank_losses, options)
+
+
+@pytest.mark.parametrize("distribute", [False, True])
+def test_recompute_on_two_ranks(two, distribute) -> None:
+    options = {**mg.LLAMA, **mg.FP8["delayed"], "attention_dropout": 0.1}
+    again = {**options, **RECOMPUTES["full"], "distribute_saved_activations": distribute}
+    assert two.run(mg.rank_split, again, 2, 1, None) == two.run(mg.rank_split, options, 2, 1, None)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_weights_in_fp8(one, plain, recipe) -> None:
+    (found,) = one.run(mg.rank_fp8_weights, {**mg.LLAMA, **mg.FP8[recipe]})
+    losses, kinds = found
+    assert kinds == {"FP8Parameter"}
+    check_near(losses, plain)
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("held", [False, True])
+def test_distributed_optimizer(one, two, recipe, held) -> None:
+    """ZeRO over two ranks with the same batch equals one rank; weights in FP8 are cut anywhere."""
+    if held and recipe is None:
+        pytest.skip("weights in FP8 have a recipe")
+    # With three layers the first half of the weights ends within a weight.
+    options = {**mg.LLAMA, **mg.FP8.get(recipe, {}), "fp8_param": held, "num_layers": 3}
+    (expected,) = one.run(mg.rank_distributed_optimizer, options, 4)
+    first, second = two.run(mg.rank_distributed_optimizer, options, 4)
+    assert first[0] == second[0]
+    for a, b in zip(first[1], second[1], strict=True):
+        assert torch.equal(a, b)
+    assert first[0] == pytest.approx(expected[0], rel=2e-3)
+
+
+@pytest.mark.parametrize("recipe", mg.FP8)
+def test_grouped_experts(one, recipe) -> None:
+    (expected,) = one.run(mg.rank_losses, mg.MOE)
+    (losses,) = one.run(mg.rank_losses, {**mg.MOE, **mg.FP8[recipe]})
+    check_near(losses, expected)
+    assert losses != expected
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed"])
+def test_experts_on_two_ranks(one, two, tmp_path, recipe) -> None:
+    options, folder = {**mg.MOE, **mg.FP8.get(recipe, {})}, str(tmp_path / "saved")
+    one.run(mg.rank_saved, options, 1, 1, folder, 0)
+    (expected,) = one.run(mg.rank_split, options, 1, 1, folder)
+    first, second = two.run(mg.rank_split, options, 1, 2, folder)
+    assert first == second
+    assert first == pytest.approx(expected, rel=1e-5 if recipe is None else 2e-3)
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_a_checkpoint_continues_bitwise(one, tmp_path, kind, recipe) -> None:
+    options = {**(mg.MOE if kind == "experts" else mg.LLAMA), **mg.FP8[recipe]}
+    folder = str(tmp_path / "saved")
+    (later,) = one.run(mg.rank_saved, options, 1, 1, folder, 5)
+    (again,) = one.run(mg.rank_loaded, options, 1, 1, folder, 5)
+    assert again[0] == later[0]
+    assert again[1].keys() == later[1].keys()
+    assert bool(later[1]) == (recipe == "delayed")
+    for name, value in later[1].items():
+        assert torch.equal(again[1][name], value), name
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_weights_in_fp8_are_saved(two, tmp_path, recipe) -> None:
+    # The halves of a gated layer are saved apart: with blocks of 128 rows they must not cut one.
+    options = {**mg.LLAMA, **mg.FP8[recipe], "ffn_hidden_size": 256}
+    for wrong in two.run(mg.rank_fp8_weights_saved, options, 2, str(tmp_path / "saved")):
+        assert wrong == []
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_checkpoint_loads_on_other_ranks(one, two, tmp_path, kind, before, after) -> None:
+    """Scales and histories come along, also where a rank has another part of the weights."""
+    options = {**(mg.MOE if kind == "experts" else mg.LLAMA), **mg.FP8["delayed"]}
+    folder, by_size = str(tmp_path / "saved"), {1: one, 2: two}
+
+    def sizes(ranks: int) -> tuple[int, int]:
+        return (1, ranks) if kind == "experts" else (ranks, 1)
+
+    saved = by_size[before].run(mg.rank_states_saved, options, *sizes(before), folder)
+    loaded = by_size[after].run(mg.rank_states_loaded, options, *sizes(after), folder)
+    dense = [name for name in saved[0] if "experts" not in name]
+    assert dense
+    for state in loaded:
+        assert state.keys() == loaded[0].keys()
+        for name in dense:
+            assert torch.equal(state[name], saved[0][name]), name
+    if kind == "experts":
+        check_experts(saved, loaded)
+
+
+def check_experts(saved: list[dict], loaded: list[dict]) -> None:
+    """Checks that each expert has its scales: ranks in order have the experts in order."""
+    names = [name for name in saved[0] if "experts" in name]
+    assert names
+    for name in names:
+        if name.endswith(("scale_fwd", "scale_inv_fwd", "scale_bwd", "scale_inv_bwd")):
+            whole = [torch.cat([state[name] for state in states]) for states in (saved, loaded)]
+            assert torch.equal(*whole), name
+
+
+def test_a_state_dict_of_transformer_engine_loads(one) -> None:
+    """Megatron's keys with the ``_extra_state`` of a release that pickles, strictly."""
+    values = []
+    for number in range(8):
+        values.append(te_blobs.tensors(length=4))
+        values[-1]["scale_fwd"] *= 2.0**number
+    own = {n: m for n, m in sys.modules.items() if n.startswith(("transformer_engine", "megatron"))}
+    blobs = [te_blobs.pickled_with_recipe(value, which=2) for value in values]
+    sys.modules.update(own)  # in whose place the blobs' classes were
+    (wrong,) = one.run(mg.rank_loads_te_state, {**mg.LLAMA, **mg.FP8["delayed"]}, blobs, values)
+    assert wrong == []
+
+
+@pytest.fixture(scope="module")
+def gpu_sets():
+    """Sets of ranks with a GPU each, by size."""
+    found = {size: Ranks(size, "nccl") for size in (1, 2) if torch.cuda.device_count() >= size}
+    yield found
+    for ranks in found.values():
+        ranks.close()
+
+
+def gpus(gpu_sets, size: int) -> Ranks:
+    if size not in gpu_sets:
+        pytest.skip(f"needs {size} GPUs, got {torch.cuda.device_count()}")
+    return gpu_sets[size]
+
+
+BF16 = {**mg.LLAMA, "bf16": True, "params_dtype": torch.bfloat16}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", mg.FP8)
+def test_gpt_on_a_gpu(gpu_sets, recipe) -> None:
+    ranks = gpus(gpu_sets, 1)
+    (plain,), (losses,) = (
+        ranks.run(mg.rank_losses, {**BF16, **fp8}) for fp8 in ({}, mg.FP8[recipe])
+    )
+    check_near(losses, plain)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_gpus(gpu_sets, tmp_path, recipe, sequence_parallel) -> None:
+    one, two = gpus(gpu_sets, 1), gpus(gpu_sets, 2)
+    options, folder = {**BF16, **mg.FP8.get(recipe, {})}, str(tmp_path / "saved")
+    one.run(mg.rank_saved, options, 1, 1, folder, 0)
+    (expected,) = one.run(mg.rank_split, options, 1, 1, folder)
+    options["sequence_parallel"] = sequence_parallel
+    first, second = two.run(mg.rank_split, options, 2, 1, folder)
+    assert first == second
+    assert first == pytest.approx(expected, rel=1e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise", "blockwise"])
+@pytest.mark.parametrize("held", [False, True])
+def test_distributed_optimizer_on_gpus(gpu_sets, recipe, held) -> None:
+    if held and recipe is None:
+        pytest.skip("weights in FP8 have a recipe")
+    options = {**BF16, **mg.FP8.get(recipe, {}), "fp8_param": held, "num_layers": 3}
+    (expected,) = gpus(gpu_sets, 1).run(mg.rank_distributed_optimizer, options, 4)
+    first, second = gpus(gpu_sets, 2).run(mg.rank_distributed_optimizer, options, 4)
+    assert first[0] == second[0]
+    for a, b in zip(first[1], second[1], strict=True):
+        assert torch.equal(a, b)
+    assert first[0] == pytest.approx(expected[0], rel=1e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_checkpoints_on_gpus(gpu_sets, tmp_path, kind, before, after) -> None:
+    options = {**BF16, **(mg.MOE if kind == "experts" else {}), **mg.FP8["delayed"]}
+    sizes = {n: ((1, n) if kind == "experts" else (n, 1)) for n in (1, 2)}
+    folder = str(tmp_path / "saved")
+    saved = gpus(gpu_sets, before).run(mg.rank_states_saved, options, *sizes[before], folder)
+    loaded = gpus(gpu_sets, after).run(mg.rank_states_loaded, options, *sizes[after], folder)
+    for state in loaded:
+        for name in [name for name in saved[0] if "experts" not in name]:
+            assert torch.equal(state[name], saved[0][name]), name
+    if kind == "experts":
+        check_experts(saved, loaded)
