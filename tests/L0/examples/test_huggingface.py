@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -80,6 +82,22 @@ def test_families(family, tmp_path):
     run("accelerate_loop", tmp_path, "--family", family, "--accumulate", 2)
     again = run("accelerate_loop", tmp_path / "again", "--model", tmp_path / "model")
     assert again.losses[-1] < 6
+
+
+def test_accelerates_own_switch(tmp_path):
+    """In a process of its own, which has the alias from the start."""
+    options = [*TINY, "--switch", "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "accelerate_loop.py"), *options],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr
+    # The output head, which Accelerate converts, too, besides the seven layers of the block.
+    assert f"{6 * 3 * 8} FP8 products" in done.stdout
+    with pytest.raises(SystemExit):
+        program("accelerate_loop").main([*TINY, "--switch", "--recipe", "tensorwise"])
 
 
 def test_adapters(tmp_path):
