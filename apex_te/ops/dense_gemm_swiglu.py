@@ -1,13 +1,10 @@
 """FP8 products of a gated MLP with the activation or its gradient in the same kernel (sm_90).
 
-The columns of the first product's output, ``hidden``, lie in an order of their own, ``order``, so
-that a thread of the kernel has gate and up of an output side by side; the rows of its weight must
-be in that order, too. Elsewhere the products and ``swiglu`` run one after the other.
+Elsewhere the products and ``swiglu`` run one after the other.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -20,9 +17,6 @@ from .registration import bind, note_written
 
 _lib = runtime.ops("dense_gemm")
 
-GROUP = 32
-"""Columns of ``hidden`` whose order is that of the next ones: gates and ups of 16 outputs."""
-
 _SPLIT = 512
 
 
@@ -30,8 +24,8 @@ class GatedHidden(NamedTuple):
     """Result of ``dense_gemm_swiglu``.
 
     Attributes:
-        hidden: bfloat16 [M, 2F], the activation's input with its columns in ``order``.
-        act: FP8 data of the activation, rowwise [M, F] in the usual order.
+        hidden: bfloat16 [M, 2F], the activation's input, gates first.
+        act: FP8 data of the activation, rowwise [M, F].
     """
 
     hidden: torch.Tensor
@@ -42,51 +36,13 @@ class GatedGradient(NamedTuple):
     """Result of ``dense_gemm_swiglu_bwd``.
 
     Attributes:
-        output: FP8 data of the gradient of ``hidden``: rowwise [M, 2F] in ``order``, columnwise
-            [2F, M rounded up to 16] in the usual order, all gates first.
+        output: FP8 data of the gradient of ``hidden``: rowwise [M, 2F] and columnwise
+            [2F, M rounded up to 16].
         act_columnwise: FP8 data of the activation, [F, M rounded up to 16]; None if not asked for.
     """
 
     output: FP8Output
     act_columnwise: torch.Tensor | None
-
-
-@functools.lru_cache(maxsize=64)
-def order(columns: int, device: torch.device | None = None) -> torch.Tensor:
-    """Returns the order of the columns of ``hidden``: int64 indices into gates and ups.
-
-    ``weight[order(2F)]`` are the rows of a weight [2F, K], gates first, as the kernels want them.
-    In each group of 32 the column 8 a + 2 s + e is gate (e = 0) or up (e = 1) of the output
-    2 a + s % 2 + 8 (s / 2) of 16.
-
-    Args:
-        columns: 2F, a multiple of 32.
-        device: device of the tensor, which is cached.
-
-    Raises:
-        ValueError: ``columns`` is no multiple of 32.
-    """
-    if columns % GROUP:
-        raise ValueError(f"order: columns must be a multiple of {GROUP}, got {columns}")
-    place = torch.arange(columns)
-    p = place % GROUP
-    a, s, e = p // 8, p // 2 % 4, p % 2
-    output = place // GROUP * (GROUP // 2) + 2 * a + s % 2 + s // 2 * 8
-    return (output + e * (columns // 2)).to(device)
-
-
-@functools.lru_cache(maxsize=64)
-def usual_order(columns: int, device: torch.device | None = None) -> torch.Tensor:
-    """Returns the inverse of ``order``: ``hidden[:, usual_order(2F)]`` has all gates first.
-
-    Args:
-        columns: 2F, a multiple of 32.
-        device: device of the tensor, which is cached.
-
-    Raises:
-        ValueError: ``columns`` is no multiple of 32.
-    """
-    return order(columns).argsort().to(device)
 
 
 @checked
@@ -108,11 +64,11 @@ def dense_gemm_swiglu(
 
     Args:
         a: [M, K] E4M3, contiguous; the input.
-        b: [2F, K] E4M3, contiguous; the weight with its rows in ``order``.
+        b: [2F, K] E4M3, contiguous; the weight, gates first. F must be a multiple of 16.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
         scale: one float32 element, the scale of the activation's FP8 data.
-        bias: [2F] in ``order``, converted to bfloat16.
+        bias: [2F], converted to bfloat16.
         activation: as in ``swiglu``.
         amax: one float32 element, becomes max(amax, max |act(gate) * up|), before scaling; NaN
             counts as largest.
@@ -126,7 +82,7 @@ def dense_gemm_swiglu(
     hidden, bias = fp8_gemm._prepare(
         "dense_gemm_swiglu", a, b, None, torch.bfloat16, bias, accumulate=False
     )
-    _check_group("b", b.shape[0], GROUP)
+    _check_rows("b", b.shape[0], 32)
     act = a.new_empty((a.shape[0], b.shape[0] // 2), dtype=torch.float8_e4m3fn)
     scale_inv = a.new_empty(1, dtype=torch.float32)
     _fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code)
@@ -156,7 +112,7 @@ def dense_gemm_swiglu_bwd(
 
     Args:
         a: [M, K] FP8, contiguous; dy.
-        b: [F, K] E4M3, contiguous; the second weight columnwise, its rows in the usual order.
+        b: [F, K] E4M3, contiguous; the second weight columnwise. F must be a multiple of 16.
         a_scale_inv: one float32 element on the device.
         b_scale_inv: one float32 element on the device.
         hidden: bfloat16 [M, 2F], contiguous, as ``dense_gemm_swiglu`` made it.
@@ -182,7 +138,7 @@ def dense_gemm_swiglu_bwd(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
         )
     rows, cols = a.shape[0], b.shape[0]
-    _check_group("b", cols, GROUP // 2)
+    _check_rows("b", cols, 16)
     if hidden.shape != (rows, 2 * cols):
         raise ValueError(
             f"{name}: hidden must have shape {[rows, 2 * cols]}, got {list(hidden.shape)}"
@@ -200,7 +156,7 @@ def dense_gemm_swiglu_bwd(
     return GatedGradient(FP8Output(rowwise, columns, scale_inv), act)
 
 
-def _check_group(name: str, rows: int, multiple: int) -> None:
+def _check_rows(name: str, rows: int, multiple: int) -> None:
     """Raises ValueError unless ``rows`` of the argument ``name`` is a multiple of ``multiple``."""
     if rows % multiple:
         raise ValueError(
@@ -234,12 +190,12 @@ def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, sca
     if is_e4m3 and fuses(a, b, _NAMES[code]) and _aligned(hidden, act):
         product_count.add()
         _lib.dense_gemm_swiglu(
-            a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code, 0, 0
-        )
+            a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code, 0,
+            dense_gemm.STREAM_RESULTS,
+        )  # fmt: skip
         return
     dense_gemm._run(a, b, a_scale_inv, b_scale_inv, hidden, bias, None, False, 0)
-    usual = hidden.index_select(1, usual_order(hidden.shape[1], hidden.device))
-    swiglu._fwd_fp8(usual, None, None, None, scale, act, None, amax, scale_inv, code)
+    swiglu._fwd_fp8(hidden, None, None, None, scale, act, None, amax, scale_inv, code)
 
 
 def _run_bwd(
@@ -251,22 +207,18 @@ def _run_bwd(
         product_count.add()
         _lib.dense_gemm_swiglu_bwd(
             a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax,
-            scale_inv, act_scale, act_columnwise, code, promotion, 0, 0,
+            scale_inv, act_scale, act_columnwise, code, promotion, 0, dense_gemm.STREAM_RESULTS,
         )  # fmt: skip
         return
     grad = hidden.new_empty((a.shape[0], b.shape[0]))
     dense_gemm._run(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)
-    usual = hidden.index_select(1, usual_order(hidden.shape[1], hidden.device))
-    usual_rowwise = torch.empty_like(rowwise)
     swiglu._bwd_fp8(
-        grad, usual, None, None, None, scale, usual_rowwise, columnwise, amax, scale_inv, None,
-        None, code,
+        grad, hidden, None, None, None, scale, rowwise, columnwise, amax, scale_inv, None, None,
+        code,
     )  # fmt: skip
-    columns = order(hidden.shape[1], hidden.device)
-    rowwise.view(torch.uint8).copy_(usual_rowwise.view(torch.uint8).index_select(1, columns))
     if act_columnwise is not None:
-        swiglu._fwd_fp8(usual, None, None, None, act_scale, None, act_columnwise, None, None, code)
+        swiglu._fwd_fp8(hidden, None, None, None, act_scale, None, act_columnwise, None, None, code)
 
 
-_fwd = bind("dense_gemm", "dense_gemm_swiglu", _run_fwd, without=("strip", "lag"))
-_bwd = bind("dense_gemm", "dense_gemm_swiglu_bwd", _run_bwd, without=("strip", "lag"))
+_fwd = bind("dense_gemm", "dense_gemm_swiglu", _run_fwd, without=("strip", "cache"))
+_bwd = bind("dense_gemm", "dense_gemm_swiglu_bwd", _run_bwd, without=("strip", "cache"))

@@ -12,41 +12,44 @@
 // c is residual, bfloat16, or with accumulate what out holds. `promotion` is the number of products
 // of which sums are kept in the matrix units before they are added up in float32: 128, 256 or 512;
 // 0: all of K. `columns` and `strip` choose tiles: their width, 0 for what suits the shape, and how
-// many of a row are worked on at once; `lag`: clocks by which one warpgroup starts later.
+// many of a row are worked on at once. `cache`: sum of what the L2 cache keeps longer than
+// usual, 1: a, 2: b, and less long, 4: what is written, 8: hidden.
 APEX_TE_FUNCTION(dense_gemm,
                  "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor!, "
                  "bias: Tensor?, residual: Tensor?, accumulate: bool, promotion: int, "
-                 "columns: int, strip: int, lag: int",
+                 "columns: int, strip: int, cache: int",
                  "cuda")
 
-// Products of a gated MLP together with the activation, in the order of gated_place below.
+// Products of a gated MLP together with the activation. The columns of hidden are all gates, then
+// all ups.
 //
 // dense_gemm_swiglu: hidden = a . b^T as above, and of act(gate) * up of its rounded values, in
 // float32, FP8 data act = satcast_rne(y * scale), and amax = max(amax, max |y|).
 // dense_gemm_swiglu_bwd: the gradient of that activation from grad = a . b^T, rounded to bfloat16,
-// and hidden: FP8 data rowwise in hidden's order; columnwise [N, ld] with the gradients of all
-// gates and then of all ups, where ld is a multiple of 16 and zeros follow the last row.
-// act_columnwise [N / 2, ld]: the activation's FP8 data once more, with the forward's scale.
-// scale_inv receives 1 / scale.
+// and hidden: FP8 data rowwise and columnwise [2 N, ld], where ld is a multiple of 16 and zeros
+// follow the last row. act_columnwise [N, ld]: the activation's FP8 data once more, with the
+// forward's scale. scale_inv receives 1 / scale.
 APEX_TE_FUNCTION(dense_gemm_swiglu,
                  "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, "
                  "hidden: Tensor!, bias: Tensor?, scale: Tensor, act: Tensor!, amax: Tensor!?, "
-                 "scale_inv: Tensor!?, activation: int, strip: int, lag: int",
+                 "scale_inv: Tensor!?, activation: int, strip: int, cache: int",
                  "cuda")
-APEX_TE_FUNCTION(dense_gemm_swiglu_bwd,
-                 "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, "
-                 "hidden: Tensor, scale: Tensor, rowwise: Tensor!, columnwise: Tensor!?, "
-                 "amax: Tensor!?, scale_inv: Tensor!?, act_scale: Tensor?, "
-                 "act_columnwise: Tensor!?, activation: int, promotion: int, strip: int, lag: int",
-                 "cuda")
+APEX_TE_FUNCTION(
+    dense_gemm_swiglu_bwd,
+    "a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, "
+    "hidden: Tensor, scale: Tensor, rowwise: Tensor!, columnwise: Tensor!?, "
+    "amax: Tensor!?, scale_inv: Tensor!?, act_scale: Tensor?, "
+    "act_columnwise: Tensor!?, activation: int, promotion: int, strip: int, cache: int",
+    "cuda")
 
 namespace apex_te {
 
-// Order of the columns of hidden, 32 for 16 outputs: the column 8 a + 2 s + e is gate (e = 0) or up
-// (e = 1) of the output 2 a + s % 2 + 8 (s / 2). In a product's registers a thread then has gate
-// and up of an output side by side, and in 16 bytes of a row of hidden those of the four outputs
-// whose gradients it has in its registers.
-constexpr int64_t kGatedGroup = 32;
+// Outputs of a gated activation come in such groups: rows of its FP8 data begin at multiples of 16
+// bytes.
+constexpr int64_t kGatedGroup = 16;
+
+// Of `cache`.
+constexpr int64_t kKeepA = 1, kKeepB = 2, kStreamResults = 4, kStreamHidden = 8;
 
 struct DenseGemm {
   DType a_type, b_type;
@@ -58,7 +61,7 @@ struct DenseGemm {
   const uint16_t* added;    // bfloat16, or null
   const float* wide_added;  // or null
   int64_t m, n, k;
-  int64_t promotion, columns, strip, lag;
+  int64_t promotion, columns, strip, cache;
 };
 
 inline void check_aligned(const Args& args, const char* name, const void* data) {
@@ -80,9 +83,9 @@ inline void check_choices(const Args& args, const DenseGemm& g) {
   if (g.strip < 0 || g.strip > 1024)
     fail(kApexTeValueError, "%s: strip must be from 0 to 1024, got %lld", args.name(),
          static_cast<long long>(g.strip));
-  if (g.lag < 0 || g.lag > 65536)
-    fail(kApexTeValueError, "%s: lag must be from 0 to 65536, got %lld", args.name(),
-         static_cast<long long>(g.lag));
+  if (g.cache < 0 || g.cache > 15)
+    fail(kApexTeValueError, "%s: cache must be from 0 to 15, got %lld", args.name(),
+         static_cast<long long>(g.cache));
 }
 
 inline DenseGemm check_dense_gemm(Args& args) {
@@ -94,7 +97,7 @@ inline DenseGemm check_dense_gemm(Args& args) {
   g.promotion = args.integer();
   g.columns = args.integer();
   g.strip = args.integer();
-  g.lag = args.integer();
+  g.cache = args.integer();
   a.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2).is_dense();
   b.has_dtype({DType::kE4M3, DType::kE5M2}).has_ndim(2);
   g.m = a.size(0);
@@ -184,7 +187,7 @@ inline GatedProduct check_gated(Args& args) {
   GatedProduct p{};
   DenseGemm& g = p.g;
   check_gated_operands(args, g, DType::kE4M3);
-  check_multiple(args, "N", g.n, kGatedGroup);
+  check_multiple(args, "N", g.n, 2 * kGatedGroup);
   const TensorView hidden = args.tensor(), bias = args.optional_tensor(), scale = args.tensor();
   const TensorView act = args.tensor();
   g.out = hidden.has_dtype({DType::kBFloat16}).has_shape({g.m, g.n}).is_dense().data<uint16_t>();
@@ -196,7 +199,7 @@ inline GatedProduct check_gated(Args& args) {
   p.gated.scale_inv = check_float(args.optional_tensor());
   check_gated_activation(args, p.gated, args.integer());
   g.strip = args.integer();
-  g.lag = args.integer();
+  g.cache = args.integer();
   check_choices(args, g);
   if (g.a_type != DType::kE4M3)
     fail(kApexTeUnsupported, "%s: a must have dtype float8_e4m3fn, got float8_e5m2", args.name());
@@ -220,7 +223,7 @@ inline GatedProduct check_gated_bwd(Args& args) {
   GatedProduct p{};
   DenseGemm& g = p.g;
   check_gated_operands(args, g, DType::kE4M3);
-  check_multiple(args, "N", g.n, kGatedGroup / 2);
+  check_multiple(args, "N", g.n, kGatedGroup);
   const TensorView hidden = args.tensor(), scale = args.tensor(), rowwise = args.tensor();
   const TensorView columnwise = args.optional_tensor();
   hidden.has_dtype({DType::kBFloat16}).has_shape({g.m, 2 * g.n}).is_dense();
@@ -240,7 +243,7 @@ inline GatedProduct check_gated_bwd(Args& args) {
   check_gated_activation(args, p.gated, args.integer());
   g.promotion = args.integer();
   g.strip = args.integer();
-  g.lag = args.integer();
+  g.cache = args.integer();
   check_choices(args, g);
   check_aligned(args, "hidden", p.gated.hidden);
   check_aligned(args, "rowwise", p.gated.rowwise);

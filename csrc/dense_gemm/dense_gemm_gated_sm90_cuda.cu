@@ -9,16 +9,23 @@
 namespace apex_te {
 namespace {
 
-using Forward = Variant<256, 4, 0>;
+using Forward = Variant<256, 4, 0, false, true>;
 using Backward = Variant<192, 4, 4, true>;
 
 template <typename A>
 void launch_bwd(const Launch& at, const GatedProduct& product) {
+  using V = Backward;
+  constexpr size_t kBytesShared =
+      V::kStages * V::kStageBytes + kExchangeBytes<V> + sizeof(Control<V::kStages>);
+  static_assert(kBytesShared <= kSharedLimit, "what a block may have on sm_90");
+  static std::atomic<uint64_t> allowed{0};
   Params p;
   p.g = product.g;
   p.gated = product.gated;
-  describe(&p.added, kBFloat16s, p.gated.hidden, p.g.m, 2 * p.g.n, kTileM, Backward::kColumns);
-  launch_product<Backward, A, E4M3, DSwiglu<A>::template Store>(at, p);
+  describe(&p.added, kBFloat16s, p.gated.hidden, p.g.m, 2 * p.g.n, kTileM, V::kColumns);
+  prepare<V>(&p);
+  launch_tiles<V>(at, gated_gradient_kernel<V, A, E4M3, Activation::kSilu>, kConsumers + 256,
+                  kBytesShared, &allowed, p);
 }
 
 }  // namespace
@@ -33,7 +40,9 @@ APEX_TE_DEFINE(dense_gemm_swiglu) {
   Params p;
   p.g = product.g;
   p.gated = product.gated;
-  describe(&p.out, kBFloat16s, p.g.out, p.g.m, p.g.n, kWarpRows, Forward::kBox);
+  const int64_t outputs = p.g.n / 2;
+  describe_boxes<3>(&p.out, kBFloat16s, p.g.out, {outputs, 2, p.g.m}, {outputs, p.g.n},
+                    {64, 1, kWarpRows});
   describe(&p.act, kBytes, p.gated.act, p.g.m, p.g.n / 2, kWarpRows, Forward::kColumns / 2);
   launch_product<Forward, E4M3, E4M3, SwigluStore>(at, p);
 }

@@ -12,34 +12,32 @@ namespace apex_te {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-// Keeps a thread busy for some clocks.
-__device__ __forceinline__ void stand_back(int clocks) {
-  const int64_t begin = clock64();
-  while (clock64() - begin < clocks) {
-  }
-}
-
-// By the two warpgroups of consumers. The second may stand back at the start: it then stays some
-// stages behind, and multiplies while the first one is in its epilogue.
+// By the two warpgroups of consumers.
 template <typename V, typename A, typename B, typename Epilogue>
 __device__ __forceinline__ void multiply_tiles(const Params& p, const Ring<V>& ring,
                                                uint32_t staged) {
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int warpgroup = same_in_warp(warp / 4), rank = static_cast<int>(cluster_rank());
-  const Order order = order_of(p.g.m, p.g.n, V::kColumns, p.strip);
-  const int turns = static_cast<int>(order.turns()), blocks = stages_of(p.g);
+  const int turns = p.order.turns, blocks = stages_of(p.g);
   const float factor = *p.g.a_scale_inv * *p.g.b_scale_inv;
   Place<V::kStages> place;
   Epilogue epilogue(p, staged);
   float d[kSums<V>];
-  if (p.lag && warpgroup && blocks) {
-    barrier_wait(&ring.control->full[0], 0);
-    stand_back(p.lag);
-  }
+  clear<V>(d);
   for (int turn = static_cast<int>(blockIdx.x / 2); turn < turns;
        turn += static_cast<int>(gridDim.x / 2)) {
-    multiply_tile<V, A, B>(d, ring, blocks, warpgroup, &place);
-    epilogue.store(d, tile_of(order, turn, rank, V::kColumns), factor);
+    const Tile tile = tile_of(p.order, turn, rank, V::kColumns);
+    if constexpr (Epilogue::kSteps > 0) {
+      if (blocks > 0) {
+        Products<V, A, B>{d, ring, &place, warpgroup, 0}.all(blocks, epilogue);
+      } else {
+        all_steps(epilogue, std::make_integer_sequence<int, Epilogue::kSteps>{});
+      }
+      epilogue.take(d, tile, factor);
+    } else {
+      multiply_tile<V, A, B>(d, ring, blocks, warpgroup, &place);
+      epilogue.store(d, tile, factor);
+    }
   }
   epilogue.finish();
 }
@@ -87,25 +85,45 @@ struct Launch {
   cudaStream_t stream;
 };
 
+// Sets the order of tiles and the maps of the operands of params whose `g` is set.
+template <typename V>
+void prepare(Params* p) {
+  constexpr int kDefaultStrip = 2048 / V::kColumns;
+  const DenseGemm& g = p->g;
+  Order& order = p->order;
+  order.m_tiles = static_cast<int>(tiles_of(g.m, kTileM));
+  order.n_tiles = static_cast<int>(tiles_of(g.n, V::kColumns));
+  order.strip = std::min(g.strip ? static_cast<int>(g.strip) : kDefaultStrip, order.n_tiles);
+  order.turns = static_cast<int>(turns_of(g, V::kColumns));
+  p->keep_a = g.cache & kKeepA ? kKeepLonger : kKeepNormally;
+  p->keep_b = g.cache & kKeepB ? kKeepLonger : kKeepNormally;
+  p->keep_out = g.cache & kStreamResults ? kKeepLess : kKeepNormally;
+  p->keep_hidden = g.cache & kStreamHidden ? kKeepLess : kKeepNormally;
+  if (g.k == 0) return;
+  describe(&p->a, kBytes, g.a, g.m, g.k, kTileM / 2, kTileK);
+  if constexpr (V::kGated)
+    describe_boxes<3>(&p->b, kBytes, g.b, {g.k, g.n / 2, 2}, {g.k, g.n / 2 * g.k},
+                      {kTileK, V::kColumns / 2, 1});
+  else
+    describe(&p->b, kBytes, g.b, g.n, g.k, V::kColumns / 2, kTileK);
+}
+
+// Launches a kernel for prepared params.
+template <typename V, typename Kernel>
+void launch_tiles(const Launch& at, Kernel kernel, int threads, size_t bytes,
+                  std::atomic<uint64_t>* allowed, const Params& p) {
+  allow_shared(kernel, bytes, at.device, allowed);
+  launch_cluster(kernel, std::min<int64_t>(p.order.turns, at.multiprocessors / 2) * 2, threads, 2,
+                 bytes, at.stream, p);
+}
+
 // Launches the kernel for params whose `g` is set, and the maps that only the epilogue uses.
 template <typename V, typename A, typename B, template <typename> class Epilogue>
 void launch_product(const Launch& at, Params p) {
   static_assert(kSharedBytes<V> <= kSharedLimit, "what a block may have on sm_90");
   static std::atomic<uint64_t> allowed{0};
-  constexpr int kDefaultStrip = 2048 / V::kColumns;
-  const DenseGemm& g = p.g;
-  const int n_tiles = order_of(g.m, g.n, V::kColumns, 1).n_tiles;
-  p.strip = std::min(g.strip ? static_cast<int>(g.strip) : kDefaultStrip, n_tiles);
-  p.lag = static_cast<int>(g.lag);
-  const int64_t turns = order_of(g.m, g.n, V::kColumns, p.strip).turns();
-  if (g.k > 0) {
-    describe(&p.a, kBytes, g.a, g.m, g.k, kTileM / 2, kTileK);
-    describe(&p.b, kBytes, g.b, g.n, g.k, V::kColumns / 2, kTileK);
-  }
-  const auto kernel = dense_gemm_kernel<V, A, B, Epilogue>;
-  allow_shared(kernel, kSharedBytes<V>, at.device, &allowed);
-  launch_cluster(kernel, std::min(turns, at.multiprocessors / 2) * 2, kThreads, 2, kSharedBytes<V>,
-                 at.stream, p);
+  prepare<V>(&p);
+  launch_tiles<V>(at, dense_gemm_kernel<V, A, B, Epilogue>, kThreads, kSharedBytes<V>, &allowed, p);
 }
 
 // Where a product of these extents is launched; fails unless there is a kernel for it.
@@ -114,7 +132,7 @@ inline Launch launch_of(const Args& args, const DenseGemm& g) {
     fail(kApexTeUnsupported, "%s: the GPU must be of arch 9.0", args.name());
   // Places in a matrix are 32 bits to a tensor copy, turns to the kernel.
   constexpr int64_t kLimit = int64_t{1} << 30;
-  if (g.m > kLimit || g.n > kLimit || g.k > kLimit || order_of(g.m, g.n, 128, 1).turns() > kLimit)
+  if (g.m > kLimit || g.n > kLimit || g.k > kLimit || turns_of(g, 128) > kLimit)
     fail(kApexTeUnsupported, "%s: operands must have at most 2^30 rows, columns and tiles",
          args.name());
   return {args.device_id(), device_attribute(cudaDevAttrMultiProcessorCount),

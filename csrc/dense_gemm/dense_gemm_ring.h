@@ -15,11 +15,14 @@ constexpr size_t kSharedLimit = 227 * 1024;
 
 // How a tile of kTileM x kColumns is made. kInterval: stages of kTileK products whose sums are made
 // in the matrix units before they are added up; 0: all. kStaggered: the second warpgroup adds up in
-// the middle of the first one's intervals.
-template <int kColumns_, int kStages_, int kInterval_, bool kStaggered_ = false>
+// the middle of the first one's intervals. kGated: the first half of a tile's columns are gates,
+// the second half the ups of the same outputs.
+template <int kColumns_, int kStages_, int kInterval_, bool kStaggered_ = false,
+          bool kGated_ = false>
 struct Variant {
   static constexpr int kColumns = kColumns_, kStages = kStages_, kInterval = kInterval_;
   static constexpr bool kStaggered = kStaggered_;
+  static constexpr bool kGated = kGated_;
   static constexpr uint32_t kBytesA = kTileM * kTileK, kBytesB = kColumns * kTileK;
   static constexpr uint32_t kStageBytes = kBytesA + kBytesB;
   // The result leaves through shared memory of each warp, kStaged columns at a time in boxes of
@@ -36,15 +39,6 @@ struct Variant {
   static_assert(fits(kStaged) && kStaged % kBox == 0, "room for the result");
 };
 
-// out, added: what the epilogue stores, and what it reads or adds. act: FP8 data of a gated
-// activation.
-struct alignas(128) Params {
-  CUtensorMap a, b, out, added, act;
-  DenseGemm g;
-  Gated gated;
-  int strip, lag;
-};
-
 template <int kStages>
 struct Control {
   uint64_t full[kStages], empty[kStages];
@@ -57,16 +51,26 @@ constexpr size_t kSharedBytes =
 // The two blocks of a cluster take tiles that lie one below the other and share their part of b; of
 // a last row of tiles without a pair they take tiles side by side, which share their part of a.
 struct Order {
-  int m_tiles, n_tiles, strip;
-
-  APEX_TE_HD int64_t paired() const { return static_cast<int64_t>(m_tiles / 2) * n_tiles; }
-  APEX_TE_HD int64_t turns() const { return paired() + m_tiles % 2 * ((n_tiles + 1) / 2); }
+  int m_tiles, n_tiles, strip, turns;
 };
 
-APEX_TE_HD Order order_of(int64_t m, int64_t n, int columns, int strip) {
-  return {static_cast<int>((m + kTileM - 1) / kTileM),
-          static_cast<int>((n + columns - 1) / columns), strip};
+inline int64_t tiles_of(int64_t extent, int64_t tile) { return (extent + tile - 1) / tile; }
+
+// Turns of all clusters together.
+inline int64_t turns_of(const DenseGemm& g, int columns) {
+  const int64_t m_tiles = tiles_of(g.m, kTileM), n_tiles = tiles_of(g.n, columns);
+  return m_tiles / 2 * n_tiles + m_tiles % 2 * ((n_tiles + 1) / 2);
 }
+
+// out, added: what the epilogue stores, and what it reads or adds. act: FP8 data of a gated
+// activation.
+struct alignas(128) Params {
+  CUtensorMap a, b, out, added, act;
+  DenseGemm g;
+  Gated gated;
+  Order order;
+  uint64_t keep_a, keep_b, keep_out, keep_hidden;
+};
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -122,15 +126,23 @@ __device__ __forceinline__ void copy_tile(const Params& p, const Ring<V>& ring, 
     const uint32_t full = shared_address(&ring.control->full[place->at]);
     const uint32_t a = ring.a(place->at), b = a + V::kBytesA;
     if (tile.shares_b) {
-      const int half = rank * V::kColumns / 2;
-      copy_box(a, p.a, column, tile.row, full);
-      copy_box(a + V::kBytesA / 2, p.a, column, tile.row + kTileM / 2, full);
-      copy_box_to_both(b + half * kTileK, p.b, column, tile.column + half, full);
+      copy_box(a, p.a, column, tile.row, full, p.keep_a);
+      copy_box(a + V::kBytesA / 2, p.a, column, tile.row + kTileM / 2, full, p.keep_a);
+      const uint32_t to = b + rank * (V::kBytesB / 2);
+      if constexpr (V::kGated)
+        copy_box_of_to_both(to, p.b, column, tile.column / 2, rank, full, p.keep_b);
+      else
+        copy_box_to_both(to, p.b, column, tile.column + rank * (V::kColumns / 2), full, p.keep_b);
     } else {
       const int half = rank * kTileM / 2;
       copy_box_to_both(a + half * kTileK, p.a, column, tile.row + half, full);
-      copy_box(b, p.b, column, tile.column, full);
-      copy_box(b + V::kBytesB / 2, p.b, column, tile.column + V::kColumns / 2, full);
+      if constexpr (V::kGated) {
+        copy_box_of(b, p.b, column, tile.column / 2, 0, full);
+        copy_box_of(b + V::kBytesB / 2, p.b, column, tile.column / 2, 1, full);
+      } else {
+        copy_box(b, p.b, column, tile.column, full);
+        copy_box(b + V::kBytesB / 2, p.b, column, tile.column + V::kColumns / 2, full);
+      }
     }
     if (i == prefetch_at) Epilogue::prefetch(p, tile);
   }
@@ -140,12 +152,12 @@ __device__ __forceinline__ void copy_tile(const Params& p, const Ring<V>& ring, 
 template <typename V, typename Epilogue>
 __device__ __forceinline__ void copy_tiles(const Params& p, const Ring<V>& ring) {
   const int rank = static_cast<int>(cluster_rank());
-  const Order order = order_of(p.g.m, p.g.n, V::kColumns, p.strip);
-  const int turns = static_cast<int>(order.turns()), blocks = stages_of(p.g);
+  const int turns = p.order.turns, blocks = stages_of(p.g);
   Place<V::kStages> place;
   for (int turn = static_cast<int>(blockIdx.x / 2); turn < turns;
        turn += static_cast<int>(gridDim.x / 2))
-    copy_tile<V, Epilogue>(p, ring, tile_of(order, turn, rank, V::kColumns), rank, blocks, &place);
+    copy_tile<V, Epilogue>(p, ring, tile_of(p.order, turn, rank, V::kColumns), rank, blocks,
+                           &place);
 }
 
 #endif

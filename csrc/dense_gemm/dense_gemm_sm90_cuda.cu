@@ -30,6 +30,9 @@ void launch(const Launch& at, const DenseGemm& g) {
   if (g.out) describe(&p.out, kBFloat16s, g.out, g.m, g.n, kWarpRows, V::kBox);
   if (g.added) describe(&p.added, kBFloat16s, g.added, g.m, g.n, kTileM, V::kColumns);
   if (g.wide_added) describe(&p.added, kFloats, g.wide_added, g.m, g.n, kTileM, V::kColumns);
+  if constexpr (V::kColumns == 256) {
+    if (g.out && !g.added) return launch_product<V, A, B, LateStore>(at, p);
+  }
   launch_product<V, A, B, PlainStore>(at, p);
 }
 
@@ -81,7 +84,7 @@ int64_t columns_of(const DenseGemm& g, int64_t clusters) {
   constexpr int64_t kBeside = 1500;  // clocks to fill the ring and to write a tile
   int64_t best = 0, least = INT64_MAX;
   const auto consider = [&](const Choice& choice) {
-    const int64_t turns = order_of(g.m, g.n, choice.columns, 1).turns();
+    const int64_t turns = turns_of(g, choice.columns);
     const int64_t rounds = (turns + clusters - 1) / clusters;
     const int64_t clocks = rounds * (blocks * choice.clocks * 4 + kBeside);
     if (clocks < least) best = choice.columns, least = clocks;

@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_part(const float (&d)[kSums<V>], const Par
 #pragma unroll
     for (int i = 0; i < V::kStaged / V::kBox; ++i)
       if (column + first + i * V::kBox < p.g.n)
-        store_box(p.out, column + first + i * V::kBox, row, staged + i * V::kBoxBytes);
+        store_box(p.out, column + first + i * V::kBox, row, staged + i * V::kBoxBytes, p.keep_out);
     stores_commit();
   }
 }
@@ -129,6 +129,7 @@ __device__ __forceinline__ Own own_of(const DenseGemm& g, const Tile& tile) {
 // Epilogue of the plain product.
 template <typename V>
 struct PlainStore {
+  static constexpr int kSteps = 0;
   const Params& p;
   uint32_t staged;  // of the warp
 
@@ -161,10 +162,98 @@ struct PlainStore {
   }
 };
 
+// The rounded sums of a tile, kept in registers and stored while the next tile is multiplied.
+template <typename V>
+struct Rounded {
+  int row = 1 << 30, column = 0;  // of the warp's part; before the first tile behind the matrix
+  uint32_t words[kSums<V> / 2] = {};
+
+  // `bias(j)` is added to the sums of column group j before rounding.
+  template <typename Bias>
+  __device__ __forceinline__ void take(const float (&d)[kSums<V>], const Tile& tile, float factor,
+                                       bool has_bias, const Bias& bias) {
+    row = tile.row + static_cast<int>(threadIdx.x / 32) * kWarpRows;
+    column = V::kGated ? tile.column / 2 : tile.column;
+    if (has_bias)
+      round(d, factor, bias);
+    else
+      round(d, factor, [](int) { return make_float2(-0.0f, -0.0f); });
+  }
+  template <typename Bias>
+  __device__ __forceinline__ void round(const float (&d)[kSums<V>], float factor,
+                                        const Bias& bias) {
+#pragma unroll
+    for (int j = 0; j < kSums<V> / 4; ++j) {
+      const float2 v = bias(j);
+      // Two roundings, as where something else is added.
+      words[2 * j] =
+          bf16x2_of(__fmul_rn(d[4 * j], factor) + v.x, __fmul_rn(d[4 * j + 1], factor) + v.y);
+      words[2 * j + 1] =
+          bf16x2_of(__fmul_rn(d[4 * j + 2], factor) + v.x, __fmul_rn(d[4 * j + 3], factor) + v.y);
+      asm volatile(""
+                   : "+r"(words[2 * j]), "+r"(words[2 * j + 1]));  // now: the next products write d
+    }
+  }
+  // Writes 16 columns, the words from 4 * pair on, to the chunk of 16 bytes `chunk` of a row.
+  __device__ __forceinline__ void stage(uint32_t to, int pair, uint32_t chunk) const {
+    const MatrixRow own;
+    const uint32_t* w = words + 4 * pair;
+    store_matrices(to + own.row * 128 + ((chunk + own.right) ^ own.row % 8) * 16, w[0], w[1], w[2],
+                   w[3]);
+  }
+};
+
+// Epilogue of the plain product to bfloat16, beside the products of the next tile.
+template <typename V>
+struct LateStore {
+  static constexpr int kSteps = V::kColumns / 64;
+  static constexpr uint32_t kBytes = kWarpRows * 128;
+  static_assert(V::kStagedBytes >= 2 * kBytes, "room for two boxes");
+  const Params& p;
+  uint32_t staged;  // of the warp
+  Rounded<V> last;
+
+  __device__ __forceinline__ LateStore(const Params& params, uint32_t all)
+      : p(params), staged(all + threadIdx.x / 32 * V::kStagedBytes) {}
+
+  static __device__ __forceinline__ void prefetch(const Params&, const Tile&) {}
+
+  __device__ __forceinline__ void take(float (&d)[kSums<V>], const Tile& tile, float factor) {
+    const Own own = own_of(p.g, tile);
+    last.take(d, tile, factor, p.g.bias, [&](int j) {
+      return j < own.groups ? pair_at(p.g.bias + own.column + 8 * j) : make_float2(0.0f, 0.0f);
+    });
+  }
+
+  template <int kStep>
+  __device__ __forceinline__ void step() {
+    const bool is_first = threadIdx.x % 32 == 0;
+    const uint32_t to = staged + kStep % 2 * kBytes;
+    if (is_first) stores_wait<1>();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) last.stage(to, 4 * kStep + i, 2 * i);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+    if (is_first) {
+      if (last.row < p.g.m && last.column + kStep * 64 < p.g.n)
+        store_box(p.out, last.column + kStep * 64, last.row, to, p.keep_out);
+      stores_commit();  // without a store, too, for the count of those before
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+    all_steps(*this, std::make_integer_sequence<int, kSteps>{});
+    if (threadIdx.x % 32 == 0) stores_wait();
+  }
+};
+
 #else
 
 template <typename V>
 struct PlainStore;
+template <typename V>
+struct LateStore;
 
 #endif
 

@@ -44,8 +44,6 @@ OTHERS = {
     "dense_gemm.has_dense_fp8",
     "dense_gemm.multiplies",
     "dense_gemm_swiglu.fuses",
-    "dense_gemm_swiglu.order",
-    "dense_gemm_swiglu.usual_order",
     "fp8_gemm.tune",
     "grouped_gemm.has_grouped_fp8",
     "grouped_quantize.check_rows",

@@ -139,9 +139,9 @@ class TestKernel:
         if not op.has_dense_fp8(self.device):
             pytest.skip("no kernel for this GPU")
 
-    def run(self, x, promotion, columns=0, strip=0, lag=0, dtype=torch.float32):
+    def run(self, x, promotion, columns=0, strip=0, cache=0, dtype=torch.float32):
         out = torch.full((x[0].shape[0], x[1].shape[0]), float("nan"), dtype=dtype, device="cuda")
-        op._lib.dense_gemm(*x, out, None, None, False, promotion, columns, strip, lag)
+        op._lib.dense_gemm(*x, out, None, None, False, promotion, columns, strip, cache)
         return out
 
     @pytest.mark.parametrize("columns", [128, 192, 256])
@@ -163,7 +163,7 @@ class TestKernel:
             first = self.run(x, promotion, columns)
             for strip in (1, 4, 16):
                 assert_same_bits(self.run(x, promotion, columns, strip), first)
-            assert_same_bits(self.run(x, promotion, columns, lag=1024), first)
+            assert_same_bits(self.run(x, promotion, columns, cache=7), first)
 
     @pytest.mark.parametrize("pair", PAIRS, ids=str)
     @pytest.mark.parametrize("promotion", [0, 512])

@@ -6,7 +6,7 @@ import torch
 from apex_te.ops import dense_gemm_swiglu as op
 from apex_te.ops import swiglu
 from apex_te.ops.dense_gemm import dense_gemm
-from apex_te.ops.dense_gemm_swiglu import dense_gemm_swiglu, dense_gemm_swiglu_bwd, order
+from apex_te.ops.dense_gemm_swiglu import dense_gemm_swiglu, dense_gemm_swiglu_bwd
 from tests.checks import assert_same_bits, needs_cuda
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -25,10 +25,6 @@ def scalar(value, device):
     return torch.full((1,), value, device=device)
 
 
-def usual(hidden):
-    return hidden.index_select(1, op.usual_order(hidden.shape[1], hidden.device))
-
-
 def bytes_of(x):
     return None if x is None else x.view(torch.uint8)
 
@@ -39,14 +35,6 @@ def forward_operands(m, f, k, device):
     return normal(m, k, E4M3, device, 8), normal(2 * f, k, E4M3, device), *inv
 
 
-def test_order_is_a_permutation():
-    index = order(96)
-    assert sorted(index.tolist()) == list(range(96))
-    assert torch.equal(index[op.usual_order(96)], torch.arange(96))
-    # Gates and ups of outputs 0, 1, 8, 9, then of 2, 3, 10, 11.
-    assert index[:10].tolist() == [0, 48, 1, 49, 8, 56, 9, 57, 2, 50]
-
-
 def check_forward(x, bias=None, scale=3.0, start=0.0):
     device = x[0].device
     amax, expected_amax = scalar(start, device), scalar(start, device)
@@ -54,7 +42,7 @@ def check_forward(x, bias=None, scale=3.0, start=0.0):
     expected = dense_gemm(*x, bias=bias)
     assert_same_bits(hidden, expected)
     y = swiglu.swiglu_fwd_fp8(
-        usual(expected), None, scalar(scale, device), E4M3, columnwise=False, amax=expected_amax
+        expected, None, scalar(scale, device), E4M3, columnwise=False, amax=expected_amax
     )
     assert_same_bits(bytes_of(act.rowwise), bytes_of(y.rowwise))
     assert_same_bits(amax, expected_amax)
@@ -69,13 +57,11 @@ def test_forward_equals_product_and_swiglu(device, poison, shape):
     check_forward(x, bias=torch.randn(2 * shape[1], device=device).bfloat16() * 3, start=0.5)
 
 
-def test_forward_in_the_usual_order(device):
-    """The weight's rows in `order` give the activation of the weight as it is."""
+def test_forward_against_float64(device):
     torch.manual_seed(0)
     x, weight = normal(64, 48, E4M3, device), normal(96, 48, E4M3, device)
     one = scalar(1.0, device)
-    rows = weight.view(torch.uint8)[order(96, weight.device)].view(E4M3)
-    _, act = dense_gemm_swiglu(x, rows, one, one, one)
+    _, act = dense_gemm_swiglu(x, weight, one, one, one)
     gate, up = (x.double() @ weight.double().t()).chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
     error = act.rowwise.double() - expected.clamp(-448, 448)
@@ -110,10 +96,10 @@ def check_backward(x, fp8, *, act=True, columnwise=True, start=0.0, scale=5.0):
     )  # fmt: skip
     product = dense_gemm(*x[:4], use_split_accumulator=True)
     expected = swiglu.swiglu_bwd_fp8(
-        product, usual(hidden), None, scalar(scale, device), fp8, pad_columnwise=True,
+        product, hidden, None, scalar(scale, device), fp8, pad_columnwise=True,
         amax=expected_amax,
     ).output  # fmt: skip
-    assert_same_bits(usual(bytes_of(grad.rowwise)), bytes_of(expected.rowwise))
+    assert_same_bits(bytes_of(grad.rowwise), bytes_of(expected.rowwise))
     assert_same_bits(amax, expected_amax)
     assert_same_bits(grad.scale_inv, expected.scale_inv)
     assert (grad.columnwise is not None) == columnwise
@@ -121,9 +107,7 @@ def check_backward(x, fp8, *, act=True, columnwise=True, start=0.0, scale=5.0):
     if columnwise:
         assert_same_bits(bytes_of(grad.columnwise), bytes_of(expected.columnwise))
     if act:
-        y = swiglu.swiglu_fwd_fp8(
-            usual(hidden), None, act_scale, E4M3, rowwise=False, pad_columnwise=True
-        )
+        y = swiglu.swiglu_fwd_fp8(hidden, None, act_scale, E4M3, rowwise=False, pad_columnwise=True)
         assert_same_bits(bytes_of(act_columns), bytes_of(y.columnwise))
 
 
@@ -152,7 +136,7 @@ def test_other_activations(device, activation):
     x = forward_operands(32, 48, 64, device)
     one = scalar(1.0, device)
     hidden, act = dense_gemm_swiglu(*x, one, activation=activation)
-    y = swiglu.swiglu_fwd_fp8(usual(hidden), None, one, E4M3, activation=activation)
+    y = swiglu.swiglu_fwd_fp8(hidden, None, one, E4M3, activation=activation)
     assert_same_bits(bytes_of(act.rowwise), bytes_of(y.rowwise))
 
 
@@ -161,8 +145,6 @@ def test_rejects():
     one = scalar(1.0, "cpu")
     with pytest.raises(ValueError, match="rows of b must be a multiple of 32, got 48"):
         dense_gemm_swiglu(*x, one)
-    with pytest.raises(ValueError, match="columns must be a multiple of 32, got 48"):
-        order(48)
     with pytest.raises(ValueError, match=r"activation must be one of silu.* got 'tanh'"):
         dense_gemm_swiglu(*x, one, activation="tanh")
     x = backward_operands(16, 16, 32, E5M2, "cpu")
@@ -187,14 +169,14 @@ class TestKernels:
         for fp8 in (E4M3, E5M2):
             check_backward(backward_operands(1111, 2608, 4112, fp8, "cuda"), fp8)
 
-    @pytest.mark.parametrize("lag", [256, 1024, 4096])
-    def test_lag_and_strip_make_no_difference(self, lag):
+    @pytest.mark.parametrize("cache", [0, 1, 6])
+    def test_cache_and_strip_make_no_difference(self, cache):
         x = forward_operands(900, 1040, 2048, "cuda")
         one = scalar(1.0, "cuda")
         expected = dense_gemm_swiglu(*x, one)
         hidden, act = torch.zeros_like(expected.hidden), torch.zeros_like(expected.act.rowwise)
         for strip in (0, 1, 3):
-            op._lib.dense_gemm_swiglu(*x, hidden, None, one, act, None, None, 5, strip, lag)
+            op._lib.dense_gemm_swiglu(*x, hidden, None, one, act, None, None, 5, strip, cache)
             assert_same_bits(hidden, expected.hidden)
             assert_same_bits(bytes_of(act), bytes_of(expected.act.rowwise))
 

@@ -23,9 +23,9 @@ SUPPLIED = {
     "fp8_gemm": ["workspace", "algorithm"],
     "fp8_gemm_block": ["workspace", "algorithm"],
     "wgrad_gemm": ["workspace"],
-    "dense_gemm": ["columns", "strip", "lag"],
-    "dense_gemm_swiglu": ["strip", "lag"],
-    "dense_gemm_swiglu_bwd": ["strip", "lag"],
+    "dense_gemm": ["columns", "strip", "cache"],
+    "dense_gemm_swiglu": ["strip", "cache"],
+    "dense_gemm_swiglu_bwd": ["strip", "cache"],
 }
 FUNCTIONS = {
     name: spec.signature
