@@ -8,38 +8,41 @@
 
 namespace apex_te {
 
-// Shared memory behind the ring's: a tile of rounded sums, in parts of 64 columns whose 16-byte
-// chunks are swizzled by the row; and what each warp of the epilogue transposes: of 32 columns and
-// the three kinds (gradients of gate and up, activation) 32 rows, a byte each.
+// Shared memory behind the ring's: a tile of rounded sums, in parts of 32 columns of which 16 rows,
+// a kilobyte, give place to the codes of the gradients of gate and up once they have been read; and
+// the codes of the activation, 512 bytes for each half of a warp's rows.
 struct Handed {
   uint64_t full, empty;
 };
-constexpr int kPart = 32, kKinds = 3;
-constexpr uint32_t kKindBytes = kPart * kPart;
+constexpr int kPart = 32, kHalfRows = 16;
+constexpr uint32_t kHalfBytes = kHalfRows * kPart * 2, kKindBytes = kHalfRows * kPart;
 constexpr int kEpilogueWarps = 4;
 
 template <typename V>
 constexpr uint32_t kTileBytes = kTileM * V::kColumns * 2;
-constexpr uint32_t kTransposedBytes = kEpilogueWarps * kKinds * kKindBytes;
+constexpr uint32_t kActBytes = kEpilogueWarps * 2 * kKindBytes;
+constexpr uint32_t kSlotBytes = kEpilogueWarps * 2 * kHalfBytes;
 template <typename V>
-constexpr uint32_t kExchangeBytes = kTileBytes<V> + kTransposedBytes + sizeof(Handed);
+constexpr uint32_t kExchangeBytes = kTileBytes<V> + 2 * kSlotBytes + sizeof(Handed);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 template <typename V>
 struct Exchange {
-  static_assert(V::kColumns % 64 == 0, "parts of the tile");
+  static_assert(V::kColumns % kPart == 0, "parts of the tile");
   uint32_t tile;
-  __device__ __forceinline__ uint32_t transposed() const { return tile + kTileBytes<V>; }
+  __device__ __forceinline__ uint32_t hidden() const { return tile + kTileBytes<V>; }
+  __device__ __forceinline__ uint32_t act() const { return hidden() + kSlotBytes; }
   __device__ __forceinline__ Handed* handed() const {
-    return static_cast<Handed*>(__cvta_shared_to_generic(transposed() + kTransposedBytes));
+    return static_cast<Handed*>(__cvta_shared_to_generic(hidden() + 2 * kSlotBytes));
   }
 };
 
-// The place of a tile's row in one of its parts of 64 columns, 128 bytes; 8 columns from `chunk`
-// on.
+// The place of 8 columns of a tile's row. Eight rows one below the other lie in different banks,
+// and so do all columns of rows 0 and 2, 1 and 3, and so on, of a part.
 __device__ __forceinline__ uint32_t place_in_tile(uint32_t part, uint32_t row, uint32_t chunk) {
-  return part * (kTileM * 128) + row * 128 + (chunk ^ row % 8) * 16;
+  const uint32_t place = (row & ~3u) | (row & 1) << 1 | (row >> 1 & 1);
+  return (part * kTileM + place) * (kPart * 2) + (chunk ^ place / 2 % 4) * 16;
 }
 
 // Hands the rounded sums to the epilogue's warpgroup.
@@ -67,7 +70,7 @@ struct HandOver {
     for (int j = 0; j < V::kColumns / 8; j += 2) {
       const float* x = d + 4 * j;
       store_matrices(
-          exchange.tile + place_in_tile(j / 8, row, j % 8 + own.right),
+          exchange.tile + place_in_tile(j / 4, row, j % 4 + own.right),
           bf16x2_of(x[0] * factor, x[1] * factor), bf16x2_of(x[2] * factor, x[3] * factor),
           bf16x2_of(x[4] * factor, x[5] * factor), bf16x2_of(x[6] * factor, x[7] * factor));
     }
@@ -87,15 +90,48 @@ __device__ __forceinline__ uint4 load_shared(uint32_t address) {
   return v;
 }
 
-// By a warpgroup. A warp has 32 rows of a tile, of which it takes 32 columns after the other, 16
-// rows at a time: a lane 8 columns of two rows, one below the other.
-template <typename V, typename Format, Activation kAct>
+// The first `count` bytes; zeros after them.
+__device__ __forceinline__ uint4 first_bytes(uint4 v, int count) {
+  const auto keep = [count](uint32_t word, int before) {
+    const int bytes = min(max(count - before, 0), 4);
+    return bytes == 4 ? word : word & ((1u << 8 * bytes) - 1);
+  };
+  return make_uint4(keep(v.x, 0), keep(v.y, 4), keep(v.z, 8), keep(v.w, 12));
+}
+
+// FP8 codes of values times the scale, in the bytes of two words.
+template <typename Format>
+__device__ __forceinline__ void encode_fp8x8(const float (&v)[8], float scale,
+                                             uint32_t (&codes)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    codes[i] = encode_fp8x2<Format>(v[4 * i] * scale, v[4 * i + 1] * scale) |
+               encode_fp8x2<Format>(v[4 * i + 2] * scale, v[4 * i + 3] * scale) << 16;
+}
+
+// Gradients of silu(gate) * up as gated_gradient makes them, with e^-|gate| and 1 / (1 + that)
+// given. For a bfloat16 gate the slope is 0 only where the logistic function is; taking the sum's
+// negative there keeps the sign of the first term, which gated_gradient selects.
+__device__ __forceinline__ void silu_gradient(float gate, float up, float grad, float power,
+                                              float larger, float* dgate, float* dup) {
+  const float smaller = power * larger;
+  const float s = gate > 0.0f ? larger : smaller;
+  const float negative = __fadd_rn(-__fmul_rn(gate, smaller * larger), -s);
+  *dgate = grad * up * -negative;
+  *dup = grad * (gate * s);
+}
+
+// By a warpgroup. A warp has 32 rows of a tile, of which it takes 32 columns after the other, in
+// two halves of 16 rows: a lane has 8 columns of two rows, one below the other.
+template <typename V, typename Format, Activation kAct, bool kWithAct>
 struct GatedGradient {
+  static_assert(kAct == Activation::kSilu, "silu_gradient");
   static constexpr int kParts = V::kColumns / kPart;
+  static constexpr int kSlots = kWithAct ? 1 : 2;  // of halves of a part on their way
   const Params& p;
   Exchange<V> exchange;
   float scale, act_scale;
-  uint32_t amax = 0;
+  float largest = 0.0f;
 
   __device__ __forceinline__ GatedGradient(const Params& params, uint32_t staged)
       : p(params),
@@ -105,182 +141,239 @@ struct GatedGradient {
 
   static __device__ __forceinline__ uint32_t warp() { return threadIdx.x / 32 % kEpilogueWarps; }
   static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % 32; }
-  // Pair of rows, and group of 8 columns. The 8 lanes that read shared memory at once have rows 0
-  // and 4 of 8, which lie in different banks, as those of the next four lanes do.
-  static __device__ __forceinline__ uint32_t pair() {
-    return (threadIdx.x / 4 & 4) | (threadIdx.x / 4 & 1) << 1 | (threadIdx.x / 8 & 1);
-  }
-  static __device__ __forceinline__ uint32_t right() { return threadIdx.x % 4; }
-  __device__ __forceinline__ uint32_t transposed() const {
-    return exchange.transposed() + warp() * (kKinds * kKindBytes);
-  }
+  // Pair of rows of a half, and group of 8 columns.
+  static __device__ __forceinline__ uint32_t pair() { return lane() / 4; }
+  static __device__ __forceinline__ uint32_t right() { return lane() % 4; }
 
-  // Gates and ups of a lane's two rows.
-  struct Hidden {
-    uint4 gate, up, gate_1, up_1;
+  // Where the lane is in hidden and in the rowwise copy: how many elements before its first one,
+  // and how many rows and columns of the result follow from there on.
+  struct Cursor {
+    int64_t before;
+    int rows, columns;
+    __device__ __forceinline__ bool has(int row) const { return columns > 0 && rows > row; }
   };
-  __device__ __forceinline__ uint4 load(const uint16_t* from, bool exists) const {
-    uint4 v;
-    asm volatile(
-        "{ .reg .pred q; setp.ne.u32 q, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; "
-        "mov.b32 %3, 0;\n"
-        "@q ld.global.nc.L1::no_allocate.v4.b32 {%0, %1, %2, %3}, [%4]; }"
-        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-        : "l"(__cvta_generic_to_global(from)), "r"(static_cast<uint32_t>(exists)));
-    return v;
-  }
-  __device__ __forceinline__ int row_of(const Tile& tile, int step) const {
-    return tile.row + static_cast<int>(warp() * 32 + 2 * pair()) + step % 2 * 16;
-  }
-  __device__ __forceinline__ int column_of(const Tile& tile, int step) const {
-    return tile.column + step / 2 * kPart + static_cast<int>(8 * right());
-  }
-  // Of step: two for each 32 columns.
-  __device__ __forceinline__ Hidden load_hidden(const Tile& tile, int step, bool exists) const {
-    const int row = row_of(tile, step), column = column_of(tile, step);
-    const uint16_t* from = p.gated.hidden + row * (2 * p.g.n) + column;
-    const bool has_column = exists && column < p.g.n;
-    const bool has_row = has_column && row < p.g.m, has_row_1 = has_column && row + 1 < p.g.m;
-    return {load(from, has_row), load(from + p.g.n, has_row), load(from + 2 * p.g.n, has_row_1),
-            load(from + 3 * p.g.n, has_row_1)};
+  __device__ __forceinline__ Cursor cursor_of(const Tile& tile) const {
+    const int row = tile.row + static_cast<int>(warp() * 32 + 2 * pair());
+    const int column = tile.column + static_cast<int>(8 * right());
+    return {row * (2 * p.g.n) + column, static_cast<int>(p.g.m) - row,
+            static_cast<int>(p.g.n) - column};
   }
 
-  // Of a column in two rows: FP8 codes of the kinds, those of the second row in the high byte.
+  // Gates and ups of a lane's two rows come through shared memory: 16 bytes for each lane of a
+  // warp, gates, ups and the same of the second row. So they need no registers while they come.
+  __device__ __forceinline__ uint32_t slot_of(int half) const {
+    return exchange.hidden() + half % kSlots * kSlotBytes + warp() * (kSlotBytes / kEpilogueWarps) +
+           lane() * 16;
+  }
+  __device__ __forceinline__ void copy(uint32_t to, const uint16_t* from, bool exists) const {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
+                 "l"(__cvta_generic_to_global(from)), "r"(exists ? 16 : 0), "l"(p.keep_hidden)
+                 : "memory");
+  }
+  template <int kHalf>
+  __device__ __forceinline__ void copy_hidden(const Cursor& at) const {
+    const uint16_t* from = p.gated.hidden + at.before + kHalf * kHalfRows * 2 * p.g.n;
+    const bool has_row = at.has(kHalf * kHalfRows), has_row_1 = at.has(kHalf * kHalfRows + 1);
+    const uint32_t to = slot_of(kHalf);
+    copy(to, has_row ? from : p.gated.hidden, has_row);
+    copy(to + 512, has_row ? from + p.g.n : p.gated.hidden, has_row);
+    copy(to + 1024, has_row_1 ? from + 2 * p.g.n : p.gated.hidden, has_row_1);
+    copy(to + 1536, has_row_1 ? from + 3 * p.g.n : p.gated.hidden, has_row_1);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+
+  // Codes of 8 columns of a row, four in a word.
   struct Codes {
-    uint32_t gate, up, act;
+    uint32_t gates[2], ups[2], acts[2];
   };
-  __device__ __forceinline__ Codes differentiate(float gate, float up, float grad, float gate_1,
-                                                 float up_1, float grad_1, bool with_act,
-                                                 uint32_t* largest, uint32_t* largest_1) const {
-    float dgate, dup, dgate_1, dup_1;
-    gated_gradient<kAct, false>(gate, up, grad, &dgate, &dup);
-    gated_gradient<kAct, false>(gate_1, up_1, grad_1, &dgate_1, &dup_1);
-    *largest = max(*largest, max(magnitude_bits(dgate), magnitude_bits(dup)));
-    *largest_1 = max(*largest_1, max(magnitude_bits(dgate_1), magnitude_bits(dup_1)));
-    Codes codes{encode_fp8x2<Format>(dgate * scale, dgate_1 * scale),
-                encode_fp8x2<Format>(dup * scale, dup_1 * scale), 0};
-    if (with_act)
-      codes.act = encode_fp8x2<E4M3>(gated<kAct, false>(gate, up) * act_scale,
-                                     gated<kAct, false>(gate_1, up_1) * act_scale);
+  static __device__ __forceinline__ void unpack(const uint4& words, float (&v)[8]) {
+    const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      v[2 * i] = low_of(pairs[i]);
+      v[2 * i + 1] = high_of(pairs[i]);
+    }
+  }
+  // What takes long, powers and reciprocals, is made for the whole row before it is used.
+  __device__ __forceinline__ Codes differentiate(const uint4& gates, const uint4& ups,
+                                                 const uint4& grads, bool exists) {
+    float gate[8], up[8], grad[8], power[8], larger[8];
+    unpack(gates, gate);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) power[k] = power_of_e<false>(-fabsf(gate[k]));
+#pragma unroll
+    for (int k = 0; k < 8; ++k) larger[k] = reciprocal(1.0f + power[k]);
+    unpack(ups, up);
+    unpack(grads, grad);
+    Codes codes;
+    float most = 0.0f, dgate[8], dup[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      silu_gradient(gate[k], up[k], grad[k], power[k], larger[k], &dgate[k], &dup[k]);
+      most = larger_magnitude(larger_magnitude(most, dgate[k]), dup[k]);
+    }
+    if (exists) largest = larger_magnitude(largest, most);
+    encode_fp8x8<Format>(dgate, scale, codes.gates);
+    encode_fp8x8<Format>(dup, scale, codes.ups);
+    if constexpr (kWithAct) {
+#pragma unroll
+      for (int k = 0; k < 8; ++k) up[k] *= activate<kAct, false>(gate[k]);
+      encode_fp8x8<E4M3>(up, act_scale, codes.acts);
+    }
     return codes;
   }
 
-  // Where the 32 rows of a column lie among a kind's: columns at a distance of 8, which lanes write
-  // at once, in different banks.
-  static __device__ __forceinline__ uint32_t place_of(uint32_t column) {
-    return ((column & ~3u) | ((column + column / 8) & 3)) * kPart;
+  // Where a column's 16 codes of a half lie, in units of 16 bytes: those that a warp writes at once
+  // in different banks, and those that it reads at once, of both halves.
+  static __device__ __forceinline__ uint32_t unit_of(uint32_t column, uint32_t half) {
+    return ((column & ~7u) | ((column + column / 8 * 2) & 7)) ^ half * 4;
   }
-  static __device__ __forceinline__ uint32_t column_at(uint32_t place) {
-    return (place & ~3u) | ((place - place / 8) & 3);
+  // The column that the first half has there.
+  static __device__ __forceinline__ uint32_t column_at(uint32_t unit) {
+    return (unit & ~7u) | ((unit - unit / 8 * 2) & 7);
   }
-
-  template <bool kWithAct>
-  __device__ __forceinline__ void step(const Tile& tile, int step, const Hidden& hidden) {
-    const int row = row_of(tile, step), column = column_of(tile, step);
-    const bool has_column = column < p.g.n;
-    const bool has_row = has_column && row < p.g.m, has_row_1 = has_column && row + 1 < p.g.m;
-    const uint32_t mask = (has_row ? 0x00FF00FFu : 0u) | (has_row_1 ? 0xFF00FF00u : 0u);
-    const uint32_t in_tile = warp() * 32 + step % 2 * 16 + 2 * pair();
-    const uint32_t chunk = step / 2 % 2 * 4 + right();
-    const uint4 grad = load_shared(exchange.tile + place_in_tile(step / 4, in_tile, chunk));
-    const uint4 grad_1 = load_shared(exchange.tile + place_in_tile(step / 4, in_tile + 1, chunk));
-    const uint32_t gates[4] = {hidden.gate.x, hidden.gate.y, hidden.gate.z, hidden.gate.w};
-    const uint32_t ups[4] = {hidden.up.x, hidden.up.y, hidden.up.z, hidden.up.w};
-    const uint32_t gates_1[4] = {hidden.gate_1.x, hidden.gate_1.y, hidden.gate_1.z,
-                                 hidden.gate_1.w};
-    const uint32_t ups_1[4] = {hidden.up_1.x, hidden.up_1.y, hidden.up_1.z, hidden.up_1.w};
-    const uint32_t grads[4] = {grad.x, grad.y, grad.z, grad.w};
-    const uint32_t grads_1[4] = {grad_1.x, grad_1.y, grad_1.z, grad_1.w};
-    const uint32_t to = transposed() + step % 2 * 16 + 2 * pair();
-    uint32_t largest = 0, largest_1 = 0;
-    uint32_t dgates[4],
-        dups[4];  // of two columns: codes of both rows, then those of the next column
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Codes left =
-          differentiate(low_of(gates[i]), low_of(ups[i]), low_of(grads[i]), low_of(gates_1[i]),
-                        low_of(ups_1[i]), low_of(grads_1[i]), kWithAct, &largest, &largest_1);
-      const Codes next =
-          differentiate(high_of(gates[i]), high_of(ups[i]), high_of(grads[i]), high_of(gates_1[i]),
-                        high_of(ups_1[i]), high_of(grads_1[i]), kWithAct, &largest, &largest_1);
-      dgates[i] = (left.gate | next.gate << 16) & mask;
-      dups[i] = (left.up | next.up << 16) & mask;
-      const uint32_t place = to + place_of(8 * right() + 2 * i);
-      const uint32_t place_next = to + place_of(8 * right() + 2 * i + 1);
-      store_shared(place, dgates[i]);
-      store_shared(place_next, dgates[i] >> 16);
-      store_shared(place + kKindBytes, dups[i]);
-      store_shared(place_next + kKindBytes, dups[i] >> 16);
-      if constexpr (kWithAct) {
-        store_shared(place + 2 * kKindBytes, left.act & mask);
-        store_shared(place_next + 2 * kKindBytes, next.act & mask);
-      }
-    }
-    if (has_row) amax = max(amax, largest);
-    if (has_row_1) amax = max(amax, largest_1);
-    uint8_t* out = p.gated.rowwise + row * (2 * p.g.n) + column;
-    if (has_row) {
-      store_row(out, dgates, 0x6420);
-      store_row(out + p.g.n, dups, 0x6420);
-    }
-    if (has_row_1) {
-      store_row(out + 2 * p.g.n, dgates, 0x7531);
-      store_row(out + 3 * p.g.n, dups, 0x7531);
-    }
+  // Codes of gates, then of ups, of a half.
+  __device__ __forceinline__ uint32_t half_of(int part, uint32_t half) const {
+    return exchange.tile + (part * kTileM + warp() * 32 + half * kHalfRows) * (kPart * 2);
   }
-  static __device__ __forceinline__ void store_row(uint8_t* to, const uint32_t (&codes)[4],
-                                                   uint32_t bytes) {
-    *reinterpret_cast<uint2*>(to) =
-        make_uint2(__byte_perm(codes[0], codes[1], bytes), __byte_perm(codes[2], codes[3], bytes));
+  __device__ __forceinline__ uint32_t act_half_of(uint32_t half) const {
+    return exchange.act() + (warp() * 2 + half) * kKindBytes;
   }
 
+  // A lane's row of a half, 0 or 1.
+  template <int kHalf, typename Copy>
+  __device__ __forceinline__ Codes row_step(int part, const Cursor& at, int which,
+                                            const Copy& copy_next) {
+    const uint32_t slot = slot_of(kHalf) + which * 1024;
+    const uint32_t row = warp() * 32 + kHalf * kHalfRows + 2 * pair() + which;
+    const bool exists = at.has(kHalf * kHalfRows + which);
+    const uint4 gates = load_shared(slot), ups = load_shared(slot + 512);
+    const uint4 grads = load_shared(exchange.tile + place_in_tile(part, row, right()));
+    copy_next();
+    const Codes codes = differentiate(gates, ups, grads, exists);
+    if (exists) {
+      uint8_t* to = p.gated.rowwise + at.before + (kHalf * kHalfRows + which) * 2 * p.g.n;
+      store_row(to, codes.gates);
+      store_row(to + p.g.n, codes.ups);
+    }
+    return codes;
+  }
+  template <int kHalf, typename Copy>
+  __device__ __forceinline__ void step(int part, const Cursor& at, const Copy& copy_next) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kSlots - 1) : "memory");
+    const Codes codes = row_step<kHalf>(part, at, 0, [] {});
+    const Codes codes_1 = row_step<kHalf>(part, at, 1, copy_next);
+    __syncwarp();  // all have read what the codes take the place of
+    const uint32_t unit = unit_of(lane() % 8 / 2 * 8 + lane() / 8 * 2 + lane() % 2, kHalf) * 16;
+    const uint32_t to = half_of(part, kHalf) + unit;
+    store_both(to, codes.gates, codes_1.gates);
+    store_both(to + kKindBytes, codes.ups, codes_1.ups);
+    if constexpr (kWithAct) store_both(act_half_of(kHalf) + unit, codes.acts, codes_1.acts);
+  }
+  // Transposes the codes of a half: a pair of rows is an element of 16 bits.
+  static __device__ __forceinline__ void store_both(uint32_t to, const uint32_t (&row)[2],
+                                                    const uint32_t (&row_1)[2]) {
+    store_transposed(to, __byte_perm(row[0], row_1[0], 0x5140),
+                     __byte_perm(row[0], row_1[0], 0x7362), __byte_perm(row[1], row_1[1], 0x5140),
+                     __byte_perm(row[1], row_1[1], 0x7362));
+  }
+  __device__ __forceinline__ void store_row(uint8_t* to, const uint32_t (&codes)[2]) const {
+    asm volatile(
+        "st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(__cvta_generic_to_global(to)),
+        "r"(codes[0]), "r"(codes[1]), "l"(p.keep_out)
+        : "memory");
+  }
+
+  // Where the lane's first column of a part is in the columnwise copies. It writes 16 rows of two
+  // columns, as `next` elements apart.
+  struct Columns {
+    int64_t before, next;
+    int column, step, rows;  // column: behind the last one for rows that do not exist
+  };
+  __device__ __forceinline__ Columns columns_of(const Tile& tile) const {
+    const uint32_t half = lane() % 2;
+    const int first = static_cast<int>(column_at(lane() / 2));
+    const int step = static_cast<int>(column_at(lane() / 2 + 16)) - first;
+    const int token = tile.row + static_cast<int>(warp() * 32 + half * kHalfRows);
+    const int column = tile.column + first;
+    return {column * p.gated.ld + token, step * p.gated.ld,
+            token < p.gated.ld ? column : static_cast<int>(p.g.n), step,
+            static_cast<int>(p.g.m) - token};
+  }
+  __device__ __forceinline__ void store_column(uint8_t* to, uint32_t from, int rows) const {
+    uint4 v = load_shared(from);
+    if (rows < kHalfRows) v = first_bytes(v, rows);
+    asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(
+                     __cvta_generic_to_global(to)),
+                 "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(p.keep_out)
+                 : "memory");
+  }
   // 32 rows and columns of the columnwise copies from shared memory.
-  template <bool kWithAct>
-  __device__ __forceinline__ void store_columns(const Tile& tile, int part) const {
-    const int token = tile.row + static_cast<int>(warp() * 32 + lane() % 2 * 16);
+  __device__ __forceinline__ void store_columns(int part, const Columns& to) const {
+    const uint32_t half = lane() % 2, unit = (lane() / 2 ^ half * 4) * 16;
+    const uint32_t from = half_of(part, half) + unit, from_act = act_half_of(half) + unit;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t place = half * 16 + lane() / 2;
-      const int column = tile.column + part * kPart + static_cast<int>(column_at(place));
-      const uint32_t from = transposed() + place * kPart + lane() % 2 * 16;
-      if (column >= p.g.n || token >= p.gated.ld) continue;
+    for (int i = 0; i < 2; ++i) {
+      if (to.column + i * to.step >= p.g.n) continue;
+      const int64_t at = to.before + i * to.next;
       if (p.gated.columnwise) {
-        uint8_t* to = p.gated.columnwise + column * p.gated.ld + token;
-        store_16(reinterpret_cast<uint4*>(to), load_shared(from));
-        store_16(reinterpret_cast<uint4*>(to + p.g.n * p.gated.ld), load_shared(from + kKindBytes));
+        store_column(p.gated.columnwise + at, from + i * 256, to.rows);
+        store_column(p.gated.columnwise + at + p.g.n * p.gated.ld, from + i * 256 + kKindBytes,
+                     to.rows);
       }
       if constexpr (kWithAct)
-        store_16(reinterpret_cast<uint4*>(p.gated.act_columnwise + column * p.gated.ld + token),
-                 load_shared(from + 2 * kKindBytes));
+        store_column(p.gated.act_columnwise + at, from_act + i * 256, to.rows);
     }
   }
 
-  // All tiles of the block. What the first step of a tile reads of hidden is loaded before its sums
-  // are there, and that of the next step before a step.
-  template <bool kWithAct>
+  // All tiles of the block. As many halves of hidden as there are slots are on their way while one
+  // is worked on.
   __device__ __forceinline__ void run() {
     const int rank = static_cast<int>(cluster_rank());
     const int turns = p.order.turns;
     uint32_t phase = 0;
-    for (int turn = static_cast<int>(blockIdx.x / 2); turn < turns;
-         turn += static_cast<int>(gridDim.x / 2)) {
-      const Tile tile = tile_of(p.order, turn, rank, V::kColumns);
-      Hidden hidden = load_hidden(tile, 0, true);
+    int turn = static_cast<int>(blockIdx.x / 2);
+    Tile tile = tile_of(p.order, turn, rank, V::kColumns);
+    Cursor at = cursor_of(tile);
+    copy_hidden<0>(at);
+    if (kSlots == 2) copy_hidden<1>(at);
+    while (turn < turns) {
+      Columns columns = columns_of(tile);
+      turn += static_cast<int>(gridDim.x / 2);
+      if (turn < turns) tile = tile_of(p.order, turn, rank, V::kColumns);
       barrier_wait(&exchange.handed()->full, phase);
       phase ^= 1;
 #pragma unroll 1
-      for (int i = 0; i < 2 * kParts; ++i) {
-        const Hidden next = load_hidden(tile, i + 1, i + 1 < 2 * kParts);
-        step<kWithAct>(tile, i, hidden);
-        hidden = next;
-        if (i % 2 == 0) continue;
+      for (int part = 0; part < kParts; ++part) {
+        const Cursor current = at;
+        at.before += kPart;
+        at.columns -= kPart;
+        if (part + 1 == kParts) {
+          asm volatile("" : "+r"(tile.row), "+r"(tile.column));  // not before: registers are scarce
+          at = cursor_of(tile);
+        }
+        step<0>(part, current, [&] {
+          if (kSlots == 1)
+            copy_hidden<1>(current);
+          else
+            copy_hidden<0>(at);
+        });
+        step<1>(part, current, [&] {
+          if (kSlots == 1)
+            copy_hidden<0>(at);
+          else
+            copy_hidden<1>(at);
+        });
         __syncwarp();
-        if (i + 1 == 2 * kParts && lane() == 0) barrier_arrive(&exchange.handed()->empty);
-        store_columns<kWithAct>(tile, i / 2);
-        __syncwarp();
+        store_columns(part, columns);
+        columns.before += kPart * p.gated.ld;
+        columns.column += kPart;
       }
+      __syncwarp();
+      if (lane() == 0) barrier_arrive(&exchange.handed()->empty);
     }
-    finish_gated(p.gated, amax);
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    finish_gated(p.gated, __float_as_uint(largest));
   }
 };
 
@@ -303,14 +396,13 @@ __global__ void __launch_bounds__(kConsumers + 256, 1)
     take_registers<200>();
     multiply_tiles<V, A, B, HandOver<V>>(p, ring, exchange.tile);
   } else if (threadIdx.x < kConsumers + 128) {
-    give_registers<80>();
-    GatedGradient<V, A, kAct> epilogue(p, exchange.tile);
+    give_registers<88>();
     if (p.gated.act_columnwise)
-      epilogue.template run<true>();
+      GatedGradient<V, A, kAct, true>(p, exchange.tile).run();
     else
-      epilogue.template run<false>();
+      GatedGradient<V, A, kAct, false>(p, exchange.tile).run();
   } else {
-    give_registers<32>();
+    give_registers<24>();
     if (threadIdx.x == kConsumers + 128) copy_tiles<V, HandOver<V>>(p, ring);
     __syncwarp();
   }
