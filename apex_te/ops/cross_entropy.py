@@ -156,6 +156,7 @@ def count_valid(target: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
     return num_valid
 
 
+@checked
 def sum_losses(loss: torch.Tensor, num_valid: torch.Tensor | None = None) -> torch.Tensor:
     """Sums losses in a fixed order, and divides by ``num_valid`` if it is given.
 
@@ -171,6 +172,7 @@ def sum_losses(loss: torch.Tensor, num_valid: torch.Tensor | None = None) -> tor
     return total
 
 
+@checked
 def scale_gradient(grad: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor:
     """Multiplies ``grad`` in place by ``grad_output``, one element; a factor of 1 touches nothing.
 
