@@ -29,6 +29,9 @@ LAYER_COLUMNS = {
     "per token sustained": ".3f",
 }  # fmt: skip
 LAYER_NAMES = ("Llama-3-8B", "GPT")
+# Columns of the table of a head's loss, and of Accelerate's switch.
+HEAD_COLUMNS = {"ms": ".1f", "over torch": ".2f", "peak GiB": ".2f", "from torch's": ".1e"}
+ACCELERATE_COLUMNS = {"tokens/s": ",", "of bf16": ".2f", "peak GiB": ".1f"}
 OUR_AND_THEIR_LAYERS = ("apex_te", "Transformer Engine")
 LAYER_STACKS = {  # how a results file names a stack, or begins to: how the README does
     "torch bf16": "PyTorch",
@@ -146,6 +149,22 @@ def host_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def stacks_table(name: str, columns: dict[str, str]) -> str:
+    """Returns a Markdown table of a results file with one row for each stack.
+
+    Args:
+        name: the results file.
+        columns: the columns to show, with their formats.
+    """
+    data = _result(name)
+    lines = [f"{source_line({name: data})}:", "", f"| stack | {' | '.join(columns)} |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
+    for row in data["rows"]:
+        cells = [row["stack"], *(format(row[key], form) for key, form in columns.items())]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def layers_by_recipe(data: dict[str, Any]) -> str:
     """Returns a Markdown table with one row for each layer and precision, stacks side by side.
 
@@ -243,6 +262,11 @@ def documents() -> dict[Path, str]:
     performance = PERFORMANCE.read_text()
     performance = replaced(performance, "ops", f"{source}, bf16, cold L2:\n\n{table}")
     performance = replaced(performance, "layers", layers_table(_result(LAYERS)))
+    performance = replaced(performance, "gpt", layers_table(_result("transformer_gpt")))
+    performance = replaced(performance, "head", stacks_table("linear_cross_entropy", HEAD_COLUMNS))
+    performance = replaced(
+        performance, "accelerate", stacks_table("accelerate", ACCELERATE_COLUMNS)
+    )
     performance = replaced(performance, "tokens", layers_table(_result("transformer_tokens")))
     performance = replaced(performance, "host", host_table(_result("host")))
     every = ops_table(results, every_shape=True)
