@@ -5,13 +5,17 @@ wgrad with split ones. Random normal data. After 2 s of load contenders take tur
 power decides: short turns of all tiles and algorithms first, then turns of 0.3 s of the two best
 tiles and the best algorithm. pJ/FLOP is the board's energy over the long turns.
 
-One NVIDIA H200 at its power limit, 2026-11-22, torch 2.11: fast sums reach 0.953 of cuBLASLt's best
-(geometric mean, least 0.911), split sums 0.985 (0.936 to 1.017; TFLOP/s 1,166 to 1,294 and 1,185 to
-1,348), so modules multiply by cuBLASLt. What did not help: 128x192 with 5 stages instead of 4 (0.93
-of it), 128x160, warpgroups that do not promote at different times, sums added up every 128 products
-(0.82; every 256: 0.98). dense_gemm_swiglu for FC1 takes 1,572 to 1,591 us, cuBLASLt and the op to a
-rowwise copy 1,598; its backward for FC2 1,095 to 1,286 us, cuBLASLt and the op 1,104: epilogues run
-in the warps that multiply, which they keep from the next tile.
+One NVIDIA H200 at its power limit, torch 2.11. 2026-11-22: fast sums reach 0.953 of cuBLASLt's best
+(geometric mean, least 0.911), split sums 0.985 (0.936 to 1.017), so modules multiply by cuBLASLt.
+What did not help: 128x192 with 5 stages instead of 4 (0.93 of it), 128x160, warpgroups that do not
+promote at different times, sums added up every 128 products (0.82; every 256: 0.98).
+
+2026-11-23, epilogues beside the next tile's products, us under load, cuBLASLt in parentheses: FC1
+1,478 (1,502), FC2 749 (761), QKV 327 (317), GPT's FC1 868 (832), FC2's dgrad with split sums 807
+(828). dense_gemm_swiglu for FC1 1,535 where cuBLASLt and the op take 1,626 for the rowwise copy and
+1,640 for both; its backward for FC2 986 (1,140), with the activation's columnwise copy 1,101
+(1,287). Half of the time that the ops cost is left: 57 us for FC1, 158 for FC2's dgrad. The whole
+board draws 700 W in either, so that bytes and instructions count even where they overlap.
 
     python benchmarks/ops/bench_dense_gemm.py [--budget SECONDS] [--turn S] [--screen S] [--record]
 """
