@@ -57,7 +57,7 @@ def region(recipe):
 
 
 def known_in(module):
-    """What a module knows of its forwards, in FP8 and outside of it."""
+    """Returns what a module has recorded of its forwards, in FP8 and in high precision."""
     owners = [*module._modes.programs.values(), module._modes.plain]
     return [known for found in owners for known in found._known.values()]
 

@@ -16,7 +16,7 @@ STORED = {torch.uint8: torch.float8_e4m3fn}
 
 
 def rounded(x, dtype):
-    """What a state dtype keeps of numbers, with a power of two for the tensor's scale."""
+    """Rounds numbers to a state dtype, scaled by a power of two for the whole tensor."""
     dtype = STORED.get(dtype, dtype)
     if dtype not in EXPONENTS or not x.numel():
         return x.to(dtype).to(x.dtype)

@@ -56,7 +56,7 @@ def check_near(losses: list[float], plain: list[float], tolerance: float = 0.02)
 
 
 def test_every_module_imports(one) -> None:
-    """What fails lacks another package; none misses a name of Transformer Engine."""
+    """Modules of Megatron import, but for those that need a package that is not installed."""
     (errors,) = one.run(mg.rank_imports)
     wrong = {name: text for name, text in errors.items() if "transformer_engine" in text}
     assert not wrong

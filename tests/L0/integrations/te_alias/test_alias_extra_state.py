@@ -278,7 +278,7 @@ def test_damaged_states_are_refused(changes, message, alias):
 
 
 def test_pre_hooks_may_make_the_state():
-    """As Megatron's GroupedLinear merges the states of its GEMMs."""
+    """Hooks before a load may write the state's key, as Megatron's do to merge states of GEMMs."""
     layer, other = trained(Linear(24, 40)), Linear(24, 40)
     calls = []
 
@@ -416,7 +416,7 @@ def test_a_distributed_checkpoint_keeps_it(tmp_path):
 
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_state_dicts_for_all_ranks_have_apex_tes_keys(on_cpu):
-    """Of which ranks can take parts, however many save and load."""
+    """Keys of the FP8 state stand apart, so that ranks can load parts of what others saved."""
     options = StateDictOptions(cpu_offload=on_cpu)
     model, other = model_to_save(), model_to_save()
     trained(model[0])

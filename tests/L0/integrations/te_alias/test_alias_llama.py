@@ -123,7 +123,7 @@ def test_generation_in_fp8() -> None:
 
 
 def test_beams_reorder_the_cache() -> None:
-    """As beam search does: rows of the cache are exchanged between steps."""
+    """Rows of the cache may be exchanged between steps, as beam search exchanges them."""
     _, model = over_alias("bshd")
     torch.manual_seed(5)
     ids, more = torch.randint(2, 64, (2, 5)), torch.randint(2, 64, (2, 1))

@@ -300,7 +300,7 @@ def test_copies_and_pickles_compute_the_same(kind, alias):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_subclasses_may_set_attributes_first(kind):
-    """As Megatron's subclasses do."""
+    """Subclasses may set attributes before the base class's constructor runs, as Megatron's do."""
 
     class Derived(getattr(te, kind)):
         def __init__(self, *args, **kwargs):

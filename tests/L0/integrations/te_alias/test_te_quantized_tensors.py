@@ -37,7 +37,7 @@ def weight(recipe, shape=(160, 192), dtype=torch.bfloat16):
 
 
 def same(a, b):
-    """The same FP8 data and scales."""
+    """Returns True if two weights hold equal FP8 data and scales."""
     mine, theirs = a._held, b._held
     return torch.equal(
         mine.rowwise.view(torch.uint8), theirs.rowwise.view(torch.uint8)
