@@ -165,8 +165,13 @@ def is_experts(module: Any) -> bool:
         and all(p is not None and p.dim() == 3 for p in own.values())
         and module.has_gate
         and module.is_concatenated
-        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+        and not (module.has_bias or module.is_transposed or _has_post_expert_norm(module))
     )
+
+
+def _has_post_expert_norm(module: Any) -> bool:
+    """Returns True for experts that norm their outputs; older transformers have none."""
+    return bool(getattr(module, "has_post_expert_norm", False))
 
 
 def unsupported(module: Any) -> str | None:

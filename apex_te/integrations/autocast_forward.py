@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -38,15 +39,19 @@ class AutocastForward:
         """Returns the forward that runs inside, from which tools read names of arguments."""
         if self.inner is not None:
             return self.inner
-        return type(self.model).forward.__get__(self.model)
+        return MethodType(type(self.model).forward, self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        model, inner = self.model, self.inner
-        forward = type(model).forward.__get__(model) if inner is None else inner
-        if not self.active or not (model.training or self.during_eval):
-            return forward(*args, **kwargs)
+        if not self.active or not (self.model.training or self.during_eval):
+            return self._forward(*args, **kwargs)
         with fp8_autocast(enabled=True, fp8_recipe=self.recipe):
-            return forward(*args, **kwargs)
+            return self._forward(*args, **kwargs)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward that runs inside, which no bound method holds: Dynamo makes none."""
+        if self.inner is None:
+            return type(self.model).forward(self.model, *args, **kwargs)
+        return self.inner(*args, **kwargs)
 
     def is_in_use(self, model: nn.Module) -> bool:
         """Returns True if calls of ``model`` pass here, also through wrappers around it."""

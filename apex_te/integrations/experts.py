@@ -82,7 +82,6 @@ class StackedExperts(nn.Module):
     gate_up_gemm: ExpertGemm
     down_gemm: ExpertGemm
     _apply_gate: Any
-    _is_expert_parallel: bool
 
     def make_gemms(self) -> None:
         """Adds the layers that multiply by the weights."""
@@ -110,7 +109,7 @@ class StackedExperts(nn.Module):
         if not self._in_fp8():
             out: torch.Tensor = super().forward(hidden_states, top_k_index, top_k_weights)
             return out
-        if self._is_expert_parallel:
+        if self._is_spread():
             raise NotImplementedError(
                 "StackedExperts: experts must be on one rank in fp8_autocast, got experts that "
                 "transformers has spread over ranks"
@@ -125,6 +124,11 @@ class StackedExperts(nn.Module):
         x = x * top_k_weights.reshape(-1)[order, None].to(x.dtype)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(tokens * k, device=x.device))
         return x[back].view(tokens, k, x.shape[1]).sum(1).to(hidden_states.dtype)
+
+    def _is_spread(self) -> bool:
+        """Returns True if transformers has given each rank a part of the experts."""
+        held = self.gate_up_proj.shape[0]  # inside the forward that versions before 5.20 wrap
+        return getattr(self, "_is_expert_parallel", False) or held != self.gate_up_gemm.num_gemms
 
     def _in_fp8(self) -> bool:
         """Returns True if the GEMMs run in FP8 or record amaxes; a recompute does as before."""

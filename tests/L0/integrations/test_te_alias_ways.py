@@ -53,7 +53,7 @@ def write_alias(prefix: Path, *options: str) -> Path:
 def enter(way: str, tmp_path: Path) -> tuple[str, list[Path], dict[str, str]]:
     """Returns the first lines, the folders and the variables of a program that uses a way in."""
     begin, variables, files = WAYS[way]
-    return begin, [write_alias(tmp_path)] if files else [], variables
+    return begin, [write_alias(tmp_path / "prefix")] if files else [], variables
 
 
 CHECKS = """
