@@ -15,9 +15,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import apex_te  # noqa: F401  Megatron, imported next, finds the alias that this installs
+
+# isort: split
 import megatron.core
 import torch
 from megatron.core import dist_checkpointing, fp8_utils, parallel_state
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -180,9 +184,9 @@ def load(model: GPTModel, folder: str) -> None:
     model.load_state_dict(state)
 
 
-def rank_losses(rank: int, options: dict) -> list[float]:
-    """Losses of training from new weights on one rank."""
-    with parallel():
+def rank_losses(rank: int, options: dict, tp: int = 1, ep: int = 1) -> list[float]:
+    """Losses of training from new weights."""
+    with parallel(tp, ep):
         return train(gpt(**options), range(STEPS))
 
 
@@ -211,6 +215,21 @@ def rank_loaded(rank: int, options: dict, tp: int, ep: int, folder: str, steps: 
         model = gpt(**options)
         load(model, folder)
         return train(model, range(steps, steps + 3)), fp8_states(model)
+
+
+def rank_saved_again(rank: int, options: dict, tp: int, ep: int, folder: str, other: str) -> None:
+    """Loads from a folder into a new model and saves that in another folder."""
+    with parallel(tp, ep):
+        model = gpt(**options)
+        load(model, folder)
+        save(model, other)
+
+
+def rank_ends_writers(rank: int) -> None:
+    """Ends the process that Megatron's saving has started and would leave behind."""
+    if filesystem_async._results_queue is not None:
+        filesystem_async._results_queue._manager.shutdown()
+        filesystem_async._results_queue = None
 
 
 def rank_calls(rank: int, function: Callable[..., Any], tp: int, ep: int, *args: Any) -> Any:

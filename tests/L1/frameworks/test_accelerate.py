@@ -1,16 +1,14 @@
-"""Accelerate with ``mixed_precision="fp8"``: conversion, every option, checkpoints, and ranks."""
+"""Accelerate with ``mixed_precision="fp8"``: conversion, every option, checkpoints."""
 
 from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from pins import ROOT, pin
+from pins import pin
 from tiny import STEPS, batches, check_losses, optimizer_of, plain_losses, tiny_llama
 
 pytest.importorskip("accelerate", minversion=pin("accelerate"))
@@ -190,59 +188,3 @@ def test_a_saved_state_continues_to_the_bit(tmp_path: Path) -> None:
     given, model, optimizer = prepared()
     given.load_state(str(tmp_path))
     assert [step(given, model, optimizer, batch) for batch in data[6:10]] == expected
-
-
-RANKS = """
-import sys
-import torch
-from accelerate import Accelerator
-from accelerate.utils import has_transformer_engine_layers
-sys.path.insert(0, sys.argv[1])
-from tiny import batches, optimizer_of, tiny_llama
-
-given = Accelerator(cpu=True, mixed_precision="fp8")
-assert given.num_processes == int(sys.argv[2]), given.num_processes
-model = tiny_llama()
-model, optimizer = given.prepare(model, optimizer_of(model))
-assert has_transformer_engine_layers(model)
-losses = []
-for batch in batches():
-    rows = batch.chunk(given.num_processes)[given.process_index]
-    loss = model(input_ids=rows, labels=rows).loss
-    given.backward(loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(given.gather(loss.detach()[None]).mean().item())
-inner = given.unwrap_model(model)
-layer = inner.model.layers[0].mlp.down_proj
-scales = given.gather(layer._fp8.state.scale_fwd[None])
-weights = given.gather(layer.weight.detach()[None])
-assert all(torch.equal(value, scales[0]) for value in scales)
-assert all(torch.equal(value, weights[0]) for value in weights)
-if given.is_main_process:
-    print("losses", *losses, flush=True)
-if given.num_processes > 1:
-    given.wait_for_everyone()
-    torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_launched_ranks_find_the_alias_by_its_files(size: int, tmp_path: Path) -> None:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("APEX_TE_T")}
-    environment.update(
-        OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", ACCELERATE_FP8_BACKEND="TE",
-        PYTHONPATH=path.rstrip(os.pathsep),
-    )  # fmt: skip
-    write = [sys.executable, "-m", "apex_te", "install-alias", "--prefix", str(tmp_path)]
-    subprocess.run(write, env=environment, check=True)
-    folder = next(tmp_path.rglob("transformer_engine")).parent
-    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment['PYTHONPATH']}"
-    (tmp_path / "train.py").write_text(RANKS)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={size}"]
-    command += ["--standalone", str(tmp_path / "train.py"), str(Path(__file__).parent), str(size)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("losses"))
-    check_losses([float(word) for word in line.split()[1:]], plain_losses(tiny_llama()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 
@@ -22,6 +23,14 @@ if megatron.core.__version__ != pin("megatron-core"):
     pytest.skip(f"needs Megatron-Core {pin('megatron-core')}", allow_module_level=True)
 
 
+def close(found: dict[int, Ranks]) -> None:
+    """Ends the processes of sets of ranks, and those that Megatron has started there."""
+    for ranks in found.values():
+        with contextlib.suppress(OSError):  # of ranks that were killed
+            ranks.run(mg.rank_ends_writers)
+        ranks.close()
+
+
 @pytest.fixture(scope="module")
 def sets():
     """Sets of ranks by size, which see no GPU."""
@@ -35,8 +44,7 @@ def sets():
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = before
     yield found
-    for ranks in found.values():
-        ranks.close()
+    close(found)
 
 
 @pytest.fixture
@@ -222,6 +230,27 @@ def test_a_checkpoint_loads_on_other_ranks(one, two, tmp_path, kind, before, aft
         check_experts(saved, loaded)
 
 
+def check_through_one(one: Ranks, two: Ranks, options: dict, kind: str, folder: str) -> None:
+    """Saves on two ranks, loads and saves on one, and checks that two continue to the bit."""
+    sizes = {n: ((1, n) if kind == "experts" else (n, 1)) for n in (1, 2)}
+    first, second = f"{folder}/two", f"{folder}/one"
+    later = two.run(mg.rank_saved, options, *sizes[2], first, 5)
+    one.run(mg.rank_saved_again, options, *sizes[1], first, second)
+    again = two.run(mg.rank_loaded, options, *sizes[2], second, 5)
+    for (losses, states), (expected, kept) in zip(again, later, strict=True):
+        assert losses == expected
+        assert kept
+        assert states.keys() == kept.keys()
+        for name, value in kept.items():
+            assert torch.equal(states[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_checkpoint_through_one_rank_continues_bitwise(one, two, tmp_path, kind) -> None:
+    options = {**(mg.MOE if kind == "experts" else mg.LLAMA), **mg.FP8["delayed"]}
+    check_through_one(one, two, options, kind, str(tmp_path))
+
+
 def check_experts(saved: list[dict], loaded: list[dict]) -> None:
     """Checks that each expert has its scales: ranks in order have the experts in order."""
     names = [name for name in saved[0] if "experts" in name]
@@ -250,8 +279,7 @@ def gpu_sets():
     """Sets of ranks with a GPU each, by size."""
     found = {size: Ranks(size, "nccl") for size in (1, 2) if torch.cuda.device_count() >= size}
     yield found
-    for ranks in found.values():
-        ranks.close()
+    close(found)
 
 
 def gpus(gpu_sets, size: int) -> Ranks:
@@ -316,3 +344,29 @@ def test_checkpoints_on_gpus(gpu_sets, tmp_path, kind, before, after) -> None:
             assert torch.equal(state[name], saved[0][name]), name
     if kind == "experts":
         check_experts(saved, loaded)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_a_checkpoint_through_one_gpu_continues_bitwise(gpu_sets, tmp_path, kind) -> None:
+    options = {**BF16, **(mg.MOE if kind == "experts" else {}), **mg.FP8["delayed"]}
+    check_through_one(gpus(gpu_sets, 1), gpus(gpu_sets, 2), options, kind, str(tmp_path))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_experts_on_gpus(gpu_sets, recipe) -> None:
+    options = {**BF16, **mg.MOE}
+    (plain,) = gpus(gpu_sets, 1).run(mg.rank_losses, options)
+    first, second = gpus(gpu_sets, 2).run(mg.rank_losses, {**options, **mg.FP8[recipe]}, 1, 2)
+    assert first == second
+    check_near(first, plain)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_weights_in_fp8_are_saved_on_gpus(gpu_sets, tmp_path, recipe) -> None:
+    options = {**BF16, **mg.FP8[recipe], "ffn_hidden_size": 256}
+    ranks = gpus(gpu_sets, 2)
+    for wrong in ranks.run(mg.rank_fp8_weights_saved, options, 2, str(tmp_path / "saved")):
+        assert wrong == []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from .....fp8.delayed.update import flush_fp8_state
 from .....fp8.parameter.parameter import FP8Parameter
 from .....module._core.fp8_module import FP8Module
 from ..._device import current_gpu
@@ -64,6 +66,13 @@ class TransformerEngineBaseModule(ExtraState):
     name: str | None = None
     ub_name: str | None = None
     is_first_microbatch: bool | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Has ``sharded_state_dict``, which Megatron's classes add, apply pending scale updates."""
+        super().__init_subclass__(**kwargs)
+        method = cls.__dict__.get("sharded_state_dict")
+        if method is not None:
+            cls.sharded_state_dict = _after_update(method)  # type: ignore[attr-defined]
 
     @property
     def fp8_meta(self) -> dict[str, Any]:
@@ -165,6 +174,21 @@ class TransformerEngineBaseModule(ExtraState):
         for name in _OWN:
             kept.pop(name, None)
         return kept
+
+
+def _after_update(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that all ranks call together, with the pending scale update before it.
+
+    Megatron saves the FP8 state of one tensor-parallel rank for all; amaxes that are staged differ
+    by rank until an update has reduced them.
+    """
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        flush_fp8_state()
+        return method(*args, **kwargs)
+
+    return wrapped
 
 
 class GemmModule(TransformerEngineBaseModule):
