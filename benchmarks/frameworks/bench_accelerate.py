@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 BF16, OURS, THEIRS = "bf16", "fp8, apex_te", "fp8, Transformer Engine"
+FUSED = "fp8, from_torch(fuse=True)"
+SWITCHED = (OURS, THEIRS)  # by Accelerate's mixed_precision="fp8"
 ONE_B = {
     "vocab_size": 128256,
     "hidden_size": 2048,
@@ -54,8 +57,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--seconds", type=float, default=4.0, help="load that counts, per process")
     parser.add_argument("--once", action="store_true", help="each contender once, not twice")
+    parser.add_argument(
+        "--profile", action="store_true", help="print the kernels that take longest"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model, which a CPU can run")
-    parser.add_argument("--worker", choices=(BF16, OURS, THEIRS), help=argparse.SUPPRESS)
+    parser.add_argument("--worker", choices=(BF16, OURS, FUSED, THEIRS), help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
@@ -68,7 +74,7 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
     from accelerate.utils import TERecipeKwargs, set_seed
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    fp8 = options.worker != BF16
+    fp8 = options.worker in SWITCHED
     set_seed(0)
     accelerator = Accelerator(
         mixed_precision="fp8" if fp8 else "bf16",
@@ -78,6 +84,8 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
     config = LlamaConfig(**sizes, max_position_embeddings=options.tokens, use_cache=False)
     with torch.device(accelerator.device):
         model = LlamaForCausalLM(config)
+    if options.worker == FUSED:
+        convert(model)
     on_gpu = accelerator.device.type == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=on_gpu)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -109,6 +117,8 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
         "loss": loss,
         "layers of": ", ".join(sorted(layers)),
     }
+    if options.profile:
+        print_kernels(options.worker, step)
     if on_gpu:
         row["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
     if fp8:
@@ -116,6 +126,35 @@ def worker(options: argparse.Namespace) -> dict[str, Any]:
 
         row["transformer_engine"] = transformer_engine.__version__
     return row
+
+
+def convert(model: Any) -> None:
+    """Does what a script without Accelerate's switch adds for FP8."""
+    from apex_te.integrations import autocast_forward, from_torch
+
+    from_torch(model, fuse=True, include="*")
+    autocast_forward(model)
+
+
+def print_kernels(stack: str, step: Callable[[], Any], steps: int = 3, rows: int = 40) -> None:
+    """Prints, for one step, the time of the kernels that take longest, and their number."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds = [ProfilerActivity.CUDA]
+        torch.cuda.synchronize()
+    with profile(activities=kinds) as found:
+        for _ in range(steps):
+            step().item()
+    time_of = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+    events = [(getattr(e, time_of) / steps / 1e3, e.count / steps, e.key) for e in
+              found.key_averages()]  # fmt: skip
+    events.sort(reverse=True)
+    print(f"== {stack}: {sum(ms for ms, _, _ in events):.1f} ms a step in kernels", file=sys.stderr)
+    for ms, number, name in events[:rows]:
+        print(f"{ms:9.3f} ms {number:7.1f} x {name[:110]}", file=sys.stderr)
 
 
 def run(stack: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -136,6 +175,8 @@ def run(stack: str, options: argparse.Namespace) -> dict[str, Any]:
         capture_output=True,
         text=True,
     )
+    if options.profile:
+        print(done.stderr[done.stderr.find("== ") :], flush=True)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         raise RuntimeError(f"{stack} ended with {done.returncode}:\n{done.stderr[-3000:]}")
@@ -149,7 +190,7 @@ def main() -> None:
         return
     import harness
 
-    stacks = [BF16, OURS] + ([THEIRS] if "PEER_SITE" in os.environ else [])
+    stacks = [BF16, OURS, FUSED] + ([THEIRS] if "PEER_SITE" in os.environ else [])
     order = stacks if options.once else stacks + stacks[::-1]
     found: dict[str, list[dict[str, Any]]] = {stack: [] for stack in stacks}
     for stack in order:
