@@ -43,12 +43,19 @@ def has_shape(function: str, name: str, value: jax.Array, shape: Sequence[int]) 
     return value
 
 
+def has_ndim(
+    function: str, name: str, value: Any, ndim: int, dtypes: Sequence[str] = FLOATS
+) -> jax.Array:
+    """Returns ``value``, an array of one of the dtypes with ``ndim`` dimensions."""
+    found = has_dtype(function, name, value, dtypes)
+    if found.ndim != ndim:
+        raise ValueError(f"{function}: {name} must have {ndim} dimensions, got {list(found.shape)}")
+    return found
+
+
 def matrix(function: str, name: str, value: Any, dtypes: Sequence[str] = FLOATS) -> jax.Array:
     """Returns ``value``, an array of one of the dtypes with two dimensions."""
-    found = has_dtype(function, name, value, dtypes)
-    if found.ndim != 2:
-        raise ValueError(f"{function}: {name} must have 2 dimensions, got {list(found.shape)}")
-    return found
+    return has_ndim(function, name, value, 2, dtypes)
 
 
 def as_matrix(function: str, name: str, value: Any) -> jax.Array:

@@ -1,12 +1,14 @@
 """Functions over the rows of matrices: ``jax.vmap`` folds the batch into them, meshes share them.
 
 A rule such as "x: r c, weight: c -> y: r c, dweight: +" names the arguments and results of a
-function and their dimensions. "r" is the dimension of the rows. A "_" stands for an array that is
-not mapped, "^" for a result that is the maximum over all rows and "+" for their sum.
+function and their dimensions. "r" is the dimension of the rows, "1" one of extent 1 in its place,
+which stands for all rows. A "_" stands for an array that is not mapped, "^" for a result that is
+the maximum over all rows and "+" for their sum.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -54,8 +56,30 @@ def rowwise(function: str, rule: str, body: Callable[..., tuple[Any, ...]]) -> C
         x = x.reshape(*x.shape[:axis], size, x.shape[axis] // size, *x.shape[axis + 1 :])
         return jnp.moveaxis(x, axis, 0)
 
+    texts = rule.partition("->")[0].split(",")
+    serves_all = ["1" in text.split() for text in texts]
+
+    def expanded(size: int, batched: list[bool], args: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        """Maps a call in which an array with a "1" has a value of its own for each element."""
+        rows = next(
+            x.shape[term.axis + is_batched]
+            for term, is_batched, x in zip(operands, batched, args, strict=True)
+            if term.axis is not None
+        )
+        found, terms = list(args), list(texts)
+        for i, x in enumerate(args):
+            if batched[i] and serves_all[i]:
+                axis = texts[i].partition(":")[2].split().index("1") + 1
+                found[i] = jnp.broadcast_to(x, (*x.shape[:axis], rows, *x.shape[axis + 1 :]))
+                terms[i] = texts[i].replace(" 1", " r")
+        own = rowwise(function, f"{','.join(terms)}->{rule.partition('->')[2]}", body)
+        made = jax.vmap(own, [0 if each else None for each in batched], axis_size=size)(*found)
+        return made, tuple(True for _ in made)
+
     @mapped.def_vmap
     def _batched(size: int, batched: list[bool], *args: jax.Array) -> tuple[Any, Any]:
+        if any(map(operator.and_, batched, serves_all)):
+            return expanded(size, batched, args)
         for term, is_batched in zip(operands, batched, strict=True):
             if is_batched and term.axis is None:
                 raise NotImplementedError(
