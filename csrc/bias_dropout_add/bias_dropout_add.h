@@ -15,6 +15,7 @@
 constexpr int64_t kBiasDropoutAddRowsPerThread = 8;
 constexpr int64_t kBiasDropoutAddTileRows = 64;
 
+// seed: one int64, or its two halves as int32 [2], the low one first.
 APEX_TE_FUNCTION(bias_dropout_add_fwd,
                  "x: Tensor, bias: Tensor?, residual: Tensor, seed: Tensor?, out: Tensor!, "
                  "mask: Tensor!?, p: float")
@@ -33,15 +34,25 @@ struct BiasDropoutAdd {
   float* workspace;
   uint8_t* mask;        // to be written
   const uint8_t* kept;  // to be read
-  const int64_t* seed;
+  const uint32_t* seed_halves;
   Dropout dropout;
+
+  APEX_TE_HD uint64_t seed() const { return seed_halves[0] | uint64_t{seed_halves[1]} << 32; }
 };
+
+inline void check_seed(const TensorView& seed) {
+  seed.has_dtype({DType::kInt64, DType::kInt32});
+  if (seed.dtype() == DType::kInt64)
+    seed.is_scalar(DType::kInt64);
+  else
+    seed.has_shape({2}).is_dense();
+}
 
 inline Dropout check_dropout(Args& args, const TensorView& seed, bool has_mask) {
   const double p = args.floating();
   if (!(p >= 0.0 && p <= 1.0))
     fail(kApexTeValueError, "%s: p must be from 0 to 1, got %g", args.name(), p);
-  if (seed) seed.is_scalar(DType::kInt64);
+  if (seed) check_seed(seed);
   const Dropout dropout = Dropout::of(p);
   if (dropout.is_random && !seed && !has_mask)
     fail(kApexTeValueError, "%s: seed must be given for p = %g, got None", args.name(), p);
@@ -82,7 +93,7 @@ inline BiasDropoutAdd check_bias_dropout_add_fwd(Args& args) {
   p.residual = residual.data();
   p.out = out.data();
   p.mask = check_mask(mask, p);
-  p.seed = seed.data<int64_t>();
+  p.seed_halves = seed.data<uint32_t>();
   return p;
 }
 
@@ -116,7 +127,7 @@ inline BiasDropoutAdd check_bias_dropout_add_bwd(Args& args) {
   p.dout = dout.data();
   p.dx = dx.data();
   p.dbias = dbias.data();
-  p.seed = seed.data<int64_t>();
+  p.seed_halves = seed.data<uint32_t>();
   return p;
 }
 

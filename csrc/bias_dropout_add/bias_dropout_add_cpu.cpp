@@ -126,7 +126,7 @@ APEX_TE_INLINE void factors_of(const BiasDropoutAdd& p, const Factors& all, int6
   if (p.kept) {
     bytes = p.kept + mask_at;
   } else {
-    (use_avx2() ? keep_bytes_avx2 : keep_bytes_portable)(p.dropout.threshold, *p.seed, row,
+    (use_avx2() ? keep_bytes_avx2 : keep_bytes_portable)(p.dropout.threshold, p.seed(), row,
                                                          col0 / kVec, vecs, made);
     if (p.mask) memcpy(p.mask + mask_at, made, vecs);
   }

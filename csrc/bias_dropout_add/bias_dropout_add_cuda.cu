@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   }
   uint32_t keep[kRows];
   if (p.dropout.is_random) {
-    const uint64_t seed = *p.seed;
+    const uint64_t seed = p.seed();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) keep[r] = keep_bits(seed, row0 + r, v, p.dropout.threshold);
   } else {
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kBwdThreads, kBwdBlocks)
                                row + r < p.rows ? n : 0);
     uint32_t keep[kRows];
     if (p.dropout.is_random) {
-      const uint64_t seed = *p.seed;
+      const uint64_t seed = p.seed();
 #pragma unroll
       for (int r = 0; r < kRows; ++r) keep[r] = keep_bits(seed, row + r, v, p.dropout.threshold);
     } else {

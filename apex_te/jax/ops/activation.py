@@ -13,7 +13,7 @@ from .._call import call
 from . import _checks
 from ._gradient import materialised
 from ._rows import rowwise as over_rows
-from .fp8_output import FP8Output, copies
+from .fp8_output import FP8Output, fused_cast
 
 __all__ = [
     "KINDS",
@@ -119,10 +119,12 @@ def activation_fwd_fp8(
         columnwise: make [cols, rows].
         amax: one float32 element, of which and of max |f(x)| the result's ``amax`` is the larger.
     """
-    matrices = {"x": _checks.as_matrix("activation_fwd_fp8", "x", x)}
-    return _to_fp8(
-        "activation_fwd_fp8", matrices, kind, scale, fp8_dtype, rowwise, columnwise, amax
-    )
+    name = "activation_fwd_fp8"
+    options = {"kind": _number(name, kind)}
+    inputs = {"x": _checks.as_matrix(name, "x", x)}
+    return fused_cast(
+        "activation", name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax
+    )[0]
 
 
 def activation_bwd_fp8(
@@ -143,41 +145,10 @@ def activation_bwd_fp8(
         x, kind, scale, fp8_dtype, rowwise, columnwise, amax: as in ``activation_fwd_fp8``.
     """
     name = "activation_bwd_fp8"
+    options = {"kind": _number(name, kind)}
     rows = _checks.as_matrix(name, "x", x)
     dy = _checks.same_shape(name, "dy", grad_output, jnp.asarray(x)).reshape(rows.shape)
-    matrices = {"dy": dy, "x": rows}
-    return _to_fp8(name, matrices, kind, scale, fp8_dtype, rowwise, columnwise, amax)
-
-
-def _to_fp8(
-    function: str,
-    matrices: dict[str, jax.Array],
-    kind: str,
-    scale: jax.Array,
-    fp8_dtype: Any,
-    rowwise: bool,
-    columnwise: bool,
-    amax: jax.Array | None,
-) -> FP8Output:
-    """Calls a function with FP8 output on matrices of one shape."""
-    number = _number(function, kind)
-    dtype = _checks.fp8_dtype_of(function, fp8_dtype)
-    inputs = {**matrices, "scale": _checks.is_scalar(function, "scale", scale)}
-    if amax is not None:
-        inputs["amax"] = _checks.is_scalar(function, "amax", amax)
-    shape = inputs["x"].shape
-    made = copies(function, shape, dtype, rowwise, columnwise)
-    names = [*made, "scale_inv", *(() if amax is None else ("amax",))]
-
-    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-        given = dict(zip(inputs, arrays, strict=True))
-        results = copies(function, given["x"].shape, dtype, rowwise, columnwise)
-        results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
-        made = call("activation", function, results, **given, kind=number)
-        return tuple(made[each] for each in names)
-
-    dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "amax": "^"}
-    ins = ", ".join(f"{n}: {'r c' if n in matrices else '_'}" for n in inputs)
-    rule = f"{ins} -> {', '.join(f'{n}: {dims[n]}' for n in names)}"
-    out = dict(zip(names, over_rows(function, rule, body)(*inputs.values()), strict=True))
-    return FP8Output(*(out.get(name) for name in FP8Output._fields))
+    inputs = {"dy": dy, "x": rows}
+    return fused_cast(
+        "activation", name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax
+    )[0]

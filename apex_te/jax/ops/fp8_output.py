@@ -7,7 +7,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-__all__ = ["FP8Output", "copies"]
+from ...runtime import scratch_sizes
+from .._call import call
+from . import _checks
+from ._rows import rowwise as over_rows
+
+__all__ = ["FP8Output", "copies", "fused_cast"]
+
+_S = jax.ShapeDtypeStruct
+_DIMS = {
+    "dy": "r c", "x": "r c", "bias": "c", "scale": "_", "amax": "_",
+    "rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "dbias": "+",
+}  # fmt: skip
 
 
 class FP8Output(NamedTuple):
@@ -40,3 +51,54 @@ def copies(
     wanted = {"rowwise": (rows, cols) if rowwise else None,
               "columnwise": (cols, rows) if columnwise else None}  # fmt: skip
     return {n: jax.ShapeDtypeStruct(s, dtype) for n, s in wanted.items() if s is not None}
+
+
+def fused_cast(
+    op: str,
+    function: str,
+    inputs: dict[str, jax.Array],
+    options: dict[str, Any],
+    scale: Any,
+    fp8_dtype: Any,
+    rowwise: bool,
+    columnwise: bool,
+    amax: Any,
+    with_dbias: bool = False,
+) -> tuple[FP8Output, jax.Array | None]:
+    """Calls an activation's function with FP8 output.
+
+    Args:
+        op: stem of the op.
+        function: name of the C function.
+        inputs: "x", and what else the function reads of "dy" and "bias", by parameter.
+        options: its scalars, by parameter.
+        scale, fp8_dtype, rowwise, columnwise, amax: as in ``activation_fwd_fp8``.
+        with_dbias: also return the sums of the result's columns.
+
+    Returns:
+        The FP8 data, and the column sums or None.
+    """
+    dtype = _checks.fp8_dtype_of(function, fp8_dtype)
+    inputs = {**inputs, "scale": _checks.is_scalar(function, "scale", scale)}
+    if amax is not None:
+        inputs["amax"] = _checks.is_scalar(function, "amax", amax)
+    names = [*copies(function, inputs["x"].shape, dtype, rowwise, columnwise), "scale_inv"]
+    names += [*(() if amax is None else ("amax",)), *(("dbias",) if with_dbias else ())]
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        given = dict(zip(inputs, arrays, strict=True))
+        rows, cols = given["x"].shape
+        results = copies(function, (rows, cols), dtype, rowwise, columnwise)
+        results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
+        if with_dbias:
+            lines = scratch_sizes.lines(rows, scratch_sizes.ACTIVATION_ROWS)
+            results["dbias"] = _S((cols,), given["x"].dtype)
+            results["workspace"] = _S((lines, cols), jnp.float32)
+        made = call(op, function, results, **given, **options)
+        return tuple(made[each] for each in names)
+
+    dims = {**_DIMS, "amax": "^"}
+    rule = ", ".join(f"{name}: {_DIMS[name]}" for name in inputs)
+    rule += " -> " + ", ".join(f"{name}: {dims[name]}" for name in names)
+    out = dict(zip(names, over_rows(function, rule, body)(*inputs.values()), strict=True))
+    return FP8Output(*(out.get(name) for name in FP8Output._fields)), out.get("dbias")

@@ -183,7 +183,7 @@ X, B = torch.zeros(4, 8), torch.zeros(8)
          "seed must have one element, got [2]"),
         ({"seed": torch.zeros(1, dtype=torch.int64), "generator": torch.default_generator},
          ValueError, "generator must be None where seed is given"),
-        ({"seed": torch.zeros(1)}, TypeError, "seed must have dtype int64, got float32"),
+        ({"seed": torch.zeros(1)}, TypeError, "seed must have dtype int64 or int32, got float32"),
     ],
 )  # fmt: skip
 def test_rejects(change, error, message):

@@ -1,0 +1,207 @@
+"""Bias, dropout and residual addition in one pass, with the mask that PyTorch's side makes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import sequential_vmap
+
+from ...runtime import scratch_sizes
+from .._call import call
+from . import _checks
+from ._gradient import flag, gradient_of, is_wanted, materialised
+from ._rows import rowwise
+
+__all__ = ["bias_dropout_add", "bias_dropout_add_bwd"]
+
+_DIMS = {
+    "x": "r c", "bias": "c", "residual": "r c", "out": "r c", "dout": "r c", "dx": "r c",
+    "dbias": "+", "seed": "_",
+}  # fmt: skip
+_S = jax.ShapeDtypeStruct
+
+
+def bias_dropout_add(
+    x: jax.Array,
+    bias: jax.Array | None,
+    residual: jax.Array,
+    p: float,
+    training: bool = True,
+    *,
+    seed: jax.Array | None = None,
+) -> jax.Array:
+    """Computes residual + dropout(x + bias, p) in float32, rounded once.
+
+    Differentiable. An element is dropped (multiplied by 0, so NaN and infinity show as NaN) with
+    probability q, which is p rounded to a multiple of 1/65536, from 1/65536 to 65535/65536. The
+    others are multiplied by 1 / (1 - q), so that the expectation is exact. The gradients of x and
+    bias pass through the mask of the forward pass, bias's as a deterministic sum over rows;
+    residual's gradient is that of the output. The mask is a function of the seed and of the place
+    of an element; ``jax.vmap`` gives each element of the batch the mask that it has alone.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16.
+        bias: [cols] of x's dtype or float32, or None.
+        residual: x's shape, of x's dtype or float32.
+        p: probability of an element to be dropped, 0 to 1.
+        training: False has the effect of p = 0.
+        seed: a key such as ``jax.random.key(0)``, its data uint32 [2], or one int64. Needed where
+            0 < p < 1, otherwise not read.
+
+    Returns:
+        An array of x's shape and residual's dtype.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape, p or seed that does not fit.
+    """
+    name = "bias_dropout_add"
+    if not 0.0 <= p <= 1.0:
+        raise ValueError(f"{name}: p must be from 0 to 1, got {p}")
+    x = _checks.array(name, "x", x)
+    residual = _checks.array(name, "residual", residual)
+    if x.ndim == 0:
+        raise ValueError(f"{name}: x must have at least 1 dimension, got shape []")
+    _checks.has_shape(name, "residual", residual, x.shape)
+    p = float(p) if training else 0.0
+    halves = None
+    if 0.0 < p < 1.0:
+        if seed is None:
+            raise ValueError(f"{name}: seed must be given for p = {p:g}, got None")
+        halves = _halves(f"{name}_fwd", seed)
+    return _differentiable(p)(x, bias, residual, halves)
+
+
+def _halves(function: str, seed: Any) -> jax.Array:
+    """Returns a seed as int32 [2]: of an int64 the low half first, of a key its two words."""
+    if hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        seed = jax.random.key_data(seed)
+    seed = _checks.has_dtype(function, "seed", seed, ["int64", "int32", "uint32"])
+    if seed.dtype == jnp.int64:
+        seed = _checks.is_scalar(function, "seed", seed, "int64")
+    else:
+        _checks.has_shape(function, "seed", seed, (2,))
+    return jax.lax.bitcast_convert_type(seed, jnp.int32).reshape(2)
+
+
+def _apart(function: str, rule: str, body: Callable[..., Any], p: float) -> Callable[..., Any]:
+    """Returns ``body`` over rows; with a random mask, which numbers them, only over all at once."""
+    return sequential_vmap(body) if 0.0 < p < 1.0 else rowwise(function, rule, body)
+
+
+def _rule(inputs: Any, names: Any) -> str:
+    sides = (", ".join(f"{name}: {_DIMS[name]}" for name in each) for each in (inputs, names))
+    return " -> ".join(sides)
+
+
+def _fwd(p: float, x: Any, bias: Any, residual: Any, seed: Any) -> jax.Array:
+    """Calls the C function of the forward on arrays of any number of dimensions."""
+    name = "bias_dropout_add_fwd"
+    shape = x.shape
+    x = _checks.as_matrix(name, "x", x)
+    wide = list(dict.fromkeys([x.dtype.name, "float32"]))
+    inputs = {"x": x}
+    if bias is not None:
+        bias = _checks.has_dtype(name, "bias", bias, wide)
+        inputs["bias"] = _checks.has_shape(name, "bias", bias, x.shape[1:])
+    inputs["residual"] = _checks.has_dtype(name, "residual", residual, wide).reshape(x.shape)
+    dtype = residual.dtype
+    if seed is not None:
+        inputs["seed"] = seed
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array]:
+        given = dict(zip(inputs, arrays, strict=True))
+        results = {"out": _S(given["x"].shape, dtype)}
+        return (call("bias_dropout_add", name, results, **given, p=p)["out"],)
+
+    (out,) = _apart(name, _rule(inputs, ["out"]), body, p)(*inputs.values())
+    return out.reshape(shape)
+
+
+def bias_dropout_add_bwd(
+    dout: jax.Array,
+    seed: jax.Array | None,
+    p: float,
+    *,
+    x_dtype: Any,
+    bias_dtype: Any = None,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Computes ``bias_dropout_add``'s gradients with respect to x and bias; residual's is ``dout``.
+
+    Args:
+        dout: [..., cols], the gradient of the output, in its dtype.
+        seed: the forward's seed; None for p = 0 and p = 1.
+        p: the forward's p.
+        x_dtype: dtype of dx; None to leave dx out.
+        bias_dtype: dtype of dbias; None to leave dbias out.
+
+    Returns:
+        (dx of dout's shape, dbias [cols] summed in a fixed order), with None for one left out.
+    """
+    name = "bias_dropout_add_bwd"
+    rows = _checks.as_matrix(name, "dout", dout)
+    inputs = {"dout": rows}
+    if seed is not None:
+        inputs["seed"] = _halves(name, seed)
+    elif 0.0 < p < 1.0:
+        raise ValueError(f"{name}: seed must be given for p = {p:g}, got None")
+    dtypes = {"dx": x_dtype, "dbias": bias_dtype}
+    names = [each for each, dtype in dtypes.items() if dtype is not None]
+    if not names:
+        return None, None
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        given = dict(zip(inputs, arrays, strict=True))
+        lines, cols = given["dout"].shape
+        results = {}
+        if x_dtype is not None:
+            results["dx"] = _S((lines, cols), jnp.dtype(x_dtype))
+        if bias_dtype is not None:
+            results["dbias"] = _S((cols,), jnp.dtype(bias_dtype))
+            parts = scratch_sizes.lines(lines, scratch_sizes.ACTIVATION_ROWS)
+            results["workspace"] = _S((parts, cols), jnp.float32)
+        made = call("bias_dropout_add", name, results, **given, p=float(p))
+        return tuple(made[each] for each in names)
+
+    made = _apart(name, _rule(inputs, names), body, p)(*inputs.values())
+    found = dict(zip(names, made, strict=True))
+    dx = found.get("dx")
+    return None if dx is None else dx.reshape(jnp.shape(dout)), found.get("dbias")
+
+
+@functools.lru_cache(maxsize=256)
+def _differentiable(p: float) -> Callable[..., Any]:
+    """Returns a differentiable function of (x, bias or None, residual, seed or None)."""
+
+    @jax.custom_vjp
+    def added(x: Any, bias: Any, residual: Any, seed: Any) -> Any:
+        return _fwd(p, x, bias, residual, seed)
+
+    def fwd(x: Any, bias: Any, residual: Any, seed: Any) -> tuple[Any, Any]:
+        given = (x, bias, residual, seed)
+        values: Any = [None if each is None else each.value for each in given]
+        wanted = flag(x), flag(bias), flag(residual)
+        # For its dtype and axes of meshes.
+        empty = values[0][..., :0]
+        return _fwd(p, *values), (empty, values[1], values[3], wanted)
+
+    def bwd(kept: Any, dout: Any) -> Any:
+        x, bias, seed, wanted = kept
+        with_dx, with_dbias, with_dresidual = map(is_wanted, wanted)
+        dout = materialised(dout)
+        passes_dout = p == 0.0 and dout.dtype == x.dtype
+        dx, dbias = bias_dropout_add_bwd(
+            dout, seed, p,
+            x_dtype=x.dtype if with_dx and not passes_dout else None,
+            bias_dtype=bias.dtype if with_dbias else None,
+        )  # fmt: skip
+        if with_dx and passes_dout:
+            dx = dout
+        return dx, gradient_of(bias, dbias), dout if with_dresidual else None, None
+
+    added.defvjp(fwd, bwd, symbolic_zeros=True)
+    return added

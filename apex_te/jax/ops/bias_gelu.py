@@ -1,0 +1,241 @@
+"""GELU of x + bias, forward and backward with the bias gradient, also with a fused cast to FP8."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...runtime import scratch_sizes
+from .._call import call
+from . import _checks
+from ._gradient import flag, gradient_of, is_wanted, materialised
+from ._rows import rowwise as over_rows
+from .fp8_output import FP8Output, fused_cast
+
+__all__ = [
+    "BiasGeluFP8Grads",
+    "BiasGeluGrads",
+    "bias_gelu",
+    "bias_gelu_bwd",
+    "bias_gelu_bwd_fp8",
+    "bias_gelu_fwd",
+    "bias_gelu_fwd_fp8",
+]
+
+_OP = "bias_gelu"
+_S = jax.ShapeDtypeStruct
+
+
+class BiasGeluGrads(NamedTuple):
+    """Gradients of ``bias_gelu``.
+
+    Attributes:
+        input: gradient of x, of its shape and dtype.
+        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+    """
+
+    input: jax.Array
+    dbias: jax.Array | None
+
+
+class BiasGeluFP8Grads(NamedTuple):
+    """Gradients of ``bias_gelu``, of which x's is in FP8.
+
+    Attributes:
+        output: FP8 data of x's gradient, as a matrix [rows, cols].
+        dbias: gradient of the bias, [cols] in x's dtype; None if not asked for.
+    """
+
+    output: FP8Output
+    dbias: jax.Array | None
+
+
+def bias_gelu(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh") -> jax.Array:
+    """Computes gelu(x + bias), differentiably; the sum is not rounded to x's dtype.
+
+    Arithmetic is in float32. A sum of NaN gives NaN, in the value and in the gradient. A sum of
+    -Inf gives the value NaN, and an infinite sum the gradient NaN.
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16.
+        bias: [cols] in x's dtype.
+        form: "tanh" or "erf" (exact).
+
+    Returns:
+        An array of x's shape and dtype. Backward keeps x and bias.
+
+    Raises:
+        TypeError: a dtype that is not listed or differs.
+        ValueError: a shape or form that does not match.
+    """
+    _is_tanh("bias_gelu_fwd", form)
+    return _differentiable(form)(x, bias)
+
+
+@functools.cache
+def _differentiable(form: str) -> Callable[[Any, Any], Any]:
+    @jax.custom_vjp
+    def gelu(x: Any, bias: Any) -> Any:
+        return bias_gelu_fwd(x, bias, form=form)
+
+    def fwd(x: Any, bias: Any) -> tuple[Any, Any]:
+        values = x.value, None if bias is None else bias.value
+        return bias_gelu_fwd(*values, form=form), (*values, flag(bias))
+
+    def bwd(kept: Any, grad_output: Any) -> Any:
+        x, bias, wanted = kept
+        grad_output = materialised(grad_output)
+        made = bias_gelu_bwd(grad_output, x, bias, form=form, with_dbias=is_wanted(wanted))
+        return made.input, gradient_of(bias, made.dbias)
+
+    gelu.defvjp(fwd, bwd, symbolic_zeros=True)
+    return gelu
+
+
+def bias_gelu_fwd(x: jax.Array, bias: jax.Array | None = None, *, form: str = "tanh") -> jax.Array:
+    """Computes ``bias_gelu``, whose arguments it takes, without a gradient."""
+    name = "bias_gelu_fwd"
+    is_tanh = _is_tanh(name, form)
+    inputs = _inputs(name, x, bias)
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array]:
+        given = dict(zip(inputs, arrays, strict=True))
+        results = {"y": _S(given["x"].shape, given["x"].dtype)}
+        return (call(_OP, name, results, **given, is_tanh=is_tanh)["y"],)
+
+    rule = "x: r c -> y: r c" if bias is None else "x: r c, bias: c -> y: r c"
+    (y,) = over_rows(name, rule, body)(*inputs.values())
+    return y.reshape(jnp.shape(x))
+
+
+def bias_gelu_bwd(
+    grad_output: jax.Array,
+    x: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    form: str = "tanh",
+    with_dbias: bool = False,
+) -> BiasGeluGrads:
+    """Computes the gradients of ``bias_gelu``: grad_output * gelu'(x + bias) and its column sums.
+
+    Args:
+        grad_output: gradient of the output, of x's shape and dtype.
+        x, bias, form: as in ``bias_gelu``.
+        with_dbias: also return the column sums, the bias's gradient, added in float32 in a fixed
+            order.
+    """
+    name = "bias_gelu_bwd"
+    is_tanh = _is_tanh(name, form)
+    inputs = _inputs(name, x, bias, grad_output)
+    names = ["dx", *(["dbias"] if with_dbias else [])]
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        given = dict(zip(inputs, arrays, strict=True))
+        rows, cols = given["x"].shape
+        results = {"dx": _S((rows, cols), given["x"].dtype)}
+        if with_dbias:
+            lines = scratch_sizes.lines(rows, scratch_sizes.ACTIVATION_ROWS)
+            results["dbias"] = _S((cols,), given["x"].dtype)
+            results["workspace"] = _S((lines, cols), jnp.float32)
+        made = call(_OP, name, results, **given, is_tanh=is_tanh)
+        return tuple(made[each] for each in names)
+
+    rule = "dy: r c, x: r c, " + ("" if bias is None else "bias: c, ")
+    rule = f"{rule[:-2]} -> dx: r c{', dbias: +' if with_dbias else ''}"
+    found = over_rows(name, rule, body)(*inputs.values())
+    return BiasGeluGrads(found[0].reshape(jnp.shape(x)), found[1] if with_dbias else None)
+
+
+def bias_gelu_fwd_fp8(
+    x: jax.Array,
+    bias: jax.Array | None,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    *,
+    form: str = "tanh",
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: jax.Array | None = None,
+) -> FP8Output:
+    """Quantizes the float32 result of gelu: q = saturating_cast(gelu(x + bias) * scale).
+
+    Args:
+        x: [..., cols] float32, float16 or bfloat16. rows is the product of its sizes but the last.
+        bias: [cols] in x's dtype.
+        scale: one float32 element.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        form: "tanh" or "erf" (exact).
+        rowwise: make [rows, cols].
+        columnwise: make [cols, rows].
+        amax: one float32 element, of which and of max |gelu(x + bias)| the result's ``amax`` is the
+            larger.
+
+    Raises:
+        TypeError: a dtype that is not listed or differs.
+        ValueError: a shape or form that does not match.
+    """
+    name = "bias_gelu_fwd_fp8"
+    options = {"is_tanh": _is_tanh(name, form)}
+    inputs = _inputs(name, x, bias)
+    return fused_cast(_OP, name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax)[0]
+
+
+def bias_gelu_bwd_fp8(
+    grad_output: jax.Array,
+    x: jax.Array,
+    bias: jax.Array | None,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    *,
+    form: str = "tanh",
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: jax.Array | None = None,
+    with_dbias: bool = False,
+) -> BiasGeluFP8Grads:
+    """Computes ``bias_gelu_bwd`` with the gradient of x quantized from its float32 values.
+
+    The bias's gradient is the sum of these float32 values.
+
+    Args:
+        grad_output, with_dbias: as in ``bias_gelu_bwd``.
+        x, bias, scale, fp8_dtype, form, rowwise, columnwise: as in ``bias_gelu_fwd_fp8``.
+        amax: one float32 element, of which and of the magnitudes of x's gradient the result's
+            ``amax`` is the largest.
+    """
+    name = "bias_gelu_bwd_fp8"
+    options = {"is_tanh": _is_tanh(name, form)}
+    inputs = _inputs(name, x, bias, grad_output)
+    made = fused_cast(
+        _OP, name, inputs, options, scale, fp8_dtype, rowwise, columnwise, amax, with_dbias
+    )
+    return BiasGeluFP8Grads(*made)
+
+
+def _is_tanh(function: str, form: str) -> bool:
+    """Returns True if ``form`` is "tanh", False if it is "erf"; raises ValueError otherwise."""
+    if form not in ("tanh", "erf"):
+        raise ValueError(f"{function}: form must be 'tanh' or 'erf', got {form!r}")
+    return form == "tanh"
+
+
+def _inputs(function: str, x: Any, bias: Any, dy: Any = None) -> dict[str, jax.Array]:
+    """Returns the tensors that a function reads by parameter, matrices as [rows, cols]."""
+    rows = _checks.as_matrix(function, "x", x)
+    found = {}
+    if dy is not None:
+        dy = _checks.has_dtype(function, "dy", dy, [rows.dtype.name])
+        if dy.shape != jnp.shape(x):
+            raise ValueError(
+                f"{function}: dy must have x's shape {list(jnp.shape(x))}, got {list(dy.shape)}"
+            )
+        found["dy"] = dy.reshape(rows.shape)
+    found["x"] = rows
+    if bias is not None:
+        bias = _checks.has_dtype(function, "bias", bias, [rows.dtype.name])
+        found["bias"] = _checks.has_shape(function, "bias", bias, rows.shape[1:])
+    return found

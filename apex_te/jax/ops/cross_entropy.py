@@ -1,0 +1,301 @@
+"""Softmax cross entropy, whose gradient is computed with the loss or later from the logits.
+
+As on PyTorch's side the forward makes the gradient of a mean of float32 or bfloat16 logits, when it
+is wanted; otherwise backward computes it from the logits and two float32 numbers for each row.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._call import call
+from . import _checks
+from ._gradient import flag, is_wanted, materialised
+from ._rows import rowwise
+
+__all__ = [
+    "REDUCTIONS",
+    "CrossEntropyOutput",
+    "count_valid",
+    "cross_entropy",
+    "cross_entropy_bwd",
+    "cross_entropy_fwd",
+    "sum_losses",
+]
+
+REDUCTIONS = ("mean", "sum", "none")
+_MOST_COLUMNS = 2**31 - 4097
+_DIMS = {
+    "logits": "r c", "target": "r", "stats": "r s", "num_valid": "_", "loss": "r", "grad": "r c",
+}  # fmt: skip
+_S = jax.ShapeDtypeStruct
+
+
+class CrossEntropyOutput(NamedTuple):
+    """Results of ``cross_entropy_fwd``; None for what was not asked for.
+
+    Attributes:
+        loss: [rows] float32, the losses.
+        grad: [rows, V] in the dtype of the logits, their gradient.
+        stats: [rows, 2] float32, for ``cross_entropy_bwd``: the largest logit of each row and the
+            sum of exp(logit - largest).
+    """
+
+    loss: jax.Array
+    grad: jax.Array | None
+    stats: jax.Array | None
+
+
+def cross_entropy(
+    logits: jax.Array,
+    target: jax.Array,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> jax.Array:
+    """Computes the cross entropy of softmax(logits) and targets, differentiably.
+
+    Backward multiplies by the incoming gradient in float32 before it rounds to the dtype of the
+    logits. ``jax.vmap`` needs reduction "none".
+
+    Args:
+        logits: [..., V] float32, float16 or bfloat16.
+        target: [...] int64 or int32; an index outside [0, V) that is not ``ignore_index`` raises on
+            the CPU, when the program runs, and gives NaN on the GPU.
+        ignore_index: rows with this target have loss 0 and gradient 0 and do not count.
+        label_smoothing: in [0, 1], share of the target's probability spread over all V.
+        reduction: "mean" over rows that are not ignored, "sum" or "none".
+
+    Returns:
+        The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
+
+    Raises:
+        TypeError: a dtype that does not match.
+        ValueError: a shape or option that does not match.
+    """
+    name = "cross_entropy"
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"{name}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    logits, target = _checks.array(name, "logits", logits), _checks.array(name, "target", target)
+    if logits.ndim < 1 or logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"{name}: target must have the shape of logits without the last dimension, "
+            f"{list(logits.shape[:-1])}, got {list(target.shape)}"
+        )
+    rows = logits.reshape(math.prod(target.shape), logits.shape[-1])
+    loss_of = _differentiable(ignore_index, float(label_smoothing), reduction)
+    loss = loss_of(rows, target.reshape(-1))
+    return loss.reshape(target.shape if reduction == "none" else ())
+
+
+@functools.lru_cache(maxsize=256)
+def _differentiable(
+    ignore_index: int, label_smoothing: float, reduction: str
+) -> Callable[[Any, Any], Any]:
+    """Returns the loss of (logits [rows, V], targets [rows]), differentiable in the logits."""
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+
+    def forward(logits: Any, target: Any, is_grad_wanted: bool) -> tuple[Any, Any, Any]:
+        """Returns the loss, what ``cross_entropy_fwd`` has made, and the number of targets."""
+        num_valid = count_valid(target, ignore_index) if reduction == "mean" else None
+        with_grad = is_grad_wanted and reduction == "mean" and logits.dtype != jnp.float16
+        made = cross_entropy_fwd(
+            logits, target, with_grad=with_grad, with_stats=is_grad_wanted, num_valid=num_valid,
+            **options,
+        )  # fmt: skip
+        loss = made.loss if reduction == "none" else sum_losses(made.loss, num_valid)
+        return loss, made, num_valid
+
+    @jax.custom_vjp
+    def loss_of(logits: Any, target: Any) -> Any:
+        return forward(logits, target, False)[0]
+
+    def fwd(logits: Any, target: Any) -> tuple[Any, Any]:
+        wanted = flag(logits)
+        loss, made, num_valid = forward(logits.value, target.value, is_wanted(wanted))
+        kept = (logits.value, target.value, made.stats, made.grad, num_valid)
+        return loss, kept if is_wanted(wanted) else None
+
+    def bwd(kept: Any, grad_output: Any) -> Any:
+        if kept is None:
+            return None, None
+        logits, target, stats, made, num_valid = kept
+        factor = materialised(grad_output).reshape(-1)
+        grad = cross_entropy_bwd(
+            logits, target, stats, factor, made, num_valid=num_valid, **options
+        )
+        return grad, None
+
+    loss_of.defvjp(fwd, bwd, symbolic_zeros=True)
+    return loss_of
+
+
+def _checked_rows(
+    function: str, logits: Any, target: Any, label_smoothing: float
+) -> tuple[jax.Array, jax.Array]:
+    """Returns logits [rows, V] and targets [rows]."""
+    logits = _checks.matrix(function, "logits", logits)
+    target = _checked_targets(function, target)
+    rows, columns = logits.shape
+    if target.shape != (rows,):
+        raise ValueError(f"{function}: target must have shape [{rows}], got [{target.shape[0]}]")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{function}: label_smoothing must be in [0, 1], got {label_smoothing:g}")
+    if rows and not 1 <= columns <= _MOST_COLUMNS:
+        raise ValueError(f"{function}: logits must have 1 to 2^31 - 4097 columns, got {columns}")
+    return logits, target
+
+
+def _checked_targets(function: str, target: Any) -> jax.Array:
+    return _checks.has_ndim(function, "target", target, 1, ["int64", "int32"])
+
+
+def cross_entropy_fwd(
+    logits: jax.Array,
+    target: jax.Array,
+    *,
+    with_grad: bool = False,
+    with_stats: bool = False,
+    num_valid: jax.Array | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> CrossEntropyOutput:
+    """Computes the loss of each row, and the gradient of the logits if it is asked for.
+
+    Args:
+        logits: [rows, V] float32, float16 or bfloat16.
+        target: [rows] int64 or int32.
+        with_grad: make the gradient of the logits.
+        with_stats: make what ``cross_entropy_bwd`` needs.
+        num_valid: one int32 element by which the gradient is divided.
+        ignore_index: as in ``cross_entropy``.
+        label_smoothing: as in ``cross_entropy``.
+    """
+    name = "cross_entropy_fwd"
+    logits, target = _checked_rows(name, logits, target, label_smoothing)
+    inputs = {"logits": logits, "target": target}
+    if num_valid is not None:
+        inputs["num_valid"] = _checks.is_scalar(name, "num_valid", num_valid, "int32")
+    names = ["loss", *(["grad"] if with_grad else []), *(["stats"] if with_stats else [])]
+    options = {"ignore_index": ignore_index, "label_smoothing": float(label_smoothing)}
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        given = dict(zip(inputs, arrays, strict=True))
+        rows, columns = given["logits"].shape
+        results = {"loss": _S((rows,), jnp.float32)}
+        if with_grad:
+            results["grad"] = _S((rows, columns), logits.dtype)
+        if with_stats:
+            results["stats"] = _S((rows, 2), jnp.float32)
+        made = call("cross_entropy", name, results, **given, **options)
+        return tuple(made[each] for each in names)
+
+    found = dict(
+        zip(names, rowwise(name, _rule(inputs, names), body)(*inputs.values()), strict=True)
+    )
+    return CrossEntropyOutput(found["loss"], found.get("grad"), found.get("stats"))
+
+
+def _rule(inputs: Any, names: Any, **other: str) -> str:
+    dims = {**_DIMS, **other}
+    sides = (", ".join(f"{name}: {dims[name]}" for name in each) for each in (inputs, names))
+    return " -> ".join(sides)
+
+
+def cross_entropy_bwd(
+    logits: jax.Array,
+    target: jax.Array,
+    stats: jax.Array,
+    grad_output: jax.Array,
+    grad: jax.Array | None = None,
+    *,
+    num_valid: jax.Array | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> jax.Array:
+    """Computes ``grad_output`` times the gradient of the losses, each element rounded once.
+
+    Args:
+        logits: as in ``cross_entropy_fwd``.
+        target: as in ``cross_entropy_fwd``.
+        stats: [rows, 2] float32, as ``cross_entropy_fwd`` made it for these logits.
+        grad_output: gradient of the losses, float32, one element or [rows].
+        grad: gradient that ``cross_entropy_fwd`` made for the same arguments; it is the result
+            where ``grad_output``, one element, is 1.
+        num_valid: one int32 element by which the gradient is divided.
+        ignore_index: as in ``cross_entropy``.
+        label_smoothing: as in ``cross_entropy``.
+    """
+    name = "cross_entropy_bwd"
+    logits, target = _checked_rows(name, logits, target, label_smoothing)
+    rows = logits.shape[0]
+    stats = _checks.has_dtype(name, "stats", stats, ["float32"])
+    stats = _checks.has_shape(name, "stats", stats, (rows, 2))
+    factor = _checks.has_dtype(name, "grad_output", grad_output, ["float32"])
+    per_row = factor.shape == (rows,) and rows != 1
+    if not per_row:
+        factor = _checks.is_scalar(name, "grad_output", factor)
+    inputs = {"logits": logits, "target": target, "stats": stats, "grad_output": factor}
+    if grad is not None:
+        inputs["grad"] = _checks.same_shape(name, "grad", grad, logits)
+        if per_row:
+            raise ValueError(
+                f"{name}: grad_output must have one element where grad is made, got {rows}"
+            )
+    if num_valid is not None:
+        inputs["num_valid"] = _checks.is_scalar(name, "num_valid", num_valid, "int32")
+    options = {"ignore_index": ignore_index, "label_smoothing": float(label_smoothing)}
+    options["made"] = grad is not None
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array]:
+        given = dict(zip(inputs, arrays, strict=True))
+        results = None if grad is not None else {"grad": _S(given["logits"].shape, logits.dtype)}
+        return (call("cross_entropy", name, results, **given, **options)["grad"],)
+
+    rule = _rule(inputs, ["grad"], grad_output="r" if per_row else "_")
+    (found,) = rowwise(name, rule, body)(*inputs.values())
+    return found
+
+
+def count_valid(target: jax.Array, ignore_index: int = -100) -> jax.Array:
+    """Returns the number of targets [rows] other than ``ignore_index``, one int32 element."""
+    name = "cross_entropy_count"
+    target = _checked_targets(name, target)
+
+    def body(target: jax.Array) -> tuple[jax.Array]:
+        results = {"num_valid": _S((1,), jnp.int32)}
+        made = call("cross_entropy", name, results, target=target, ignore_index=ignore_index)
+        return (made["num_valid"],)
+
+    (count,) = rowwise(name, "target: r -> num_valid: +", body)(target)
+    return count
+
+
+def sum_losses(loss: jax.Array, num_valid: jax.Array | None = None) -> jax.Array:
+    """Sums losses in a fixed order, and divides by ``num_valid`` if it is given.
+
+    Args:
+        loss: float32 [rows].
+        num_valid: one int32 element, as ``count_valid`` returns it.
+
+    Returns:
+        A float32 scalar.
+    """
+    name = "cross_entropy_sum"
+    inputs = {"loss": _checks.has_ndim(name, "loss", loss, 1, ["float32"])}
+    if num_valid is not None:
+        inputs["num_valid"] = _checks.is_scalar(name, "num_valid", num_valid, "int32")
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array]:
+        given = dict(zip(inputs, arrays, strict=True))
+        return (call("cross_entropy", name, {"total": _S((1,), jnp.float32)}, **given)["total"],)
+
+    (total,) = rowwise(name, _rule(inputs, ["total"], total="+"), body)(*inputs.values())
+    return total.reshape(())
