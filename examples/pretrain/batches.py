@@ -1,0 +1,168 @@
+"""Batches of a token file: which tokens a step trains on depends on the seed and the step alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+END = 0  # the token behind each document
+IGNORED = -100  # target of tokens that nothing is predicted for
+
+
+class Batch(NamedTuple):
+    """Sequences for one forward.
+
+    Attributes:
+        inputs, targets: int64 [sequences, context]; packed, they belong to one row [1, tokens].
+        cu_seqlens: where documents begin and the last one ends, int32 [documents + 1]; None if
+            attention does not stop at them.
+    """
+
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+
+    def to(self, device: torch.device) -> Batch:
+        """Returns the batch on ``device``, without waiting for the copies."""
+        if device.type == "cpu":
+            return self
+        return Batch(*(t if t is None else t.pin_memory().to(device, non_blocking=True)
+                       for t in self))  # fmt: skip
+
+
+class Tokens:
+    """Folder that prepare.py has written, with the tokens mapped into memory.
+
+    Attributes:
+        meta: what prepare.py says of them.
+        train, held_out: the tokens, each document followed by ``END``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.meta: dict[str, Any] = json.loads((folder / "meta.json").read_text("utf-8"))
+        dtype = np.dtype(self.meta["dtype"])
+        self.train = np.memmap(folder / "train.bin", dtype, "r")
+        self.held_out = np.memmap(folder / "held_out.bin", dtype, "r")
+
+    def tokenizer(self) -> Any:
+        """Returns the ``tokenizers.Tokenizer``."""
+        from tokenizers import Tokenizer
+
+        return Tokenizer.from_file(str(self.folder / "tokenizer.json"))
+
+
+def rows_of(tokens: np.ndarray, windows: np.ndarray, context: int) -> np.ndarray:
+    """Returns windows of ``context`` tokens and the one behind, int64 [windows, context + 1]."""
+    begins = windows.astype(np.int64) * context
+    return tokens[begins[:, None] + np.arange(context + 1)].astype(np.int64)
+
+
+def make_batch(rows: np.ndarray, packed: bool) -> Batch:
+    """Makes a batch of rows as ``rows_of`` returns them.
+
+    Args:
+        rows: int64 [sequences, context + 1].
+        packed: keep documents apart: nothing is predicted for the token ``END``, which the next
+            document follows, and ``cu_seqlens`` tells where documents begin.
+    """
+    inputs, targets = rows[:, :-1], rows[:, 1:]
+    if not packed:
+        made = (torch.from_numpy(np.ascontiguousarray(part)) for part in (inputs, targets))
+        return Batch(*made, None)
+    ends = inputs == END
+    targets = np.where(ends, IGNORED, targets)
+    begins = np.zeros_like(ends)
+    begins[:, 0] = True
+    begins[:, 1:] = ends[:, :-1]
+    cu_seqlens = np.append(np.flatnonzero(begins), begins.size).astype(np.int32)
+    flat = (torch.from_numpy(np.ascontiguousarray(part).reshape(1, -1)) for part in
+            (inputs, targets))  # fmt: skip
+    return Batch(*flat, torch.from_numpy(cu_seqlens))
+
+
+class Order:
+    """Order in which the windows of a token file are seen, shuffled anew in each epoch.
+
+    Args:
+        tokens: the file.
+        context: tokens of a window.
+        seed: of the shuffles.
+
+    Raises:
+        ValueError: the file has no whole window.
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int, seed: int) -> None:
+        self.tokens, self.context, self.seed = tokens, context, seed
+        self.windows = (len(tokens) - 1) // context
+        if self.windows < 1:
+            raise ValueError(
+                f"Order: tokens must be at least context + 1 = {context + 1}, got {len(tokens)}"
+            )
+        self._epoch, self._shuffled = -1, np.empty(0, np.int64)
+
+    def rows(self, first: int, count: int) -> np.ndarray:
+        """Returns samples ``first`` to ``first + count - 1`` of the whole run, as ``rows_of``."""
+        chosen = np.empty(count, np.int64)
+        for i in range(count):
+            epoch, place = divmod(first + i, self.windows)
+            if epoch != self._epoch:
+                generator = np.random.default_rng((self.seed, epoch))
+                self._epoch, self._shuffled = epoch, generator.permutation(self.windows)
+            chosen[i] = self._shuffled[place]
+        return rows_of(self.tokens, chosen, self.context)
+
+
+class TrainingBatches:
+    """Batches of the steps of a run, split over data-parallel ranks and microbatches.
+
+    Args:
+        order: the samples.
+        batch: samples of a step, on all ranks.
+        microbatch: samples of a forward on one rank.
+        ranks, rank: number of data-parallel ranks, and this one's.
+        packed: as in ``make_batch``.
+    """
+
+    def __init__(
+        self, order: Order, batch: int, microbatch: int, ranks: int, rank: int, packed: bool
+    ) -> None:
+        self.order, self.batch, self.microbatch = order, batch, microbatch
+        self.own, self.rank, self.packed = batch // ranks, rank, packed
+
+    def step(self, step: int) -> tuple[list[Batch], int]:
+        """Returns this rank's batches of a step, and the number of targets on all ranks."""
+        rows = self.order.rows(step * self.batch, self.batch)
+        targets = rows[:, 1:].size - (np.count_nonzero(rows[:, :-1] == END) if self.packed else 0)
+        own = rows[self.rank * self.own : (self.rank + 1) * self.own]
+        parts = np.split(own, range(self.microbatch, self.own, self.microbatch))
+        return [make_batch(part, self.packed) for part in parts], targets
+
+
+def held_out_batches(
+    tokens: np.ndarray, context: int, limit: int, microbatch: int, packed: bool
+) -> list[Batch]:
+    """Returns batches of held-out windows, evenly over the file, without overlap.
+
+    Args:
+        tokens: the file.
+        context: tokens of a window.
+        limit: most tokens to return.
+        microbatch: windows of a batch; fewer in the last.
+        packed: as in ``make_batch``.
+    """
+    windows = (len(tokens) - 1) // context
+    count = min(windows, max(1, limit // context))
+    if windows < 1:
+        raise ValueError(
+            f"held_out_batches: tokens must be at least context + 1 = {context + 1}, "
+            f"got {len(tokens)}"
+        )
+    chosen = np.arange(count, dtype=np.int64) * windows // count
+    parts = np.split(chosen, range(microbatch, count, microbatch))
+    return [make_batch(rows_of(tokens, part, context), packed) for part in parts]
