@@ -8,7 +8,8 @@ the step staged in row 0 of the histories.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 from ..recipe import DelayedScaling
 from .ops.amax_scale_update import amax_scale_update
 from .region import get_delayed_scaling
+from .torch_names import Leaf, parts
 
 __all__ = [
     "FP8_COLLECTION_NAME",
@@ -230,37 +232,64 @@ def _header(state: Mapping[str, Any], recipe: DelayedScaling) -> np.ndarray:
     return np.frombuffer(text.ljust(_HEADER_BYTES + _HEADER_BYTES_PER_SLOT * slots), np.uint8)
 
 
-_NAMES = {"kernel": "weight", "scale": "weight", "ln_bias": "bias"}
-
-
 def to_torch(variables: Mapping[str, Any], prefix: str = "") -> dict[str, np.ndarray]:
-    """Returns a state dict for PyTorch, as numpy arrays, of a tree of dense layers and norms.
+    """Returns a state dict for PyTorch, as numpy arrays, of a tree of Flax's layers.
 
     Kernels [in, out] become weights [out, in]. FP8 state goes along, with a header that names the
-    region's recipe; its staged amaxes are an update that is still to come.
+    region's recipe; its staged amaxes are an update that is still to come. Attention becomes that
+    of PyTorch's layers with ``fuse_qkv_params=False``.
 
     Args:
         variables: "params" and perhaps "fp8_metas", as ``init`` returns them.
         prefix: prefix of all keys.
+
+    Raises:
+        ValueError: parameters of several layers are stacked, as ``nn.scan`` does.
     """
     recipe = get_delayed_scaling()
     found: dict[str, np.ndarray] = {}
-
-    def walk(params: Mapping[str, Any], states: Mapping[str, Any], prefix: str) -> None:
-        for name, value in params.items():
-            if isinstance(value, Mapping):
-                walk(value, states.get(name, {}), f"{prefix}{name}.")
-                continue
-            array = np.asarray(value)
-            array = array.T if name == "kernel" else array
-            found[prefix + _NAMES.get(name, name)] = np.ascontiguousarray(array)
-        if _is_state(states):
+    for part in parts(variables["params"], prefix):
+        node = _at(variables["params"], part.path)
+        for leaf in part.leaves:
+            for key, array in _split(leaf, np.asarray(node[leaf.name])):
+                found[part.prefix + key] = array
+        state = _at(variables.get(FP8_COLLECTION_NAME, {}), part.path)
+        if _is_state(state):
+            if jnp.ndim(state["scale_fwd"]) != 1:
+                raise ValueError(
+                    "to_torch: scale_fwd must have 1 dimension (take each layer's slice of stacked"
+                    f" variables), got {list(jnp.shape(state['scale_fwd']))}"
+                )
             for name in TENSORS:
-                found[prefix + _PREFIX + name] = np.asarray(states[name])
-            found[f"{prefix}{_PREFIX}header"] = _header(states, recipe)
-
-    walk(variables["params"], variables.get(FP8_COLLECTION_NAME, {}), prefix)
+                found[part.prefix + _PREFIX + name] = np.asarray(state[name])
+            found[f"{part.prefix}{_PREFIX}header"] = _header(state, recipe)
     return found
+
+
+def _at(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    """Returns the node of a tree at ``path``; an empty one where there is none."""
+    for name in path:
+        tree = tree.get(name, {})
+    return tree
+
+
+def _split(leaf: Leaf, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Returns the tensors of PyTorch that a parameter is made of, by name."""
+    if leaf.inputs is None:
+        yield leaf.keys[0], array
+        return
+    pieces = [array]
+    if len(leaf.keys) > 1:
+        pieces = [array.take(i, axis=leaf.inputs) for i in range(len(leaf.keys))]
+    for key, piece in zip(leaf.keys, pieces, strict=True):
+        if leaf.name in ("scale", "ln_bias") and piece.ndim != 1:
+            raise ValueError(
+                f"to_torch: {leaf.name} must have 1 dimension (take each layer's slice of stacked"
+                f" variables), got {list(piece.shape)}"
+            )
+        if leaf.inputs:
+            piece = piece.reshape(math.prod(piece.shape[: leaf.inputs]), -1).T
+        yield key, np.ascontiguousarray(piece if leaf.inputs else piece.reshape(-1))
 
 
 def from_torch(
@@ -275,34 +304,78 @@ def from_torch(
 
     Raises:
         KeyError: a key is missing.
-        ValueError: a value has another shape.
+        ValueError: a value has another shape, or one parameter is fused of queries, keys and
+            values.
     """
 
-    def read(key: str, like: Any, turn: bool = False) -> jax.Array:
+    def read(key: str, shape: tuple[int, ...]) -> np.ndarray:
         array = np.asarray(state_dict[key])
-        array = array.T if turn else array
-        if array.shape != np.shape(like):
+        if array.shape != shape:
             raise ValueError(
-                f"from_torch: {key} must have shape {list(np.shape(like))}, got {list(array.shape)}"
+                f"from_torch: {key} must have shape {list(shape)}, got {list(array.shape)}"
             )
-        return jnp.asarray(array, jnp.asarray(like).dtype)
+        return array
 
-    def params(values: Mapping[str, Any], prefix: str) -> Any:
-        return _like(values, {
-            name: params(value, f"{prefix}{name}.") if isinstance(value, Mapping)
-            else read(prefix + _NAMES.get(name, name), value, name == "kernel")
-            for name, value in values.items()
-        })  # fmt: skip
-
-    def states(values: Mapping[str, Any], prefix: str) -> Any:
-        if _is_state(values):
-            made = {name: read(prefix + _PREFIX + name, values[name]) for name in TENSORS}
-            return _like(values, {**made, "uses": jnp.ones_like(values["uses"])})
-        made = {name: states(value, f"{prefix}{name}.") for name, value in values.items()}
-        return _like(values, made)
-
-    found = dict(variables)
-    found["params"] = params(variables["params"], prefix)
+    params: dict[tuple[str, ...], Any] = {}
+    states: dict[tuple[str, ...], Any] = {}
+    for part in parts(variables["params"], prefix):
+        node = _at(variables["params"], part.path)
+        for leaf in part.leaves:
+            _check_separate(state_dict, part.prefix, leaf.keys[0])
+            like = node[leaf.name]
+            array = _joined(leaf, np.shape(like), part.prefix, read)
+            path = (*part.path, leaf.name)
+            params[path] = jnp.asarray(array, jnp.asarray(like).dtype)
+        state = _at(variables.get(FP8_COLLECTION_NAME, {}), part.path)
+        if _is_state(state):
+            for name in TENSORS:
+                array = read(f"{part.prefix}{_PREFIX}{name}", np.shape(state[name]))
+                path = (*part.path, name)
+                states[path] = jnp.asarray(array, jnp.float32)
+            path = (*part.path, "uses")
+            states[path] = jnp.ones_like(state["uses"])
+    found = {**variables, "params": _replaced(variables["params"], params)}
     if FP8_COLLECTION_NAME in variables:
-        found[FP8_COLLECTION_NAME] = states(variables[FP8_COLLECTION_NAME], prefix)
+        found[FP8_COLLECTION_NAME] = _replaced(variables[FP8_COLLECTION_NAME], states)
     return _like(variables, found)
+
+
+def _check_separate(state_dict: Mapping[str, Any], prefix: str, key: str) -> None:
+    """Checks that queries, keys and values have parameters of their own in the state dict."""
+    row, _, word = key.rpartition("_")
+    if row not in ("query", "key", "value") or prefix + key in state_dict:
+        return
+    if prefix + word in state_dict:
+        raise ValueError(
+            f"from_torch: {prefix}{key} must be separate (fuse_qkv_params=False), got"
+            f" {prefix}{word} of all projections"
+        )
+
+
+def _joined(leaf: Leaf, shape: tuple[int, ...], prefix: str, read: Any) -> np.ndarray:
+    """Returns a parameter of ``shape`` from the tensors of PyTorch that it is made of.
+
+    Args:
+        leaf: the parameter's names.
+        shape: its shape.
+        prefix: prefix of the tensors' keys.
+        read: function that returns the tensor of a key and shape.
+    """
+    if leaf.inputs is None:
+        return read(prefix + leaf.keys[0], shape)
+    several = len(leaf.keys) > 1
+    inputs, features = shape[: leaf.inputs], shape[leaf.inputs + several :]
+    wanted = (math.prod(features), *((math.prod(inputs),) if inputs else ()))
+    pieces = [read(prefix + key, wanted).T.reshape(*inputs, *features) for key in leaf.keys]
+    return np.stack(pieces, axis=leaf.inputs) if several else pieces[0]
+
+
+def _replaced(tree: Mapping[str, Any], leaves: Mapping[tuple[str, ...], Any]) -> Any:
+    """Returns a tree with other values at the paths of ``leaves``."""
+
+    def walk(node: Any, path: tuple[str, ...]) -> Any:
+        if not isinstance(node, Mapping):
+            return leaves.get(path, node)
+        return _like(node, {name: walk(value, (*path, name)) for name, value in node.items()})
+
+    return walk(tree, ())

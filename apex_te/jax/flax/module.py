@@ -117,18 +117,30 @@ class DenseGeneral(TransformerEngineBase):
         rest = tuple(i for i in range(x.ndim) if i not in axes)
         x = x.transpose(*rest, *axes)
         inner = x.shape[len(rest) :]
-        shape = math.prod(inner), math.prod(features)
-
-        def init(key: Any, whole: Any, dtype: Any) -> jax.Array:
-            return _kernel_init(self.kernel_init)(key, shape, dtype).reshape(whole)
-
-        kernel = self._parameter("kernel", init, (*inner, *features), self.kernel_axes)
-        bias = None
-        if self.use_bias:
-            bias = self._parameter("bias", self.bias_init, features, self.bias_axes)
-        x = x.reshape(*x.shape[: len(rest)], shape[0])
-        y = self._dense(x, kernel.reshape(shape), bias, self._fp8_state(), 0, self.dtype)
+        kernel, bias = dense_parameters(self, inner)
+        x = x.reshape(*x.shape[: len(rest)], kernel.shape[0])
+        y = self._dense(x, kernel, bias, self._fp8_state(), 0, self.dtype)
         return y.reshape(*y.shape[:-1], *features)
+
+
+def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.Array | None]:
+    """Returns the kernel of a dense layer, as [in, out], and its bias or None.
+
+    Args:
+        layer: the module, whose parameters are [*inner, *features] and [*features].
+        inner: extents of the input that are contracted.
+    """
+    features = (layer.features,) if isinstance(layer.features, int) else tuple(layer.features)
+    shape = math.prod(inner), math.prod(features)
+
+    def init(key: Any, whole: Any, dtype: Any) -> jax.Array:
+        return _kernel_init(layer.kernel_init)(key, shape, dtype).reshape(whole)
+
+    kernel = layer._parameter("kernel", init, (*inner, *features), layer.kernel_axes)
+    bias = None
+    if layer.use_bias:
+        bias = layer._parameter("bias", layer.bias_init, features, layer.bias_axes)
+    return kernel.reshape(shape), bias
 
 
 class _Normed(TransformerEngineBase):
@@ -229,6 +241,22 @@ class LayerNormDenseGeneral(_Normed):
     @nn.compact
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns the output, and the norm's output or None."""
+        y, normed = self._project(inputs)
+        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
+        y = y.reshape(*y.shape[:-1], *features)
+        if self.depth_scaling is not None:
+            y = y / self.depth_scaling
+        return y, normed if self.return_layernorm_output and self.enable_layernorm else None
+
+    def _project(
+        self, inputs: jax.Array, beside: Sequence[tuple[jax.Array, jax.Array | None]] = ()
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns the product [..., columns] and its input, the norm's output if there is a norm.
+
+        Args:
+            inputs: [..., in].
+            beside: further kernels [in, columns] and their biases, whose columns follow.
+        """
         if self.enable_low_rank_adaptation:
             raise NotImplementedError(
                 "LayerNormDenseGeneral: enable_low_rank_adaptation must be False, got True"
@@ -238,22 +266,13 @@ class LayerNormDenseGeneral(_Normed):
             raise ValueError(f"LayerNormDenseGeneral: axis must be -1, got {self.axis}")
         x = _constrained(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
         normed = self._norm(x) if self.enable_layernorm else x
-        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
-        shape = x.shape[-1], math.prod(features)
-
-        def init(key: Any, whole: Any, dtype: Any) -> jax.Array:
-            return _kernel_init(self.kernel_init)(key, shape, dtype).reshape(whole)
-
-        kernel = self._parameter("kernel", init, (shape[0], *features), self.kernel_axes)
-        bias = None
-        if self.use_bias:
-            bias = self._parameter("bias", self.bias_init, features, self.bias_axes)
+        kernel, bias = dense_parameters(self, x.shape[-1:])
+        if beside:
+            kernel = jnp.concatenate([kernel, *(other for other, _ in beside)], axis=1)
+            biases = [b.reshape(-1) for b in (bias, *(b for _, b in beside)) if b is not None]
+            bias = jnp.concatenate(biases) if biases else None
         y = _constrained(normed, self.dot_input_axes)
-        y = self._dense(y, kernel.reshape(shape), bias, self._fp8_state(), 0, self.dtype)
-        y = y.reshape(*y.shape[:-1], *features)
-        if self.depth_scaling is not None:
-            y = y / self.depth_scaling
-        return y, normed if self.return_layernorm_output and self.enable_layernorm else None
+        return self._dense(y, kernel, bias, self._fp8_state(), 0, self.dtype), normed
 
 
 def _constrained(x: jax.Array, axes: Axes | None) -> jax.Array:

@@ -1,0 +1,476 @@
+"""Flax Linen modules of attention: its core, and its projections with a cache for decoding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from ..attention import MASK_TYPES, dot_product_attention
+from ..rotary import rotary_pos_emb
+from . import logical_axes as axes
+from .module import Axes, DenseGeneral, Initializer, LayerNormDenseGeneral, dense_parameters
+
+__all__ = ["DotProductAttention", "MultiHeadAttention"]
+
+_zeros = nn.initializers.zeros
+_LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd")
+
+
+class DotProductAttention(nn.Module):
+    """Core of attention, softmax(scale * query key^T + bias) value for each head.
+
+    cuDNN's fused kernels compute it on GPUs where they can, which dropout excludes.
+
+    Attributes:
+        head_dim: size of a head.
+        num_attention_heads: heads of the queries.
+        num_gqa_groups: heads of keys and values, a divisor; None is ``num_attention_heads``.
+        attention_dropout: probability that an attention weight is dropped.
+        attn_mask_type: "no_mask", "padding", "causal" or "padding_causal" ("causal_padding").
+        attn_bias_type: "no_bias", "pre_scale_bias" or "post_scale_bias"; None is
+            "post_scale_bias" in calls with a bias, else "no_bias".
+        dtype: dtype of the computation and of the result.
+        dropout_rng_name: name of the random numbers of dropout.
+        float32_logits: multiply queries and keys in float32; scores are float32 either way.
+        qkv_layout: "bs3hd" (all in ``query``, [b, s, 3, h, d]), "bshd_bs2hd" (keys and values in
+            ``key``, [b, s, 2, g, d]) or "bshd_bshd_bshd".
+        scale_factor: multiplier of the scores; None is 1 / sqrt(head_dim).
+        transpose_batch_sequence: inputs and results are [s, b, ...] instead of [b, s, ...].
+        window_size: (left, right): a query sees only so many keys before and after its own
+            position, -1 = no limit; None is no limit.
+    """
+
+    head_dim: int
+    num_attention_heads: int
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    dtype: Any = jnp.float32
+    dropout_rng_name: str = "dropout"
+    float32_logits: bool = False
+    qkv_layout: str = "bshd_bshd_bshd"
+    scale_factor: float | None = None
+    transpose_batch_sequence: bool = True
+    window_size: tuple[int, int] | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array | None = None,
+        value: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        *,
+        deterministic: bool = False,
+        query_start: int | jax.Array = 0,
+    ) -> jax.Array:
+        """Attends; returns [b, s, h, d] or, as the queries are, [s, b, h, d].
+
+        Args:
+            query, key, value: heads, as ``qkv_layout`` and ``transpose_batch_sequence`` say.
+            mask: bool or integer, True = hidden, broadcast to [b, h, sq, sk]; must be given with
+                the padding types and is ignored with the others.
+            bias: added to the scores, broadcast to [b, h, sq, sk].
+            deterministic: True for no dropout.
+            query_start: position of the first query, for calls with a cache of keys.
+        """
+        q, k, v = (self._batch_first(x) for x in self._separate(query, key, value))
+        for name, x, heads in (
+            ("query", q, self.num_attention_heads),
+            ("key", k, self.num_gqa_groups or self.num_attention_heads),
+        ):
+            if x.ndim == 4 and x.shape[2:] != (heads, self.head_dim):
+                raise ValueError(
+                    f"DotProductAttention: {name} must have {heads} heads of size"
+                    f" {self.head_dim}, got {list(x.shape)}"
+                )
+        rate = 0.0 if deterministic else self.attention_dropout
+        out = dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            bias,
+            attn_mask_type=self.attn_mask_type,
+            attn_bias_type=self.attn_bias_type,
+            scale=self.scale_factor,
+            window_size=self.window_size,
+            dropout_rate=rate,
+            dropout_key=self.make_rng(self.dropout_rng_name) if rate > 0.0 else None,
+            float32_logits=self.float32_logits,
+            query_start=query_start,
+        )
+        return self._batch_first(out)
+
+    def _separate(self, query: Any, key: Any, value: Any) -> tuple[jax.Array, ...]:
+        """Returns queries, keys and values, which ``qkv_layout`` may have in one array."""
+        if self.qkv_layout not in _LAYOUTS:
+            raise NotImplementedError(
+                "DotProductAttention: qkv_layout must be one of"
+                f" {', '.join(_LAYOUTS)}, got {self.qkv_layout!r}"
+            )
+        packed = query if self.qkv_layout == "bs3hd" else key
+        parts = {"bs3hd": 3, "bshd_bs2hd": 2}.get(self.qkv_layout, 0)
+        if parts and (jnp.ndim(packed) != 5 or packed.shape[2] != parts):
+            raise ValueError(
+                f"DotProductAttention: {'query' if parts == 3 else 'key'} must have shape [b, s,"
+                f" {parts}, heads, size] with qkv_layout {self.qkv_layout!r}, got"
+                f" {list(jnp.shape(packed))}"
+            )
+        given = {3: (), 2: (query,), 0: (query, key, value)}[parts]
+        found = (*given, *(packed[:, :, i] for i in range(parts)))
+        return tuple(jnp.asarray(x, self.dtype) for x in found)
+
+    def _batch_first(self, x: jax.Array) -> jax.Array:
+        """Swaps batch and sequence if inputs have the sequence first; its own inverse."""
+        return x.swapaxes(0, 1) if self.transpose_batch_sequence else x
+
+
+class _Projected(NamedTuple):
+    """Projected heads, [b, s, heads, size] each, and the norm's result or None."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    normed: jax.Array | None
+
+
+class _Kernel(DenseGeneral):
+    """Parameters of a ``DenseGeneral``, for a product that another layer computes."""
+
+    @nn.compact
+    def __call__(self, width: Any) -> Any:
+        """Returns the kernel [width, columns] and the bias or None."""
+        return dense_parameters(self, (width,))
+
+
+class _Projection(LayerNormDenseGeneral):
+    """Norm and projection to heads, for all heads that have one input in one product.
+
+    So that one scale covers all of them, as on PyTorch's side, and their input is cast once.
+    """
+
+    @nn.compact
+    def __call__(self, inputs: jax.Array, beside: Any = ()) -> tuple[jax.Array, jax.Array]:
+        """Returns the product [..., columns] and the norm's output, or the input without a norm."""
+        return self._project(inputs, beside)
+
+
+class MultiHeadAttention(nn.Module):
+    """Projections to heads, attention and the projection back, with a norm in front.
+
+    Parameters are those of the submodules "qkv", or "query" and "kv" in cross attention and with
+    ``num_gqa_groups``, or "query", "key" and "value" without ``fuse_qkv_params``; and of "out".
+    One product computes all heads that have the same input, and the first of these submodules has
+    its FP8 state.
+
+    Attributes:
+        head_dim, num_attention_heads, num_gqa_groups, attention_dropout, attn_mask_type,
+        attn_bias_type, dropout_rng_name, float32_logits, window_size: as in
+            ``DotProductAttention``.
+        input_layernorm: normalise the input of the queries, and in self attention of all.
+        layernorm_type, zero_centered_gamma: as in ``LayerNorm``.
+        layernorm_epsilon: added to the variance.
+        return_layernorm_output: also return the norm's output.
+        kernel_init: initializer of the kernels; None: variance_scaling(1.0, fan_in, normal).
+        use_bias: add biases.
+        bias_init: initializer of the biases.
+        enable_rotary_pos_emb: rotate queries and keys by their positions.
+        rotary_pos_emb_windows: time scales of the first pair and, nearly, of the last.
+        rotary_pos_emb_group_method: "consecutive" for pairs (2 i, 2 i + 1), "alternate" for
+            (i, i + head_dim / 2).
+        low_rank_adaptation_scope: must be "none".
+        low_rank_adaptation_dim, low_rank_adaptation_alpha: not used.
+        dtype: dtype of inputs and results; parameters are float32.
+        fuse_qkv_params: one kernel for queries, keys and values, or for keys and values.
+        transpose_batch_sequence: inputs and results are [s, b, ...] instead of [b, s, ...].
+        enable_sequence_parallel: sequences outside of the projections lie on the logical axis of
+            tensor parallelism.
+        scale_attn_logits: divide the scores by sqrt(head_dim).
+        scaled_query_init: divide the queries' new kernel by sqrt(head_dim).
+        num_heads, dropout_rate, fuse_qkv: old names of ``num_attention_heads``,
+            ``attention_dropout`` and ``fuse_qkv_params``, which go before them.
+    """
+
+    head_dim: int
+    num_attention_heads: int | None = None
+    num_gqa_groups: int | None = None
+    attention_dropout: float = 0.0
+    dropout_rng_name: str = "dropout"
+    input_layernorm: bool = True
+    layernorm_type: str = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    return_layernorm_output: bool = False
+    zero_centered_gamma: bool = False
+    kernel_init: Initializer | None = None
+    use_bias: bool = False
+    bias_init: Initializer = _zeros
+    attn_mask_type: str = "causal"
+    attn_bias_type: str | None = None
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[int, int] = (1, 10000)
+    rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    dtype: Any = jnp.float32
+    fuse_qkv_params: bool = True
+    transpose_batch_sequence: bool = True
+    enable_sequence_parallel: bool = False
+    scale_attn_logits: bool = False
+    scaled_query_init: bool = True
+    float32_logits: bool = False
+    window_size: tuple[int, int] | None = None
+    num_heads: int | None = None
+    dropout_rate: float | None = None
+    fuse_qkv: bool | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs_q: jax.Array,
+        inputs_kv: jax.Array,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
+        *,
+        decode: bool = False,
+        deterministic: bool = False,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Attends; returns the output in the layout of ``inputs_q``, and the norm's or None.
+
+        Args:
+            inputs_q: [s, b, embed], or [b, s, embed] without ``transpose_batch_sequence``.
+            inputs_kv: the same array for self attention, another one for cross attention.
+            mask: bool or integer, True = hidden, broadcast to [b, h, sq, sk]; must be given with
+                the padding types and is ignored with the others.
+            bias: added to the scores, broadcast to [b, h, sq, sk].
+            decode: keep keys and values in the collection "cache", and attend to those of earlier
+                calls, too. ``init`` with inputs of the largest length makes the cache. sk is then
+                that length, and a bias has the rows of all positions or of these queries. Tokens
+                beyond the cache give NaN.
+            deterministic: True for no dropout.
+        """
+        heads = self._heads
+        if decode and inputs_q is not inputs_kv:
+            raise ValueError(
+                "MultiHeadAttention: decode must be False in cross attention, got True"
+            )
+        q, k, v, normed = self._projected(inputs_q, inputs_kv)
+        start: int | jax.Array = 0
+        index = self._index() if decode else None
+        if index is not None and not self.is_initializing():
+            start = index.value
+        if self.enable_rotary_pos_emb:
+            rotate = functools.partial(
+                rotary_pos_emb,
+                windows=self.rotary_pos_emb_windows,
+                group_method=self.rotary_pos_emb_group_method,
+                start=start,
+            )
+            q, k = rotate(q), rotate(k)
+        kind = self.attn_mask_type
+        if index is not None:
+            k, v, mask, kind = self._cached(k, v, mask, index)
+            if bias is not None and bias.shape[2] not in (1, q.shape[1]):
+                bias = jax.lax.dynamic_slice_in_dim(bias, start, q.shape[1], axis=2)
+        dropout = self.attention_dropout if self.dropout_rate is None else self.dropout_rate
+        x = DotProductAttention(
+            head_dim=self.head_dim,
+            num_attention_heads=heads,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=dropout,
+            attn_mask_type=kind,
+            attn_bias_type=self.attn_bias_type,
+            dtype=self.dtype,
+            dropout_rng_name=self.dropout_rng_name,
+            float32_logits=self.float32_logits,
+            scale_factor=self.head_dim**-0.5 if self.scale_attn_logits else 1.0,
+            transpose_batch_sequence=False,
+            window_size=self.window_size,
+        )(q, k, v, mask, bias, deterministic=deterministic, query_start=start)
+        if index is not None and not self.is_initializing():
+            x = jnp.where(start + jnp.arange(x.shape[1])[:, None, None] < k.shape[1], x, jnp.nan)
+        x = checkpoint_name(self._sequence_first(x), "context")
+        x = x.reshape(*x.shape[:2], heads * self.head_dim)
+        x = nn.with_logical_constraint(x, (*self._leading(False), axes.HIDDEN_TP))
+        out = DenseGeneral(
+            features=inputs_q.shape[-1],
+            kernel_init=self._kernel_init,
+            kernel_axes=(axes.W_TP, axes.W_FSDP),
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes=(axes.W_NO_SHARD,),
+            dtype=self.dtype,
+            name="out",
+        )(x)
+        return checkpoint_name(out, "out_proj"), normed
+
+    @property
+    def _heads(self) -> int:
+        """Checks what is not offered, and returns the number of heads."""
+        if self.low_rank_adaptation_scope not in ("none", None):
+            raise NotImplementedError(
+                'MultiHeadAttention: low_rank_adaptation_scope must be "none", got'
+                f" {self.low_rank_adaptation_scope!r}"
+            )
+        heads = self.num_attention_heads if self.num_heads is None else self.num_heads
+        if heads is None:
+            raise TypeError("MultiHeadAttention: num_attention_heads must be an int, got None")
+        if heads % (self.num_gqa_groups or heads):
+            raise ValueError(
+                f"MultiHeadAttention: num_gqa_groups must divide num_attention_heads={heads}, got"
+                f" {self.num_gqa_groups}"
+            )
+        if self.attn_mask_type not in MASK_TYPES:
+            raise ValueError(
+                "MultiHeadAttention: attn_mask_type must be one of"
+                f" {', '.join(MASK_TYPES)}, got {self.attn_mask_type!r}"
+            )
+        return heads
+
+    @property
+    def _kernel_init(self) -> Initializer:
+        return self.kernel_init or nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+    def _parts_init(self, names: Sequence[str]) -> Initializer:
+        """Returns an initializer of kernels side by side, of queries ("q") and others."""
+
+        def init(key: Any, shape: tuple[int, int], dtype: Any) -> jax.Array:
+            part = shape[0], shape[1] // len(names)
+            kernels = []
+            for name, one in zip(names, jax.random.split(key, len(names)), strict=True):
+                kernel = self._kernel_init(one, part, dtype)
+                scaled = name == "q" and self.scaled_query_init
+                kernels.append(kernel / self.head_dim**0.5 if scaled else kernel)
+            return jnp.concatenate(kernels, axis=1)
+
+        return init
+
+    def _leading(self, is_split: bool) -> Axes:
+        """Returns the logical axes of batch and sequence; ``is_split``: sequences are split."""
+        sequence = axes.SEQLEN_TP if is_split and self.enable_sequence_parallel else axes.SEQLEN
+        pair = (axes.BATCH, sequence)
+        return pair[::-1] if self.transpose_batch_sequence else pair
+
+    def _sequence_first(self, x: jax.Array) -> jax.Array:
+        """Swaps batch and sequence if inputs have the sequence first; its own inverse."""
+        return x.swapaxes(0, 1) if self.transpose_batch_sequence else x
+
+    def _options(self, name: str, features: Any, parts: str) -> dict[str, Any]:
+        """Returns fields that all projections have; ``parts``: whose kernels lie side by side."""
+        joined = (axes.W_JOINED,) if len(parts) > 1 else ()
+        return {
+            "features": features,
+            "kernel_init": self._parts_init(parts),
+            "kernel_axes": (axes.W_FSDP, *joined, axes.W_TP),
+            "use_bias": self.use_bias,
+            "bias_init": self.bias_init,
+            "bias_axes": (*joined, axes.W_TP),
+            "dtype": self.dtype,
+            "name": name,
+        }
+
+    def _projected(self, inputs_q: jax.Array, inputs_kv: jax.Array) -> _Projected:
+        """Projects the inputs to heads, [b, s, heads, size]."""
+        is_self = inputs_q is inputs_kv
+        heads = self._heads
+        groups = self.num_gqa_groups or heads
+        q, kv = heads * self.head_dim, groups * self.head_dim
+        fuse = self.fuse_qkv_params if self.fuse_qkv is None else self.fuse_qkv
+        first = self._options("query", q, "q")
+        others = [self._options("key", kv, "k"), self._options("value", kv, "v")]
+        if fuse:
+            others = [self._options("kv", (2, kv), "kv")]
+        if fuse and is_self and groups == heads:
+            first, others = self._options("qkv", (3, q), "qkv"), []
+        projected = [first, *others] if is_self else others
+        beside = [_Kernel(**options)(inputs_kv.shape[-1]) for options in projected[1:]]
+        y, normed = _Projection(
+            enable_layernorm=self.input_layernorm,
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(axes.W_NO_SHARD,),
+            ln_bias_axes=(axes.W_NO_SHARD,),
+            layernorm_input_axes=(*self._leading(True), axes.HIDDEN),
+            dot_input_axes=(*self._leading(False), axes.HIDDEN),
+            **first,
+        )(inputs_q, beside if is_self else ())
+        if is_self:
+            query, key, value = jnp.split(y, [q, q + kv], axis=-1)
+        else:
+            both, _ = _Projection(enable_layernorm=False, **others[0])(inputs_kv, beside)
+            query, (key, value) = y, jnp.split(both, 2, axis=-1)
+        has_norm = self.input_layernorm and self.return_layernorm_output
+        return _Projected(
+            self._split_heads("query", query, heads),
+            self._split_heads("key", key, groups),
+            self._split_heads("value", value, groups),
+            normed if has_norm else None,
+        )
+
+    def _split_heads(self, name: str, x: jax.Array, heads: int) -> jax.Array:
+        """Returns a projection's columns ("query", "key" or "value") as [b, s, heads, size]."""
+        x = checkpoint_name(x.reshape(*x.shape[:-1], heads, self.head_dim), f"{name}_proj")
+        x = nn.with_logical_constraint(x, (*self._leading(False), axes.HEAD, axes.HIDDEN))
+        return self._sequence_first(x)
+
+    def _index(self) -> Any:
+        """Returns the variable with the number of tokens in the cache."""
+        if not self.is_initializing() and not self.has_variable("cache", "cache_index"):
+            raise ValueError(
+                'MultiHeadAttention: variables must have the collection "cache" with decode=True'
+                " (call init with decode=True and inputs of the largest length), got none of this"
+                " module"
+            )
+        return self.variable("cache", "cache_index", lambda: jnp.zeros((), jnp.int32))
+
+    def _cached(
+        self, key: jax.Array, value: jax.Array, mask: jax.Array | None, index: Any
+    ) -> tuple[Any, Any, Any, str]:
+        """Writes keys and values into the cache.
+
+        Args:
+            key, value: those of this call.
+            mask: the call's mask, of the cache's length.
+            index: the variable with the number of tokens in the cache.
+
+        Returns:
+            ``(keys, values, mask, mask type)`` of all tokens so far.
+        """
+        made = [
+            self.variable("cache", name, lambda x=x: jnp.zeros_like(self._sequence_first(x)))
+            for name, x in (("cached_key", key), ("cached_value", value))
+        ]
+        is_causal, reads_mask = MASK_TYPES[self.attn_mask_type]
+        if self.is_initializing():
+            return key, value, mask, self.attn_mask_type
+        axis = 0 if self.transpose_batch_sequence else 1
+        start, tokens = index.value, key.shape[1]
+        whole = []
+        for variable, x in zip(made, (key, value), strict=True):
+            x = self._sequence_first(x).astype(variable.value.dtype)
+            held = variable.value
+            rest = [n for i, n in enumerate(x.shape) if i != axis]
+            if rest != [n for i, n in enumerate(held.shape) if i != axis] or (
+                tokens > held.shape[axis]
+            ):
+                raise ValueError(
+                    "MultiHeadAttention: inputs must fit the cache's shape"
+                    f" {list(held.shape)}, got {list(x.shape)}"
+                )
+            variable.value = jax.lax.dynamic_update_slice_in_dim(held, x, start, axis)
+            whole.append(self._sequence_first(variable.value))
+        index.value = start + tokens
+        later = (jnp.arange(whole[0].shape[1]) >= start + tokens)[None, None, None]
+        if reads_mask and mask is not None:
+            later = later | jnp.asarray(mask).astype(bool)
+        return (whole[0], whole[1], later, "padding_causal" if is_causal else "padding")

@@ -1,0 +1,323 @@
+"""Layer of a Transformer as a Flax Linen module: attention, cross attention, MLP, residuals."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from . import logical_axes as axes
+from .attention import MultiHeadAttention
+from .module import Axes, Initializer, LayerNorm, LayerNormMLP
+from .relative_position import RelativePositionBiases
+
+__all__ = ["TransformerLayer", "TransformerLayerType"]
+
+_zeros = nn.initializers.zeros
+
+
+class TransformerLayerType(enum.Enum):
+    """Kinds of ``TransformerLayer``: a DECODER also has cross attention."""
+
+    ENCODER = "encoder"
+    DECODER = "decoder"
+
+
+class TransformerLayer(nn.Module):
+    """One layer of a Transformer, in FP8 inside of ``fp8_autocast``.
+
+    Submodules: "attention" ("self_attention" in decoders), "encoder_decoder_attention" (decoders),
+    "mlp", "relpos_bias" with ``enable_relative_embedding``, "output_layernorm".
+
+    Attributes:
+        hidden_size: features of the input and of the output.
+        mlp_hidden_size: width of the MLP between its linear layers.
+        num_attention_heads: heads of the queries.
+        num_gqa_groups: heads of keys and values, a divisor; None is ``num_attention_heads``.
+        layernorm_type, zero_centered_gamma: as in ``LayerNorm``, of every norm.
+        layernorm_epsilon: added to the variance.
+        hidden_dropout: probability that an element of attention's or the MLP's result is dropped
+            before it is added to the residual.
+        hidden_dropout_dims: dimensions that share one mask of it.
+        attention_dropout: probability that an attention weight is dropped.
+        intermediate_dropout: probability that an element behind the activation is dropped.
+        intermediate_dropout_dims: dimensions that share one mask of it.
+        dropout_rng_name: name of the random numbers of dropout.
+        mha_kernel_init: initializer of attention's kernels; None: variance_scaling(1.0, fan_in,
+            normal).
+        mlp_kernel_init: initializer of the MLP's; None: variance_scaling(1.0, fan_in,
+            truncated_normal).
+        mlp_activations: as ``activations`` in ``LayerNormMLP``.
+        use_bias: add biases in all linear layers.
+        bias_init: initializer of the biases.
+        apply_residual_connection_post_layernorm: residuals are the norms' results.
+        output_layernorm: normalise the result instead of attention's input.
+        float32_attention_logits: as ``float32_logits`` in ``DotProductAttention``.
+        layer_type: ``TransformerLayerType``.
+        self_attn_mask_type, self_attn_bias_type: as in ``DotProductAttention``.
+        enable_relative_embedding: add relative position biases to the scores of self attention.
+        relative_embedding: the module of these; None: ``RelativePositionBiases`` with 32 buckets up
+            to the distance 128.
+        enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method,
+        low_rank_adaptation_scope, low_rank_adaptation_dim, low_rank_adaptation_alpha,
+        fuse_qkv_params, enable_sequence_parallel, scale_attn_logits, scaled_query_init: as in
+            ``MultiHeadAttention``.
+        dtype: dtype of inputs and results; parameters are float32.
+        drop_path: probability that a sample skips a branch (attention, cross attention, MLP).
+        transpose_batch_sequence: inputs and results are [s, b, h] instead of [b, s, h].
+        window_size: as in ``DotProductAttention``, of self and cross attention.
+    """
+
+    hidden_size: int = 512
+    mlp_hidden_size: int = 2048
+    num_attention_heads: int = 8
+    num_gqa_groups: int | None = None
+    layernorm_type: str = "layernorm"
+    layernorm_epsilon: float = 1e-6
+    zero_centered_gamma: bool = False
+    hidden_dropout: float = 0.1
+    hidden_dropout_dims: Sequence[int] = ()
+    attention_dropout: float = 0.1
+    intermediate_dropout: float = 0.1
+    intermediate_dropout_dims: Sequence[int] = ()
+    dropout_rng_name: str = "dropout"
+    mha_kernel_init: Initializer | None = None
+    mlp_kernel_init: Initializer | None = None
+    mlp_activations: Sequence[str] = ("relu",)
+    use_bias: bool = False
+    bias_init: Initializer = _zeros
+    apply_residual_connection_post_layernorm: bool = False
+    output_layernorm: bool = False
+    float32_attention_logits: bool = False
+    layer_type: TransformerLayerType = TransformerLayerType.ENCODER
+    self_attn_mask_type: str = "causal"
+    self_attn_bias_type: str | None = None
+    enable_relative_embedding: bool = True
+    relative_embedding: nn.Module | None = None
+    enable_rotary_pos_emb: bool = False
+    rotary_pos_emb_windows: tuple[int, int] = (1, 10000)
+    rotary_pos_emb_group_method: str = "consecutive"
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    dtype: Any = jnp.float32
+    drop_path: float = 0.0
+    fuse_qkv_params: bool = True
+    transpose_batch_sequence: bool = False
+    enable_sequence_parallel: bool = False
+    scale_attn_logits: bool = False
+    scaled_query_init: bool = True
+    window_size: tuple[int, int] | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: jax.Array,
+        encoded: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        encoder_decoder_mask: jax.Array | None = None,
+        deterministic: bool = False,
+        decode: bool = False,
+        max_decode_length: int | None = None,
+    ) -> jax.Array:
+        """Applies the layer; returns an array of the shape of ``inputs``.
+
+        Args:
+            inputs: [b, s, h], or [s, b, h] with ``transpose_batch_sequence``.
+            encoded: hidden states that a decoder's cross attention reads, in the same layout.
+            attention_mask: bool or integer, True = hidden, broadcast to [b, heads, s, s]; must be
+                given with the padding types and is ignored with the others.
+            encoder_decoder_mask: the same for cross attention; None hides nothing.
+            deterministic: True for no dropout.
+            decode: keep keys and values of self attention in the collection "cache"; see
+                ``MultiHeadAttention``. For decoders.
+            max_decode_length: largest length, which relative position biases need with ``decode``.
+        """
+        self._check(inputs, encoded, encoder_decoder_mask, decode)
+        is_decoder = self.layer_type is TransformerLayerType.DECODER
+        x = self._constrained(jnp.asarray(inputs, self.dtype))
+        bias = self._relative_biases(x, is_decoder, max_decode_length if decode else None)
+        y, normed = self._attention(
+            "self_attention" if is_decoder else "attention",
+            input_layernorm=not self.output_layernorm,
+            attn_mask_type=self.self_attn_mask_type,
+            attn_bias_type=self.self_attn_bias_type,
+        )(x, x, attention_mask, bias, deterministic=deterministic, decode=decode)
+        x = self._add(y, x, normed, deterministic)
+        if is_decoder:
+            y, normed = self._attention(
+                "encoder_decoder_attention",
+                input_layernorm=True,
+                attn_mask_type="no_mask" if encoder_decoder_mask is None else "padding",
+                attn_bias_type="no_bias",
+            )(
+                x,
+                jnp.asarray(encoded, self.dtype),
+                encoder_decoder_mask,
+                deterministic=deterministic,
+            )
+            x = self._add(y, x, normed, deterministic)
+        y, normed = self._mlp()(x, deterministic=deterministic)
+        x = self._add(y, x, normed, deterministic)
+        if not self.output_layernorm:
+            return x
+        return LayerNorm(
+            layernorm_type=self.layernorm_type,
+            zero_centered_gamma=self.zero_centered_gamma,
+            epsilon=self.layernorm_epsilon,
+            scale_axes=(axes.W_NO_SHARD,),
+            bias_axes=(axes.W_NO_SHARD,),
+            dtype=self.dtype,
+            name="output_layernorm",
+        )(x)
+
+    def _check(self, inputs: Any, encoded: Any, encoder_decoder_mask: Any, decode: bool) -> None:
+        """Checks the options and what a call is given."""
+        name = "TransformerLayer"
+        if not isinstance(self.layer_type, TransformerLayerType):
+            raise TypeError(
+                f"{name}: layer_type must be a TransformerLayerType, got {self.layer_type!r}"
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"{name}: num_attention_heads must divide hidden_size={self.hidden_size}, got"
+                f" {self.num_attention_heads}"
+            )
+        if inputs.ndim != 3 or inputs.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"{name}: inputs must have shape [b, s, {self.hidden_size}], got"
+                f" {list(inputs.shape)}"
+            )
+        for field in ("hidden_dropout", "attention_dropout", "intermediate_dropout", "drop_path"):
+            if not 0.0 <= getattr(self, field) <= 1.0:
+                raise ValueError(f"{name}: {field} must be from 0 to 1, got {getattr(self, field)}")
+        if self.layer_type is TransformerLayerType.DECODER:
+            if encoded is None:
+                raise ValueError(f"{name}: encoded must be given to a decoder, got None")
+        elif decode or encoded is not None or encoder_decoder_mask is not None:
+            raise ValueError(
+                f"{name}: encoded and encoder_decoder_mask must be None and decode False with"
+                " TransformerLayerType.ENCODER, got another value"
+            )
+
+    def _leading(self, is_split: bool = True) -> Axes:
+        """Returns the logical axes of batch and sequence; ``is_split``: sequences are split."""
+        sequence = axes.SEQLEN_TP if is_split and self.enable_sequence_parallel else axes.SEQLEN
+        pair = (axes.BATCH, sequence)
+        return pair[::-1] if self.transpose_batch_sequence else pair
+
+    def _constrained(self, x: jax.Array) -> jax.Array:
+        return nn.with_logical_constraint(x, (*self._leading(), axes.HIDDEN))
+
+    def _relative_biases(
+        self, x: jax.Array, is_decoder: bool, max_decode_length: int | None
+    ) -> jax.Array | None:
+        """Returns the relative position biases of self attention, or None."""
+        if not self.enable_relative_embedding:
+            return None
+        module: Any = self.relative_embedding
+        if module is None:
+            module = RelativePositionBiases(
+                num_buckets=32,
+                max_distance=128,
+                num_attention_heads=self.num_attention_heads,
+                embedding_init=nn.initializers.variance_scaling(1.0, "fan_avg", "uniform"),
+                dtype=self.dtype,
+                name="relpos_bias",
+            )
+        length = max_decode_length or x.shape[0 if self.transpose_batch_sequence else 1]
+        return module(length, length, not is_decoder)
+
+    def _attention(self, name: str, **options: Any) -> MultiHeadAttention:
+        """Makes a self or cross attention.
+
+        Args:
+            name: its name in the layer.
+            options: fields of this ``MultiHeadAttention`` alone.
+        """
+        return MultiHeadAttention(
+            head_dim=self.hidden_size // self.num_attention_heads,
+            num_attention_heads=self.num_attention_heads,
+            num_gqa_groups=self.num_gqa_groups,
+            attention_dropout=self.attention_dropout,
+            dropout_rng_name=self.dropout_rng_name,
+            layernorm_type=self.layernorm_type,
+            layernorm_epsilon=self.layernorm_epsilon,
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            zero_centered_gamma=self.zero_centered_gamma,
+            kernel_init=self.mha_kernel_init,
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            enable_rotary_pos_emb=self.enable_rotary_pos_emb,
+            rotary_pos_emb_windows=self.rotary_pos_emb_windows,
+            rotary_pos_emb_group_method=self.rotary_pos_emb_group_method,
+            low_rank_adaptation_scope=self.low_rank_adaptation_scope,
+            low_rank_adaptation_dim=self.low_rank_adaptation_dim,
+            low_rank_adaptation_alpha=self.low_rank_adaptation_alpha,
+            dtype=self.dtype,
+            fuse_qkv_params=self.fuse_qkv_params,
+            transpose_batch_sequence=self.transpose_batch_sequence,
+            enable_sequence_parallel=self.enable_sequence_parallel,
+            scale_attn_logits=self.scale_attn_logits,
+            scaled_query_init=self.scaled_query_init,
+            float32_logits=self.float32_attention_logits,
+            window_size=self.window_size,
+            name=name,
+            **options,
+        )
+
+    def _mlp(self) -> LayerNormMLP:
+        """Makes the MLP with its norm."""
+        return LayerNormMLP(
+            intermediate_dim=self.mlp_hidden_size,
+            layernorm_type=self.layernorm_type,
+            epsilon=self.layernorm_epsilon,
+            zero_centered_gamma=self.zero_centered_gamma,
+            scale_axes=(axes.W_NO_SHARD,),
+            ln_bias_axes=(axes.W_NO_SHARD,),
+            kernel_init=self.mlp_kernel_init,
+            kernel_axes_1=(axes.W_FSDP, axes.W_JOINED, axes.W_TP),
+            kernel_axes_2=(axes.W_TP, axes.W_FSDP),
+            use_bias=self.use_bias,
+            bias_init=self.bias_init,
+            bias_axes_1=(axes.W_JOINED, axes.W_TP),
+            bias_axes_2=(axes.W_NO_SHARD,),
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            activations=self.mlp_activations,
+            intermediate_dropout_rng_name=self.dropout_rng_name,
+            intermediate_dropout_rate=self.intermediate_dropout,
+            intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
+            dtype=self.dtype,
+            layernorm_input_axes=(*self._leading(), axes.HIDDEN),
+            dot_1_input_axes=(*self._leading(False), axes.HIDDEN),
+            dot_2_input_axes=(*self._leading(False), axes.HIDDEN_TP),
+            name="mlp",
+        )
+
+    def _add(
+        self, x: jax.Array, residual: jax.Array, normed: jax.Array | None, deterministic: bool
+    ) -> jax.Array:
+        """Returns residual + drop_path(dropout(x)).
+
+        Args:
+            x: a branch's result.
+            residual: the branch's input.
+            normed: the norm's result, which is the residual instead if it is given.
+            deterministic: True for no dropout.
+        """
+        x = self._dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), x, deterministic)
+        batch = 1 if self.transpose_batch_sequence else 0
+        others = tuple(i for i in range(x.ndim) if i != batch)
+        x = self._dropout(self.drop_path, others, x, deterministic)
+        return self._constrained((residual if normed is None else normed) + x)
+
+    def _dropout(
+        self, rate: float, dims: tuple[int, ...], x: jax.Array, deterministic: bool
+    ) -> jax.Array:
+        """Drops elements, with one mask for the dimensions ``dims``."""
+        drop = nn.Dropout(rate, broadcast_dims=dims, rng_collection=self.dropout_rng_name)
+        return drop(x, deterministic=deterministic)

@@ -1,0 +1,55 @@
+"""Rotary position embedding of heads by their positions, with Transformer Engine's time scales."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["GROUP_METHODS", "rotary_pos_emb"]
+
+# By name: the elements of a pair are neighbours.
+GROUP_METHODS = {"consecutive": True, "alternate": False}
+
+
+def rotary_pos_emb(
+    x: jax.Array,
+    windows: tuple[int, int] = (1, 10000),
+    group_method: str = "consecutive",
+    start: int | jax.Array = 0,
+) -> jax.Array:
+    """Rotates each pair of a head's elements by an angle that grows with the position.
+
+    Pair i of d / 2 turns by position / (low * (high / low) ** (2 i / d)). Arithmetic is float32.
+
+    Args:
+        x: [b, s, h, d], d even.
+        windows: (low, high), the time scales of the first pair and, nearly, of the last.
+        group_method: "consecutive" for pairs (2 i, 2 i + 1), "alternate" for (i, i + d / 2).
+        start: position of the first token.
+
+    Raises:
+        ValueError: an unknown ``group_method``, or an odd d.
+    """
+    if group_method not in GROUP_METHODS:
+        raise ValueError(
+            "rotary_pos_emb: group_method must be one of"
+            f" {', '.join(GROUP_METHODS)}, got {group_method!r}"
+        )
+    size = x.shape[-1]
+    if x.ndim != 4 or size % 2:
+        raise ValueError(
+            f"rotary_pos_emb: x must be [b, s, heads, size] of an even size, got {list(x.shape)}"
+        )
+    low, high = windows
+    scales = low * (high / low) ** (2 * jnp.arange(size // 2) / size)
+    angles = (start + jnp.arange(x.shape[1]))[:, None, None] / scales
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    halves = x.astype(jnp.float32)
+    if GROUP_METHODS[group_method]:
+        pairs = halves.reshape(*x.shape[:-1], size // 2, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+    else:
+        a, b = jnp.split(halves, 2, axis=-1)
+        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    return turned.astype(x.dtype)
