@@ -10,14 +10,19 @@ from typing import NamedTuple
 import torch
 
 from .. import runtime
+from ..op_builder.jit import env
 from . import dense_gemm, fp8_gemm, product_count, swiglu
 from .argument_errors import checked
 from .fp8_output import FP8Output, check_fp8_dtype, columnwise_length
-from .registration import bind, note_written
+from .registration import Launch, bind, note_written
 
 _lib = runtime.ops("dense_gemm")
 
 _SPLIT = 512
+# Smaller products have too few tiles for epilogues to run beside the products of other tiles.
+_MIN_ROWS, _MIN_DEPTH, _MIN_OUTPUTS = 2048, 2048, 2048 * 4096
+
+is_active: bool = env.boolean("APEX_TE_FUSED_SWIGLU", True)
 
 
 class GatedHidden(NamedTuple):
@@ -177,6 +182,21 @@ def fuses(a: torch.Tensor, b: torch.Tensor, activation: str = "silu") -> bool:
     return dense_gemm.multiplies(a, b) and a.numel() > 0 and b.numel() > 0
 
 
+def gains(rows: int, features: int, depth: int) -> bool:
+    """Returns True if the kernels take an MLP's products and are faster than products and ops.
+
+    Always False while ``is_active`` is False, as ``APEX_TE_FUSED_SWIGLU=0`` sets it.
+
+    Args:
+        rows: M, the number of tokens.
+        features: F, the length of the activation's rows.
+        depth: K, the length of the MLP's rows.
+    """
+    if not is_active or features % 16 or depth % 16:
+        return False
+    return rows >= _MIN_ROWS and depth >= _MIN_DEPTH and rows * features >= _MIN_OUTPUTS
+
+
 def _aligned(*tensors: torch.Tensor | None) -> bool:
     """Returns True if all tensors begin at multiples of 16 bytes; None counts as aligned."""
     return not any(t is not None and t.data_ptr() % 16 for t in tensors)
@@ -185,30 +205,56 @@ def _aligned(*tensors: torch.Tensor | None) -> bool:
 _NAMES = {code: name for name, code in swiglu.ACTIVATIONS.items()}
 
 
-def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code):
+def _launch_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code):
+    """Returns the ``Launch`` of the fused kernel; None if it does not take these arguments."""
     is_e4m3 = a.dtype is torch.float8_e4m3fn
-    if is_e4m3 and fuses(a, b, _NAMES[code]) and _aligned(hidden, act):
+    if not (is_e4m3 and fuses(a, b, _NAMES[code]) and _aligned(hidden, act)):
+        return None
+    args = (
+        a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code, 0,
+        dense_gemm.STREAM_RESULTS,
+    )  # fmt: skip
+    return Launch(_lib.dense_gemm_swiglu, args, 1)
+
+
+def _run_fwd(a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code):
+    launch = _launch_fwd(
+        a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code
+    )
+    if launch is not None:
         product_count.add()
-        _lib.dense_gemm_swiglu(
-            a, b, a_scale_inv, b_scale_inv, hidden, bias, scale, act, amax, scale_inv, code, 0,
-            dense_gemm.STREAM_RESULTS,
-        )  # fmt: skip
+        launch.function(*launch.args)
         return
     dense_gemm._run(a, b, a_scale_inv, b_scale_inv, hidden, bias, None, False, 0)
     swiglu._fwd_fp8(hidden, None, None, None, scale, act, None, amax, scale_inv, code)
+
+
+def _launch_bwd(
+    a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
+    act_scale, act_columnwise, code, promotion,
+):  # fmt: skip
+    """Returns the ``Launch`` of the fused kernel; None if it does not take these arguments."""
+    given = (hidden, rowwise, columnwise, act_columnwise)
+    if not (rowwise.dtype is a.dtype and fuses(a, b, _NAMES[code]) and _aligned(*given)):
+        return None
+    args = (
+        a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
+        act_scale, act_columnwise, code, promotion, 0, dense_gemm.STREAM_RESULTS,
+    )  # fmt: skip
+    return Launch(_lib.dense_gemm_swiglu_bwd, args, 1)
 
 
 def _run_bwd(
     a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
     act_scale, act_columnwise, code, promotion,
 ):  # fmt: skip
-    given = (hidden, rowwise, columnwise, act_columnwise)
-    if rowwise.dtype is a.dtype and fuses(a, b, _NAMES[code]) and _aligned(*given):
+    launch = _launch_bwd(
+        a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax, scale_inv,
+        act_scale, act_columnwise, code, promotion,
+    )  # fmt: skip
+    if launch is not None:
         product_count.add()
-        _lib.dense_gemm_swiglu_bwd(
-            a, b, a_scale_inv, b_scale_inv, hidden, scale, rowwise, columnwise, amax,
-            scale_inv, act_scale, act_columnwise, code, promotion, 0, dense_gemm.STREAM_RESULTS,
-        )  # fmt: skip
+        launch.function(*launch.args)
         return
     grad = hidden.new_empty((a.shape[0], b.shape[0]))
     dense_gemm._run(a, b, a_scale_inv, b_scale_inv, grad, None, None, False, promotion)
@@ -220,5 +266,6 @@ def _run_bwd(
         swiglu._fwd_fp8(hidden, None, None, None, act_scale, None, act_columnwise, None, None, code)
 
 
-_fwd = bind("dense_gemm", "dense_gemm_swiglu", _run_fwd, without=("strip", "cache"))
-_bwd = bind("dense_gemm", "dense_gemm_swiglu_bwd", _run_bwd, without=("strip", "cache"))
+_TILING = ("strip", "cache")
+_fwd = bind("dense_gemm", "dense_gemm_swiglu", _run_fwd, without=_TILING, launch=_launch_fwd)
+_bwd = bind("dense_gemm", "dense_gemm_swiglu_bwd", _run_bwd, without=_TILING, launch=_launch_bwd)
