@@ -129,6 +129,8 @@ class DelayedScalingQuantizer(Quantizer):
 
     __slots__ = ("amax", "first", "pad_columnwise", "scale", "sync")
 
+    keeps_scale = True
+
     def __init__(
         self,
         dtype: torch.dtype,
@@ -288,6 +290,12 @@ class DelayedScalingQuantizer(Quantizer):
         first = self.first
         if first is not None and first.due[first.index]:
             first.run(lambda amax: self._measure(x, amax))
+        return self.scale, self.amax
+
+    def scale_in_advance(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        first = self.first
+        if first is not None and first.due[first.index]:
+            return None
         return self.scale, self.amax
 
     def state_tensors(self) -> tuple[torch.Tensor, ...]:

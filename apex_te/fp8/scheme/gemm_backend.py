@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ...ops import emulated_gemm, fp8_gemm, grouped_gemm
+from ...ops.dense_gemm import has_dense_fp8
 from ...runtime.gpu_arch import has_fp8_products
 from ..tensor import QuantizedTensor
 
@@ -32,15 +33,17 @@ class GemmBackend:
         row_multiple: multiple to which fprop and dgrad round the number of rows that they compute.
             A new output gets room for the added rows; an output that is passed costs a copy.
         adds: ``multiply`` takes the option ``c``, a tensor that it adds before rounding.
+        fuses_swiglu: the kernels of ``ops.dense_gemm_swiglu`` compute fprop and dgrad of the
+            operands in the same way.
     """
 
-    __slots__ = ("adds", "split")
+    __slots__ = ("adds", "fuses_swiglu", "split")
 
     row_multiple: ClassVar[int] = 1
 
     def __init__(self, split: tuple[bool, bool, bool], device: torch.device) -> None:
         self.split = split
-        self.adds = False
+        self.adds = self.fuses_swiglu = False
 
     def multiply(
         self,
@@ -194,6 +197,8 @@ class FP8Gemm(GemmBackend):
         self.native = has_fp8_products(device)
         # A subclass's own product may not know the option.
         self.adds = self.native and type(self).multiply is FP8Gemm.multiply
+        sums = split[FPROP], split[DGRAD]  # the kernels have no others
+        self.fuses_swiglu = self.adds and has_dense_fp8(device) and sums == (False, True)
         if not self.native:
             warn_emulated("FP8 matrix products", "sm_89 or later, or gfx94x or later")
 

@@ -57,11 +57,12 @@ class ObservedQuantizer(Quantizer):
         note: called with the tensor, its quantized copies and the quantizer that made them.
     """
 
-    __slots__ = ("inner", "note", "pad_columnwise", "twin")
+    __slots__ = ("inner", "keeps_scale", "note", "pad_columnwise", "twin")
 
     def __init__(self, inner: Quantizer, twin: Quantizer, note: Note) -> None:
         self.dtype = inner.dtype
         self.pad_columnwise = inner.pad_columnwise
+        self.keeps_scale = inner.keeps_scale
         self.inner = inner
         self.twin = twin
         self.note = note

@@ -81,12 +81,15 @@ class Quantizer:
         dtype: element type of the FP8 data; ``torch.uint8`` for HiF8.
         pad_columnwise: columnwise copies ``[cols, rows]`` are padded with zeros to a multiple of 16
             rows, as weight gradients want them, which contract over the rows.
+        keeps_scale: the scale is part of the FP8 state; only the first one may depend on the matrix
+            that is cast.
     """
 
     __slots__ = ("dtype",)
 
     dtype: torch.dtype
     pad_columnwise = False
+    keeps_scale = False
 
     def quantize(
         self,
@@ -292,6 +295,18 @@ class Quantizer:
 
             None in place of the pair for a scheme that computes the scale from ``x``: its casts of
             one ``x`` are all equal, so the caller need not keep copies.
+        """
+        return None
+
+    def scale_in_advance(self) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Returns the scale with which the next matrix is cast, for an op that computes the matrix.
+
+        Returns:
+            scale: fp32 ``[1]``.
+            amax: fp32 ``[1]``, the element into which to stage the matrix's amax, or None.
+
+            None in place of the pair if the matrix must be there first: the scale depends on it, or
+            this quantizer reads it.
         """
         return None
 

@@ -35,12 +35,14 @@ __all__ = [
     "plus_bias",
     "quantized_gradient",
     "quantized_input",
+    "quantized_weight",
     "reduced_input_gradient",
     "saved_by",
     "saves_values",
     "shaped_product",
     "start_saved_input",
     "weight_operand",
+    "weight_recast",
 ]
 
 SAVED = 4  # tensors that `saved_by` returns for a GEMM
@@ -298,7 +300,7 @@ def shaped_product(
     assert isinstance(x, QuantizedTensor)
     assert x.rowwise is not None
     if cached is None:
-        cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
+        cached = quantized_weight(quantizers, quantizers.weight, weight, False)
 
     def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
         return quantizers.backend.fprop(rows_of(x, rows), cached, dtype, None, into)
@@ -372,7 +374,7 @@ def multiply(
         c: matrix ``[rows, out]`` to add, only if ``adds_in_product`` is True; or None.
     """
     if cached is None:
-        cached = _quantized_weight(quantizers, quantizers.weight, weight, False)
+        cached = quantized_weight(quantizers, quantizers.weight, weight, False)
     backend, operand = quantizers.backend, cached
     if isinstance(x, QuantizedTensor):
         return backend.fprop(x, operand, out_dtype, bias, out, c)
@@ -383,7 +385,7 @@ def multiply(
     )
 
 
-def _quantized_weight(
+def quantized_weight(
     quantizers: GemmQuantizers, quantizer: Any, weight: torch.Tensor, columnwise: bool
 ) -> QuantizedTensor:
     """Returns one FP8 copy of a weight: the data of an ``FP8Parameter`` if they fit, else a cast.
@@ -482,7 +484,7 @@ def input_gradient(
         out_dtype: of the result.
         out: memory for the result; None makes a new tensor.
     """
-    weight, backend = _weight_recast(plan, saved), plan.quantizers.backend
+    weight, backend = weight_recast(plan, saved), plan.quantizers.backend
     if isinstance(dy, QuantizedTensor):
         grad = backend.dgrad(dy, weight, out_dtype, out)
         dy.rowwise = None
@@ -514,7 +516,7 @@ def reduced_input_gradient(
         return input_gradient(plan, saved, dy, out_dtype), None
     assert isinstance(dy, QuantizedTensor)
     assert dy.rowwise is not None
-    weight, backend = _weight_recast(plan, saved), plan.quantizers.backend
+    weight, backend = weight_recast(plan, saved), plan.quantizers.backend
     assert weight.columnwise is not None
 
     def product(rows: slice, into: torch.Tensor | None) -> torch.Tensor:
@@ -527,7 +529,7 @@ def reduced_input_gradient(
     return None, pending
 
 
-def _weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
+def weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
     """Returns the columnwise copy of the weight, as saved or cast from the saved weight.
 
     Args:
@@ -538,7 +540,7 @@ def _weight_recast(plan: GemmPlan, saved: tuple) -> QuantizedTensor:
     quantizers = plan.quantizers
     if plan.weight_cached:
         return QuantizedTensor(None, None, w, w_scale, quantizers.weight.dtype)
-    return _quantized_weight(quantizers, quantizers.weight_recast, w, True)
+    return quantized_weight(quantizers, quantizers.weight_recast, w, True)
 
 
 def has_one_scale(x: QuantizedTensor) -> bool:

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from ...ops import dense_gemm_swiglu
 from ...ops.op_function import OpFunction, once_differentiable
 from . import gemm as _gemm
+from . import swiglu_products
 from .context import take_saved
 from .fused_casts import ActivationBackward, ActivationForward, NormForward
-from .gemm import SAVED, FP8Call, as_matrix
+from .gemm import SAVED, FP8Call, Operand, as_matrix
 from .head_gradients import output_gradient
 from .layer_norm_linear_function import (
     NormOptions,
@@ -66,7 +68,7 @@ class LayerNormMLPFunction(OpFunction):
             return _forward(ctx, *tensors, norm_options, activation, call, adds, known)
         key = (
             ctx.needs_input_grad, inp.dtype, inp.shape, norm_options, activation,
-            call.keep_columnwise, adds,
+            call.keep_columnwise, adds, dense_gemm_swiglu.is_active,
         )  # fmt: skip
         rest = (norm_options, activation, call, adds, known)
         return call.programs.forward(ctx, _forward, tensors, rest, key)
@@ -104,13 +106,22 @@ def _forward(
     norm = NormForward(as_matrix(inp), norm_weight, norm_bias, *norm_options[:3], rest)
     quantized, part, y = normalized(norm, plan1, norm_options)
     weight1, _ = _gemm.weight_operand(plan1, w1, call.cached[0])
-    hidden = _gemm.multiply(plan1.quantizers, quantized, w1, weight1, b1, dtype)
     saved1 = _gemm.saved_by(plan1, y, part, w1, weight1)
-    del quantized, part, weight1
-
-    act = ActivationForward(activation, hidden)
-    plain = act.plain() if _gemm.saves_values(plan2) else None
-    operand, part = _gemm.quantized_input(plan2, act if plain is None else plain)
+    plain = act_scale = None
+    operand: Operand
+    fuses = swiglu_products.takes(plan1, plan2, activation, norm.x, w1, b1)
+    if fuses:
+        hidden, operand, act_scale = swiglu_products.activated_product(
+            plan1, plan2, quantized, w1, weight1
+        )
+        part = operand
+        del quantized, weight1
+    else:
+        hidden = _gemm.multiply(plan1.quantizers, quantized, w1, weight1, b1, dtype)
+        del quantized, part, weight1
+        act = ActivationForward(activation, hidden)
+        plain = act.plain() if _gemm.saves_values(plan2) else None
+        operand, part = _gemm.quantized_input(plan2, act if plain is None else plain)
     # With sequence parallelism the hidden rows are those of all ranks, and are split again.
     shape: tuple[int, ...] = inp.shape
     if plan1.options.parallel is not None:
@@ -129,9 +140,11 @@ def _forward(
         *_gemm.saved_by(plan2, plain, part, w2, weight2),
         *(saved_norm(norm, inp) if need_norm else (None,) * 4),
         hidden if need_hidden else None,
+        act_scale,
     )
     ctx.set_materialize_grads(False)
     ctx.plans, ctx.norm, ctx.activation = (plan1, plan2), norm_options, activation
+    ctx.fuses = fuses
     ctx.needs_norm = (needs[2], needs[3])
     ctx.bias_dtypes = (
         b1.dtype if b1 is not None and needs[5] else None,
@@ -153,26 +166,35 @@ def _forward(
 def _backward(ctx: Any, grad_output: Any, grad_norm: Any, grad_residual: Any) -> tuple:
     saved = take_saved(ctx)
     saved1, saved2 = saved[:SAVED], saved[SAVED : 2 * SAVED]
-    norm, hidden = saved[2 * SAVED : -1], saved[-1]
+    norm, hidden, act_scale = saved[2 * SAVED : -2], saved[-2], saved[-1]
     del saved
     (plan1, plan2), (b1_dtype, b2_dtype) = ctx.plans, ctx.bias_dtypes
     dy = as_matrix(output_gradient(ctx.output_shape, grad_output, grad_norm, grad_residual))
     if ctx.adds:  # then there is no third output
         grad_residual = grad_output
     quantized, d_b2, dy = _gemm.quantized_gradient(plan2, dy, b2_dtype)
-    d_w1 = d_b1 = d_w2 = d_act = dx = d_gamma = d_beta = None
+    d_w1 = d_b1 = d_w2 = d_act = d_fused = dx = d_gamma = d_beta = None
     # Every step frees what only it needed: the peak is that of bf16 modules or below.
-    if plan2.need_input:
+    if plan2.need_input and ctx.fuses:
+        d_fused, act = swiglu_products.hidden_gradient(
+            plan1, plan2, saved2, quantized, hidden, act_scale
+        )
+        saved2 = saved2 if act is None else (act, *saved2[1:])
+        del hidden, act
+    elif plan2.need_input:
         d_act = _gemm.input_gradient(plan2, saved2, quantized, ctx.input_dtype)
     if plan2.need_weight:
         d_w2 = weight_gradient(plan2, saved2, dy, quantized)
     del saved2, quantized, dy
-    if d_act is not None:
+    if plan2.need_input:
         gathered = _gemm.start_saved_input(plan1, saved1)
-        d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
-        quantized, plain = _quantized_hidden(plan1, d_hidden)
-        d_b1 = d_hidden.dbias
-        del d_act, d_hidden, hidden
+        if d_act is None:
+            quantized, plain, d_fused = d_fused, None, None
+        else:
+            d_hidden = ActivationBackward(ctx.activation, d_act, hidden, b1_dtype is not None)
+            quantized, plain = _quantized_hidden(plan1, d_hidden)
+            d_b1 = d_hidden.dbias
+            del d_act, d_hidden, hidden
         pending = None
         if plan1.need_input:
             d_norm, pending = _gemm.reduced_input_gradient(
