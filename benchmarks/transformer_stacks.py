@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import apex_te
 from apex_te import recipe
+from apex_te.ops import dense_gemm_swiglu
 
 DTYPE = torch.bfloat16
 RECIPES: dict[str, recipe.Recipe | None] = {
@@ -158,3 +159,27 @@ def step(
         y.backward(dy)
 
     return run
+
+
+def with_fused_swiglu(fused: bool, run: Callable[[], None]) -> Callable[[], None]:
+    """Returns a step whose modules have SwiGLU in the epilogues of products, or never.
+
+    Args:
+        fused: False has products and SwiGLU run apart; True has them in one kernel at any size,
+            where the module and the GPU can.
+        run: the step.
+    """
+    sizes = ("_MIN_ROWS", "_MIN_DEPTH", "_MIN_OUTPUTS")
+
+    def step() -> None:
+        before = {name: getattr(dense_gemm_swiglu, name) for name in ("is_active", *sizes)}
+        try:
+            dense_gemm_swiglu.is_active = fused
+            for name in sizes:
+                setattr(dense_gemm_swiglu, name, 0)
+            run()
+        finally:
+            for name, value in before.items():
+                setattr(dense_gemm_swiglu, name, value)
+
+    return step

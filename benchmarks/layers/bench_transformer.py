@@ -10,7 +10,8 @@ turns"); and in blocks of steps back to back, which take turns after 2 s of load
 at its power limit ("ms sustained", with power, energy of a step, SM clock and throttle reasons of
 the same blocks). "products", "attention" and "rest" are the kernels' own times in a warm loop.
 
-Besides: delayed scaling with cached weights (``is_first_microbatch=False``) and as a CUDA graph;
+Besides: delayed scaling with cached weights (``is_first_microbatch=False``), as a CUDA graph and,
+where the layer has SwiGLU in its products' epilogues, without that;
 other numbers of tokens, with the time of a token over that of the first size ("per token"), each
 recipe's sizes taking turns; peak memory of one step alone on the GPU, and what of it is above what
 was allocated before the step (parameters, input and output gradient, but no gradients of
@@ -146,7 +147,7 @@ class Bench:
         return steps
 
     def variants(self) -> dict[str, Step]:
-        """Returns the steps of delayed scaling with cached weights and as a CUDA graph."""
+        """Returns the steps of delayed scaling with other options, such as cached weights."""
         delayed = RECIPES["delayed"]
         if "delayed" not in self.options.recipes or delayed is None:
             return {}
@@ -159,10 +160,14 @@ class Bench:
             stacks.layer(**self.shape), (x,), fp8_enabled=True, fp8_recipe=delayed
         )
         cached = stacks.step(module, region, size, is_first_microbatch=False)
-        return {
+        steps = {
             "apex_te delayed, cached weights": cached,
             "apex_te delayed, CUDA graph": stacks.step(graphed, region, size),
         }
+        if self.shape["llama"]:
+            apart = stacks.step(stacks.layer(**self.shape), region, size)
+            steps["apex_te delayed, SwiGLU apart"] = stacks.with_fused_swiglu(False, apart)
+        return steps
 
     def main_rows(self) -> list[dict[str, Any]]:
         """Returns the rows of the first number of tokens, one for each stack."""

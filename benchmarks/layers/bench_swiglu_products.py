@@ -1,0 +1,97 @@
+"""LayerNormMLP with SwiGLU in its products' epilogues against products and SwiGLU apart.
+
+Delayed scaling, RMSNorm, no bias, forward + backward, weights quantized in every step. Both take
+turns in blocks under load ("ms sustained" as in bench_transformer.py), at sizes around the smallest
+that ``dense_gemm_swiglu.gains`` takes and above; "taken" says what it answers. Peak memory is that
+of a step above what was allocated before it. The kernels are for sm_90 alone.
+
+    python benchmarks/layers/bench_swiglu_products.py
+    python benchmarks/layers/bench_swiglu_products.py --sizes 8192x4096x14336 --rounds 6
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+import transformer_stacks as stacks
+from sustained import sustained
+
+import apex_te
+from apex_te.ops import dense_gemm_swiglu
+
+# tokens x hidden size x features: Llama's 1B, 3B, 7B, 8B and 70B (of 8 ranks), and smaller ones.
+SIZES = (
+    "8192x4096x14336,4096x4096x14336,2048x4096x14336,8191x4096x14336,8192x4096x11008,"
+    "8192x2048x8192,4096x2048x8192,2048x2048x8192,8192x3072x8192,2048x2048x4096,"
+    "1024x4096x14336,8192x1024x4096,8192x8192x28672,16384x4096x14336"
+)
+
+
+def peak_gib(step: Callable[[], None], module: torch.nn.Module) -> float:
+    """Returns the peak memory of a step in GiB above what is allocated before it."""
+    step()
+    for parameter in module.parameters():
+        parameter.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def row(tokens: int, hidden: int, features: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures one size."""
+    taken = dense_gemm_swiglu.gains(tokens, features, hidden)
+    torch.manual_seed(0)
+    module = apex_te.LayerNormMLP(
+        hidden, features, bias=False, normalization="RMSNorm", activation="swiglu",
+        params_dtype=stacks.DTYPE, device="cuda",
+    )  # fmt: skip
+    step = stacks.step(module, stacks.our_autocast(stacks.RECIPES["delayed"]), (1, tokens, hidden))
+    calls = {
+        "fused": stacks.with_fused_swiglu(True, step),
+        "apart": stacks.with_fused_swiglu(False, step),
+    }
+    peaks = {name: peak_gib(call, module) for name, call in calls.items()}
+    found = sustained(calls, options.rounds, options.block, 1.0)
+    times = {name: found[name]["ms sustained"] for name in calls}
+    return {
+        "tokens x hidden x features": f"{tokens}x{hidden}x{features}",
+        "taken": taken,
+        **{f"{name} ms": ms for name, ms in times.items()},
+        "apart / fused": times["apart"] / times["fused"],
+        **{f"{name} J": found[name].get("J", 0.0) for name in calls},
+        **{f"{name} peak GiB above": gib for name, gib in peaks.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--sizes", default=SIZES, help="tokens x hidden x features, with commas")
+    parser.add_argument("--rounds", type=int, default=4, help="blocks of each under load")
+    parser.add_argument("--block", type=float, default=0.4, help="seconds of a block")
+    options = parser.parse_args()
+    rows = []
+    for size in options.sizes.split(","):
+        tokens, hidden, features = map(int, size.split("x"))
+        rows.append(row(tokens, hidden, features, options))
+        print(rows[-1], flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+    harness.report("swiglu_products", rows)
+
+
+if __name__ == "__main__":
+    main()
