@@ -40,6 +40,14 @@ def _seed():
     torch.manual_seed(1234)
 
 
+@pytest.fixture(autouse=True)
+def _fp32_products():
+    """Takes back the TF32 products that transformers' TrainingArguments turns on for good."""
+    before = torch.backends.fp32_precision
+    yield
+    torch.backends.fp32_precision = before
+
+
 @pytest.fixture
 def poison(monkeypatch):
     """Fills what torch.empty returns with NaN bytes, so that unwritten outputs show."""
