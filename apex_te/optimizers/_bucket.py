@@ -71,14 +71,15 @@ def new_master(param: torch.Tensor) -> torch.Tensor:
     """
     part = local(param)
     source: torch.Tensor | None = None
-    if hasattr(part, "get_high_precision_init_val"):
+    if hasattr(type(part), "get_high_precision_init_val"):  # an FP8 weight, kept values or not
         if part.dim() == 1:
             raise NotImplementedError(
                 "optimizer: params must be FP8 weights and not flattened views of them, as those "
                 "of a precision-aware distributed optimizer with FP8 weights are, got a view of "
                 f"{part.numel()} elements"
             )
-        source = part.get_high_precision_init_val()
+        kept = getattr(part, "get_high_precision_init_val", None)
+        source = None if kept is None else kept()
     with torch.no_grad():
         master = new_state(param, torch.float32)
         local(master).copy_(part.detach() if source is None else source)

@@ -36,6 +36,10 @@ class _Initial:
         self.wanted = wanted
         self.value = value
 
+    def clear(self) -> None:
+        """Frees the values."""
+        self.value = None
+
 
 class FP8Parameter(torch.Tensor):
     """A weight ``[rows, cols]`` of a high-precision dtype that is held as FP8 data and scales.
@@ -147,13 +151,34 @@ class FP8Parameter(torch.Tensor):
         if self._initial.wanted and value.device.type != "meta":
             self._initial.value = value.cpu()
 
-    def get_high_precision_init_val(self) -> torch.Tensor | None:
-        """Returns the initial values before quantization, on the CPU; None if not kept."""
-        return self._initial.value
+    @property
+    def get_high_precision_init_val(self) -> Callable[[], torch.Tensor]:
+        """Returns a function that returns the initial values before quantization, on the CPU.
 
-    def clear_high_precision_init_val(self) -> None:
-        """Frees the initial values before quantization."""
-        self._initial.value = None
+        Raises:
+            AttributeError: no initial values are kept, which Megatron-Core asks by ``hasattr``.
+        """
+        value = self._kept("get_high_precision_init_val")
+        return lambda: value
+
+    @property
+    def clear_high_precision_init_val(self) -> Callable[[], None]:
+        """Returns a function that frees the initial values before quantization.
+
+        Raises:
+            AttributeError: no initial values are kept, or not any more.
+        """
+        self._kept("clear_high_precision_init_val")
+        return self._initial.clear
+
+    def _kept(self, name: str) -> torch.Tensor:
+        """Returns the initial values; raises AttributeError for ``name`` if none are kept."""
+        if self._initial.value is None:
+            raise AttributeError(
+                f"FP8Parameter: {name} needs initial values that are kept, which "
+                "fp8_model_init(preserve_high_precision_init_val=True) does until they are cleared"
+            )
+        return self._initial.value
 
     @property
     def recipe(self) -> Recipe:

@@ -86,7 +86,10 @@ def test_hostile_pickles_build_nothing():
 
 
 def test_initial_values(device):
-    assert build().weight.get_high_precision_init_val() is None
+    for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
+        assert not hasattr(build().weight, name)  # by which Megatron-Core tells
+    with pytest.raises(AttributeError, match="preserve_high_precision_init_val=True"):
+        build().weight.get_high_precision_init_val()
     module = build(Linear, 64, 32, scheme=DelayedScaling(), preserve=True, device=device)
     initial = module.weight.get_high_precision_init_val()
     assert initial.device.type == "cpu"
@@ -95,7 +98,8 @@ def test_initial_values(device):
     moved = module.bfloat16().weight
     assert moved.get_high_precision_init_val() is initial
     moved.clear_high_precision_init_val()
-    assert module.weight.get_high_precision_init_val() is None
+    for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
+        assert not hasattr(module.weight, name)
     custom = build(Linear, 4, 4, init_method=torch.nn.init.ones_)
     assert custom.weight.dequantize().eq(1).all()
 
@@ -104,7 +108,8 @@ def test_initial_values(device):
 def test_meta_device_and_moves(name, device):
     module = build(scheme=RECIPES[name], device="meta", preserve=True)
     assert module.weight.is_meta
-    assert module.weight.get_high_precision_init_val() is None
+    for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
+        assert not hasattr(module.weight, name)
     module.to_empty(device=device)
     module.reset_parameters()
     weight = module.weight
