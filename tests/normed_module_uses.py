@@ -42,6 +42,24 @@ class NormedModuleUses(NormedModuleBase):
         assert {p.grad.dtype for p in module.parameters()} == {torch.float32}
         assert sqnr(exact, out) >= self.floor
 
+    @pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise"])
+    @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+    def test_eps_may_change(self, device, recipe, normalization):
+        """A module computes with the present ``eps``, also where it repeats recorded ops."""
+        options = {"normalization": normalization, "device": device}
+        module = self.make(eps=1e-5, **options)
+        other = self.bare(eps=0.5, **options)
+        other.load_state_dict(module.state_dict())
+        for step in range(6):
+            module.eps = other.eps = 0.5 if step < 3 else 1e-5
+            found, expected = (self.run(m, RECIPES.get(recipe)) for m in (module, other))
+            assert same_bits(found, expected)
+            if step == 2:
+                before = found
+        assert not same_bits(found, before)
+        with pytest.raises(ValueError, match="eps must be at least 0 and below 1, got 2"):
+            module.eps = 2
+
     @pytest.mark.parametrize("recipe", SCHEMES)
     def test_frozen_parts(self, recipe):
         """Whatever is frozen, the others' gradients stay what they are."""

@@ -57,7 +57,7 @@ class NormedModule(ParallelModule):
                 f"{owner}: normalization must be one of {', '.join(NORMALIZATIONS)}, "
                 f"got {normalization!r}"
             )
-        self.eps = _arguments.checked_eps(owner, "eps", eps)
+        eps = _arguments.checked_eps(owner, "eps", eps)
         self.normalization = normalization
         self.zero_centered_gamma = bool(zero_centered_gamma)
         self.return_layernorm_output = bool(return_layernorm_output)
@@ -70,8 +70,19 @@ class NormedModule(ParallelModule):
             for parameter in (self.layer_norm_weight, self.layer_norm_bias):
                 tag(parameter, None, self.sequence_parallel)
         is_rms = normalization == "RMSNorm"
-        shared = (is_rms, self.eps, self.zero_centered_gamma, self.return_layernorm_output)
+        shared = (is_rms, eps, self.zero_centered_gamma, self.return_layernorm_output)
         self._norm_options = (NormOptions(*shared, False), NormOptions(*shared, True))
+
+    @property
+    def eps(self) -> float:
+        """Returns what the norm adds to the variance (RMSNorm: to the mean square)."""
+        return self._norm_options[0].eps
+
+    @eps.setter
+    def eps(self, eps: float) -> None:
+        eps = _arguments.checked_eps(type(self).__name__, "eps", eps)
+        plain, with_residual = self._norm_options
+        self._norm_options = (plain._replace(eps=eps), with_residual._replace(eps=eps))
 
     def reset_layer_norm_parameters(self) -> None:
         """Sets gamma to 1 (0 with ``zero_centered_gamma``) and beta to 0."""
@@ -149,7 +160,7 @@ class NormedModule(ParallelModule):
         """
         weight, bias = self._norm_operands(inp.dtype)
         programs, known = self._plain_programs(), self._norm_options[0]
-        if programs is not None and known[1:3] == (self.eps, self.zero_centered_gamma):
+        if programs is not None and known.zero_centered_gamma == self.zero_centered_gamma:
             tensors = (unwrapped(inp), residual, weight, bias)
             found = PlainNormFunction.direct(*tensors, known, programs)
             return found if residual is not None else (found, inp)
