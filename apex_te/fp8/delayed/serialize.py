@@ -76,6 +76,7 @@ class LoadedState(NamedTuple):
         with torch.inference_mode(False), torch.no_grad():
             for name in TENSORS:
                 getattr(state, name).copy_(found[name])
+            state.pending_scale_fwd.copy_(state.scale_fwd)  # for an evaluation that has begun
         state.first_steps.set(header.first_due)
         # The next recorded forward brings the values to its own recipe.
         state.recipe = header.recipe or state.recipe

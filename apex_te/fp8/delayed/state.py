@@ -188,7 +188,7 @@ class FP8State:
         """Restores the initial values in place; does nothing if nothing is allocated."""
         if self.allocated:
             with torch.no_grad():
-                for name in TENSORS:
+                for name in (*TENSORS, "pending_scale_fwd"):
                     getattr(self, name).fill_(0.0 if "history" in name else 1.0)
             self.first_steps.set([True] * self.num_slots)
             self.sync.renewed()
@@ -205,7 +205,7 @@ class FP8State:
             moved = {name: getattr(self, name).to(device, copy=True) for name in TENSORS}
             for name, tensor in moved.items():
                 setattr(self, name, tensor)
-            self.pending_scale_fwd = self.scale_fwd.clone()
+            self.pending_scale_fwd = self.pending_scale_fwd.to(device, copy=True)
             self.first_steps.move(device)
         self._replaced()
 
@@ -250,7 +250,8 @@ class FP8State:
         registry.changed()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"gemms", "allocated", "device", "recipe", *TENSORS}
+        # A copy made inside an evaluation reads the scales that the evaluation reads.
+        kept = {"gemms", "allocated", "device", "recipe", "pending_scale_fwd", *TENSORS}
         values = {key: value for key, value in self.__dict__.items() if key in kept}
         return values | {"first_due": self.first_steps.still_due(), "clock": self._clock()}
 
@@ -262,7 +263,8 @@ class FP8State:
         self.sync = ScaleSync()
         if self.allocated:
             self.sync.loaded(None)
-            self.pending_scale_fwd = self.scale_fwd.clone()
+            if "pending_scale_fwd" not in kept:  # a pickle of an earlier version
+                self.pending_scale_fwd = self.scale_fwd.clone()
             if pending:
                 amax_groups.loaded(self.sync, number, pending, is_copy=True)
 
