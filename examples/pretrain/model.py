@@ -144,7 +144,8 @@ class Llama(nn.Module):
         hidden = self.tokens(ids[0] if self.packed else ids)
         options: dict[str, Any] = {"rotary_pos_emb": self.angles}
         if self.layers == "apex_te":
-            options["is_first_microbatch"] = is_first_microbatch
+            if is_first_microbatch is not None:
+                options["is_first_microbatch"] = is_first_microbatch
             if cache is not None:
                 options["inference_params"] = cache
             elif self.packed:

@@ -12,6 +12,7 @@ the hash of their names, are held out for evaluation; files with equal contents 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ import shutil
 import site
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,6 +199,19 @@ def _encode(paths: list[str], dtype: str) -> list[tuple[bytes, bytes] | None]:
     return found
 
 
+@contextlib.contextmanager
+def _encoder(tokenizer: Path, workers: int) -> Iterator[Callable[..., Iterable[Any]]]:
+    """Yields a ``map`` over worker processes; in this process if one worker is enough."""
+    if workers == 1:
+        _start_worker(str(tokenizer))
+        yield map
+        return
+    start = {"initializer": _start_worker, "initargs": (str(tokenizer),)}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, **start) as pool:
+        yield pool.map
+
+
 def write_tokens(
     sources: Sequence[Source], tokenizer: Path, folder: Path, dtype: str, workers: int
 ) -> dict[str, int]:
@@ -215,17 +229,11 @@ def write_tokens(
     seen: set[bytes] = set()
     for_evaluation = held_out_of(sources)
     groups = [sources[i : i + FILES_PER_TASK] for i in range(0, len(sources), FILES_PER_TASK)]
-    context = multiprocessing.get_context("spawn")
-    with (
-        open(folder / "train.bin", "wb") as train,
-        open(folder / "held_out.bin", "wb") as held_out,
-        ProcessPoolExecutor(
-            workers, context, initializer=_start_worker, initargs=(str(tokenizer),)
-        ) as pool,
-    ):
-        files = {"train": train, "held_out": held_out}
-        paths = ([source.path for source in group] for group in groups)
-        encoded = pool.map(_encode, paths, [dtype] * len(groups))
+    with contextlib.ExitStack() as stack:
+        files = {side: stack.enter_context(open(folder / f"{side}.bin", "wb")) for side in sizes}
+        encoded = stack.enter_context(_encoder(tokenizer, workers))(
+            _encode, ([source.path for source in group] for group in groups), [dtype] * len(groups)
+        )
         for group, results in zip(groups, encoded, strict=True):
             for source, result in zip(group, results, strict=True):
                 if result is None:

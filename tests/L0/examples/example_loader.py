@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
@@ -20,3 +21,21 @@ def common():
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return importlib.import_module("common")
+
+
+def parts(name, *modules):
+    """Loads modules of ``examples/<name>`` that import each other, and returns them by name.
+
+    Examples have modules of the same names, such as ``train``: none of them stays importable.
+    """
+    folder = EXAMPLES / name
+    own = {path.stem for path in folder.glob("*.py")}
+    others = {key: sys.modules.pop(key) for key in own if key in sys.modules}
+    sys.path.insert(0, str(folder))
+    try:
+        return SimpleNamespace(**{key: importlib.import_module(key) for key in modules})
+    finally:
+        sys.path.remove(str(folder))
+        for key in own:
+            sys.modules.pop(key, None)
+        sys.modules.update(others)

@@ -1,0 +1,204 @@
+"""Whole runs of examples/pretrain: recipes, kills, ranks, compiled blocks; on a GPU graphs, too."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tokenizers")
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "examples" / "pretrain"
+STEPS = 8
+RECIPES = ("bf16", "delayed", "tensorwise", "blockwise", "mxfp8", "hif8")
+TINY = [
+    *("--model", "tiny", "--context", "64", "--vocabulary", "512", "--batch", "4"),
+    *("--steps", str(STEPS), "--eval-tokens", "1024", "--sample", "4", "--no-tensorboard"),
+]
+FP32 = {"rtol": 1e-5, "atol": 1e-5}
+FP8 = {"rtol": 1e-3, "atol": 0}  # a sum in another order may round a value to another FP8 number
+
+
+def program(name, *words, ranks=1):
+    """What a program of the example prints."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, str(EXAMPLE / name), *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """Tokens of this project's own sources."""
+    cache = tmp_path_factory.mktemp("tokens")
+    words = ["--data", ROOT / "apex_te" / "module", ROOT / "docs", "--vocabulary", "512"]
+    return program("prepare.py", *words, "--token-cache", cache).splitlines()[-1]
+
+
+@pytest.fixture
+def run(tokens, tmp_path):
+    """Runs train.py; returns its events, and of steps the losses and norms."""
+
+    def start(*words, out="run", device="cpu", ranks=1):
+        words = [*TINY, "--tokens", tokens, "--device", device, *words, "--out", tmp_path / out]
+        program("train.py", *words, ranks=ranks)
+        log = (tmp_path / out / "log.jsonl").read_text()
+        events = [json.loads(line) for line in log.splitlines()]
+        steps = [event for event in events if event["kind"] == "step"]
+        return events, [(event["step"], event["loss"], event["grad_norm"]) for event in steps]
+
+    return start
+
+
+def only(events, kind):
+    return [event for event in events if event["kind"] == kind]
+
+
+def learns_and_resumes(run, *words, device="cpu"):
+    events, losses = run(*words, device=device)
+    assert losses[-1][1] < losses[0][1] - 0.1
+    assert only(events, "end")[0]["held_out_loss"] < losses[0][1] - 0.1
+    saving = ["--save-every", "2", *words]
+    run(*saving, "--stop-at", "5", out="parted", device=device)
+    resumed, again = run(*saving, "--resume", out="parted", device=device)
+    assert only(resumed, "start")[-1]["after"] == 5
+    assert again == losses
+    return events, losses
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_recipe_learns_and_resumes(run, recipe):
+    events, _ = learns_and_resumes(
+        run, "--recipe", recipe, "--health-every", "4", "--microbatch", "2"
+    )
+    health = only(events, "health")
+    assert [event["step"] for event in health] == ([] if recipe == "bf16" else [4, 8])
+    for event in health:
+        assert event["nonfinite"] == 0
+        assert event["saturation"] < 0.05
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--fp8-params", "--recipe", "delayed"],
+        ["--fp8-params", "--recipe", "blockwise"],
+        ["--packed", "--recipe", "delayed", "--keep-columnwise-weights"],
+        ["--fp8-head", "--recipe", "tensorwise"],
+        ["--main-grads", "--microbatch", "2", "--recipe", "delayed"],
+        ["--dtype", "bfloat16", "--main-grads", "--microbatch", "2", "--recipe", "tensorwise"],
+    ],
+    ids=" ".join,
+)
+def test_each_option_learns_and_resumes(run, words):
+    learns_and_resumes(run, *words)
+
+
+def test_recomputed_blocks_have_the_same_losses(run):
+    words = ["--recipe", "delayed", "--microbatch", "2"]
+    _, expected = run(*words)
+    assert run(*words, "--recompute", "1", out="recomputed")[1] == expected
+    assert run(*words, "--recompute", "2", out="half")[1] == expected
+
+
+def test_recipes_see_the_same_batches(run):
+    """The first loss, before any step, differs by rounding alone; so do plain layers'."""
+    _, expected = run("--recipe", "bf16")
+    for words in (["--recipe", "delayed"], ["--recipe", "blockwise"], ["--layers", "torch"]):
+        _, losses = run(*words, out=words[-1])
+        assert losses[0][1] == pytest.approx(expected[0][1], rel=1e-3)
+        assert losses[-1][1] == pytest.approx(expected[-1][1], rel=1e-2)
+
+
+def kills(tokens, tmp_path, *words, steps):
+    said = program(
+        "kills.py", "--kills", "10", "--folder", tmp_path / "kills", "--", *TINY, "--tokens",
+        tokens, "--steps", steps, "--save-every", "4", "--eval-tokens", "0", "--sample", "0", *words,
+    )  # fmt: skip
+    assert "10 of 10 kills" in said
+    assert f"{steps} of {steps} steps logged, 0 figures differ" in said
+
+
+@pytest.mark.parametrize("words", [[], ["--recipe", "delayed", "--microbatch", "2"]], ids=str)
+def test_a_run_killed_ten_times_goes_on_to_the_bit(tokens, tmp_path, words):
+    kills(tokens, tmp_path, "--device", "cpu", *words, steps=60)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed"])
+def test_two_ranks_train_as_one(run, recipe):
+    words = ["--recipe", recipe, "--microbatch", "2"]
+    events, expected = run(*words)
+    tolerances = FP32 if recipe == "bf16" else FP8
+    for name, more in {"fsdp": [], "tp": ["--tp", "2"]}.items():
+        found, losses = run(*words, *more, out=name, ranks=2)
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **tolerances)
+        ends = [only(some, "end")[0]["held_out_loss"] for some in (found, events)]
+        assert ends[0] == pytest.approx(ends[1], rel=1e-3)
+        parameters = [only(some, "start")[0]["parameters"] for some in (found, events)]
+        assert parameters[0] == parameters[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], ["--tp", "2"], ["--fp8-all-gather"], ["--recompute", "1"]],
+    ids=lambda words: " ".join(words) or "fsdp",
+)
+def test_two_ranks_resume_to_the_bit(run, words):
+    words = ["--recipe", "delayed", *words]
+    _, expected = run(*words, ranks=2)
+    run(*words, "--save-every", "3", "--stop-at", "4", out="parted", ranks=2)
+    assert run(*words, "--save-every", "3", "--resume", out="parted", ranks=2)[1] == expected
+
+
+def test_fsdp_and_tensor_parallelism_together(run):
+    _, expected = run("--recipe", "bf16")
+    _, losses = run("--recipe", "bf16", "--tp", "2", out="both", ranks=4)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **FP32)
+
+
+@pytest.mark.parametrize(
+    "words", [["--recipe", "delayed"], ["--layers", "torch"]], ids=["apex_te", "torch"]
+)
+def test_compiled_blocks_train_alike(run, words):
+    _, expected = run(*words)
+    _, losses = run(*words, "--compile", out="compiled")
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **FP8)
+
+
+def test_layers_of_torchao_learn(run):
+    pytest.importorskip("torchao")
+    _, losses = run("--layers", "torchao", "--recipe", "tensorwise")
+    assert losses[-1][1] < losses[0][1] - 0.1
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_recipe_on_a_gpu(run, recipe):
+    learns_and_resumes(run, "--recipe", recipe, "--deterministic", device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "blockwise"])
+def test_graphs_train_as_eager_blocks(run, recipe):
+    words = ["--recipe", recipe, "--deterministic", "--health-every", "0", "--microbatch", "2"]
+    _, expected = run(*words, device="cuda")
+    assert run(*words, "--graphs", out="graphs", device="cuda")[1] == expected
+
+
+@pytest.mark.cuda
+def test_a_run_on_a_gpu_killed_ten_times_goes_on_to_the_bit(tokens, tmp_path):
+    words = ["--device", "cuda", "--deterministic", "--recipe", "delayed"]
+    kills(tokens, tmp_path, *words, steps=200)
