@@ -125,8 +125,9 @@ def test_recipes_see_the_same_batches(run):
 
 def kills(tokens, tmp_path, *words, steps):
     said = program(
-        "kills.py", "--kills", "10", "--folder", tmp_path / "kills", "--", *TINY, "--tokens",
-        tokens, "--steps", steps, "--save-every", "4", "--eval-tokens", "0", "--sample", "0", *words,
+        "kills.py", "--kills", "10", "--folder", tmp_path / "kills", "--", *TINY,
+        "--tokens", tokens, "--steps", steps, "--save-every", "4", "--eval-tokens", "0",
+        "--sample", "0", *words,
     )  # fmt: skip
     assert "10 of 10 kills" in said
     assert f"{steps} of {steps} steps logged, 0 figures differ" in said
