@@ -20,7 +20,8 @@ SCRIPTS := scripts/*.py examples/char_gpt/*.py
 CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/with_jax \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
 	! -name dlpack.h | sort) $(wildcard benchmarks/jax/*.cpp)
 
-.PHONY: help env demo test test-l1 frameworks jax bench lint cuda sanitize hip-check clean distclean
+.PHONY: help env demo test test-l1 frameworks jax bench lint cuda sanitize hip-check dist clean \
+	distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +36,7 @@ help:
 	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
 	@echo "make sanitize   the ops' tests and a fuzz under ASAN and UBSAN (minutes)"
 	@echo "make hip-check  compile every .cu for AMD GPUs, where hipcc is found"
+	@echo "make dist       an sdist and wheels in dist/; WHEELS=\"pure cpu\" names which (scripts/dist.py)"
 	@echo "make clean      remove what the commands write and what is compiled in the user's cache"
 	@echo "make distclean  remove the environment, too"
 	@echo "PYTHON=...      the Python to use (default python3); its torch is used if it fits"
@@ -92,6 +94,10 @@ sanitize: env
 
 hip-check: env
 	$(PY) scripts/check_hip.py
+
+# By default all wheels that the compilers here can make; those with CUDA libraries take long.
+dist: env
+	$(PY) scripts/dist.py $(WHEELS)
 
 # What the commands, tools and builds write, in the checkout and in the user's cache. Needs no
 # environment, which distclean removes.

@@ -18,6 +18,7 @@ sys.path.insert(0, HERE)
 
 from setuptools import Distribution, find_packages, setup  # noqa: E402
 from setuptools.command.build_py import build_py  # noqa: E402
+from setuptools.command.egg_info import egg_info  # noqa: E402
 
 try:
     from setuptools.command.bdist_wheel import bdist_wheel
@@ -32,6 +33,7 @@ from op_builder.jit.prebuild.targets import Targets  # noqa: E402
 BUILDERS = all_builders()
 try:
     CHOICES = install.check_install(BUILDERS, sys.argv)
+    LABEL = install.version_label()
 except BuildError as error:
     raise SystemExit(f"apex_te: {error}") from None
 PREBUILT = any(choice.wanted for choice in CHOICES)
@@ -84,6 +86,17 @@ class BuildPython(build_py):
         return outputs
 
 
+class EggInfo(egg_info):
+    """Metadata whose version has the label of ``APEX_BUILD_LABEL``.
+
+    A command, since the setup.cfg that setuptools writes into an sdist overrides plain options.
+    """
+
+    def finalize_options(self) -> None:
+        self.tag_build = LABEL
+        super().finalize_options()
+
+
 class PrebuiltDistribution(Distribution):
     """A distribution with libraries inside: its wheel serves one platform."""
 
@@ -96,7 +109,9 @@ class Wheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
-        return ("py3", "none", platform) if PREBUILT else (python, abi, platform)
+        if not PREBUILT:
+            return python, abi, platform
+        return "py3", "none", platform.replace(os.uname().machine, install.named_machine())
 
 
 def _packages() -> tuple[list[str], dict[str, str]]:
@@ -122,7 +137,7 @@ setup(
     package_data={"apex_te": ["py.typed"], "apex_te.compatibility": ["__init__.pyi"]},
     include_package_data=False,
     distclass=PrebuiltDistribution if PREBUILT else Distribution,
-    cmdclass={"build_py": BuildPython, "bdist_wheel": Wheel},
+    cmdclass={"build_py": BuildPython, "bdist_wheel": Wheel, "egg_info": EggInfo},
     options={
         "build": {"build_base": os.path.join(WORK, "build")},
         "egg_info": {"egg_base": WORK},

@@ -1,13 +1,18 @@
-"""GPU platform, installed torch and Python's extension suffix, which keys and archs depend on."""
+"""GPU platform, CPU architecture, installed torch and Python's extension suffix.
+
+Keys and archs depend on them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.machinery
 import importlib.util
 import os
 import re
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .errors import SettingError
@@ -109,9 +114,41 @@ def gpu_platform() -> GpuPlatform:
     return ROCM if is_hip() else CUDA
 
 
+_other_machine: str | None = None
+
+
+def machine() -> str:
+    """Returns the CPU architecture that libraries are for, such as "x86_64".
+
+    It is this machine's, except in a block of ``compile_for``.
+    """
+    return _other_machine or os.uname().machine
+
+
+def is_cross_compiling() -> bool:
+    """Returns True if libraries are compiled for another CPU architecture than this machine's."""
+    return machine() != os.uname().machine
+
+
+@contextlib.contextmanager
+def compile_for(name: str) -> Iterator[None]:
+    """Compiles the libraries of a ``with`` block for another CPU architecture, in all threads."""
+    global _other_machine
+    previous, _other_machine = _other_machine, name
+    try:
+        yield
+    finally:
+        _other_machine = previous
+
+
+def suffix_on(suffix: str) -> str:
+    """Returns a suffix of extension modules with the architecture that libraries are for."""
+    return suffix.replace(os.uname().machine, machine())
+
+
 def soabi() -> str:
     """Returns the suffix of this Python's extension modules.
 
     An example is ".cpython-312-x86_64-linux-gnu.so".
     """
-    return importlib.machinery.EXTENSION_SUFFIXES[0]
+    return suffix_on(importlib.machinery.EXTENSION_SUFFIXES[0])

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from ...spec import DISPATCHER, OpSpec
 from .. import env, platform
+from ..cpu_features import compiled_for
+from ..errors import CompilerNotFoundError
 from . import pybind, toolchain
 from .archs import Arch
 from .cuda import Cuda
@@ -104,6 +106,15 @@ def compiler_version(spec: OpSpec, device: str, archs: Sequence[Arch] = ()) -> s
     if spec.NAME == DISPATCHER:
         return f"{toolchain.cxx_version()}, pybind11 {toolchain.pybind11_version()}"
     return toolchain.cxx_version()
+
+
+def cpu_features(spec: OpSpec) -> list[str]:
+    """Returns the CPU features beyond the baseline that the op's C++ sources are compiled for."""
+    try:
+        compiler = toolchain.find_cxx()
+    except CompilerNotFoundError:
+        return []
+    return compiled_for([*compiler, *compile_flags(spec, "cpu")])
 
 
 def check(spec: OpSpec, device: str, archs: Sequence[Arch]) -> None:

@@ -12,7 +12,7 @@ import sys
 from typing import NamedTuple
 
 from ..errors import HeaderNotFoundError, PythonNotFoundError, SettingError
-from ..platform import soabi
+from ..platform import soabi, suffix_on
 from . import toolchain
 
 VARIABLE = "APEX_BUILD_PYTHONS"
@@ -95,7 +95,7 @@ def _query(program: str) -> Python:
         )
     if not os.path.isfile(os.path.join(include, "Python.h")):
         raise HeaderNotFoundError(f"{program}: Python.h is not in {include}")
-    return Python(name_of(suffix), suffix, include)
+    return Python(name_of(suffix), suffix_on(suffix), include)
 
 
 def _programs(version: str) -> list[str]:

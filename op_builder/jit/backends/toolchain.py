@@ -24,6 +24,7 @@ from ..errors import (
     NvccNotFoundError,
     SettingError,
 )
+from ..platform import is_cross_compiling, machine
 
 _ONE_MACHINE = re.compile(r"-m(arch|cpu)=native")
 _ONE_CPU = re.compile(
@@ -110,18 +111,28 @@ def _words(variable: str) -> list[str]:
 def find_cxx() -> list[str]:
     """Returns the C++ compiler as a command: the words of ``CXX``, else g++, c++ or clang++.
 
+    For another architecture than this machine's the default is ``<architecture>-linux-gnu-g++``.
+
     Raises:
         CompilerNotFoundError: there is no C++ compiler.
         SettingError: ``CXX`` cannot be split into words or has an unfit flag.
     """
     named = _words("CXX")
-    for command in [named] if named else [["g++"], ["c++"], ["clang++"]]:
+    usual = ["g++", "c++", "clang++"]
+    if is_cross_compiling():
+        usual = [f"{machine()}-linux-gnu-g++"]
+    for command in [named] if named else [[name] for name in usual]:
         found = shutil.which(command[0])
         if found:
             return [found, *command[1:]]
-    detail = f"CXX={os.environ['CXX']!r} is not a program on PATH" if named else "no g++ on PATH"
+    package = "g++"
+    if is_cross_compiling():
+        package = f"g++-{machine().replace('_', '-')}-linux-gnu"
+    detail = f"no {usual[0]} on PATH"
+    if named:
+        detail = f"CXX={os.environ['CXX']!r} is not a program on PATH"
     raise CompilerNotFoundError(
-        f"no C++ compiler found: {detail}; install one (Debian and Ubuntu: apt install g++)"
+        f"no C++ compiler found: {detail}; install one (Debian and Ubuntu: apt install {package})"
     )
 
 

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable
 
-from ..backends.library import build_steps
+from ..backends.library import build_steps, cpu_features
 from ..errors import BuildInterruptedError, CompileError
 from ..find import cache, inventory
 from ..find.entry import OpenedLibrary, open_entry, open_folder, warn_once
@@ -94,6 +94,7 @@ def _write_entry(folder: str, request: Request, seconds: float, commands: list[s
         "op": request.spec.NAME,
         "device": request.device,
         "archs": [str(arch) for arch in request.archs],
+        "cpu_features": cpu_features(request.spec),
         "compiler": request.compiler,
         "flags": request.flags,
         **made_of(request.spec, request.device),

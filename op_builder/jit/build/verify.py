@@ -12,6 +12,7 @@ import sys
 from ...spec import OpSpec
 from ..errors import UnknownOpError
 from ..find.elf import file_problem
+from ..platform import is_cross_compiling
 from .hints import is_not_executable
 
 _SECONDS = 120  # a loaded machine may take long to start an interpreter
@@ -79,7 +80,7 @@ def problem(spec: OpSpec, device: str, path: str) -> str:
 
     Every library must be a complete file. One that exports plain C functions is loaded, too, and
     the signatures in it are compared with the header's. Extension modules need a Python or torch of
-    their own and are not loaded here.
+    their own and are not loaded here, nor are libraries for another CPU architecture.
 
     Args:
         spec: the op.
@@ -87,7 +88,7 @@ def problem(spec: OpSpec, device: str, path: str) -> str:
         path: path of the library.
     """
     found = file_problem(path)
-    if found or not spec.exports_c_functions:
+    if found or not spec.exports_c_functions or is_cross_compiling():
         return found
     try:
         functions = spec.functions()

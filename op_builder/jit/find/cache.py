@@ -20,6 +20,7 @@ from .entry import (
     Damaged,
     Location,
     OpenedLibrary,
+    Unfit,
     Unsafe,
     entry_folder,
     entry_tag,
@@ -55,8 +56,8 @@ def find(
 ) -> OpenedLibrary | None:
     """Returns the opened library that a cache folder holds for a key, None if it holds none.
 
-    A library that lacks a needed arch does not count. A damaged library is passed over with one
-    warning.
+    A library that lacks a needed arch does not count. A library that is damaged, or compiled
+    for CPUs with more features than this machine's has, is passed over with one warning.
 
     Args:
         location: the cache folder.
@@ -88,7 +89,7 @@ def find(
                 found = open_entry(
                     fd, f"{folder}/{tag}", location, library, key, capability, wanted
                 )
-            except Damaged as problem:
+            except (Damaged, Unfit) as problem:
                 warn_once(f"{problem}; it is not used")
             except ValueError:
                 continue  # written by something else

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import struct
+
+from ..platform import machine
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")  # Elf64_Ehdr
 _SEGMENT = struct.Struct("<IIQQQQQQ")  # Elf64_Phdr
@@ -22,14 +23,14 @@ def _truncation(file_size: int, content: bytes) -> str:
     if len(content) < _HEADER.size or content[:4] != b"\x7fELF":
         return f"it is no ELF file ({file_size} bytes)"
     header = _HEADER.unpack_from(content)
-    ident, kind, machine = header[:3]
+    ident, kind, found = header[:3]
     segments_at, sections_at = header[5:7]
     segment_size, segments, section_size, sections = header[9:13]
     if ident[4:6] != b"\x02\x01" or kind != _SHARED_OBJECT:
         return "it is no 64-bit shared library"
-    expected = _MACHINES.get(os.uname().machine)
-    if expected is not None and machine != expected:
-        return f"it is for another machine than {os.uname().machine} (ELF machine {machine})"
+    expected = _MACHINES.get(machine())
+    if expected is not None and found != expected:
+        return f"it is for another machine than {machine()} (ELF machine {found})"
     tables = ((segments_at, segment_size, segments), (sections_at, section_size, sections))
     if any(at + size * count > file_size for at, size, count in tables):
         return f"it ends after {file_size} bytes, before its tables do"

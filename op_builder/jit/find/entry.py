@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..backends.archs import Capability, covered
+from ..cpu_features import missing
 from ..errors import CacheError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -78,6 +79,10 @@ class Unsafe(CacheError):
 
 class Damaged(CacheError):
     """A library whose size or checksum is not what its manifest says."""
+
+
+class Unfit(CacheError):
+    """A library whose code this machine's CPU does not run."""
 
 
 def _identity(fd: int) -> tuple[int, int]:
@@ -254,12 +259,21 @@ class _Manifest(NamedTuple):
         archs: names of the GPU archs that the library holds.
         size: bytes of the library.
         crc32: checksum of the library.
+        machine: CPU architecture that the library is for; "" if the manifest does not say.
+        cpu_features: features that a CPU of that architecture needs to have beyond the baseline.
     """
 
     key: str
     archs: list[str]
     size: int
     crc32: int
+    machine: str = ""
+    cpu_features: Sequence[str] = ()
+
+    def lacking(self) -> list[str]:
+        """Returns the needed CPU features that this machine lacks."""
+        here = self.machine == os.uname().machine
+        return missing(self.cpu_features) if self.cpu_features and here else []
 
 
 def _parse(text: str) -> _Manifest:
@@ -270,10 +284,13 @@ def _parse(text: str) -> _Manifest:
     """
     try:
         data = json.loads(text)
-        found = _Manifest(*(data[name] for name in _Manifest._fields))
+        found = _Manifest(**{name: data[name] for name in _Manifest._fields if name in data})
     except (KeyError, TypeError, RecursionError):
         raise ValueError("not a manifest") from None
-    strings = isinstance(found.archs, list) and all(isinstance(arch, str) for arch in found.archs)
+    lists = (found.archs, found.cpu_features or [])
+    strings = all(
+        isinstance(each, list) and all(isinstance(x, str) for x in each) for each in lists
+    )
     if not strings or not isinstance(found.size, int) or not isinstance(found.crc32, int):
         raise ValueError("not a manifest")
     return found
@@ -337,6 +354,7 @@ def open_entry(
     Raises:
         Unsafe: owner or mode of a file is not safe.
         Damaged: the library is not what its manifest describes.
+        Unfit: this machine's CPU does not run the library.
         OSError: a file cannot be opened.
         ValueError: the manifest is broken.
     """
@@ -352,6 +370,8 @@ def open_entry(
         if capability is None and not set(wanted) <= set(archs):
             return None
         path = f"{folder}/{library}.so"
+        if lacking := manifest.lacking():
+            raise Unfit(f"{path} was compiled for CPUs with {' '.join(lacking)}")
         opened = _open_library(fd, f"{library}.so", path, private, manifest)
     finally:
         os.close(fd)

@@ -14,6 +14,7 @@ from typing import Any
 from ...spec import OpSpec
 from ..backends.library import key_extras, key_flags
 from ..errors import UnknownOpError
+from ..platform import machine
 from ..sources import closure
 
 OP_ABI = 1  # the number in csrc/common/abi/op.h
@@ -61,7 +62,7 @@ def key_of(spec: OpSpec, device: str) -> str:
     except FileNotFoundError as error:
         raise UnknownOpError(f"{spec.NAME}: {error}") from None
     flags = normalise(key_flags(spec, device), str(spec.root))
-    head = [spec.NAME, device, f"abi {OP_ABI}", os.uname().machine, *flags, ""]
+    head = [spec.NAME, device, f"abi {OP_ABI}", machine(), *flags, ""]
     digest = hashlib.sha256("\0".join([*head, *key_extras(spec, device)]).encode())
     for name, content in sources.items():
         digest.update(b"\0\0" + name.encode() + b"\0" + content)
@@ -77,7 +78,7 @@ def made_of(spec: OpSpec, device: str) -> dict[str, Any]:
     """
     sources = _named_sources(spec, device)
     return {
-        "machine": os.uname().machine,
+        "machine": machine(),
         "extras": key_extras(spec, device),
         "sources": {name: digest.hex()[:24] for name, digest in sources.items()},
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -15,11 +16,13 @@ from ..build import resources
 from ..errors import BuildError, PrebuildError, SettingError
 from ..find import cache
 from ..find.cache import Location, make_private
-from ..platform import installed_torch
+from ..platform import compile_for, installed_torch, machine
 from .batch import Wanted, build_all
 from .build_report import BuildReport
 from .targets import Choice, Targets, dispatchers, jax_handlers, plan
 
+MACHINE, LABEL = "APEX_BUILD_MACHINE", "APEX_BUILD_LABEL"
+_MACHINES = ("x86_64", "aarch64")
 CPP_OPS, CUDA_OPS = GROUPS = ("APEX_BUILD_CPP_OPS", "APEX_BUILD_CUDA_OPS")
 # what apex's setup.py takes -> what says it here
 _APEX_OPTIONS = {"--cpp_ext": CPP_OPS, "--cuda_ext": CUDA_OPS}
@@ -80,7 +83,7 @@ def unknown_variables(builders: Mapping[str, OpSpec]) -> list[str]:
         builders: ops by name, whose ``BUILD_VAR`` are read.
     """
     known = {spec.BUILD_VAR for spec in builders.values()}
-    known.update((*GROUPS, pythons.VARIABLE))
+    known.update((*GROUPS, pythons.VARIABLE, MACHINE, LABEL))
     return sorted(
         name for name in os.environ if name.startswith("APEX_BUILD_") and name not in known
     )
@@ -100,7 +103,13 @@ def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ())
     """
     choices = select(builders)
     for name in unknown_variables(builders):
-        known = [*GROUPS, pythons.VARIABLE, *(each.BUILD_VAR for each in builders.values())]
+        known = [
+            *GROUPS,
+            pythons.VARIABLE,
+            MACHINE,
+            LABEL,
+            *(each.BUILD_VAR for each in builders.values()),
+        ]
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
         # ascii: a character that cannot be seen is a way to misspell, too
@@ -110,7 +119,48 @@ def check_install(builders: Mapping[str, OpSpec], arguments: Iterable[str] = ())
             raise SettingError(f"{option} is apex's option; set {_APEX_OPTIONS[option]}=1 instead")
     if any(choice.wanted for choice in choices) and env.jit_disabled():
         raise SettingError("APEX_TE_DISABLE_JIT is set together with a request to build libraries")
+    _check_machine(choices)
     return choices
+
+
+def named_machine() -> str:
+    """Returns the CPU architecture that ``APEX_BUILD_MACHINE`` names, else this machine's.
+
+    Raises:
+        SettingError: the variable names an architecture that apex_te does not run on.
+    """
+    name = os.environ.get(MACHINE, "").strip() or machine()
+    if name not in _MACHINES and name != machine():
+        raise SettingError(f"{MACHINE} must be one of {', '.join(_MACHINES)}, got {name!r}")
+    return name
+
+
+def version_label() -> str:
+    """Returns what ``APEX_BUILD_LABEL`` adds to the version: "+cpu" for "cpu", "" if it is unset.
+
+    Raises:
+        SettingError: the label is no local version label of a Python package.
+    """
+    label = os.environ.get(LABEL, "").strip()
+    if label and re.fullmatch(r"[a-z0-9]+(\.[a-z0-9]+)*", label) is None:
+        raise SettingError(
+            f"{LABEL} must be lower-case letters and digits, separated by dots, got {label!r}"
+        )
+    return f"+{label}" if label else ""
+
+
+def _check_machine(choices: Iterable[Choice]) -> None:
+    """Checks that what is asked for can be compiled for the CPU architecture that is named.
+
+    Raises:
+        SettingError: the architecture is unknown, or CUDA libraries are asked for another one.
+    """
+    name = named_machine()
+    if name != machine() and any(each.wanted and each.device == "cuda" for each in choices):
+        raise SettingError(
+            f"{MACHINE}={name}: CUDA libraries for {name} must be built on {name}; only CPU"
+            f" libraries are compiled for another machine, got a request for both on {machine()}"
+        )
 
 
 def into_package(
@@ -118,7 +168,8 @@ def into_package(
 ) -> BuildReport:
     """Compiles the wanted libraries, and dispatchers, into a folder of a package.
 
-    There is a dispatcher for each Python that ``APEX_BUILD_PYTHONS`` lists, and one library of
+    The CPU architecture is the one that ``APEX_BUILD_MACHINE`` names. There is a dispatcher for
+    each Python that ``APEX_BUILD_PYTHONS`` lists, and one library of
     handlers for JAX.
 
     Args:
@@ -131,8 +182,16 @@ def into_package(
 
     Raises:
         PrebuildError: a build failed, or lacks a program, a header or an arch.
-        SettingError: a flag is for this machine's CPU alone.
+        SettingError: a flag, or the compiler by itself, is for one kind of CPU alone.
     """
+    with compile_for(named_machine()):
+        return _into_package(builders, choices, target)
+
+
+def _into_package(
+    builders: Mapping[str, OpSpec], choices: Sequence[Choice], target: str
+) -> BuildReport:
+    """Compiles the libraries of ``into_package`` for the present CPU architecture."""
     wanted, rows = plan(builders, choices, Targets.find())
     wanted = [*dispatchers(pythons.named()), *jax_handlers(), *wanted]
     unable = []
@@ -160,8 +219,15 @@ def _check_portable(wanted: Wanted) -> None:
     """Checks that the flags of a library are for other machines' CPUs, too.
 
     Raises:
-        SettingError: a flag is for this machine's CPU alone.
+        SettingError: a flag is for this machine's CPU alone, or the compiler uses instructions
+            that not every CPU of the architecture has, as some distributions' compilers do.
     """
+    features = [] if wanted.spec.needs_archs(wanted.device) else library.cpu_features(wanted.spec)
+    if features:
+        raise SettingError(
+            f"{wanted.op} ({wanted.device}): the compiler must make code for every {machine()} CPU,"
+            f" got one that uses {' '.join(features)} (name another in CXX)"
+        )
     for flag in library.key_flags(wanted.spec, wanted.device):
         if toolchain.is_for_this_machine(flag):
             raise SettingError(

@@ -1,0 +1,87 @@
+"""The files around a release agree with each other and with the checkout."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apex_te import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_version_is_the_same_everywhere() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+((a|b|rc)\d+)?", __version__)
+    assert f"\nversion: {__version__}\n" in text("CITATION.cff")
+    headings = re.findall(r"^## \[(.+?)\](?: - (.*))?$", text("CHANGELOG.md"), re.MULTILINE)
+    assert headings[0] == ("Unreleased", "")
+    assert headings[1][0] == __version__
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for _, date in headings[1:])
+    assert f'date-released: "{headings[1][1]}"' in text("CITATION.cff")
+    assert 'version = { attr = "apex_te._version.__version__" }' in text("pyproject.toml")
+
+
+def test_citation_has_the_fields_that_readers_need() -> None:
+    yaml = pytest.importorskip("yaml")
+    citation = yaml.safe_load(text("CITATION.cff"))
+    assert citation["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors", "type"} <= citation.keys()
+    assert f'license="{citation["license"]}"' in text("setup.py")
+
+
+def test_extras_are_installable_names() -> None:
+    tomllib = pytest.importorskip("tomllib")  # of Python 3.11 and later
+    from packaging.requirements import Requirement
+
+    extras = tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"]
+    assert {"dev", "examples", "jax", "huggingface", "frameworks"} <= extras.keys()
+    for name, requirements in extras.items():
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", name)
+        for requirement in requirements:
+            assert Requirement(requirement).name.lower() != "torch", f"{name} would replace torch"
+
+
+def jobs(path: Path) -> dict[str, Any]:
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+    # "on" is a boolean in YAML 1.1
+    assert {"push", "pull_request"} <= workflow[True].keys()
+    assert workflow["permissions"] == {"contents": "read"}
+    return workflow["jobs"]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_workflow(path: Path) -> None:
+    """Every job runs somewhere, has a limit, and its commands exist in this checkout."""
+    targets = {"docs", *re.findall(r"^([a-z][\w-]*):", text("Makefile"), re.MULTILINE)}
+    commands = ""
+    for name, job in jobs(path).items():
+        assert {"runs-on", "steps", "timeout-minutes"} <= job.keys(), name
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), (name, step)
+            if "uses" in step:
+                assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]), (name, step)
+            commands += step.get("run", "") + "\n"
+    for target in re.findall(r"^ *make ([a-z][\w-]*)", commands, re.MULTILINE):
+        assert target in targets, target
+    for program in re.findall(r"(?<![\w/.-])((?:\.ci|scripts|tests)/[\w/.]+)", commands):
+        assert (ROOT / program).exists(), program
+
+
+def test_workflow_covers_checks_documentation_and_wheels() -> None:
+    runs = "".join(
+        step.get("run", "")
+        for path in WORKFLOWS
+        for job in jobs(path).values()
+        for step in job["steps"]
+    )
+    for command in (".ci/run", "make docs", "make dist", "tests/L1/releases"):
+        assert command in runs
