@@ -52,6 +52,7 @@ if _TYPE_CHECKING:
     from .fp8.module_fp8 import init_fp8_state as init_fp8_state
     from .fp8.statistics import fp8_statistics as fp8_statistics
     from .graphs.graphed_callables import make_graphed_callables as make_graphed_callables
+    from .integrations.layer_advice import advise as advise
     from .module.attention.dot_product import DotProductAttention as DotProductAttention
     from .module.attention.inference_params import InferenceParams as InferenceParams
     from .module.attention.multihead import MultiheadAttention as MultiheadAttention
@@ -87,6 +88,7 @@ _NAMES = {
     "RotaryPositionEmbedding": "module.attention.rotary",
     "TransformerLayer": "module.transformer_layer",
     "add_fp8_arguments": "fp8.arguments",
+    "advise": "integrations.layer_advice",
     "amp": "",
     "apply_rotary_pos_emb": "module.attention.rotary",
     "autocast": "autocast",

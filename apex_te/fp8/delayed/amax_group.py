@@ -96,6 +96,16 @@ class AmaxGroups:
         for group, count in itertools.zip_longest(self._groups, known, fillvalue=self._pending):
             group.pending = count  # type: ignore[union-attr]
 
+    @property
+    def training(self) -> list[bool]:
+        """Flag ``training`` of each existing amax group; can be assigned."""
+        return [group.training for group in self._groups]
+
+    @training.setter
+    def training(self, flags: list[bool]) -> None:
+        for group, flag in itertools.zip_longest(self._groups, flags, fillvalue=False):
+            group.training = flag  # type: ignore[union-attr]
+
     def any_pending(self) -> bool:
         """Returns True if an amax group has pending regions, or a new one would begin with some."""
         return bool(self._pending or self.waiting())

@@ -127,6 +127,17 @@ class Registry:
         """Returns the ``ModuleFP8`` objects that still exist, in the order of construction."""
         return [m for m in (ref() for ref in list(self._members.values())) if m is not None]
 
+    def forget_dead(self, first: int) -> None:
+        """Gives the numbers from ``first`` on free again, if no object has one of them any more.
+
+        Args:
+            first: the length that ``sizes`` had before the objects were added.
+        """
+        with self._lock:
+            if all(number < first for number in self._members):
+                del self.sizes[first:], self.labels[first:]
+                self.changed()
+
     def changed(self) -> None:
         """Drops the plans, after a change of a member."""
         self.plans.clear()

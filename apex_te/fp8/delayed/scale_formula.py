@@ -32,6 +32,11 @@ def nonfinite_count(device: torch.device | str = "cpu") -> torch.Tensor:
     return count
 
 
+def nonfinite_counts() -> list[torch.Tensor]:
+    """Returns the numbers that ``nonfinite_count`` gives, of all devices that have one."""
+    return list(_nonfinite.values())
+
+
 def update_scales(
     histories: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor],

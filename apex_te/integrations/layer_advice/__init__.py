@@ -1,0 +1,235 @@
+"""``advise``, which tries a model's layers in FP8 and says which of them to convert."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...fp8.delayed.preserve import preserved_fp8_state
+from ...recipe import Recipe, chosen_recipe
+from .._selection import Selection
+from ..experts import StackedExperts
+from ..from_torch import _cannot_convert, _replaceable, _sizes
+from .advice import Advice, ExactName
+from .calls import LayerCall, record_calls, tensors_of
+from .layer import LayerAdvice
+from .trial import RoleStatistics, Times, has_fp8, measure_times, observe
+
+__all__ = ["Advice", "ExactName", "LayerAdvice", "RoleStatistics", "Times", "advise"]
+
+_MULTIPLE = 16  # of sizes that FP8 products take without padding
+
+
+def advise(
+    model: nn.Module,
+    sample: Any,
+    recipe: Recipe | str | None = None,
+    *,
+    repeats: int = 10,
+    min_gain: float = 1.0,
+    min_sqnr: float = 20.0,
+    min_grad_sqnr: float = 15.0,
+) -> Advice:
+    """Tries each linear layer of a model in FP8, and says what that gains and costs.
+
+    The model runs once with ``sample``, forward and backward, in high precision. Then a copy of
+    each layer that ``from_torch`` converts, or that is one of apex_te's, repeats its part of the
+    run on its device: one step in FP8 for the statistics of input, weight and output gradient, and
+    timed steps in high precision and FP8 in turns, once for all layers of the same sizes. A layer
+    of apex_te that joins several, such as ``TransformerLayer``, is tried as a whole.
+
+    The model, its gradients, buffers and FP8 state, and random states are left as they were. The
+    times are those of eager calls, without the model's other work beside them. Delayed scaling is
+    tried with scales from the tensors of the run. Without a gradient, as with frozen weights, the
+    forward alone is timed.
+
+    Args:
+        model: model of torch or Hugging Face, before or after ``from_torch``, on one device and
+            not sharded.
+        sample: arguments of the model, as a tensor, tuple, list or dict; or a function
+            ``model -> output``, which may use ``torch.autocast`` and compute the loss. The loss is
+            the output's ``loss``, the output if it is one number, or else the mean of its squares.
+        recipe: FP8 recipe or its name; None is ``DelayedScaling()``.
+        repeats: timed rounds for each size of layers, whose median counts.
+        min_gain: advise against FP8 for layers whose time in high precision is less than so many
+            times that in FP8.
+        min_sqnr: likewise for an SQNR of input or weight below this, in dB.
+        min_grad_sqnr: likewise for that of the output's gradient, in dB.
+
+    Returns:
+        The ``Advice``: ``print`` it for the table, pass its ``exclude`` to ``from_torch``.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a number is out of range; the model has no layer to try, or has weights on the
+            meta device; the sample enters ``fp8_autocast`` or makes no tensor.
+        NotImplementedError: the model is sharded, or uses reentrant checkpointing.
+    """
+    _check(model, sample, repeats, min_gain=min_gain, min_sqnr=min_sqnr, min_grad=min_grad_sqnr)
+    chosen = chosen_recipe("advise", "recipe", recipe)
+    layers = _layers(model)
+    if not layers:
+        raise ValueError(
+            "advise: model must have a linear layer that from_torch converts, or one of apex_te's,"
+            f" got {type(model).__name__}"
+        )
+    tried = {name: layer for name, (layer, kept) in layers.items() if kept is None}
+    limits = {"input": min_sqnr, "weight": min_sqnr, "grad_output": min_grad_sqnr}
+    found = []
+    with preserved_fp8_state(), torch.enable_grad():
+        calls = record_calls(model, sample, tried)
+        timed: dict[Any, Times] = {}
+        for name, (layer, kept) in layers.items():
+            call = calls.pop(name, None)
+            if call is None:
+                found.append(_untried(name, layer, kept))
+                continue
+            roles = observe(layer, call, chosen)
+            key = _signature(layer, call)
+            if key not in timed:
+                with torch.set_grad_enabled(bool(call.gradients)):
+                    timed[key] = measure_times(layer, call, chosen, repeats)
+            times = timed[key]
+            against = _against(layer, times, roles, min_gain, limits)
+            plain = _untried(name, layer, kept)
+            found.append(
+                plain._replace(
+                    rows=_rows(call), calls=call.count, times=times, roles=roles, against=against
+                )
+            )
+    return Advice(found, repr(chosen), _device_name(model))
+
+
+def _check(model: Any, sample: Any, repeats: Any, **limits: Any) -> None:
+    """Checks the arguments of ``advise``.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: a number is out of range, or weights are on the meta device.
+        NotImplementedError: the model is sharded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"advise: model must be a torch.nn.Module, got {type(model).__name__}")
+    known = isinstance(sample, (torch.Tensor, tuple, list, Mapping))
+    if not known and (not callable(sample) or isinstance(sample, nn.Module)):
+        raise TypeError(
+            "advise: sample must be a tensor, tuple, list, dict or function of the model,"
+            f" got {type(sample).__name__}"
+        )
+    if type(repeats) is not int:
+        raise TypeError(f"advise: repeats must be an int, got {type(repeats).__name__}")
+    if repeats < 1:
+        raise ValueError(f"advise: repeats must be at least 1, got {repeats}")
+    for name, value in limits.items():
+        name = "min_grad_sqnr" if name == "min_grad" else name
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"advise: {name} must be a number, got {type(value).__name__}")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(f"advise: model must have its weights on a device, got {name} on meta")
+        if type(parameter).__name__ == "DTensor" or type(parameter.data).__name__ == "DTensor":
+            raise NotImplementedError(
+                f"advise: model must not be sharded, got {name} as a DTensor; try it before"
+            )
+
+
+def _layers(model: nn.Module) -> dict[str, tuple[nn.Module, str | None]]:
+    """Returns the layers that compute products, by name.
+
+    Returns:
+        Each with the reason why ``from_torch`` leaves it in high precision, None if it does not.
+    """
+    selection = Selection(model, None, None, 0, 0, 0, 1)
+    found: dict[str, tuple[nn.Module, str | None]] = {}
+    inside: list[str] = []
+    for name, module in model.named_modules():
+        if any(name.startswith(outer) for outer in inside):
+            continue
+        if _is_ours(module):
+            found[name] = module, None
+            inside.append(f"{name}." if name else "")
+        elif _replaceable(module) and (sizes := _sizes(module)):
+            found[name] = module, _cannot_convert(module) or selection.reason(name, module, sizes)
+    return found
+
+
+def _is_ours(module: nn.Module) -> bool:
+    """Returns True for a layer of apex_te that computes in FP8, as a whole or in its parts."""
+    own = type(module).__module__.startswith("apex_te.module.") or has_fp8(module)
+    return isinstance(module, StackedExperts) or (own and any(map(has_fp8, module.modules())))
+
+
+def _untried(name: str, layer: Any, kept: str | None) -> LayerAdvice:
+    """Returns the entry of a layer that did not run or that ``from_torch`` leaves."""
+    inner, outer = _sizes(layer) or (
+        getattr(layer, "in_features", 0) or getattr(layer, "hidden_size", 0),
+        getattr(layer, "out_features", 0),
+    )
+    return LayerAdvice(name, type(layer).__name__, inner, outer, 0, 0, None, {}, (), kept)
+
+
+def _rows(call: LayerCall) -> int:
+    """Returns the number of rows of a call's first argument."""
+    inputs = [*tensors_of(call.args), *tensors_of(call.kwargs)]
+    return inputs[0].numel() // max(inputs[0].shape[-1], 1) if inputs and inputs[0].dim() else 0
+
+
+def _signature(layer: nn.Module, call: LayerCall) -> Any:
+    """Returns what the time of a call depends on: class, options, shapes, dtypes and gradients."""
+
+    def form(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
+
+    inputs = [*tensors_of(call.args), *tensors_of(call.kwargs)]
+    return (
+        type(layer),
+        layer.extra_repr(),
+        layer.training,
+        call.autocast,
+        tuple(call.gradients),
+        tuple((name, form(p)) for name, p in layer.named_parameters()),
+        tuple(form(tensor) for tensor in inputs),
+    )
+
+
+def _against(
+    layer: nn.Module,
+    times: Times,
+    roles: dict[str, RoleStatistics],
+    min_gain: float,
+    limits: dict[str, float],
+) -> tuple[str, ...]:
+    """Returns the reasons to keep a layer in high precision.
+
+    Args:
+        layer: the layer.
+        times: its times.
+        roles: its statistics by role.
+        min_gain: least gain.
+        limits: least SQNR in dB by role.
+    """
+    reasons = []
+    gain = times.high / times.fp8
+    if gain < min_gain:
+        reasons.append(f"{gain:.2f}x as fast in FP8")
+    sizes = {size for p in layer.parameters() if p.dim() >= 2 for size in p.shape[-2:]}
+    if odd := sorted(size for size in sizes if size % _MULTIPLE):
+        reasons.append(f"a size of {odd[0]} is no multiple of {_MULTIPLE}")
+    for role, found in roles.items():
+        if found.sqnr < limits[role]:
+            reasons.append(f"SQNR of {role} {found.sqnr:.1f} dB is below {limits[role]:g}")
+        if found.nonfinite:
+            reasons.append(f"{found.nonfinite} NaN or infinite elements in {role}")
+    return tuple(reasons)
+
+
+def _device_name(model: nn.Module) -> str:
+    """Returns a name of the device that holds the model's first parameter."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({os.uname().machine}, {torch.get_num_threads()} threads)"
