@@ -19,6 +19,13 @@ APEX_TE_FUNCTION(cast_transpose,
                  "x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
                  "amax: Tensor!?, scale_inv: Tensor!?, dbias: Tensor!?, workspace: Tensor!?, "
                  "noop: Tensor?")
+// Two casts of matrices that do not depend on each other, of which dbias is that of the first.
+// Small bfloat16 ones take one launch.
+APEX_TE_FUNCTION(cast_transpose_pair,
+                 "x: Tensor, scale: Tensor, rowwise: Tensor!?, columnwise: Tensor!?, "
+                 "amax: Tensor!?, scale_inv: Tensor!?, dbias: Tensor!?, workspace: Tensor!?, "
+                 "other_x: Tensor, other_scale: Tensor, other_rowwise: Tensor!?, "
+                 "other_columnwise: Tensor!?, other_amax: Tensor!?, other_scale_inv: Tensor!?")
 
 namespace apex_te {
 
@@ -34,8 +41,9 @@ struct CastTranspose {
   const int32_t* noop;
 };
 
-inline CastTranspose check_cast_transpose(Args& args) {
-  CastTranspose p;
+// The arguments of a cast up to scale_inv.
+inline CastTranspose check_cast(Args& args) {
+  CastTranspose p{};
   p.x = args.tensor();
   p.x.has_dtype({DType::kFloat32, DType::kFloat16, DType::kBFloat16}).has_ndim(2).is_dense();
   p.rows = p.x.size(0);
@@ -55,6 +63,12 @@ inline CastTranspose check_cast_transpose(Args& args) {
   const TensorView scale_inv = args.optional_tensor();
   if (scale_inv) scale_inv.is_scalar(DType::kFloat32);
   p.scale_inv = scale_inv.data<float>();
+  return p;
+}
+
+// The arguments of a cast up to workspace.
+inline CastTranspose check_cast_with_dbias(Args& args) {
+  CastTranspose p = check_cast(args);
   p.dbias = args.optional_tensor();
   const TensorView workspace = args.optional_tensor();
   if (p.dbias) {
@@ -65,6 +79,11 @@ inline CastTranspose check_cast_transpose(Args& args) {
     workspace.has_dtype({DType::kFloat32}).has_shape({tiles, p.cols}).is_dense();
   }
   p.workspace = workspace.data<float>();
+  return p;
+}
+
+inline CastTranspose check_cast_transpose(Args& args) {
+  CastTranspose p = check_cast_with_dbias(args);
   const TensorView noop = args.optional_tensor();
   if (noop) noop.is_scalar(DType::kInt32);
   p.noop = noop.data<int32_t>();

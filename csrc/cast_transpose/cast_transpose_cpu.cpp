@@ -53,3 +53,10 @@ APEX_TE_DEFINE(cast_transpose) {
   if (p.noop && *p.noop != 0) return;
   with_dtype(p.x.dtype(), [&](auto zero) { cast_all<decltype(zero)>(p); });
 }
+
+APEX_TE_DEFINE(cast_transpose_pair) {
+  using namespace apex_te;
+  const CastTranspose first = check_cast_with_dbias(args), second = check_cast(args);
+  with_dtype(first.x.dtype(), [&](auto zero) { cast_all<decltype(zero)>(first); });
+  with_dtype(second.x.dtype(), [&](auto zero) { cast_all<decltype(zero)>(second); });
+}

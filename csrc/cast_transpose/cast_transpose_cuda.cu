@@ -50,16 +50,23 @@ __device__ __forceinline__ uint2 encode_vec(const Vec8<T>& v, float scale, float
   return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// kAligned: x, the outputs and both extents allow vector accesses without a bounds check inside
-// a vector. Otherwise vectors are shifted to where they lie (common/gpu/shifted.h).
-template <typename T, typename Format, bool kAligned, bool kDbias>
-__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 && !kAligned ? 1 : 2)
-    cast_transpose_tile_kernel(const Params p) {
-  if (p.noop && *p.noop != 0) return;
-  __shared__ uint32_t warp_amaxes[kTileThreads / 32];
-  __shared__ __align__(16) uint2 tile[Tile::kSharedWords];
-  __shared__ float sums[kDbias ? kTileThreads / 32 : 1][kDbias ? kTileCols : 1];
-  const Tile::Place at(p.rows, p.cols, blockIdx.x);
+// Shared memory of a block that casts a tile.
+template <bool kDbias>
+struct TileMemory {
+  __align__(16) uint2 tile[Tile::kSharedWords];
+  uint32_t warp_amaxes[kTileThreads / 32];
+  float sums[kDbias ? kTileThreads / 32 : 1][kDbias ? kTileCols : 1];
+};
+
+// Casts tile number `index`. kAligned: x, the outputs and both extents allow vector accesses
+// without a bounds check inside a vector. Otherwise vectors are shifted to where they lie
+// (common/gpu/shifted.h).
+template <typename T, typename Format, bool kAligned, bool kDbias, typename Memory>
+__device__ __forceinline__ void cast_tile(const Params& p, unsigned index, Memory& memory) {
+  uint32_t* warp_amaxes = memory.warp_amaxes;
+  uint2* tile = memory.tile;
+  auto& sums = memory.sums;
+  const Tile::Place at(p.rows, p.cols, index);
   Vec8<T> in[kRows];
   const T* x = static_cast<const T*>(p.x);
   kAligned ? Tile::load<T, true>(x, p.cols, at, in) : Tile::load_any(x, at, in);
@@ -102,7 +109,26 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 && !kAligned ? 1 
       p.workspace[to.row0 / kTileRows * p.cols + col] = sum;
   }
   finish_amax<kTileThreads>(p.amax, seen, warp_amaxes);
-  if (blockIdx.x == 0 && threadIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
+  if (index == 0 && threadIdx.x == 0 && p.scale_inv) *p.scale_inv = 1.0f / scale;
+}
+
+template <typename T, typename Format, bool kAligned, bool kDbias>
+__global__ void __launch_bounds__(kTileThreads, sizeof(T) == 4 && !kAligned ? 1 : 2)
+    cast_transpose_tile_kernel(const Params p) {
+  if (p.noop && *p.noop != 0) return;
+  __shared__ TileMemory<kDbias> memory;
+  cast_tile<T, Format, kAligned, kDbias>(p, blockIdx.x, memory);
+}
+
+// The first `tiles` blocks cast the first matrix, the others the second one.
+template <typename Format, bool kDbias>
+__global__ void __launch_bounds__(kTileThreads, 2)
+    cast_transpose_pair_kernel(const Params first, const Params second, const unsigned tiles) {
+  __shared__ TileMemory<kDbias> memory;
+  if (blockIdx.x < tiles)
+    cast_tile<BFloat16, Format, true, kDbias>(first, blockIdx.x, memory);
+  else
+    cast_tile<BFloat16, E4M3, true, false>(second, blockIdx.x - tiles, memory);
 }
 
 // Rowwise, or amax alone: no tile. A step is kSteps vectors a thread, all in flight.
@@ -176,6 +202,47 @@ void launch_format(const CastTranspose& c, const Params& p, cudaStream_t stream)
   with_fp8_format(c.fp8, [&](auto format) { launch<T, decltype(format)>(c, p, stream); });
 }
 
+void launch_cast(const CastTranspose& c, const Params& p, cudaStream_t stream) {
+  with_dtype(c.x.dtype(), [&](auto zero) { launch_format<decltype(zero)>(c, p, stream); });
+}
+
+Params params_of(const CastTranspose& c) {
+  const bool is_one_line = c.dbias && c.rows > 0 && c.rows <= kTileRows;
+  return {c.x.data<void>(),
+          c.rows,
+          c.cols,
+          c.scale,
+          c.rowwise,
+          c.columnwise,
+          c.ld,
+          c.amax,
+          c.scale_inv,
+          c.workspace,
+          is_one_line ? c.dbias.data<void>() : nullptr,
+          c.noop};
+}
+
+// More tiles than this keep a GPU busy for longer than a launch takes.
+constexpr int64_t kMaxPairTiles = 528;
+
+// The pair's kernel takes the matrix, as the first or the second of two.
+bool fits_pair(const CastTranspose& c, const Params& p, bool is_first) {
+  if (c.x.dtype() != DType::kBFloat16 || c.rows == 0 || c.cols == 0) return false;
+  if (c.fp8 != DType::kE4M3 && !(is_first && c.fp8 == DType::kE5M2)) return false;
+  if (c.dbias && !p.dbias) return false;  // another kernel adds several lines up
+  return is_aligned(p.x, 16) && fp8_tile_aligned(p.ld, p.cols, p.rowwise, p.columnwise);
+}
+
+template <typename Format>
+void launch_pair(const Params& first, const Params& second, int64_t tiles, int64_t all,
+                 cudaStream_t stream) {
+  const auto kernel = first.dbias ? cast_transpose_pair_kernel<Format, true>
+                                  : cast_transpose_pair_kernel<Format, false>;
+  kernel<<<static_cast<unsigned>(all), kTileThreads, 0, stream>>>(first, second,
+                                                                  static_cast<unsigned>(tiles));
+  check_cuda(cudaGetLastError(), "cast_transpose_pair");
+}
+
 }  // namespace
 }  // namespace apex_te
 
@@ -183,19 +250,23 @@ APEX_TE_DEFINE(cast_transpose) {
   using namespace apex_te;
   const CastTranspose c = check_cast_transpose(args);
   const DeviceGuard guard(args.device_id());
-  const bool is_one_line = c.dbias && c.rows > 0 && c.rows <= kTileRows;
-  const Params p{c.x.data<void>(),
-                 c.rows,
-                 c.cols,
-                 c.scale,
-                 c.rowwise,
-                 c.columnwise,
-                 c.ld,
-                 c.amax,
-                 c.scale_inv,
-                 c.workspace,
-                 is_one_line ? c.dbias.data<void>() : nullptr,
-                 c.noop};
+  launch_cast(c, params_of(c), static_cast<cudaStream_t>(args.stream()));
+}
+
+APEX_TE_DEFINE(cast_transpose_pair) {
+  using namespace apex_te;
+  const CastTranspose a = check_cast_with_dbias(args), b = check_cast(args);
+  const DeviceGuard guard(args.device_id());
+  const Params first = params_of(a), second = params_of(b);
   const auto stream = static_cast<cudaStream_t>(args.stream());
-  with_dtype(c.x.dtype(), [&](auto zero) { launch_format<decltype(zero)>(c, p, stream); });
+  const int64_t tiles = Tile::num_tiles(a.rows, a.cols);
+  const int64_t all = tiles + Tile::num_tiles(b.rows, b.cols);
+  if (all > kMaxPairTiles || !fits_pair(a, first, true) || !fits_pair(b, second, false)) {
+    launch_cast(a, first, stream);
+    launch_cast(b, second, stream);
+  } else if (a.fp8 == DType::kE5M2) {
+    launch_pair<E5M2>(first, second, tiles, all, stream);
+  } else {
+    launch_pair<E4M3>(first, second, tiles, all, stream);
+  }
 }

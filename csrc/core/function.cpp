@@ -22,21 +22,6 @@ namespace {
 
 PyTypeObject* g_type = nullptr;
 
-// First call on a device type: the resolver builds or opens the library and returns an address.
-bool resolve(FunctionObject* self, Target target, int device_id) {
-  PyObject* address =
-      PyObject_CallFunction(self->resolver, "si", target == kCpu ? "cpu" : "cuda", device_id);
-  if (!address) return false;
-  self->targets[target] = reinterpret_cast<OpFunction>(PyLong_AsVoidPtr(address));
-  Py_DECREF(address);
-  if (PyErr_Occurred()) return false;
-  if (!self->targets[target]) {
-    PyErr_Format(PyExc_RuntimeError, "%s: the resolver returned no address", name_of(self));
-    return false;
-  }
-  return true;
-}
-
 // The call, or, before its device's library is known, the search for that. `is_resolved`: false
 // where the search was all that was done.
 PyObject* call(CallState& state, PyObject* const* args, Py_ssize_t positional, PyObject* names,
@@ -162,6 +147,20 @@ PyTypeObject* function_type() {
   type.tp_members = function_members;
   if (PyType_Ready(&type) == 0) g_type = &type;
   return g_type;
+}
+
+bool resolve(FunctionObject* self, Target target, int device_id) {
+  PyObject* address =
+      PyObject_CallFunction(self->resolver, "si", target == kCpu ? "cpu" : "cuda", device_id);
+  if (!address) return false;
+  self->targets[target] = reinterpret_cast<OpFunction>(PyLong_AsVoidPtr(address));
+  Py_DECREF(address);
+  if (PyErr_Occurred()) return false;
+  if (!self->targets[target]) {
+    PyErr_Format(PyExc_RuntimeError, "%s: the resolver returned no address", name_of(self));
+    return false;
+  }
+  return true;
 }
 
 bool is_function(PyObject* object) { return Py_TYPE(object) == g_type; }

@@ -4,6 +4,7 @@
 #include <Python.h>
 
 #include "common/abi/op.h"
+#include "core/convert.h"
 
 namespace apex_te {
 
@@ -11,6 +12,10 @@ namespace apex_te {
 PyTypeObject* function_type();
 
 bool is_function(PyObject* object);
+
+// Finds the C function for a device type, which builds or opens the op's library; false with a
+// Python error set on failure.
+bool resolve(FunctionObject* function, Target target, int device_id);
 
 // Raises the error that a C function has left in its call; returns nullptr.
 PyObject* raise(const ApexTeCall& call);

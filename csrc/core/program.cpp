@@ -175,12 +175,13 @@ bool read_step(Plan* plan, PyObject* object, Step* step) {
   PyObject* args = PyTuple_GET_ITEM(object, 1);
   if (!is_function(step->function) || !PyTuple_Check(args))
     return refuse_program("a step must have a Function and a tuple");
-  const auto* function = reinterpret_cast<FunctionObject*>(step->function);
+  auto* function = reinterpret_cast<FunctionObject*>(step->function);
   const auto& parameters = function->signature->parameters;
   if (static_cast<size_t>(PyTuple_GET_SIZE(args)) != parameters.size())
     return refuse_program("a step must have all arguments of its Function");
-  if (!function->targets[plan->device.device_type == kDLCPU ? kCpu : kCuda])
-    return refuse_program("a Function must have been called before");
+  const Target target = plan->device.device_type == kDLCPU ? kCpu : kCuda;
+  if (!function->targets[target] && !resolve(function, target, plan->device.device_id))
+    return false;
   for (size_t i = 0; i < parameters.size(); ++i) {
     PyObject* item = PyTuple_GET_ITEM(args, i);
     ApexTeArg arg;

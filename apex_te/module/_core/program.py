@@ -12,6 +12,7 @@ from ... import runtime
 from ...ops import product_count
 from ...ops.fp8_gemm import WORKSPACE_BYTES
 from ...ops.registration import WORKSPACE
+from .paired_casts import with_paired_casts
 from .recorder import Made, Part, PythonStep, Recorder, Slot, Step, Unrecordable
 
 __all__ = ["Program"]
@@ -334,7 +335,7 @@ def _bound(
     """
     groups: list[list[Step]] = [[]]
     between: list[PythonStep] = []
-    for step in recorder.steps:
+    for step in with_paired_casts(recorder.steps):
         if isinstance(step, Step):
             groups[-1].append(step)
         else:

@@ -15,8 +15,8 @@ from apex_te.ops.registration import bind
 
 # Functions that Python calls without torch.library.
 DIRECT = {
-    "cublaslt_version", "fp8_block_accumulate", "fp8_decode", "fp8_gemm_epilogue", "peer_await",
-    "peer_join", "peer_send", "peer_sum",
+    "cast_transpose_pair", "cublaslt_version", "fp8_block_accumulate", "fp8_decode",
+    "fp8_gemm_epilogue", "peer_await", "peer_join", "peer_send", "peer_sum",
 }  # fmt: skip
 # Parameters of C functions that the registered Python function of that name supplies.
 SUPPLIED = {
