@@ -58,8 +58,11 @@ class Capture:
         region: region of ``fp8_autocast`` to capture in.
         keeps_weights: replays can keep the FP8 weights of earlier replays.
         allow_unused: an input or parameter may have no gradient.
+        first: the capture of the same module's first microbatch, whose FP8 weights this one shares;
+            None for that capture, and for a module with one capture.
 
     Attributes:
+        is_shared: captures of further microbatches share the FP8 weights.
         inputs: the tensors among the arguments, where replays read them.
         outputs: what ``forward`` returned in the capture, flat; tensors lie where replays write
             them.
@@ -87,7 +90,12 @@ class Capture:
         region: fp8_autocast,
         keeps_weights: bool,
         allow_unused: bool,
+        first: Capture | None = None,
     ) -> None:
+        self.first = first
+        self.is_shared = False
+        if first is not None:
+            first.is_shared = True
         self.owner = owner
         self.forward = forward
         self.region = region
@@ -119,12 +127,17 @@ class Capture:
             # A copy kept from before would be read by replays after it has been replaced.
             held.columnwise = held.columnwise_scale_inv = None
         waiting = [(module, module._modes.wgrad_store.copy()) for module in self.modules]
-        if self.keeps_weights:
-            known = {id(x) for x in (*self.inputs, *self.stand_ins.values())}
-            for module in self.modules:
-                captured = CapturedWeights(type(module).__name__, known)
-                module._modes.captured = captured
-                self.weights.append(captured)
+        if self.keeps_weights and self.first is not None:
+            self.weights = self.first.weights
+        elif self.keeps_weights:
+            # Weights made of inputs, which each microbatch has for itself, are not shared.
+            inputs = () if self.is_shared else self.inputs
+            known = {id(x) for x in (*inputs, *self.stand_ins.values())}
+            self.weights = [
+                CapturedWeights(type(m).__name__, known, self.is_shared) for m in self.modules
+            ]
+        for module, captured in zip(self.modules, self.weights, strict=False):
+            module._modes.captured = captured
         try:
             yield
         finally:
@@ -176,6 +189,9 @@ class Capture:
     def settle(self) -> None:
         """Ends the warm-up and makes ``cache`` for the FP8 weights that it has allocated."""
         if not self.keeps_weights:
+            return
+        if self.first is not None:
+            self.cache = self.first.cache
             return
         for captured in self.weights:
             captured.is_settled = True
@@ -269,6 +285,15 @@ class Capture:
                 self.delayed.append(DelayedGradient(self, module._modes, pairs, compute))
                 late.update(id(s) for _, s in pairs)
         return late
+
+    def reset(self) -> None:
+        """Frees the graphs and the memory that they read and write; no replay can follow."""
+        for graph in (self.forward_graph, self.backward_graph):
+            if graph is not None:
+                graph.reset()
+        self.leaves, self.inputs, self.outputs, self.results = [], [], [], []
+        self.grad_outputs, self.input_grads, self.parameter_grads = [], [], []
+        self.weights, self.cache, self.delayed = [], None, []
 
     def replay_forward(self, inputs: Sequence[torch.Tensor], again: bool) -> int:
         """Copies the inputs to where the graph reads them, and replays the forward.

@@ -15,7 +15,15 @@ from ..fp8.autocast import fp8_autocast, graph_task_id, local
 from ..fp8.delayed.registry import intern
 from .capture import Capture, fp8_modules, no_collection, preserved, substituted
 
-__all__ = ["make_graphed_callables"]
+__all__ = [
+    "GraphedForward",
+    "capture_in_order",
+    "check_module",
+    "check_options",
+    "check_surroundings",
+    "device_of",
+    "make_graphed_callables",
+]
 
 _NAME = "make_graphed_callables"
 
@@ -80,35 +88,42 @@ def make_graphed_callables(
         ValueError: an argument with a wrong value, here or in a call.
     """
     given = _samples(modules, sample_args, sample_kwargs)
-    _check_options(num_warmup_iters, allow_unused_input, fp8_weight_caching)
+    check_options(num_warmup_iters, allow_unused_input, fp8_weight_caching)
     region = fp8_autocast(fp8_enabled, fp8_recipe, fp8_group, calibrating=fp8_calibrating)
     for module, _, _ in given:
-        _check_module(module)
-    _check_surroundings()
-    devices = [_device_of(module, args, kwargs) for module, args, kwargs in given]
+        check_module(module)
+    check_surroundings()
+    devices = [device_of(module, args, kwargs) for module, args, kwargs in given]
     graphs = [
         GraphedForward(module, args, kwargs, region, fp8_weight_caching, allow_unused_input)
         for module, args, kwargs in given
     ]
-    pool = torch.cuda.graph_pool_handle() if pool is None else pool
-    _capture(graphs, devices, num_warmup_iters, pool)
+    # In the order in which they will run, because they share memory.
+    order = [(graph, False) for graph in graphs] + [(graph, True) for graph in reversed(graphs)]
+    capture_in_order(graphs, order, devices, num_warmup_iters, pool)
     for graph in graphs:
         graph.install()
     return modules if isinstance(modules, torch.nn.Module) else tuple(g.module for g in graphs)
 
 
-def _capture(
-    graphs: list[GraphedForward], devices: list[torch.device], warmup_iters: int, pool: Any
+def capture_in_order(
+    graphs: Sequence[GraphedForward],
+    order: Sequence[tuple[GraphedForward, bool]],
+    devices: Sequence[torch.device],
+    warmup_iters: int,
+    pool: Any,
 ) -> None:
-    """Warms up and captures all graphs in memory of one pool.
+    """Warms up all graphs, then captures them in memory of one pool.
 
     Args:
-        graphs: the modules' forwards, not yet installed.
-        devices: the device that each module runs on.
+        graphs: the forwards, not yet installed; several may be of one module.
+        order: ``(graph, is_backward)`` of each forward and backward, as replays will run.
+        devices: the devices that the modules run on.
         warmup_iters: number of warm-up runs.
-        pool: memory pool from ``torch.cuda.graph_pool_handle()``.
+        pool: memory pool from ``torch.cuda.graph_pool_handle()``; None makes one.
     """
-    modules = [graph.module for graph in graphs]
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    modules = list({id(graph.module): graph.module for graph in graphs}.values())
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.cuda.device(devices[0]))
         stack.enter_context(preserved(modules, devices))
@@ -125,15 +140,15 @@ def _capture(
         for graph in graphs:
             graph.note_first_steps()
             graph.capture.settle()
-        # In the order in which they will run, because they share memory.
         stack.enter_context(no_collection())
-        for graph in graphs:
-            graph.capture.capture_forward(pool)
-        for graph in reversed(graphs):
-            graph.capture.capture_backward(pool)
+        for graph, is_backward in order:
+            if is_backward:
+                graph.capture.capture_backward(pool)
+            else:
+                graph.capture.capture_forward(pool)
 
 
-def _check_options(warmup_iters: Any, allow_unused_input: Any, weight_caching: Any) -> None:
+def check_options(warmup_iters: Any, allow_unused_input: Any, weight_caching: Any) -> None:
     """Raises TypeError or ValueError for a wrong option of ``make_graphed_callables``."""
     if isinstance(warmup_iters, bool) or not isinstance(warmup_iters, int):
         kind = type(warmup_iters).__name__
@@ -193,14 +208,14 @@ def _samples(modules: Any, args: Any, kwargs: Any) -> list[tuple[Any, tuple, dic
     return list(zip(every, *found, strict=True))
 
 
-def _check_module(module: torch.nn.Module) -> None:
+def check_module(module: torch.nn.Module) -> None:
     """Raises ValueError if a module inside ``module`` has a graph already."""
     for child in module.modules():
         if child is not module and isinstance(child.__dict__.get("forward"), GraphedForward):
             raise ValueError(f"{_NAME}: modules must not hold a module that has a graph, got one")
 
 
-def _check_surroundings() -> None:
+def check_surroundings() -> None:
     """Raises RuntimeError without a CUDA device, or if a region or autocast cache is active."""
     if not torch.cuda.is_available():
         raise RuntimeError(f"{_NAME}: CUDA graphs need a CUDA device, got none")
@@ -213,7 +228,7 @@ def _check_surroundings() -> None:
         )
 
 
-def _device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
+def device_of(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> torch.device:
     """Returns the CUDA device that a module runs on.
 
     Args:
@@ -247,6 +262,9 @@ class GraphedForward:
         region: region of ``fp8_autocast`` to capture in.
         weight_caching: replays can keep the FP8 weights of earlier replays.
         allow_unused: an input or parameter may have no gradient.
+        first: the graph of the same module's first microbatch; None for that graph, and for a
+            module with one graph.
+        is_called: capture a call of the module, with its hooks, instead of its ``forward`` alone.
 
     Attributes:
         eager: the module's ``forward`` without a graph.
@@ -254,6 +272,8 @@ class GraphedForward:
         first_steps: ``(state, slot)`` of each slot whose scale was found before the capture; calls
             in which one needs its first scale run eagerly.
         states: the FP8 states with their amax histories, by which a moved state is noticed.
+        schedule: checks the order of replays among several microbatches; None with one.
+        is_reset: ``reset`` has freed the graph, so that calls run eagerly.
     """
 
     def __init__(
@@ -264,7 +284,11 @@ class GraphedForward:
         region: fp8_autocast,
         weight_caching: bool,
         allow_unused: bool,
+        first: GraphedForward | None = None,
+        is_called: bool = False,
     ) -> None:
+        self.schedule: Any = None
+        self.is_reset = False
         self.module: Any = module
         self.owner = type(module).__name__
         earlier = module.__dict__.get("forward")
@@ -282,9 +306,10 @@ class GraphedForward:
         self.first_steps: list[tuple[Any, int]] = []
         self.states: list[tuple[Any, torch.Tensor]] = []
         modules = fp8_modules(module)
-        self.capture = Capture(
-            self.owner, self.eager, args, kwargs, self.parameters, modules, region,
-            weight_caching, allow_unused,
+        captured = self.module.__call__ if is_called else self.eager
+        self.capture: Capture = Capture(
+            self.owner, captured, args, kwargs, self.parameters, modules, region,
+            weight_caching, allow_unused, None if first is None else first.capture,
         )  # fmt: skip
 
     def note_first_steps(self) -> None:
@@ -300,10 +325,19 @@ class GraphedForward:
 
     def install(self) -> None:
         """Replaces the module's ``forward`` by this object."""
+        self.hold_states()
+        self.module.forward = self
+
+    def hold_states(self) -> None:
+        """Notes the FP8 states that the graphs read, by which a moved one is noticed."""
         states = [m.fp8_state for m in self.capture.modules if m.fp8_state.allocated]
         # Held, so that nobody else is given the memory that the graphs write to.
         self.states = [(state, state.amax_history_fwd) for state in states]
-        self.module.forward = self
+
+    def reset(self) -> None:
+        """Frees the graphs; later calls run the eager forward."""
+        self.is_reset, self.replayed, self.states = True, False, []
+        self.capture.reset()
 
     def __call__(self, *args: Any, is_first_microbatch: bool | None = None, **kwargs: Any) -> Any:
         if self.uses_fp8 and local.region is None and graph_task_id() == -1:
@@ -336,9 +370,7 @@ class GraphedForward:
         capture = self.capture
         if capture.cache is not None:
             capture.cache.choose(first, recomputed, given)
-        results = iter(
-            _Graphed.apply(capture, recomputed, first is True, *given, *capture.parameters)
-        )
+        results = iter(_Graphed.apply(self, recomputed, first is True, *given, *capture.parameters))
         outputs = [next(results) if isinstance(o, torch.Tensor) else o for o in capture.outputs]
         return pytree.tree_unflatten(outputs, capture.output_spec)
 
@@ -348,6 +380,8 @@ class GraphedForward:
         Args:
             first: ``is_first_microbatch``; False needs FP8 weights that a replay has cast.
         """
+        if self.is_reset:
+            return False
         if self.module.training != self.training or self.autocast != _autocast_dtype():
             return False
         region = local.region
@@ -434,9 +468,12 @@ class _Graphed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, capture: Capture, again: bool, overwrite: bool, *tensors: torch.Tensor
+        ctx: Any, graph: GraphedForward, again: bool, overwrite: bool, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.capture, ctx.overwrite = capture, overwrite
+        capture = graph.capture
+        ctx.capture, ctx.schedule, ctx.overwrite = capture, graph.schedule, overwrite
+        if graph.schedule is not None and not again:
+            graph.schedule.check(capture, False)
         ctx.run = capture.replay_forward(tensors[: len(capture.inputs)], again)
         outputs = tuple(result.detach() for result in capture.results)
         ctx.mark_non_differentiable(*[outputs[i] for i in capture.fixed])
@@ -445,4 +482,6 @@ class _Graphed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple:
+        if ctx.schedule is not None:
+            ctx.schedule.check(ctx.capture, True)
         return (None, None, None, *ctx.capture.replay_backward(ctx.run, ctx.overwrite, grads))

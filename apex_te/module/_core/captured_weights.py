@@ -46,16 +46,19 @@ class CapturedWeights:
         owner: the name of the module in errors.
         known: ids of the parameters and inputs that stay where they are from run to run; a weight
             that is made of other tensors is cast in each replay.
+        is_shared: several graphs read the weights; one may cast them between another's forward and
+            backward.
 
     Attributes:
         kept: the weights that replays keep, by number of the GEMM and ids of the sources.
         is_settled: the warm-up is over, and no further weight can be kept.
     """
 
-    __slots__ = ("_made", "is_settled", "kept", "known", "owner")
+    __slots__ = ("_made", "is_settled", "is_shared", "kept", "known", "owner")
 
-    def __init__(self, owner: str, known: Collection[int]) -> None:
+    def __init__(self, owner: str, known: Collection[int], is_shared: bool = False) -> None:
         self.owner = owner
+        self.is_shared = is_shared
         self.known = known
         self.kept: dict[tuple, KeptWeight] = {}
         self.is_settled = False  # the warm-up is over
@@ -161,7 +164,7 @@ class CapturedWeights:
         kept = self.kept.get(key)
         if kept is not None:
             rewrite(kept.held, kept.noop)
-            return kept.held
+            return _alias(kept.held) if self.is_shared else kept.held
         held = quantize()
         if rewrite(held, None):
             if self.is_settled:
@@ -171,3 +174,20 @@ class CapturedWeights:
                 )
             self.kept[key] = KeptWeight(held, sources)
         return held
+
+
+def _alias(held: Any) -> Any:
+    """Returns FP8 copies over the same memory, whose versions a later cast does not change.
+
+    Args:
+        held: a ``QuantizedTensor`` or a ``GroupedOutput``.
+    """
+    names = getattr(held, "_fields", ("rowwise", "rowwise_scale_inv", "columnwise",
+                                      "columnwise_scale_inv"))  # fmt: skip
+    values = [getattr(held, name) for name in names]
+    # A scale that serves both copies stays one tensor.
+    aliases = {id(value): value.data for value in values if value is not None}
+    found = [None if value is None else aliases[id(value)] for value in values]
+    if isinstance(held, QuantizedTensor):
+        found.append(held.dtype)
+    return type(held)(*found)

@@ -9,6 +9,7 @@ import torch
 
 from ....graphs.capture import SavedState, fp8_modules
 from ....graphs.graphed_callables import make_graphed_callables as _make_graphed_callables
+from ....graphs.microbatches import graph_microbatches
 from .._names import neutral
 from .quantization import DelayedScaling, Recipe
 
@@ -128,8 +129,8 @@ def make_graphed_callables(
     Args:
         modules, sample_args, num_warmup_iters, allow_unused_input, sample_kwargs, pool: as in
             ``apex_te.make_graphed_callables``.
-        enabled: capture in an enabled region; for several modules possibly a sequence of equal
-            bools.
+        enabled: capture in an enabled region; for several modules possibly a sequence of bools,
+            which must be equal without ``_order``.
         calibrating: capture in a calibrating region.
         recipe: the region's recipe; None for ``get_default_recipe()``.
         amax_reduction_group: the region's process group.
@@ -139,58 +140,67 @@ def make_graphed_callables(
         fp8_recipe: earlier name of ``recipe``.
         fp8_group: earlier name of ``amax_reduction_group``.
         fp8_weight_caching: earlier name of ``cache_quantized_params``.
+        _order: a pipeline schedule over the modules, chunk by chunk: ``c`` is the forward of the
+            next microbatch through chunk ``c``, ``-c`` its backward. Each module then gets a graph
+            for each microbatch, as ``apex_te.graphs.microbatches.graph_microbatches`` says, and
+            ``sample_args`` has an entry for each graph.
+        _num_layers_per_chunk: the number of modules of each chunk; None divides them equally.
+        _reuse_graph_input_output_buffers: has no effect with ``_order``, as graphs have inputs and
+            outputs of their own; else it must be False.
         retain_graph_in_backward: must be False.
         pre_warmup_hook: must be None.
         post_warmup_hook: must be None.
 
     Returns:
-        The module, or a tuple of the modules.
+        The module, or a tuple of the modules; with ``_order`` a tuple of the graphs, which are
+        called in place of the modules.
 
     Raises:
-        NotImplementedError: an argument that is not served, such as ``_order``: a graph of apex_te
-            has memory for one microbatch in flight.
+        NotImplementedError: an argument that is not served.
         TypeError: an argument has a wrong type, or both its names are given.
         ValueError: an argument has a wrong value.
         RuntimeError: there is no CUDA device.
     """
+    if _order is None:
+        neutral(
+            _NAME,
+            _num_layers_per_chunk=(_num_layers_per_chunk, None),
+            _reuse_graph_input_output_buffers=(_reuse_graph_input_output_buffers, False),
+        )
     neutral(
         _NAME,
-        _order=(_order, None),
-        _num_layers_per_chunk=(_num_layers_per_chunk, None),
         retain_graph_in_backward=(retain_graph_in_backward, False),
-        _reuse_graph_input_output_buffers=(_reuse_graph_input_output_buffers, False),
         pre_warmup_hook=(pre_warmup_hook, None),
         post_warmup_hook=(post_warmup_hook, None),
     )
-    chosen: Any = _either("enabled", enabled, "fp8_enabled", fp8_enabled, False)
-    if isinstance(chosen, (list, tuple)):
-        if len(set(chosen)) > 1:
-            raise NotImplementedError(f"{_NAME}: enabled must be equal for all modules, got both")
-        chosen = bool(chosen and chosen[0])
     recipe = _either("recipe", recipe, "fp8_recipe", fp8_recipe, None)
-    return _make_graphed_callables(
-        modules,
-        sample_args,
-        num_warmup_iters=num_warmup_iters,
-        allow_unused_input=allow_unused_input,
-        sample_kwargs=sample_kwargs,
-        fp8_enabled=chosen,
-        fp8_calibrating=_either(
+    names = ("amax_reduction_group", "fp8_group")
+    caching = ("cache_quantized_params", "fp8_weight_caching")
+    options: dict[str, Any] = {
+        "num_warmup_iters": num_warmup_iters,
+        "allow_unused_input": allow_unused_input,
+        "sample_kwargs": sample_kwargs,
+        "fp8_enabled": _either("enabled", enabled, "fp8_enabled", fp8_enabled, False),
+        "fp8_calibrating": _either(
             "calibrating", calibrating, "fp8_calibrating", fp8_calibrating, False
         ),
-        fp8_recipe=DelayedScaling() if recipe is None else recipe,
-        fp8_group=_either(
-            "amax_reduction_group", amax_reduction_group, "fp8_group", fp8_group, None
+        "fp8_recipe": DelayedScaling() if recipe is None else recipe,
+        "fp8_group": _either(names[0], amax_reduction_group, names[1], fp8_group, None),
+        "fp8_weight_caching": _either(
+            caching[0], cache_quantized_params, caching[1], fp8_weight_caching, False
         ),
-        fp8_weight_caching=_either(
-            "cache_quantized_params",
-            cache_quantized_params,
-            "fp8_weight_caching",
-            fp8_weight_caching,
-            False,
-        ),
-        pool=pool,
-    )
+        "pool": pool,
+    }
+    if _order is not None:
+        return graph_microbatches(modules, sample_args, _order, _num_layers_per_chunk, **options)
+    chosen = options["fp8_enabled"]
+    if isinstance(chosen, (list, tuple)):
+        if len(set(chosen)) > 1:
+            raise NotImplementedError(
+                f"{_NAME}: enabled must be equal for all modules without _order, got both"
+            )
+        options["fp8_enabled"] = bool(chosen and chosen[0])
+    return _make_graphed_callables(modules, sample_args, **options)
 
 
 def _either(name: str, value: Any, earlier_name: str, earlier: Any, default: Any) -> Any:

@@ -84,7 +84,6 @@ def test_positional_order():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"_order": [1, -1]},
         {"_num_layers_per_chunk": [1]},
         {"retain_graph_in_backward": True},
         {"_reuse_graph_input_output_buffers": True},
@@ -108,6 +107,17 @@ def test_an_argument_has_one_name():
 def test_without_a_gpu():
     with pytest.raises(RuntimeError, match="CUDA graphs need a CUDA device"):
         graph.make_graphed_callables(torch.nn.Linear(2, 2), (torch.ones(1, 2),), enabled=True)
+
+
+def test_an_order_is_checked():
+    layers, x = (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)), (torch.ones(1, 2),)
+    options = {"_num_layers_per_chunk": [1], "_reuse_graph_input_output_buffers": True}
+    with pytest.raises(ValueError, match="_num_layers_per_chunk must give the layers of 1 chunks"):
+        graph.make_graphed_callables(layers, [x] * 2, _order=[1, -1], **options)
+    with pytest.raises(ValueError, match="sample_args must be given for each layer and microbatch"):
+        graph.make_graphed_callables(layers, [x] * 2, _order=[1, 1, -1, -1])
+    with pytest.raises(TypeError, match=r"_order must hold ints, got -0\.5"):
+        graph.make_graphed_callables(layers, [x] * 2, _order=[1, -0.5, -1])
 
 
 @pytest.mark.cuda
