@@ -21,35 +21,38 @@ class Health:
 
     def __init__(self, model: torch.nn.Module, every: int, is_fp8: bool) -> None:
         self.model, self.every = model, every if is_fp8 else 0
-        self._recorded: tuple[int, Any] | None = None
+        self._recorded: list[tuple[int, Any]] = []
 
     def watch(self, step: int) -> AbstractContextManager[Any]:
         """Returns the context for a step, from 1, which records if it is that step's turn."""
         if not self.every or step % self.every:
             return nullcontext()
         statistics = apex_te.fp8_statistics(self.model)
-        self._recorded = (step, statistics)
+        self._recorded.append((step, statistics))
         return statistics
 
-    def figures(self) -> dict[str, Any] | None:
-        """Returns the figures of the recorded step, once; waits for the device.
+    def figures(self) -> list[dict[str, Any]]:
+        """Returns the figures of each step recorded since the last call; waits for the device."""
+        recorded, self._recorded = self._recorded, []
+        return [{"step": step, **_summary(statistics.to_dict())} for step, statistics in recorded]
 
-        Returns:
-            ``step``; ``saturation`` and ``underflow``, the largest shares of a tensor's elements,
-            with the tensors' names; ``underflow_mean`` over tensors; ``nonfinite``, a count. None
-            if no step was recorded.
-        """
-        if self._recorded is None:
-            return None
-        (step, statistics), self._recorded = self._recorded, None
-        series = statistics.to_dict()
-        if not series:
-            return None
-        figures: dict[str, Any] = {"step": step}
-        for key in ("saturation", "underflow"):
-            rates = {name: values[f"{key}_rate"][-1] for name, values in series.items()}
-            worst = max(rates, key=rates.__getitem__)
-            figures |= {key: rates[worst], f"{key}_of": worst}
-            figures[f"{key}_mean"] = sum(rates.values()) / len(rates)
-        figures["nonfinite"] = sum(values["nonfinite"][-1] for values in series.values())
-        return figures
+
+def _summary(series: dict[str, dict[str, list]]) -> dict[str, Any]:
+    """Returns the figures of a step.
+
+    Args:
+        series: by tensor, figures of each microbatch, as ``fp8_statistics.to_dict``.
+
+    Returns:
+        ``saturation`` and ``underflow``, the largest shares of a tensor's elements;
+        ``saturation_of`` and ``underflow_of``, those tensors; ``saturation_mean`` and
+        ``underflow_mean`` over tensors; ``nonfinite``, a count.
+    """
+    figures: dict[str, Any] = {}
+    for key in ("saturation", "underflow"):
+        rates = {name: max(values[f"{key}_rate"]) for name, values in series.items()}
+        worst = max(rates, key=rates.__getitem__)
+        figures |= {key: rates[worst], f"{key}_of": worst}
+        figures[f"{key}_mean"] = sum(rates.values()) / len(rates)
+    figures["nonfinite"] = sum(sum(values["nonfinite"]) for values in series.values())
+    return figures

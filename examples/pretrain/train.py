@@ -208,8 +208,8 @@ class Training:
             self._energy[1] += step - max(self._logged, self.first_step + SETTLING)
         recent = self.readings[-self.args.log_every :]
         self._logged = step
-        figures = self.health.figures()
-        if figures is not None:
+        health = self.health.figures()
+        for figures in health:
             self.log.write("health", **figures)
         self.log.flush()
         if not recent:
@@ -220,8 +220,10 @@ class Training:
         line += f"{speed:,.0f} tokens/s"
         if self.peak is not None:
             line += f", MFU {self._mfu(speed):.1%}"
-        if figures is not None:
-            line += f", saturated {figures['saturation']:.2%}, underflow {figures['underflow']:.2%}"
+        if health:
+            last_one = health[-1]
+            line += f", saturated {last_one['saturation']:.2%}"
+            line += f", underflow {last_one['underflow']:.2%}"
         self._say(line)
 
     def _mfu(self, tokens_per_s: float) -> float:
