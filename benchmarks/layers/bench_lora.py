@@ -1,0 +1,142 @@
+"""LoRA over frozen Llama-3-8B layers: a base in bf16 of torch and apex_te, and held in FP8.
+
+    python benchmarks/layers/bench_lora.py [--tokens 2 4096] [--layers 4] [--rank 16]
+
+Forward and backward of 4 layers with adapters of rank 16 on all seven projections; contenders take
+turns. Weight bytes are those of all parameters, adapters included; on a GPU also what the allocator
+holds for a model that stands alone. Peak memory: the largest allocation in one step, weights
+included. ``--device cpu --shape tiny`` tries the program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import harness
+import lora_stack
+
+import apex_te
+from apex_te import recipe
+
+CONTENDERS: dict[str, tuple[str, recipe.Recipe | None]] = {
+    "torch bf16": ("torch", None),
+    "apex_te bf16": ("apex_te", None),
+    "apex_te FP8, delayed": ("apex_te", recipe.DelayedScaling()),
+    "apex_te FP8, tensorwise": ("apex_te", recipe.CurrentScaling()),
+    "apex_te FP8, blockwise": ("apex_te", recipe.BlockScaling()),
+}
+
+
+def step_of(
+    model: nn.Module, scaling: recipe.Recipe | None, x: torch.Tensor
+) -> Callable[[], list[torch.Tensor]]:
+    """Returns a function that runs forward and backward and returns the adapters' gradients."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    dy = torch.randn_like(x)
+
+    def step() -> list[torch.Tensor]:
+        with apex_te.fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling):
+            out = model(x)
+        return list(torch.autograd.grad(out, trained, dy))
+
+    return step
+
+
+def memory(device: str, call: Callable[[], Any]) -> tuple[Any, int | None, int | None]:
+    """Runs a function; returns its result, and on a GPU the bytes it left and its peak."""
+    if device != "cuda":
+        return call(), None, None
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = call()
+    torch.cuda.synchronize()
+    gc.collect()
+    left = torch.cuda.memory_allocated() - before
+    return result, left, torch.cuda.max_memory_allocated()
+
+
+def times_in_turns(steps: list[Callable[[], Any]], device: str, repeats: int) -> list[float]:
+    """Returns the median milliseconds of each function."""
+    if device == "cuda":
+        return [row["us"] / 1e3 for row in harness.paired_us(steps, repeats=repeats, warmup=4)]
+    rounds: list[list[float]] = [[] for _ in steps]
+    for index in range(repeats + 1):
+        for call, times in zip(steps, rounds, strict=True):
+            start = time.perf_counter()
+            call()
+            if index:
+                times.append((time.perf_counter() - start) * 1e3)
+    return [statistics.median(times) for times in rounds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", choices=lora_stack.SHAPES, default="Llama-3-8B")
+    parser.add_argument("--tokens", type=int, nargs=2, default=(2, 4096), help="batch and length")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--device", default="cuda")
+    args = parser.parse_args()
+    shape = lora_stack.SHAPES[args.shape]
+    dtype = torch.bfloat16
+    x = torch.randn(*args.tokens, shape.hidden, device=args.device, dtype=dtype)
+    rows: list[dict[str, Any]] = []
+    steps, reference = [], None
+    for name, (kind, scaling) in CONTENDERS.items():
+        model, held, _ = memory(
+            args.device,
+            lambda kind=kind, scaling=scaling: lora_stack.make_stack(
+                shape, args.layers, kind, scaling, args.rank, args.device, dtype
+            ),
+        )
+        with torch.no_grad():  # adapters as in the middle of a training
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    torch.manual_seed(parameter.shape[0])
+                    parameter.normal_(0, 0.02)
+        torch.manual_seed(1)
+        step = step_of(model, scaling, x)
+        for _ in range(2):
+            step()
+        others = 0 if held is None else torch.cuda.memory_allocated() - held
+        gradients, _, peak = memory(args.device, step)
+        weights = sum(map(lora_stack.tensor_bytes, model.parameters()))
+        reference = reference or gradients
+        error = sum(
+            float((g.float() - r.float()).norm() / r.float().norm())
+            for g, r in zip(gradients, reference, strict=True)
+        ) / len(reference)
+        row = {"stack": name, "weight MiB": weights / 2**20}
+        row["of bf16"] = row["weight MiB"] / rows[0]["weight MiB"] if rows else 1.0
+        if held is not None and peak is not None:
+            row |= {"allocated MiB": held / 2**20, "peak MiB": (peak - others) / 2**20}
+        row["gradients differ by"] = error
+        rows.append(row)
+        steps.append(step)
+        del gradients
+    for row, ms in zip(rows, times_in_turns(steps, args.device, args.repeats), strict=True):
+        row["ms"] = ms
+    for row in rows:
+        row["time of torch's"] = row["ms"] / rows[0]["ms"]
+        row["time of our bf16"] = row["ms"] / rows[1]["ms"]
+    harness.report(
+        "lora", rows, shape=args.shape, tokens=list(args.tokens), layers=args.layers, rank=args.rank
+    )
+
+
+if __name__ == "__main__":
+    main()

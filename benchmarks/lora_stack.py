@@ -1,0 +1,137 @@
+"""Frozen Llama layers with LoRA adapters on every projection, with bases of several precisions."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import apex_te
+from apex_te import recipe
+from apex_te.integrations import from_torch
+
+__all__ = ["SHAPES", "LoRALinear", "Shape", "make_stack", "tensor_bytes"]
+
+
+class Shape(NamedTuple):
+    """Sizes of a Llama layer.
+
+    Attributes:
+        hidden: size of hidden states.
+        ffn: size between the MLP's products.
+        heads: heads of queries.
+        groups: heads of keys and values.
+    """
+
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+
+
+SHAPES = {
+    "Llama-3-8B": Shape(4096, 14336, 32, 8),
+    "tiny": Shape(64, 192, 4, 2),
+}
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer plus a product of two trained matrices of low rank, as PEFT has it.
+
+    Args:
+        base: the frozen layer.
+        rank: rows of the first matrix.
+        alpha: the product is multiplied by ``alpha / rank``.
+    """
+
+    def __init__(self, base: Any, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.base = base
+        options = {"device": base.weight.device, "dtype": base.weight.dtype}
+        self.down = nn.Parameter(torch.empty(rank, base.in_features, **options))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank, **options))
+        nn.init.kaiming_uniform_(self.down, a=5**0.5)
+        self.scaling = alpha / rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = F.linear(F.linear(x, self.down), self.up)
+        return self.base(x) + low * self.scaling
+
+
+class Layer(nn.Module):
+    """Llama's layer of torch's own modules."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        hidden, ffn, heads, groups = shape
+        self.size = hidden // heads
+        self.norm1, self.norm2 = nn.RMSNorm(hidden, 1e-5), nn.RMSNorm(hidden, 1e-5)
+        for name, inner, outer in (
+            ("q_proj", hidden, hidden),
+            ("k_proj", hidden, groups * self.size),
+            ("v_proj", hidden, groups * self.size),
+            ("o_proj", hidden, hidden),
+            ("gate_proj", hidden, ffn),
+            ("up_proj", hidden, ffn),
+            ("down_proj", ffn, hidden),
+        ):
+            setattr(self, name, nn.Linear(inner, outer, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm1(x)
+        parts = (self.q_proj(normed), self.k_proj(normed), self.v_proj(normed))
+        q, k, v = (part.unflatten(-1, (-1, self.size)).transpose(1, 2) for part in parts)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o_proj(out.transpose(1, 2).flatten(-2))
+        normed = self.norm2(x)
+        return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
+
+
+def make_stack(
+    shape: Shape,
+    layers: int,
+    kind: str,
+    scaling: recipe.Recipe | None,
+    rank: int,
+    device: str,
+    dtype: torch.dtype,
+) -> nn.Sequential:
+    """Makes frozen layers of equal random weights with adapters.
+
+    Args:
+        shape: sizes of a layer.
+        layers: number of layers.
+        kind: "torch", or "apex_te" for the same layers after ``from_torch``.
+        scaling: the recipe by which the base's weights are held in FP8; None leaves them in
+            ``dtype``.
+        rank: rank of the adapters.
+        device: device of the weights.
+        dtype: dtype of the weights in high precision.
+    """
+    torch.manual_seed(0)
+    made = []
+    for _ in range(layers):  # one at a time: never all in high precision
+        with torch.device(device):
+            layer = nn.Sequential(Layer(shape).to(dtype))
+        if kind == "apex_te":
+            with apex_te.fp8_model_init(enabled=scaling is not None, recipe=scaling):
+                from_torch(layer, include="*")
+        layer.requires_grad_(False)
+        made.append(layer[0])
+    stack = nn.Sequential(*made)
+    for layer in made:
+        for name, module in list(layer.named_children()):
+            if name.endswith("_proj"):
+                setattr(layer, name, LoRALinear(module, rank, 2.0 * rank))
+    return stack
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes of a tensor, or of those that a tensor subclass holds."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return tensor.numel() * tensor.element_size()
+    names, _ = flatten()
+    return sum(tensor_bytes(getattr(tensor, name)) for name in names)
