@@ -1,0 +1,231 @@
+"""Bytes of a parameter and of an activation for each choice of precision, measured.
+
+    python benchmarks/memory_table.py [--device cuda] [--hidden 4096] [--tokens 2 4096]
+
+First table: training one matrix by FusedAdam, in bytes of its parameter, master weight, moments
+and gradient for each element, after a step. Second table: what a Llama-shaped ``TransformerLayer``
+saves for backward, in bytes for each element of its input ``[tokens, hidden]``: on the device, and
+on the host where torch's saved-tensor hooks offload it. On the device a tensor counts once however
+often it is saved; parameters do not count. Small sizes on a CPU give the same
+figures but for what is counted per tensor (scales).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import harness
+import torch
+from lora_stack import tensor_bytes
+
+import apex_te
+from apex_te import recipe
+from apex_te.optimizers import FusedAdam
+
+
+class Choice(NamedTuple):
+    """One choice of parameters and optimizer.
+
+    Attributes:
+        name: text for the table.
+        dtype: dtype of the parameter in high precision, the nominal one of an FP8 parameter.
+        held: recipe by which the parameter is held in FP8; None for ``dtype``.
+        options: arguments of ``FusedAdam``.
+    """
+
+    name: str
+    dtype: torch.dtype
+    held: recipe.Recipe | None
+    options: dict[str, Any]
+
+
+_BF16, _FP16, _FP8 = torch.bfloat16, torch.float16, torch.uint8
+_REMAINDERS = {"master_weights": True, "store_param_remainders": True}
+
+
+def _moments(dtype: torch.dtype) -> dict[str, Any]:
+    """Returns FusedAdam's arguments for moments of a dtype."""
+    return {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype}
+
+
+CHOICES = [
+    Choice("fp32", torch.float32, None, {}),
+    Choice("bf16, no master weight", _BF16, None, {}),
+    Choice("bf16, fp32 master weight", _BF16, None, {"master_weights": True}),
+    Choice("bf16, remainders", _BF16, None, _REMAINDERS),
+    Choice("bf16, remainders, bf16 moments", _BF16, None, {**_REMAINDERS, **_moments(_BF16)}),
+    Choice("bf16, remainders, 8-bit moments", _BF16, None, {**_REMAINDERS, **_moments(_FP8)}),
+    Choice("FP8, fp32 master weight", _BF16, recipe.CurrentScaling(), {"master_weights": True}),
+    Choice(
+        "FP8 blocks, fp32 master weight", _BF16, recipe.BlockScaling(), {"master_weights": True}
+    ),
+    Choice(
+        "FP8, fp16 master weight, bf16 moments",
+        _BF16,
+        recipe.CurrentScaling(),
+        {"master_weights": True, "master_weight_dtype": _FP16, **_moments(_BF16)},
+    ),
+    Choice(
+        "FP8, fp16 master weight, 8-bit moments",
+        _BF16,
+        recipe.CurrentScaling(),
+        {"master_weights": True, "master_weight_dtype": _FP16, **_moments(_FP8)},
+    ),
+    Choice("FP8, frozen", _BF16, recipe.CurrentScaling(), {"frozen": True}),
+    Choice("bf16, frozen", _BF16, None, {"frozen": True}),
+]
+
+
+def parameter_row(choice: Choice, hidden: int, device: str) -> dict[str, Any]:
+    """Returns the bytes per element of one choice after a step of training.
+
+    Args:
+        choice: parameter and optimizer.
+        hidden: rows and columns of the matrix.
+        device: device of the matrix.
+    """
+    options = dict(choice.options)
+    frozen = options.pop("frozen", False)
+    with apex_te.fp8_model_init(enabled=choice.held is not None, recipe=choice.held):
+        layer = apex_te.Linear(
+            hidden, hidden, bias=False, params_dtype=choice.dtype, device=torch.device(device)
+        )
+    layer.requires_grad_(not frozen)
+    x = torch.randn(32, hidden, device=device, dtype=choice.dtype, requires_grad=True)
+    with apex_te.fp8_autocast(enabled=choice.held is not None, fp8_recipe=choice.held):
+        layer(x).float().square().mean().backward()
+    parts = {"parameter": [layer.weight], "master": [], "moments": [], "gradient": []}
+    if not frozen:
+        optimizer = FusedAdam(layer.parameters(), **options)
+        optimizer.step()
+        for name, value in optimizer.state[layer.weight].items():
+            if isinstance(value, torch.Tensor) and name != "step":
+                parts["moments" if "exp_avg" in name else "master"].append(value)
+        parts["gradient"].append(layer.weight.grad)
+    numel = hidden * hidden
+    row: dict[str, Any] = {"parameter and optimizer": choice.name}
+    row |= {name: sum(map(tensor_bytes, tensors)) / numel for name, tensors in parts.items()}
+    row["sum"] = sum(row[name] for name in parts)
+    return row
+
+
+class Saved:
+    """Hooks for tensors that autograd saves, which count their bytes and may offload them.
+
+    Args:
+        known: addresses of storages that neither count nor move, those of parameters.
+        offload: copy tensors to the host, and back when backward wants them.
+
+    Attributes:
+        storages: bytes of each storage that stays on the device, by its address.
+        host: bytes of the copies on the host; a tensor that is saved twice is copied twice.
+    """
+
+    def __init__(self, known: set[int], offload: bool) -> None:
+        self.known, self.offload = known, offload
+        self.storages: dict[int, int] = {}
+        self.host = 0
+        self._kept: list[torch.Tensor] = []  # so that no address is used twice
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Counts a tensor that autograd saves, and returns what it is to keep in its place."""
+        parts = [part for part in _plain(tensor) if part.untyped_storage().nbytes()]
+        if all(part.untyped_storage().data_ptr() in self.known for part in parts):
+            return tensor
+        if self.offload:
+            self.host += tensor_bytes(tensor)
+            return tensor.device, tensor.to("cpu", copy=True)
+        for part in parts:
+            storage = part.untyped_storage()
+            self.storages[storage.data_ptr()] = storage.nbytes()
+        self._kept += parts
+        return tensor
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """Returns the tensor for which ``pack`` returned ``kept``."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        device, copied = kept
+        return copied.to(device)
+
+
+def _plain(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors of a tensor subclass, or the tensor itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return [tensor] if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+
+
+def activation_rows(
+    hidden: int, tokens: tuple[int, int], device: str, layer: Callable[[], torch.nn.Module]
+) -> list[dict[str, Any]]:
+    """Returns the bytes that a layer saves for backward, for each recipe and way of saving.
+
+    Args:
+        hidden: size of hidden states.
+        tokens: batch and sequence length.
+        device: device of the layer.
+        layer: makes the layer.
+    """
+    rows = []
+    recipes = {
+        "bf16": None,
+        "delayed": recipe.DelayedScaling(),
+        "tensorwise": recipe.CurrentScaling(),
+        "blockwise": recipe.BlockScaling(),
+    }
+    for name, scaling in recipes.items():
+        module = layer()
+        x = torch.randn(*tokens, hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+        inner = [part for p in module.parameters() for part in _plain(p)]
+        known = {part.untyped_storage().data_ptr() for part in inner}
+        for way in ("saved", "recomputed", "offloaded"):
+            for _ in range(2):  # the second one with FP8 state and workspaces in place
+                saved = Saved(known, way == "offloaded")
+                with (
+                    torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack),
+                    apex_te.fp8_autocast(enabled=scaling is not None, fp8_recipe=scaling),
+                ):
+                    if way == "recomputed":
+                        out = apex_te.checkpoint(module, x, use_reentrant=True)
+                    else:
+                        out = module(x)
+                out.float().square().mean().backward()
+            rows.append(
+                {
+                    "recipe": name,
+                    "activations": way,
+                    "device bytes": sum(saved.storages.values()) / x.numel(),
+                    "host bytes": saved.host / x.numel(),
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--hidden", type=int, default=None)
+    parser.add_argument("--tokens", type=int, nargs=2, default=None, help="batch and length")
+    args = parser.parse_args()
+    on_gpu = args.device == "cuda"
+    hidden = args.hidden or (4096 if on_gpu else 256)
+    tokens = tuple(args.tokens or ((2, 4096) if on_gpu else (2, 64)))
+    rows = [parameter_row(choice, hidden, args.device) for choice in CHOICES]
+    harness.report("memory_parameters", rows, size=hidden, device=args.device)
+
+    def layer() -> torch.nn.Module:
+        return apex_te.TransformerLayer(
+            hidden, hidden * 7 // 2, hidden // 128 or 1, num_gqa_groups=max(1, hidden // 512),
+            normalization="RMSNorm", activation="swiglu", bias=False, hidden_dropout=0.0,
+            attention_dropout=0.0, self_attn_mask_type="causal", attn_input_format="bshd",
+            params_dtype=torch.bfloat16, device=torch.device(args.device),
+        )  # fmt: skip
+
+    rows = activation_rows(hidden, tokens, args.device, layer)
+    harness.report("memory_activations", rows, size=hidden, tokens=list(tokens), device=args.device)
+
+
+if __name__ == "__main__":
+    main()
