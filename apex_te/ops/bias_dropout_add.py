@@ -60,8 +60,8 @@ def bias_dropout_add(
         residual: x's shape, of x's dtype or float32; made contiguous if it is not.
         p: probability of an element to be dropped, 0 to 1.
         training: False has the effect of p = 0.
-        seed: one int64 on x's device, or its halves as int32 [2], low first, that determines the mask;
-            drawn unless given.
+        seed: one int64 on x's device, or its halves as int32 [2], the low one first, that
+            determines the mask; drawn unless given.
         generator: generator of x's device to draw the seed from; the device's default one unless
             given. ``torch.utils.checkpoint`` restores only the default one, and none while a CUDA
             graph is captured: there draw the seed outside of the checkpointed function and pass it.
