@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ..recipe import Recipe
 from . import state as fp8_state
+from .first_step import with_first_scale
 from .ops._gradient import flag, gradient_of, is_wanted, materialised
 from .quantizer import Quantized, quantizer_of
 from .region import active_recipe
@@ -113,6 +114,8 @@ def _fp8_dense(recipe: Recipe, gemm: int) -> Callable[..., jax.Array]:
         moved = None
         if state is not None:
             moved = enter({name: leaf.value for name, leaf in state.items()})
+            for slot, each in ((_INPUT, x_value), (_WEIGHT, kernel_value)):
+                moved = with_first_scale(moved, "fwd", slot, each, recipe)
         keep = is_wanted(wanted[1]) and not high_precision_wgrad, is_wanted(wanted[0])
         y, qx, qk = forward(x_value, kernel_value, bias_value, moved, keep)
         if moved is not None:
@@ -133,6 +136,7 @@ def _fp8_dense(recipe: Recipe, gemm: int) -> Callable[..., jax.Array]:
         with_dx, with_dkernel, with_dbias = map(is_wanted, wanted)
         columnwise = with_dkernel and not high_precision_wgrad
         dx = dkernel = None
+        state = with_first_scale(state, "bwd", _GRAD, dy, recipe)
         qdy = quantizer.cast(
             dy, "grad", scale_of(state, "bwd", _GRAD),
             rowwise=with_dx or not columnwise, columnwise=columnwise, with_dbias=with_dbias,

@@ -12,53 +12,54 @@ from typing import Any
 
 import jax
 
-from ..recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, Recipe
+from ..recipe import (
+    BlockScaling,
+    CurrentScaling,
+    DelayedScaling,
+    MXFP8Scaling,
+    Recipe,
+    chosen_recipe,
+)
 
 __all__ = ["active_recipe", "autocast", "fp8_autocast", "get_delayed_scaling", "is_fp8_available"]
 
+_KINDS = (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling)
+_SCHEMES = ("delayed", "current", "hif8", "block", "mx")  # modules of apex_te.jax.quantizer
 _region: Any = jax.make_user_context(default_value=None)
 
 
 def _checked(owner: str, recipe: Any) -> Recipe:
-    """Returns a recipe that can be used from JAX, ``DelayedScaling()`` for None.
+    """Returns a recipe, given by itself or its name, or ``DelayedScaling()`` for None.
 
     Raises:
         TypeError: it is no recipe.
+        ValueError: no recipe has this name.
         NotImplementedError: it asks for what JAX's side does not have.
     """
-    if recipe is None:
-        return DelayedScaling()
-    if not isinstance(recipe, Recipe):
-        raise TypeError(
-            f"{owner}: recipe must be a recipe from apex_te.recipe, got {type(recipe).__name__}"
-        )
-    known = type(recipe) in (DelayedScaling, CurrentScaling, BlockScaling)
-    if not known or recipe.fp8_format is Format.HIF8:  # type: ignore[attr-defined]
+    found = chosen_recipe(owner, "fp8_recipe", recipe)
+    if not isinstance(found, _KINDS) or found.quantizer not in _SCHEMES:
+        names = [kind.__name__ for kind in _KINDS]
         raise NotImplementedError(
-            f"{owner}: recipe must be DelayedScaling, CurrentScaling or BlockScaling with E4M3 or"
-            f" HYBRID in JAX, got {recipe!r}"
+            f"{owner}: fp8_recipe must be {', '.join(names[:-1])} or {names[-1]} in JAX, got"
+            f" {found!r}"
         )
-    if isinstance(recipe, DelayedScaling):
-        if recipe.interval != 1:
+    if isinstance(found, DelayedScaling):
+        if found.interval != 1:
             raise NotImplementedError(
                 f"{owner}: interval must be 1 in JAX (carry the FP8 state through a lax.scan of"
-                f" microbatches instead), got {recipe.interval}"
+                f" microbatches instead), got {found.interval}"
             )
-        if recipe.uses_callables:
+        if found.uses_callables:
             raise NotImplementedError(
                 f"{owner}: algorithms must be given by name in JAX, got a function"
             )
-        if recipe.first_step != "scale_one":
-            raise NotImplementedError(
-                f'{owner}: first_step must be "scale_one" in JAX, got {recipe.first_step!r}'
-            )
-    return recipe
+    return found
 
 
 @contextlib.contextmanager
 def fp8_autocast(
     enabled: bool = False,
-    fp8_recipe: Recipe | None = None,
+    fp8_recipe: Recipe | str | None = None,
     mesh_resource: Any = None,
     *,
     sharding_resource: Any = None,
@@ -67,7 +68,8 @@ def fp8_autocast(
 
     Args:
         enabled: False for a region in which layers multiply in their own dtype.
-        fp8_recipe: the recipe; None stands for ``DelayedScaling()``.
+        fp8_recipe: the recipe, or its name as in ``apex_te.recipe.make_recipe``; None stands for
+            ``DelayedScaling()``.
         mesh_resource: must be None; names of mesh axes are not used yet.
         sharding_resource: former name of ``mesh_resource``.
 
@@ -84,13 +86,13 @@ def fp8_autocast(
 
 
 def autocast(
-    enabled: bool = False, recipe: Recipe | None = None, mesh_resource: Any = None
+    enabled: bool = False, recipe: Recipe | str | None = None, mesh_resource: Any = None
 ) -> contextlib.AbstractContextManager[None]:
     """Returns an ``fp8_autocast`` region; the name and arguments are Transformer Engine's new ones.
 
     Args:
         enabled, mesh_resource: as in ``fp8_autocast``.
-        recipe: the recipe; None stands for ``DelayedScaling()``.
+        recipe: as ``fp8_recipe``.
     """
     return fp8_autocast(enabled, recipe, mesh_resource)
 

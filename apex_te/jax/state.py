@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..recipe import DelayedScaling
+from . import first_step
+from .first_step import FIRST_DUE, SLOTS
 from .ops.amax_scale_update import amax_scale_update
 from .region import get_delayed_scaling
 from .torch_names import Leaf, parts
@@ -45,8 +47,6 @@ TENSORS = (
     "scale_inv_bwd",
     "amax_history_bwd",
 )
-# Slots of each product's three tensors in forward and two in backward, as on PyTorch's side.
-_SLOTS = {"fwd": 3, "bwd": 2}
 _PREFIX = "fp8_state."
 _HEADER_BYTES, _HEADER_BYTES_PER_SLOT = 512, 6
 
@@ -59,12 +59,12 @@ def initial(recipe: DelayedScaling, gemms: int = 1) -> dict[str, jax.Array]:
         gemms: number of the module's products with a weight.
     """
     state = {}
-    for way, slots in _SLOTS.items():
+    for way, slots in SLOTS.items():
         count = slots * gemms
         state[f"scale_{way}"] = jnp.ones(count, jnp.float32)
         state[f"scale_inv_{way}"] = jnp.ones(count, jnp.float32)
         state[f"amax_history_{way}"] = jnp.zeros((recipe.amax_history_len, count), jnp.float32)
-    return {**state, "uses": jnp.ones(gemms, jnp.float32)}
+    return {**state, **first_step.initial(recipe, gemms), "uses": jnp.ones(gemms, jnp.float32)}
 
 
 def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,11 +75,13 @@ def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
     """
     uses = jnp.maximum(state["uses"], 1.0)
     found = {}
-    for way, slots in _SLOTS.items():
+    for way, slots in SLOTS.items():
         each = jnp.repeat(uses, slots)
         for name in (f"scale_{way}", f"scale_inv_{way}", f"amax_history_{way}"):
             found[name] = state[name] / each
         found[name] = found[name].at[0].set(state[name][0])
+    if FIRST_DUE in state:
+        found[FIRST_DUE] = jnp.minimum(state[FIRST_DUE], 1.0)
     return {**found, "uses": jnp.ones_like(uses)}
 
 
@@ -111,18 +113,21 @@ def entered(state: Mapping[str, Any], recipe: DelayedScaling) -> dict[str, Any]:
     moved = {
         f"{name}_{way}": each
         for name, pair in zip(names, made, strict=True)
-        for way, each in zip(_SLOTS, pair, strict=True)
+        for way, each in zip(SLOTS, pair, strict=True)
     }
-    return {**moved, "uses": state["uses"]}
+    return {**state, **moved}
 
 
 def of_gemm(state: Mapping[str, Any], gemm: int) -> dict[str, Any]:
     """Returns the part of a module's state that belongs to one of its products."""
     found = {"uses": state["uses"][gemm : gemm + 1]}
-    for way, slots in _SLOTS.items():
+    for way, slots in SLOTS.items():
         part = slice(slots * gemm, slots * (gemm + 1))
         for name in (f"scale_{way}", f"scale_inv_{way}", f"amax_history_{way}"):
             found[name] = state[name][..., part]
+    if FIRST_DUE in state:
+        places = jnp.array(first_step.numbers_of_gemm(state[FIRST_DUE], gemm))
+        found[FIRST_DUE] = state[FIRST_DUE][..., places]
     return found
 
 
@@ -146,8 +151,11 @@ def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> di
     found = {}
     for name, leaf in like.items():
         is_sum = leaf.dtype == jnp.float32
-        slots = 1 if name == "uses" else _SLOTS[name[-3:]]
-        places = slice(slots * gemm, slots * (gemm + 1))
+        if name == FIRST_DUE:
+            places: Any = jnp.array(first_step.numbers_of_gemm(leaf, gemm))
+        else:
+            slots = 1 if name == "uses" else SLOTS[name[-3:]]
+            places = slice(slots * gemm, slots * (gemm + 1))
         whole = jnp.full(leaf.shape, 0.0 if is_sum else -jnp.inf, jnp.float32)
         whole = whole.at[..., places].set(part[name])
         found[name] = whole if is_sum else jax.lax.convert_element_type(whole, leaf.dtype)
@@ -214,7 +222,7 @@ def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> A
 
 def _header(state: Mapping[str, Any], recipe: DelayedScaling) -> np.ndarray:
     """Returns the header that PyTorch's state dict has beside the tensors, JSON text as uint8."""
-    slots = sum(np.shape(state[f"scale_{way}"])[0] for way in _SLOTS)
+    slots = sum(np.shape(state[f"scale_{way}"])[0] for way in SLOTS)
     names = (
         "margin", "amax_compute_algo", "scaling_factor_compute_algo", "reduce_amax", "first_step"
     )  # fmt: skip
@@ -224,7 +232,7 @@ def _header(state: Mapping[str, Any], recipe: DelayedScaling) -> np.ndarray:
         "pending": 1,
         "scope": 0,
         "equal": None,
-        "first_due": [False] * slots,
+        "first_due": [bool(due) for due in np.asarray(state.get(FIRST_DUE, np.zeros(slots)))],
         "format": recipe.fp8_format.name,
         "recipe": {name: getattr(recipe, name) for name in names},
     }
@@ -332,6 +340,10 @@ def from_torch(
                 array = read(f"{part.prefix}{_PREFIX}{name}", np.shape(state[name]))
                 path = (*part.path, name)
                 states[path] = jnp.asarray(array, jnp.float32)
+            if FIRST_DUE in state:
+                header = np.asarray(state_dict[f"{part.prefix}{_PREFIX}header"]).tobytes()
+                path = (*part.path, FIRST_DUE)
+                states[path] = jnp.array(json.loads(header)[FIRST_DUE], jnp.float32)
             path = (*part.path, "uses")
             states[path] = jnp.ones_like(state["uses"])
     found = {**variables, "params": _replaced(variables["params"], params)}

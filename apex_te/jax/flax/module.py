@@ -62,6 +62,7 @@ class TransformerEngineBase(nn.Module):
         return {
             key: self.variable(name, key, lambda value=value: value).value
             for key, value in made.items()
+            if self.is_initializing() or self.has_variable(name, key)
         }
 
     def _dense(

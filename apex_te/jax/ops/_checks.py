@@ -58,6 +58,14 @@ def matrix(function: str, name: str, value: Any, dtypes: Sequence[str] = FLOATS)
     return has_ndim(function, name, value, 2, dtypes)
 
 
+def matrix_to_cast(function: str, value: Any) -> jax.Array:
+    """Returns the argument ``x`` of a cast, a matrix; its errors are those of PyTorch's casts."""
+    found = array(function, "x", value)
+    if found.ndim != 2:
+        raise ValueError(f"{function}: x must have 2 dimensions, got shape {list(found.shape)}")
+    return has_dtype(function, "x", found, FLOATS)
+
+
 def as_matrix(function: str, name: str, value: Any) -> jax.Array:
     """Returns an array of any number of dimensions but 0 as [rows, cols], cols being its last."""
     found = has_dtype(function, name, value, FLOATS)
@@ -93,3 +101,13 @@ def fp8_dtype_of(function: str, dtype: Any, fnuz: bool = False) -> str:
             f"{function}: fp8_dtype must be float8_e4m3fn or float8_e5m2{forms}, got {name}"
         )
     return name
+
+
+def float_dtype_of(function: str, name: str, dtype: Any) -> np.dtype[Any]:
+    """Returns a dtype of a result, which must be float32, float16 or bfloat16."""
+    found = jnp.dtype(dtype)
+    if found.name not in FLOATS:
+        raise TypeError(
+            f"{function}: {name} must have dtype float32, float16 or bfloat16, got {found.name}"
+        )
+    return found

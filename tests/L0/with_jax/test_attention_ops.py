@@ -10,22 +10,12 @@ import torch
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
-from arrays import assert_same, to_jax  # noqa: E402
+from arrays import assert_same, refused, to_jax  # noqa: E402
 
 from apex_te import ops as torch_ops  # noqa: E402
 from apex_te.jax import ops  # noqa: E402
 
 FLOATS = [torch.float32, torch.bfloat16]
-
-
-def refused(ours, theirs):
-    """Asserts that a function of JAX raises while it is traced, in the words of PyTorch's."""
-    with pytest.raises((TypeError, ValueError, NotImplementedError)) as expected:
-        theirs()
-    with pytest.raises((TypeError, ValueError, NotImplementedError)) as found:
-        jax.jit(ours).trace()
-    assert type(found.value) is type(expected.value)
-    assert str(found.value) == str(expected.value)
 
 
 def assert_vmap_is_a_loop(function, axes, *arguments):

@@ -28,6 +28,11 @@ RECIPES = [
     recipe.CurrentScaling(pow2=True),
     recipe.BlockScaling(),
     recipe.BlockScaling(override_linear_precision=(False, False, True)),
+    recipe.DelayedScaling(amax_history_len=4, first_step="current", margin=1),
+    recipe.MXFP8Scaling(),
+    recipe.MXFP8Scaling(fp8_format=recipe.Format.HYBRID, rounding="floor"),
+    recipe.CurrentScaling(fp8_format=recipe.Format.HIF8),
+    recipe.CurrentScaling(fp8_format=recipe.Format.HIF8, pow2=True),
 ]  # fmt: skip
 IN, OUT = 48, 32
 
@@ -320,15 +325,20 @@ def test_kernels_and_logical_axes_are_transformer_engines():
     assert module.apply(variables, jnp.ones((2, 3, 5))).shape == (2, 4, 8)
 
 
+class Mine(recipe.CurrentScaling):
+    """A recipe whose scheme PyTorch's side alone may know."""
+
+    quantizer = "mine"
+
+
 @pytest.mark.parametrize(
     ("chosen", "error", "text"),
     [
         (recipe.DelayedScaling(interval=2), NotImplementedError, "interval must be 1 in JAX"),
         (recipe.DelayedScaling(amax_compute_algo=max), NotImplementedError, "given by name"),
-        (recipe.DelayedScaling(first_step="current"), NotImplementedError, "first_step must be"),
-        (recipe.MXFP8Scaling(), NotImplementedError, "recipe must be DelayedScaling"),
-        (recipe.CurrentScaling(fp8_format=recipe.Format.HIF8), NotImplementedError, "in JAX, got"),
-        ("delayed", TypeError, "recipe must be a recipe from apex_te.recipe, got str"),
+        (Mine(), NotImplementedError, "fp8_recipe must be DelayedScaling, .* in JAX, got"),
+        (7, TypeError, "fp8_recipe must be a recipe from apex_te.recipe or its name, got int"),
+        ("late", ValueError, "fp8_recipe must be a recipe or one of delayed, .*, got 'late'"),
     ],
 )
 def test_recipes_that_jax_lacks_are_refused(chosen, error, text):
@@ -364,6 +374,8 @@ def test_collections_keep_their_type():
     assert isinstance(te.update_collections(new, freeze(old)), FrozenDict)
     assert te.is_fp8_available() == (True, "")
     assert te.get_delayed_scaling() == recipe.DelayedScaling()
+    with te.fp8_autocast(True, "mxfp8"):
+        assert te.region.active_recipe() == recipe.MXFP8Scaling()
     with te.fp8_autocast(True, DELAYED):
         assert te.get_delayed_scaling() is DELAYED
 

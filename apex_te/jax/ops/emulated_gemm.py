@@ -1,0 +1,137 @@
+"""Matrix products of MXFP8 and HiF8 operands, for which no supported device has matrix units.
+
+Operands are decoded and multiplied in high precision: in bfloat16, which holds their values, with
+float32 sums on a GPU, and in float32 on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._call import call
+from . import _checks, hif8
+from .fp8_gemm import bias_dtype
+from .mx_quantize import mx_dequantize
+
+__all__ = ["hif8_gemm", "mx_gemm"]
+
+
+def mx_gemm(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale: jax.Array,
+    b_scale: jax.Array,
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Computes out[M, N] = a @ b.T + bias of MXFP8 operands as ``mx_quantize`` makes them.
+
+    An operand's value below 2^-126, the smallest normal number, may be rounded when it is decoded.
+
+    Args:
+        a: [M, K] FP8.
+        b: [N, K] FP8.
+        a_scale: [M, ceil(K / 32)] float8_e8m0fnu.
+        b_scale: [N, ceil(K / 32)] float8_e8m0fnu.
+        out_dtype: float32, float16 or bfloat16.
+        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
+
+    Raises:
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape.
+    """
+
+    def decoded(dtype: Any, a: Any, b: Any, a_scale: Any, b_scale: Any) -> tuple[Any, Any]:
+        return mx_dequantize(a, a_scale, dtype=dtype), mx_dequantize(b, b_scale, dtype=dtype)
+
+    operands = (a, b, a_scale, b_scale)
+    return _product("mx_gemm", operands, decoded, False, out_dtype, bias)
+
+
+def hif8_gemm(
+    a: jax.Array,
+    b: jax.Array,
+    a_scale_inv: jax.Array,
+    b_scale_inv: jax.Array,
+    *,
+    out_dtype: Any = jnp.bfloat16,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """Computes out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv + bias of HiF8 data.
+
+    Args:
+        a: [M, K] uint8 HiF8 data.
+        b: [N, K] uint8.
+        a_scale_inv: one float32 element.
+        b_scale_inv: one float32 element.
+        out_dtype: float32, float16 or bfloat16.
+        bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
+
+    Raises:
+        TypeError: an argument of another dtype.
+        ValueError: an argument of another shape.
+    """
+
+    def decoded(dtype: Any, a: Any, b: Any, *_: Any) -> tuple[Any, Any]:
+        return hif8.decode(a, dtype), hif8.decode(b, dtype)
+
+    name = "hif8_gemm"
+    a_scale_inv = _checks.is_scalar(name, "a_scale_inv", a_scale_inv)
+    b_scale_inv = _checks.is_scalar(name, "b_scale_inv", b_scale_inv)
+    operands = (a, b, a_scale_inv, b_scale_inv)
+    return _product(name, operands, decoded, True, out_dtype, bias)
+
+
+def _product(
+    name: str,
+    operands: tuple[jax.Array, ...],
+    decoded: Callable[..., tuple[jax.Array, jax.Array]],
+    is_scaled: bool,
+    out_dtype: Any,
+    bias: Any,
+) -> jax.Array:
+    """Computes a @ b.T of decoded operands, times their scales where those are one for each.
+
+    Args:
+        name: the function, for errors.
+        operands: a, b and the scales of both.
+        decoded: function of a dtype and the operands that returns the values of a and b.
+        is_scaled: the scales are left to the product.
+        out_dtype: dtype of the result.
+        bias: [N] or None.
+    """
+    a, b = (_checks.array(name, each, x) for each, x in zip("ab", operands, strict=False))
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
+        )
+    shape, dtype = (a.shape[0], b.shape[0]), _checks.float_dtype_of(name, "out", out_dtype)
+    rest = {}
+    if bias is not None:
+        bias = _checks.has_shape(name, "bias", jnp.asarray(bias), shape[1:])
+        rest["bias"] = bias.astype(bias_dtype(dtype))
+
+    def on_cpu(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
+        a, b = decoded(jnp.float32, a, b, a_scale, b_scale)
+        product = jnp.dot(a, b.T, precision=jax.lax.Precision.HIGHEST)
+        one = jnp.ones(1, jnp.float32)
+        scales = (a_scale, b_scale) if is_scaled else (one, one)
+        given = {"product": product, "a_scale_inv": scales[0], "b_scale_inv": scales[1], **rest}
+        results = {"out": jax.ShapeDtypeStruct(shape, dtype)}
+        return call("fp8_gemm", "fp8_gemm_epilogue", results, **given, accumulate=False)["out"]
+
+    def on_gpu(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
+        a, b = decoded(jnp.bfloat16, a, b, a_scale, b_scale)
+        product = jnp.dot(a, b.T, preferred_element_type=jnp.float32)
+        if is_scaled:
+            product = product * (a_scale.reshape(()) * b_scale.reshape(()))
+        if "bias" in rest:
+            product = product + rest["bias"].astype(jnp.float32)
+        return product.astype(dtype)
+
+    return jax.lax.platform_dependent(*operands, rest, cpu=on_cpu, cuda=on_gpu)

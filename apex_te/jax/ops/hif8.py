@@ -1,0 +1,178 @@
+"""HiF8 (HiFloat8): encodes, decodes, and quantizes a matrix with one scale.
+
+HiF8 data is a uint8 array. A value has up to 3 mantissa bits, the more the nearer its magnitude is
+to 1: magnitudes of 2^-3 to 15 have 3. The largest finite value is 32768, the smallest magnitude
+2^-22. There is no negative zero and one NaN (0x80).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ...runtime import scratch_sizes
+from .._call import call
+from . import _checks
+from .fp8_output import copies
+
+__all__ = [
+    "HIF8_15",
+    "HIF8_224",
+    "HiF8Output",
+    "decode",
+    "encode",
+    "quantize",
+    "quantize_current",
+]
+
+# Values that MindSpeed scales an amax to, in the range of 3-bit mantissas and of 2-bit ones.
+HIF8_15 = 15.0
+HIF8_224 = 224.0
+
+_LARGEST = 32768.0
+_FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
+_S = jax.ShapeDtypeStruct
+_ONE = _S((1,), jnp.float32)
+
+
+class HiF8Output(NamedTuple):
+    """HiF8 data of a matrix [rows, cols]; None for a copy that was not asked for.
+
+    Attributes:
+        rowwise: uint8 [rows, cols].
+        columnwise: uint8 [cols, rows].
+        scale: one float32 element, the scale that was used.
+        scale_inv: one float32 element, 1 / scale.
+        amax: one float32 element: of ``quantize`` the given amax or the matrix's own, whichever is
+            larger, None unless given; of ``quantize_current`` the amax that gave the scale.
+    """
+
+    rowwise: jax.Array | None
+    columnwise: jax.Array | None
+    scale: jax.Array
+    scale_inv: jax.Array
+    amax: jax.Array | None
+
+
+def encode(x: jax.Array, *, saturate: bool = True) -> jax.Array:
+    """Returns the HiF8 data of x without a scale, rounded half away from zero.
+
+    Args:
+        x: any shape, float32, float16 or bfloat16.
+        saturate: make magnitudes of 40960 and above, also infinity, 32768 instead of infinity.
+
+    Returns:
+        uint8 of x's shape. NaN of either sign is 0x80, magnitudes below 2^-23 are 0x00.
+    """
+    x = _checks.has_dtype("hif8_quantize", "x", x, _checks.FLOATS)
+    results = copies("hif8_quantize", (1, x.size), "uint8", True, False)
+    options = {"saturate": bool(saturate)}
+    made = call("hif8", "hif8_quantize", results, x=x.reshape(1, x.size), **options)
+    return made["rowwise"].reshape(x.shape)
+
+
+def decode(
+    fp8_data: jax.Array, dtype: Any = jnp.bfloat16, *, scale_inv: jax.Array | None = None
+) -> jax.Array:
+    """Returns the values of HiF8 data, exactly, or times a scale_inv, rounded once.
+
+    Args:
+        fp8_data: any shape, uint8.
+        dtype: dtype of the result: float32, float16 or bfloat16.
+        scale_inv: one float32 element; None stands for 1.
+    """
+    name = "hif8_decode"
+    fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, ["uint8"])
+    given = {"fp8_data": fp8_data.reshape(-1)}
+    if scale_inv is not None:
+        given["scale_inv"] = _checks.is_scalar(name, "scale_inv", scale_inv)
+    results = {"out": _S((fp8_data.size,), _checks.float_dtype_of(name, "out", dtype))}
+    return call("hif8", name, results, **given)["out"].reshape(fp8_data.shape)
+
+
+def quantize(
+    x: jax.Array,
+    scale: jax.Array,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: jax.Array | None = None,
+    saturate: bool = True,
+) -> HiF8Output:
+    """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        scale: one float32 element.
+        rowwise: make [rows, cols].
+        columnwise: make [cols, rows].
+        amax: one float32 element, of which and of max |x| the result's ``amax`` is the larger; NaN
+            counts as largest.
+        saturate: as in ``encode``.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape that does not match, or neither copy asked for.
+    """
+    name = "hif8_quantize"
+    given = {"x": _checks.matrix_to_cast(name, x), "scale": _checks.is_scalar(name, "scale", scale)}
+    if amax is not None:
+        given["amax"] = _checks.is_scalar(name, "amax", amax)
+    results = copies(name, given["x"].shape, "uint8", rowwise, columnwise) | {"scale_inv": _ONE}
+    made = call("hif8", name, results, **given, saturate=bool(saturate))
+    made["scale"] = given["scale"]
+    return HiF8Output(*(made.get(each) for each in HiF8Output._fields))
+
+
+def quantize_current(
+    x: jax.Array,
+    target: float = HIF8_15,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    eps: float = 0.0,
+    pow2: bool = False,
+    amax: jax.Array | None = None,
+    saturate: bool = True,
+) -> HiF8Output:
+    """Quantizes q = encode(float(x) * scale), scale = target / max |x|.
+
+    The scale follows ``current_scale``'s rules: an amax below ``eps`` counts as ``eps``; 0,
+    infinity and NaN give scale 1; an infinite scale becomes float32's largest number; an infinite
+    amax makes scale_inv infinite, so that no saturated infinity is hidden.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        target: value that amax is scaled to: HIF8_15 for inputs and weights, HIF8_224 for
+            gradients.
+        rowwise: make [rows, cols].
+        columnwise: make [cols, rows].
+        eps: smallest amax, zero or more.
+        pow2: round the scale down to a power of two.
+        amax: one float32 element to use instead of max |x|.
+        saturate: as in ``encode``.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape that does not match, neither copy asked for, or a target or eps out of
+            range.
+    """
+    name = "hif8_current" if amax is None else "hif8_cast"
+    x = _checks.matrix_to_cast("hif8_current", x)
+    if not 0.0 < target <= _LARGEST:
+        raise ValueError(f"{name}: target must be above 0 and at most 32768, got {target:g}")
+    if not 0.0 <= eps <= _FLOAT32_MAX:
+        raise ValueError(f"{name}: eps must be zero or more and finite, got {eps:g}")
+    results = copies(name, x.shape, "uint8", rowwise, columnwise)
+    results |= {"scale": _ONE, "scale_inv": _ONE}
+    options = {"target": float(target), "eps": float(eps), "pow2": bool(pow2)}
+    options["saturate"] = bool(saturate)
+    if amax is None:
+        results |= {"amax": _ONE, "workspace": _S((scratch_sizes.MAX_AMAXES,), jnp.float32)}
+        made = call("hif8", name, results, x=x, **options)
+    else:
+        amax = _checks.is_scalar(name, "amax", amax)
+        made = {**call("hif8", name, results, x=x, amax=amax, **options), "amax": amax}
+    return HiF8Output(*(made.get(each) for each in HiF8Output._fields))

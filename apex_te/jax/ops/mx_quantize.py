@@ -1,0 +1,109 @@
+"""MXFP8 data of a matrix: FP8 with one power-of-two scale for every 32 elements."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._call import call
+from . import _checks
+
+__all__ = ["MXQuantized", "mx_dequantize", "mx_quantize"]
+
+_BLOCK = 32
+_SCALE_DTYPE = "float8_e8m0fnu"
+_S = jax.ShapeDtypeStruct
+
+
+class MXQuantized(NamedTuple):
+    """MXFP8 data and scales of a matrix [rows, cols]; None for a copy that was not asked for.
+
+    Attributes:
+        rowwise: FP8 [rows, cols].
+        rowwise_scale: float8_e8m0fnu [rows, ceil(cols / 32)].
+        columnwise: FP8 [cols, rows].
+        columnwise_scale: float8_e8m0fnu [cols, ceil(rows / 32)].
+    """
+
+    rowwise: jax.Array | None
+    rowwise_scale: jax.Array | None
+    columnwise: jax.Array | None
+    columnwise_scale: jax.Array | None
+
+
+def mx_quantize(
+    x: jax.Array,
+    fp8_dtype: Any = jnp.float8_e4m3fn,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    rounding: str = "up",
+) -> MXQuantized:
+    """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
+
+    A block is 32 elements of a row in the rowwise copy, of a column in the columnwise copy; both
+    copies are quantized from x. ``rounding`` chooses the stored scale 2^e from the block's amax:
+    "up" takes the smallest 2^e with amax / fp8_max <= 2^e (in float32), so that nothing saturates;
+    "floor" (OCP MX v1.0, section 6.3) takes e = floor(log2 amax) - 8 for E4M3, - 15 for E5M2, which
+    saturates an amax just below a power of two. A block with a NaN has the scale NaN (0xFF), one
+    with an infinity 2^127 (0xFE), one of zeros 2^-127 (0x00).
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16. Extents need not be multiples of 32: the last
+            block of a row or column may be shorter.
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        rowwise: make [rows, cols], blocks along cols, and its scales.
+        columnwise: make [cols, rows], blocks along rows of x, and its scales.
+        rounding: "up" or "floor".
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or rounding that does not fit, or neither copy asked for.
+    """
+    name = "mx_quantize"
+    dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype))
+    if rounding not in ("up", "floor"):
+        raise ValueError(f"{name}: rounding must be 'up' or 'floor', got {rounding!r}")
+    x = _checks.matrix_to_cast(name, x)
+    if not (rowwise or columnwise):
+        raise ValueError(f"{name}: rowwise or columnwise must be asked for")
+    results = {}
+    for side, shape, is_wanted in (
+        ("rowwise", x.shape, rowwise),
+        ("columnwise", x.shape[::-1], columnwise),
+    ):
+        if is_wanted:
+            results[side] = _S(shape, dtype)
+            results[f"{side}_scale"] = _S(_scale_shape(*shape), jnp.dtype(_SCALE_DTYPE))
+    made = call(name, name, results, x=x, use_floor=rounding == "floor")
+    return MXQuantized(*(made.get(each) for each in MXQuantized._fields))
+
+
+def _scale_shape(rows: int, cols: int) -> tuple[int, int]:
+    """Returns the shape of the scales of FP8 data [rows, cols]."""
+    return rows, -(-cols // _BLOCK)
+
+
+def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfloat16) -> jax.Array:
+    """Computes the values of MXFP8 data, rounded to nearest even; exact within dtype's range.
+
+    Args:
+        fp8_data: [rows, cols] FP8, a rowwise or a columnwise copy.
+        scale: [rows, ceil(cols / 32)] float8_e8m0fnu, of that copy.
+        dtype: dtype of the result: float32, float16 or bfloat16.
+
+    Returns:
+        [rows, cols]. A columnwise copy gives the transpose of the quantized matrix.
+
+    Raises:
+        TypeError: a dtype that does not match.
+        ValueError: a shape that does not match.
+    """
+    name = "mx_dequantize"
+    scale = _checks.has_dtype(name, "scale", scale, [_SCALE_DTYPE])
+    fp8_data = _checks.matrix(name, "fp8_data", fp8_data, _checks.FP8)
+    scale = _checks.has_shape(name, "scale", scale, _scale_shape(*fp8_data.shape))
+    results = {"out": _S(fp8_data.shape, _checks.float_dtype_of(name, "out", dtype))}
+    return call("mx_quantize", name, results, fp8_data=fp8_data, scale=scale)["out"]
