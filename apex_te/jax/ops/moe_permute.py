@@ -1,0 +1,559 @@
+"""Permutes tokens for a mixture of experts: copies them in the order of experts and sums them back.
+
+A token goes to several experts, each of which gets a copy of its row. The permuted matrix has the
+copies in the order of experts. A map, made on the device, tells the row of each copy. ``width``,
+the most copies that a token can have, is the number of experts for a routing map of type "mask",
+and k for type "index". ``probs``, the weights of the copies, are [tokens, width]; permuted they are
+[rows], one for each row of the permuted matrix. In a ``jax.shard_map`` all is done on each device's
+own tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from .._call import call
+from . import _checks
+from ._gradient import flag, is_wanted, materialised
+
+__all__ = [
+    "MAX_EXPERTS",
+    "RowMap",
+    "make_chunk_map",
+    "make_map",
+    "permute",
+    "permute_bwd",
+    "permute_by",
+    "sort_chunks",
+    "unpermute",
+    "unpermute_bwd",
+]
+
+# As csrc/moe_permute/moe_permute.h has them.
+MAX_EXPERTS = 1024
+_MAX_CHUNKS = 2048
+_TILE_TOKENS, _MAX_TILES, _ONE_TILE_TOKENS = 32, 128, 128
+_ANY_ROWS = 2**31 - 1
+_MOST_ALIGN = 1 << 20
+_S = jax.ShapeDtypeStruct
+_OP = "moe_permute"
+
+
+class RowMap(NamedTuple):
+    """Map from tokens to rows of the permuted matrix, int32 arrays.
+
+    Attributes:
+        row_id_map: [tokens + 2, 1 + 2 * width], with one column more if experts are padded; opaque,
+            for ``permute``, ``unpermute`` and their backwards.
+        tokens_per_expert: [experts], number of each expert's rows, without dropped copies.
+        padded_tokens_per_expert: [experts], number of each expert's rows with padding, which equals
+            ``tokens_per_expert`` without padding.
+        pad_offsets: [experts], number of padding rows before each expert's first row; None without
+            padding.
+    """
+
+    row_id_map: jax.Array
+    tokens_per_expert: jax.Array
+    padded_tokens_per_expert: jax.Array
+    pad_offsets: jax.Array | None
+
+
+class _Routing(NamedTuple):
+    """Arguments of the C functions that make a map from a routing map.
+
+    Attributes:
+        given: what they read.
+        results: what they write.
+    """
+
+    given: dict[str, Any]
+    results: dict[str, Any]
+
+    def map_of(self, made: dict[str, Any]) -> RowMap:
+        """Returns the map of what a C function has written."""
+        table = made["row_id_map"]
+        if self.given["is_index"]:
+            counts = made["tokens_per_expert"]
+            return RowMap(table, counts, counts, None)
+        experts = self.given["num_experts"]
+        own, padded = slice(1, 1 + experts), slice(1 + experts, 1 + 2 * experts)
+        offsets = table[-1][padded] if table.shape[1] % 2 == 0 else None
+        return RowMap(table, table[-2][own], table[-2][padded], offsets)
+
+
+def make_map(
+    routing_map: jax.Array,
+    *,
+    map_type: str = "mask",
+    num_experts: int | None = None,
+    align_size: int | None = None,
+    num_rows: int | None = None,
+) -> RowMap:
+    """Makes the map of a permutation: copies in the order of experts, then of tokens.
+
+    Args:
+        routing_map: for "mask" [tokens, experts] bool, uint8, int8, int32 or int64, not zero if
+            the token goes to the expert; for "index" [tokens, k] int32 or int64 indices of experts,
+            negative for no expert.
+        map_type: "mask" or "index".
+        num_experts: number of experts for "index", at most 1024; None stands for 1024. An index
+            that is no expert raises on the CPU, when the program runs. On a GPU it makes the
+            token's row NaN in ``unpermute``.
+        align_size: each expert's rows begin at a multiple of it; for "mask" alone.
+        num_rows: number of rows of the permuted matrix; copies that would lie behind them are
+            dropped. None: no copy is dropped.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape or option that does not match.
+        NotImplementedError: more than 1024 experts, or 2^31 elements.
+    """
+    routing = _routing("moe_permute_map", routing_map, map_type, num_experts, align_size)
+    rows = _ANY_ROWS if num_rows is None else num_rows
+    given = {**routing.given, "num_rows": rows}
+    return routing.map_of(call(_OP, "moe_permute_map", routing.results, **given))
+
+
+def _routing(
+    name: str, routing_map: Any, map_type: str, num_experts: int | None, align_size: int | None
+) -> _Routing:
+    """Returns the arguments of a C function that makes a map, after their checks."""
+    if map_type not in ("mask", "index"):
+        raise ValueError(f"{_OP}: map_type must be 'mask' or 'index', got {map_type!r}")
+    routes = _checks.array(_OP, "routing_map", routing_map)
+    if routes.ndim != 2:
+        raise ValueError(
+            f"{_OP}: routing_map must have 2 dimensions, got shape {list(routes.shape)}"
+        )
+    is_index = map_type == "index"
+    tokens, width = routes.shape
+    experts = width
+    if is_index:
+        if align_size is not None:
+            raise ValueError(f"{_OP}: align_size must be None for indices, got {align_size}")
+        experts = MAX_EXPERTS if num_experts is None else num_experts
+    routes = _routes(routes, is_index)
+    allowed = ["int32"] if is_index else ["bool", "uint8", "int32"]
+    routes = _checks.has_dtype(name, "routing_map", routes, allowed)
+    align = 1 if align_size is None else align_size
+    _check_routing(name, tokens, width, experts, align)
+    tile = _ONE_TILE_TOKENS
+    if tokens > _ONE_TILE_TOKENS:
+        tile = _TILE_TOKENS * -(-tokens // (_TILE_TOKENS * _MAX_TILES))
+    columns = 1 + 2 * width + (0 if align_size is None else 1)
+    results = {
+        "workspace": _S((-(-tokens // tile), experts), jnp.int32),
+        "row_id_map": _S((tokens + 2, columns), jnp.int32),
+    }
+    if is_index:
+        results["tokens_per_expert"] = _S((experts,), jnp.int32)
+    given = {"routing_map": routes, "num_experts": experts, "align_size": align}
+    return _Routing({**given, "is_index": is_index}, results)
+
+
+def _check_routing(name: str, tokens: int, width: int, experts: int, align: int) -> None:
+    """Checks the numbers of a routing, in the words of the C functions."""
+    if width < 1:
+        raise ValueError(f"{name}: routing_map must have at least 1 column, got 0")
+    if experts < 1:
+        raise ValueError(
+            f"{name}: num_experts must be at least 1 and the columns of a mask, got {experts}"
+        )
+    if experts > MAX_EXPERTS:
+        raise NotImplementedError(
+            f"{name}: num_experts must be at most {MAX_EXPERTS}, got {experts}"
+        )
+    if not 1 <= align <= _MOST_ALIGN:
+        raise ValueError(
+            f"{name}: align_size must be at least 1 and at most 2^20, and 1 for indices, got"
+            f" {align}"
+        )
+    if tokens * width + experts * align > _ANY_ROWS:
+        raise NotImplementedError(f"{name}: routing_map must have fewer than 2^31 elements")
+
+
+def _routes(routing_map: jax.Array, is_index: bool) -> jax.Array:
+    """Returns the routing map in a dtype that the kernels read, if it has one of ``make_map``'s."""
+    dtype = routing_map.dtype.name
+    if is_index and dtype == "int64":  # one too large must not become another expert
+        return jnp.clip(routing_map, -1, _ANY_ROWS).astype(jnp.int32)
+    if not is_index and dtype == "int8":
+        return jax.lax.bitcast_convert_type(routing_map, jnp.uint8)
+    return routing_map != 0 if not is_index and dtype == "int64" else routing_map
+
+
+def permute(
+    inp: jax.Array, row_id_map: jax.Array, num_rows: int, probs: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Copies each token's row, and its probs, to the rows that the map gives.
+
+    Differentiable with respect to ``inp`` and ``probs``.
+
+    Args:
+        inp: [tokens, hidden] float32, float16, bfloat16 or any dtype of one byte.
+        row_id_map: ``RowMap.row_id_map``.
+        num_rows: number of rows of the result; rows that no copy goes to are zeros.
+        probs: [tokens, width] float32 or the dtype of ``inp``; width is the number of experts for a
+            mask and k for indices.
+
+    Returns:
+        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None without probs).
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape that does not match.
+    """
+
+    def forward(inp: Any, probs: Any, row_id_map: Any) -> tuple[Any, Any, Any]:
+        name = "moe_permute_rows"
+        given, results, dtype = _rows_of(name, inp, probs, row_id_map, num_rows)
+        made = call(_OP, name, results, **given, row_id_map=row_id_map)
+        return _cast(made["out"], dtype), made.get("permuted_probs"), row_id_map
+
+    out, permuted, _ = _permutation(forward)(inp, probs, row_id_map)
+    return out, permuted
+
+
+def permute_by(
+    inp: jax.Array,
+    routing_map: jax.Array,
+    num_rows: int,
+    probs: jax.Array | None = None,
+    *,
+    map_type: str = "mask",
+    num_experts: int | None = None,
+    align_size: int | None = None,
+) -> tuple[jax.Array, jax.Array | None, RowMap]:
+    """Computes ``make_map`` and then ``permute`` in one call, whose kernels overlap.
+
+    Arguments are those of the two functions; copies behind ``num_rows`` are dropped.
+
+    Returns:
+        (permuted rows [num_rows, hidden], permuted probs [num_rows] or None, the map).
+    """
+    name = "moe_permute_fwd"
+
+    def forward(inp: Any, probs: Any, routing_map: Any) -> tuple[Any, Any, Any]:
+        routing = _routing(name, routing_map, map_type, num_experts, align_size)
+        table = routing.results["row_id_map"]
+        given, results, dtype = _rows_of(name, inp, probs, table, num_rows)
+        made = call(_OP, name, {**routing.results, **results}, **routing.given, **given)
+        found = routing.map_of(made)
+        return _cast(made["out"], dtype), made.get("permuted_probs"), found
+
+    out, permuted, found = _permutation(forward)(inp, probs, routing_map)
+    return out, permuted, found
+
+
+def _permutation(forward: Any) -> Any:
+    """Returns a differentiable function (inp, probs or None, map) -> (rows, probs, map).
+
+    Args:
+        forward: the same function without a gradient; its last result is the map or a ``RowMap``.
+    """
+    run = jax.custom_vjp(forward)
+
+    def fwd(inp: Any, probs: Any, routes: Any) -> tuple[Any, Any]:
+        value = None if probs is None else probs.value
+        wanted = flag(inp), flag(probs)
+        if is_wanted(wanted[0]):
+            _check_differentiable(_OP, inp.value)
+        out, permuted, found = forward(inp.value, value, routes.value)
+        table = found.row_id_map if isinstance(found, RowMap) else found
+        return (out, permuted, found), (table, wanted)
+
+    def bwd(kept: Any, cotangents: Any) -> Any:
+        (row_id_map, (with_inp, with_probs)), (grad, grad_probs, _) = kept, cotangents
+        grad, has_rows = _known(grad, is_wanted(with_inp))
+        grad_probs, _ = _known(grad_probs, is_wanted(with_probs))
+        if not has_rows and grad_probs is None:
+            return None, None, None
+        if not has_rows:  # alone, beside rows of no columns
+            grad = jnp.zeros((grad_probs.shape[0], 0), jnp.float32)
+        made, made_probs = permute_bwd(grad, row_id_map, grad_probs)
+        return made if has_rows else None, made_probs, None
+
+    run.defvjp(fwd, bwd, symbolic_zeros=True)
+    return run
+
+
+def _known(cotangent: Any, is_needed: bool) -> tuple[Any, bool]:
+    """Returns a cotangent, None where it is not needed or known to be zero, and if there is one."""
+    if not is_needed or cotangent is None or isinstance(cotangent, SymbolicZero):
+        return None, False
+    return cotangent, True
+
+
+def _rows_of(
+    name: str, inp: Any, probs: Any, row_id_map: Any, num_rows: int
+) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Returns what a permutation reads and writes of rows and probs, and the dtype of the rows."""
+    inp = _matrix(_OP, inp)
+    if num_rows < 0:
+        raise ValueError(f"{_OP}: num_out_tokens must be at least 0, got {num_rows}")
+    tokens, width = _map_shape(name, row_id_map)
+    matrix = _checked_rows(name, inp)
+    _checks.has_shape(name, "inp", matrix, (tokens, inp.shape[1]))
+    given, results = {"inp": matrix}, {"out": _S((num_rows, inp.shape[1]), matrix.dtype)}
+    if probs is not None:
+        given["probs"] = _checked_probs(name, probs, matrix.dtype, (tokens, width))
+        results["permuted_probs"] = _S((num_rows,), given["probs"].dtype)
+    return given, results, inp.dtype
+
+
+def _matrix(op: str, inp: Any) -> jax.Array:
+    found = _checks.array(op, "inp", inp)
+    if found.ndim != 2:
+        raise ValueError(f"{op}: inp must have 2 dimensions, got shape {list(found.shape)}")
+    return found
+
+
+def _checked_rows(name: str, inp: jax.Array) -> jax.Array:
+    """Returns rows in a dtype that the kernels copy: of one byte as uint8."""
+    if inp.dtype.itemsize == 1 and inp.dtype != jnp.uint8:
+        inp = _cast(inp, jnp.uint8)
+    return _checks.has_dtype(name, "inp", inp, [*_checks.FLOATS, "uint8"])
+
+
+def _cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """Returns an array of one byte an element in another such dtype, with the same bytes."""
+    if x.dtype == dtype:
+        return x
+    if jnp.bool_ in (x.dtype, dtype):
+        return x.astype(dtype)
+    return jax.lax.bitcast_convert_type(x, dtype)
+
+
+def _checked_probs(name: str, probs: Any, dtype: Any, shape: tuple[int, ...]) -> jax.Array:
+    if dtype == jnp.uint8:
+        allowed: list[str] = list(_checks.FLOATS)
+    else:
+        allowed = list(dict.fromkeys(["float32", jnp.dtype(dtype).name]))
+    return _checks.has_shape(name, "probs", _checks.has_dtype(name, "probs", probs, allowed), shape)
+
+
+def _map_shape(name: str, row_id_map: Any) -> tuple[int, int]:
+    """Returns the numbers of tokens and of copies of a map, or of its shape and dtype."""
+    if not isinstance(row_id_map, _S):
+        row_id_map = _checks.has_ndim(name, "row_id_map", row_id_map, 2, ["int32"])
+    rows, columns = row_id_map.shape
+    if rows < 2 or columns < 3:
+        raise ValueError(
+            f"{name}: row_id_map must be what moe_permute made, got too small a matrix"
+        )
+    return rows - 2, (columns - 1) // 2
+
+
+def _check_differentiable(op: str, inp: jax.Array) -> None:
+    """Raises TypeError if ``inp``, whose gradient is wanted, is FP8 data."""
+    if inp.dtype.name not in _checks.FLOATS:
+        raise TypeError(
+            f"{op}: inp must have dtype float32, float16 or bfloat16 to have a gradient, "
+            f"got {inp.dtype.name}"
+        )
+
+
+def permute_bwd(
+    grad_permuted: jax.Array,
+    row_id_map: jax.Array,
+    grad_permuted_probs: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Computes the gradients of ``permute``.
+
+    Args:
+        grad_permuted: [num_rows, hidden], gradient of the permuted rows.
+        row_id_map: ``RowMap.row_id_map``.
+        grad_permuted_probs: [num_rows], gradient of the permuted probs, if there are any.
+
+    Returns:
+        (gradient of ``inp`` [tokens, hidden], the sum over each token's copies; gradient of probs
+        [tokens, width], or None without ``grad_permuted_probs``).
+    """
+    made = _summed(grad_permuted, row_id_map, None, grad_permuted_probs)
+    return made["out"], made.get("grad_probs")
+
+
+def _summed(inp: Any, row_id_map: Any, probs: Any, grad_permuted_probs: Any) -> dict[str, Any]:
+    """Calls the C function that sums copies; returns what it wrote."""
+    name = "moe_unpermute_fwd"
+    inp = _checks.matrix(name, "inp", inp)
+    tokens, width = _map_shape(name, row_id_map)
+    given = {"inp": inp, "row_id_map": row_id_map}
+    results = {"out": _S((tokens, inp.shape[1]), inp.dtype)}
+    if probs is not None:
+        given["probs"] = _checked_probs(name, probs, inp.dtype, (tokens, width))
+    if grad_permuted_probs is not None:
+        grads = _checked_probs(name, grad_permuted_probs, jnp.uint8, inp.shape[:1])
+        given["grad_permuted_probs"] = grads
+        results["grad_probs"] = _S((tokens, width), grads.dtype)
+    return call(_OP, name, results, **given)
+
+
+def unpermute(inp: jax.Array, row_id_map: jax.Array, probs: jax.Array | None = None) -> jax.Array:
+    """Sums each token's copies, times their probs, in float32 and always in one order.
+
+    Differentiable with respect to ``inp`` and ``probs``.
+
+    Args:
+        inp: [rows, hidden] float32, float16 or bfloat16: the permuted matrix, as the experts have
+            changed it.
+        row_id_map: ``RowMap.row_id_map`` of the permutation.
+        probs: [tokens, width] float32 or the dtype of ``inp``, factors of the copies; None stands
+            for ones. Width is the number of experts for a mask and k for indices.
+
+    Returns:
+        [tokens, hidden] in the dtype of ``inp``; zeros for a token without copies.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a shape that does not match.
+    """
+    return _unpermutation(_matrix("moe_unpermute", inp), row_id_map, probs)
+
+
+@jax.custom_vjp
+def _unpermutation(inp: Any, row_id_map: Any, probs: Any) -> Any:
+    return _summed(inp, row_id_map, probs, None)["out"]
+
+
+def _unpermutation_fwd(inp: Any, row_id_map: Any, probs: Any) -> tuple[Any, Any]:
+    factors = None if probs is None else probs.value
+    out = _summed(inp.value, row_id_map.value, factors, None)["out"]
+    # Without factors backward needs no more of the rows than their number.
+    kept = inp.value if probs is not None else inp.value[:, :0]
+    return out, (kept, row_id_map.value, factors)
+
+
+def _unpermutation_bwd(kept: Any, grad_output: Any) -> Any:
+    (inp, row_id_map, probs), grad_output = kept, materialised(grad_output)
+    if probs is None:
+        return permute(grad_output, row_id_map, inp.shape[0])[0], None, None
+    grad_inp, grad_probs = unpermute_bwd(grad_output, inp, row_id_map, probs)
+    return grad_inp, None, grad_probs
+
+
+_unpermutation.defvjp(_unpermutation_fwd, _unpermutation_bwd, symbolic_zeros=True)
+
+
+def unpermute_bwd(
+    grad_output: jax.Array, inp: jax.Array, row_id_map: jax.Array, probs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes the gradients of ``unpermute`` with probs, in one pass.
+
+    Without probs the gradient of ``inp`` is ``permute(grad_output, ...)``.
+
+    Args:
+        grad_output: [tokens, hidden].
+        inp: as in ``unpermute``.
+        row_id_map: as in ``unpermute``.
+        probs: as in ``unpermute``, not None.
+
+    Returns:
+        (gradient of ``inp`` [rows, hidden], gradient of ``probs`` [tokens, width]).
+    """
+    name = "moe_unpermute_bwd"
+    inp = _checks.matrix(name, "inp", inp)
+    tokens, width = _map_shape(name, row_id_map)
+    probs = _checked_probs(name, probs, inp.dtype, (tokens, width))
+    grad = _checks.has_dtype(name, "grad_output", grad_output, [inp.dtype.name])
+    grad = _checks.has_shape(name, "grad_output", grad, (tokens, inp.shape[1]))
+    given = {"grad_output": grad, "inp": inp, "probs": probs, "row_id_map": row_id_map}
+    results = {"grad_inp": _S(inp.shape, inp.dtype), "grad_probs": _S(probs.shape, probs.dtype)}
+    made = call(_OP, name, results, **given)
+    return made["grad_inp"], made["grad_probs"]
+
+
+def make_chunk_map(split_sizes: jax.Array, sorted_index: jax.Array, num_rows: int) -> jax.Array:
+    """Makes the map by which ``sort_chunks`` reorders chunks of rows.
+
+    There are at most 2048 chunks. Values of the arguments that do not fit raise on the CPU, when
+    the program runs. On a GPU ``sort_chunks`` then writes zeros to rows that get none.
+
+    Args:
+        split_sizes: int32 or int64 [chunks], the number of rows of each chunk, at most ``num_rows``
+            in all.
+        sorted_index: int32 or int64 [chunks], the chunk that comes i-th in the result; each chunk
+            stands there once.
+        num_rows: number of rows of the matrix.
+
+    Returns:
+        int32 [2, num_rows], opaque.
+    """
+    name = "moe_sort_chunks_map"
+    integers = ["int32", "int64"]
+    sizes = _checks.has_ndim(name, "split_sizes", split_sizes, 1, integers)
+    index = _checks.has_dtype(name, "sorted_index", sorted_index, integers)
+    index = _checks.has_shape(name, "sorted_index", index, sizes.shape)
+    if sizes.size > _MAX_CHUNKS:
+        raise NotImplementedError(
+            f"{name}: split_sizes must have at most {_MAX_CHUNKS} elements, got {sizes.size}"
+        )
+    results = {"chunk_map": _S((2, num_rows), jnp.int32)}
+    return call(_OP, name, results, split_sizes=sizes, sorted_index=index)["chunk_map"]
+
+
+def sort_chunks(
+    inp: jax.Array,
+    chunk_map: jax.Array,
+    probs: jax.Array | None = None,
+    *,
+    is_backward: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Reorders rows, and their probs, by a map of chunks.
+
+    Differentiable with respect to ``inp`` and ``probs``.
+
+    Args:
+        inp: [rows, hidden] float32, float16, bfloat16 or any dtype of one byte.
+        chunk_map: from ``make_chunk_map``.
+        probs: [rows] float32, float16 or bfloat16.
+        is_backward: apply the inverse of the map, as backward does to gradients.
+
+    Returns:
+        (reordered rows [rows, hidden], reordered probs [rows] or None); rows behind the last chunk
+        are zeros.
+    """
+    inp = _matrix("moe_sort_chunks", inp)
+
+    def forward(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any]:
+        return _sorted(inp, probs, chunk_map, is_backward)
+
+    run = jax.custom_vjp(forward)
+
+    def fwd(inp: Any, probs: Any, chunk_map: Any) -> tuple[Any, Any]:
+        if inp.perturbed:
+            _check_differentiable("moe_sort_chunks", inp.value)
+        value = None if probs is None else probs.value
+        return forward(inp.value, value, chunk_map.value), chunk_map.value
+
+    def bwd(chunk_map: Any, cotangents: Any) -> Any:
+        grad, has_rows = _known(cotangents[0], True)
+        grad_probs, has_probs = _known(cotangents[1], True)
+        if not has_rows and not has_probs:
+            return None, None, None
+        if not has_rows:
+            grad = jnp.zeros((chunk_map.shape[1], 0), jnp.float32)
+        made, made_probs = _sorted(grad, grad_probs, chunk_map, not is_backward)
+        return made if has_rows else None, made_probs, None
+
+    run.defvjp(fwd, bwd, symbolic_zeros=True)
+    return run(inp, probs, chunk_map)
+
+
+def _sorted(inp: Any, probs: Any, chunk_map: Any, is_backward: bool) -> tuple[Any, Any]:
+    """Computes ``sort_chunks``, without a gradient."""
+    name = "moe_sort_chunks"
+    matrix = _checked_rows(name, inp)
+    rows = matrix.shape[0]
+    table = _checks.has_dtype(name, "chunk_map", chunk_map, ["int32"])
+    given = {"inp": matrix, "chunk_map": _checks.has_shape(name, "chunk_map", table, (2, rows))}
+    results = {"out": _S(matrix.shape, matrix.dtype)}
+    if probs is not None:
+        given["probs"] = _checked_probs(name, probs, jnp.uint8, (rows,))
+        results["permuted_probs"] = _S((rows,), given["probs"].dtype)
+    made = call(_OP, name, results, **given, is_backward=bool(is_backward))
+    return _cast(made["out"], inp.dtype), made.get("permuted_probs")
