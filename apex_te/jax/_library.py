@@ -18,7 +18,7 @@ from ..op_builder.jit.find.key import OP_ABI
 from ..op_builder.spec import JAX_HANDLERS
 from ._signature import parameters_of
 
-__all__ = ["PLATFORMS", "bind", "load", "target_name"]
+__all__ = ["PLATFORMS", "bind", "gpu_capability", "load", "target_name"]
 
 HANDLERS_ABI = 1
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # JAX's names of platforms, and XLA's for targets
@@ -95,6 +95,11 @@ def _capability(platform: str) -> Capability | None:
         return None
     major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
+
+def gpu_capability() -> Capability | None:
+    """Returns the compute capability of JAX's first GPU; None without a GPU."""
+    return _capability("cuda")
 
 
 def _op_library(op: str, platform: str) -> ctypes.CDLL:

@@ -155,3 +155,153 @@ def test_bad_input_of_permutation_is_refused_as_torch_does():
         lambda: ours.make_chunk_map(to_jax(x), to_jax(routes[0]), 4),
         lambda: module.make_chunk_map(x, routes[0], 4),
     )
+
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SPLITS = torch.tensor([7, 0, 20, 5], dtype=torch.int32)
+GROUP_ROWS = 40
+
+
+def both_groups():
+    return (
+        torch_ops.grouped_quantize.groups_of(SPLITS, GROUP_ROWS),
+        jax.jit(lambda splits: ops.grouped_quantize.groups_of(splits, GROUP_ROWS))(to_jax(SPLITS)),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_casts_of_groups_have_torchs_bits(dtype):
+    theirs, ours = both_groups()
+    assert_same(ours.table, theirs.table)
+    module, mine = torch_ops.grouped_quantize, ops.grouped_quantize
+    x, scale, amax = torch.randn(GROUP_ROWS, 24).to(dtype), torch.rand(4) * 9, torch.rand(4)
+    given = to_jax(amax)
+    expected = module.quantize_groups(x, theirs, scale, E4M3, amax=amax)
+    made = jax.jit(
+        lambda x, groups, scale, amax: mine.quantize_groups(
+            x, groups, scale, jnp.float8_e4m3fn, amax=amax
+        )
+    )(to_jax(x), ours, to_jax(scale), given)
+    used, columns = int(SPLITS.sum()), int(theirs.column_ends[-1])
+    for found, wanted, part in (
+        (made.rowwise, expected.rowwise, np.s_[:used]),
+        (made.columnwise, expected.columnwise, np.s_[:, :columns]),
+        (made.scale_inv, expected.scale_inv, np.s_[:]),
+        (made.row_scale_inv, expected.row_scale_inv, np.s_[:used]),
+        (made.amax, amax, np.s_[:]),
+    ):
+        assert_same(found[part], wanted[part])
+    matrices = torch.randn(4, 16, 24).to(dtype)
+    expected = module.quantize_matrices(list(matrices), scale, E5M2, scale_inv=scale)
+    for passed in (to_jax(matrices), [to_jax(m) for m in matrices]):
+        made = mine.quantize_matrices(
+            passed, to_jax(scale), jnp.float8_e5m2, scale_inv=to_jax(scale)
+        )
+        assert_same(made.rowwise, expected.rowwise)
+        assert_same(made.columnwise, expected.columnwise)
+    for options in ({}, {"eps": 0.5, "pow2": True}):
+        expected = module.scales_of(amax, E4M3, **options)
+        for found, wanted in zip(
+            mine.scales_of(to_jax(amax), jnp.float8_e4m3fn, **options), expected, strict=True
+        ):
+            assert_same(found, wanted)
+    bias, out = torch.randn(4, 24).to(dtype), torch.randn(GROUP_ROWS, 24).to(dtype)
+    made = mine.finish_rows(to_jax(out), ours, to_jax(bias))
+    made_sums = mine.column_sums(to_jax(x), ours)
+    made_scaled = mine.scale_rows(to_jax(out), to_jax(torch.arange(40.0)))
+    made_cleared = mine.zero_unused(to_jax(matrices), ours)
+    assert_same(made_sums, module.column_sums(x, theirs))
+    kept = out.clone()
+    module.finish_rows(kept, theirs, bias)
+    assert_same(made, kept)
+    module.scale_rows(out, torch.arange(40.0))
+    assert_same(made_scaled, out)
+    module.zero_unused(matrices, theirs)
+    assert_same(made_cleared, matrices)
+    due, first, inverse = torch.tensor([1, 1, 1, 0], dtype=torch.int32), scale.clone(), 1 / scale
+    made = mine.first_scales(
+        to_jax(amax), ours, to_jax(due), to_jax(first), to_jax(inverse), 448.0, margin=1
+    )
+    module.first_scales(amax, theirs, due, first, inverse, 448.0, margin=1)
+    for found, wanted in zip(made, (due, first, inverse), strict=True):
+        assert_same(found, wanted)
+
+
+def small(*shape):
+    """Small integers, whose products and sums are exact."""
+    return torch.randint(-3, 4, shape).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_groups_have_torchs_bits_where_sums_are_exact(dtype):
+    theirs, ours = both_groups()
+    module, mine = torch_ops.grouped_gemm, ops.grouped_gemm
+    used = int(SPLITS.sum())
+    a, b = small(GROUP_ROWS, 32).to(dtype), small(4, 24, 32).to(dtype)
+    a[used:] = float("nan")
+    expected = module.multiply_groups(a, b, theirs)
+    made = jax.jit(mine.multiply_groups)(to_jax(a), to_jax(b), ours)
+    assert_same(made[:used], expected[:used])
+    x = small(GROUP_ROWS, 24).to(dtype)
+    for wide in (False, True):
+        expected = module.contract_groups(a.t().contiguous(), x, theirs, wide)
+        made = jax.jit(mine.contract_groups, static_argnums=3)(
+            to_jax(a.t().contiguous()), to_jax(x), ours, wide
+        )
+        for group in (0, 2, 3):  # a group without rows has no defined values
+            assert_same(made[group], expected[group])
+    row_scales, scales = torch.rand(GROUP_ROWS), torch.rand(4)
+    codes, matrices = a.float().to(E5M2), b.to(E4M3)
+    operands = codes, row_scales, matrices, scales
+    expected = module.scaled_multiply_groups(*operands, theirs, False)
+    made = jax.jit(mine.scaled_multiply_groups, static_argnums=5)(
+        *map(to_jax, operands), ours, False
+    )
+    assert_same(made[:used], expected[:used])
+    columns = theirs.columns
+    a, b = small(16, columns), small(24, columns)
+    a[:, int(theirs.column_ends[-1]) :] = float("nan")
+    operands = a.to(E4M3), scales, b.to(E5M2), scales.flip(0)
+    for wide in (False, True):
+        expected = module.scaled_contract_groups(*operands, theirs.column_ends, True, wide)
+        made = jax.jit(mine.scaled_contract_groups, static_argnums=(5, 6))(
+            *map(to_jax, operands), ours.column_ends, True, wide
+        )
+        assert_same(made, expected)
+
+
+def test_bad_input_of_groups_is_refused_as_torch_does():
+    theirs, ours = both_groups()
+    module, mine = torch_ops.grouped_quantize, ops.grouped_quantize
+    x, scale = torch.zeros(GROUP_ROWS, 8), torch.ones(4)
+    for splits, rows in (
+        (scale, 4), (SPLITS[None], 4), (SPLITS[:0], 4), (torch.zeros(1024).int(), 4), (SPLITS, -1),
+    ):  # fmt: skip
+        refused(
+            lambda splits=splits, rows=rows: mine.groups_of(to_jax(splits), rows),
+            lambda splits=splits, rows=rows: module.groups_of(splits, rows),
+        )
+    for given in (
+        (x[0], scale), (x[:4], scale), (x.int(), scale), (x, scale[:3]), (x, scale.half()),
+    ):  # fmt: skip
+        arrays = [to_jax(t) for t in given]
+        refused(
+            lambda arrays=arrays: mine.quantize_groups(
+                arrays[0], ours, arrays[1], jnp.float8_e4m3fn
+            ),
+            lambda given=given: module.quantize_groups(given[0], theirs, given[1], E4M3),
+        )
+    module, mine = torch_ops.grouped_gemm, ops.grouped_gemm
+    for given in ((x, x), (x, torch.zeros(4, 3, 7)), (x[:3], torch.zeros(4, 3, 8))):
+        refused(
+            lambda given=given: mine.multiply_groups(*map(to_jax, given), ours),
+            lambda given=given: module.multiply_groups(*given, theirs),
+        )
+    refused(
+        lambda: mine.contract_groups(to_jax(x), to_jax(x[:3]), ours),
+        lambda: module.contract_groups(x, x[:3], theirs),
+    )
+    refused(
+        lambda: mine.scaled_contract_groups(*(to_jax(scale),) * 5, True),
+        lambda: module.scaled_contract_groups(*(scale,) * 5, True),
+    )

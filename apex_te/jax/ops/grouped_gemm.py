@@ -1,0 +1,259 @@
+"""Matrix products of groups of rows, such as an expert's tokens, whose sizes are on the device.
+
+On sm_90 kernels of the suite multiply FP8 data, E4M3 and E5M2 in any pair. Elsewhere, and in high
+precision, every group is multiplied with all rows, of which those of other groups are masked: the
+result is the same, but the work grows with the number of groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _library
+from .._call import call
+from . import _checks
+from .grouped_quantize import ALIGN, Groups, check_rows, decode, scale_rows
+
+__all__ = [
+    "contract_groups",
+    "multiply_groups",
+    "scaled_contract_groups",
+    "scaled_multiply_groups",
+]
+
+_GROUPED_FP8 = (9, 0)
+_S = jax.ShapeDtypeStruct
+
+
+def multiply_groups(a: jax.Array, b: jax.Array, groups: Groups) -> jax.Array:
+    """Multiplies each row by the matrix of its group: ``out[r] = b[g] @ a[r]``, row r in group g.
+
+    Args:
+        a: [rows, K].
+        b: [groups, N, K] in the dtype of ``a``, a matrix for each group.
+        groups: places of the groups in the rows of ``a``.
+
+    Returns:
+        [rows, N] in the dtype of ``a``; rows that belong to no group are zeros.
+
+    Raises:
+        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+    """
+    _check_operands("multiply_groups", a, b, groups)
+    return _multiplied(jnp.asarray(a), jnp.asarray(b), groups.ends)
+
+
+def _multiplied(a: jax.Array, b: jax.Array, ends: jax.Array) -> jax.Array:
+    """Computes ``multiply_groups`` with masked rows, one group after the other."""
+    at = jnp.arange(a.shape[0])[:, None]
+
+    def add(out: jax.Array, group: tuple[Any, ...]) -> tuple[jax.Array, None]:
+        matrix, begin, end = group
+        own = (at >= begin) & (at < end)
+        # Masked, not multiplied by 0: rows of no group may have NaN.
+        product = _dot(jnp.where(own, a, 0), matrix.T).astype(a.dtype)
+        return jnp.where(own, product, out), None
+
+    out = jnp.zeros((a.shape[0], b.shape[1]), a.dtype)
+    return jax.lax.scan(add, out, (b, *_places(ends)))[0]
+
+
+def _places(ends: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns where the groups begin and end."""
+    return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]]), ends
+
+
+def _dot(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Multiplies with sums in float32."""
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.dot(a, b, precision=exact, preferred_element_type=jnp.float32)
+
+
+def contract_groups(a: jax.Array, b: jax.Array, groups: Groups, wide: bool = False) -> jax.Array:
+    """Multiplies each group's slices of two matrices: ``out[g] = a[:, i:j] @ b[i:j]``.
+
+    Group g is at the places i to j of the inner dimension. This is wgrad of a grouped linear layer.
+
+    Args:
+        a: [M, rows].
+        b: [rows, N] in the dtype of ``a``.
+        groups: places of the groups in the inner dimension.
+        wide: return 16-bit operands' sums in float32, not rounded.
+
+    Returns:
+        [groups, M, N] in the dtype of the operands, or in float32 with ``wide``; zeros for a group
+        without rows.
+
+    Raises:
+        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+    """
+    a, b = _checks.array("contract_groups", "a", a), _checks.array("contract_groups", "b", b)
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0]:
+        raise ValueError(
+            "contract_groups: a and b must be [M, rows] and [rows, N], "
+            f"got {list(a.shape)} and {list(b.shape)}"
+        )
+    check_rows("contract_groups", b.shape[0], groups)
+    return _contracted(a, b, groups.ends, wide)
+
+
+def _contracted(a: jax.Array, b: jax.Array, ends: jax.Array, wide: bool) -> jax.Array:
+    """Computes ``contract_groups`` with masked rows, one group after the other."""
+    at = jnp.arange(a.shape[1])
+    dtype = jnp.float32 if wide else a.dtype
+
+    def of_group(places: tuple[jax.Array, jax.Array]) -> jax.Array:
+        own = (at >= places[0]) & (at < places[1])
+        return _dot(jnp.where(own, a, 0), jnp.where(own[:, None], b, 0)).astype(dtype)
+
+    return jax.lax.map(of_group, _places(ends))
+
+
+def _check_operands(name: str, a: Any, b: Any, groups: Groups) -> None:
+    """Raises ValueError unless a is [rows, K] and b [groups, N, K], with ``groups``' extents.
+
+    Args:
+        name: the calling function's, for the error.
+        a, b: the operands.
+        groups: places of the groups.
+    """
+    a, b = _checks.array(name, "a", a), _checks.array(name, "b", b)
+    if a.ndim != 2 or b.ndim != 3 or b.shape[0] != groups.num_groups or b.shape[2] != a.shape[1]:
+        raise ValueError(
+            f"{name}: a and b must be [rows, K] and [{groups.num_groups}, N, K], "
+            f"got {list(a.shape)} and {list(b.shape)}"
+        )
+    check_rows(name, a.shape[0], groups)
+
+
+def _multiplies_codes(a: jax.Array, b: jax.Array) -> bool:
+    """Returns True if the suite's kernel multiplies the FP8 data on GPUs, False if not.
+
+    The kernel needs sm_90, and rows of the operands and of the result that begin at multiples of
+    16 bytes.
+    """
+    found = _library.gpu_capability()
+    has_kernel = found is None or found == _GROUPED_FP8
+    return has_kernel and a.shape[-1] % ALIGN == 0 and b.shape[-2] % 8 == 0
+
+
+def scaled_multiply_groups(
+    a: jax.Array,
+    a_scale_inv: jax.Array,
+    b: jax.Array,
+    b_scale_inv: jax.Array,
+    groups: Groups,
+    fast: bool,
+) -> jax.Array:
+    """Computes ``multiply_groups`` of FP8 data, times the scale_inv of the row and of the group.
+
+    Args:
+        a: [rows, K] FP8.
+        a_scale_inv: float32 [rows].
+        b: [groups, N, K] FP8.
+        b_scale_inv: float32 [groups].
+        groups: places of the groups in the rows of ``a``.
+        fast: sum all products in the matrix units, which keep fewer bits than float32. Otherwise
+            sums of 128 products are added up in float32. It makes no difference if FP8 data is
+            decoded.
+
+    Returns:
+        [rows, N] bfloat16; rows that belong to no group have no defined values.
+
+    Raises:
+        TypeError: a dtype that does not match.
+        ValueError: shapes that do not match, or ``groups`` made for another number of rows.
+    """
+    name = "scaled_multiply_groups"
+    _check_operands(name, a, b, groups)
+    operands = _checked(name, a, a_scale_inv, (groups.rows,), b, b_scale_inv, groups.num_groups)
+
+    def decoded(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
+        out = _multiplied(decode(a), decode(b), ends)
+        group = jnp.searchsorted(ends, jnp.arange(a.shape[0], dtype=jnp.int32), side="right")
+        # One combined factor: multiplying by two would round the result twice.
+        return scale_rows(out, a_scale * b_scale[jnp.minimum(group, groups.num_groups - 1)])
+
+    def multiplied(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
+        given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
+        results = {"out": _S((a.shape[0], b.shape[1]), jnp.bfloat16)}
+        given["use_split_accumulator"] = not fast
+        return call("grouped_gemm", "grouped_gemm_multiply", results, **given)["out"]
+
+    on_gpu = multiplied if _multiplies_codes(operands[0], operands[2]) else decoded
+    return jax.lax.platform_dependent(*operands, groups.ends, cpu=decoded, cuda=on_gpu)
+
+
+def scaled_contract_groups(
+    a: jax.Array,
+    a_scale_inv: jax.Array,
+    b: jax.Array,
+    b_scale_inv: jax.Array,
+    ends: jax.Array,
+    fast: bool,
+    wide: bool = False,
+) -> jax.Array:
+    """Computes ``contract_groups`` of columnwise FP8 data, times both scale_inv of the group.
+
+    Args:
+        a: [M, K] FP8. In K each group begins at a multiple of 16, and none is empty, as in the
+            columnwise copy of ``quantize_groups``.
+        a_scale_inv: float32 [groups].
+        b: [N, K] FP8, with the groups at the same places of K.
+        b_scale_inv: float32 [groups].
+        ends: int32 [groups], the place in K after each group's last: ``Groups.column_ends``.
+        fast: as in ``scaled_multiply_groups``.
+        wide: return the sums in float32, not rounded to bfloat16.
+
+    Returns:
+        [groups, M, N] in bfloat16 or float32.
+
+    Raises:
+        TypeError: ``ends`` is not int32 with one dimension, or another dtype does not match.
+        ValueError: shapes that do not match.
+    """
+    name = "scaled_contract_groups"
+    ends = _checks.array(name, "ends", ends)
+    if ends.dtype != jnp.int32 or ends.ndim != 1:
+        actual = f"{ends.dtype} {list(ends.shape)}"
+        raise TypeError(f"{name}: ends must be int32 [groups], got {actual}")
+    operands = _checked(name, a, a_scale_inv, ends.shape, b, b_scale_inv, ends.size)
+    a, b = operands[0], operands[2]
+    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+        raise ValueError(
+            f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
+        )
+    dtype = jnp.float32 if wide else jnp.bfloat16
+
+    def decoded(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
+        out = _contracted(decode(a), decode(b).T, jnp.clip(ends, 0, a.shape[1]), wide)
+        # A factor for each row: one for each group alone would not keep a GPU busy.
+        factor = jnp.repeat(a_scale * b_scale, a.shape[0])
+        return scale_rows(out.reshape(-1, out.shape[2]), factor).reshape(out.shape)
+
+    def contracted(a: Any, a_scale: Any, b: Any, b_scale: Any, ends: Any) -> jax.Array:
+        given = {"a": a, "a_scale_inv": a_scale, "b": b, "b_scale_inv": b_scale, "ends": ends}
+        results = {"out": _S((ends.size, a.shape[0], b.shape[0]), dtype)}
+        given["use_split_accumulator"] = not fast
+        return call("grouped_gemm", "grouped_gemm_contract", results, **given)["out"]
+
+    on_gpu = contracted if _multiplies_codes(a, b) else decoded
+    return jax.lax.platform_dependent(*operands, ends, cpu=decoded, cuda=on_gpu)
+
+
+def _checked(
+    name: str, a: Any, a_scale_inv: Any, a_shape: tuple[int, ...], b: Any, b_scale_inv: Any,
+    num_groups: int,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Returns the operands with their scales, whose dtypes and shapes are checked."""
+    a, b = (
+        _checks.has_dtype(name, "a", a, _checks.FP8),
+        _checks.has_dtype(name, "b", b, _checks.FP8),
+    )
+    a_scale = _checks.has_dtype(name, "a_scale_inv", a_scale_inv, ["float32"])
+    a_scale = _checks.has_shape(name, "a_scale_inv", a_scale, a_shape)
+    b_scale = _checks.has_dtype(name, "b_scale_inv", b_scale_inv, ["float32"])
+    return a, a_scale, b, _checks.has_shape(name, "b_scale_inv", b_scale, (num_groups,))

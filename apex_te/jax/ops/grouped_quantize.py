@@ -1,0 +1,379 @@
+"""Casts groups of rows, such as each expert's tokens, to FP8, with a scale for each group.
+
+The numbers of rows are on the device. The groups lie one after the other in a matrix; its rows
+behind the last group are padding, which no function here reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._call import Stacked, call
+from . import _checks
+
+__all__ = [
+    "ALIGN",
+    "GroupedOutput",
+    "Groups",
+    "check_rows",
+    "column_sums",
+    "decode",
+    "finish_rows",
+    "first_scales",
+    "groups_of",
+    "quantize_groups",
+    "quantize_matrices",
+    "scale_rows",
+    "scales_of",
+    "zero_unused",
+]
+
+# csrc/grouped_quantize/grouped_quantize.h
+ALIGN = 16  # a group's columns in the columnwise copy
+_MAX_GROUPS = 1023
+_MOST_ROWS = 2**31 - 1
+
+_OP = "grouped_quantize"
+_S = jax.ShapeDtypeStruct
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Places of groups in the rows of a matrix, as ``groups_of`` returns them.
+
+    Attributes:
+        table: int32 [3 * num_groups + 1]: ``ends``; ``column_ends``; 1 for each group that has
+            rows, else 0; and last 1 if the numbers of rows were invalid.
+        rows: number of rows of the matrix.
+        num_groups: number of groups.
+    """
+
+    table: jax.Array
+    rows: int = dataclasses.field(metadata={"static": True})
+    num_groups: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def ends(self) -> jax.Array:
+        """The row after each group's last, int32 [num_groups]."""
+        return self.table[: self.num_groups]
+
+    @property
+    def column_ends(self) -> jax.Array:
+        """The column after each group's last in the columnwise copy, int32 [num_groups]."""
+        return self.table[self.num_groups : 2 * self.num_groups]
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of the columnwise copy, which suffices however the rows are grouped."""
+        return -(-self.rows // ALIGN) * ALIGN + self.num_groups * ALIGN
+
+
+class GroupedOutput(NamedTuple):
+    """FP8 data of groups with scales and amaxes; None for what was not asked for.
+
+    Attributes:
+        rowwise: [rows, cols] of ``quantize_groups``, [groups, rows, cols] of ``quantize_matrices``.
+        columnwise: [cols, ``Groups.columns``] or [groups, cols, rows].
+        scale_inv: float32 [groups].
+        row_scale_inv: float32 [rows], for each row its group's scale_inv; None without a rowwise
+            copy and from ``quantize_matrices``.
+        amax: float32 [groups], the given amaxes or the groups' own, whichever are larger.
+    """
+
+    rowwise: jax.Array | None
+    columnwise: jax.Array | None
+    scale_inv: jax.Array
+    row_scale_inv: jax.Array | None
+    amax: jax.Array | None
+
+
+def groups_of(splits: jax.Array, rows: int) -> Groups:
+    """Returns the places of groups in a matrix of ``rows`` rows.
+
+    Invalid splits, of which one is negative or whose sum exceeds ``rows``, raise nothing, as only
+    the device knows them. With them no group has rows, every scale_inv is NaN, and ``finish_rows``,
+    ``zero_unused`` and ``column_sums`` write NaN.
+
+    Args:
+        splits: int32 or int64 [groups] with 1 to 1023 groups: the number of rows of each group, in
+            order.
+        rows: number of rows of the matrix.
+
+    Raises:
+        TypeError: ``splits`` has another dtype.
+        ValueError: ``splits`` has another number of dimensions.
+        NotImplementedError: ``splits`` has another number of groups.
+    """
+    name = "grouped_offsets"
+    splits = _checks.has_ndim(name, "splits", splits, 1, ["int32", "int64"])
+    count = splits.size
+    if not 1 <= count <= _MAX_GROUPS:
+        raise NotImplementedError(f"{name}: groups must be 1 to {_MAX_GROUPS}, got {count}")
+    if not 0 <= rows <= _MOST_ROWS - (count + 1) * ALIGN:
+        raise NotImplementedError(
+            f"{name}: rows must be from 0 to 2^31 - 1 with padding, got {rows}"
+        )
+    results = {"table": _S((3 * count + 1,), jnp.int32)}
+    return Groups(call(_OP, name, results, splits=splits, rows=rows)["table"], rows, count)
+
+
+def check_rows(name: str, rows: int, groups: Groups) -> None:
+    """Raises ValueError unless ``groups`` was made for a matrix of ``rows`` rows.
+
+    Args:
+        name: the calling function's, for the error.
+        rows: number of rows of the matrix.
+        groups: the groups.
+    """
+    if rows != groups.rows:
+        raise ValueError(f"{name}: groups must be of {rows} rows, got groups of {groups.rows} rows")
+
+
+def _of_groups(name: str, groups: int, **values: Any) -> dict[str, jax.Array]:
+    """Returns those of ``values`` that are given, float32 [groups], after their checks."""
+    found = {}
+    for each, value in values.items():
+        if value is not None:
+            value = _checks.has_dtype(name, each, value, ["float32"])
+            found[each] = _checks.has_shape(name, each, value, (groups,))
+    return found
+
+
+def quantize_groups(
+    x: jax.Array,
+    groups: Groups,
+    scale: jax.Array,
+    fp8_dtype: Any,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: jax.Array | None = None,
+    scale_inv: jax.Array | None = None,
+) -> GroupedOutput:
+    """Quantizes groups of rows in one pass: q = saturating_cast(float(x) * scale[g]) in group g.
+
+    Values are rounded to nearest even.
+
+    Args:
+        x: [rows, cols] float32, float16 or bfloat16.
+        groups: places of the groups in the rows of x.
+        scale: float32 [groups].
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        rowwise: make [rows, cols]; rows behind the last group have no defined values.
+        columnwise: make [cols, groups.columns]. Each group begins at a multiple of 16 columns and
+            has at least 16 of them, those beyond its rows zeros. Columns behind the last group
+            have no defined values.
+        amax: float32 [groups], of which and of max |x| of the groups the result's ``amax`` has the
+            larger; NaN counts as largest.
+        scale_inv: float32 [groups] to be used instead of 1 / scale.
+
+    Raises:
+        TypeError: a dtype that does not match.
+        ValueError: a shape that does not match, or neither copy asked for.
+    """
+    x = _checks.matrix_to_cast(_OP, x)
+    rows, cols = x.shape
+    check_rows(_OP, rows, groups)
+    dtype = jnp.dtype(_checks.fp8_dtype_of(_OP, fp8_dtype))
+    results: dict[str, Any] = {}
+    if rowwise:
+        results = {"rowwise": _S((rows, cols), dtype), "row_scale_inv": _S((rows,), jnp.float32)}
+    if columnwise:
+        results["columnwise"] = _S((cols, groups.columns), dtype)
+    given = _of_groups(_OP, groups.num_groups, scale=scale, amax=amax, scale_inv=scale_inv)
+    return _quantized("grouped_quantize", results, {**given, "x": x, "table": groups.table}, groups)
+
+
+def _quantized(
+    function: str, results: dict[str, Any], given: dict[str, Any], groups: Groups | int
+) -> GroupedOutput:
+    """Calls a cast of groups; ``groups`` are the places of the groups, or their number."""
+    if not {"rowwise", "columnwise"} & set(results):
+        raise ValueError(f"{_OP}: rowwise or columnwise must be True, got False for both")
+    inverse_given = "scale_inv" in given
+    if not inverse_given:
+        count = groups if isinstance(groups, int) else groups.num_groups
+        results = {**results, "scale_inv": _S((count,), jnp.float32)}
+    made = call(_OP, function, results, **given, inverse_given=inverse_given)
+    return GroupedOutput(*(made.get(name) for name in GroupedOutput._fields))
+
+
+def quantize_matrices(
+    matrices: jax.Array | Sequence[jax.Array],
+    scale: jax.Array,
+    fp8_dtype: Any,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    amax: jax.Array | None = None,
+    scale_inv: jax.Array | None = None,
+) -> GroupedOutput:
+    """Quantizes one matrix for each group, all of one shape and dtype, in one launch.
+
+    Args:
+        matrices: [groups, rows, cols] float32, float16 or bfloat16, such as the experts' weights,
+            or a list of [rows, cols].
+        rowwise: make [groups, rows, cols].
+        columnwise: make [groups, cols, rows].
+        scale, fp8_dtype, amax, scale_inv: as in ``quantize_groups``.
+
+    Raises:
+        TypeError: a dtype that does not match.
+        ValueError: a shape that does not match, or neither copy asked for.
+    """
+    name = "grouped_quantize_matrices"
+    if isinstance(matrices, (list, tuple)):
+        for each in matrices:
+            _checks.same_shape(
+                name, "matrices", each, _checks.matrix(name, "matrices", matrices[0])
+            )
+        count, shape = len(matrices), matrices[0].shape
+        passed: Any = list(matrices)
+    else:
+        stack = _checks.has_ndim(name, "matrices", matrices, 3)
+        count, shape, passed = stack.shape[0], stack.shape[1:], Stacked(stack)
+    dtype = jnp.dtype(_checks.fp8_dtype_of(_OP, fp8_dtype))
+    results = {}
+    if rowwise:
+        results["rowwise"] = _S((count, *shape), dtype)
+    if columnwise:
+        results["columnwise"] = _S((count, *shape[::-1]), dtype)
+    given = _of_groups(name, count, scale=scale, amax=amax, scale_inv=scale_inv)
+    return _quantized(name, results, {**given, "matrices": passed}, count)
+
+
+def scales_of(
+    amax: jax.Array, fp8_dtype: Any, *, eps: float = 0.0, pow2: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Computes each group's scale from its amax, by the rules of ``current_scale``.
+
+    Args:
+        amax: float32 [groups].
+        fp8_dtype: float8_e4m3fn or float8_e5m2.
+        eps: smallest amax, as in ``current_scale``.
+        pow2: round scales down to powers of two.
+
+    Returns:
+        ``(scale, scale_inv)``, each float32 [groups].
+    """
+    name = "grouped_scales"
+    amax = _checks.has_ndim(name, "amax", amax, 1, ["float32"])
+    limit = float(jnp.finfo(_checks.fp8_dtype_of(name, fp8_dtype)).max)
+    results = {each: _S(amax.shape, jnp.float32) for each in ("scale", "scale_inv")}
+    options = {"fp8_max": limit, "eps": float(eps), "pow2": bool(pow2)}
+    made = call(_OP, name, results, amax=amax, **options)
+    return made["scale"], made["scale_inv"]
+
+
+def first_scales(
+    amax: jax.Array,
+    groups: Groups,
+    due: jax.Array,
+    scale: jax.Array,
+    scale_inv: jax.Array,
+    fp8_max: float,
+    *,
+    margin: int = 0,
+    pow2: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Computes the first scales of delayed scaling, from amaxes instead of an amax history.
+
+    Only groups that are due and have rows get a scale. An amax of 0, infinity or NaN leaves the
+    group's scale as it is.
+
+    Args:
+        amax: float32 [groups].
+        groups: places of the groups.
+        due: int32 [groups], not 0 for groups without a first scale.
+        scale: float32 [groups].
+        scale_inv: float32 [groups].
+        fp8_max, margin, pow2: as in ``amax_scale_update``.
+
+    Returns:
+        due with 0 for the groups that have got a scale, scale and scale_inv.
+    """
+    name = "grouped_first_scales"
+    count = groups.num_groups
+    due = _checks.has_shape(name, "due", _checks.has_dtype(name, "due", due, ["int32"]), (count,))
+    given = _of_groups(name, count, amax=amax, scale=scale, scale_inv=scale_inv)
+    options: dict[str, Any] = {"fp8_max": float(fp8_max), "margin": margin, "pow2": bool(pow2)}
+    made = call(_OP, name, table=groups.table, due=due, **given, **options)
+    return made["due"], made["scale"], made["scale_inv"]
+
+
+def finish_rows(out: jax.Array, groups: Groups, bias: jax.Array | None = None) -> jax.Array:
+    """Returns ``out`` with ``bias`` added to the groups' rows, and zeros in rows of no group.
+
+    Args:
+        out: [rows, cols] float32, float16 or bfloat16.
+        groups: places of the groups in the rows of ``out``.
+        bias: [groups, cols] in ``out``'s dtype; None adds nothing.
+
+    Raises:
+        TypeError: a dtype that does not match.
+        ValueError: a shape that does not match, or ``groups`` of another number of rows.
+    """
+    name = "grouped_finish"
+    out = _checks.matrix(name, "out", out)
+    check_rows(name, out.shape[0], groups)
+    given = {"out": out, "table": groups.table}
+    if bias is not None:
+        bias = _checks.has_dtype(name, "bias", bias, [out.dtype.name])
+        given["bias"] = _checks.has_shape(name, "bias", bias, (groups.num_groups, out.shape[1]))
+    return call(_OP, name, **given)["out"]
+
+
+def zero_unused(out: jax.Array, groups: Groups) -> jax.Array:
+    """Returns ``out`` [groups, ...] with zeros in ``out[g]`` for each group g without rows."""
+    rows = jnp.asarray(out).reshape(groups.num_groups, -1)
+    return call(_OP, "grouped_clear", out=rows, table=groups.table)["out"].reshape(jnp.shape(out))
+
+
+def decode(fp8_data: jax.Array) -> jax.Array:
+    """Returns the values, without scale_inv, of FP8 data of any shape in bfloat16; exact."""
+    name = "grouped_decode"
+    fp8_data = _checks.has_dtype(name, "fp8_data", fp8_data, _checks.FP8)
+    results = {"out": _S((fp8_data.size,), jnp.bfloat16)}
+    made = call(_OP, name, results, fp8_data=fp8_data.reshape(-1))
+    return made["out"].reshape(fp8_data.shape)
+
+
+def scale_rows(out: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns ``out`` with each row multiplied by its factor in float32.
+
+    Args:
+        out: [rows, ...] float32, float16 or bfloat16.
+        factor: float32 [rows].
+    """
+    name = "grouped_scale_rows"
+    out = _checks.has_dtype(name, "out", out, _checks.FLOATS)
+    factor = _checks.has_dtype(name, "factor", factor, ["float32"])
+    factor = _checks.has_shape(name, "factor", factor, out.shape[:1])
+    rows = out.reshape(out.shape[0], -1)
+    return call(_OP, name, out=rows, factor=factor)["out"].reshape(out.shape)
+
+
+def column_sums(x: jax.Array, groups: Groups) -> jax.Array:
+    """Sums the rows of each group of ``x`` [rows, cols] in float32, deterministically.
+
+    Args:
+        x: float32, float16 or bfloat16.
+        groups: places of the groups in the rows of ``x``.
+
+    Returns:
+        The sums [groups, cols] in the dtype of ``x``.
+
+    Raises:
+        ValueError: ``groups`` was made for another number of rows.
+    """
+    name = "grouped_sum"
+    x = _checks.matrix_to_cast(name, x)
+    check_rows(name, x.shape[0], groups)
+    results = {"out": _S((groups.num_groups, x.shape[1]), x.dtype)}
+    return call(_OP, name, results, x=x, table=groups.table)["out"]
