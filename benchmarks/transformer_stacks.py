@@ -169,7 +169,7 @@ def with_fused_swiglu(fused: bool, run: Callable[[], None]) -> Callable[[], None
             where the module and the GPU can.
         run: the step.
     """
-    sizes = ("_MIN_ROWS", "_MIN_DEPTH", "_MIN_OUTPUTS")
+    sizes = ("_MIN_ROWS", "_MIN_DEPTH", "_MIN_WORK")
 
     def step() -> None:
         before = {name: getattr(dense_gemm_swiglu, name) for name in ("is_active", *sizes)}

@@ -2,7 +2,7 @@
 
 Delayed scaling, RMSNorm, no bias, forward + backward, weights quantized in every step. Both take
 turns in blocks under load ("ms sustained" as in bench_transformer.py), at sizes around the smallest
-that ``dense_gemm_swiglu.gains`` takes and above; "taken" says what it answers. Peak memory is that
+that ``dense_gemm_swiglu.gains`` takes and above; "taken" is its answer. Peak memory is that
 of a step above what was allocated before it. The kernels are for sm_90 alone.
 
     python benchmarks/layers/bench_swiglu_products.py

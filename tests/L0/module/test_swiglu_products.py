@@ -47,7 +47,7 @@ class Calls:
 def fused(monkeypatch):
     """Has modules call the ops at any size on any device, and counts the calls."""
     monkeypatch.setattr(gemm_backend, "has_dense_fp8", lambda device: True)
-    for name in ("_MIN_ROWS", "_MIN_DEPTH", "_MIN_OUTPUTS"):
+    for name in ("_MIN_ROWS", "_MIN_DEPTH", "_MIN_WORK"):
         monkeypatch.setattr(op, name, 0)
     return Calls(monkeypatch)
 
@@ -280,10 +280,11 @@ def test_other_calls_keep_their_products(fused, other):
 
 def test_sizes_and_switch(monkeypatch):
     assert op.gains(8192, 14336, 4096)
-    assert op.gains(2048, 8192, 2048)
+    assert op.gains(2048, 14336, 4096)
+    assert op.gains(8192, 8192, 2048)
     assert not op.gains(1024, 14336, 4096)
     assert not op.gains(8192, 14336, 1024)
-    assert not op.gains(2048, 2048, 4096)
+    assert not op.gains(2048, 8192, 2048)
     assert not op.gains(8192, 14328, 4096)
     assert not op.gains(8192, 14336, 4104)
     monkeypatch.setattr(op, "is_active", False)
@@ -332,8 +333,8 @@ class TestOnGPU:
     def test_large_layer(self, monkeypatch):
         """At sizes that take the kernels by themselves, against the products of cuBLASLt."""
         torch.manual_seed(0)
-        module = LayerNormMLP(2048, 4096, device="cuda", params_dtype=torch.bfloat16, **SWIGLU)
-        x = torch.randn(2055, 2048, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        module = LayerNormMLP(4096, 12288, device="cuda", params_dtype=torch.bfloat16, **SWIGLU)
+        x = torch.randn(2055, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         dy = torch.randn_like(x)
         results = []
         for active in (True, False):
