@@ -9,6 +9,7 @@ from typing import Any as _Any
 
 from ..runtime.lazy import attach as _attach
 from ._library import load as load
+from .region import MeshResource as MeshResource
 from .region import autocast as autocast
 from .region import fp8_autocast as fp8_autocast
 from .region import get_delayed_scaling as get_delayed_scaling
@@ -19,9 +20,12 @@ from .state import update_collections as update_collections
 from .state import update_fp8_metas as update_fp8_metas
 
 NVTE_FP8_COLLECTION_NAME = FP8_COLLECTION_NAME
+ShardingResource = MeshResource
 __all__ = [
     "FP8_COLLECTION_NAME",
     "NVTE_FP8_COLLECTION_NAME",
+    "MeshResource",
+    "ShardingResource",
     "autocast",
     "fp8_autocast",
     "get_delayed_scaling",

@@ -1,4 +1,4 @@
-"""Meshes of several devices: types under ``jax.shard_map``, and rows that each device computes.
+"""Meshes of several devices: types under ``jax.shard_map``, and parts that each device computes.
 
 Nothing else in this package knows of mesh axes. A bare call of an op on sharded operands would be
 gathered by XLA and run whole on every device.
@@ -6,30 +6,33 @@ gathered by XLA and run whole on every device.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, ManualAxisType, NamedSharding, PartitionSpec
 
-__all__ = ["Term", "by_rows", "result_type", "summed_like", "vary_alike"]
+from ._rule import Factor, Rule, Term
+from .region import active_mesh_resource
 
+__all__ = [
+    "Kind",
+    "constrained",
+    "gradient_like",
+    "maximum_over",
+    "product_sharding",
+    "result_type",
+    "same_on_all",
+    "shared",
+    "vary_alike",
+]
 
-class Term(NamedTuple):
-    """One argument or result of a function over the rows of matrices.
-
-    Attributes:
-        name: its name.
-        axis: number of the dimension of the rows; None without one.
-        reduction: "^" for the maximum over all rows, "+" for their sum, else "".
-    """
-
-    name: str
-    axis: int | None
-    reduction: str
+_Axes = tuple[str, ...]
+_COMBINE: dict[str, Any] = {"+": jax.lax.psum, "^": jax.lax.pmax}
 
 
 def _varying_axes(aval: Any) -> frozenset[str]:
@@ -66,146 +69,313 @@ def result_type(operands: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> 
     return jax.core.ShapedArray(shape, dtype, sharding=sharding, manual_axis_type=axes)
 
 
-def summed_like(primal: Any, gradient: Any) -> Any:
-    """Returns a gradient summed over the axes of a ``shard_map`` along which its primal is one."""
-    extra = _varying_axes(jax.typeof(gradient)) - _varying_axes(jax.typeof(primal))
-    return jax.lax.psum(gradient, tuple(sorted(extra))) if extra else gradient
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Type of an array with its mesh axes, which a gradient rule keeps instead of the array.
+
+    Args:
+        aval: the type, as ``jax.typeof`` returns it.
+    """
+
+    aval: Any
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def _type(x: Any) -> Any:
+    """Returns the type of an array or ``Kind``."""
+    return x.aval if isinstance(x, Kind) else jax.typeof(x)
+
+
+def gradient_like(primal: Any, gradient: Any) -> Any:
+    """Returns a gradient summed and placed as its primal is.
+
+    It is summed over the axes of a ``shard_map`` along which its primal is one, and on Explicit
+    axes it gets the primal's sharding.
+
+    Args:
+        primal: the array, or its ``Kind``.
+        gradient: the gradient, of the same shape.
+    """
+    kind, own = _type(primal), jax.typeof(gradient)
+    extra = _varying_axes(own) - _varying_axes(kind)
+    if extra:
+        return jax.lax.psum(gradient, tuple(sorted(extra)))
+    if AxisType.Explicit in set(kind.sharding.mesh.axis_types) and own.sharding != kind.sharding:
+        return jax.sharding.reshard(gradient, kind.sharding)
+    return gradient
+
+
+def same_on_all(primal: Any, amax: Any) -> Any:
+    """Returns the maximum over the axes of a ``shard_map`` along which an amax's primal is one."""
+    extra = _varying_axes(jax.typeof(amax)) - _varying_axes(_type(primal))
+    return jax.lax.pmax(amax, tuple(sorted(extra))) if extra else amax
+
+
+def maximum_over(x: jax.Array, axis_names: tuple[str, ...]) -> jax.Array:
+    """Returns the maximum over axes of the ``shard_map`` in which the call is."""
+    return jax.lax.pmax(x, axis_names)
+
+
+def _explicit_mesh(arrays: Iterable[Any]) -> Any:
+    """Returns the first mesh with Explicit and no Manual axes that an array is on, or None."""
+    for x in arrays:
+        mesh = jax.typeof(x).sharding.mesh
+        kinds = set() if mesh.empty else set(mesh.axis_types)
+        if AxisType.Explicit in kinds and AxisType.Manual not in kinds:
+            return mesh
+    return None
+
+
+def constrained(x: jax.Array, spec: PartitionSpec, otherwise: Callable[..., Any]) -> jax.Array:
+    """Returns an array placed by a PartitionSpec.
+
+    Args:
+        x: the array.
+        spec: its mesh axes, of which those count that are Explicit.
+        otherwise: function of x for an array that is on no Explicit mesh.
+    """
+    mesh = _explicit_mesh([x])
+    if mesh is not None:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    return x if AxisType.Manual in set(jax.typeof(x).sharding.mesh.axis_types) else otherwise(x)
+
+
+def product_sharding(x: jax.Array, kernel: jax.Array, inner: int) -> Any:
+    """Returns the sharding of x @ kernel on Explicit axes, which JAX cannot choose; else None.
+
+    Args:
+        x: [..., in...].
+        kernel: [in..., out...].
+        inner: number of dimensions that are contracted.
+    """
+    mesh = _explicit_mesh([x, kernel])
+    if mesh is None:
+        return None
+    used: set[str] = set()
+    entries = []
+    specs = jax.typeof(x).sharding.spec, jax.typeof(kernel).sharding.spec
+    rows = tuple(specs[0]) + (None,) * (x.ndim - len(specs[0]))
+    cols = tuple(specs[1]) + (None,) * (kernel.ndim - len(specs[1]))
+    for entry in (*rows[: x.ndim - inner], *cols[inner:]):
+        axes = tuple(name for name in _names(entry) if name not in used)
+        used.update(axes)
+        entries.append(axes or None)
+    return NamedSharding(mesh, PartitionSpec(*entries))
+
+
+def _names(entry: Any) -> _Axes:
     """Returns the mesh axes of one entry of a PartitionSpec."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _spec(term: Term, rank: int, axes: tuple[str, ...]) -> PartitionSpec:
-    """Returns the PartitionSpec of an array whose rows, and no others, lie on mesh axes."""
-    entries: list[Any] = [None] * rank
-    if term.axis is not None and axes:
-        entries[term.axis] = axes
-    return PartitionSpec(*entries)
+class _Split:
+    """How the devices of a mesh share the dimensions of a rule's arrays.
 
-
-def _row_axes(terms: Sequence[Term], values: Sequence[Any], mesh: Any) -> tuple[str, ...]:
-    """Returns the mesh axes on which the rows of the first sharded operand lie.
-
-    None, where they do not divide the rows: each device then computes all of them.
+    Every mesh axis splits one dimension at most: the first that it splits in the order of the
+    operands and then of the results, if it divides that.
 
     Args:
-        terms: the operands' terms.
-        values: the operands' shapes and shardings.
+        rule: the rule.
         mesh: the mesh.
+        values: shapes and shardings of the operands, or of the operands and the results.
+        usable: mesh axes that may split dimensions; None for all.
+
+    Raises:
+        ValueError: blocks of elements that share an entry would be cut.
     """
-    for term, value in zip(terms, values, strict=True):
-        spec = getattr(value.sharding, "spec", None)
-        if term.axis is None or spec is None or term.axis >= len(spec):
-            continue
-        axes = _names(spec[term.axis])
-        if axes and value.shape[term.axis] % math.prod(mesh.shape[name] for name in axes) == 0:
-            return axes
-    return ()
+
+    def __init__(
+        self, rule: Rule, mesh: Any, values: Sequence[Any], usable: Iterable[str] | None = None
+    ) -> None:
+        self.rule = rule
+        self.extents = rule.extents([v.shape for v in values])
+        self.axes: dict[Factor, _Axes] = {}
+        left = set(mesh.axis_names if usable is None else usable)
+        for term, value in zip((*rule.operands, *rule.results), values, strict=False):
+            spec = getattr(value.sharding, "spec", None) or ()
+            factors = rule.factors(term, len(value.shape), self.extents)
+            for factor, entry in zip(factors, spec, strict=False):
+                if factor is None or factor in self.axes:
+                    continue
+                axes = tuple(name for name in _names(entry) if name in left)
+                size = math.prod(mesh.shape[name] for name in axes)
+                if axes and self.extents[factor.name][factor.place] % size == 0:
+                    self.axes[factor] = axes
+                    left.difference_update(axes)
+        parts = {f: math.prod(mesh.shape[a] for a in axes) for f, axes in self.axes.items()}
+        rule.check_blocks(self.extents, parts)
+
+    def spec(self, term: Term, rank: int) -> PartitionSpec:
+        """Returns the PartitionSpec of an array of the given rank."""
+        factors = self.rule.factors(term, rank, self.extents)
+        return PartitionSpec(*(self.axes.get(f) if f else None for f in factors))
+
+    def reduced_axes(self) -> list[_Axes]:
+        """Returns for each result the mesh axes over which it must be combined."""
+        found = []
+        for term in self.rule.results:
+            own = {name for name, _ in term.dims}
+            lacking = [axes for f, axes in self.axes.items() if f.name not in own]
+            found.append(sum(lacking, ()) if term.reduction else ())
+        return found
 
 
-def _reduced(
-    terms: Sequence[Term], body: Callable[..., Any], axes: tuple[str, ...]
+def _on_one_device(
+    rule: Rule,
+    body: Callable[..., tuple[Any, ...]],
+    reduced: Callable[..., tuple[Any, ...]] | None,
+    axes: Sequence[_Axes],
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns ``body`` for the rows of one device, with its sums and maxima over all devices."""
+    """Returns the function that one device computes on its part of the arrays.
+
+    Args:
+        rule: the rule.
+        body: the function of matrices.
+        reduced: the function to call instead where a result must be combined, or None.
+        axes: mesh axes over which each result is combined.
+    """
+    by_name = {t.name: (t.reduction, a) for t, a in zip(rule.results, axes, strict=True)}
+
+    def reduce(name: str, x: Any) -> Any:
+        how, over = by_name[name]
+        return _COMBINE[how](x, over) if over else x
 
     def local(*args: Any) -> tuple[Any, ...]:
-        combine = {"+": jax.lax.psum, "^": jax.lax.pmax}
-        return tuple(
-            combine[term.reduction](x, axes) if axes and term.reduction else x
-            for term, x in zip(terms, body(*args), strict=True)
-        )
+        extents = rule.extents([x.shape for x in args])
+        flat = [rule.flat(t, x, extents) for t, x in zip(rule.operands, args, strict=True)]
+        if reduced is not None and any(axes):
+            made = reduced(reduce, *flat)
+        else:
+            made = body(*flat)
+            made = tuple(reduce(t.name, x) for t, x in zip(rule.results, made, strict=True))
+        return tuple(rule.unflat(t, x, extents) for t, x in zip(rule.results, made, strict=True))
 
     return local
 
 
-def _rule(terms: Sequence[Term], values: Sequence[Any], factors: dict[str, int]) -> str:
-    """Returns one side of a Shardy rule, in which "r" alone may be sharded.
+def _amax_axes(mesh: Any, args: Sequence[Any]) -> _Axes:
+    """Returns the axes of a ``shard_map`` over which amaxes are combined.
 
-    Args:
-        terms: the arguments or the results.
-        values: their shapes.
-        factors: dict to which the other dimensions' names and extents are added.
+    They are those that the region's mesh resource names, without those along which no operand
+    varies.
     """
-    sides = []
-    for term, value in zip(terms, values, strict=True):
-        names = []
-        for axis in range(len(value.shape)):
-            name = "r" if axis == term.axis else f"d{len(factors)}"
-            if axis != term.axis:
-                factors[name] = value.shape[axis]
-            names.append(name)
-        sides.append(" ".join(names))
-    return ", ".join(sides)
+    resource = active_mesh_resource()
+    names = resource.amax_axes
+    manual = {n for n, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+              if kind is AxisType.Manual}  # fmt: skip
+    axes = tuple(name for name in names if name in manual)
+    if not axes:
+        return ()
+    probe = jax.lax.pcast(jax.numpy.float32(0), axes, to="varying")
+    if not _varying_axes(jax.typeof(probe)):
+        return axes  # shard_map was told not to check along what arrays vary
+    varying = frozenset[str]().union(*(_varying_axes(jax.typeof(x)) for x in args))
+    return tuple(name for name in axes if name in varying)
 
 
-def by_rows(
-    operands: Sequence[Term], results: Sequence[Term], body: Callable[..., tuple[Any, ...]]
+def shared(
+    rule: Rule,
+    body: Callable[..., tuple[Any, ...]],
+    reduced: Callable[..., tuple[Any, ...]] | None = None,
 ) -> Callable[..., tuple[Any, ...]]:
-    """Returns a function over rows that each device of a mesh computes for its own rows.
+    """Returns a function of which each device of a mesh computes the part that it holds.
+
+    Under ``jit`` with Auto axes XLA asks for the part while it partitions the program; on Explicit
+    axes it is known from the operands' types; in a ``jax.shard_map`` arrays are parts already, and
+    only amaxes are combined, over the axes that the region's mesh resource names.
 
     Args:
-        operands: terms of the arguments.
-        results: terms of the results.
-        body: the function, for any number of rows.
+        rule: dimensions of the arguments and results.
+        body: the function, of matrices of any extents.
+        reduced: function to call instead where results must be combined between devices. Its first
+            argument is a function of a result's name and an array that combines the array.
     """
 
     def run(*args: Any) -> tuple[Any, ...]:
         mesh = next((m for x in args if not (m := jax.typeof(x).sharding.mesh).empty), None)
         kinds = set() if mesh is None else set(mesh.axis_types)
         if kinds == {AxisType.Manual}:
-            return tuple(body(*args))
+            axes = _amax_axes(mesh, args)
+            over = [axes if term.reduction == "^" else () for term in rule.results]
+            return _on_one_device(rule, body, reduced, over)(*args)
         if AxisType.Explicit in kinds and AxisType.Manual not in kinds:
             return _explicit(args, mesh)
-        if jax.device_count() == 1:
-            return tuple(body(*args))
-        return tuple(_automatic(args))
+        whole = _on_one_device(rule, body, None, [()] * len(rule.results))
+        return whole(*args) if jax.device_count() == 1 else tuple(_automatic(args, whole))
 
     def _explicit(args: Sequence[Any], mesh: Any) -> tuple[Any, ...]:
-        axes = _row_axes(operands, [jax.typeof(x) for x in args], mesh)
-        specs = tuple(_spec(t, x.ndim, axes) for t, x in zip(operands, args, strict=True))
-        shapes = jax.eval_shape(body, *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args])
-        out = tuple(_spec(t, len(s.shape), axes) for t, s in zip(results, shapes, strict=True))
+        whole = _on_one_device(rule, body, None, [()] * len(rule.results))
+        shapes = _result_shapes(whole, args)
+        typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        own = frozenset(name for name, kind in typed if kind is AxisType.Explicit)
+        split = _Split(rule, mesh, [jax.typeof(x) for x in args], own)
+        specs = tuple(split.spec(t, x.ndim) for t, x in zip(rule.operands, args, strict=True))
+        out = tuple(split.spec(t, len(s.shape)) for t, s in zip(rule.results, shapes, strict=True))
         placed = [NamedSharding(mesh, spec) for spec in specs]
         moved = [jax.sharding.reshard(x, to) for x, to in zip(args, placed, strict=True)]
-        local = _reduced(results, body, axes)
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+        local = _on_one_device(rule, body, reduced, split.reduced_axes())
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=out, axis_names=own, check_vma=False
+        )
         return mapped(*moved)
 
-    def _automatic(args: Sequence[Any]) -> Any:
-        shapes = jax.eval_shape(body, *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args])
-        factors: dict[str, int] = {}
-        rule = f"{_rule(operands, args, factors)} -> {_rule(results, shapes, factors)}"
-        split = custom_partitioning(lambda *given: tuple(body(*given)))
+    def _automatic(args: Sequence[Any], whole: Callable[..., Any]) -> Any:
+        text, unsplit = _shardy_rule(rule, args, _result_shapes(whole, args))
+        split = custom_partitioning(lambda *given: tuple(whole(*given)))
         split.def_partition(
-            functools.partial(_partition, operands, results, body),
-            sharding_rule=rule,
-            need_replication_factors=tuple(factors),
+            functools.partial(_partition, rule, body, reduced),
+            sharding_rule=text,
+            need_replication_factors=unsplit,
         )
         return split(*args)
 
     return run
 
 
+def _result_shapes(whole: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Returns shapes and dtypes of a function's results."""
+    return jax.eval_shape(whole, *[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args])
+
+
+def _shardy_rule(rule: Rule, args: Sequence[Any], results: Sequence[Any]) -> tuple[str, Any]:
+    """Returns a rule in Shardy's notation, and its factors that must not be split."""
+    extents = rule.extents([x.shape for x in (*args, *results)])
+    unsplit: list[str] = []
+
+    def text(term: Term, value: Any) -> str:
+        names = []
+        for factor in rule.factors(term, len(value.shape), extents):
+            if factor is None:
+                unsplit.append(f"whole{len(unsplit)}")
+            names.append(unsplit[-1] if factor is None else f"{factor.name}{factor.place}")
+        return " ".join(names)
+
+    sides = [
+        ", ".join(text(t, v) for t, v in zip(terms, values, strict=True))
+        for terms, values in ((rule.operands, args), (rule.results, results))
+    ]
+    return " -> ".join(sides), tuple(unsplit)
+
+
 def _partition(
-    operands: Sequence[Term],
-    results: Sequence[Term],
+    rule: Rule,
     body: Callable[..., Any],
+    reduced: Callable[..., Any] | None,
     mesh: Any,
     given: Sequence[Any],
     made: Any,
 ) -> tuple[Any, ...]:
     """Returns what ``custom_partitioning`` asks for: mesh, local function, and shardings."""
-    axes = _row_axes(operands, given, mesh)
+    results = jax.tree.leaves(made)
+    split = _Split(rule, mesh, [*given, *results])
 
     def shardings(terms: Sequence[Term], values: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(
-            NamedSharding(mesh, _spec(t, len(v.shape), axes))
+            NamedSharding(mesh, split.spec(t, len(v.shape)))
             for t, v in zip(terms, values, strict=True)
         )
 
-    local = _reduced(results, body, axes)
-    return mesh, local, shardings(results, jax.tree.leaves(made)), shardings(operands, given)
+    local = _on_one_device(rule, body, reduced, split.reduced_axes())
+    return mesh, local, shardings(rule.results, results), shardings(rule.operands, given)

@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from ..recipe import Recipe
 from . import state as fp8_state
+from ._partition import Kind, gradient_like, product_sharding, same_on_all
 from .first_step import with_first_scale
-from .ops._gradient import flag, gradient_of, is_wanted, materialised
+from .ops._gradient import flag, is_wanted, materialised
+from .ops._rows import rowwise
 from .quantizer import Quantized, quantizer_of
 from .region import active_recipe
 
@@ -29,23 +31,29 @@ def dense(
     bias: jax.Array | None = None,
     state: Mapping[str, jax.Array] | None = None,
     gemm: int = 0,
+    inner: int = 1,
 ) -> jax.Array:
     """Computes x @ kernel + bias, with FP8 products where an ``fp8_autocast`` region is enabled.
 
-    Differentiable. The gradient with respect to ``state`` is the state after the step.
+    Differentiable. The gradient with respect to ``state`` is the state after the step. Devices of a
+    mesh compute their parts, whichever dimensions they share; what is a sum over a dimension that
+    they share is added up, and an amax is that of the whole array.
 
     Args:
-        x: [..., in] float32, float16 or bfloat16.
-        kernel: [in, out] in x's dtype.
-        bias: [out] or None.
+        x: [..., in...] float32, float16 or bfloat16.
+        kernel: [in..., out...] in x's dtype.
+        bias: [out...] or None.
         state: FP8 state of the layer, as ``state.initial`` makes it; needed for delayed scaling.
         gemm: number of this product among those of the state.
+        inner: number of dimensions that are contracted, the last of x and the first of the kernel.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape that does not match, or no state for delayed scaling.
+        ValueError: a shape that does not match, no state for delayed scaling, or a device's part
+            that ends within a block of scales.
     """
-    if kernel.ndim != 2 or x.ndim == 0 or x.shape[-1] != kernel.shape[0]:
+    fits = 0 < inner <= min(x.ndim, kernel.ndim - 1)
+    if not fits or x.shape[x.ndim - inner :] != kernel.shape[:inner]:
         raise ValueError(
             f"dense: x and kernel must be [..., in] and [in, out], got {list(x.shape)} and"
             f" {list(kernel.shape)}"
@@ -54,15 +62,26 @@ def dense(
         raise TypeError(f"dense: kernel must have x's dtype {x.dtype}, got {kernel.dtype}")
     recipe = active_recipe()
     if recipe is None:
-        y = jnp.matmul(x, kernel)
+        y = jax.lax.dot_general(
+            x, kernel, ((tuple(range(x.ndim - inner, x.ndim)), tuple(range(inner))), ((), ())),
+            out_sharding=product_sharding(x, kernel, inner),
+        )  # fmt: skip
         return y if bias is None else y + bias.astype(y.dtype)
-    if not quantizer_of(recipe).keeps_state:
+    quantizer = quantizer_of(recipe)
+    if not quantizer.keeps_state:
         state = None
     elif state is None:
         raise ValueError("dense: state must be given with DelayedScaling, got None")
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    y = _fp8_dense(recipe, gemm)(rows, kernel, bias, None if state is None else dict(state))
-    return y.reshape(*x.shape[:-1], kernel.shape[1])
+    shape = (*x.shape[: x.ndim - inner], *kernel.shape[inner:])
+    if not getattr(quantizer, "any_rank", False):
+        depth = math.prod(kernel.shape[:inner])
+        kernel = kernel.reshape(depth, math.prod(kernel.shape[inner:]))
+        x = x.reshape(math.prod(shape[: x.ndim - inner]), depth)
+        bias, inner = None if bias is None else bias.reshape(-1), 1
+    elif x.ndim == inner:
+        x = x[None]
+    y = _fp8_dense(recipe, gemm, inner)(x, kernel, bias, None if state is None else dict(state))
+    return y.reshape(shape)
 
 
 def _copy(q: Quantized, columnwise: bool) -> tuple[jax.Array, jax.Array]:
@@ -76,13 +95,31 @@ def _copy(q: Quantized, columnwise: bool) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.lru_cache(maxsize=64)
-def _fp8_dense(recipe: Recipe, gemm: int) -> Callable[..., jax.Array]:
-    """Returns the differentiable layer of a recipe, over rows of x, with one part of the state."""
+def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array]:
+    """Returns the differentiable layer of a recipe with one part of the state.
+
+    Args:
+        recipe: the recipe.
+        gemm, inner: as in ``dense``.
+    """
     quantizer = quantizer_of(recipe)
+    any_rank = getattr(quantizer, "any_rank", False)
     high_precision_wgrad = recipe.override_linear_precision[2]  # type: ignore[attr-defined]
 
     def scale_of(state: Any, way: str, slot: int) -> Any:
         return None if state is None else state[f"scale_{way}"][slot : slot + 1]
+
+    def cast(x: Any, role: str, columns: int, scale: Any, **wanted: bool) -> Quantized:
+        """Casts an array whose last ``columns`` dimensions are columns."""
+        if any_rank:
+            return quantizer.cast(x, role, scale, flatten_axis=-columns, **wanted)
+        return quantizer.cast(x, role, scale, **wanted)
+
+    def multiply(product: str, a: Any, b: Any, depth: int, dtype: Any, bias: Any = None) -> Any:
+        """Multiplies two copies, whose last ``depth`` dimensions are contracted."""
+        if any_rank:
+            return quantizer.multiply(product, a, b, dtype, bias, inner=depth)
+        return quantizer.multiply(product, a, b, dtype, bias)
 
     def enter(state: Any) -> Any:
         if state is None:
@@ -93,14 +130,14 @@ def _fp8_dense(recipe: Recipe, gemm: int) -> Callable[..., jax.Array]:
     def forward(x: Any, kernel: Any, bias: Any, state: Any, keep: tuple[bool, bool]) -> Any:
         """Returns y and the casts of x and kernel, with the copies that backward needs."""
         x_columnwise, kernel_rowwise = keep
-        qx = quantizer.cast(
-            x, "input", scale_of(state, "fwd", _INPUT), rowwise=True, columnwise=x_columnwise
+        qx = cast(
+            x, "input", inner, scale_of(state, "fwd", _INPUT), rowwise=True, columnwise=x_columnwise
         )
-        qk = quantizer.cast(
-            kernel, "weight", scale_of(state, "fwd", _WEIGHT),
+        qk = cast(
+            kernel, "weight", kernel.ndim - inner, scale_of(state, "fwd", _WEIGHT),
             rowwise=kernel_rowwise, columnwise=True,
         )  # fmt: skip
-        y = quantizer.multiply("fprop", _copy(qx, False), _copy(qk, True), x.dtype, bias)
+        y = multiply("fprop", _copy(qx, False), _copy(qk, True), inner, x.dtype, bias)
         return y, qx, qk
 
     @jax.custom_vjp
@@ -121,48 +158,60 @@ def _fp8_dense(recipe: Recipe, gemm: int) -> Callable[..., jax.Array]:
         if moved is not None:
             history = moved["amax_history_fwd"]
             for slot, q in ((_INPUT, qx), (_WEIGHT, qk)):
-                history = history.at[0, slot].set(q.amax[0])
+                history = history.at[0, slot].set(same_on_all(history, q.amax)[0])
             moved = {**moved, "amax_history_fwd": history}
         kept_x = _copy(qx, True) if keep[0] else x_value if is_wanted(wanted[1]) else None
         kept_kernel = _copy(qk, False) if keep[1] else None
-        # For shapes, dtypes and axes of meshes.
-        primals = (x_value[:0], kernel_value[:0], bias_value)
+        kinds = [None if v is None else Kind(jax.typeof(v)) for v in (kernel_value, bias_value)]
         before = None if state is None else {name: leaf.value for name, leaf in state.items()}
-        return y, (wanted, primals, kept_x, kept_kernel, moved, before)
+        return y, (wanted, kinds, kept_x, kept_kernel, moved, before)
 
     def bwd(kept: Any, dy: Any) -> Any:
-        wanted, (x, kernel, bias), kept_x, kept_kernel, state, before = kept
+        wanted, (kernel, bias), kept_x, kept_kernel, state, before = kept
         dy = materialised(dy)
         with_dx, with_dkernel, with_dbias = map(is_wanted, wanted)
         columnwise = with_dkernel and not high_precision_wgrad
-        dx = dkernel = None
+        dx = dkernel = dbias = None
         state = with_first_scale(state, "bwd", _GRAD, dy, recipe)
-        qdy = quantizer.cast(
-            dy, "grad", scale_of(state, "bwd", _GRAD),
+        columns = len(kernel.aval.shape) - inner
+        qdy = cast(
+            dy, "grad", columns, scale_of(state, "bwd", _GRAD),
             rowwise=with_dx or not columnwise, columnwise=columnwise, with_dbias=with_dbias,
         )  # fmt: skip
         if with_dx:
-            dx = quantizer.multiply("dgrad", _copy(qdy, False), kept_kernel, x.dtype)
+            dx = multiply("dgrad", _copy(qdy, False), kept_kernel, columns, dy.dtype)
         if columnwise:
-            dkernel = quantizer.multiply("wgrad", kept_x, _copy(qdy, True), kernel.dtype)
+            rows = dy.ndim - columns
+            dkernel = multiply("wgrad", kept_x, _copy(qdy, True), rows, dy.dtype)
         elif with_dkernel:
-            dkernel = jnp.matmul(
-                kept_x.T, dy, precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=jnp.float32,
-            ).astype(kernel.dtype)  # fmt: skip
-        dbias = qdy.dbias.astype(bias.dtype) if qdy.dbias is not None else None
+            dkernel = _precise_wgrad(kept_x, dy, inner, columns)
+        if qdy.dbias is not None:
+            dbias = gradient_like(bias, qdy.dbias.astype(bias.aval.dtype))
         if state is not None:
             assert qdy.amax is not None
-            history = state["amax_history_bwd"].at[0, _GRAD].set(qdy.amax[0])
+            history = state["amax_history_bwd"]
+            history = history.at[0, _GRAD].set(same_on_all(history, qdy.amax)[0])
             state = fp8_state.cotangent({**state, "amax_history_bwd": history}, gemm, before)
-        return dx, _summed(kernel, dkernel), gradient_of(bias, dbias), state
+        return dx, None if dkernel is None else gradient_like(kernel, dkernel), dbias, state
 
     layer.defvjp(fwd, bwd, symbolic_zeros=True)
     return layer
 
 
-def _summed(primal: Any, gradient: Any) -> Any:
-    """Returns a gradient summed over mesh axes that its primal, given without rows, lacks."""
-    from . import _partition
+def _precise_wgrad(x: jax.Array, dy: jax.Array, inner: int, columns: int) -> jax.Array:
+    """Computes x.T @ dy in float32, in dy's dtype.
 
-    return None if gradient is None else _partition.summed_like(primal, gradient)
+    Args:
+        x: [..., in...].
+        dy: [..., out...].
+        inner: number of dimensions of "in".
+        columns: number of dimensions of "out".
+    """
+
+    def body(x: jax.Array, dy: jax.Array) -> tuple[jax.Array]:
+        exact = jax.lax.Precision.HIGHEST
+        return (jnp.matmul(x.T, dy, precision=exact, preferred_element_type=jnp.float32),)
+
+    rule, ranks = "x: r k, dy: r n -> dkernel: + k n", {"r": dy.ndim - columns, "k": inner}
+    run = rowwise("wgrad", rule, body, split="r k n", ranks={**ranks, "n": columns})
+    return run(x, dy)[0].astype(dy.dtype)

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from ..recipe import DelayedScaling
+from ._partition import same_on_all
+from .ops._rows import rowwise
 from .ops.amax_scale_update import amax_scale_update
 
 __all__ = ["FIRST_DUE", "SLOTS", "initial", "numbers_of_gemm", "with_first_scale"]
@@ -55,7 +57,7 @@ def with_first_scale(
     before = [state[name][slot : slot + 1] for name in names]
     # A history of one row is this tensor alone: the same formula and guards as an update.
     _, (scale,), (scale_inv,) = amax_scale_update(
-        [_amax(x).reshape(1, 1)], [before[0]], [before[1]],
+        [_amax(x, before[0]).reshape(1, 1)], [before[0]], [before[1]],
         [limits.max_fwd if way == "fwd" else limits.max_bwd], margin=recipe.margin,
         algo=recipe.amax_compute_algo, pow2=recipe.scaling_factor_compute_algo == "pow2",
     )  # fmt: skip
@@ -68,9 +70,19 @@ def with_first_scale(
     return {**state, **moved, FIRST_DUE: state[FIRST_DUE].at[number].set(0.0)}
 
 
-def _amax(x: jax.Array) -> jax.Array:
-    """Returns max |x| in float32, NaN above infinity; XLA would flush a subnormal one to zero."""
-    bits = 8 * x.dtype.itemsize
-    integers = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
-    largest = (integers & ((1 << (bits - 1)) - 1)).max()
-    return jax.lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32)
+def _amax(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Returns max |x| in float32, NaN above infinity; XLA would flush a subnormal one to zero.
+
+    Args:
+        x: the tensor, of which each device of a mesh has a part.
+        scale: the scale that the amax is for.
+    """
+
+    def body(x: jax.Array) -> tuple[jax.Array]:
+        bits = 8 * x.dtype.itemsize
+        integers = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+        largest = (integers & ((1 << (bits - 1)) - 1)).max(keepdims=True)
+        return (jax.lax.bitcast_convert_type(largest, x.dtype).astype(jnp.float32),)
+
+    (amax,) = rowwise("amax", "x: r -> amax: ^", body, ranks={"r": x.ndim})(x)
+    return same_on_all(scale, amax)

@@ -7,6 +7,7 @@ called in and out of a region, or with another recipe, is traced again.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,11 +22,56 @@ from ..recipe import (
     chosen_recipe,
 )
 
-__all__ = ["active_recipe", "autocast", "fp8_autocast", "get_delayed_scaling", "is_fp8_available"]
+__all__ = [
+    "MeshResource",
+    "active_mesh_resource",
+    "active_recipe",
+    "autocast",
+    "fp8_autocast",
+    "get_delayed_scaling",
+    "is_fp8_available",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshResource:
+    """Names of the mesh axes that a program uses for each kind of parallelism.
+
+    Args:
+        dp_resource: axis along which devices hold different parts of the batch.
+        tp_resource: axis along which they hold different parts of the weights, for tensor
+            parallelism.
+        fsdp_resource: axis along which they hold different parts of the batch, and of the weights,
+            which are gathered where they are used.
+        pp_resource: axis along which they hold different layers.
+        cp_resource: axis along which they hold different parts of the sequence.
+    """
+
+    dp_resource: str | None = None
+    tp_resource: str | None = None
+    fsdp_resource: str | None = None
+    pp_resource: str | None = None
+    cp_resource: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None and not isinstance(value, str):
+                raise TypeError(
+                    f"MeshResource: {name} must be the name of a mesh axis or None, got"
+                    f" {type(value).__name__}"
+                )
+
+    @property
+    def amax_axes(self) -> tuple[str, ...]:
+        """Axes along which devices hold parts of one tensor, which has one amax: not pipeline's."""
+        names = (self.dp_resource, self.tp_resource, self.fsdp_resource, self.cp_resource)
+        return tuple(dict.fromkeys(name for name in names if name is not None))
+
 
 _KINDS = (DelayedScaling, CurrentScaling, BlockScaling, MXFP8Scaling)
 _SCHEMES = ("delayed", "current", "hif8", "block", "mx")  # modules of apex_te.jax.quantizer
 _region: Any = jax.make_user_context(default_value=None)
+_mesh: Any = jax.make_user_context(default_value=MeshResource())
 
 
 def _checked(owner: str, recipe: Any) -> Recipe:
@@ -60,9 +106,9 @@ def _checked(owner: str, recipe: Any) -> Recipe:
 def fp8_autocast(
     enabled: bool = False,
     fp8_recipe: Recipe | str | None = None,
-    mesh_resource: Any = None,
+    mesh_resource: MeshResource | None = None,
     *,
-    sharding_resource: Any = None,
+    sharding_resource: MeshResource | None = None,
 ) -> Iterator[None]:
     """Context manager in which layers multiply in FP8, where a function is traced or called.
 
@@ -70,23 +116,29 @@ def fp8_autocast(
         enabled: False for a region in which layers multiply in their own dtype.
         fp8_recipe: the recipe, or its name as in ``apex_te.recipe.make_recipe``; None stands for
             ``DelayedScaling()``.
-        mesh_resource: must be None; names of mesh axes are not used yet.
+        mesh_resource: names of mesh axes, for ``extend_logical_axis_rules``, and in a
+            ``jax.shard_map`` for the axes over which amaxes are combined; None stands for those of
+            the region around it.
         sharding_resource: former name of ``mesh_resource``.
 
     Raises:
-        TypeError: ``fp8_recipe`` is no recipe.
+        TypeError: ``fp8_recipe`` is no recipe, or ``mesh_resource`` no ``MeshResource``.
         NotImplementedError: JAX's side does not have what an argument asks for.
     """
-    if mesh_resource is not None or sharding_resource is not None:
-        name = "sharding_resource" if mesh_resource is None else "mesh_resource"
-        raise NotImplementedError(f"fp8_autocast: {name} must be None, got a resource")
+    name = "sharding_resource" if mesh_resource is None else "mesh_resource"
+    resource = sharding_resource if mesh_resource is None else mesh_resource
+    if resource is not None and not isinstance(resource, MeshResource):
+        kind = type(resource).__name__
+        raise TypeError(f"fp8_autocast: {name} must be a MeshResource, got {kind}")
     recipe = _checked("fp8_autocast", fp8_recipe) if enabled else None
-    with _region(recipe):
+    with _region(recipe), _mesh(active_mesh_resource() if resource is None else resource):
         yield
 
 
 def autocast(
-    enabled: bool = False, recipe: Recipe | str | None = None, mesh_resource: Any = None
+    enabled: bool = False,
+    recipe: Recipe | str | None = None,
+    mesh_resource: MeshResource | None = None,
 ) -> contextlib.AbstractContextManager[None]:
     """Returns an ``fp8_autocast`` region; the name and arguments are Transformer Engine's new ones.
 
@@ -100,6 +152,11 @@ def autocast(
 def active_recipe() -> Recipe | None:
     """Returns the recipe of the innermost region; None outside and in one that is not enabled."""
     return _region.value
+
+
+def active_mesh_resource() -> MeshResource:
+    """Returns the innermost region's names of mesh axes; none outside."""
+    return _mesh.value
 
 
 def get_delayed_scaling() -> DelayedScaling:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 
 from ..recipe import DelayedScaling
 from . import first_step
+from ._partition import maximum_over
 from .first_step import FIRST_DUE, SLOTS
 from .ops.amax_scale_update import amax_scale_update
 from .region import get_delayed_scaling
@@ -193,7 +194,7 @@ def _like(original: Any, made: dict[str, Any]) -> Any:
     return made if isinstance(original, dict) else type(original)(made)
 
 
-def update_fp8_metas(state: Any) -> Any:
+def update_fp8_metas(state: Any, axis_names: str | Iterable[str] = ()) -> Any:
     """Returns a dict with the collection "fp8_metas", whose scales are moved; others are untouched.
 
     Layers move their scales themselves when they are next used, so a loop may leave this call out;
@@ -201,13 +202,27 @@ def update_fp8_metas(state: Any) -> Any:
 
     Args:
         state: the collection itself, or a dict of collections or modules that holds it.
+        axis_names: in a ``jax.shard_map``, mesh axes along which staged amaxes differ between
+            devices; the scales are those of the largest.
     """
     recipe = get_delayed_scaling()
+    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     if _is_state(state):
+        if names:
+            state = _like(state, {**state, **_largest_staged(state, names)})
         return _like(state, entered(state, recipe))
     if not isinstance(state, Mapping):
         return state
-    return _like(state, {name: update_fp8_metas(value) for name, value in state.items()})
+    return _like(state, {name: update_fp8_metas(value, names) for name, value in state.items()})
+
+
+def _largest_staged(state: Mapping[str, Any], axis_names: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the histories with the maximum of all devices' staged amaxes."""
+    histories = {name: state[name] for name in state if name.startswith("amax_history")}
+    return {
+        name: history.at[0].set(maximum_over(history[0], axis_names))
+        for name, history in histories.items()
+    }
 
 
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import flax.linen as nn
@@ -60,9 +59,7 @@ def make_dot_general_cls(recipe: Recipe) -> type[nn.Module]:
             rest = [i for i in range(lhs.ndim) if i not in left]
             features = [i for i in range(rhs.ndim) if i not in right]
             x = lhs.transpose(*rest, *left)
-            inner = math.prod(x.shape[len(rest) :])
             kernel = rhs.transpose(*right, *features)
-            shape = kernel.shape[len(right) :]
             state = None
             if isinstance(recipe, DelayedScaling):
                 state = {
@@ -70,12 +67,6 @@ def make_dot_general_cls(recipe: Recipe) -> type[nn.Module]:
                     for name, value in fp8_state.initial(recipe).items()
                 }
             with fp8_autocast(True, recipe):
-                y = dense(
-                    x.reshape(*x.shape[: len(rest)], inner),
-                    kernel.reshape(inner, math.prod(shape)).astype(x.dtype),
-                    None,
-                    state,
-                )
-            return y.reshape(*y.shape[:-1], *shape)
+                return dense(x, kernel.astype(x.dtype), None, state, inner=len(right))
 
     return DotGeneral

@@ -13,6 +13,7 @@ from flax.linen import partitioning
 
 from ...recipe import DelayedScaling
 from .. import state as fp8_state
+from .._partition import constrained
 from ..dense import dense
 from ..ops.activation import KINDS, activation
 from ..ops.layer_norm import layer_norm
@@ -38,14 +39,28 @@ def _kernel_init(given: Initializer | None) -> Initializer:
     return given or nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 
 
+def _constrained(x: jax.Array, axes: Axes | None) -> jax.Array:
+    """Returns ``x`` on the mesh axes of logical axes, if they and Flax's rules are given."""
+    rules = nn.get_logical_axis_rules()
+    if axes is None or not rules:
+        return x
+    spec = nn.logical_to_mesh_axes(axes, rules)
+    return constrained(x, spec, lambda x: nn.with_logical_constraint(x, axes))
+
+
 class TransformerEngineBase(nn.Module):
     """Base of the modules: parameters with logical axes and the collection "fp8_metas"."""
 
     def _parameter(self, name: str, init: Initializer, shape: Sequence[int], axes: Any) -> Any:
         """Returns a float32 parameter; its logical axes, if any, go to "params_axes"."""
+        value = self.param(name, init, tuple(shape), jnp.float32)
         if not axes:
-            return self.param(name, init, tuple(shape), jnp.float32)
-        return partitioning.param_with_axes(name, init, tuple(shape), jnp.float32, axes=tuple(axes))
+            return value
+        self.sow(
+            "params_axes", f"{name}_axes", partitioning.AxisMetadata(tuple(axes)),
+            reduce_fn=lambda _, new: new,
+        )  # fmt: skip
+        return _constrained(value, tuple(axes))
 
     def _fp8_state(self, gemms: int = 1) -> dict[str, jax.Array] | None:
         """Returns the module's FP8 state inside of a region with delayed scaling, else None."""
@@ -66,11 +81,11 @@ class TransformerEngineBase(nn.Module):
         }
 
     def _dense(
-        self, x: jax.Array, kernel: Any, bias: Any, state: Any, gemm: int, dtype: Any
+        self, x: jax.Array, kernel: Any, bias: Any, state: Any, gemm: int, inner: int = 1
     ) -> jax.Array:
-        """Multiplies by a parameter [in, out], in ``dtype``."""
-        bias = None if bias is None else bias.reshape(-1).astype(dtype)
-        return dense(x, kernel.astype(dtype), bias, state, gemm)
+        """Multiplies by a parameter [in..., out...] in x's dtype; see ``dense``."""
+        bias = None if bias is None else bias.astype(x.dtype)
+        return dense(x, kernel.astype(x.dtype), bias, state, gemm, inner)
 
 
 class DenseGeneral(TransformerEngineBase):
@@ -111,7 +126,6 @@ class DenseGeneral(TransformerEngineBase):
             raise NotImplementedError(
                 "DenseGeneral: enable_low_rank_adaptation must be False, got True"
             )
-        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
         axes = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
         axes = tuple(sorted(axis % inputs.ndim for axis in axes))
         x = jnp.asarray(inputs, self.dtype)
@@ -119,13 +133,11 @@ class DenseGeneral(TransformerEngineBase):
         x = x.transpose(*rest, *axes)
         inner = x.shape[len(rest) :]
         kernel, bias = dense_parameters(self, inner)
-        x = x.reshape(*x.shape[: len(rest)], kernel.shape[0])
-        y = self._dense(x, kernel, bias, self._fp8_state(), 0, self.dtype)
-        return y.reshape(*y.shape[:-1], *features)
+        return self._dense(x, kernel, bias, self._fp8_state(), 0, len(axes))
 
 
 def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.Array | None]:
-    """Returns the kernel of a dense layer, as [in, out], and its bias or None.
+    """Returns the kernel of a dense layer and its bias or None.
 
     Args:
         layer: the module, whose parameters are [*inner, *features] and [*features].
@@ -141,7 +153,7 @@ def dense_parameters(layer: Any, inner: Sequence[int]) -> tuple[jax.Array, jax.A
     bias = None
     if layer.use_bias:
         bias = layer._parameter("bias", layer.bias_init, features, layer.bias_axes)
-    return kernel.reshape(shape), bias
+    return kernel, bias
 
 
 class _Normed(TransformerEngineBase):
@@ -243,20 +255,21 @@ class LayerNormDenseGeneral(_Normed):
     def __call__(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Returns the output, and the norm's output or None."""
         y, normed = self._project(inputs)
-        features = (self.features,) if isinstance(self.features, int) else tuple(self.features)
-        y = y.reshape(*y.shape[:-1], *features)
         if self.depth_scaling is not None:
             y = y / self.depth_scaling
         return y, normed if self.return_layernorm_output and self.enable_layernorm else None
 
     def _project(
-        self, inputs: jax.Array, beside: Sequence[tuple[jax.Array, jax.Array | None]] = ()
+        self,
+        inputs: jax.Array,
+        beside: Sequence[tuple[jax.Array, jax.Array | None]] | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns the product [..., columns] and its input, the norm's output if there is a norm.
+        """Returns the product and its input, the norm's output if there is a norm.
 
         Args:
             inputs: [..., in].
-            beside: further kernels [in, columns] and their biases, whose columns follow.
+            beside: further kernels [in, ...] and their biases, whose columns follow in a product
+                [..., columns]; None for the kernel alone and a product [..., *features].
         """
         if self.enable_low_rank_adaptation:
             raise NotImplementedError(
@@ -268,17 +281,13 @@ class LayerNormDenseGeneral(_Normed):
         x = _constrained(jnp.asarray(inputs, self.dtype), self.layernorm_input_axes)
         normed = self._norm(x) if self.enable_layernorm else x
         kernel, bias = dense_parameters(self, x.shape[-1:])
-        if beside:
-            kernel = jnp.concatenate([kernel, *(other for other, _ in beside)], axis=1)
-            biases = [b.reshape(-1) for b in (bias, *(b for _, b in beside)) if b is not None]
+        if beside is not None:
+            every, width = [(kernel, bias), *beside], kernel.shape[0]
+            kernel = jnp.concatenate([k.reshape(width, k.size // width) for k, _ in every], axis=1)
+            biases = [b.reshape(-1) for _, b in every if b is not None]
             bias = jnp.concatenate(biases) if biases else None
         y = _constrained(normed, self.dot_input_axes)
-        return self._dense(y, kernel, bias, self._fp8_state(), 0, self.dtype), normed
-
-
-def _constrained(x: jax.Array, axes: Axes | None) -> jax.Array:
-    """Returns ``x`` constrained to logical axes, if they are given."""
-    return x if axes is None else nn.with_logical_constraint(x, axes)
+        return self._dense(y, kernel, bias, self._fp8_state(), 0), normed
 
 
 class LayerNormMLP(_Normed):
@@ -334,12 +343,12 @@ class LayerNormMLP(_Normed):
     dot_2_input_axes: Axes | None = None
 
     def _act(self, x: jax.Array) -> jax.Array:
-        """Applies the activations to [..., activations * dim]."""
+        """Applies the activations to [..., activations, dim]."""
         names = tuple(self.activations)
         if len(names) == 1 and names[0] in KINDS:
-            return activation(x, names[0])
+            return activation(x[..., 0, :], names[0])
         if len(names) == 2 and names[1] == "linear" and names[0] in ACTIVATIONS:
-            return swiglu(x, activation=names[0])
+            return swiglu(x, activation=names[0], axis=-2)
         raise ValueError(
             f"LayerNormMLP: activations must be one of {', '.join(KINDS)}, or one of"
             f' {", ".join(ACTIVATIONS)} and "linear", got {names}'
@@ -373,12 +382,12 @@ class LayerNormMLP(_Normed):
             wi_bias = self._parameter("wi_bias", self.bias_init, (acts, dim), self.bias_axes_1)
             wo_bias = self._parameter("wo_bias", self.bias_init, (width,), self.bias_axes_2)
         h = _constrained(normed, self.dot_1_input_axes)
-        h = self._dense(h, wi.reshape(width, acts * dim), wi_bias, state, 0, self.dtype)
+        h = self._dense(h, wi, wi_bias, state, 0)
         h = nn.Dropout(
             self.intermediate_dropout_rate,
             broadcast_dims=tuple(self.intermediate_hidden_dropout_dims),
             rng_collection=self.intermediate_dropout_rng_name,
         )(self._act(h), deterministic=deterministic)
         h = _constrained(h, self.dot_2_input_axes)
-        y = self._dense(h, wo, wo_bias, state, 1, self.dtype)
+        y = self._dense(h, wo, wo_bias, state, 1)
         return y, normed if self.return_layernorm_output and self.enable_layernorm else None

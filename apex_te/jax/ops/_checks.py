@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["FLOATS", "FP8", "as_matrix", "fp8_dtype_of", "is_scalar", "matrix", "same_shape"]
+__all__ = [
+    "FLOATS",
+    "FP8",
+    "as_matrix",
+    "as_rows",
+    "fp8_dtype_of",
+    "is_scalar",
+    "matrix",
+    "same_shape",
+]
 
 FLOATS = ("float32", "float16", "bfloat16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -72,6 +81,14 @@ def as_matrix(function: str, name: str, value: Any) -> jax.Array:
     if found.ndim == 0:
         raise ValueError(f"{function}: {name} must have at least 1 dimension, got shape []")
     return found.reshape(math.prod(found.shape[:-1]), found.shape[-1])
+
+
+def as_rows(function: str, name: str, value: Any) -> jax.Array:
+    """Returns an array of any number of dimensions but 0 as [..., cols], of two or more."""
+    found = has_dtype(function, name, value, FLOATS)
+    if found.ndim == 0:
+        raise ValueError(f"{function}: {name} must have at least 1 dimension, got shape []")
+    return found if found.ndim > 1 else found[None]
 
 
 def same_shape(function: str, name: str, value: Any, like: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ def materialised(cotangent: Any) -> jax.Array:
 
 
 def gradient_of(primal: Any, gradient: Any) -> Any:
-    """Returns a gradient with the shape of its primal, summed over mesh axes that this lacks."""
+    """Returns a gradient with the shape of its primal, on the mesh as this is."""
     if gradient is None:
         return None
-    return _partition.summed_like(primal, gradient.reshape(primal.shape))
+    return _partition.gradient_like(primal, gradient.reshape(primal.shape))

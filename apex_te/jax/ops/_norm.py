@@ -75,7 +75,7 @@ def _parameters(function: str, x: jax.Array, **given: Any) -> dict[str, jax.Arra
         if found:
             allowed = [next(iter(found.values())).dtype.name]
         value = _checks.has_dtype(function, name, value, allowed)
-        found[name] = _checks.has_shape(function, name, value, (x.shape[1],))
+        found[name] = _checks.has_shape(function, name, value, x.shape[-1:])
     return found
 
 
@@ -98,7 +98,7 @@ _DIMS = {
 
 def norm_fwd(
     op: str, x: Any, weight: Any, bias: Any, eps: float, zero_centered_gamma: bool, residual: Any,
-    fp8: tuple[Any, Any, bool, bool, Any] | None = None,
+    fp8: tuple[Any, Any, bool, bool, Any] | None = None, any_rank: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Calls a norm's forward.
 
@@ -106,12 +106,13 @@ def norm_fwd(
         op: "rms_norm" or "layer_norm".
         x, weight, bias, eps, zero_centered_gamma, residual: as in ``layer_norm``.
         fp8: for the function with FP8 output (scale, dtype, rowwise, columnwise, amax).
+        any_rank: True for an x of two or more dimensions, all but the last of which are rows.
 
     Returns:
         Its results by the names of the C function's parameters.
     """
     function = f"{op}_fwd" if fp8 is None else f"{op}_fwd_fp8"
-    x = _checks.matrix(function, "x", x)
+    x = _checks.as_rows(function, "x", x) if any_rank else _checks.matrix(function, "x", x)
     inputs = {"x": x, **_parameters(function, x, weight=weight, bias=bias)}
     if residual is not None:
         inputs["residual"] = _checks.same_shape(function, "residual", residual, x)
@@ -120,7 +121,7 @@ def norm_fwd(
         scale, dtype, rowwise_too, columnwise_too, amax = fp8
         name = _checks.fp8_dtype_of(op, dtype)
         inputs["scale"] = _checks.is_scalar(function, "scale", scale)
-        made = copies(function, x.shape, name, rowwise_too, columnwise_too)
+        made = copies(function, (1, 1), name, rowwise_too, columnwise_too)
         names += [*made, *(() if amax is None else ("amax",)), "scale_inv"]
         if amax is not None:
             inputs["amax"] = _checks.is_scalar(function, "amax", amax)
@@ -142,13 +143,14 @@ def norm_fwd(
         return tuple(made[each] for each in names)
 
     rule = f"{_terms(inputs, _DIMS)} -> {_terms(names, {**_DIMS, 'amax': '^'})}"
-    found = rowwise(function, rule, body)(*inputs.values())
+    found = rowwise(function, rule, body, ranks={"r": x.ndim - 1})(*inputs.values())
     return dict(zip(names, found, strict=True))
 
 
 def norm_bwd(
     op: str, dy: Any, x: Any, weight: Any, bias: Any, statistics: dict[str, Any],
     zero_centered_gamma: bool, d_residual: Any, with_dweight: bool, with_dbias: bool = False,
+    any_rank: bool = False,
 ) -> NormGradients:  # fmt: skip
     """Calls a norm's backward.
 
@@ -158,15 +160,16 @@ def norm_bwd(
         bias: the bias, whose dtype its gradient has where there is no weight; None for none.
         statistics: "rstd" and, for ``layer_norm``, "mean", from the forward.
         zero_centered_gamma: as in ``layer_norm``.
+        any_rank: as in ``norm_fwd``.
     """
     function = f"{op}_bwd"
-    dy = _checks.matrix(function, "dy", dy)
+    dy = _checks.as_rows(function, "dy", dy) if any_rank else _checks.matrix(function, "dy", dy)
     x = _checks.same_shape(function, "x", x, dy)
     inputs = {"dy": dy, "x": x}
     inputs |= _parameters(function, x, weight=weight)
     for name, value in statistics.items():
         value = _checks.has_dtype(function, name, value, ["float32"])
-        inputs[name] = _checks.has_shape(function, name, value, (x.shape[0],))
+        inputs[name] = _checks.has_shape(function, name, value, x.shape[:-1])
     if d_residual is not None:
         inputs["d_residual"] = _checks.same_shape(function, "d_residual", d_residual, x)
     dtype = next((p.dtype for p in (weight, bias) if p is not None), x.dtype)
@@ -186,7 +189,8 @@ def norm_bwd(
         return tuple(made[each] for each in names)
 
     rule = f"{_terms(inputs, _DIMS)} -> {_terms(names, _DIMS)}"
-    found = dict(zip(names, rowwise(function, rule, body)(*inputs.values()), strict=True))
+    run = rowwise(function, rule, body, ranks={"r": x.ndim - 1})
+    found = dict(zip(names, run(*inputs.values()), strict=True))
     return NormGradients(found["dx"], found.get("dweight"), found.get("dbias"))
 
 
@@ -200,11 +204,11 @@ def differentiable(
     """
 
     def forward(x: Any, weight: Any, bias: Any, residual: Any) -> dict[str, Any]:
-        rows = _checks.as_matrix(op, "x", x)
+        rows = _checks.as_rows(op, "x", x)
         if residual is not None:
             residual = _checks.same_shape(op, "residual", residual, jnp.asarray(x))
             residual = residual.reshape(rows.shape)
-        made = norm_fwd(op, rows, weight, bias, eps, zero_centered_gamma, residual)
+        made = norm_fwd(op, rows, weight, bias, eps, zero_centered_gamma, residual, any_rank=True)
         return {"rows": rows if residual is None else made["residual_sum"], **made}
 
     def outputs(made: dict[str, Any], shape: tuple[int, ...]) -> Any:
@@ -231,7 +235,7 @@ def differentiable(
         made = norm_bwd(
             op, dy.reshape(rows.shape), rows, weight, bias, statistics, zero_centered_gamma,
             None if d_sum is None else d_sum.reshape(rows.shape),
-            is_wanted(wanted[1]), is_wanted(wanted[2]),
+            is_wanted(wanted[1]), is_wanted(wanted[2]), any_rank=True,
         )  # fmt: skip
         dx = made.dx.reshape(dy.shape)
         return (

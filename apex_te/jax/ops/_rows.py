@@ -1,52 +1,52 @@
 """Functions over the rows of matrices: ``jax.vmap`` folds the batch into them, meshes share them.
 
 A rule such as "x: r c, weight: c -> y: r c, dweight: +" names the arguments and results of a
-function and their dimensions. "r" is the dimension of the rows, "1" one of extent 1 in its place,
-which stands for all rows. A "_" stands for an array that is not mapped, "^" for a result that is
-the maximum over all rows and "+" for their sum.
+function and their dimensions, as ``apex_te.jax._rule`` has it. A "1" is a dimension of extent 1
+in the place of "r", which stands for all rows.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from .._partition import Term, by_rows
+from .._partition import shared
+from .._rule import parse
 
 __all__ = ["rowwise"]
 
 
-def _parse(rule: str) -> tuple[list[Term], list[Term]]:
-    """Returns the arguments and results of a rule."""
-
-    def term(text: str) -> Term:
-        name, _, dims = text.partition(":")
-        names = dims.split()
-        axis = names.index("r") if "r" in names else None
-        return Term(name.strip(), axis, names[0] if names[0] in ("^", "+") else "")
-
-    operands, _, results = rule.partition("->")
-    return [term(t) for t in operands.split(",")], [term(t) for t in results.split(",")]
-
-
-def rowwise(function: str, rule: str, body: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
-    """Returns ``body`` as a function that ``jax.vmap`` can map, and devices compute by rows.
+def rowwise(
+    function: str,
+    rule: str,
+    body: Callable[..., tuple[Any, ...]],
+    *,
+    split: str = "r",
+    ranks: Mapping[str, int] | None = None,
+    reduced: Callable[..., tuple[Any, ...]] | None = None,
+) -> Callable[..., Any]:
+    """Returns ``body`` as a function that ``jax.vmap`` can map, and that devices compute by parts.
 
     Args:
         function: name of the C function, for errors.
-        rule: the rule of its arguments and results, as this module's docstring has it.
+        rule: the rule of its arguments and results.
         body: function of arrays that returns a tuple of arrays, for any number of rows.
+        split: names of the dimensions that devices may share.
+        ranks: numbers of dimensions that names stand for, where it is not 1; ``body`` sees one.
+        reduced: function to call instead where devices must combine results in between. Its first
+            argument is a function of a result's name and an array, which combines the array.
 
     Raises:
         NotImplementedError: later, where the rule does not say how to map an argument or result.
     """
-    operands, results = _parse(rule)
-    mapped = custom_vmap(by_rows(operands, results, body))
+    parsed = parse(function, rule, split, ranks or {})
+    operands, results = parsed.operands, parsed.results
+    mapped = custom_vmap(shared(parsed, body, reduced))
 
     def fold(x: jax.Array, axis: int) -> jax.Array:
         x = jnp.moveaxis(x, 0, axis)
@@ -72,7 +72,8 @@ def rowwise(function: str, rule: str, body: Callable[..., tuple[Any, ...]]) -> C
                 axis = texts[i].partition(":")[2].split().index("1") + 1
                 found[i] = jnp.broadcast_to(x, (*x.shape[:axis], rows, *x.shape[axis + 1 :]))
                 terms[i] = texts[i].replace(" 1", " r")
-        own = rowwise(function, f"{','.join(terms)}->{rule.partition('->')[2]}", body)
+        text = f"{','.join(terms)}->{rule.partition('->')[2]}"
+        own = rowwise(function, text, body, split=split, ranks=ranks, reduced=reduced)
         made = jax.vmap(own, [0 if each else None for each in batched], axis_size=size)(*found)
         return made, tuple(True for _ in made)
 
@@ -87,6 +88,11 @@ def rowwise(function: str, rule: str, body: Callable[..., tuple[Any, ...]]) -> C
                     " got one for each"
                 )
         for term in results:
+            if any(block != 1 for _, block in term.dims):
+                raise NotImplementedError(
+                    f"{function}: {term.name} must have scales of blocks of one matrix, got"
+                    " jax.vmap over several"
+                )
             if term.reduction == "+":
                 raise NotImplementedError(
                     f"{function}: {term.name} must be summed over all rows, got jax.vmap over them"

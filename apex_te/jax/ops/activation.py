@@ -69,13 +69,15 @@ def _differentiable(kind: str) -> Callable[[Any], Any]:
 def activation_fwd(x: jax.Array, kind: str) -> jax.Array:
     """Computes ``activation``, whose arguments it takes, without a gradient."""
     number = _number("activation_fwd", kind)
-    rows = _checks.as_matrix("activation_fwd", "x", x)
+    rows = _checks.as_rows("activation_fwd", "x", x)
 
     def body(x: jax.Array) -> tuple[jax.Array]:
         made = call("activation", "activation_fwd", {"y": _S(x.shape, x.dtype)}, x=x, kind=number)
         return (made["y"],)
 
-    (y,) = over_rows("activation_fwd", "x: r c -> y: r c", body)(rows)
+    ranks = {"r": rows.ndim - 1}
+    run = over_rows("activation_fwd", "x: r c -> y: r c", body, split="r c", ranks=ranks)
+    (y,) = run(rows)
     return y.reshape(jnp.shape(x))
 
 
@@ -87,15 +89,16 @@ def activation_bwd(grad_output: jax.Array, x: jax.Array, kind: str) -> jax.Array
         x, kind: as in ``activation``.
     """
     number = _number("activation_bwd", kind)
-    rows = _checks.as_matrix("activation_bwd", "x", x)
+    rows = _checks.as_rows("activation_bwd", "x", x)
     dy = _checks.same_shape("activation_bwd", "dy", grad_output, jnp.asarray(x))
 
     def body(dy: jax.Array, x: jax.Array) -> tuple[jax.Array]:
         results = {"dx": _S(x.shape, x.dtype)}
         return (call("activation", "activation_bwd", results, dy=dy, x=x, kind=number)["dx"],)
 
-    rule = "dy: r c, x: r c -> dx: r c"
-    (dx,) = over_rows("activation_bwd", rule, body)(dy.reshape(rows.shape), rows)
+    rule, ranks = "dy: r c, x: r c -> dx: r c", {"r": rows.ndim - 1}
+    run = over_rows("activation_bwd", rule, body, split="r c", ranks=ranks)
+    (dx,) = run(dy.reshape(rows.shape), rows)
     return dx.reshape(jnp.shape(x))
 
 

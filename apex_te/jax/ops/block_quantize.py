@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +10,18 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks
+from ._rows import rowwise as over_rows
+from .fp8_output import copies, sides
 
-__all__ = ["BlockQuantized", "block_dequantize", "block_quantize", "scale_shape"]
+__all__ = [
+    "BlockQuantized",
+    "block_dequantize",
+    "block_quantize",
+    "scale_dims",
+    "scale_shape",
+    "unpadded",
+    "with_padding",
+]
 
 _S = jax.ShapeDtypeStruct
 _BLOCK = 128
@@ -60,6 +71,8 @@ def block_quantize(
     columnwise: bool = True,
     pow2: bool = True,
     eps: float = 0.0,
+    flatten_axis: int | None = None,
+    padded: bool = True,
 ) -> BlockQuantized:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / amax of each block.
 
@@ -74,30 +87,69 @@ def block_quantize(
         columnwise: make [cols, rows] and its scale_inv.
         pow2: round scales down to powers of two.
         eps: smallest amax.
+        flatten_axis: as in ``cast_transpose``.
+        padded: False for scale_inv without the rows or columns that ``scale_shape`` adds, which
+            ``block_scaled_gemm`` takes, too, and which x's dimensions and devices' parts carry
+            over to.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape, block_rows or eps that does not fit, or neither copy asked for.
+        ValueError: a shape, block_rows or eps that does not fit, neither copy asked for, or a part
+            of x on a device that ends within a block.
     """
     name = "block_quantize"
-    dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype))
-    x = _checks.matrix(name, "x", x)
+    dtype = _checks.fp8_dtype_of(name, fp8_dtype)
+    x, ranks = sides(name, x, flatten_axis)
     if block_rows not in (1, _BLOCK):
         raise ValueError(f"{name}: block_rows must be 1 or 128, got {block_rows}")
-    if not (rowwise or columnwise):
-        raise ValueError(f"{name}: rowwise or columnwise must be True, got False for both")
-    rows, cols = x.shape
-    results = {}
-    for side, shape, wanted in (
-        ("rowwise", (rows, cols), rowwise),
-        ("columnwise", (cols, rows), columnwise),
-    ):
-        if wanted:
-            results[side] = _S(shape, dtype)
-            results[f"{side}_scale_inv"] = _S(scale_shape(*shape, block_rows), jnp.float32)
+    names = [
+        full
+        for side in copies(name, (1, 1), dtype, rowwise, columnwise)
+        for full in (side, f"{side}_scale_inv")
+    ]
     options = {"block_rows": block_rows, "eps": float(eps), "pow2": bool(pow2)}
-    made = call(name, name, results, x=x, **options)
+
+    def body(x: jax.Array) -> tuple[jax.Array, ...]:
+        results: dict[str, Any] = {}
+        for side, each in copies(name, x.shape, dtype, rowwise, columnwise).items():
+            shape = scale_shape(each.shape[0], each.shape[1], block_rows)
+            results |= {side: each, f"{side}_scale_inv": _S(shape, jnp.float32)}
+        made = call(name, name, results, x=x, **options)
+        for side in ("rowwise", "columnwise"):
+            if side in results:
+                scale_inv = f"{side}_scale_inv"
+                made[scale_inv] = unpadded(made[scale_inv], made[side].shape, block_rows)
+        return tuple(made[each] for each in names)
+
+    dims = {"rowwise": "r c", "columnwise": "c r",
+            "rowwise_scale_inv": scale_dims("r", "c", block_rows),
+            "columnwise_scale_inv": scale_dims("c", "r", block_rows)}  # fmt: skip
+    rule = "x: r c -> " + ", ".join(f"{each}: {dims[each]}" for each in names)
+    found = over_rows(name, rule, body, split="r c", ranks=ranks)(x)
+    made = dict(zip(names, found, strict=True))
+    if padded:
+        for scale_inv in names[1::2]:
+            made[scale_inv] = with_padding(made[scale_inv])
     return BlockQuantized(*(made.get(each) for each in BlockQuantized._fields))
+
+
+def scale_dims(rows: str, cols: str, block_rows: int) -> str:
+    """Returns the dimensions of scales in a rule, for FP8 data with dimensions "rows cols"."""
+    return f"{cols}/{_BLOCK} {rows}" if block_rows == 1 else f"{rows}/{_BLOCK} {cols}/{_BLOCK}"
+
+
+def unpadded(scale_inv: jax.Array, shape: Sequence[int], block_rows: int) -> jax.Array:
+    """Returns the scales of FP8 data of a shape [rows, cols] without what ``scale_shape`` adds."""
+    rows, cols = shape
+    return scale_inv[:, : rows if block_rows == 1 else -(-cols // _BLOCK)]
+
+
+def with_padding(scale_inv: jax.Array) -> jax.Array:
+    """Returns scales in the shape of ``scale_shape``, with ones added as the C function does."""
+    missing = -scale_inv.shape[1] % _MULTIPLE
+    if not missing:
+        return scale_inv
+    return jnp.pad(scale_inv, ((0, 0), (0, missing)), constant_values=1.0)
 
 
 def block_dequantize(
@@ -113,6 +165,15 @@ def block_dequantize(
     """
     name = "block_dequantize"
     fp8_data = _checks.matrix(name, "fp8_data", fp8_data, _checks.FP8)
-    results = {"out": _S(fp8_data.shape, jnp.dtype(out_dtype))}
-    given = {"fp8_data": fp8_data, "scale_inv": jnp.asarray(scale_inv)}
-    return call("block_quantize", name, results, **given, block_rows=block_rows)["out"]
+    rows, cols = fp8_data.shape
+    expected = scale_shape(rows, cols, block_rows)
+    scale_inv = _checks.has_shape(name, "scale_inv", jnp.asarray(scale_inv), expected)
+    scale_inv = unpadded(scale_inv, fp8_data.shape, block_rows)
+
+    def body(fp8_data: jax.Array, scale_inv: jax.Array) -> tuple[jax.Array]:
+        results = {"out": _S(fp8_data.shape, jnp.dtype(out_dtype))}
+        given = {"fp8_data": fp8_data, "scale_inv": with_padding(scale_inv)}
+        return (call("block_quantize", name, results, **given, block_rows=block_rows)["out"],)
+
+    rule = f"fp8_data: r c, scale_inv: {scale_dims('r', 'c', block_rows)} -> out: r c"
+    return over_rows(name, rule, body, split="r c")(fp8_data, scale_inv)[0]

@@ -11,7 +11,7 @@ from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
 from ._rows import rowwise as over_rows
-from .fp8_output import copies
+from .fp8_output import copies, sides
 
 __all__ = ["CastTransposeOutput", "cast_transpose"]
 
@@ -46,6 +46,7 @@ def cast_transpose(
     columnwise: bool = True,
     amax: jax.Array | None = None,
     with_dbias: bool = False,
+    flatten_axis: int | None = None,
 ) -> CastTransposeOutput:
     """Quantizes q = saturating_cast(float(x) * scale), rounded to nearest even; NaN stays NaN.
 
@@ -58,17 +59,19 @@ def cast_transpose(
         amax: one float32 element, of which and of max |x| the result's ``amax`` is the larger; NaN
             counts as largest.
         with_dbias: also return the column sums of x, [cols] in x's dtype (deterministic).
+        flatten_axis: number of x's first dimension of columns, for an x of more than two
+            dimensions, which the results have, too, the columnwise copy those of columns first.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: a shape that does not match.
     """
     dtype = _checks.fp8_dtype_of(_NAME, fp8_dtype, fnuz=True)
-    inputs = {"x": _checks.matrix(_NAME, "x", x), "scale": _checks.is_scalar(_NAME, "scale", scale)}
+    x, ranks = sides(_NAME, x, flatten_axis)
+    inputs = {"x": x, "scale": _checks.is_scalar(_NAME, "scale", scale)}
     if amax is not None:
         inputs["amax"] = _checks.is_scalar(_NAME, "amax", amax)
-    wanted = copies(_NAME, inputs["x"].shape, dtype, rowwise, columnwise)
-    names = [*wanted, "scale_inv"]
+    names = [*copies(_NAME, (1, 1), dtype, rowwise, columnwise), "scale_inv"]
     names += [*(["dbias"] if with_dbias else []), *(["amax"] if amax is not None else [])]
 
     def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -83,8 +86,9 @@ def cast_transpose(
         made = call(_NAME, _NAME, results, **given)
         return tuple(made[each] for each in names)
 
-    dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "dbias": "+", "amax": "^"}
+    dims = {"rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "dbias": "+ c", "amax": "^"}
     rule = ", ".join(f"{n}: {'r c' if n == 'x' else '_'}" for n in inputs)
     rule += " -> " + ", ".join(f"{n}: {dims[n]}" for n in names)
-    out = dict(zip(names, over_rows(_NAME, rule, body)(*inputs.values()), strict=True))
+    made = over_rows(_NAME, rule, body, split="r c", ranks=ranks)(*inputs.values())
+    out = dict(zip(names, made, strict=True))
     return CastTransposeOutput(*(out.get(name) for name in CastTransposeOutput._fields))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +11,8 @@ import jax.numpy as jnp
 from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
-from .fp8_output import copies
+from ._rows import rowwise as over_rows
+from .fp8_output import copies, sides
 
 __all__ = ["CurrentScaleOutput", "current_scale", "tensor_amax"]
 
@@ -45,6 +47,7 @@ def current_scale(
     eps: float = 0.0,
     pow2: bool = False,
     amax: jax.Array | None = None,
+    flatten_axis: int | None = None,
 ) -> CurrentScaleOutput:
     """Quantizes q = saturating_cast(float(x) * scale), scale = fp8_max / max |x|.
 
@@ -56,25 +59,57 @@ def current_scale(
         eps: smallest amax, zero or more.
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|.
+        flatten_axis: as in ``cast_transpose``.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: a shape that does not match, or neither copy asked for.
     """
     dtype = _checks.fp8_dtype_of("current_scale", fp8_dtype, fnuz=True)
-    x = _checks.matrix("current_scale", "x", x)
-    results = copies("current_scale", x.shape, dtype, rowwise, columnwise)
-    results |= {"scale": _ONE, "scale_inv": _ONE}
+    x, ranks = sides("current_scale", x, flatten_axis)
+    names = [*copies("current_scale", (1, 1), dtype, rowwise, columnwise), "scale", "scale_inv"]
     options = {"eps": float(eps), "pow2": bool(pow2)}
-    if amax is None:
-        results |= {"amax": _ONE, "workspace": _S((scratch_sizes.MAX_AMAXES,), jnp.float32)}
+
+    def cast(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, ...]:
+        results = copies("current_scale", x.shape, dtype, rowwise, columnwise)
+        results |= {"scale": _ONE, "scale_inv": _ONE}
+        given = {"x": x, "amax": amax.reshape(1), **options}
+        made = call("current_scale", "current_scale_cast", results, **given)
+        return tuple(made[name] for name in names)
+
+    def whole(x: jax.Array) -> tuple[jax.Array, ...]:
+        results = copies("current_scale", x.shape, dtype, rowwise, columnwise)
+        results |= {"scale": _ONE, "scale_inv": _ONE, **_amax_results()}
         made = call("current_scale", "current_scale_fwd", results, x=x, **options)
-    else:
-        amax = _checks.is_scalar("current_scale_cast", "amax", amax)
-        given = {"x": x, "amax": amax}
-        made = call("current_scale", "current_scale_cast", results, **given, **options)
-        made["amax"] = amax
+        return tuple(made[name] for name in (*names, "amax"))
+
+    def reduced(reduce: Callable[..., jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
+        amax = reduce("amax", _local_amax(x)[0])
+        return *cast(x, amax), amax
+
+    dims = {"rowwise": "r c", "columnwise": "c r", "scale": "_", "scale_inv": "_"}
+    made = ", ".join(f"{n}: {dims[n]}" for n in names)
+    shared: dict[str, Any] = {"split": "r c", "ranks": ranks}
+    if amax is None:
+        rule = f"x: r c -> {made}, amax: ^"
+        found = over_rows("current_scale_fwd", rule, whole, reduced=reduced, **shared)(x)
+        return _output(dict(zip([*names, "amax"], found, strict=True)))
+    amax = _checks.is_scalar("current_scale_cast", "amax", amax)
+    found = over_rows("current_scale_cast", f"x: r c, amax: _ -> {made}", cast, **shared)(x, amax)
+    return _output({**dict(zip(names, found, strict=True)), "amax": amax})
+
+
+def _output(made: dict[str, jax.Array]) -> CurrentScaleOutput:
     return CurrentScaleOutput(*(made.get(name) for name in CurrentScaleOutput._fields))
+
+
+def _amax_results() -> dict[str, Any]:
+    """Returns what a call that computes an amax writes for it."""
+    return {"amax": _ONE, "workspace": _S((scratch_sizes.MAX_AMAXES,), jnp.float32)}
+
+
+def _local_amax(x: jax.Array) -> tuple[jax.Array]:
+    return (call("current_scale", "current_scale_amax", _amax_results(), x=x)["amax"],)
 
 
 def tensor_amax(x: jax.Array) -> jax.Array:
@@ -84,5 +119,5 @@ def tensor_amax(x: jax.Array) -> jax.Array:
         x: [rows, cols] float32, float16 or bfloat16.
     """
     x = _checks.matrix("current_scale", "x", x)
-    results = {"amax": _ONE, "workspace": _S((scratch_sizes.MAX_AMAXES,), jnp.float32)}
-    return call("current_scale", "current_scale_amax", results, x=x)["amax"]
+    rule = "x: r c -> amax: ^"
+    return over_rows("current_scale_amax", rule, _local_amax, split="r c")(x)[0]

@@ -5,6 +5,7 @@ On a GPU cuBLASLt multiplies; on a CPU the operands are decoded and multiplied i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
+from ._rows import rowwise
+from .block_quantize import scale_dims, unpadded, with_padding
 
 __all__ = ["bias_dtype", "block_scaled_gemm", "fp8_gemm"]
 
@@ -29,13 +32,14 @@ def bias_dtype(out_dtype: Any) -> Any:
 
 
 def _prepare(
-    name: str, a: Any, b: Any, out_dtype: Any, bias: Any, c: Any
+    name: str, a: Any, b: Any, out_dtype: Any, bias: Any, c: Any, inner: int
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], Any]:
     """Returns the operands, bias and c where they are given, and the output's dtype."""
     fnuz = [f"{dtype}uz" if dtype.endswith("fn") else f"{dtype}fnuz" for dtype in _checks.FP8]
     a = _checks.has_dtype(name, "a", a, [*_checks.FP8, *fnuz])
     b = _checks.has_dtype(name, "b", b, [*_checks.FP8, *fnuz])
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+    fits = min(a.ndim, b.ndim) > inner and a.shape[-inner:] == b.shape[-inner:]
+    if not fits:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
         )
@@ -51,12 +55,10 @@ def _prepare(
         )
     rest = {}
     if bias is not None:
-        bias = jnp.asarray(bias)
-        if bias.shape != (b.shape[0],):
-            raise ValueError(f"{name}: bias must have shape {[b.shape[0]]}, got {list(bias.shape)}")
+        bias = _checks.has_shape(name, "bias", jnp.asarray(bias), b.shape[: b.ndim - inner])
         rest["bias"] = bias.astype(bias_dtype(dtype))
     if c is not None:
-        shape = (a.shape[0], b.shape[0])
+        shape = (*a.shape[: a.ndim - inner], *b.shape[: b.ndim - inner])
         c = _checks.array(name, "c", c)
         if c.dtype != dtype:
             raise TypeError(f"{name}: c must have the dtype of the output, {dtype}, got {c.dtype}")
@@ -81,14 +83,64 @@ def _padded(x: jax.Array, *multiples: int) -> jax.Array:
     return jnp.pad(x, pads) if any(after for _, after in pads) else x
 
 
-def _empty(a: jax.Array, b: jax.Array, rest: dict[str, jax.Array], dtype: Any) -> jax.Array:
+def _sum_of(total: jax.Array, rest: dict[str, jax.Array]) -> jax.Array:
+    """Returns a finished product plus bias and c, in its dtype."""
+    out = total.astype(jnp.float32)
+    for each in rest.values():
+        out = out + each.astype(jnp.float32)
+    return out.astype(total.dtype) if rest else total
+
+
+def _empty(a: Any, b: Any, rest: dict[str, jax.Array], dtype: Any, inner: int) -> jax.Array:
     """Returns the result of a product with K = 0 or without elements: bias + c, or zeros."""
-    shape = (a.shape[0], b.shape[0])
+    shape = (*a.shape[: a.ndim - inner], *b.shape[: b.ndim - inner])
     bias = rest["bias"].astype(dtype) if "bias" in rest else jnp.zeros((), dtype)
     out = jnp.broadcast_to(bias, shape)
-    if "c" in rest:
-        out = (out.astype(jnp.float32) + rest["c"].astype(jnp.float32)).astype(dtype)
-    return out
+    return _sum_of(out, {"c": rest["c"]}) if "c" in rest else out
+
+
+def _shared_product(
+    name: str,
+    product: Callable[..., jax.Array],
+    operands: dict[str, jax.Array],
+    scales: dict[str, tuple[str, jax.Array]],
+    rest: dict[str, jax.Array],
+    inner: int,
+) -> jax.Array:
+    """Multiplies, each device its part; parts of K are multiplied where they are and then added.
+
+    Args:
+        name: name of the function, for errors.
+        product: function of a, b, their scales and a dict of bias and c, all of matrices.
+        operands: a and b.
+        scales: dimensions in the rule, and arrays, of their scales.
+        rest: bias and c, where they are given.
+        inner: number of dimensions that are contracted.
+    """
+    inputs = {**operands, **{n: x for n, (_, x) in scales.items()}, **rest}
+    dims = {
+        "a": "m k",
+        "b": "n k",
+        "bias": "n",
+        "c": "m n",
+        **{n: d for n, (d, _) in scales.items()},
+    }
+    ranks = {letter: operands[n].ndim - inner for letter, n in (("m", "a"), ("n", "b"))}
+
+    def parts(arrays: tuple[jax.Array, ...]) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+        return list(arrays[:4]), dict(zip(rest, arrays[4:], strict=True))
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array]:
+        factors, others = parts(arrays)
+        return (product(*factors, others),)
+
+    def reduced(reduce: Callable[..., jax.Array], *arrays: jax.Array) -> tuple[jax.Array]:
+        factors, others = parts(arrays)
+        return (_sum_of(reduce("out", product(*factors, {})), others),)
+
+    rule = ", ".join(f"{n}: {dims[n]}" for n in inputs) + " -> out: + m n"
+    run = rowwise(name, rule, body, split="m n k", ranks={**ranks, "k": inner}, reduced=reduced)
+    return run(*inputs.values())[0]
 
 
 def fp8_gemm(
@@ -101,6 +153,7 @@ def fp8_gemm(
     bias: jax.Array | None = None,
     use_split_accumulator: bool = False,
     c: jax.Array | None = None,
+    inner: int = 1,
 ) -> jax.Array:
     """Computes out[M, N] = (a[M, K] @ b[N, K].T) * a_scale_inv * b_scale_inv + bias + c.
 
@@ -114,32 +167,34 @@ def fp8_gemm(
         bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
         use_split_accumulator: keep partial sums in float32 (slower, more exact); a CPU always does.
         c: [M, N] of the output's dtype, which is added before the sum is rounded.
+        inner: number of dimensions that K stands for; M and N may stand for several, too, which
+            the result then has.
 
     Raises:
         TypeError: an argument of another dtype.
         ValueError: an argument of another shape.
         NotImplementedError: E5M2 x E5M2.
     """
-    a, b, rest, dtype = _prepare("fp8_gemm", a, b, out_dtype, bias, c)
+    a, b, rest, dtype = _prepare("fp8_gemm", a, b, out_dtype, bias, c, inner)
     scales = {
         "a_scale_inv": _checks.is_scalar("fp8_gemm", "a_scale_inv", a_scale_inv),
         "b_scale_inv": _checks.is_scalar("fp8_gemm", "b_scale_inv", b_scale_inv),
     }
-    rows, cols = a.shape[0], b.shape[0]
     if a.size == 0 or b.size == 0:
-        return _empty(a, b, rest, dtype)
+        return _empty(a, b, rest, dtype, inner)
 
     def on_cpu(a: Any, b: Any, scales: Any, rest: Any) -> jax.Array:
-        results = {"out": _S((rows, cols), dtype)}
+        results = {"out": _S((a.shape[0], b.shape[0]), dtype)}
         given = {"product": _product(_decoded(a), _decoded(b)), **scales, **rest}
         return call("fp8_gemm", "fp8_gemm_epilogue", results, **given, accumulate=False)["out"]
 
     def on_gpu(a: Any, b: Any, scales: Any, rest: Any) -> jax.Array:
+        cols = b.shape[0]
         wide = {"bias": (_MULTIPLE,), "c": (1, _MULTIPLE)}
         given = {name: _padded(x, *wide[name]) for name, x in rest.items()}
         a, b = _padded(a, 1, _MULTIPLE), _padded(b, _MULTIPLE, _MULTIPLE)
         results = {
-            "out": _S((rows, b.shape[0]), dtype),
+            "out": _S((a.shape[0], b.shape[0]), dtype),
             "workspace": _S((scratch_sizes.GEMM_BYTES,), jnp.uint8),
         }
         options = {"accumulate": False, "algorithm": 0}
@@ -147,7 +202,12 @@ def fp8_gemm(
         made = call("fp8_gemm", "fp8_gemm", results, a=a, b=b, **scales, **given, **options)
         return made["out"][:, :cols]
 
-    return jax.lax.platform_dependent(a, b, scales, rest, cpu=on_cpu, cuda=on_gpu)
+    def product(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
+        given = {"a_scale_inv": a_scale, "b_scale_inv": b_scale}
+        return jax.lax.platform_dependent(a, b, given, rest, cpu=on_cpu, cuda=on_gpu)
+
+    whole = {name: ("_", scale) for name, scale in scales.items()}
+    return _shared_product("fp8_gemm", product, {"a": a, "b": b}, whole, rest, inner)
 
 
 def block_scaled_gemm(
@@ -161,6 +221,7 @@ def block_scaled_gemm(
     out_dtype: Any = jnp.bfloat16,
     bias: jax.Array | None = None,
     c: jax.Array | None = None,
+    inner: int = 1,
 ) -> jax.Array:
     """Computes out[M, N] = a @ b.T + bias + c of operands that ``block_quantize`` has made.
 
@@ -173,7 +234,7 @@ def block_scaled_gemm(
         b_block_rows: 1 or 128; not both may be 128.
         out_dtype: bfloat16, float16 or float32.
         bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
-        c: as in ``fp8_gemm``.
+        c, inner: as in ``fp8_gemm``.
 
     Raises:
         TypeError: an argument of another dtype.
@@ -181,20 +242,21 @@ def block_scaled_gemm(
         NotImplementedError: E5M2 x E5M2; when the program runs, 128x128 x 128x128 and a GPU other
             than sm_90.
     """
-    a, b, rest, dtype = _prepare("block_scaled_gemm", a, b, out_dtype, bias, c)
-    rows, cols, inner = a.shape[0], b.shape[0], a.shape[1]
+    name = "block_scaled_gemm"
+    a, b, rest, dtype = _prepare(name, a, b, out_dtype, bias, c, inner)
     if a.size == 0 or b.size == 0:
-        return _empty(a, b, rest, dtype)
+        return _empty(a, b, rest, dtype, inner)
     blocks = {"a_block_rows": a_block_rows, "b_block_rows": b_block_rows}
 
     def on_cpu(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
+        (rows, k), cols = a.shape, b.shape[0]
         a, b = _decoded(a), _decoded(b)
         total = jnp.zeros((rows, cols), jnp.float32)
         scales = {"a_scale_inv": a_scale, "b_scale_inv": b_scale}
-        for i in range(-(-inner // _SLICE)):
+        for i in range(-(-k // _SLICE)):
             part = slice(i * _SLICE, (i + 1) * _SLICE)
             given = {"product": _product(a[:, part], b[:, part]), "sum": total, **scales}
-            places = {**blocks, "k": inner, "slice": i}
+            places = {**blocks, "k": k, "slice": i}
             made = call("fp8_gemm", "fp8_block_accumulate", None, **given, **places)
             total = made["sum"]
         one = jnp.ones(1, jnp.float32)
@@ -203,7 +265,8 @@ def block_scaled_gemm(
         return call("fp8_gemm", "fp8_gemm_epilogue", results, **given, accumulate=False)["out"]
 
     def on_gpu(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
-        multiple = _MULTIPLE if cols % _MULTIPLE or inner % _MULTIPLE else _ROWS
+        (rows, k), cols = a.shape, b.shape[0]
+        multiple = _MULTIPLE if cols % _MULTIPLE or k % _MULTIPLE else _ROWS
         wide = {"bias": (_MULTIPLE,), "c": (multiple, _MULTIPLE)}
         given = {name: _padded(x, *wide[name]) for name, x in rest.items()}
         a, b = _padded(a, multiple, _MULTIPLE), _padded(b, _MULTIPLE, _MULTIPLE)
@@ -217,5 +280,17 @@ def block_scaled_gemm(
         made = call("fp8_gemm", "fp8_gemm_block", results, a=a, b=b, **given, **options)
         return made["out"][:rows, :cols]
 
-    operands = (a, b, a_scale_inv, b_scale_inv, rest)
-    return jax.lax.platform_dependent(*operands, cpu=on_cpu, cuda=on_gpu)
+    def product(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
+        given = a, b, with_padding(a_scale), with_padding(b_scale), rest
+        return jax.lax.platform_dependent(*given, cpu=on_cpu, cuda=on_gpu)
+
+    scales = {}
+    for letter, side, x, scale_inv, block_rows in (
+        ("m", "a", a, a_scale_inv, a_block_rows),
+        ("n", "b", b, b_scale_inv, b_block_rows),
+    ):
+        scale_inv = jnp.asarray(scale_inv)
+        if x.ndim == 2:
+            scale_inv = unpadded(scale_inv, x.shape, block_rows)
+        scales[f"{side}_scale_inv"] = scale_dims(letter, "k", block_rows), scale_inv
+    return _shared_product(name, product, {"a": a, "b": b}, scales, rest, inner)

@@ -12,12 +12,12 @@ from .._call import call
 from . import _checks
 from ._rows import rowwise as over_rows
 
-__all__ = ["FP8Output", "copies", "fused_cast"]
+__all__ = ["FP8Output", "copies", "fused_cast", "sides"]
 
 _S = jax.ShapeDtypeStruct
 _DIMS = {
     "dy": "r c", "x": "r c", "bias": "c", "scale": "_", "amax": "_",
-    "rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "dbias": "+",
+    "rowwise": "r c", "columnwise": "c r", "scale_inv": "_", "dbias": "+ c",
 }  # fmt: skip
 
 
@@ -35,6 +35,31 @@ class FP8Output(NamedTuple):
     columnwise: jax.Array | None
     scale_inv: jax.Array
     amax: jax.Array | None
+
+
+def sides(
+    function: str, x: jax.Array, flatten_axis: int | None
+) -> tuple[jax.Array, dict[str, int]]:
+    """Returns an array that is cast as a matrix, and how many of its dimensions are rows, columns.
+
+    Args:
+        function: name of the C function, for errors.
+        x: the array.
+        flatten_axis: number of the first dimension of columns; None for an x of two dimensions.
+
+    Raises:
+        ValueError: ``flatten_axis`` leaves no rows or no columns.
+    """
+    if flatten_axis is None:
+        return _checks.matrix(function, "x", x), {"r": 1, "c": 1}
+    x = _checks.has_dtype(function, "x", x, _checks.FLOATS)
+    rows = flatten_axis + x.ndim if flatten_axis < 0 else flatten_axis
+    if not 0 < rows < x.ndim:
+        raise ValueError(
+            f"{function}: flatten_axis must leave rows and columns of {x.ndim} dimensions, got"
+            f" {flatten_axis}"
+        )
+    return x, {"r": rows, "c": x.ndim - rows}
 
 
 def copies(
@@ -100,5 +125,6 @@ def fused_cast(
     dims = {**_DIMS, "amax": "^"}
     rule = ", ".join(f"{name}: {_DIMS[name]}" for name in inputs)
     rule += " -> " + ", ".join(f"{name}: {dims[name]}" for name in names)
-    out = dict(zip(names, over_rows(function, rule, body)(*inputs.values()), strict=True))
+    run = over_rows(function, rule, body, split="r c")
+    out = dict(zip(names, run(*inputs.values()), strict=True))
     return FP8Output(*(out.get(name) for name in FP8Output._fields)), out.get("dbias")

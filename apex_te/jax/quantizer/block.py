@@ -18,6 +18,7 @@ class _Block:
     """Quantizer with a scale for each block."""
 
     keeps_state = False
+    any_rank = True
 
     def __init__(self, recipe: BlockScaling) -> None:
         self._dtypes = fp8_dtypes(recipe)
@@ -32,17 +33,20 @@ class _Block:
         rowwise: bool,
         columnwise: bool,
         with_dbias: bool = False,
+        flatten_axis: int = -1,
     ) -> Quantized:
-        """Casts a matrix; see ``Quantizer.cast``."""
+        """Casts an array as a matrix; see ``Quantizer.cast``."""
         made = block_quantize(
             x,
             self._dtypes[role],
             block_rows=128 if role == "weight" else 1,
             rowwise=rowwise,
             columnwise=columnwise,
+            flatten_axis=flatten_axis,
+            padded=False,
             **self._options,
         )
-        return Quantized(*made, None, column_sums(x) if with_dbias else None)
+        return Quantized(*made, None, column_sums(x, flatten_axis) if with_dbias else None)
 
     def multiply(
         self,
@@ -51,12 +55,14 @@ class _Block:
         b: tuple[jax.Array, jax.Array],
         out_dtype: Any,
         bias: jax.Array | None = None,
+        inner: int = 1,
     ) -> jax.Array:
         """Multiplies two copies; see ``Quantizer.multiply``."""
         block_rows = 1 if product == "wgrad" else 128
         return block_scaled_gemm(
-            a[0], b[0], a[1], b[1], b_block_rows=block_rows, out_dtype=out_dtype, bias=bias
-        )
+            a[0], b[0], a[1], b[1], b_block_rows=block_rows, out_dtype=out_dtype, bias=bias,
+            inner=inner,
+        )  # fmt: skip
 
 
 def make(recipe: BlockScaling) -> _Block:

@@ -18,6 +18,7 @@ class _Current(PerTensorProducts):
     """Quantizer with one scale for each tensor, from the tensor itself."""
 
     keeps_state = False
+    any_rank = True
 
     def __init__(self, recipe: CurrentScaling) -> None:
         super().__init__(recipe)
@@ -33,13 +34,15 @@ class _Current(PerTensorProducts):
         rowwise: bool,
         columnwise: bool,
         with_dbias: bool = False,
+        flatten_axis: int = -1,
     ) -> Quantized:
-        """Casts a matrix; see ``Quantizer.cast``."""
+        """Casts an array as a matrix; see ``Quantizer.cast``."""
         made = current_scale(
-            x, self._dtypes[role], rowwise=rowwise, columnwise=columnwise, **self._options
-        )
+            x, self._dtypes[role], rowwise=rowwise, columnwise=columnwise,
+            flatten_axis=flatten_axis, **self._options,
+        )  # fmt: skip
         inverse = made.scale_inv
-        dbias = column_sums(x) if with_dbias else None
+        dbias = column_sums(x, flatten_axis) if with_dbias else None
         return Quantized(made.rowwise, inverse, made.columnwise, inverse, None, dbias)
 
 

@@ -19,6 +19,7 @@ class _Delayed(PerTensorProducts):
     """Quantizer with one scale for each tensor, from earlier steps."""
 
     keeps_state = True
+    any_rank = True
 
     def __init__(self, recipe: DelayedScaling) -> None:
         super().__init__(recipe)
@@ -33,8 +34,9 @@ class _Delayed(PerTensorProducts):
         rowwise: bool,
         columnwise: bool,
         with_dbias: bool = False,
+        flatten_axis: int = -1,
     ) -> Quantized:
-        """Casts a matrix; see ``Quantizer.cast``."""
+        """Casts an array as a matrix; see ``Quantizer.cast``."""
         made = cast_transpose(
             x,
             scale,
@@ -43,6 +45,7 @@ class _Delayed(PerTensorProducts):
             columnwise=columnwise,
             amax=jnp.zeros(1, jnp.float32),
             with_dbias=with_dbias,
+            flatten_axis=flatten_axis,
         )
         inverse = made.scale_inv
         return Quantized(made.rowwise, inverse, made.columnwise, inverse, made.amax, made.dbias)

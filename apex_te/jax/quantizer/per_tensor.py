@@ -29,6 +29,7 @@ class PerTensorProducts:
         b: tuple[jax.Array, jax.Array],
         out_dtype: Any,
         bias: jax.Array | None = None,
+        inner: int = 1,
     ) -> jax.Array:
         """Multiplies two copies; see ``Quantizer.multiply``."""
         return fp8_gemm(
@@ -39,4 +40,5 @@ class PerTensorProducts:
             out_dtype=out_dtype,
             bias=bias,
             use_split_accumulator=self._split[product],
+            inner=inner,
         )

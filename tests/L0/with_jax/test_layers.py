@@ -362,7 +362,7 @@ def test_a_missing_or_other_state_is_refused():
     ):
         module.apply(variables, x)
     with (
-        pytest.raises(NotImplementedError, match="mesh_resource must be None"),
+        pytest.raises(TypeError, match="mesh_resource must be a MeshResource, got object"),
         te.fp8_autocast(True, DELAYED, object()),
     ):
         pass

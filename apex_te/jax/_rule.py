@@ -1,0 +1,189 @@
+"""Rules of ops: which dimensions of arguments and results are the same, and which may be split.
+
+A rule such as "x: r c, scale: _ -> rowwise: r c, columnwise: c r, dbias: + c, amax: ^" names the
+arguments and results of a function of matrices and their dimensions. A name may stand for several
+neighbouring dimensions, the same number in all terms, which the function sees as one. "r" are the
+rows, into which ``jax.vmap`` folds a batch.
+
+- "_" stands for an array that all devices have whole.
+- "+" before a result's dimensions says that the result is a sum over the dimensions that it lacks,
+  "^" that it is a maximum over them.
+- "k/128" is a dimension with an entry for each 128 elements of "k": splitting "k" must not cut
+  any of these blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+__all__ = ["Factor", "Rule", "Term", "parse"]
+
+_WORDS = {"r": "rows", "c": "columns", "m": "rows of the product", "n": "columns of the product"}
+
+
+class Factor(NamedTuple):
+    """One dimension that several arrays may share.
+
+    Attributes:
+        name: name in the rule.
+        place: number among the dimensions that the name stands for.
+    """
+
+    name: str
+    place: int
+
+
+class Term(NamedTuple):
+    """One argument or result of a rule.
+
+    Attributes:
+        name: its name.
+        dims: names of its dimensions, each with the number of elements that share an entry.
+        reduction: "^" for a maximum over the dimensions it lacks, "+" for a sum, else "".
+        axis: number of the array's first dimension of rows; None without one.
+    """
+
+    name: str
+    dims: tuple[tuple[str, int], ...]
+    reduction: str
+    axis: int | None
+
+
+class Rule(NamedTuple):
+    """A parsed rule.
+
+    Attributes:
+        function: name of the C function, for errors.
+        operands: the arguments.
+        results: the results.
+        split: names of the dimensions that devices may share.
+        ranks: numbers of dimensions that names stand for, where it is not 1.
+    """
+
+    function: str
+    operands: tuple[Term, ...]
+    results: tuple[Term, ...]
+    split: frozenset[str]
+    ranks: Mapping[str, int]
+
+    def extents(self, shapes: Iterable[Sequence[int]]) -> dict[str, tuple[int, ...]]:
+        """Returns the extents behind every name, from shapes of the operands or of all arrays."""
+        found: dict[str, tuple[int, ...]] = {}
+        for term, shape in zip((*self.operands, *self.results), shapes, strict=False):
+            at = 0
+            for name, block in term.dims:
+                if block == 1:
+                    count = self.ranks.get(name, 1)
+                    found.setdefault(name, tuple(shape[at : at + count]))
+                else:
+                    count = len(blocks_of(found[name], block)[1])
+                at += count
+        return found
+
+    def factors(
+        self, term: Term, rank: int, extents: Mapping[str, tuple[int, ...]]
+    ) -> list[Factor | None]:
+        """Returns the factor of each dimension of an array; None for one that is never split."""
+        found: list[Factor | None] = []
+        for name, block in term.dims:
+            count = self.ranks.get(name, 1)
+            if block != 1:
+                count = blocks_of(extents[name], block)[0] + 1
+            found += [Factor(name, place) for place in range(count)]
+        found += [None] * (rank - len(found))
+        return [f if f is not None and f.name in self.split else None for f in found]
+
+    def flat(self, term: Term, array: Any, extents: Mapping[str, tuple[int, ...]]) -> Any:
+        """Returns an array with one dimension for each name."""
+        if all(self.ranks.get(name, 1) == 1 for name, _ in term.dims):
+            return array
+        return array.reshape([math.prod(self._shape(dim, extents)) for dim in term.dims])
+
+    def unflat(self, term: Term, array: Any, extents: Mapping[str, tuple[int, ...]]) -> Any:
+        """Returns what ``flat`` was given, for an array of one dimension for each name."""
+        if all(self.ranks.get(name, 1) == 1 for name, _ in term.dims):
+            return array
+        shape: list[int] = []
+        for extent, (name, block) in zip(array.shape, term.dims, strict=True):
+            single = self.ranks.get(name, 1) == 1
+            shape += (extent,) if single else self._shape((name, block), extents)
+        return array.reshape(shape)
+
+    def _shape(
+        self, dim: tuple[str, int], extents: Mapping[str, tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        name, block = dim
+        return extents[name] if block == 1 else blocks_of(extents[name], block)[1]
+
+    def check_blocks(
+        self, extents: Mapping[str, tuple[int, ...]], parts: Mapping[Factor, int]
+    ) -> None:
+        """Raises ValueError if splitting cuts blocks of elements that share an entry.
+
+        Args:
+            extents: whole extents behind every name.
+            parts: number of devices that share each dimension that is split.
+        """
+        blocks = {dim for term in (*self.operands, *self.results) for dim in term.dims}
+        for name, block in sorted(blocks):
+            places = [f.place for f in parts if f.name == name]
+            if block == 1 or not places:
+                continue
+            last = max(places)
+            own = math.prod(extents[name][last:]) // parts[Factor(name, last)]
+            if own % block:
+                operand = next(t.name for t in self.operands if (name, 1) in t.dims)
+                words = _WORDS.get(name, f"elements along {name.upper()}")
+                raise ValueError(
+                    f"{self.function}: {operand} must be split between devices in multiples of"
+                    f" {block} {words}, got {own}"
+                )
+
+
+def blocks_of(extents: Sequence[int], block: int) -> tuple[int, tuple[int, ...]]:
+    """Returns the dimensions of an array with an entry for each block of flattened elements.
+
+    Args:
+        extents: the dimensions of the elements.
+        block: elements in a block.
+
+    Returns:
+        The number of leading dimensions that are kept, and the extents: those, and one of blocks.
+    """
+    for kept in reversed(range(len(extents))):
+        rest = math.prod(extents[kept:])
+        if rest % block == 0:
+            return kept, (*extents[:kept], rest // block)
+    return 0, (-(-math.prod(extents) // block),)
+
+
+def parse(function: str, text: str, split: str, ranks: Mapping[str, int]) -> Rule:
+    """Returns the rule that a text describes.
+
+    Args:
+        function: name of the C function, for errors.
+        text: the rule, as this module's docstring has it.
+        split: names of the dimensions that devices may share, such as "r c".
+        ranks: numbers of dimensions that names stand for, where it is not 1.
+    """
+
+    def term(part: str) -> Term:
+        name, _, text = part.partition(":")
+        names = text.split()
+        reduction = names.pop(0) if names and names[0] in ("^", "+") else ""
+        dims, axis, at = [], None, 0
+        for each in names:
+            if each == "_":
+                continue
+            letter, _, block = each.partition("/")
+            dims.append((letter, int(block or 1)))
+            if each == "r":
+                axis = at
+            at += ranks.get(letter, 1)
+        return Term(name.strip(), tuple(dims), reduction, axis)
+
+    operands, _, results = text.partition("->")
+    sides = [tuple(term(part) for part in side.split(",")) for side in (operands, results)]
+    return Rule(function, sides[0], sides[1], frozenset(split.split()), dict(ranks))
