@@ -94,8 +94,10 @@ def gradient_like(primal: Any, gradient: Any) -> Any:
 
     Args:
         primal: the array, or its ``Kind``.
-        gradient: the gradient, of the same shape.
+        gradient: the gradient, of the same shape; None for one that is not wanted.
     """
+    if gradient is None:
+        return None
     kind, own = _type(primal), jax.typeof(gradient)
     extra = _varying_axes(own) - _varying_axes(kind)
     if extra:
@@ -171,7 +173,7 @@ def _names(entry: Any) -> _Axes:
 
 
 class _Split:
-    """How the devices of a mesh share the dimensions of a rule's arrays.
+    """Mesh axes that split the dimensions of a rule's arrays.
 
     Every mesh axis splits one dimension at most: the first that it splits in the order of the
     operands and then of the results, if it divides that.
@@ -284,7 +286,8 @@ def shared(
 
     Under ``jit`` with Auto axes XLA asks for the part while it partitions the program; on Explicit
     axes it is known from the operands' types; in a ``jax.shard_map`` arrays are parts already, and
-    only amaxes are combined, over the axes that the region's mesh resource names.
+    only amaxes are combined, over the axes that the region's mesh resource names. Axes that are
+    Auto beside Explicit or Manual ones are gathered.
 
     Args:
         rule: dimensions of the arguments and results.
@@ -296,11 +299,12 @@ def shared(
     def run(*args: Any) -> tuple[Any, ...]:
         mesh = next((m for x in args if not (m := jax.typeof(x).sharding.mesh).empty), None)
         kinds = set() if mesh is None else set(mesh.axis_types)
-        if kinds == {AxisType.Manual}:
+        if AxisType.Manual in kinds:
+            # Of axes beside the manual ones custom_partitioning is told nothing there.
             axes = _amax_axes(mesh, args)
             over = [axes if term.reduction == "^" else () for term in rule.results]
             return _on_one_device(rule, body, reduced, over)(*args)
-        if AxisType.Explicit in kinds and AxisType.Manual not in kinds:
+        if AxisType.Explicit in kinds:
             return _explicit(args, mesh)
         whole = _on_one_device(rule, body, None, [()] * len(rule.results))
         return whole(*args) if jax.device_count() == 1 else tuple(_automatic(args, whole))

@@ -162,16 +162,17 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
             moved = {**moved, "amax_history_fwd": history}
         kept_x = _copy(qx, True) if keep[0] else x_value if is_wanted(wanted[1]) else None
         kept_kernel = _copy(qk, False) if keep[1] else None
-        kinds = [None if v is None else Kind(jax.typeof(v)) for v in (kernel_value, bias_value)]
+        primals = (x_value, kernel_value, bias_value)
+        kinds = [None if v is None else Kind(jax.typeof(v)) for v in primals]
         before = None if state is None else {name: leaf.value for name, leaf in state.items()}
         return y, (wanted, kinds, kept_x, kept_kernel, moved, before)
 
     def bwd(kept: Any, dy: Any) -> Any:
-        wanted, (kernel, bias), kept_x, kept_kernel, state, before = kept
+        wanted, (x, kernel, bias), kept_x, kept_kernel, state, before = kept
         dy = materialised(dy)
         with_dx, with_dkernel, with_dbias = map(is_wanted, wanted)
         columnwise = with_dkernel and not high_precision_wgrad
-        dx = dkernel = dbias = None
+        dx = dkernel = None
         state = with_first_scale(state, "bwd", _GRAD, dy, recipe)
         columns = len(kernel.aval.shape) - inner
         qdy = cast(
@@ -179,20 +180,24 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
             rowwise=with_dx or not columnwise, columnwise=columnwise, with_dbias=with_dbias,
         )  # fmt: skip
         if with_dx:
-            dx = multiply("dgrad", _copy(qdy, False), kept_kernel, columns, dy.dtype)
+            dx = multiply("dgrad", _copy(qdy, False), kept_kernel, columns, x.aval.dtype)
         if columnwise:
             rows = dy.ndim - columns
-            dkernel = multiply("wgrad", kept_x, _copy(qdy, True), rows, dy.dtype)
+            dkernel = multiply("wgrad", kept_x, _copy(qdy, True), rows, kernel.aval.dtype)
         elif with_dkernel:
             dkernel = _precise_wgrad(kept_x, dy, inner, columns)
-        if qdy.dbias is not None:
-            dbias = gradient_like(bias, qdy.dbias.astype(bias.aval.dtype))
+        dbias = None if qdy.dbias is None else qdy.dbias.astype(bias.aval.dtype)
         if state is not None:
             assert qdy.amax is not None
             history = state["amax_history_bwd"]
             history = history.at[0, _GRAD].set(same_on_all(history, qdy.amax)[0])
             state = fp8_state.cotangent({**state, "amax_history_bwd": history}, gemm, before)
-        return dx, None if dkernel is None else gradient_like(kernel, dkernel), dbias, state
+        return (
+            gradient_like(x, dx),
+            gradient_like(kernel, dkernel),
+            gradient_like(bias, dbias),
+            state,
+        )
 
     layer.defvjp(fwd, bwd, symbolic_zeros=True)
     return layer

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from .. import _partition
+from .._partition import Kind, gradient_like
 
 __all__ = ["flag", "gradient_of", "is_wanted", "materialised"]
 
@@ -35,7 +35,8 @@ def materialised(cotangent: Any) -> jax.Array:
 
 
 def gradient_of(primal: Any, gradient: Any) -> Any:
-    """Returns a gradient with the shape of its primal, on the mesh as this is."""
+    """Returns a gradient of the shape of its primal, an array or ``Kind``, on the mesh as it."""
     if gradient is None:
         return None
-    return _partition.gradient_like(primal, gradient.reshape(primal.shape))
+    shape = primal.aval.shape if isinstance(primal, Kind) else primal.shape
+    return gradient_like(primal, gradient.reshape(shape))

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ...runtime import scratch_sizes
 from .._call import call
+from .._partition import Kind
 from . import _checks
 from ._gradient import flag, gradient_of, is_wanted, materialised
 from ._rows import rowwise
@@ -225,11 +226,12 @@ def differentiable(
         made = forward(*values)
         statistics = {name: made[name] for name in ("mean", "rstd") if name in made}
         wanted = [flag(p) for p in (x, weight, bias, residual)]
-        kept = (made["rows"], *values[1:3], statistics, wanted)
+        kinds = [None if v is None else Kind(jax.typeof(v)) for v in (values[0], values[3])]
+        kept = (made["rows"], *values[1:3], statistics, wanted, kinds)
         return outputs(made, values[0].shape), kept
 
     def bwd(kept: Any, cotangents: Any) -> Any:
-        rows, weight, bias, statistics, wanted = kept
+        rows, weight, bias, statistics, wanted, (x, residual) = kept
         dy, d_sum = (None if c is None else materialised(c) for c in cotangents)
         assert dy is not None
         made = norm_bwd(
@@ -237,12 +239,11 @@ def differentiable(
             None if d_sum is None else d_sum.reshape(rows.shape),
             is_wanted(wanted[1]), is_wanted(wanted[2]), any_rank=True,
         )  # fmt: skip
-        dx = made.dx.reshape(dy.shape)
         return (
-            dx if is_wanted(wanted[0]) else None,
+            gradient_of(x, made.dx if is_wanted(wanted[0]) else None),
             gradient_of(weight, made.dweight),
             gradient_of(bias, made.dbias),
-            dx if has_residual and is_wanted(wanted[3]) else None,
+            gradient_of(residual, made.dx if has_residual and is_wanted(wanted[3]) else None),
         )
 
     norm.defvjp(fwd, bwd, symbolic_zeros=True)
