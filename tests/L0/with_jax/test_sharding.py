@@ -195,10 +195,8 @@ LAYOUTS = {
 }
 AUTO, EXPLICIT = KINDS
 LAYERS = [
-    ("delayed", "data 4", AUTO), ("delayed", "data 2", EXPLICIT), ("delayed", "column", AUTO),
-    ("delayed", "row", EXPLICIT), ("current", "column", EXPLICIT), ("current", "row", AUTO),
-    ("block", "column", EXPLICIT), ("block", "row", AUTO), ("block", "data 2", AUTO),
-    ("float32 wgrad", "row", AUTO),
+    ("delayed", "data 4", AUTO), ("delayed", "row", EXPLICIT), ("current", "column", EXPLICIT),
+    ("current", "data 2", AUTO), ("block", "row", AUTO), ("float32 wgrad", "row", AUTO),
 ]  # fmt: skip
 
 

@@ -1,0 +1,32 @@
+"""Layers and Flax modules of every recipe in more layouts on four devices."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+jax = pytest.importorskip("jax")
+pytest.importorskip("flax.linen")
+import sharded_net  # noqa: E402
+import test_sharding as layers  # noqa: E402
+
+pytestmark = layers.pytestmark
+MORE = [
+    each
+    for each in itertools.product(layers.RECIPES, layers.LAYOUTS, layers.KINDS)
+    # Of 256 rows no quarter is whole blocks.
+    if each not in layers.LAYERS and each[:2] != ("block", "data 4")
+]
+
+
+@pytest.mark.parametrize(("name", "layout", "kind"), MORE, ids=str)
+def test_layers_have_one_devices_bits(name, layout, kind):
+    layers.test_layers_have_one_devices_bits(name, layout, kind)
+
+
+@pytest.mark.parametrize("kind", layers.KINDS, ids=str)
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", sharded_net.RECIPES)
+def test_modules_train_as_on_one_device(name, shape, kind):
+    sharded_net.assert_trains_as_on_one_device(name, shape, kind)
