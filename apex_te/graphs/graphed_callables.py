@@ -268,6 +268,7 @@ class GraphedForward:
 
     Attributes:
         eager: the module's ``forward`` without a graph.
+        keywords: names of the keyword arguments in the capture.
         replayed: the last call outside a recompute replayed the graph, so a recompute does, too.
         first_steps: ``(state, slot)`` of each slot whose scale was found before the capture; calls
             in which one needs its first scale run eagerly.
@@ -295,6 +296,7 @@ class GraphedForward:
         # Made again after a move, a graph replaces the earlier one.
         self.eager: Any = earlier.eager if isinstance(earlier, GraphedForward) else module.forward
         self.takes_first = "is_first_microbatch" in inspect.signature(self.eager).parameters
+        self.keywords = tuple(kwargs)
         self.training = module.training
         self.autocast = _autocast_dtype()
         self.region = region
@@ -352,7 +354,9 @@ class GraphedForward:
             args, kwargs: the call's arguments.
             first: ``is_first_microbatch``.
         """
-        if first is not None and not self.capture.keeps_weights:
+        if self.schedule is not None and not self.capture.keeps_weights:
+            first = None  # Megatron passes it always
+        elif first is not None and not self.capture.keeps_weights:
             raise ValueError(
                 f"{self.owner}: is_first_microbatch must be None where {_NAME} was given "
                 f"fp8_weight_caching=False, got {first}"
@@ -364,7 +368,7 @@ class GraphedForward:
             if self.takes_first:
                 kwargs["is_first_microbatch"] = first
             return self.eager(*args, **kwargs)
-        given = self._checked_inputs(args, kwargs)
+        given = self._checked_inputs(args, self._captured_keywords(kwargs))
         self._check_addresses()
         self.replayed = True
         capture = self.capture
@@ -373,6 +377,20 @@ class GraphedForward:
         results = iter(_Graphed.apply(self, recomputed, first is True, *given, *capture.parameters))
         outputs = [next(results) if isinstance(o, torch.Tensor) else o for o in capture.outputs]
         return pytree.tree_unflatten(outputs, capture.output_spec)
+
+    def _captured_keywords(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns the keyword arguments in the order of the capture, in a graph of a microbatch.
+
+        Those that the capture had not are left out if they are None: Megatron passes them all.
+
+        Args:
+            kwargs: the keyword arguments of a call.
+        """
+        if self.schedule is None:
+            return kwargs
+        found = {name: kwargs[name] for name in self.keywords if name in kwargs}
+        others = {k: v for k, v in kwargs.items() if k not in found and v is not None}
+        return found | others
 
     def _applies(self, first: bool | None) -> bool:
         """Returns True if the graph can stand for this call: same mode, autocast and FP8 region.

@@ -49,7 +49,8 @@ def graph_microbatches(
         fp8_enabled: as in ``make_graphed_callables``, or a bool for each module.
         fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching, num_warmup_iters,
             allow_unused_input, pool: as in ``make_graphed_callables``. With ``fp8_weight_caching``
-            the first microbatch of a step passes ``is_first_microbatch=True``, the others False.
+            the first microbatch of a step passes ``is_first_microbatch=True``, the others False;
+            without, and of modules outside of FP8, the argument is ignored.
 
     Returns:
         A callable for each graph, ordered as ``sample_args``, to call in place of the module, in

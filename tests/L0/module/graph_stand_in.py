@@ -19,6 +19,9 @@ class Graph:
     def replay(self):
         raise AssertionError("nothing was captured")
 
+    def reset(self):
+        self.replay = None
+
 
 def _capture_forward(capture, pool):
     capture.outputs, capture.output_spec = capture._run(contextlib.nullcontext())
@@ -83,9 +86,8 @@ def _in_place(capture):
             module._modes.captured = None
 
 
-@pytest.fixture
-def graphs_on_cpu(monkeypatch, poison):
-    """Have ``make_graphed_callables`` work on the CPU."""
+def install(monkeypatch):
+    """Has graphs be captured and replayed on the CPU, until ``monkeypatch`` is undone."""
 
     def forward_then(capture, pool):
         _capture_forward(capture, pool)
@@ -103,3 +105,9 @@ def graphs_on_cpu(monkeypatch, poison):
     monkeypatch.setattr(graph, "device_of", lambda *args: torch.device("cpu"))
     monkeypatch.setattr(_graph_capture.Capture, "capture_forward", forward_then)
     monkeypatch.setattr(_graph_capture.Capture, "capture_backward", _capture_backward)
+
+
+@pytest.fixture
+def graphs_on_cpu(monkeypatch, poison):
+    """Have ``make_graphed_callables`` work on the CPU."""
+    install(monkeypatch)

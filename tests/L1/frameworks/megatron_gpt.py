@@ -20,7 +20,12 @@ import apex_te  # noqa: F401  Megatron, imported next, finds the alias that this
 # isort: split
 import megatron.core
 import torch
-from megatron.core import dist_checkpointing, fp8_utils, parallel_state
+from megatron.core import (
+    dist_checkpointing,
+    fp8_utils,
+    num_microbatches_calculator,
+    parallel_state,
+)
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -34,7 +39,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer import TransformerConfig, attention
+from megatron.core.transformer import TransformerConfig, attention, cuda_graphs
 from megatron.core.transformer.moe import moe_utils
 from torch.overrides import TorchFunctionMode
 from transformer_engine.pytorch.optimizers import FusedAdam
@@ -123,7 +128,7 @@ def batch(step: int) -> torch.Tensor:
 def loss_of(model: GPTModel, step: int) -> torch.Tensor:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         positions = torch.arange(LENGTH).expand(BATCH, LENGTH)
-        mask = torch.triu(torch.ones(1, 1, LENGTH, LENGTH), 1).bool()  # Megatron always has one
+        mask = torch.triu(torch.ones(BATCH, 1, LENGTH, LENGTH), 1).bool()  # Megatron has one
     ids = batch(step).to(mask.device)
     return model(ids[:, :-1], positions, mask, labels=ids[:, 1:]).mean()
 
@@ -289,6 +294,43 @@ def rank_distributed_optimizer(rank: int, options: dict, steps: int) -> Any:
             optimizer.step()
             losses.append(loss.item())
         return losses, [p.detach().float().cpu() for p in model.parameters()]
+
+
+def rank_graphs(rank: int, options: dict, steps: int) -> list[list[float]]:
+    """Losses without and with the CUDA graphs of layers that Megatron makes; the latter's calls.
+
+    Without a GPU a stand-in runs the captured layers again.
+    """
+    import graph_stand_in
+    import pytest
+
+    found = []
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    num_microbatches_calculator.init_num_microbatches_calculator(rank, None, BATCH, BATCH, 1)
+    for graphs in ({}, {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": []}):
+        with parallel(), pytest.MonkeyPatch.context() as patch:
+            if not torch.cuda.is_available():
+                graph_stand_in.install(patch)
+                patch.setattr(torch.cuda, "empty_cache", lambda: None)
+            model = gpt(**options, **graphs)
+            layers = model.decoder.layers
+            losses = train(model, range(2))
+            if graphs:
+                model.zero_grad_buffer = lambda: None  # DistributedDataParallel has it
+                helper = cuda_graphs.TECudaGraphHelper([model], model.config, LENGTH, BATCH)
+                helper.create_cudagraphs()
+                assert all(len(layer.cuda_graphs) == 1 for layer in layers)
+                for layer in () if torch.cuda.is_available() else layers:
+                    # A call of the layer would ask for the stand-in's replay again.
+                    layer.cuda_graphs[0].capture.forward = layer._te_cuda_graph_capture
+            for layer in layers:
+                layer.current_microbatch = 0
+            losses += train(model, range(2, steps))
+            found.append(losses)
+            if graphs:
+                found.append([layer.cuda_graphs[0].capture.run for layer in layers])
+                helper.delete_cuda_graphs()
+    return found
 
 
 def rank_imports(rank: int) -> dict[str, str]:

@@ -12,6 +12,7 @@ from pins import ROOT, pin
 
 pytest.importorskip("megatron.core")
 
+sys.path.insert(0, str(ROOT / "tests" / "L0" / "module"))
 sys.path.insert(0, str(ROOT / "tests" / "L1" / "distributed"))
 
 import megatron.core
@@ -29,6 +30,9 @@ def close(found: dict[int, Ranks]) -> None:
         with contextlib.suppress(OSError):  # of ranks that were killed
             ranks.run(mg.rank_ends_writers)
         ranks.close()
+
+
+BF16 = {**mg.LLAMA, "bf16": True, "params_dtype": torch.bfloat16}
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +265,15 @@ def check_experts(saved: list[dict], loaded: list[dict]) -> None:
             assert torch.equal(*whole), name
 
 
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise"])
+def test_graphs_of_layers_equal_eager(one, recipe) -> None:
+    """Megatron's helper captures layers by ``make_graphed_callables(_order=)`` and replays them."""
+    options = {**BF16, **mg.FP8.get(recipe, {})}
+    ((eager, graphed, runs),) = one.run(mg.rank_graphs, options, 6)
+    assert graphed == eager
+    assert runs == [4, 4]
+
+
 def test_a_state_dict_of_transformer_engine_loads(one) -> None:
     """Megatron's keys with the ``_extra_state`` of a release that pickles, strictly."""
     values = []
@@ -286,9 +299,6 @@ def gpus(gpu_sets, size: int) -> Ranks:
     if size not in gpu_sets:
         pytest.skip(f"needs {size} GPUs, got {torch.cuda.device_count()}")
     return gpu_sets[size]
-
-
-BF16 = {**mg.LLAMA, "bf16": True, "params_dtype": torch.bfloat16}
 
 
 @pytest.mark.cuda
@@ -370,3 +380,12 @@ def test_weights_in_fp8_are_saved_on_gpus(gpu_sets, tmp_path, recipe) -> None:
     ranks = gpus(gpu_sets, 2)
     for wrong in ranks.run(mg.rank_fp8_weights_saved, options, 2, str(tmp_path / "saved")):
         assert wrong == []
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("recipe", [None, "delayed", "tensorwise"])
+def test_graphs_of_layers_on_a_gpu(gpu_sets, recipe) -> None:
+    options = {**BF16, **mg.FP8.get(recipe, {})}
+    ((eager, graphed, runs),) = gpus(gpu_sets, 1).run(mg.rank_graphs, options, 6)
+    assert graphed == eager
+    assert runs == [4, 4]
