@@ -471,3 +471,25 @@ def test_sharded_rows_stay_where_they_are(kind):
     np.testing.assert_allclose(value, one, rtol=1e-6)
     assert np.array_equal(dx, one_dx)
     np.testing.assert_allclose(dbias, one_dbias, rtol=1e-5, atol=1e-7)
+
+
+def test_a_random_mask_is_that_of_one_device():
+    if len(jax.devices()) < 4:
+        pytest.skip("jax was started before this folder's conftest")
+    P = jax.sharding.PartitionSpec
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=kinds, devices=jax.devices()[:4])
+    x, key = to_jax(torch.randn(8, 33)), jax.random.key_data(jax.random.key(5))
+
+    def total(x, key):
+        y = ops.bias_dropout_add.bias_dropout_add(x, None, x, 0.5, seed=key)
+        return (y**2).sum()
+
+    step = jax.jit(jax.value_and_grad(total))
+    value, dx = step(
+        jax.device_put(x, jax.NamedSharding(mesh, P("d"))),
+        jax.device_put(key, jax.NamedSharding(mesh, P())),
+    )
+    one, one_dx = step(x, key)
+    np.testing.assert_allclose(value, one, rtol=1e-6)
+    assert np.array_equal(dx, one_dx)
