@@ -5,19 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import distributed
 from torch.autograd.function import once_differentiable
 
 from ..comm.collectives import world_size
 from ..comm.groups import check_process_group
-from ..ops.cross_entropy import cross_entropy, cross_entropy_fwd
+from ..comm.split_cross_entropy import (
+    Columns,
+    SplitTargets,
+    own_columns,
+    split_gradient,
+    split_losses,
+    split_targets,
+)
+from ..ops.cross_entropy import cross_entropy
 
 __all__ = ["parallel_cross_entropy"]
 
 _NAME = "parallel_cross_entropy"
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-# Logits that have a float32 copy at a time in backward.
-_WIDE_ELEMENTS = 1 << 26
 
 
 def parallel_cross_entropy(
@@ -58,7 +63,8 @@ def parallel_cross_entropy(
         ValueError: a shape, index or option that does not match.
     """
     check_process_group(_NAME, "group", group)
-    _check(logits, target, label_smoothing, reduction, first_index, vocab_size)
+    _check(logits, target, label_smoothing, reduction)
+    columns = own_columns(_NAME, logits.shape[-1], group, first_index, vocab_size)
     ranks = 1 if group is None else world_size(group)
     if ranks == 1:
         return cross_entropy(
@@ -68,25 +74,12 @@ def parallel_cross_entropy(
             label_smoothing=label_smoothing,
             reduction=reduction,
         )
-    columns = logits.shape[-1]
-    if first_index is None or vocab_size is None:
-        first_index, vocab_size = distributed.get_rank(group) * columns, ranks * columns
-    targets = target.reshape(-1).long()
-    ignored = targets == ignore_index
-    invalid = ~ignored & ((targets < 0) | (targets >= vocab_size))
-    if invalid.device.type == "cpu" and bool(invalid.any()):
-        raise ValueError(
-            f"{_NAME}: target must be in [0, {vocab_size}) or ignore_index {ignore_index}, "
-            f"got {int(targets[invalid][0])}"
-        )
-    losses = _SplitCrossEntropy.apply(
-        logits, targets - first_index, ignored, label_smoothing, vocab_size, group
-    )
-    losses = losses.masked_fill(invalid, float("nan"))
+    targets = split_targets(_NAME, target.reshape(-1), columns, ignore_index)
+    losses = _SplitCrossEntropy.apply(logits, targets, label_smoothing, columns)
     if reduction == "none":
         return losses.view(target.shape)
     total = losses.sum()
-    return total / (~ignored).sum() if reduction == "mean" else total
+    return total / (~targets.ignored).sum() if reduction == "mean" else total
 
 
 def _check(
@@ -94,8 +87,6 @@ def _check(
     target: torch.Tensor,
     label_smoothing: float,
     reduction: str,
-    first_index: int | None,
-    vocab_size: int | None,
 ) -> None:
     """Raises TypeError or ValueError for wrong arguments of ``parallel_cross_entropy``."""
     if logits.dtype not in _DTYPES:
@@ -111,18 +102,6 @@ def _check(
         raise ValueError(f"{_NAME}: label_smoothing must be from 0 to 1, got {label_smoothing}")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{_NAME}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    if (first_index is None) != (vocab_size is None):
-        raise ValueError(
-            f"{_NAME}: vocab_size must be given with first_index and only then, "
-            f"got {vocab_size} and {first_index}"
-        )
-    if first_index is not None and vocab_size is not None:
-        last = vocab_size - logits.shape[-1]
-        if not 0 <= first_index <= last:
-            raise ValueError(
-                f"{_NAME}: first_index must be from 0 to {last} for {logits.shape[-1]} columns of "
-                f"{vocab_size}, got {first_index}"
-            )
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
@@ -132,84 +111,33 @@ class _SplitCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         logits: torch.Tensor,
-        local: torch.Tensor,
-        ignored: torch.Tensor,
+        targets: SplitTargets,
         label_smoothing: float,
-        vocab_size: int,
-        group: Any,
+        columns: Columns,
     ) -> torch.Tensor:
         """Computes the losses.
 
         Args:
             ctx: context of autograd.
             logits: [..., V], this rank's columns.
-            local: [rows], targets counted from this rank's first column.
-            ignored: [rows] bool, True for a row without loss.
-            label_smoothing, vocab_size, group: as for ``parallel_cross_entropy``.
+            targets: the rows' targets.
+            label_smoothing: as for ``parallel_cross_entropy``.
+            columns: this rank's columns.
         """
-        columns = logits.shape[-1]
-        rows = logits.detach().reshape(-1, columns).contiguous()
-        own = (local >= 0) & (local < columns) & ~ignored
-        index = local.clamp(0, columns - 1).unsqueeze(1)
-        largest, sums = _local_sums(rows, own, index, label_smoothing > 0)
-        overall = largest.clone()
-        distributed.all_reduce(overall, op=distributed.ReduceOp.MAX, group=group)
-        # A rank whose logits are all -inf adds nothing, and would give exp(-inf + inf).
-        weight = torch.where(largest == -torch.inf, 0.0, (largest - overall).exp())
-        sums[0] = torch.where(largest == -torch.inf, 0.0, sums[0] * weight)
-        distributed.all_reduce(sums, group=group)
-        log_sum = sums[0].log() + overall
-        loss = (1.0 - label_smoothing) * (log_sum - sums[1])
-        if label_smoothing:
-            loss += label_smoothing * (log_sum - sums[2] / vocab_size)
-        ctx.save_for_backward(rows, own, index, ignored, overall, sums[0])
-        ctx.options = label_smoothing, vocab_size, logits.shape
-        return loss.masked_fill_(ignored, 0.0)
+        rows = logits.detach().reshape(-1, columns.width).contiguous()
+        losses, largest, exp_sum = split_losses(rows, targets, label_smoothing, columns)
+        ctx.save_for_backward(rows, largest, exp_sum, *targets)
+        ctx.options = label_smoothing, columns, logits.shape
+        return losses
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_losses: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, own, index, ignored, overall, exp_sum = ctx.saved_tensors
-        label_smoothing, vocab_size, shape = ctx.options
-        factor = grad_losses.float().masked_fill(ignored, 0.0).unsqueeze(1)
+        rows, largest, exp_sum, *targets = ctx.saved_tensors
+        label_smoothing, columns, shape = ctx.options
         grad = torch.empty_like(rows)
-        count = max(1, _WIDE_ELEMENTS // max(1, rows.shape[1]))
-        for start in range(0, len(rows), count):
-            part = slice(start, start + count)
-            f = factor[part]
-            wide = (rows[part].float() - overall[part].unsqueeze(1)).exp_()
-            wide.mul_(f / exp_sum[part].unsqueeze(1))
-            if label_smoothing:
-                wide.sub_(f * (label_smoothing / vocab_size))
-            hot = torch.where(own[part].unsqueeze(1), f * (1.0 - label_smoothing), 0.0)
-            wide.scatter_(1, index[part], wide.gather(1, index[part]) - hot)
-            grad[part] = wide.masked_fill_(ignored[part].unsqueeze(1), 0.0)
-        return grad.view(shape), None, None, None, None, None
-
-
-def _local_sums(
-    rows: torch.Tensor, own: torch.Tensor, index: torch.Tensor, with_sum: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what this rank's columns contribute to the losses.
-
-    Args:
-        rows: [rows, V], the logits.
-        own: [rows] bool, True where this rank has the target's column.
-        index: [rows, 1], that column, or any column where ``own`` is False.
-        with_sum: compute the sums of logits, too.
-
-    Returns:
-        largest: [rows] float32, the largest logit of each row.
-        sums: [3, rows] float32: the sum of exp(logit - largest), the target's logit or 0, and the
-            sum of the logits or 0.
-    """
-    stats = rows.new_empty(len(rows), 2, dtype=torch.float32)
-    # The op leaves ignored rows out; here the statistics of all rows are wanted, for any target.
-    anything = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    cross_entropy_fwd(rows, anything, stats=stats, ignore_index=-1)
-    sums = rows.new_zeros(3, len(rows), dtype=torch.float32)
-    sums[0] = stats[:, 1]
-    sums[1] = torch.where(own, rows.gather(1, index).squeeze(1).float(), 0.0)
-    if with_sum:
-        sums[2] = rows.sum(1, dtype=torch.float32)
-    return stats[:, 0].contiguous(), sums
+        split_gradient(
+            rows, SplitTargets(*targets), largest, exp_sum, grad_losses, label_smoothing, columns,
+            grad,
+        )  # fmt: skip
+        return grad.view(shape), None, None, None

@@ -12,7 +12,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import distributed
 
+from ..comm.collectives import world_size
+from ..comm.groups import check_process_group
+from ..comm.split_cross_entropy import (
+    Columns,
+    own_columns,
+    split_gradient,
+    split_losses,
+    split_targets,
+)
 from ..fp8.scheme import GemmQuantizers
 from ..fp8.scheme.registry import build_quantizers
 from ..fp8.tensor import QuantizedTensor
@@ -33,6 +43,8 @@ __all__ = ["linear_cross_entropy"]
 # Fewer rows make the products slow: the weight's gradient is read and written for each chunk.
 _CHUNK_BYTES = 320 << 20
 _LEAST_ROWS, _ROW_MULTIPLE = 256, 128
+# Logits of a split vocabulary that have a float32 copy at a time.
+_WIDE_ELEMENTS = 1 << 24
 
 
 def linear_cross_entropy(
@@ -47,6 +59,9 @@ def linear_cross_entropy(
     fp8_recipe: Recipe | None = None,
     chunk_rows: int | None = None,
     weight_grad_dtype: torch.dtype | None = None,
+    tp_group: Any = None,
+    first_index: int | None = None,
+    vocab_size: int | None = None,
 ) -> torch.Tensor:
     """Computes ``cross_entropy(hidden @ weight.T + bias, target)`` a chunk of rows at a time.
 
@@ -54,6 +69,10 @@ def linear_cross_entropy(
     weight's gradient, which is a sum over chunks, is rounded once a chunk. With reductions "mean"
     and "sum" of float32 and bfloat16 the gradients are computed in forward, and backward may run
     only once. Under ``torch.autocast`` hidden states, weight and bias are cast to its dtype.
+
+    With ``tp_group`` each rank has the weight's rows for a part of the vocabulary; hidden states
+    and targets are equal on all ranks. The ranks exchange three float32 numbers for each row, in
+    two all-reduces a chunk, and sum the gradient of the hidden states in one more.
 
     Args:
         hidden: hidden states ``[..., in]`` in float32, float16 or bfloat16.
@@ -70,12 +89,16 @@ def linear_cross_entropy(
         chunk_rows: rows of a chunk; None picks as many as take 320 MiB of logits.
         weight_grad_dtype: dtype in which the chunks' weight gradients are summed, that of
             ``hidden`` or float32; None is that of ``hidden``.
+        tp_group: process group over which the vocabulary is split; None: this rank has all of it.
+        first_index: index in the vocabulary of this rank's first row of ``weight``; None: all ranks
+            have as many rows, in the order of ranks.
+        vocab_size: number of rows of all ranks; to be given with ``first_index``.
 
     Returns:
         The loss in float32: a scalar, or with "none" the losses in the shape of ``target``.
 
     Raises:
-        TypeError: dtypes that do not match.
+        TypeError: dtypes that do not match, or ``tp_group`` is no process group.
         ValueError: a shape or option that does not match, or a recipe with state.
     """
     device_type = hidden.device.type
@@ -95,12 +118,18 @@ def linear_cross_entropy(
             "linear_cross_entropy: fp8_recipe must be a recipe without state, such as "
             f"CurrentScaling or BlockScaling, got {type(fp8_recipe).__name__}"
         )
-    if chunk_rows is None:
-        fitting = _CHUNK_BYTES // (max(1, weight.shape[0]) * hidden.element_size())
+    check_process_group("linear_cross_entropy", "tp_group", tp_group)
+    columns = own_columns(
+        "linear_cross_entropy", weight.shape[0], tp_group, first_index, vocab_size
+    )
+    ranks = 1 if tp_group is None else world_size(tp_group)
+    if chunk_rows is None:  # equal on all ranks, whatever part each has
+        words = max(1, -(-columns.vocabulary // ranks))
+        fitting = _CHUNK_BYTES // (words * hidden.element_size())
         chunk_rows = max(_LEAST_ROWS, fitting // _ROW_MULTIPLE * _ROW_MULTIPLE)
     options = _Options(
         ignore_index, label_smoothing, reduction, fp8_recipe, chunk_rows, sums,
-        needs_autograd(hidden, weight, bias),
+        needs_autograd(hidden, weight, bias), columns if ranks > 1 else None,
     )  # fmt: skip
     rows = hidden.reshape(target.numel(), hidden.shape[-1]).contiguous()
     loss = _LinearCrossEntropy.apply(
@@ -158,6 +187,7 @@ class _Options(NamedTuple):
         ignore_index, label_smoothing, reduction, recipe, chunk_rows: the arguments.
         weight_grad_dtype: dtype in which the chunks' weight gradients are summed.
         differentiated: autograd may ask for a gradient.
+        columns: this rank's part of a vocabulary that is split over ranks; None if it is not.
     """
 
     ignore_index: int
@@ -167,6 +197,7 @@ class _Options(NamedTuple):
     chunk_rows: int
     weight_grad_dtype: torch.dtype
     differentiated: bool
+    columns: Columns | None
 
 
 class _Head:
@@ -189,6 +220,7 @@ class _Head:
         wanted: tuple[bool, bool, bool],
     ) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.columns = options.columns
         self.wanted = wanted
         self.quantizers: GemmQuantizers | None = None
         if options.recipe is not None:
@@ -257,7 +289,12 @@ class _Head:
             self.dweight.addmm_(dlogits.t(), x)
 
     def gradients(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """Returns the gradients of hidden, weight and bias; None for each that is not wanted."""
+        """Returns the gradients of hidden, weight and bias; None for each that is not wanted.
+
+        That of hidden is summed over the ranks that have parts of the vocabulary.
+        """
+        if self.columns is not None and self.dhidden is not None:
+            distributed.all_reduce(self.dhidden, group=self.columns.group)
         return self.dhidden, self.dweight if self.wanted[1] else None, self.dbias
 
 
@@ -289,14 +326,13 @@ class _LinearCrossEntropy(OpFunction):
         for begin in range(0, rows, options.chunk_rows):
             end = min(begin + options.chunk_rows, rows)
             logits = head.logits(begin, end, buffer[: end - begin])
-            losses[begin:end] = cross_entropy_fwd(
+            losses[begin:end] = _losses(
                 logits,
                 target[begin:end],
-                grad=logits if now and any(wanted) else None,
-                stats=None if stats is None else stats[begin:end],
-                num_valid=num_valid,
-                ignore_index=options.ignore_index,
-                label_smoothing=options.label_smoothing,
+                logits if now and any(wanted) else None,
+                None if stats is None else stats[begin:end],
+                num_valid,
+                options,
             )
             if now and any(wanted):
                 head.add_gradients(begin, end, logits)
@@ -332,6 +368,87 @@ class _LinearCrossEntropy(OpFunction):
         return (*found, None, None)
 
 
+def _losses(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    grad: torch.Tensor | None,
+    stats: torch.Tensor | None,
+    num_valid: torch.Tensor | None,
+    options: _Options,
+) -> torch.Tensor:
+    """Returns the losses of a chunk, float32 ``[rows]``.
+
+    Args:
+        logits: ``[rows, vocabulary]``, this rank's columns.
+        target: ``[rows]``.
+        grad: where to write the gradient of the logits, the logits themselves; or None.
+        stats: float32 ``[rows, 2]``, written for ``_gradient``; or None.
+        num_valid: the number of rows that count, by which the gradient is divided; or None.
+        options: the call's options.
+    """
+    columns, smoothing = options.columns, options.label_smoothing
+    if columns is None:
+        return cross_entropy_fwd(
+            logits,
+            target,
+            grad=grad,
+            stats=stats,
+            num_valid=num_valid,
+            ignore_index=options.ignore_index,
+            label_smoothing=smoothing,
+        )
+    targets = split_targets("linear_cross_entropy", target, columns, options.ignore_index)
+    losses, largest, exp_sum = split_losses(logits, targets, smoothing, columns)
+    if stats is not None:
+        stats[:, 0], stats[:, 1] = largest, exp_sum
+    if grad is not None:
+        factor = logits.new_ones(1, dtype=torch.float32) if num_valid is None else 1.0 / num_valid
+        split_gradient(
+            logits, targets, largest, exp_sum, factor, smoothing, columns, grad, _WIDE_ELEMENTS
+        )
+    return losses
+
+
+def _gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    stats: torch.Tensor,
+    factor: torch.Tensor,
+    num_valid: torch.Tensor | None,
+    options: _Options,
+) -> None:
+    """Writes the gradient of a chunk's logits in their place.
+
+    Args:
+        logits: ``[rows, vocabulary]``, this rank's columns.
+        target: ``[rows]``.
+        stats: what ``_losses`` wrote.
+        factor: gradient of the losses, float32, one element or ``[rows]``.
+        num_valid: as for ``_losses``.
+        options: the call's options.
+    """
+    columns, smoothing = options.columns, options.label_smoothing
+    if columns is None:
+        cross_entropy_bwd(
+            logits,
+            target,
+            stats,
+            factor,
+            logits,
+            num_valid=num_valid,
+            ignore_index=options.ignore_index,
+            label_smoothing=smoothing,
+        )
+        return
+    targets = split_targets("linear_cross_entropy", target, columns, options.ignore_index)
+    if num_valid is not None:
+        factor = factor / num_valid
+    split_gradient(
+        logits, targets, stats[:, 0], stats[:, 1], factor, smoothing, columns, logits,
+        _WIDE_ELEMENTS,
+    )  # fmt: skip
+
+
 def _recomputed(
     head: _Head,
     target: torch.Tensor,
@@ -355,15 +472,13 @@ def _recomputed(
     for begin in range(0, rows, options.chunk_rows):
         end = min(begin + options.chunk_rows, rows)
         logits = head.logits(begin, end, buffer[: end - begin])
-        cross_entropy_bwd(
+        _gradient(
             logits,
             target[begin:end],
             stats[begin:end],
             factor if factor.numel() == 1 else factor[begin:end],
-            logits,
-            num_valid=num_valid,
-            ignore_index=options.ignore_index,
-            label_smoothing=options.label_smoothing,
+            num_valid,
+            options,
         )
         head.add_gradients(begin, end, logits)
     return head.gradients()

@@ -1,12 +1,16 @@
 """Cross entropy of a split vocabulary on 2 and 3 ranks: losses and gradients of one rank."""
 
+import sys
+
 import pytest
 import torch
 from conftest import _ranks
 
+from apex_te import linear_cross_entropy
 from apex_te.distributed import parallel_cross_entropy
 from apex_te.integrations.transformer_engine.pytorch import cross_entropy as te
 from apex_te.ops import cross_entropy as op
+from apex_te.recipe import CurrentScaling
 
 ROWS = (3, 7)
 OPTIONS = {
@@ -196,6 +200,146 @@ def test_wrong_arguments(two_ranks):
     assert len(messages) == len(expected)
     for message, start in zip(messages, expected, strict=True):
         assert message.startswith(start), message
+
+
+HIDDEN = 24
+
+
+def head(dtype, vocab, bias):
+    """Hidden states, weight, bias and targets of a head; some targets are ignored."""
+    generator = torch.Generator().manual_seed(vocab)
+    x = torch.randn(*ROWS, HIDDEN, generator=generator).to(dtype)
+    w = (torch.randn(vocab, HIDDEN, generator=generator) / 4).to(dtype)
+    b = torch.randn(vocab, generator=generator).to(dtype) if bias else None
+    return x, w, b, make(dtype, vocab)[1]
+
+
+def _head(rank, dtype, sizes, options, bias=True, fp8=False, int32=False):
+    """Loss, and gradients of hidden states and of this rank's rows of weight and bias."""
+    device = _device(rank)
+    x, w, b, target = head(dtype, sum(sizes), bias)
+    start = sum(sizes[:rank])
+    part = slice(start, start + sizes[rank])
+    given = [x, w[part], None if b is None else b[part]]
+    given = [None if t is None else t.to(device).requires_grad_() for t in given]
+    uneven = {"first_index": start, "vocab_size": sum(sizes)} if len(set(sizes)) > 1 else {}
+    loss = linear_cross_entropy(
+        given[0],
+        given[1],
+        target.to(device, torch.int32 if int32 else torch.int64),
+        given[2],
+        tp_group=torch.distributed.group.WORLD,
+        fp8_recipe=CurrentScaling() if fp8 else None,
+        **options,
+        **uneven,
+    )
+    factor = torch.linspace(0.5, 2.0, loss.numel()).view(loss.shape).to(device)
+    grads = torch.autograd.grad((loss * factor).sum(), [t for t in given if t is not None])
+    return loss.detach().cpu(), [grad.cpu() for grad in grads]
+
+
+def check_head(ranks, dtype, sizes, options, bias=True):
+    results = ranks.run(_head, dtype, sizes, options, bias)
+    x, w, b, target = head(dtype, sum(sizes), bias)
+    wide = [None if t is None else t.double().requires_grad_() for t in (x, w, b)]
+    plain = {k: v for k, v in options.items() if k != "chunk_rows"}
+    logits = torch.nn.functional.linear(*wide).flatten(0, -2)
+    loss = torch.nn.functional.cross_entropy(logits, target.flatten(), **plain)
+    loss = loss.view(target.shape) if plain.get("reduction") == "none" else loss
+    factor = torch.linspace(0.5, 2.0, loss.numel()).view(loss.shape)
+    expected = torch.autograd.grad((loss * factor).sum(), [t for t in wide if t is not None])
+    step = {torch.float32: 2**-20, torch.float16: 2**-9, torch.bfloat16: 2**-6}[dtype]
+    for found, (dx, *_) in results:
+        assert torch.equal(found, results[0][0])
+        assert torch.equal(dx, results[0][1][0])
+        assert (found.double() - loss).abs().max() <= 4 * step * loss.abs().max()
+    joined = [torch.cat(parts) for parts in zip(*(grads[1:] for _, grads in results), strict=True)]
+    for found, wanted in zip([results[0][1][0], *joined], expected, strict=True):
+        assert found.dtype is dtype
+        assert (found.double() - wanted).abs().max() <= 4 * step * wanted.abs().max() + 1e-7
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_head_against_one_rank(all_ranks, size, name, reduction):
+    options = {**OPTIONS[name], "reduction": reduction, "chunk_rows": 4}
+    check_head(_ranks(all_ranks, size, "gloo"), torch.float32, (17,) * size, options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("sizes", [(13, 28), (40, 1), (9, 2, 6)])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_head_of_uneven_parts(all_ranks, sizes, dtype, reduction):
+    options = {**OPTIONS["ignored and smooth"], "reduction": reduction}
+    check_head(_ranks(all_ranks, len(sizes), "gloo"), dtype, sizes, options, bias=False)
+
+
+def _small_chunks(rank, sizes):
+    """The head in as many chunks on each rank as its default takes, which is rows of few bytes."""
+    module = sys.modules["apex_te.module.linear_cross_entropy"]
+    names = ("_CHUNK_BYTES", "_LEAST_ROWS", "_ROW_MULTIPLE")
+    before = [getattr(module, name) for name in names]
+    for name, value in zip(names, (2 * 4 * sum(sizes), 1, 1), strict=True):
+        setattr(module, name, value)
+    try:
+        return _head(rank, torch.float32, sizes, {})
+    finally:
+        for name, value in zip(names, before, strict=True):
+            setattr(module, name, value)
+
+
+def test_uneven_parts_have_as_many_chunks(two_ranks):
+    found = two_ranks.run(_small_chunks, (40, 1))
+    expected = two_ranks.run(_head, torch.float32, (40, 1), {"chunk_rows": 4})
+    for (loss, _), (wanted, _) in zip(found, expected, strict=True):
+        assert torch.equal(loss, wanted)
+
+
+def test_head_in_fp8(two_ranks):
+    """Near the head in float32, and other than it."""
+    exact = two_ranks.run(_head, torch.float32, (32, 32), {})
+    found = two_ranks.run(_head, torch.float32, (32, 32), {}, True, True, True)
+    for (loss, grads), (wanted, others) in zip(found, exact, strict=True):
+        assert abs(loss - wanted) < 0.05 * wanted
+        for grad, other in zip(grads, others, strict=True):
+            assert 0 < (grad - other).norm() < 0.15 * other.norm()
+
+
+def _wrong_head(rank):
+    found = []
+    x, w, b, target = head(torch.float32, 8, True)
+    for changed in (
+        {"tp_group": 3},
+        {"first_index": 3},
+        {"first_index": 9, "vocab_size": 16},
+        {"target": target + 9},
+    ):
+        options = {"target": target, "tp_group": torch.distributed.group.WORLD, **changed}
+        try:
+            linear_cross_entropy(x, w, bias=b, **options)
+        except (TypeError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def test_wrong_arguments_of_a_head(two_ranks):
+    expected = [
+        "TypeError: linear_cross_entropy: tp_group must be a torch.distributed.ProcessGroup",
+        "ValueError: linear_cross_entropy: vocab_size must be given with first_index",
+        "ValueError: linear_cross_entropy: first_index must be from 0 to 8 for 8 columns of 16",
+        "ValueError: linear_cross_entropy: target must be in [0, 16) or ignore_index -100",
+    ]
+    messages = two_ranks.run(_wrong_head)[0]
+    assert len(messages) == len(expected)
+    for message, start in zip(messages, expected, strict=True):
+        assert message.startswith(start), message
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_on_two_gpus(two_gpus, dtype):
+    check_head(two_gpus, dtype, (264, 264), OPTIONS["ignored and smooth"])
 
 
 @pytest.mark.cuda

@@ -1,0 +1,206 @@
+"""Losses and gradients of logits whose columns, the vocabulary, are split over ranks."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from ..ops.cross_entropy import cross_entropy_fwd
+from .collectives import world_size
+
+__all__ = ["Columns", "SplitTargets", "own_columns", "split_gradient", "split_losses",
+           "split_targets"]  # fmt: skip
+
+
+class Columns(NamedTuple):
+    """Columns of the vocabulary that a rank has.
+
+    Attributes:
+        first: index in the vocabulary of the rank's first column.
+        width: number of the rank's columns.
+        vocabulary: number of columns of all ranks.
+        group: process group of the ranks.
+    """
+
+    first: int
+    width: int
+    vocabulary: int
+    group: Any
+
+
+class SplitTargets(NamedTuple):
+    """Targets of rows, as a rank with some of the columns sees them.
+
+    Attributes:
+        column: ``[rows, 1]`` int64, the target's column on this rank; any column where the rank has
+            not got it.
+        own: ``[rows]`` bool, True where this rank has the target's column.
+        ignored: ``[rows]`` bool, True for rows without loss.
+        invalid: ``[rows]`` bool, True for targets outside of the vocabulary.
+    """
+
+    column: torch.Tensor
+    own: torch.Tensor
+    ignored: torch.Tensor
+    invalid: torch.Tensor
+
+
+def own_columns(
+    name: str, count: int, group: Any, first_index: int | None, vocab_size: int | None
+) -> Columns:
+    """Returns this rank's columns.
+
+    Args:
+        name: name of the public function, for errors.
+        count: number of this rank's columns.
+        group: process group of the ranks.
+        first_index: index in the vocabulary of this rank's first column; None: all ranks have as
+            many columns, in the order of ranks.
+        vocab_size: number of columns of all ranks; to be given with ``first_index``.
+
+    Raises:
+        ValueError: only one of the last two is given, or they do not fit.
+    """
+    if (first_index is None) != (vocab_size is None):
+        raise ValueError(
+            f"{name}: vocab_size must be given with first_index and only then, "
+            f"got {vocab_size} and {first_index}"
+        )
+    if first_index is None or vocab_size is None:
+        ranks = 1 if group is None else world_size(group)
+        rank = 0 if ranks == 1 else distributed.get_rank(group)
+        return Columns(rank * count, count, ranks * count, group)
+    last = vocab_size - count
+    if not 0 <= first_index <= last:
+        raise ValueError(
+            f"{name}: first_index must be from 0 to {last} for {count} columns of "
+            f"{vocab_size}, got {first_index}"
+        )
+    return Columns(first_index, count, vocab_size, group)
+
+
+def split_targets(
+    name: str, target: torch.Tensor, columns: Columns, ignore_index: int
+) -> SplitTargets:
+    """Returns the targets as this rank sees them.
+
+    Args:
+        name: name of the public function, for errors.
+        target: ``[rows]``, indices into the whole vocabulary.
+        columns: this rank's columns.
+        ignore_index: target of rows without loss.
+
+    Raises:
+        ValueError: on the CPU, a target is outside of the vocabulary and not ``ignore_index``.
+    """
+    target = target.long()
+    ignored = target == ignore_index
+    invalid = ~ignored & ((target < 0) | (target >= columns.vocabulary))
+    if invalid.device.type == "cpu" and bool(invalid.any()):
+        raise ValueError(
+            f"{name}: target must be in [0, {columns.vocabulary}) or ignore_index {ignore_index}, "
+            f"got {int(target[invalid][0])}"
+        )
+    local = target - columns.first
+    own = (local >= 0) & (local < columns.width) & ~ignored
+    return SplitTargets(local.clamp(0, columns.width - 1).unsqueeze(1), own, ignored, invalid)
+
+
+def split_losses(
+    rows: torch.Tensor, targets: SplitTargets, label_smoothing: float, columns: Columns
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes losses by one all-reduce by maximum and one by sum.
+
+    Args:
+        rows: ``[rows, columns]``, this rank's logits.
+        targets: the rows' targets.
+        label_smoothing: in [0, 1].
+        columns: this rank's columns.
+
+    Returns:
+        losses: ``[rows]`` float32, 0 for ignored rows, NaN for invalid targets.
+        largest: ``[rows]`` float32, the largest logit of each row on any rank.
+        exp_sum: ``[rows]`` float32, the sum of exp(logit - largest) over all ranks.
+    """
+    own_largest, sums = _local_sums(rows, targets, label_smoothing > 0)
+    largest = own_largest.clone()
+    distributed.all_reduce(largest, op=distributed.ReduceOp.MAX, group=columns.group)
+    # A rank whose logits are all -inf adds nothing, and would give exp(-inf + inf).
+    nothing = own_largest == -torch.inf
+    sums[0] = torch.where(nothing, 0.0, sums[0] * (own_largest - largest).exp())
+    distributed.all_reduce(sums, group=columns.group)
+    log_sum = sums[0].log() + largest
+    losses = (1.0 - label_smoothing) * (log_sum - sums[1])
+    if label_smoothing:
+        losses += label_smoothing * (log_sum - sums[2] / columns.vocabulary)
+    losses = losses.masked_fill_(targets.ignored, 0.0).masked_fill_(targets.invalid, torch.nan)
+    return losses, largest, sums[0]
+
+
+def split_gradient(
+    rows: torch.Tensor,
+    targets: SplitTargets,
+    largest: torch.Tensor,
+    exp_sum: torch.Tensor,
+    factor: torch.Tensor,
+    label_smoothing: float,
+    columns: Columns,
+    out: torch.Tensor,
+    wide_elements: int = 1 << 26,
+) -> None:
+    """Writes the gradient of this rank's logits, 0 for rows without a valid target.
+
+    Nothing is exchanged.
+
+    Args:
+        rows: ``[rows, columns]``, this rank's logits.
+        targets: the rows' targets.
+        largest, exp_sum: what ``split_losses`` returned.
+        factor: float32 ``[rows]`` or ``[1]``, gradients of the losses.
+        label_smoothing: as for ``split_losses``.
+        columns: this rank's columns.
+        out: ``[rows, columns]``, which may be ``rows``.
+        wide_elements: logits that have a float32 copy at a time.
+    """
+    without = targets.ignored | targets.invalid
+    factor = factor.float().expand(len(rows)).masked_fill(without, 0.0).unsqueeze(1)
+    count = max(1, wide_elements // max(1, rows.shape[1]))
+    for start in range(0, len(rows), count):
+        part = slice(start, start + count)
+        f, index = factor[part], targets.column[part]
+        wide = (rows[part].float() - largest[part].unsqueeze(1)).exp_()
+        wide.mul_(f / exp_sum[part].unsqueeze(1))
+        if label_smoothing:
+            wide.sub_(f * (label_smoothing / columns.vocabulary))
+        hot = torch.where(targets.own[part].unsqueeze(1), f * (1.0 - label_smoothing), 0.0)
+        wide.scatter_(1, index, wide.gather(1, index) - hot)
+        out[part] = wide.masked_fill_(targets.ignored[part].unsqueeze(1), 0.0)
+
+
+def _local_sums(
+    rows: torch.Tensor, targets: SplitTargets, with_sum: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what this rank's columns contribute to the losses.
+
+    Args:
+        rows: ``[rows, columns]``, the logits.
+        targets: the rows' targets.
+        with_sum: compute the sums of logits, too.
+
+    Returns:
+        largest: ``[rows]`` float32, the largest logit of each row.
+        sums: ``[3, rows]`` float32: the sum of exp(logit - largest), the target's logit or 0, and
+            the sum of the logits or 0.
+    """
+    stats = rows.new_empty(len(rows), 2, dtype=torch.float32)
+    # The op leaves ignored rows out; here the statistics of all rows are wanted, for any target.
+    anything = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    cross_entropy_fwd(rows, anything, stats=stats, ignore_index=-1)
+    sums = rows.new_zeros(3, len(rows), dtype=torch.float32)
+    sums[0] = stats[:, 1]
+    sums[1] = torch.where(targets.own, rows.gather(1, targets.column).squeeze(1).float(), 0.0)
+    if with_sum:
+        sums[2] = rows.sum(1, dtype=torch.float32)
+    return stats[:, 0].contiguous(), sums
