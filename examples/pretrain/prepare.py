@@ -55,9 +55,11 @@ class Source(NamedTuple):
 
 
 def default_folders() -> list[Path]:
-    """Returns the folders of the running Python's library and packages."""
+    """Returns the folders of the running Python's library and packages, those that exist."""
     names = [sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")]
-    return [Path(name) for name in dict.fromkeys([*names, *site.getsitepackages()])]
+    # Debian's Python also names folders for packages that it would install, if there were any.
+    folders = map(Path, dict.fromkeys([*names, *site.getsitepackages()]))
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _rank(name: str) -> bytes:

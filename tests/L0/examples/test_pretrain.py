@@ -98,6 +98,13 @@ def test_sources_do_not_follow_the_alphabet_and_obey_a_limit(texts):
         prepare.find_sources([texts / "nowhere"])
 
 
+def test_default_folders_exist(monkeypatch, tmp_path):
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(tmp_path), str(tmp_path / "none")])
+    found = prepare.default_folders()
+    assert tmp_path in found
+    assert all(folder.is_dir() for folder in found)
+
+
 def test_a_single_file_is_an_error(texts, tmp_path):
     with pytest.raises(ValueError, match="places must hold text for training and for evaluation"):
         prepare.prepare([texts / "again.md"], tmp_path, VOCABULARY, workers=1)
