@@ -14,7 +14,7 @@ from . import _checks
 from ._rows import rowwise as over_rows
 from .fp8_output import copies, sides
 
-__all__ = ["CurrentScaleOutput", "current_scale", "tensor_amax"]
+__all__ = ["CurrentScaleOutput", "amax_results", "current_scale", "local_amax", "tensor_amax"]
 
 _S = jax.ShapeDtypeStruct
 _ONE = _S((1,), jnp.float32)
@@ -79,12 +79,12 @@ def current_scale(
 
     def whole(x: jax.Array) -> tuple[jax.Array, ...]:
         results = copies("current_scale", x.shape, dtype, rowwise, columnwise)
-        results |= {"scale": _ONE, "scale_inv": _ONE, **_amax_results()}
+        results |= {"scale": _ONE, "scale_inv": _ONE, **amax_results()}
         made = call("current_scale", "current_scale_fwd", results, x=x, **options)
         return tuple(made[name] for name in (*names, "amax"))
 
     def reduced(reduce: Callable[..., jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
-        amax = reduce("amax", _local_amax(x)[0])
+        amax = reduce("amax", local_amax(x)[0])
         return *cast(x, amax), amax
 
     dims = {"rowwise": "r c", "columnwise": "c r", "scale": "_", "scale_inv": "_"}
@@ -103,13 +103,14 @@ def _output(made: dict[str, jax.Array]) -> CurrentScaleOutput:
     return CurrentScaleOutput(*(made.get(name) for name in CurrentScaleOutput._fields))
 
 
-def _amax_results() -> dict[str, Any]:
+def amax_results() -> dict[str, Any]:
     """Returns what a call that computes an amax writes for it."""
     return {"amax": _ONE, "workspace": _S((scratch_sizes.MAX_AMAXES,), jnp.float32)}
 
 
-def _local_amax(x: jax.Array) -> tuple[jax.Array]:
-    return (call("current_scale", "current_scale_amax", _amax_results(), x=x)["amax"],)
+def local_amax(x: jax.Array) -> tuple[jax.Array]:
+    """Returns max |x| of one device's part of a matrix."""
+    return (call("current_scale", "current_scale_amax", amax_results(), x=x)["amax"],)
 
 
 def tensor_amax(x: jax.Array) -> jax.Array:
@@ -120,4 +121,4 @@ def tensor_amax(x: jax.Array) -> jax.Array:
     """
     x = _checks.matrix("current_scale", "x", x)
     rule = "x: r c -> amax: ^"
-    return over_rows("current_scale_amax", rule, _local_amax, split="r c")(x)[0]
+    return over_rows("current_scale_amax", rule, local_amax, split="r c")(x)[0]

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from .._call import call
-from . import _checks, hif8
-from .fp8_gemm import bias_dtype
-from .mx_quantize import mx_dequantize
+from . import _checks, hif8, mx_quantize
+from .fp8_gemm import bias_dtype, shared_product
 
 __all__ = ["hif8_gemm", "mx_gemm"]
 
@@ -28,6 +27,7 @@ def mx_gemm(
     *,
     out_dtype: Any = jnp.bfloat16,
     bias: jax.Array | None = None,
+    inner: int = 1,
 ) -> jax.Array:
     """Computes out[M, N] = a @ b.T + bias of MXFP8 operands as ``mx_quantize`` makes them.
 
@@ -40,6 +40,7 @@ def mx_gemm(
         b_scale: [N, ceil(K / 32)] float8_e8m0fnu.
         out_dtype: float32, float16 or bfloat16.
         bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
+        inner: as in ``fp8_gemm``.
 
     Raises:
         TypeError: an argument of another dtype.
@@ -47,10 +48,10 @@ def mx_gemm(
     """
 
     def decoded(dtype: Any, a: Any, b: Any, a_scale: Any, b_scale: Any) -> tuple[Any, Any]:
-        return mx_dequantize(a, a_scale, dtype=dtype), mx_dequantize(b, b_scale, dtype=dtype)
+        return mx_quantize.decoded(a, a_scale, dtype), mx_quantize.decoded(b, b_scale, dtype)
 
-    operands = (a, b, a_scale, b_scale)
-    return _product("mx_gemm", operands, decoded, False, out_dtype, bias)
+    operands, dims = (a, b, a_scale, b_scale), ("m k/32", "n k/32")
+    return _product("mx_gemm", operands, dims, decoded, False, out_dtype, bias, inner)
 
 
 def hif8_gemm(
@@ -61,6 +62,7 @@ def hif8_gemm(
     *,
     out_dtype: Any = jnp.bfloat16,
     bias: jax.Array | None = None,
+    inner: int = 1,
 ) -> jax.Array:
     """Computes out[M, N] = (a @ b.T) * a_scale_inv * b_scale_inv + bias of HiF8 data.
 
@@ -71,6 +73,7 @@ def hif8_gemm(
         b_scale_inv: one float32 element.
         out_dtype: float32, float16 or bfloat16.
         bias: [N], converted to the output's dtype, or to bfloat16 for a float32 output.
+        inner: as in ``fp8_gemm``.
 
     Raises:
         TypeError: an argument of another dtype.
@@ -84,36 +87,40 @@ def hif8_gemm(
     a_scale_inv = _checks.is_scalar(name, "a_scale_inv", a_scale_inv)
     b_scale_inv = _checks.is_scalar(name, "b_scale_inv", b_scale_inv)
     operands = (a, b, a_scale_inv, b_scale_inv)
-    return _product(name, operands, decoded, True, out_dtype, bias)
+    return _product(name, operands, ("_", "_"), decoded, True, out_dtype, bias, inner)
 
 
 def _product(
     name: str,
     operands: tuple[jax.Array, ...],
+    dims: tuple[str, str],
     decoded: Callable[..., tuple[jax.Array, jax.Array]],
     is_scaled: bool,
     out_dtype: Any,
     bias: Any,
+    inner: int,
 ) -> jax.Array:
     """Computes a @ b.T of decoded operands, times their scales where those are one for each.
 
     Args:
         name: the function, for errors.
         operands: a, b and the scales of both.
+        dims: dimensions of the scales in a rule.
         decoded: function of a dtype and the operands that returns the values of a and b.
         is_scaled: the scales are left to the product.
         out_dtype: dtype of the result.
         bias: [N] or None.
+        inner: number of dimensions that K stands for.
     """
     a, b = (_checks.array(name, each, x) for each, x in zip("ab", operands, strict=False))
-    if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[1]:
+    if min(a.ndim, b.ndim) <= inner or a.shape[-inner:] != b.shape[-inner:]:
         raise ValueError(
             f"{name}: a and b must be [M, K] and [N, K], got {list(a.shape)} and {list(b.shape)}"
         )
-    shape, dtype = (a.shape[0], b.shape[0]), _checks.float_dtype_of(name, "out", out_dtype)
+    dtype = _checks.float_dtype_of(name, "out", out_dtype)
     rest = {}
     if bias is not None:
-        bias = _checks.has_shape(name, "bias", jnp.asarray(bias), shape[1:])
+        bias = _checks.has_shape(name, "bias", jnp.asarray(bias), b.shape[: b.ndim - inner])
         rest["bias"] = bias.astype(bias_dtype(dtype))
 
     def on_cpu(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
@@ -122,7 +129,7 @@ def _product(
         one = jnp.ones(1, jnp.float32)
         scales = (a_scale, b_scale) if is_scaled else (one, one)
         given = {"product": product, "a_scale_inv": scales[0], "b_scale_inv": scales[1], **rest}
-        results = {"out": jax.ShapeDtypeStruct(shape, dtype)}
+        results = {"out": jax.ShapeDtypeStruct(product.shape, dtype)}
         return call("fp8_gemm", "fp8_gemm_epilogue", results, **given, accumulate=False)["out"]
 
     def on_gpu(a: Any, b: Any, a_scale: Any, b_scale: Any, rest: Any) -> jax.Array:
@@ -134,4 +141,9 @@ def _product(
             product = product + rest["bias"].astype(jnp.float32)
         return product.astype(dtype)
 
-    return jax.lax.platform_dependent(*operands, rest, cpu=on_cpu, cuda=on_gpu)
+    def product(*given: Any) -> jax.Array:
+        return jax.lax.platform_dependent(*given, cpu=on_cpu, cuda=on_gpu)
+
+    names = ("a_scale_inv", "b_scale_inv")
+    scales = {n: (d, x) for n, d, x in zip(names, dims, operands[2:], strict=True)}
+    return shared_product(name, product, {"a": a, "b": b}, scales, rest, inner)

@@ -17,7 +17,7 @@ from . import _checks
 from ._rows import rowwise
 from .block_quantize import scale_dims, unpadded, with_padding
 
-__all__ = ["bias_dtype", "block_scaled_gemm", "fp8_gemm"]
+__all__ = ["bias_dtype", "block_scaled_gemm", "fp8_gemm", "shared_product"]
 
 _S = jax.ShapeDtypeStruct
 _MULTIPLE = 16  # cuBLASLt reads FP8 operands in 16-byte units along K and writes N in units of 16
@@ -99,7 +99,7 @@ def _empty(a: Any, b: Any, rest: dict[str, jax.Array], dtype: Any, inner: int) -
     return _sum_of(out, {"c": rest["c"]}) if "c" in rest else out
 
 
-def _shared_product(
+def shared_product(
     name: str,
     product: Callable[..., jax.Array],
     operands: dict[str, jax.Array],
@@ -207,7 +207,7 @@ def fp8_gemm(
         return jax.lax.platform_dependent(a, b, given, rest, cpu=on_cpu, cuda=on_gpu)
 
     whole = {name: ("_", scale) for name, scale in scales.items()}
-    return _shared_product("fp8_gemm", product, {"a": a, "b": b}, whole, rest, inner)
+    return shared_product("fp8_gemm", product, {"a": a, "b": b}, whole, rest, inner)
 
 
 def block_scaled_gemm(
@@ -293,4 +293,4 @@ def block_scaled_gemm(
         if x.ndim == 2:
             scale_inv = unpadded(scale_inv, x.shape, block_rows)
         scales[f"{side}_scale_inv"] = scale_dims(letter, "k", block_rows), scale_inv
-    return _shared_product(name, product, {"a": a, "b": b}, scales, rest, inner)
+    return shared_product(name, product, {"a": a, "b": b}, scales, rest, inner)

@@ -51,7 +51,7 @@ def sides(
         ValueError: ``flatten_axis`` leaves no rows or no columns.
     """
     if flatten_axis is None:
-        return _checks.matrix(function, "x", x), {"r": 1, "c": 1}
+        return _checks.matrix_to_cast(function, x), {"r": 1, "c": 1}
     x = _checks.has_dtype(function, "x", x, _checks.FLOATS)
     rows = flatten_axis + x.ndim if flatten_axis < 0 else flatten_axis
     if not 0 < rows < x.ndim:

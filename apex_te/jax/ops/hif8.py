@@ -7,15 +7,17 @@ to 1: magnitudes of 2^-3 to 15 have 3. The largest finite value is 32768, the sm
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ...runtime import scratch_sizes
 from .._call import call
 from . import _checks
-from .fp8_output import copies
+from ._rows import rowwise as over_rows
+from .current_scale import amax_results, local_amax
+from .fp8_output import copies, sides
 
 __all__ = [
     "HIF8_15",
@@ -35,6 +37,9 @@ _LARGEST = 32768.0
 _FLOAT32_MAX = float(jnp.finfo(jnp.float32).max)
 _S = jax.ShapeDtypeStruct
 _ONE = _S((1,), jnp.float32)
+_DIMS = {
+    "rowwise": "r c", "columnwise": "c r", "scale": "_", "scale_inv": "_", "amax": "^",
+}  # fmt: skip
 
 
 class HiF8Output(NamedTuple):
@@ -100,6 +105,7 @@ def quantize(
     columnwise: bool = True,
     amax: jax.Array | None = None,
     saturate: bool = True,
+    flatten_axis: int | None = None,
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale) with a given scale, in one pass.
 
@@ -111,18 +117,31 @@ def quantize(
         amax: one float32 element, of which and of max |x| the result's ``amax`` is the larger; NaN
             counts as largest.
         saturate: as in ``encode``.
+        flatten_axis: as in ``cast_transpose``.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: a shape that does not match, or neither copy asked for.
     """
     name = "hif8_quantize"
-    given = {"x": _checks.matrix_to_cast(name, x), "scale": _checks.is_scalar(name, "scale", scale)}
+    x, ranks = sides(name, x, flatten_axis)
+    inputs = {"x": x, "scale": _checks.is_scalar(name, "scale", scale)}
     if amax is not None:
-        given["amax"] = _checks.is_scalar(name, "amax", amax)
-    results = copies(name, given["x"].shape, "uint8", rowwise, columnwise) | {"scale_inv": _ONE}
-    made = call("hif8", name, results, **given, saturate=bool(saturate))
-    made["scale"] = given["scale"]
+        inputs["amax"] = _checks.is_scalar(name, "amax", amax)
+    names = [*copies(name, (1, 1), "uint8", rowwise, columnwise), "scale_inv"]
+    names += [] if amax is None else ["amax"]
+
+    def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        given = dict(zip(inputs, arrays, strict=True))
+        results = copies(name, given["x"].shape, "uint8", rowwise, columnwise)
+        results["scale_inv"] = _S(given["scale"].shape, jnp.float32)
+        made = call("hif8", name, results, **given, saturate=bool(saturate))
+        return tuple(made[each] for each in names)
+
+    rule = ", ".join(f"{n}: {'r c' if n == 'x' else '_'}" for n in inputs)
+    rule += " -> " + ", ".join(f"{n}: {_DIMS[n]}" for n in names)
+    found = over_rows(name, rule, body, split="r c", ranks=ranks)(*inputs.values())
+    made = {**dict(zip(names, found, strict=True)), "scale": inputs["scale"]}
     return HiF8Output(*(made.get(each) for each in HiF8Output._fields))
 
 
@@ -136,6 +155,7 @@ def quantize_current(
     pow2: bool = False,
     amax: jax.Array | None = None,
     saturate: bool = True,
+    flatten_axis: int | None = None,
 ) -> HiF8Output:
     """Quantizes q = encode(float(x) * scale), scale = target / max |x|.
 
@@ -153,6 +173,7 @@ def quantize_current(
         pow2: round the scale down to a power of two.
         amax: one float32 element to use instead of max |x|.
         saturate: as in ``encode``.
+        flatten_axis: as in ``cast_transpose``.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -160,19 +181,38 @@ def quantize_current(
             range.
     """
     name = "hif8_current" if amax is None else "hif8_cast"
-    x = _checks.matrix_to_cast("hif8_current", x)
+    x, ranks = sides("hif8_current", x, flatten_axis)
     if not 0.0 < target <= _LARGEST:
         raise ValueError(f"{name}: target must be above 0 and at most 32768, got {target:g}")
     if not 0.0 <= eps <= _FLOAT32_MAX:
         raise ValueError(f"{name}: eps must be zero or more and finite, got {eps:g}")
-    results = copies(name, x.shape, "uint8", rowwise, columnwise)
-    results |= {"scale": _ONE, "scale_inv": _ONE}
+    names = [*copies(name, (1, 1), "uint8", rowwise, columnwise), "scale", "scale_inv"]
     options = {"target": float(target), "eps": float(eps), "pow2": bool(pow2)}
     options["saturate"] = bool(saturate)
+
+    def run(function: str, names: list[str], results: Any, **given: Any) -> tuple[jax.Array, ...]:
+        results = {**copies(function, given["x"].shape, "uint8", rowwise, columnwise), **results}
+        made = call("hif8", function, results, **given, **options)
+        return tuple(made[each] for each in names)
+
+    def cast(x: jax.Array, amax: jax.Array) -> tuple[jax.Array, ...]:
+        return run("hif8_cast", names, {"scale": _ONE, "scale_inv": _ONE}, x=x, amax=amax)
+
+    def whole(x: jax.Array) -> tuple[jax.Array, ...]:
+        results = {"scale": _ONE, "scale_inv": _ONE, **amax_results()}
+        return run("hif8_current", [*names, "amax"], results, x=x)
+
+    def reduced(reduce: Callable[..., jax.Array], x: jax.Array) -> tuple[jax.Array, ...]:
+        amax = reduce("amax", local_amax(x)[0])
+        return *cast(x, amax), amax
+
+    made = ", ".join(f"{n}: {_DIMS[n]}" for n in names)
     if amax is None:
-        results |= {"amax": _ONE, "workspace": _S((scratch_sizes.MAX_AMAXES,), jnp.float32)}
-        made = call("hif8", name, results, x=x, **options)
+        rule = f"x: r c -> {made}, amax: ^"
+        fused = over_rows(name, rule, whole, split="r c", ranks=ranks, reduced=reduced)
+        found = dict(zip([*names, "amax"], fused(x), strict=True))
     else:
         amax = _checks.is_scalar(name, "amax", amax)
-        made = {**call("hif8", name, results, x=x, amax=amax, **options), "amax": amax}
-    return HiF8Output(*(made.get(each) for each in HiF8Output._fields))
+        plain = over_rows(name, f"x: r c, amax: _ -> {made}", cast, split="r c", ranks=ranks)
+        found = {**dict(zip(names, plain(x, amax), strict=True)), "amax": amax}
+    return HiF8Output(*(found.get(each) for each in HiF8Output._fields))

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from .._call import call
 from . import _checks
+from ._rows import rowwise as over_rows
+from .fp8_output import sides
 
 __all__ = ["MXQuantized", "mx_dequantize", "mx_quantize"]
 
@@ -40,6 +42,7 @@ def mx_quantize(
     rowwise: bool = True,
     columnwise: bool = True,
     rounding: str = "up",
+    flatten_axis: int | None = None,
 ) -> MXQuantized:
     """Quantizes q = saturating_cast(float(x) / 2^e), with one e for each block of 32 elements.
 
@@ -57,27 +60,36 @@ def mx_quantize(
         rowwise: make [rows, cols], blocks along cols, and its scales.
         columnwise: make [cols, rows], blocks along rows of x, and its scales.
         rounding: "up" or "floor".
+        flatten_axis: as in ``cast_transpose``.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: a shape or rounding that does not fit, or neither copy asked for.
+        ValueError: a shape or rounding that does not fit, neither copy asked for, or a part of x
+            on a device that ends within a block.
     """
     name = "mx_quantize"
     dtype = jnp.dtype(_checks.fp8_dtype_of(name, fp8_dtype))
     if rounding not in ("up", "floor"):
         raise ValueError(f"{name}: rounding must be 'up' or 'floor', got {rounding!r}")
-    x = _checks.matrix_to_cast(name, x)
+    x, ranks = sides(name, x, flatten_axis)
     if not (rowwise or columnwise):
         raise ValueError(f"{name}: rowwise or columnwise must be asked for")
-    results = {}
-    for side, shape, is_wanted in (
-        ("rowwise", x.shape, rowwise),
-        ("columnwise", x.shape[::-1], columnwise),
-    ):
-        if is_wanted:
+    dims = {"rowwise": ("r", "c")} if rowwise else {}
+    dims |= {"columnwise": ("c", "r")} if columnwise else {}
+
+    def body(x: jax.Array) -> tuple[jax.Array, ...]:
+        results = {}
+        for side in dims:
+            shape = x.shape if side == "rowwise" else x.shape[::-1]
             results[side] = _S(shape, dtype)
             results[f"{side}_scale"] = _S(_scale_shape(*shape), jnp.dtype(_SCALE_DTYPE))
-    made = call(name, name, results, x=x, use_floor=rounding == "floor")
+        made = call(name, name, results, x=x, use_floor=rounding == "floor")
+        return tuple(made[each] for each in results)
+
+    texts = [f"{n}: {a} {b}, {n}_scale: {a} {b}/{_BLOCK}" for n, (a, b) in dims.items()]
+    run = over_rows(name, f"x: r c -> {', '.join(texts)}", body, split="r c", ranks=ranks)
+    names = [each for side in dims for each in (side, f"{side}_scale")]
+    made = dict(zip(names, run(x), strict=True))
     return MXQuantized(*(made.get(each) for each in MXQuantized._fields))
 
 
@@ -105,5 +117,16 @@ def mx_dequantize(fp8_data: jax.Array, scale: jax.Array, *, dtype: Any = jnp.bfl
     scale = _checks.has_dtype(name, "scale", scale, [_SCALE_DTYPE])
     fp8_data = _checks.matrix(name, "fp8_data", fp8_data, _checks.FP8)
     scale = _checks.has_shape(name, "scale", scale, _scale_shape(*fp8_data.shape))
-    results = {"out": _S(fp8_data.shape, _checks.float_dtype_of(name, "out", dtype))}
-    return call("mx_quantize", name, results, fp8_data=fp8_data, scale=scale)["out"]
+    dtype = _checks.float_dtype_of(name, "out", dtype)
+
+    def body(fp8_data: jax.Array, scale: jax.Array) -> tuple[jax.Array]:
+        return (decoded(fp8_data, scale, dtype),)
+
+    rule = f"fp8_data: r c, scale: r c/{_BLOCK} -> out: r c"
+    return over_rows(name, rule, body, split="r c")(fp8_data, scale)[0]
+
+
+def decoded(fp8_data: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    """Returns the values of one device's part of MXFP8 data."""
+    results = {"out": _S(fp8_data.shape, jnp.dtype(dtype))}
+    return call("mx_quantize", "mx_dequantize", results, fp8_data=fp8_data, scale=scale)["out"]

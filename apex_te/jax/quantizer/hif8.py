@@ -22,6 +22,7 @@ class _HiF8:
     """
 
     keeps_state = False
+    any_rank = True
 
     def __init__(self, recipe: CurrentScaling) -> None:
         limits = recipe.fp8_format.value
@@ -37,12 +38,14 @@ class _HiF8:
         rowwise: bool,
         columnwise: bool,
         with_dbias: bool = False,
+        flatten_axis: int = -1,
     ) -> Quantized:
-        """Casts a matrix; see ``Quantizer.cast``."""
-        wanted = {"rowwise": rowwise, "columnwise": columnwise}
+        """Casts an array as a matrix; see ``Quantizer.cast``."""
+        wanted: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
+        wanted["flatten_axis"] = flatten_axis
         made = hif8.quantize_current(x, self._targets[role], **wanted, **self._options)
         inverse = made.scale_inv
-        dbias = column_sums(x) if with_dbias else None
+        dbias = column_sums(x, flatten_axis) if with_dbias else None
         return Quantized(made.rowwise, inverse, made.columnwise, inverse, None, dbias)
 
     def multiply(
@@ -52,9 +55,10 @@ class _HiF8:
         b: tuple[jax.Array, jax.Array],
         out_dtype: Any,
         bias: jax.Array | None = None,
+        inner: int = 1,
     ) -> jax.Array:
         """Multiplies two copies; see ``Quantizer.multiply``."""
-        return hif8_gemm(a[0], b[0], a[1], b[1], out_dtype=out_dtype, bias=bias)
+        return hif8_gemm(a[0], b[0], a[1], b[1], out_dtype=out_dtype, bias=bias, inner=inner)
 
 
 def make(recipe: CurrentScaling) -> _HiF8:

@@ -22,6 +22,7 @@ class _MX:
     """
 
     keeps_state = False
+    any_rank = True
 
     def __init__(self, recipe: MXFP8Scaling) -> None:
         self._dtypes = fp8_dtypes(recipe)
@@ -36,11 +37,13 @@ class _MX:
         rowwise: bool,
         columnwise: bool,
         with_dbias: bool = False,
+        flatten_axis: int = -1,
     ) -> Quantized:
-        """Casts a matrix; see ``Quantizer.cast``."""
-        wanted = {"rowwise": rowwise, "columnwise": columnwise}
+        """Casts an array as a matrix; see ``Quantizer.cast``."""
+        wanted: dict[str, Any] = {"rowwise": rowwise, "columnwise": columnwise}
+        wanted["flatten_axis"] = flatten_axis
         made = mx_quantize(x, self._dtypes[role], rounding=self._rounding, **wanted)
-        return Quantized(*made, None, column_sums(x) if with_dbias else None)
+        return Quantized(*made, None, column_sums(x, flatten_axis) if with_dbias else None)
 
     def multiply(
         self,
@@ -49,9 +52,10 @@ class _MX:
         b: tuple[jax.Array, jax.Array],
         out_dtype: Any,
         bias: jax.Array | None = None,
+        inner: int = 1,
     ) -> jax.Array:
         """Multiplies two copies; see ``Quantizer.multiply``."""
-        return mx_gemm(a[0], b[0], a[1], b[1], out_dtype=out_dtype, bias=bias)
+        return mx_gemm(a[0], b[0], a[1], b[1], out_dtype=out_dtype, bias=bias, inner=inner)
 
 
 def make(recipe: MXFP8Scaling) -> _MX:

@@ -21,6 +21,9 @@ RECIPES = {
     "delayed": recipe.DelayedScaling(amax_history_len=4),
     "current": recipe.CurrentScaling(),
     "block": recipe.BlockScaling(),
+    "mx": recipe.MXFP8Scaling(),
+    "hif8": recipe.CurrentScaling(fp8_format=recipe.Format.HIF8),
+    "first step": recipe.DelayedScaling(amax_history_len=4, first_step="current"),
     "none": None,
 }
 WIDTH, ROWS = 256, ("batch", "seq", "embed")

@@ -150,6 +150,19 @@ def gated(x):
     return y, pull(y)
 
 
+def mx(a, b):
+    qa, qb = (ops.mx_quantize.mx_quantize(x, columnwise=False) for x in (a, b))
+    scales = qa.rowwise_scale, qb.rowwise_scale
+    return ops.emulated_gemm.mx_gemm(qa.rowwise, qb.rowwise, *scales, out_dtype=jnp.float32)
+
+
+def hif8(a, b):
+    qa, qb = (ops.hif8.quantize_current(x, pow2=True) for x in (a, b))
+    scales = qa.scale_inv, qb.scale_inv
+    y = ops.emulated_gemm.hif8_gemm(qa.rowwise, qb.rowwise, *scales, out_dtype=jnp.float32)
+    return y, qa.columnwise
+
+
 PRODUCT = [(256, 256), (256, 256), (256,)]
 CASES = {
     "activation": (gelu, [(4, 6, 32)], [P("d", None, "t")]),
@@ -161,6 +174,8 @@ CASES = {
     "product, rows and columns": (per_tensor, PRODUCT, [P("d"), P("t"), P("t")]),
     "product, K": (per_tensor, PRODUCT, [P("d", "t"), P(None, "t"), P()]),
     "product of blocks": (blocks, PRODUCT, [P("d"), P("t"), P("t")]),
+    "MXFP8": (mx, PRODUCT[:2], [P("d", "t"), P(None, "t")]),
+    "HiF8": (hif8, PRODUCT[:2], [P("d", "t"), P(None, "t")]),
     "product of blocks, K": (blocks, PRODUCT, [P("d", "t"), P(None, "t"), P()]),
 }  # fmt: skip
 

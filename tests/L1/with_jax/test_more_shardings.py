@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pytest
 
@@ -30,3 +31,13 @@ def test_layers_have_one_devices_bits(name, layout, kind):
 @pytest.mark.parametrize("name", sharded_net.RECIPES)
 def test_modules_train_as_on_one_device(name, shape, kind):
     sharded_net.assert_trains_as_on_one_device(name, shape, kind)
+
+
+def test_the_documents_example_runs():
+    text = (Path(__file__).resolve().parents[3] / "docs" / "jax.md").read_text()
+    example = text.split("## Several devices")[1].split("```")[1]
+    found: dict = {}
+    exec(example, found)
+    assert found["loss"] < 2
+    kernel = found["variables"]["params"]["wi_kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (256, 2, 256)
