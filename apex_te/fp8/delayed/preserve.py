@@ -32,9 +32,10 @@ def preserved_fp8_state() -> Iterator[None]:
         clocks, training = amax_groups.clocks, amax_groups.training
         current, recipe = amax_groups.current, amax_groups.recipe
         numbers = len(registry.sizes)
-        try:
-            yield
-        finally:
+    try:
+        yield  # without the lock, which a backward may want in another thread
+    finally:
+        with update_lock:
             with torch.inference_mode(False), torch.no_grad():
                 for tensor, value in zip(kept, values, strict=True):
                     tensor.copy_(value)
