@@ -19,6 +19,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import train
 from config import parse
@@ -53,13 +55,22 @@ def start(argv: Sequence[str], output: Path) -> int:
         os._exit(status)
 
 
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Returns the events of a kind that a run has logged so far."""
+    log = folder / FILE
+    return [e for e in read_log(log) if e["kind"] == kind] if log.exists() else []
+
+
 def figures(folder: Path) -> dict[int, tuple[float, float]]:
     """Returns loss and norm of the gradients by step, of what a run has logged so far."""
-    log = folder / FILE
-    if not log.exists():
-        return {}
-    steps = [event for event in read_log(log) if event["kind"] == "step"]
-    return {event["step"]: (event["loss"], event["grad_norm"]) for event in steps}
+    return {e["step"]: (e["loss"], e["grad_norm"]) for e in events(folder, "step")}
+
+
+def has_logged(child: int, folder: Path, step: int) -> bool:
+    """Returns True if the process ``child`` has gone on with the run and the log has a step."""
+    starts = events(folder, "start")
+    is_on = bool(starts) and starts[-1]["process"] == child
+    return is_on and max(figures(folder), default=0) >= step
 
 
 def kill_at(child: int, folder: Path, step: int, delay: float) -> bool:
@@ -71,7 +82,7 @@ def kill_at(child: int, folder: Path, step: int, delay: float) -> bool:
         step: the step.
         delay: seconds to wait then, so that the kill comes anywhere in the next steps.
     """
-    while max(figures(folder), default=0) < step:
+    while not has_logged(child, folder, step):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             if status:
@@ -123,12 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     finish(start([*options, "--out", str(whole)], output))
     expected = figures(whole)
-    each = (time.perf_counter() - begin) / steps
-    places = sorted(generator.sample(range(1, steps), args.kills))
+    each = median(event["ms"] for event in events(whole, "step")) / 1e3
+    # Not in the last steps, so that the run does not end before the kill.
+    places = sorted(generator.sample(range(1, steps * 5 // 6), args.kills))
     kills, wrong = 0, 0
     for place in places:
         child = start([*options, "--out", str(killed), "--resume"], output)
-        kills += kill_at(child, killed, place, generator.uniform(0, 2 * each))
+        kills += kill_at(child, killed, place, generator.uniform(0, 3 * each))
         seen = figures(killed)
         differ = differing(seen, expected)
         wrong += len(differ)

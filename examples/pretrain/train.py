@@ -84,7 +84,8 @@ class Training:
                  "device": str(device), "flops_per_token": built.flops_per_token}  # fmt: skip
         if device.type == "cuda":
             about["device"] = torch.cuda.get_device_name(device)
-        self.log.write("start", after=self.first_step, **about)
+        self.log.write("start", after=self.first_step, process=os.getpid(), **about)
+        self.log.flush()
         self._say(f"{args.out}: {built.parameters / 1e6:.1f} M parameters, an epoch is "
                   f"{about['tokens_of_an_epoch'] / 1e6:.1f} M tokens, {args.steps} steps of "
                   f"{args.batch * args.context:,} tokens, from step {self.first_step}")  # fmt: skip
