@@ -331,6 +331,18 @@ def test_removal(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert listing(tree) == sorted([*before, "csrc/my_op", "csrc/my_op/mine.h"])
 
 
+def test_removal_names_the_results_that_stay(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert jit_module.main(["my_op", "--cpu", "--yes"]) == 0
+    result = tree / "benchmarks" / "results" / "my_op.json"
+    result.parent.mkdir(parents=True, exist_ok=True)
+    result.write_text("{}")
+    assert jit_module.main(["my_op", "--remove"]) == 0
+    assert "left: benchmarks/results/my_op.json, which the op's" in capsys.readouterr().out
+    assert result.exists()
+
+
 def test_record_cannot_lead_outside(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert jit_module.main(["my_op", "--cpu", "--yes"]) == 0
     path = tree / record.FOLDER / "my_op.json"
