@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ _PLACEHOLDER = re.compile(r"my_|<")
 
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_HIDDEN = re.compile(r"^<!-- test\n.*?^-->", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`([^`\n]+)`")
 
 
@@ -36,7 +39,7 @@ def _anchors(path: Path) -> set[str]:
 
 def _missing(document: Path, text: str) -> Iterator[str]:
     """Yields the links and paths in ``text`` that lead nowhere."""
-    for link in _LINK.findall(text):
+    for link in _LINK.findall(_HIDDEN.sub("", text)):
         target, _, anchor = link.partition("#")
         if "://" in link:
             continue
@@ -127,6 +130,69 @@ def test_documents_show_the_results_that_are_there() -> None:
     assert ROOT / "README.md" in documents
     for path, text in documents.items():
         assert path.read_text() == text, f"{_name(path)}: run benchmarks/summary.py"
+
+
+_NAME = re.compile(r"apex_te(?:\.\w+)+")
+# For the project's own parts.
+_NOT_IN_THE_REFERENCE = {"__version__", "chosen_recipe", "pack_recipe", "unpack_recipe"}
+
+
+def _resolved(name: str) -> Any:
+    """Returns what a dotted name stands for; raises AttributeError where it is nothing."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[end:]:
+            found = getattr(found, part)
+        return found
+    raise AttributeError(name)
+
+
+# The guides of new ops, recipes and modules name what they make.
+_OF_THE_PACKAGE = [path for path in DOCUMENTS if not path.stem.startswith("new_")]
+
+
+@pytest.mark.parametrize("document", _OF_THE_PACKAGE, ids=_name)
+def test_names_of_the_package_in_a_document_exist(document: Path) -> None:
+    prose = _FENCE.sub("", document.read_text())
+    for name in {name for code in _CODE.findall(prose) if _NAME.fullmatch(name := code)}:
+        if name.startswith(("apex_te.jax", "apex_te.integrations.torchtitan")):
+            continue  # which import what may not be here
+        _resolved(name)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = (ROOT / "docs" / "reference").glob("*.md")
+    entries = [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)]
+    headings = [
+        name for page in (ROOT / "docs" / "reference").glob("*.md")
+        for name in re.findall(r'heading: "([\w.]+)"', page.read_text())
+    ]  # fmt: skip
+    documented = {
+        id(_resolved(name)) for name in entries if "jax" not in name and "titan" not in name
+    }
+    packages = ("apex_te", "apex_te.recipe", "apex_te.state", "apex_te.parameter",
+                "apex_te.optimizers", "apex_te.amp", "apex_te.integrations", "apex_te.distributed",
+                "apex_te.permutation")  # fmt: skip
+    absent = [
+        f"{package}.{name}"
+        for package in packages
+        for name in _resolved(package).__all__
+        if name not in _NOT_IN_THE_REFERENCE
+        and not isinstance(value := getattr(_resolved(package), name), ModuleType)
+        and id(value) not in documented
+        and f"{package}.{name}" not in headings
+    ]
+    assert absent == []
+    ops = {path.stem for path in (ROOT / "op_builder").glob("*.py")} & {
+        path.stem for path in (ROOT / "apex_te" / "ops").glob("*.py")
+    }
+    assert {name.removeprefix("apex_te.ops.") for name in entries if ".ops." in name} == ops - {
+        "__init__"
+    }
 
 
 def test_every_environment_variable_is_documented() -> None:
