@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 FRAMEWORKS ?= .venv-frameworks
+DOCS ?= .venv-docs
 # In parallel where pytest-xdist is there.
 TESTFLAGS ?= $(shell $(PY) -c 'import xdist; print("-n auto")' 2>/dev/null)
 DEMOFLAGS ?=
@@ -20,8 +21,8 @@ SCRIPTS := scripts/*.py examples/char_gpt/*.py
 CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/with_jax \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
 	! -name dlpack.h | sort) $(wildcard benchmarks/jax/*.cpp)
 
-.PHONY: help env demo test test-l1 frameworks jax bench lint cuda sanitize hip-check dist clean \
-	distclean
+.PHONY: help env demo test test-l1 frameworks jax bench docs docs-test lint cuda sanitize hip-check
+.PHONY: dist clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,6 +33,8 @@ help:
 	@echo "make frameworks tests with Accelerate, Lightning, Megatron-Core and others, in an environment"
 	@echo "                of their own, $(FRAMEWORKS)"
 	@echo "make bench      benchmarks, their tables and charts"
+	@echo "make docs       the documentation site, in build/site; needs no torch"
+	@echo "make docs-test  opens it in a browser, and runs the notebooks and slow examples of the pages"
 	@echo "make lint       ruff, clang-format, docstrings and mypy"
 	@echo "make cuda       compile every .cu for every arch, where nvcc is found"
 	@echo "make sanitize   the ops' tests and a fuzz under ASAN and UBSAN (minutes)"
@@ -57,13 +60,15 @@ test-l1: env
 # JAX goes beside the environment, which `make test` uses without it.
 jax: env
 	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax flatbuffers
-	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/with_jax
+	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/with_jax \
+		"tests/L0/test_doc_blocks.py::test_code_blocks_run[docs/jax.md+flax+jax]"
 
 # Wants Python 3.11 or later, as the frameworks do.
 frameworks:
 	@$(BASE_PYTHON) scripts/environment.py $(FRAMEWORKS)
 	@$(FRAMEWORKS)/bin/python scripts/frameworks.py
-	$(FRAMEWORKS)/bin/python -m pytest tests/L1/frameworks
+	$(FRAMEWORKS)/bin/python -m pytest tests/L1/frameworks tests/L1/docs/test_slow_blocks.py \
+		"tests/L0/test_doc_blocks.py::test_code_blocks_run[docs/migration/torchao.md+torchao]"
 
 # Without a GPU: what can be measured on a CPU.
 bench: env
@@ -74,6 +79,13 @@ bench: env
 		files="benchmarks/build/bench_*.py benchmarks/ops/bench_dispatch.py benchmarks/cpu.py"; \
 	fi; \
 	for file in $$files; do echo "== $$file"; $(PY) $$file; done
+
+# In an environment of its own; without the network once that is there.
+docs:
+	@$(BASE_PYTHON) scripts/build_docs.py --environment $(DOCS)
+
+docs-test: docs env
+	$(PY) -m pytest tests/L1/docs
 
 lint: env
 	ruff check .
@@ -111,4 +123,4 @@ clean:
 	-$(BASE_PYTHON) -B -m op_builder.jit.cli clean --all
 
 distclean: clean
-	rm -rf $(VENV) $(FRAMEWORKS)
+	rm -rf $(VENV) $(FRAMEWORKS) $(DOCS)

@@ -1,0 +1,109 @@
+"""The site in a browser: pages load whole from this machine, links lead on, the search finds."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urldefrag, urlsplit
+
+import pytest
+
+PAGES = (
+    "index.html", "start/quickstart.html", "guides/recipes_and_layers.html", "performance.html",
+    "reference/modules.html", "notebooks/reading_fp8_health.html",
+)  # fmt: skip
+
+
+def _wait(browser: Any, script: str, seconds: float = 20) -> Any:
+    """Returns what a script returns, once that is neither null, false nor empty."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(browser, seconds).until(lambda b: b.execute_script(script))
+
+
+def _heading(browser: Any) -> str:
+    return _wait(browser, "return document.querySelector('article h1')?.innerText")
+
+
+def _text(heading: str) -> str:
+    return heading.replace("¶", "").strip()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_loads_whole_and_from_here_alone(browser: Any, address: str, page: str) -> None:
+    for kind in ("browser", "performance"):
+        browser.get_log(kind)  # of earlier pages
+    browser.get(f"{address}/{page}")
+    assert _heading(browser)
+    _wait(browser, "return document.readyState === 'complete'")
+    hosts = set()
+    for entry in browser.get_log("performance"):
+        message = json.loads(entry["message"])["message"]
+        if message["method"] == "Network.requestWillBeSent":
+            hosts.add(urlsplit(message["params"]["request"]["url"]).hostname)
+    assert hosts - {None} == {"127.0.0.1"}
+    errors = [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+    assert [e for e in errors if "favicon" not in e] == []
+    broken = "[...document.images].filter(i => i.complete && !i.naturalWidth).map(i => i.src)"
+    assert browser.execute_script(f"return {broken}") == []
+    # Wide tables and code scroll by themselves; the page does not.
+    width = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert browser.execute_script(width) <= 0
+
+
+def test_links_of_the_quickstart_lead_to_their_pages(browser: Any, address: str) -> None:
+    browser.get(f"{address}/start/quickstart.html")
+    assert _text(_heading(browser)) == "Quickstart"
+    script = (
+        "return [...document.querySelectorAll('article a[href]:not(.headerlink)')].map(a => a.href)"
+    )
+    links = sorted({link for link in browser.execute_script(script) if link.startswith(address)})
+    pages = {urldefrag(link).url for link in links}
+    assert len(pages) >= 10
+    for link in links:
+        # By a click on the link itself, from the page that has it.
+        browser.get(f"{address}/start/quickstart.html")
+        browser.execute_script(
+            "[...document.querySelectorAll('article a[href]')].find(a => a.href === arguments[0])"
+            ".click()",
+            link,
+        )
+        _wait(browser, f"return location.href === {json.dumps(link)}")
+        assert _heading(browser), link
+        fragment = urldefrag(link).fragment
+        if fragment:
+            there = "return !!document.getElementById(arguments[0])"
+            assert browser.execute_script(there, fragment), link
+
+
+@pytest.mark.parametrize(
+    ("term", "page"),
+    [
+        ("cu_seqlens", "guides/packing.html"),
+        ("InferenceParams", "guides/generation.html"),
+        ("APEX_TE_CACHE_DIR", "environment.html"),
+        ("nonfinite_count", "reference/regions.html"),
+    ],
+)
+def test_the_search_finds_a_term(browser: Any, address: str, term: str, page: str) -> None:
+    from selenium.webdriver.common.by import By
+
+    browser.get(f"{address}/index.html")
+    _heading(browser)
+    browser.find_element(By.TAG_NAME, "body").send_keys("/")
+    field = browser.find_element(By.CSS_SELECTOR, "input.md-search__input")
+    field.send_keys(term)
+    results = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+    found = [urldefrag(link).url for link in _wait(browser, results)]
+    assert f"{address}/{page}" in [link.split("?")[0] for link in found]
+
+
+@pytest.mark.skipif("APEX_TE_SCREENSHOTS" not in os.environ, reason="no folder for screenshots")
+@pytest.mark.parametrize("page", PAGES)
+def test_screenshots(browser: Any, address: str, page: str) -> None:
+    browser.get(f"{address}/{page}")
+    _heading(browser)
+    name = page.replace("/", "_").replace(".html", ".png")
+    assert browser.save_screenshot(str(Path(os.environ["APEX_TE_SCREENSHOTS"]) / name))
