@@ -17,7 +17,7 @@ from ._partition import same_on_all
 from .ops._rows import rowwise
 from .ops.amax_scale_update import amax_scale_update
 
-__all__ = ["FIRST_DUE", "SLOTS", "initial", "numbers_of_gemm", "with_first_scale"]
+__all__ = ["FIRST_DUE", "SLOTS", "initial", "numbers_of_gemm", "of_slots", "with_first_scale"]
 
 FIRST_DUE = "first_due"
 # Slots of each product's three tensors in forward and two in backward, as on PyTorch's side.
@@ -36,6 +36,11 @@ def numbers_of_gemm(leaf: Any, gemm: int) -> list[int]:
     forward = SLOTS["fwd"] * (leaf.shape[-1] // sum(SLOTS.values()))
     first = {"fwd": SLOTS["fwd"] * gemm, "bwd": forward + SLOTS["bwd"] * gemm}
     return [number for way in SLOTS for number in range(first[way], first[way] + SLOTS[way])]
+
+
+def of_slots(of_gemms: jax.Array) -> jax.Array:
+    """Returns a value for each slot of ``first_due``, from one for each product."""
+    return jnp.concatenate([jnp.repeat(of_gemms, n, axis=-1) for n in SLOTS.values()], axis=-1)
 
 
 def with_first_scale(

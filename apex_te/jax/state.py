@@ -73,6 +73,7 @@ def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
 
     JAX adds the cotangents of all uses. Scales, their inverses and old amaxes are equal in all, so
     that the sum is divided by the number of uses; staged amaxes keep their sum, an upper bound.
+    Without any use all is zero, and the state begins anew unless ``update_collections`` kept it.
     """
     uses = jnp.maximum(state["uses"], 1.0)
     found = {}
@@ -81,8 +82,12 @@ def _of_one_use(state: Mapping[str, Any]) -> dict[str, Any]:
         for name in (f"scale_{way}", f"scale_inv_{way}", f"amax_history_{way}"):
             found[name] = state[name] / each
         found[name] = found[name].at[0].set(state[name][0])
+        is_used = jnp.repeat(state["uses"] > 0, slots)
+        for name in (f"scale_{way}", f"scale_inv_{way}"):
+            found[name] = jnp.where(is_used, found[name], 1.0)
     if FIRST_DUE in state:
-        found[FIRST_DUE] = jnp.minimum(state[FIRST_DUE], 1.0)
+        is_used = first_step.of_slots(state["uses"] > 0)
+        found[FIRST_DUE] = jnp.where(is_used, jnp.minimum(state[FIRST_DUE], 1.0), 1.0)
     return {**found, "uses": jnp.ones_like(uses)}
 
 
@@ -228,11 +233,34 @@ def _largest_staged(state: Mapping[str, Any], axis_names: tuple[str, ...]) -> di
 def update_collections(new: Mapping[str, Any], original: Mapping[str, Any]) -> Any:
     """Returns a dict of collections: those of ``new``, and those of ``original`` that it lacks.
 
+    A layer that the loss did not use keeps its FP8 state, whose gradient is zero.
+
     Args:
         new: collections to take, such as the gradient's FP8 state.
         original: the collections so far; a FrozenDict gives a FrozenDict.
     """
-    return _like(original, {**original, **new})
+    kept = {name: _with_unused(new[name], original.get(name)) for name in new}
+    return _like(original, {**original, **kept})
+
+
+def _with_unused(new: Any, original: Any) -> Any:
+    """Returns a tree of states with the original ones of products that were not used."""
+    if not isinstance(new, Mapping) or not isinstance(original, Mapping):
+        return new
+    if not _is_state(new) or any(np.shape(new[n]) != np.shape(original.get(n, ())) for n in new):
+        return _like(new, {name: _with_unused(new[name], original.get(name)) for name in new})
+    is_used = new["uses"] > 0
+    found = {}
+    for name, leaf in new.items():
+        each = is_used
+        if name == FIRST_DUE:
+            each = first_step.of_slots(is_used)
+        elif name != "uses":
+            each = jnp.repeat(is_used, SLOTS[name[-3:]], axis=-1)
+        if "history" in name:
+            each = each[..., None, :]
+        found[name] = jnp.where(each, leaf, original[name])
+    return _like(new, found)
 
 
 def _header(state: Mapping[str, Any], recipe: DelayedScaling) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -211,3 +213,45 @@ def test_first_scales_are_due_once_and_go_to_torch_and_back():
     with te.fp8_autocast(True, chosen):
         found = jax.jit(jax.grad(lambda v: module.apply(v, 3 * x).sum()))(plain)
     assert found["fp8_metas"]["scale_fwd"].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("first_step", ["scale_one", "current"])
+def test_a_layer_that_a_step_does_not_use_keeps_its_state(first_step):
+    nn = pytest.importorskip("flax.linen")
+    import apex_te.jax as te
+    import apex_te.jax.flax as te_flax
+
+    chosen = recipe.DelayedScaling(amax_history_len=3, first_step=first_step)
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x, both):
+            y, z = te_flax.DenseGeneral(16, name="a")(x), te_flax.DenseGeneral(16, name="b")(x)
+            return y + z if both else y
+
+    module, x = Model(), to_jax(torch.randn(4, 16))
+    with te.fp8_autocast(True, chosen):
+        variables = jax.jit(module.init, static_argnums=2)(jax.random.key(0), x, True)
+
+        @functools.partial(jax.jit, static_argnums=1)
+        def states(variables, both):
+            found = jax.grad(lambda v: (module.apply(v, x, both) ** 2).sum())(variables)
+            return {"fp8_metas": found["fp8_metas"]}
+
+        for _ in range(2):
+            variables = te.update_collections(states(variables, True), variables)
+        lost = states(variables, False)
+        kept = te.update_collections(lost, variables)["fp8_metas"]
+        for name, before in variables["fp8_metas"]["b"].items():
+            assert np.array_equal(kept["b"][name], before), name
+            assert np.array_equal(kept["a"][name], lost["fp8_metas"]["a"][name]), name
+        # Without update_collections the layer's state begins anew.
+        again = {**variables, **lost}
+        assert np.isfinite(np.asarray(module.apply(again, x, True))).all()
+        anew = states(again, True)["fp8_metas"]["b"]
+    if first_step == "current":
+        assert anew["first_due"].tolist() == [0.0, 0.0, 1.0, 0.0, 1.0]
+        assert anew["scale_fwd"][1] == kept["b"]["scale_fwd"][1]  # the kernel is still the same
+    else:
+        assert anew["scale_fwd"].tolist() == [1.0, 1.0, 1.0]
+    assert (anew["amax_history_fwd"][0, :2] > 0).all()
