@@ -263,6 +263,7 @@ def documents() -> dict[Path, str]:
     performance = replaced(performance, "ops", f"{source}, bf16, cold L2:\n\n{table}")
     performance = replaced(performance, "layers", layers_table(_result(LAYERS)))
     performance = replaced(performance, "gpt", layers_table(_result("transformer_gpt")))
+    performance = replaced(performance, "products", layers_table(_result("transformer_products")))
     performance = replaced(performance, "head", stacks_table("linear_cross_entropy", HEAD_COLUMNS))
     performance = replaced(
         performance, "accelerate", stacks_table("accelerate", ACCELERATE_COLUMNS)
