@@ -35,7 +35,7 @@ def test_modules_train_as_on_one_device(name, shape, kind):
 
 def test_the_documents_example_runs():
     text = (Path(__file__).resolve().parents[3] / "docs" / "jax.md").read_text()
-    example = text.split("## Several devices")[1].split("```")[1]
+    example = text.split("## Several devices")[1].split("```python\n")[1].split("```")[0]
     found: dict = {}
     exec(example, found)
     assert found["loss"] < 2
