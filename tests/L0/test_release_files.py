@@ -61,7 +61,7 @@ def jobs(path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_workflow(path: Path) -> None:
     """Every job runs somewhere, has a limit, and its commands exist in this checkout."""
-    targets = {"docs", *re.findall(r"^([a-z][\w-]*):", text("Makefile"), re.MULTILINE)}
+    targets = set(re.findall(r"^([a-z][\w-]*):", text("Makefile"), re.MULTILINE))
     commands = ""
     for name, job in jobs(path).items():
         assert {"runs-on", "steps", "timeout-minutes"} <= job.keys(), name
