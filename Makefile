@@ -29,7 +29,7 @@ help:
 	@echo "make demo       train a small GPT in fp32 and FP8 and compare them"
 	@echo "make test       unit tests and the C++ program"
 	@echo "make test-l1    convergence tests (minutes)"
-	@echo "make jax        tests of the front end for JAX, which is installed into build/jax"
+	@echo "make jax        tests of the front end for JAX, which is installed into build/jax (minutes)"
 	@echo "make frameworks tests with Accelerate, Lightning, Megatron-Core and others, in an environment"
 	@echo "                of their own, $(FRAMEWORKS)"
 	@echo "make bench      benchmarks, their tables and charts"
@@ -60,7 +60,7 @@ test-l1: env
 # JAX goes beside the environment, which `make test` uses without it.
 jax: env
 	@test -d build/jax/jax || $(PY) -m pip install --quiet --target build/jax "jax>=0.10" flax flatbuffers
-	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/with_jax \
+	PYTHONPATH=build/jax $(PY) -m pytest $(TESTFLAGS) tests/L0/with_jax tests/L1/with_jax \
 		"tests/L0/test_doc_blocks.py::test_code_blocks_run[docs/jax.md+flax+jax]"
 
 # Wants Python 3.11 or later, as the frameworks do.

@@ -35,7 +35,9 @@ __all__ = [
     "update_collections",
     "update_fp8_metas",
 ]
-_get, __dir__ = _attach(__name__, {"dense": "", "flax": "", "ops": "", "state": ""})
+_get, __dir__ = _attach(
+    __name__, {"attention": "", "dense": "", "flax": "", "ops": "", "state": ""}
+)
 
 
 def __getattr__(name: str) -> _Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from .ops.rope import rope
+
 __all__ = ["GROUP_METHODS", "rotary_pos_emb"]
 
 # By name: the elements of a pair are neighbours.
@@ -42,14 +44,6 @@ def rotary_pos_emb(
         )
     low, high = windows
     scales = low * (high / low) ** (2 * jnp.arange(size // 2) / size)
-    angles = (start + jnp.arange(x.shape[1]))[:, None, None] / scales
-    sin, cos = jnp.sin(angles), jnp.cos(angles)
-    halves = x.astype(jnp.float32)
-    if GROUP_METHODS[group_method]:
-        pairs = halves.reshape(*x.shape[:-1], size // 2, 2)
-        a, b = pairs[..., 0], pairs[..., 1]
-        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
-    else:
-        a, b = jnp.split(halves, 2, axis=-1)
-        turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-    return turned.astype(x.dtype)
+    angles = (start + jnp.arange(x.shape[1]))[:, None] / scales
+    is_interleaved = GROUP_METHODS[group_method]
+    return rope(x, angles, layout="bshd", interleaved=is_interleaved, rotary_dim=size)

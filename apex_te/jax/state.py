@@ -308,7 +308,7 @@ def to_torch(variables: Mapping[str, Any], prefix: str = "") -> dict[str, np.nda
         if _is_state(state):
             if jnp.ndim(state["scale_fwd"]) != 1:
                 raise ValueError(
-                    "to_torch: scale_fwd must have 1 dimension (take each layer's slice of stacked"
+                    "to_torch: scale_fwd must have 1 dimensions (take each layer's slice of stacked"
                     f" variables), got {list(jnp.shape(state['scale_fwd']))}"
                 )
             for name in TENSORS:
@@ -329,15 +329,17 @@ def _split(leaf: Leaf, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     if leaf.inputs is None:
         yield leaf.keys[0], array
         return
+    several = len(leaf.keys) > 1
+    wanted = leaf.inputs + 1 + (several or leaf.name.startswith("wi_"))
+    if (several or leaf.name not in ("kernel", "bias")) and array.ndim != wanted:
+        raise ValueError(
+            f"to_torch: {leaf.name} must have {wanted} dimensions (take each layer's slice of"
+            f" stacked variables), got {list(array.shape)}"
+        )
     pieces = [array]
-    if len(leaf.keys) > 1:
+    if several:
         pieces = [array.take(i, axis=leaf.inputs) for i in range(len(leaf.keys))]
     for key, piece in zip(leaf.keys, pieces, strict=True):
-        if leaf.name in ("scale", "ln_bias") and piece.ndim != 1:
-            raise ValueError(
-                f"to_torch: {leaf.name} must have 1 dimension (take each layer's slice of stacked"
-                f" variables), got {list(piece.shape)}"
-            )
         if leaf.inputs:
             piece = piece.reshape(math.prod(piece.shape[: leaf.inputs]), -1).T
         yield key, np.ascontiguousarray(piece if leaf.inputs else piece.reshape(-1))

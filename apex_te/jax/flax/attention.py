@@ -237,7 +237,7 @@ class MultiHeadAttention(nn.Module):
     def __call__(
         self,
         inputs_q: jax.Array,
-        inputs_kv: jax.Array,
+        inputs_kv: jax.Array | None = None,
         mask: jax.Array | None = None,
         bias: jax.Array | None = None,
         *,
@@ -248,7 +248,9 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             inputs_q: [s, b, embed], or [b, s, embed] without ``transpose_batch_sequence``.
-            inputs_kv: the same array for self attention, another one for cross attention.
+            inputs_kv: None or the same object for self attention, another array for cross
+                attention. ``jax.jit`` and ``jax.checkpoint`` make two of an object that is passed
+                twice.
             mask: bool or integer, True = hidden, broadcast to [b, h, sq, sk]; must be given with
                 the padding types and is ignored with the others.
             bias: added to the scores, broadcast to [b, h, sq, sk].
@@ -259,6 +261,7 @@ class MultiHeadAttention(nn.Module):
             deterministic: True for no dropout.
         """
         heads = self._heads
+        inputs_kv = inputs_q if inputs_kv is None else inputs_kv
         if decode and inputs_q is not inputs_kv:
             raise ValueError(
                 "MultiHeadAttention: decode must be False in cross attention, got True"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..region import active_mesh_resource
+
 __all__ = [
     "BATCH",
     "HEAD",
@@ -54,19 +56,20 @@ _RESOURCES: dict[str, tuple[str, ...]] = {
 }
 
 
-def extend_logical_axis_rules(rules: Sequence[Rule], mesh_resource: Any = None) -> tuple[Rule, ...]:
+def extend_logical_axis_rules(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Returns Flax's logical axis rules with those of the Transformer layers behind them.
+
+    The layers' axes lie on the mesh axes that ``mesh_resource`` of the ``fp8_autocast`` region
+    names.
 
     Args:
         rules: pairs of a logical axis and the mesh axis, or axes, or None, that it lies on.
-        mesh_resource: object with the names of mesh axes, or None, in the attributes
-            ``dp_resource``, ``tp_resource``, ``fsdp_resource`` and ``cp_resource``; None: the
-            layers' axes lie on no mesh axis.
 
     Raises:
         TypeError: a rule is no pair of names.
         ValueError: a rule for an axis of the layers differs from theirs.
     """
+    resource = active_mesh_resource()
     for rule in rules:
         if len(rule) != 2 or not isinstance(rule[0], str):
             raise TypeError(
@@ -78,7 +81,7 @@ def extend_logical_axis_rules(rules: Sequence[Rule], mesh_resource: Any = None) 
         given.setdefault(name, []).append(axes)
     found = [*map(tuple, rules)]
     for name, fields in _RESOURCES.items():
-        axes = tuple(a for a in (getattr(mesh_resource, field, None) for field in fields) if a)
+        axes = tuple(a for a in (getattr(resource, field) for field in fields) if a)
         wanted = axes if len(axes) > 1 else axes[0] if axes else None
         if name not in given:
             found.append((name, wanted))
