@@ -12,6 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
+sys.path.pop(0)  # where the folder jax would pass for the package
+
 
 @dataclass
 class Result:

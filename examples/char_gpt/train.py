@@ -35,6 +35,8 @@ from apex_te.ops.product_count import fp8_gemm_count
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
+sys.path.pop(0)  # where the folder jax would pass for the package
+
 try:
     from tqdm import tqdm
 except ImportError:  # the bar is a convenience; the run does not depend on it

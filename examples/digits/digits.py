@@ -22,6 +22,8 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
+sys.path.pop(0)  # where the folder jax would pass for the package
+
 from apex_te.integrations import from_torch
 
 PIXELS, CLASSES = 64, 10

@@ -24,6 +24,8 @@ import apex_te
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
+sys.path.pop(0)  # where the folder jax would pass for the package
+
 HELD_OUT = 512  # sequences
 # A sequence is held out if its digits, weighted by these odd numbers, sum to a multiple of 4.
 WEIGHTS = (3, 5, 7, 11, 13, 17, 19, 23)

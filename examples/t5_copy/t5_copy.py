@@ -24,6 +24,8 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import common
 
+sys.path.pop(0)  # where the folder jax would pass for the package
+
 from apex_te import TransformerLayer
 
 PAD, BEGIN, END = 0, 1, 2  # the tokens to copy are those after these

@@ -18,9 +18,11 @@ def load(name):
 
 def common():
     """``examples/common.py``."""
-    if str(EXAMPLES) not in sys.path:
-        sys.path.insert(0, str(EXAMPLES))
-    return importlib.import_module("common")
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        return importlib.import_module("common")
+    finally:
+        sys.path.remove(str(EXAMPLES))  # the folder jax in it would pass for the package
 
 
 def parts(name, *modules):
