@@ -12,6 +12,7 @@ from jax.custom_batching import sequential_vmap
 
 from ...runtime import scratch_sizes
 from .._call import call
+from .._partition import Kind
 from . import _checks
 from ._gradient import flag, gradient_of, is_wanted, materialised
 from ._rows import rowwise
@@ -185,23 +186,23 @@ def _differentiable(p: float) -> Callable[..., Any]:
         given = (x, bias, residual, seed)
         values: Any = [None if each is None else each.value for each in given]
         wanted = flag(x), flag(bias), flag(residual)
-        # For its dtype and axes of meshes.
-        empty = values[0][..., :0]
-        return _fwd(p, *values), (empty, values[1], values[3], wanted)
+        kinds = [None if each is None else Kind(jax.typeof(each)) for each in values[:3]]
+        return _fwd(p, *values), (kinds, values[3], wanted)
 
     def bwd(kept: Any, dout: Any) -> Any:
-        x, bias, seed, wanted = kept
+        (x, bias, residual), seed, wanted = kept
         with_dx, with_dbias, with_dresidual = map(is_wanted, wanted)
         dout = materialised(dout)
-        passes_dout = p == 0.0 and dout.dtype == x.dtype
+        passes_dout = p == 0.0 and dout.dtype == x.aval.dtype
         dx, dbias = bias_dropout_add_bwd(
             dout, seed, p,
-            x_dtype=x.dtype if with_dx and not passes_dout else None,
-            bias_dtype=bias.dtype if with_dbias else None,
+            x_dtype=x.aval.dtype if with_dx and not passes_dout else None,
+            bias_dtype=bias.aval.dtype if with_dbias else None,
         )  # fmt: skip
         if with_dx and passes_dout:
             dx = dout
-        return dx, gradient_of(bias, dbias), dout if with_dresidual else None, None
+        dresidual = dout if with_dresidual else None
+        return gradient_of(x, dx), gradient_of(bias, dbias), gradient_of(residual, dresidual), None
 
     added.defvjp(fwd, bwd, symbolic_zeros=True)
     return added

@@ -100,7 +100,7 @@ def bias_gelu_fwd(x: jax.Array, bias: jax.Array | None = None, *, form: str = "t
     """Computes ``bias_gelu``, whose arguments it takes, without a gradient."""
     name = "bias_gelu_fwd"
     is_tanh = _is_tanh(name, form)
-    inputs = _inputs(name, x, bias)
+    inputs = _inputs(name, x, bias, as_rows=_checks.as_rows)
 
     def body(*arrays: jax.Array) -> tuple[jax.Array]:
         given = dict(zip(inputs, arrays, strict=True))
@@ -108,7 +108,8 @@ def bias_gelu_fwd(x: jax.Array, bias: jax.Array | None = None, *, form: str = "t
         return (call(_OP, name, results, **given, is_tanh=is_tanh)["y"],)
 
     rule = "x: r c -> y: r c" if bias is None else "x: r c, bias: c -> y: r c"
-    (y,) = over_rows(name, rule, body)(*inputs.values())
+    ranks = {"r": inputs["x"].ndim - 1}
+    (y,) = over_rows(name, rule, body, split="r c", ranks=ranks)(*inputs.values())
     return y.reshape(jnp.shape(x))
 
 
@@ -130,7 +131,7 @@ def bias_gelu_bwd(
     """
     name = "bias_gelu_bwd"
     is_tanh = _is_tanh(name, form)
-    inputs = _inputs(name, x, bias, grad_output)
+    inputs = _inputs(name, x, bias, grad_output, as_rows=_checks.as_rows)
     names = ["dx", *(["dbias"] if with_dbias else [])]
 
     def body(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -145,8 +146,9 @@ def bias_gelu_bwd(
         return tuple(made[each] for each in names)
 
     rule = "dy: r c, x: r c, " + ("" if bias is None else "bias: c, ")
-    rule = f"{rule[:-2]} -> dx: r c{', dbias: +' if with_dbias else ''}"
-    found = over_rows(name, rule, body)(*inputs.values())
+    rule = f"{rule[:-2]} -> dx: r c{', dbias: + c' if with_dbias else ''}"
+    ranks = {"r": inputs["x"].ndim - 1}
+    found = over_rows(name, rule, body, split="r c", ranks=ranks)(*inputs.values())
     return BiasGeluGrads(found[0].reshape(jnp.shape(x)), found[1] if with_dbias else None)
 
 
@@ -223,9 +225,22 @@ def _is_tanh(function: str, form: str) -> bool:
     return form == "tanh"
 
 
-def _inputs(function: str, x: Any, bias: Any, dy: Any = None) -> dict[str, jax.Array]:
-    """Returns the tensors that a function reads by parameter, matrices as [rows, cols]."""
-    rows = _checks.as_matrix(function, "x", x)
+def _inputs(
+    function: str,
+    x: Any,
+    bias: Any,
+    dy: Any = None,
+    as_rows: Callable[..., jax.Array] = _checks.as_matrix,
+) -> dict[str, jax.Array]:
+    """Returns the tensors that a function reads by parameter.
+
+    Args:
+        function: name of the C function.
+        x, bias: as in ``bias_gelu``.
+        dy: gradient of the output, of x's shape, or None.
+        as_rows: function of ``_checks`` that makes rows of x.
+    """
+    rows = as_rows(function, "x", x)
     found = {}
     if dy is not None:
         dy = _checks.has_dtype(function, "dy", dy, [rows.dtype.name])
@@ -237,5 +252,5 @@ def _inputs(function: str, x: Any, bias: Any, dy: Any = None) -> dict[str, jax.A
     found["x"] = rows
     if bias is not None:
         bias = _checks.has_dtype(function, "bias", bias, [rows.dtype.name])
-        found["bias"] = _checks.has_shape(function, "bias", bias, rows.shape[1:])
+        found["bias"] = _checks.has_shape(function, "bias", bias, rows.shape[-1:])
     return found

@@ -19,7 +19,7 @@ __all__ = ["rope"]
 _LAYOUTS = ("sbhd", "bshd", "thd")
 _LARGEST_DIM = 8192
 _FARTHEST = 1 << 40
-# The dimension that jax.vmap and devices share, "r", is the batch; of packed sequences the heads.
+# The dimension into which jax.vmap folds, "r", is the batch; of packed sequences the heads.
 _RULES = {"sbhd": "s r h d", "bshd": "r s h d", "thd": "t r d"}
 
 
@@ -175,7 +175,8 @@ def _differentiable(
         dims = dict.fromkeys(others, "p c") | {"x": _RULES[layout], "cu_seqlens": "s"}
         dims["starts"] = "s" if layout == "thd" else "r"
         rule = ", ".join(f"{name}: {dims[name]}" for name in inputs)
-        (out,) = rowwise(function, f"{rule} -> out: {_RULES[layout]}", body)(*inputs.values())
+        rule = f"{rule} -> out: {_RULES[layout]}"
+        (out,) = rowwise(function, rule, body, split="r h")(*inputs.values())
         return out
 
     @jax.custom_vjp

@@ -17,6 +17,9 @@ from ._rows import rowwise
 __all__ = ["scaled_softmax", "scaled_softmax_bwd", "scaled_softmax_fwd"]
 
 _CAUSAL = {None: 0, "upper_left": 1, "bottom_right": 2}
+# Dimensions: batch, heads, queries and columns; and those of extent 1 in their place.
+_DIMS = {4: "rhqc", 3: "rqc"}
+_BROADCAST = {"r": "1", "h": "g", "q": "p"}
 _S = jax.ShapeDtypeStruct
 
 
@@ -83,13 +86,14 @@ def scaled_softmax_fwd(
         options = {"scale": float(scale), "causal": mode}
         return (call("scaled_softmax", name, results, **given, **options)["y"],)
 
-    dims = "r h q c" if x.ndim == 4 else "r q c"
-    if mask is None:
-        rule = f"x: {dims} -> y: {dims}"
-    else:
-        first = "1" if mask.shape[0] == 1 else "r"
-        rule = f"x: {dims}, mask: {dims.replace('r', first)} -> y: {dims}"
-    (y,) = rowwise(name, rule, body)(*inputs.values())
+    dims = _DIMS[x.ndim]
+    rule = f"x: {' '.join(dims)} -> y: {' '.join(dims)}"
+    if mask is not None:
+        # Of a dimension that the mask has not, devices that share it have the mask whole.
+        extents = zip(dims, mask.shape, x.shape, strict=True)
+        own = [each if extent == of_x else _BROADCAST[each] for each, extent, of_x in extents]
+        rule = rule.replace(" ->", f", mask: {' '.join(own)} ->")
+    (y,) = rowwise(name, rule, body, split="r h")(*inputs.values())
     return y
 
 
@@ -117,8 +121,9 @@ def scaled_softmax_bwd(
         options = {"scale": float(scale), "causal": mode}
         return (call("scaled_softmax", name, results, dy=dy, y=y, **options)["dx"],)
 
-    dims = "r h q c" if dy.ndim == 4 else "r q c"
-    (dx,) = rowwise(name, f"dy: {dims}, y: {dims} -> dx: {dims}", body)(dy, y)
+    dims = " ".join(_DIMS[dy.ndim])
+    rule = f"dy: {dims}, y: {dims} -> dx: {dims}"
+    (dx,) = rowwise(name, rule, body, split="r h")(dy, y)
     return dx
 
 

@@ -473,11 +473,12 @@ def test_sharded_rows_stay_where_they_are(kind):
     np.testing.assert_allclose(dbias, one_dbias, rtol=1e-5, atol=1e-7)
 
 
-def test_a_random_mask_is_that_of_one_device():
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_random_mask_is_that_of_one_device(kind):
     if len(jax.devices()) < 4:
         pytest.skip("jax was started before this folder's conftest")
     P = jax.sharding.PartitionSpec
-    kinds = (jax.sharding.AxisType.Auto,)
+    kinds = (getattr(jax.sharding.AxisType, kind),)
     mesh = jax.make_mesh((4,), ("d",), axis_types=kinds, devices=jax.devices()[:4])
     x, key = to_jax(torch.randn(8, 33)), jax.random.key_data(jax.random.key(5))
 
@@ -492,4 +493,33 @@ def test_a_random_mask_is_that_of_one_device():
     )
     one, one_dx = step(x, key)
     np.testing.assert_allclose(value, one, rtol=1e-6)
+    assert np.array_equal(dx, one_dx)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("shape", [(2, 8, 6, 6), (1, 1, 6, 6), (2, 1, 1, 6)])
+def test_devices_share_the_heads(shape, kind):
+    if len(jax.devices()) < 4:
+        pytest.skip("jax was started before this folder's conftest")
+    P = jax.sharding.PartitionSpec
+    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=kinds, devices=jax.devices()[:4])
+    x, mask = to_jax(torch.randn(2, 8, 6, 6)), to_jax(torch.rand(shape) < 0.4)
+    freqs, bias = to_jax(angles(6, 6)), to_jax(torch.randn(8))
+
+    def loss(x, mask, freqs):
+        y = ops.scaled_softmax.scaled_softmax(x, 2.0, mask)
+        y = ops.rope.rope(y.swapaxes(1, 2), freqs, layout="bshd")
+        y = ops.bias_gelu.bias_gelu(y.swapaxes(2, 3), bias)
+        return (y**3).sum(), y
+
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    spec = P("d", "t" if shape[1] > 1 else None) if shape[0] > 1 else P()
+    given = [(x, P("d", "t")), (mask, spec), (freqs, P())]
+    placed = [jax.device_put(each, jax.NamedSharding(mesh, where)) for each, where in given]
+    compiled = step.lower(*placed).compile()
+    assert "all-gather" not in compiled.as_text()
+    (_, y), dx = compiled(*placed)
+    (_, one), one_dx = step(x, mask, freqs)
+    assert np.array_equal(y, one)
     assert np.array_equal(dx, one_dx)
