@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -73,12 +72,7 @@ def dense(
     elif state is None:
         raise ValueError("dense: state must be given with DelayedScaling, got None")
     shape = (*x.shape[: x.ndim - inner], *kernel.shape[inner:])
-    if not getattr(quantizer, "any_rank", False):
-        depth = math.prod(kernel.shape[:inner])
-        kernel = kernel.reshape(depth, math.prod(kernel.shape[inner:]))
-        x = x.reshape(math.prod(shape[: x.ndim - inner]), depth)
-        bias, inner = None if bias is None else bias.reshape(-1), 1
-    elif x.ndim == inner:
+    if x.ndim == inner:
         x = x[None]
     y = _fp8_dense(recipe, gemm, inner)(x, kernel, bias, None if state is None else dict(state))
     return y.reshape(shape)
@@ -103,7 +97,6 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
         gemm, inner: as in ``dense``.
     """
     quantizer = quantizer_of(recipe)
-    any_rank = getattr(quantizer, "any_rank", False)
     high_precision_wgrad = recipe.override_linear_precision[2]  # type: ignore[attr-defined]
 
     def scale_of(state: Any, way: str, slot: int) -> Any:
@@ -111,15 +104,11 @@ def _fp8_dense(recipe: Recipe, gemm: int, inner: int) -> Callable[..., jax.Array
 
     def cast(x: Any, role: str, columns: int, scale: Any, **wanted: bool) -> Quantized:
         """Casts an array whose last ``columns`` dimensions are columns."""
-        if any_rank:
-            return quantizer.cast(x, role, scale, flatten_axis=-columns, **wanted)
-        return quantizer.cast(x, role, scale, **wanted)
+        return quantizer.cast(x, role, scale, flatten_axis=-columns, **wanted)
 
     def multiply(product: str, a: Any, b: Any, depth: int, dtype: Any, bias: Any = None) -> Any:
         """Multiplies two copies, whose last ``depth`` dimensions are contracted."""
-        if any_rank:
-            return quantizer.multiply(product, a, b, dtype, bias, inner=depth)
-        return quantizer.multiply(product, a, b, dtype, bias)
+        return quantizer.multiply(product, a, b, out_dtype=dtype, bias=bias, inner=depth)
 
     def enter(state: Any) -> Any:
         if state is None:

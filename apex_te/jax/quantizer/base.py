@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..ops._rows import rowwise
 from ..ops.fp8_output import sides
 
-__all__ = ["Quantized", "Quantizer", "column_sums", "fp8_dtypes"]
+__all__ = ["Quantized", "Quantizer", "column_sums", "fp8_dtypes", "one_scale"]
 
 
 class Quantized(NamedTuple):
@@ -35,18 +35,16 @@ class Quantized(NamedTuple):
     dbias: jax.Array | None
 
 
-class Quantizer(Protocol):
-    """Interface of a scheme: casts of inputs, weights and gradients, and their products.
+class Quantizer:
+    """Base of schemes: casts of inputs, weights and gradients, and their products.
+
+    A subclass defines ``_cast`` and ``_multiply``.
 
     Attributes:
         keeps_state: True if ``cast`` needs a scale and returns an amax.
-        any_rank: True if ``cast`` takes ``flatten_axis`` and ``multiply`` takes ``inner``, so that
-            devices can share any dimension of a layer's arrays. Without it arrays are reshaped to
-            matrices first, whose rows devices share by their first dimension alone.
     """
 
-    keeps_state: bool
-    any_rank: bool
+    keeps_state = False
 
     def cast(
         self,
@@ -54,10 +52,8 @@ class Quantizer(Protocol):
         role: str,
         scale: jax.Array | None,
         *,
-        rowwise: bool,
-        columnwise: bool,
         with_dbias: bool = False,
-        flatten_axis: int = -1,
+        **wanted: Any,
     ) -> Quantized:
         """Casts an array as a matrix.
 
@@ -65,33 +61,48 @@ class Quantizer(Protocol):
             x: [rows..., cols...].
             role: "input", "weight" or "grad".
             scale: one float32 element for schemes that keep state, else None.
-            rowwise: make [rows, cols].
-            columnwise: make [cols, rows].
             with_dbias: sum the columns.
-            flatten_axis: number of x's first dimension of columns.
+            wanted: ``rowwise`` and ``columnwise``, True to make [rows, cols] and [cols, rows], and
+                ``flatten_axis``, the number of x's first dimension of columns.
         """
-        ...
+        made = self._cast(x, role, scale, **wanted)
+        if not with_dbias:
+            return made
+        return made._replace(dbias=column_sums(x, wanted["flatten_axis"]))
 
     def multiply(
-        self,
-        product: str,
-        a: tuple[jax.Array, jax.Array],
-        b: tuple[jax.Array, jax.Array],
-        out_dtype: Any,
-        bias: jax.Array | None = None,
-        inner: int = 1,
-    ) -> jax.Array:
+        self, product: str, a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array],
+        **options: Any,
+    ) -> jax.Array:  # fmt: skip
         """Computes a[M..., K...] @ b[N..., K...].T + bias.
 
         Args:
             product: "fprop", "dgrad" or "wgrad".
             a: FP8 data and scales of a copy.
             b: FP8 data and scales of a copy.
-            out_dtype: dtype of the result.
-            bias: [N...] or None.
-            inner: number of dimensions of K.
+            options: ``out_dtype``, dtype of the result; ``bias``, [N...] or None; and ``inner``,
+                the number of dimensions of K.
         """
-        ...
+        return self._multiply(product, a[0], b[0], a[1], b[1], **options)
+
+    def _cast(self, x: jax.Array, role: str, scale: Any, **wanted: Any) -> Quantized:
+        """Casts an array without the sums of its columns."""
+        raise NotImplementedError
+
+    def _multiply(self, product: str, *operands: jax.Array, **options: Any) -> jax.Array:
+        """Multiplies FP8 data of two copies, followed by their scales."""
+        raise NotImplementedError
+
+
+def one_scale(made: Any, amax: jax.Array | None = None) -> Quantized:
+    """Returns what an op has cast with one scale for both copies.
+
+    Args:
+        made: the op's result, with ``rowwise``, ``columnwise`` and ``scale_inv``.
+        amax: amax for the FP8 state, or None.
+    """
+    inverse = made.scale_inv
+    return Quantized(made.rowwise, inverse, made.columnwise, inverse, amax, None)
 
 
 def column_sums(x: jax.Array, flatten_axis: int = -1) -> jax.Array:

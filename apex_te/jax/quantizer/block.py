@@ -9,60 +9,26 @@ import jax
 from ...recipe import BlockScaling
 from ..ops.block_quantize import block_quantize
 from ..ops.fp8_gemm import block_scaled_gemm
-from .base import Quantized, column_sums, fp8_dtypes
+from .base import Quantized, Quantizer, fp8_dtypes
 
 __all__ = ["make"]
 
 
-class _Block:
+class _Block(Quantizer):
     """Quantizer with a scale for each block."""
-
-    keeps_state = False
-    any_rank = True
 
     def __init__(self, recipe: BlockScaling) -> None:
         self._dtypes = fp8_dtypes(recipe)
         self._options: dict[str, Any] = {"eps": recipe.eps, "pow2": recipe.pow2}
 
-    def cast(
-        self,
-        x: jax.Array,
-        role: str,
-        scale: Any,
-        *,
-        rowwise: bool,
-        columnwise: bool,
-        with_dbias: bool = False,
-        flatten_axis: int = -1,
-    ) -> Quantized:
-        """Casts an array as a matrix; see ``Quantizer.cast``."""
-        made = block_quantize(
-            x,
-            self._dtypes[role],
-            block_rows=128 if role == "weight" else 1,
-            rowwise=rowwise,
-            columnwise=columnwise,
-            flatten_axis=flatten_axis,
-            padded=False,
-            **self._options,
-        )
-        return Quantized(*made, None, column_sums(x, flatten_axis) if with_dbias else None)
+    def _cast(self, x: jax.Array, role: str, scale: Any, **wanted: Any) -> Quantized:
+        rows = 128 if role == "weight" else 1
+        options = {**self._options, "block_rows": rows, "padded": False}
+        return Quantized(*block_quantize(x, self._dtypes[role], **options, **wanted), None, None)
 
-    def multiply(
-        self,
-        product: str,
-        a: tuple[jax.Array, jax.Array],
-        b: tuple[jax.Array, jax.Array],
-        out_dtype: Any,
-        bias: jax.Array | None = None,
-        inner: int = 1,
-    ) -> jax.Array:
-        """Multiplies two copies; see ``Quantizer.multiply``."""
+    def _multiply(self, product: str, *operands: jax.Array, **options: Any) -> jax.Array:
         block_rows = 1 if product == "wgrad" else 128
-        return block_scaled_gemm(
-            a[0], b[0], a[1], b[1], b_block_rows=block_rows, out_dtype=out_dtype, bias=bias,
-            inner=inner,
-        )  # fmt: skip
+        return block_scaled_gemm(*operands, b_block_rows=block_rows, **options)
 
 
 def make(recipe: BlockScaling) -> _Block:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ...recipe import DelayedScaling
 from ..ops.cast_transpose import cast_transpose
-from .base import Quantized, fp8_dtypes
+from .base import Quantized, fp8_dtypes, one_scale
 from .per_tensor import PerTensorProducts
 
 __all__ = ["make"]
@@ -19,36 +19,17 @@ class _Delayed(PerTensorProducts):
     """Quantizer with one scale for each tensor, from earlier steps."""
 
     keeps_state = True
-    any_rank = True
 
     def __init__(self, recipe: DelayedScaling) -> None:
         super().__init__(recipe)
         self._dtypes = fp8_dtypes(recipe)
 
-    def cast(
-        self,
-        x: jax.Array,
-        role: str,
-        scale: Any,
-        *,
-        rowwise: bool,
-        columnwise: bool,
-        with_dbias: bool = False,
-        flatten_axis: int = -1,
-    ) -> Quantized:
+    def cast(self, x: jax.Array, role: str, scale: Any, **wanted: Any) -> Quantized:
         """Casts an array as a matrix; see ``Quantizer.cast``."""
-        made = cast_transpose(
-            x,
-            scale,
-            self._dtypes[role],
-            rowwise=rowwise,
-            columnwise=columnwise,
-            amax=jnp.zeros(1, jnp.float32),
-            with_dbias=with_dbias,
-            flatten_axis=flatten_axis,
-        )
-        inverse = made.scale_inv
-        return Quantized(made.rowwise, inverse, made.columnwise, inverse, made.amax, made.dbias)
+        amax = jnp.zeros(1, jnp.float32)
+        # The op sums the columns, too.
+        made = cast_transpose(x, scale, self._dtypes[role], amax=amax, **wanted)
+        return one_scale(made, made.amax)._replace(dbias=made.dbias)
 
 
 def make(recipe: DelayedScaling) -> _Delayed:

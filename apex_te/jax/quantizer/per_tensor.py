@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from ..ops.fp8_gemm import fp8_gemm
+from .base import Quantizer
 
 __all__ = ["PerTensorProducts"]
 
 
-class PerTensorProducts:
+class PerTensorProducts(Quantizer):
     """Base of quantizers whose operands have one scale each.
 
     Args:
@@ -22,23 +23,5 @@ class PerTensorProducts:
         names = ("fprop", "dgrad", "wgrad")
         self._split = dict(zip(names, recipe.use_split_accumulator, strict=True))
 
-    def multiply(
-        self,
-        product: str,
-        a: tuple[jax.Array, jax.Array],
-        b: tuple[jax.Array, jax.Array],
-        out_dtype: Any,
-        bias: jax.Array | None = None,
-        inner: int = 1,
-    ) -> jax.Array:
-        """Multiplies two copies; see ``Quantizer.multiply``."""
-        return fp8_gemm(
-            a[0],
-            b[0],
-            a[1],
-            b[1],
-            out_dtype=out_dtype,
-            bias=bias,
-            use_split_accumulator=self._split[product],
-            inner=inner,
-        )
+    def _multiply(self, product: str, *operands: jax.Array, **options: Any) -> jax.Array:
+        return fp8_gemm(*operands, use_split_accumulator=self._split[product], **options)
