@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from ..ops.op_function import OpFunction
 from ._core import arguments as _arguments
 from ._core import gemm as _gemm
+from ._core.context import take_saved, without_autocast, without_autograd
 from ._core.fused_casts import (
     ACTIVATIONS,
     ActivationBackward,
@@ -18,7 +19,6 @@ from ._core.fused_casts import (
     is_gated,
 )
 from ._core.gemm import SAVED, FP8Call, as_matrix
-from ._core.linear_function import take_saved, without_autocast, without_autograd
 from ._core.materialize import initialize, materialize
 from ._core.wgrad import weight_gradient
 from .linear import LinearParameters
