@@ -39,7 +39,8 @@ def rowwise(
         split: names of the dimensions that devices may share.
         ranks: numbers of dimensions that names stand for, where it is not 1; ``body`` sees one.
         reduced: function to call instead where devices must combine results in between. Its first
-            argument is a function of a result's name and an array, which combines the array.
+            argument is a function of a result's name and an array, which combines the array. A
+            function with one is of one matrix: it cannot be mapped.
 
     Raises:
         NotImplementedError: later, where the rule does not say how to map an argument or result.
@@ -81,6 +82,10 @@ def rowwise(
     def _batched(size: int, batched: list[bool], *args: jax.Array) -> tuple[Any, Any]:
         if any(map(operator.and_, batched, serves_all)):
             return expanded(size, batched, args)
+        if reduced is not None:
+            raise NotImplementedError(
+                f"{function}: x must be one matrix, got jax.vmap over several"
+            )
         for term, is_batched in zip(operands, batched, strict=True):
             if is_batched and term.axis is None:
                 raise NotImplementedError(

@@ -120,5 +120,10 @@ def tensor_amax(x: jax.Array) -> jax.Array:
         x: [rows, cols] float32, float16 or bfloat16.
     """
     x = _checks.matrix("current_scale", "x", x)
+
+    def reduced(reduce: Callable[..., jax.Array], x: jax.Array) -> tuple[jax.Array]:
+        return (reduce("amax", local_amax(x)[0]),)
+
     rule = "x: r c -> amax: ^"
-    return over_rows("current_scale_amax", rule, local_amax, split="r c")(x)[0]
+    run = over_rows("current_scale_amax", rule, local_amax, split="r c", reduced=reduced)
+    return run(x)[0]
