@@ -107,14 +107,20 @@ def shardings(mesh, variables, axes):
 
 
 def assert_close(found, expected):
-    """Asserts that elements differ by two units in the last place of bfloat16 of the largest."""
+    """Asserts that elements differ by two units in the last place of bfloat16 of the largest.
+
+    Where products are added in another order, a value beside the middle of two FP8 values may be
+    cast to the other one: one element in 100 may differ by more, if the norm of all
+    differences stays below two units of that of the gradient.
+    """
     for (path, x), wanted in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected), strict=True
     ):
-        largest = np.abs(wanted).max()
+        name, wanted = jax.tree_util.keystr(path), np.asarray(wanted, np.float64)
+        largest, distance = np.abs(wanted).max(), np.abs(np.asarray(x, np.float64) - wanted)
         ulp = 2.0 ** (np.floor(np.log2(largest)) - 7) if largest else 0.0
-        name = jax.tree_util.keystr(path)
-        np.testing.assert_allclose(x, wanted, rtol=0, atol=2 * ulp, err_msg=name)
+        assert (distance > 2 * ulp).sum() <= wanted.size // 100, name
+        assert np.linalg.norm(distance) <= 2.0**-7 * np.linalg.norm(wanted), name
 
 
 def mesh_of(shape, kind):
