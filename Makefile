@@ -19,7 +19,7 @@ PY := $(VENV)/bin/python
 SCRIPTS := scripts/*.py examples/char_gpt/*.py
 # dlpack.h is vendored and keeps its own format.
 CXX_FILES = $(shell find csrc tests/cpp tests/hip tests/L0/with_jax \( -name '*.h' -o -name '*.cpp' -o -name '*.cu' \) \
-	! -name dlpack.h | sort) $(wildcard benchmarks/jax/*.cpp)
+	! -name dlpack.h | sort) $(wildcard benchmarks/with_jax/*.cpp)
 
 .PHONY: help env demo test test-l1 frameworks jax bench docs docs-test lint cuda sanitize hip-check
 .PHONY: dist clean distclean

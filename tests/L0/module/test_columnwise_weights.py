@@ -55,14 +55,14 @@ def train(module, recipe, device, keep, call=None, **more):
 def recasts(monkeypatch):
     """Casts of weights to a columnwise copy alone, as backward makes them."""
     calls = []
-    original = gemm._quantized_weight
+    original = gemm.quantized_weight
 
     def counting(quantizers, quantizer, weight, columnwise):
         if columnwise:
             calls.append(weight.shape)
         return original(quantizers, quantizer, weight, columnwise)
 
-    monkeypatch.setattr(gemm, "_quantized_weight", counting)
+    monkeypatch.setattr(gemm, "quantized_weight", counting)
     return calls
 
 

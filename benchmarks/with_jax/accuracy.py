@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains the JAX examples with three seeds, without FP8 and with each recipe; compares accuracies.
 
-python benchmarks/jax/accuracy.py
+python benchmarks/with_jax/accuracy.py
 """
 
 from __future__ import annotations

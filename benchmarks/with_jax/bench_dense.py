@@ -5,8 +5,8 @@ weights quantized in every step; ``jax.jit`` of the whole step, PyTorch eager. J
 turns in one process, round by round, best of the rounds' means; a step of JAX ends when its outputs
 are there.
 
-    python benchmarks/jax/bench_dense.py
-    JAX_PLATFORMS=cpu python benchmarks/jax/bench_dense.py --tiny   # the same path, no figures
+    python benchmarks/with_jax/bench_dense.py
+    JAX_PLATFORMS=cpu python benchmarks/with_jax/bench_dense.py --tiny   # the same path, no figures
 """
 
 from __future__ import annotations
