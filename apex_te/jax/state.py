@@ -157,13 +157,17 @@ def cotangent(part: Mapping[str, Any], gemm: int, like: Mapping[str, Any]) -> di
     found = {}
     for name, leaf in like.items():
         is_sum = leaf.dtype == jnp.float32
+        nothing = jnp.float32(0.0 if is_sum else -jnp.inf)
         if name == FIRST_DUE:
-            places: Any = jnp.array(first_step.numbers_of_gemm(leaf, gemm))
+            places = jnp.array(first_step.numbers_of_gemm(leaf, gemm))
+            whole = jnp.full(leaf.shape, nothing).at[..., places].set(part[name])
         else:
+            # No scatter, which over a whole leaf crashes the compiler of jaxlib 0.11 in shard_map.
             slots = 1 if name == "uses" else SLOTS[name[-3:]]
-            places = slice(slots * gemm, slots * (gemm + 1))
-        whole = jnp.full(leaf.shape, 0.0 if is_sum else -jnp.inf, jnp.float32)
-        whole = whole.at[..., places].set(part[name])
+            before = slots * gemm
+            after = leaf.shape[-1] - before - slots
+            edges = [(0, 0, 0)] * (leaf.ndim - 1) + [(before, after, 0)]
+            whole = jax.lax.pad(part[name].astype(jnp.float32), nothing, edges)
         found[name] = whole if is_sum else jax.lax.convert_element_type(whole, leaf.dtype)
     return found
 
