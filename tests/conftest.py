@@ -42,10 +42,14 @@ def _seed():
 
 @pytest.fixture(autouse=True)
 def _fp32_products():
-    """Takes back the TF32 products that transformers' TrainingArguments turns on for good."""
-    before = torch.backends.fp32_precision
+    """Takes back the TF32 products that transformers and Accelerate turn on for good."""
+    products = torch.backends.cuda.matmul
+    before, product = torch.backends.fp32_precision, products.fp32_precision
     yield
-    torch.backends.fp32_precision = before
+    if torch.backends.fp32_precision != before:
+        torch.backends.fp32_precision = before
+    if products.fp32_precision != product:  # through the older interface, which this resets, too
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ class NormedModuleBase:
         """Outputs and gradients on inputs that are the same in each call."""
         state = torch.random.get_rng_state()
         torch.manual_seed(7)
-        x = self.x(*shape)
+        x = self.x(*shape, device=next(module.parameters()).device)
         grads = gradients_for(module, x)
         torch.random.set_rng_state(state)
         return results(module, x, None, grads, recipe, **options)
