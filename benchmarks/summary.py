@@ -32,6 +32,13 @@ LAYER_NAMES = ("Llama-3-8B", "GPT")
 # Columns of the table of a head's loss, and of Accelerate's switch.
 HEAD_COLUMNS = {"ms": ".1f", "over torch": ".2f", "peak GiB": ".2f", "from torch's": ".1e"}
 ACCELERATE_COLUMNS = {"tokens/s": ",", "of bf16": ".2f", "peak GiB": ".1f"}
+PRETRAIN_COLUMNS = {
+    "tokens/s": ",", "of bf16": ".2f", "of torch": ".2f", "ms": ".0f", "MFU": ".1%",
+    "peak GiB": ".1f",
+}  # fmt: skip
+LORA_COLUMNS = {
+    "weight MiB": ".0f", "of bf16": ".3f", "peak MiB": ".0f", "ms": ".1f", "time of torch's": ".3f",
+}  # fmt: skip
 OUR_AND_THEIR_LAYERS = ("apex_te", "Transformer Engine")
 LAYER_STACKS = {  # how a results file names a stack, or begins to: how the README does
     "torch bf16": "PyTorch",
@@ -263,11 +270,13 @@ def documents() -> dict[Path, str]:
     performance = replaced(performance, "ops", f"{source}, bf16, cold L2:\n\n{table}")
     performance = replaced(performance, "layers", layers_table(_result(LAYERS)))
     performance = replaced(performance, "gpt", layers_table(_result("transformer_gpt")))
-    performance = replaced(performance, "products", layers_table(_result("transformer_products")))
+    performance = replaced(performance, "gpt_te", layers_table(_result("transformer_gpt_te")))
     performance = replaced(performance, "head", stacks_table("linear_cross_entropy", HEAD_COLUMNS))
     performance = replaced(
         performance, "accelerate", stacks_table("accelerate", ACCELERATE_COLUMNS)
     )
+    performance = replaced(performance, "pretrain", stacks_table("pretrain_1.3b", PRETRAIN_COLUMNS))
+    performance = replaced(performance, "lora", stacks_table("lora", LORA_COLUMNS))
     performance = replaced(performance, "tokens", layers_table(_result("transformer_tokens")))
     performance = replaced(performance, "host", host_table(_result("host")))
     every = ops_table(results, every_shape=True)
