@@ -102,7 +102,7 @@ class Rule(NamedTuple):
         return array.reshape([math.prod(self._shape(dim, extents)) for dim in term.dims])
 
     def unflat(self, term: Term, array: Any, extents: Mapping[str, tuple[int, ...]]) -> Any:
-        """Returns what ``flat`` was given, for an array of one dimension for each name."""
+        """Returns an array in its own dimensions again, from one that ``flat`` reshaped."""
         if all(self.ranks.get(name, 1) == 1 for name, _ in term.dims):
             return array
         shape: list[int] = []

@@ -37,7 +37,7 @@ class _Initial:
         self.value = value
 
     def clear(self) -> None:
-        """Frees the values."""
+        """Frees the values from before quantization."""
         self.value = None
 
 
