@@ -1,4 +1,4 @@
-"""What the examples share: switches, the runs they ask for, the table."""
+"""Parts that the examples share: switches, the runs they ask for, the table."""
 
 import argparse
 import json

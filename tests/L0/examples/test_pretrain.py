@@ -25,7 +25,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    """A folder of text files, some of which are no text or there twice."""
+    """A folder of text files, with one that is no text and one that is there twice."""
     folder = tmp_path_factory.mktemp("texts")
     (folder / "inner").mkdir()
     for i in range(60):

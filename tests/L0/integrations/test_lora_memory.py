@@ -63,7 +63,7 @@ def step(model: nn.Module, scaling: recipe.Recipe, x: torch.Tensor) -> list[torc
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_base_has_one_byte_an_element(name: str) -> None:
-    """And scales: one for a tensor or a block of 128x128, or at most a byte for 32 elements."""
+    """A frozen weight is one byte an element and its scales, at most a byte for 32 elements."""
     plain, held = stack(None), stack(RECIPES[name])
     elements = sum(p.numel() for p in plain.parameters() if not p.requires_grad and p.dim() == 2)
     assert weight_bytes(plain, True) == 2 * elements

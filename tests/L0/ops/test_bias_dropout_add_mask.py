@@ -145,7 +145,7 @@ def test_checkpoint_recomputes_the_same_mask(device, reentrant):
 
 
 def replays_of(step, generator=None):
-    """What `step`, which returns a tensor and its gradient, gives in replays of its graph."""
+    """Returns the tensor and the gradient that replays of the graph of ``step`` give."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

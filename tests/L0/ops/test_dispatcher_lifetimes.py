@@ -1,4 +1,4 @@
-"""What a call holds while Python code or another thread changes its arguments.
+"""Lifetimes of a call's arguments while Python code or another thread changes them.
 
 Each case that may end the process runs in one of its own.
 """

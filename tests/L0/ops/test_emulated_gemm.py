@@ -167,7 +167,7 @@ def test_a_product_that_a_selective_checkpoint_has_saved(device):
 @pytest.mark.parametrize(("gemm", "operand"), CASES, ids=["mx", "hif8"])
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_bias_is_added_in_the_dtype_of_the_other_products(device, out_dtype, gemm, operand):
-    """As fp8_gemm does, so that a bias means the same under every recipe."""
+    """The bias is added as fp8_gemm adds it, so that every recipe computes the same."""
     a, sa, _ = operand(32, 64, device)
     b, sb, _ = operand(48, 64, device)
     bias = 100 * torch.randn(48, device=device)

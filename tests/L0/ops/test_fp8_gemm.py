@@ -106,7 +106,7 @@ def test_a_tensor_to_add_must_fit():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU in this process")
 @pytest.mark.parametrize("split", [False, True])
 def test_equals_scaled_mm(split):
-    """The same library underneath: accumulation adds one float32 rounding to torch's result."""
+    """Accumulation adds one float32 rounding to torch's result, as both call cuBLASLt."""
     (a, sa), (b, sb) = operand(256, 512, E5M2, "cuda"), operand(128, 512, E4M3, "cuda")
     peer = torch._scaled_mm(a, b.t(), sa, sb, out_dtype=torch.float32, use_fast_accum=not split)
     out = fp8_gemm(a, b, sa, sb, out_dtype=torch.float32, use_split_accumulator=split)

@@ -1,4 +1,4 @@
-"""What belongs to groups of rows besides their casts: offsets, scales, sums; decoded codes."""
+"""Offsets, scales, sums and decoded codes of groups of rows."""
 
 import pytest
 import torch

@@ -180,7 +180,7 @@ def test_found_inf_skips_everything(device, call, options, dtype):
 
 @pytest.mark.parametrize(("call", "options"), STEPS)
 def test_lists_longer_than_one_launch(device, call, options):
-    """And an empty tensor at the very end: every update arrives; prepared lists agree."""
+    """Many tensors and an empty one at the end are all updated, also from prepared lists."""
     problem = Problem(device, torch.float32, sizes=MANY)
     other = Problem(device, torch.float32, sizes=MANY)
     other.params, other.grads, other.m, other.v, _ = problem.clones()

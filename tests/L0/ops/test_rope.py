@@ -154,7 +154,7 @@ def test_tables_of_every_kind_give_the_same(device, interleaved):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 def test_tables_in_half_precision(device, dtype, x_dtype):
-    """As their values in fp32: the rotation is not rounded besides."""
+    """Angles in bf16 rotate as their values in fp32 do: no other rounding is added."""
     x = torch.randn(5, 2, 3, 8, device=device, dtype=x_dtype, requires_grad=True)
     freqs = (torch.rand(9, 1, 1, 8, device=device) * 9).to(dtype)
     cos, sin = (freqs.float().cos().to(dtype), freqs.float().sin().to(dtype))

@@ -62,7 +62,7 @@ class Call:
 
 @pytest.fixture
 def call(request, device, monkeypatch):
-    """What is left unwritten shows; filled without a view, which TorchScript has not for FP8."""
+    """Fills memory so that elements an op leaves unwritten show; by no view, for TorchScript."""
 
     def filled(make):
         return lambda *args, **kwargs: make(*args, **kwargs).fill_(77)
