@@ -24,7 +24,7 @@ FP8 = {"rtol": 1e-3, "atol": 0}  # a sum in another order may round a value to a
 
 
 def program(name, *words, ranks=1):
-    """What a program of the example prints."""
+    """Runs a program of the example and returns its output."""
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -141,7 +141,7 @@ def test_a_run_killed_ten_times_goes_on_to_the_bit(tokens, tmp_path, words):
 @pytest.mark.parametrize("words", [[], ["--tp", "2"]], ids=["fsdp", "tp"])
 @pytest.mark.parametrize("recipe", ["bf16", "tensorwise", "delayed"])
 def test_two_ranks_train_as_one(run, recipe, words):
-    """The same to rounding where ranks have the scales of one process, else as FP8 rounds.
+    """Two ranks lose as one does: to rounding if their scales are equal, else as FP8 rounds.
 
     Delayed scaling's first scales are each rank's own, and so are those of split weights.
     """

@@ -162,7 +162,7 @@ def test_checksums(dist: Path) -> None:
 
 
 def test_wheel_for_the_other_architecture(dist: Path) -> None:
-    """Where a cross compiler made one: its libraries and keys are for that architecture alone."""
+    """A cross-compiled wheel has libraries and keys for the other architecture alone."""
     other = {"x86_64": "aarch64", "aarch64": "x86_64"}[os.uname().machine]
     found = sorted(dist.glob(f"apex_te-*_{other}.whl"))
     if not found:
